@@ -1,0 +1,162 @@
+"""The action: one invocation as the scheduler sees it, with its cost vector and elasticity (paper, Action Formulation)."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSet:
+    """The admissible unit counts of one resource for one action: fixed, a range, or discrete.
+
+    A range is ``choices is None`` with every integer of [minimum, maximum]; a discrete set lists its
+    members in ``choices`` (ascending, distinct), and minimum and maximum are its ends.
+    """
+
+    minimum: int
+    maximum: int
+    choices: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.choices is not None:
+            assert self.choices == tuple(sorted(set(self.choices))), f"choices {self.choices} must ascend"
+            assert (self.minimum, self.maximum) == (self.choices[0], self.choices[-1])
+        assert 0 < self.minimum <= self.maximum, f"unit set [{self.minimum}, {self.maximum}] is empty"
+
+    @classmethod
+    def fixed(cls, units: int) -> UnitSet:
+        return cls(units, units)
+
+    @classmethod
+    def span(cls, minimum: int, maximum: int) -> UnitSet:
+        return cls(minimum, maximum)
+
+    @classmethod
+    def of(cls, choices: tuple[int, ...]) -> UnitSet:
+        ordered = tuple(sorted(set(choices)))
+        return cls(ordered[0], ordered[-1], ordered)
+
+    @property
+    def elastic(self) -> bool:
+        return self.minimum < self.maximum
+
+    def __contains__(self, units: int) -> bool:
+        if self.choices is None:
+            return self.minimum <= units <= self.maximum
+        return units in self.choices
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.choices if self.choices is not None else range(self.minimum, self.maximum + 1))
+
+    def __len__(self) -> int:
+        return len(self.choices) if self.choices is not None else self.maximum - self.minimum + 1
+
+    def at_most(self, units: int) -> int | None:
+        """The largest admissible count not above ``units``; None where even the minimum is too much."""
+        if units < self.minimum:
+            return None
+        if self.choices is None:
+            return min(units, self.maximum)
+        return self.choices[bisect_right(self.choices, units) - 1]
+
+    def smallest(self, d: int) -> int:
+        """The d-th smallest admissible count, d from 1, the largest where there are fewer (DESIGN 10.5)."""
+        if self.choices is None:
+            return min(self.minimum + d - 1, self.maximum)
+        return self.choices[min(d, len(self.choices)) - 1]
+
+
+class Elasticity(Protocol):
+    """E(m) in (0, 1]: duration(m) = T_ori / (E(m) * m) (paper, equation 1)."""
+
+    def efficiency(self, units: int) -> float:
+        """E at ``units`` of the key elasticity resource."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Amdahl:
+    """Elasticity of a job of which ``serial_fraction`` cannot be shared: E(m) = 1 / (1 + s (m - 1))."""
+
+    serial_fraction: float
+
+    def efficiency(self, units: int) -> float:
+        return 1.0 / (1.0 + self.serial_fraction * (units - 1))
+
+
+@dataclass(frozen=True, slots=True)
+class EfficiencyTable:
+    """Elasticity measured at some counts; between them by linear interpolation of the speed E(m) * m."""
+
+    #: Pairs (units, E), ascending; the first is at the smallest measured count.
+    points: tuple[tuple[int, float], ...]
+
+    def efficiency(self, units: int) -> float:
+        counts = [count for count, _ in self.points]
+        right = bisect_right(counts, units)
+        if right == 0:
+            return self.points[0][1]
+        low_units, low = self.points[right - 1]
+        if right == len(self.points):
+            return low * low_units / units  # beyond the last measurement no speed is promised
+        high_units, high = self.points[right]
+        share = (units - low_units) / (high_units - low_units)
+        return (low * low_units + share * (high * high_units - low * low_units)) / units
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Action:
+    """One invocation, scheduled as a unit; made by formulation and frozen.
+
+    Cost names are resource *kinds* (``cpu``, ``gpu``, ``google_search``); the managers place them on pools.
+    """
+
+    id: str
+    function: str
+    #: The RL task it belongs to: the unit of fairness and accounting.
+    task: str = "default"
+    #: The rollout whose environment it needs; actions of one trajectory run one at a time, in order.
+    trajectory: str | None = None
+    #: C_i: for each resource kind the admissible unit counts.
+    cost: Mapping[str, UnitSet] = field(default_factory=dict)
+    #: Bytes held on the node for the trajectory's life (or the action's, where it has no trajectory).
+    memory_bytes: int = 0
+    #: The resource kind whose amount changes the duration; None for a rigid action.
+    key: str | None = None
+    elasticity: Elasticity | None = None
+    #: Estimated seconds with a single unit of the key resource (declared or learned); None when unknown.
+    t_ori_s: float | None = None
+    #: Whether a running action's key units may be changed (a cgroup write).
+    malleable: bool = False
+    #: The model service that it needs resident, for GPU actions.
+    service: str | None = None
+    #: Tokens (or any additive size) this action adds to a batch of its service; 0 forbids batching.
+    batch_tokens: int = 0
+    #: The caller's key for learning (for example the suite); empty where there is none.
+    profile_key: str = ""
+    #: Seconds on the engine's clock at which it was submitted.
+    submitted_s: float = 0.0
+    #: Bounds in seconds: the execution alone, and the waiting alone.
+    timeout_s: float = 60.0
+    queue_timeout_s: float = 600.0
+    #: The invocation that waits for this one (nested actions); None at the top.
+    parent: str | None = None
+    #: Which try this is, from 1.
+    attempt: int = 1
+
+    @property
+    def units(self) -> UnitSet | None:
+        """The unit set of the key resource, or of the first resource of a rigid action (DESIGN 10.2)."""
+        name = self.key if self.key is not None else next(iter(self.cost), None)
+        return None if name is None else self.cost[name]
+
+    def duration_s(self, units: int) -> float | None:
+        """Expected execution seconds with ``units`` of the key resource; None when nothing is known."""
+        if self.t_ori_s is None:
+            return None
+        if self.elasticity is None:
+            return self.t_ori_s
+        return self.t_ori_s / (self.elasticity.efficiency(units) * units)

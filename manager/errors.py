@@ -1,0 +1,150 @@
+"""Typed errors and the closed list of reasons for which an action can fail."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import ClassVar
+
+
+class Reason(StrEnum):
+    """Why an action did not succeed. The list is closed: callers may switch on it."""
+
+    TIMEOUT = "timeout"  #: the execution exceeded ``timeout``
+    QUEUE_TIMEOUT = "queue_timeout"  #: it waited longer than ``queue_timeout`` or ``max_age``
+    OUT_OF_MEMORY = "out_of_memory"  #: the sandbox or the device ran out of memory
+    CANCELLED = "cancelled"  #: the caller asked, or went away
+    ENVIRONMENT_LOST = "environment_lost"  #: the sandbox died under the action
+    NODE_LOST = "node_lost"  #: the node that ran it is gone
+    GATEWAY_RESTART = "gateway_restart"  #: it ran while the gateway was killed
+    QUOTA = "quota"  #: a quota or concurrency bound refused it
+    UPSTREAM = "upstream"  #: an external service failed
+    HANDLER_ERROR = "handler_error"  #: the user's own code raised
+    MODEL_ERROR = "model_error"  #: a model could not be loaded or run
+    INVALID_INPUT = "invalid_input"  #: the input cannot be executed
+    OUTPUT_LIMIT = "output_limit"  #: the result exceeds ``output_limit``
+    INTERNAL = "internal"  #: our own fault
+
+
+class TangramError(Exception):
+    """Something a caller can be told: what, where and for which invocation.
+
+    ``code`` is stable and crosses every wire; ``gateway.errors`` maps it to HTTP, gRPC and exit statuses.
+    """
+
+    code: ClassVar[str] = "internal"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        component: str = "gateway",
+        invocation_id: str | None = None,
+        retry_after_s: float | None = None,
+        detail: Mapping[str, object] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.component = component
+        self.invocation_id = invocation_id
+        self.retry_after_s = retry_after_s
+        self.detail: Mapping[str, object] = detail or {}
+
+
+class InvalidInput(TangramError):
+    """The input does not fit the function; ``detail["path"]`` is the JSON path at fault."""
+
+    code = "invalid_input"
+
+
+class InvalidConfig(TangramError):
+    """The configuration cannot be used; the message names file, line, key path and the remedy."""
+
+    code = "invalid_config"
+
+
+class NotFound(TangramError):
+    """No such function, invocation, trajectory or file."""
+
+    code = "not_found"
+
+
+class Conflict(TangramError):
+    """The thing is in a state that does not allow the request."""
+
+    code = "conflict"
+
+
+class KeyReused(TangramError):
+    """An Idempotency-Key came again with another body."""
+
+    code = "idempotency_key_reused"
+
+
+class TooLarge(TangramError):
+    """A body, file or batch exceeds its configured bound."""
+
+    code = "too_large"
+
+
+class Unauthorized(TangramError):
+    """The bearer token is missing or wrong."""
+
+    code = "unauthorized"
+
+
+class Unsatisfiable(TangramError):
+    """No node could ever satisfy this cost; the largest node is named."""
+
+    code = "unsatisfiable"
+
+
+class QuotaExceeded(TangramError):
+    """The caller's, the task's or the function's bound is reached; retry after ``retry_after_s``."""
+
+    code = "quota_exceeded"
+
+
+class CapacityExceeded(TangramError):
+    """The gateway as a whole is full; retry after ``retry_after_s``."""
+
+    code = "capacity_exceeded"
+
+
+class Draining(TangramError):
+    """The gateway is shutting down and takes no new work."""
+
+    code = "draining"
+
+
+class StorageUnavailable(TangramError):
+    """The record cannot be written (disk full or corrupt): the work was not accepted."""
+
+    code = "storage_unavailable"
+
+
+class Unsupported(TangramError):
+    """This sandbox, device or model cannot do what was asked; the message says which can."""
+
+    code = "unsupported"
+
+
+class ActionFailed(TangramError):
+    """Raised by a runtime: the action ends with this ``reason``. It becomes an Outcome, never a traceback."""
+
+    code = "action_failed"
+
+    def __init__(
+        self,
+        reason: Reason,
+        message: str,
+        *,
+        component: str,
+        result: object = None,
+        retry_after_s: float | None = None,
+        detail: Mapping[str, object] | None = None,
+    ) -> None:
+        super().__init__(message, component=component, retry_after_s=retry_after_s, detail=detail)
+        self.reason = reason
+        #: What is known so far (partial output, verdicts of the tests that ran), JSON-able, or None.
+        self.result = result

@@ -1,0 +1,48 @@
+"""The executor: what the engine asks of the hands. One implementation is ``runtimes.local.LocalExecutor``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from manager.action import Action
+from manager.function import FunctionSpec
+from manager.lease import Lease
+from manager.outcome import Outcome
+
+
+class LogSink(Protocol):
+    """Where an invocation's log lines go. Never blocks and never raises: it drops and says so."""
+
+    def write(self, stream: str, data: str) -> None:
+        """Append text to ``stream``: ``stdout``, ``stderr``, ``log`` (structured), or ``system`` (ours)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """What the caller sent, beside what the scheduler needs to know: opaque to the thinking."""
+
+    function: FunctionSpec
+    input: Mapping[str, object]
+    log: LogSink
+    #: W3C trace context of the caller, passed on.
+    traceparent: str | None = None
+    context: Mapping[str, str] = field(default_factory=dict)
+
+
+class Executor(Protocol):
+    """Executes leased actions. Its methods bound their own time; ``execute`` never raises but CancelledError."""
+
+    async def execute(self, action: Action, lease: Lease, call: Call) -> Outcome:
+        """Run the action to its end. Cancelling the task kills the work and frees it before it returns."""
+        ...
+
+    async def resize(self, action: Action, lease: Lease) -> None:
+        """Give a running, malleable action the cores of the new ``lease``; a no-op once it has ended."""
+        ...
+
+    async def end_trajectory(self, trajectory: str) -> None:
+        """Remove the trajectory's environment; idempotent."""
+        ...

@@ -1,0 +1,1 @@
+"""What there is: one manager for each kind of resource."""

@@ -1,0 +1,128 @@
+"""The Policy protocol: one pure decision over one pool's read-only view."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from manager.action import Action
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """An action that holds units of the pool now."""
+
+    action: Action
+    units: int
+    #: Seconds from now until its expected end with the units that it holds; None when unknown.
+    ends_in_s: float | None
+    started_s: float
+    #: Fraction of the work still to do by estimate, in (0, 1]; None when unknown.
+    remaining: float | None = None
+    #: Resource chunk (start, size) where the pool has places.
+    chunk: tuple[int, int] | None = None
+    #: Earliest instant at which it may be resized again (damping).
+    resize_after_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """An action that could start now at its minimum, in FCFS order and within the reservations of earlier ones."""
+
+    action: Action
+    #: Units of this pool that it may take at most now, by its unit set and the pool's reservations.
+    limit: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkView:
+    """The places of a pool whose units are not interchangeable (devices): read-only."""
+
+    #: Free chunks as (start, size), aligned powers of two, merged as far as possible.
+    free: tuple[tuple[int, int], ...]
+    #: Service name -> chunks (start, size) on which it is resident now.
+    resident: Mapping[str, tuple[tuple[int, int], ...]]
+    #: Seconds to restore a service that is not resident on a chunk of ``size`` devices.
+    restore_s: Callable[[str, int], float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolView:
+    """All that a policy may look at: one pool, its running actions, and the candidates in FCFS order."""
+
+    name: str
+    now_s: float
+    total: int
+    free: int
+    running: Sequence[Running]
+    #: Candidates: a start at the minimum is certain to fit for all of them together.
+    candidates: Sequence[Waiting]
+    #: Everything that waits for this pool in FCFS order, candidates first (bounded by ``queue_window``).
+    queued: Sequence[Action]
+    #: Actions that wait for this pool in all (also beyond ``queued``).
+    backlog: int
+    #: Arrivals per second of actions for this pool, smoothed.
+    arrival_rate: float = 0.0
+    #: Smoothed fraction of the pool in use.
+    utilisation: float = 0.0
+    chunks: ChunkView | None = None
+    #: The price of a worker process: core-seconds charged per unit at a start.
+    worker_cost_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Start a candidate now with ``units`` of the pool, on ``chunk`` where the pool has places."""
+
+    action_id: str
+    units: int
+    chunk: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resize:
+    """Change a running, malleable action to ``units``."""
+
+    action_id: str
+    units: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hold:
+    """A candidate that the policy leaves waiting on purpose: what for, and until when by estimate."""
+
+    action_id: str
+    waits_for: str
+    until_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What a policy wants done with one pool; the core checks and carries it out."""
+
+    starts: Sequence[Start] = ()
+    resizes: Sequence[Resize] = ()
+    holds: Sequence[Hold] = ()
+    #: Ask again at this instant even if nothing happens (a wait that ends, a damped resize); None otherwise.
+    wake_s: float | None = None
+
+
+class Policy(Protocol):
+    """Decides on one pool at a time; pure: the same view gives the same decision."""
+
+    @property
+    def name(self) -> str: ...
+
+    def decide(self, view: PoolView) -> Decision:
+        """Choose units for the candidates (starting none of them is allowed; idling for ever is not)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicySpec:
+    """The choice of a policy and its constants."""
+
+    name: str = "paper"
+    #: Constants by name, for example ``{"dop": 8}`` for fixed.
+    options: Mapping[str, float] = field(default_factory=dict)

@@ -1,0 +1,83 @@
+"""The Runtime protocol: one kind of action, made to happen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from manager.action import Action
+from manager.clock import Clock, MonotonicClock
+from manager.executor import Call
+from manager.function import FunctionSpec
+from manager.lease import Lease
+
+
+@dataclass(slots=True, kw_only=True)
+class Execution:
+    """One action on its way through a runtime: what was asked, what was granted, and its stopwatch.
+
+    A runtime calls `begin` when the user's own work starts (after the sandbox is ready or the model restored)
+    and `end` when it is over; between the two the execution ``timeout`` runs. Everything else is overhead.
+    """
+
+    action: Action
+    lease: Lease
+    call: Call
+    clock: Clock = field(default_factory=MonotonicClock)
+    began_s: float | None = None
+    ended_s: float | None = None
+
+    def begin(self) -> None:
+        if self.began_s is None:
+            self.began_s = self.clock.now()
+
+    def end(self) -> None:
+        if self.began_s is not None and self.ended_s is None:
+            self.ended_s = self.clock.now()
+
+    @property
+    def execution_s(self) -> float:
+        """Seconds of the user's work so far; 0 when it has not begun."""
+        if self.began_s is None:
+            return 0.0
+        return (self.clock.now() if self.ended_s is None else self.ended_s) - self.began_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What a runtime returns: plain JSON values, and the measured use (cpu_s, peak_memory_bytes, workers ...)."""
+
+    value: object
+    usage: Mapping[str, float] = field(default_factory=dict)
+
+
+class Runtime(Protocol):
+    """One runtime kind. Failures are `manager.errors.ActionFailed`; the caller enforces the deadline.
+
+    ``execute`` is cancelled on timeout and on cancel: it must then kill the work, including every process the
+    work started, within ``kill_grace_s``, and only then let CancelledError through.
+    """
+
+    async def prepare(self, function: FunctionSpec) -> None:
+        """Check at registration that the function can ever run here, and warm up.
+
+        Raises InvalidConfig or Unsupported with the remedy (a missing image, a missing or pickled checkpoint).
+        """
+        ...
+
+    async def execute(self, execution: Execution) -> Result:
+        """Run one action to its end; raises ActionFailed."""
+        ...
+
+    async def resize(self, action: Action, lease: Lease) -> None:
+        """Apply a new lease to a running, malleable action; others never get here."""
+        ...
+
+    async def end_trajectory(self, trajectory: str) -> None:
+        """Drop what is kept for the trajectory; idempotent."""
+        ...
+
+    async def close(self) -> None:
+        """Release everything; idempotent."""
+        ...

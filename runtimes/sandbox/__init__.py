@@ -1,0 +1,1 @@
+"""Sandboxes: one environment for each trajectory, and the runtimes that work in them."""

@@ -1,0 +1,136 @@
+"""The Sandbox and Provider protocols: an environment that executes commands, whatever it is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from manager.function import Background, SandboxSpec
+
+#: Receives (``stdout`` | ``stderr``, bytes) as the command produces them; must not block.
+OnOutput = Callable[[str, bytes], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """One command in a sandbox. Exactly one of ``argv`` and ``shell`` is given."""
+
+    argv: tuple[str, ...] = ()
+    #: Run by ``/bin/sh -c`` (``bash`` where the sandbox has it).
+    shell: str = ""
+    cwd: str = ""
+    env: Mapping[str, str] = field(default_factory=dict)
+    #: User name or id; empty takes the sandbox's.
+    user: str = ""
+    stdin: bytes = b""
+    #: Seconds until SIGTERM, then SIGKILL ``kill_grace_s`` later, for the whole process tree.
+    timeout_s: float = 60.0
+    kill_grace_s: float = 2.0
+    #: Bytes kept of each stream; the rest is read and dropped, and the mark set.
+    output_limit_bytes: int = 1 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandResult:
+    """How a command ended. A non-zero exit code is data."""
+
+    exit_code: int | None
+    #: The signal that ended it (positive), or None.
+    signal: int | None = None
+    stdout: bytes = b""
+    stderr: bytes = b""
+    stdout_truncated: bool = False
+    stderr_truncated: bool = False
+    timed_out: bool = False
+    out_of_memory: bool = False
+    duration_s: float = 0.0
+    cpu_s: float = 0.0
+    peak_memory_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileStat:
+    """One file or directory in a sandbox."""
+
+    path: str
+    size_bytes: int
+    directory: bool
+    mode: int
+
+
+class Sandbox(Protocol):
+    """A living environment. Methods raise ActionFailed(environment_lost) when it is gone, never hang."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def spec(self) -> SandboxSpec: ...
+
+    async def run(self, command: Command, on_output: OnOutput | None = None) -> CommandResult:
+        """Execute to the end; cancelling kills the process tree, setsid children included."""
+        ...
+
+    async def set_cores(self, cores: Sequence[int]) -> None:
+        """Confine the sandbox to these cores (cpuset and quota, or affinity); callable while a command runs."""
+        ...
+
+    async def thaw(self) -> None:
+        """Let its processes run."""
+        ...
+
+    async def quiesce(self, background: Background) -> None:
+        """Between actions: freeze, kill, or leave its background processes, and give the cores back."""
+        ...
+
+    async def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
+        """Write a file, making its directories. A path that leaves the sandbox (links included) is InvalidInput."""
+        ...
+
+    async def read_file(self, path: str, *, limit_bytes: int) -> bytes:
+        """Read a file; NotFound, TooLarge, or InvalidInput when it is no regular file or leaves the sandbox."""
+        ...
+
+    async def list_files(self, path: str) -> list[FileStat]:
+        """The entries of a directory, sorted by name; NotFound where there is none."""
+        ...
+
+    async def close(self) -> None:
+        """Remove it and everything in it; idempotent."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProviderInfo:
+    """Which kind of sandbox is used, and what it promises, in plain words."""
+
+    kind: str  #: ``container`` or ``process``
+    engine: str  #: for example ``docker 28.2 (cgroup v1)`` or ``bubblewrap``
+    isolation: str  #: one honest sentence
+    limits: Mapping[str, bool] = field(default_factory=dict)  #: promise -> kept (memory, pids, network, disk ...)
+
+
+class Provider(Protocol):
+    """Makes sandboxes of one kind."""
+
+    @property
+    def info(self) -> ProviderInfo: ...
+
+    async def check(self, spec: SandboxSpec) -> None:
+        """Raise InvalidConfig or Unsupported, with the remedy, when such a sandbox can never be made."""
+        ...
+
+    async def create(
+        self, spec: SandboxSpec, *, name: str, labels: Mapping[str, str], mounts: Mapping[str, str]
+    ) -> Sandbox:
+        """Make and start one. ``mounts`` maps host directories to read-only paths inside."""
+        ...
+
+    async def adopt(self) -> list[tuple[Sandbox, Mapping[str, str]]]:
+        """Living sandboxes of an earlier gateway of the same state directory, with their labels."""
+        ...
+
+    async def close(self) -> None:
+        """Let go of the engine (sandboxes are closed by their owner); idempotent."""
+        ...
