@@ -1,4 +1,4 @@
-"""The action: one invocation as the scheduler sees it, with its cost vector and elasticity (paper, Action Formulation)."""
+"""The action: one invocation as the scheduler sees it: cost vector and elasticity (paper, Action Formulation)."""
 
 from __future__ import annotations
 
@@ -124,6 +124,8 @@ class Action:
     cost: Mapping[str, UnitSet] = field(default_factory=dict)
     #: Bytes held on the node for the trajectory's life (or the action's, where it has no trajectory).
     memory_bytes: int = 0
+    #: Seconds without an action after which its trajectory ends.
+    trajectory_ttl_s: float = 1800.0
     #: The resource kind whose amount changes the duration; None for a rigid action.
     key: str | None = None
     elasticity: Elasticity | None = None

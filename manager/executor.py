@@ -43,6 +43,10 @@ class Executor(Protocol):
         """Give a running, malleable action the cores of the new ``lease``; a no-op once it has ended."""
         ...
 
+    async def open_trajectory(self, trajectory: str, function: FunctionSpec) -> None:
+        """Make the trajectory's environment before its first action; raises TangramError."""
+        ...
+
     async def end_trajectory(self, trajectory: str) -> None:
         """Remove the trajectory's environment; idempotent."""
         ...
