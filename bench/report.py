@@ -1,0 +1,206 @@
+"""The report of a bench: figures, checks, the machine, and the two forms in which it is printed (DESIGN 11)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, TextIO
+
+Better = Literal["lower", "higher"]
+Figure = float | int | str | bool | None | list["Figure"] | dict[str, "Figure"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """A named value that must stay on the good side of a limit."""
+
+    name: str
+    value: float
+    limit: float
+    better: Better
+
+    @property
+    def ok(self) -> bool:
+        """Whether it holds; a value that is not a number never does."""
+        return self.value <= self.limit if self.better == "lower" else self.value >= self.limit
+
+    def as_json(self) -> dict[str, object]:
+        value = self.value if math.isfinite(self.value) else None
+        return {"name": self.name, "value": value, "limit": self.limit, "better": self.better, "ok": self.ok}
+
+
+@dataclass(slots=True)
+class Report:
+    """What one bench has to say.
+
+    >>> report = Report("gateway")
+    >>> report.figure("echo_p50_ms", 0.4)
+    >>> report.check("exec_overhead_p50_ms", 1.3, limit=2.0, better="lower")
+    >>> sys.exit(report.print(as_json=True))
+    """
+
+    bench: str
+    figures: dict[str, Figure] = field(default_factory=dict)
+    checks: list[Check] = field(default_factory=list)
+    #: Sentences for people: what was left out on this machine, and how a figure is to be read.
+    notes: list[str] = field(default_factory=list)
+
+    def figure(self, name: str, value: Figure) -> None:
+        """Record a measured value that is not checked; dictionaries and lists nest."""
+        self.figures[name] = value
+
+    def check(self, name: str, value: float, limit: float, better: Better) -> bool:
+        """Record a value against its limit, and say whether it holds."""
+        check = Check(name=name, value=float(value), limit=float(limit), better=better)
+        self.checks.append(check)
+        return check.ok
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    @property
+    def ok(self) -> bool:
+        return all(check.ok for check in self.checks)
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "bench": self.bench,
+            "machine": machine(),
+            "figures": _finite(self.figures),
+            "checks": [check.as_json() for check in self.checks],
+            "notes": self.notes,
+        }
+
+    def print(self, *, as_json: bool, file: TextIO | None = None) -> int:
+        """Print the table, and with ``as_json`` the object on the last line; returns the exit status."""
+        out = sys.stdout if file is None else file
+        print(self.text(), file=out)
+        if as_json:
+            print(json.dumps(self.as_json(), sort_keys=True), file=out)
+        out.flush()
+        return 0 if self.ok else 1
+
+    def text(self) -> str:
+        blocks = [f"{self.bench} on {describe_machine()}"]
+        flat = [(name, value) for name, value in self.figures.items() if not isinstance(value, dict)]
+        if flat:
+            blocks.append(table(["figure", "value"], [[name, _cell(value)] for name, value in flat]))
+        blocks += [_nested(name, value) for name, value in self.figures.items() if isinstance(value, dict)]
+        if self.checks:
+            rows = [
+                [c.name, _cell(c.value), ("<= " if c.better == "lower" else ">= ") + _cell(c.limit), _verdict(c)]
+                for c in self.checks
+            ]
+            blocks.append(table(["check", "value", "limit", ""], rows))
+        blocks += self.notes
+        return "\n\n".join(blocks)
+
+
+def arguments(bench: str, argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The two flags that every bench takes: ``quick`` and ``json``."""
+    return parser(bench).parse_args(argv)
+
+
+def parser(bench: str) -> argparse.ArgumentParser:
+    """The command line of a bench, for those that add flags of their own."""
+    made = argparse.ArgumentParser(prog=f"python -m bench.{bench}")
+    made.add_argument("--quick", action="store_true", help="smaller inputs and fewer rounds; the same figures")
+    made.add_argument("--json", action="store_true", help="the report as one JSON object on the last line of stdout")
+    return made
+
+
+def machine() -> dict[str, Figure]:
+    """The machine that the figures come from."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+        "load_1m": round(os.getloadavg()[0], 2),
+    }
+
+
+def describe_machine() -> str:
+    info = machine()
+    return (
+        f"{info['cpu']}, {info['cores']} cores, {info['memory_gib']} GiB, "
+        f"Python {info['python']}, load {info['load_1m']}"
+    )
+
+
+def median(values: Sequence[float]) -> float:
+    """The middle value; not a number where there is none."""
+    return percentile(values, 0.5)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which ``share`` of the values lie (nearest rank); not a number where there is none."""
+    if not values:
+        return math.nan
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, max(0, math.ceil(share * len(ordered)) - 1))]
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns for people: the first to the left, the others to the right."""
+    widths = [max(len(line[i]) for line in [head, *rows]) for i in range(len(head))]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in [head, ["-" * width for width in widths], *rows]
+    ]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _nested(name: str, value: dict[str, Figure]) -> str:
+    """A dictionary of rows as a table of its own; any other dictionary as name and value."""
+    rows = {key: row for key, row in value.items() if isinstance(row, dict)}
+    if len(rows) != len(value) or not rows:
+        return table([name, "value"], [[key, _cell(cell)] for key, cell in value.items()])
+    columns = list(dict.fromkeys(column for row in rows.values() for column in row))
+    body = [[key, *(_cell(row.get(column)) for column in columns)] for key, row in rows.items()]
+    return table([name, *columns], body)
+
+
+def _cell(value: Figure) -> str:
+    if isinstance(value, bool) or value is None or isinstance(value, str):
+        return "-" if value is None else str(value)
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
+    return json.dumps(value)
+
+
+def _verdict(check: Check) -> str:
+    return "ok" if check.ok else "FAILED"
+
+
+def _finite(value: Figure) -> Figure:
+    """JSON has no infinity and no not-a-number: null instead."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _cpu_model() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
+    return names[0] if names else platform.machine()
