@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -49,6 +49,34 @@ class CommandResult:
     peak_memory_bytes: int = 0
 
 
+class Process(Protocol):
+    """A long-lived command with open pipes, made by `Sandbox.spawn`; ended by `kill`, or with its sandbox.
+
+    Nothing of it is kept: every chunk goes to its reader, and a reader that stops reading stops the command
+    (backpressure through the runner), so one slow process cannot fill the gateway's memory.
+    """
+
+    async def write_stdin(self, data: bytes) -> None:
+        """Append to its standard input; raises ActionFailed(environment_lost) when sandbox or process is gone."""
+        ...
+
+    async def close_stdin(self) -> None:
+        """End its standard input; idempotent."""
+        ...
+
+    def chunks(self) -> AsyncIterator[tuple[str, bytes]]:
+        """(``stdout`` | ``stderr``, bytes) in order, until it ended. One reader at a time."""
+        ...
+
+    async def wait(self) -> CommandResult:
+        """How it ended; stdout and stderr are empty. Chunks that nobody reads meanwhile are dropped."""
+        ...
+
+    async def kill(self) -> None:
+        """SIGKILL its whole process tree, setsid children included, and return when it is gone; idempotent."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileStat:
     """One file or directory in a sandbox."""
@@ -70,6 +98,11 @@ class Sandbox(Protocol):
 
     async def run(self, command: Command, on_output: OnOutput | None = None) -> CommandResult:
         """Execute to the end; cancelling kills the process tree, setsid children included."""
+        ...
+
+    async def spawn(self, command: Command) -> Process:
+        """Start a long-lived process. ``stdin`` is written first and left open; no output limit applies, and
+        ``timeout_s`` only where it is finite (``math.inf``: until killed)."""
         ...
 
     async def set_cores(self, cores: Sequence[int]) -> None:
