@@ -62,6 +62,10 @@ class PoolView:
     queued: Sequence[Action]
     #: Actions that wait for this pool in all (also beyond ``queued``).
     backlog: int
+    #: Those of ``queued`` that nothing but this pool's free units keeps from starting, in FCFS order, candidates
+    #: included. A policy that reorders (short rigid actions first, with an ageing bound) or that frees units by
+    #: resizing looks here; a Start of one that turns out not to fit is left waiting by the core.
+    eligible: Sequence[Action] = ()
     #: Arrivals per second of actions for this pool, smoothed.
     arrival_rate: float = 0.0
     #: Smoothed fraction of the pool in use.
