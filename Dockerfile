@@ -1,0 +1,31 @@
+# The gateway's image. Any base with Python 3.11 to 3.13 will do: docker build --build-arg BASE=my-python .
+# With wheels for that Python in build/wheels (scripts/gateway-image puts them there) the build needs no network.
+ARG BASE=python:3.12-slim
+FROM ${BASE}
+
+COPY pyproject.toml build/wheel[s] /wheels/
+COPY pyproject.toml constraints.txt README.md /src/
+COPY manager /src/manager
+COPY runtimes /src/runtimes
+COPY gateway /src/gateway
+
+# A wheel of pip is a program too: the base needs neither pip nor venv.
+RUN set -eu; \
+    if ls /wheels/pip-*.whl >/dev/null 2>&1; then \
+        pip="python3 $(ls /wheels/pip-*.whl)/pip"; offline="--no-index --find-links /wheels --no-build-isolation"; \
+        $pip install -q --root-user-action ignore --no-index --find-links /wheels --target /opt/build setuptools; \
+    else pip="python3 -m pip"; offline=""; fi; \
+    PYTHONPATH=/opt/build $pip install -q --root-user-action ignore --no-cache-dir $offline \
+        --constraint /src/constraints.txt --target /opt/tangram /src; \
+    rm -rf /wheels /src /opt/build
+
+ENV PYTHONPATH=/opt/tangram PATH=/opt/tangram/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
+    PYTHONUNBUFFERED=1
+WORKDIR /etc/tangram
+COPY tangram.yaml /etc/tangram/
+COPY functions /etc/tangram/functions
+VOLUME /var/lib/tangram
+EXPOSE 8080 8081
+# The engine's socket and, for direct cgroup writes, /sys/fs/cgroup are mounted by whoever runs it (docs/ARCHITECTURE.md).
+ENTRYPOINT ["python3", "-m", "gateway.cli"]
+CMD ["serve"]

@@ -1,0 +1,41 @@
+# The two commands of the README are `make demo` and `make test`; both set everything up on a bare machine.
+PYTHON := .venv/bin/python
+SEEDS ?= 20000
+
+.PHONY: demo test setup format lint types unit sim bench serve clean
+
+demo: setup
+	@$(PYTHON) -m scripts.demo
+
+test: setup lint types unit
+
+setup:
+	@scripts/setup
+
+format:
+	$(PYTHON) -m ruff format .
+	$(PYTHON) -m ruff check --fix .
+
+lint:
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m ruff check .
+
+types:
+	$(PYTHON) -m mypy
+
+unit:
+	$(PYTHON) -m pytest -n 2 --dist loadgroup
+
+# More seeds of the deterministic simulation: make sim SEEDS=100000
+sim: setup
+	SIM_SEEDS=$(SEEDS) $(PYTHON) -m pytest tests/sim
+
+# Every bench of DESIGN section 11, one JSON object each on its last line.
+bench: setup
+	@for name in gateway sandbox scheduler figures model; do $(PYTHON) -m bench.$$name --json; done
+
+serve: setup
+	.venv/bin/tangram serve
+
+clean:
+	rm -rf .venv .cache .demo .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info

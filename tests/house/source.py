@@ -1,0 +1,76 @@
+"""The project's own source as data: modules, their imports and their functions, read without running anything."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("manager", "runtimes", "gateway", "bench", "scripts", "tests", "functions")
+
+
+@dataclass(frozen=True, slots=True)
+class Import:
+    """One imported module (dotted), where, and whether only the type checker sees it."""
+
+    module: str
+    line: int
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One Python file."""
+
+    path: Path
+    text: str
+    tree: ast.Module
+
+    @property
+    def name(self) -> str:
+        """Path from the root, as in messages."""
+        return self.path.relative_to(ROOT).as_posix()
+
+    @property
+    def package(self) -> str:
+        return self.path.relative_to(ROOT).parts[0]
+
+    @property
+    def lines(self) -> int:
+        return self.text.count("\n")
+
+    def imports(self) -> Iterator[Import]:
+        """Every import, wherever it stands; ``from a import b`` gives both ``a`` and ``a.b``."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    yield Import(alias.name, node.lineno)
+            elif isinstance(node, ast.ImportFrom) and node.module is not None and node.level == 0:
+                yield Import(node.module, node.lineno)
+                for alias in node.names:
+                    yield Import(f"{node.module}.{alias.name}", node.lineno)
+
+    def functions(self) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield node
+
+
+@cache
+def sources() -> tuple[Source, ...]:
+    """Every Python file of the house, generated code left out."""
+    found = []
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            if "generated" in path.parts or "__pycache__" in path.parts:
+                continue
+            text = path.read_text(encoding="utf-8")
+            found.append(Source(path, text, ast.parse(text, filename=str(path))))
+    return tuple(found)
+
+
+def within(module: str, package: str) -> bool:
+    """Whether a dotted module is a package or lies in it."""
+    return module == package or module.startswith(package + ".")

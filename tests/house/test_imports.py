@@ -1,0 +1,111 @@
+"""The direction of the house (DESIGN section 4): who may import whom."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+
+import pytest
+
+from tests.house.source import Source, sources, within
+
+#: Heavy libraries, and the only places that may name them.
+ROOMS = {
+    "docker": ("runtimes/sandbox/container",),
+    "torch": ("runtimes/model/",),
+    "safetensors": ("runtimes/model/",),
+    "transformers": ("runtimes/model/",),
+    "pynvml": ("runtimes/model/devices.py",),
+    "ray": ("runtimes/node/ray_cluster.py",),
+    "starlette": ("gateway/http/",),
+    "hypercorn": ("gateway/http/",),
+    "grpclib": ("gateway/grpc/",),
+    "sqlite3": ("gateway/store",),
+    "yaml": ("gateway/config",),
+    "pydantic": ("gateway/config",),
+    "click": ("gateway/cli",),
+    "matplotlib": ("gateway/", "bench/"),
+}
+#: What the runtimes may know of the manager: its nouns.
+NOUNS = tuple(
+    f"manager.{noun}"
+    for noun in ("errors", "clock", "action", "lease", "outcome", "function", "executor", "config", "scheduler.policy")
+)
+#: Shells of the manager that wait: they alone may import asyncio.
+ASYNC_SHELLS = ("manager/engine",)
+
+
+def test_the_manager_imports_the_standard_library_and_numpy_only() -> None:
+    allowed = sys.stdlib_module_names | {"numpy", "manager"}
+    strangers = [
+        f"{source.name}:{found.line} imports {found.module}"
+        for source in of("manager")
+        for found in source.imports()
+        if found.module.split(".")[0] not in allowed
+    ]
+    assert not strangers
+
+
+def test_the_runtimes_know_the_manager_by_its_nouns_only() -> None:
+    strangers = [
+        f"{source.name}:{found.line} imports {found.module}"
+        for source in of("runtimes")
+        for found in source.imports()
+        if found.module == "gateway"
+        or within(found.module, "gateway")
+        or (within(found.module, "manager") and not any(within(found.module, noun) for noun in NOUNS))
+    ]
+    assert not [line for line in strangers if not line.endswith("imports manager")]
+
+
+def test_time_is_passed_in_to_the_thinking() -> None:
+    clocks = [
+        f"{source.name}:{found.line}"
+        for source in of("manager")
+        for found in source.imports()
+        if found.module.split(".")[0] in {"time", "datetime"} and source.name not in {"manager/clock.py", "manager/plan.py"}
+    ]
+    assert not clocks
+
+
+def test_only_the_shells_of_the_manager_wait() -> None:
+    waiting = [
+        f"{source.name}:{found.line}"
+        for source in of("manager")
+        for found in source.imports()
+        if found.module.split(".")[0] == "asyncio" and not source.name.startswith(ASYNC_SHELLS)
+    ]
+    assert not waiting
+
+
+@pytest.mark.parametrize("library", sorted(ROOMS))
+def test_a_heavy_library_has_one_room(library: str) -> None:
+    elsewhere = [
+        f"{source.name}:{found.line}"
+        for package in ("manager", "runtimes", "gateway")
+        for source in of(package)
+        for found in source.imports()
+        if found.module.split(".")[0] == library and not source.name.startswith(ROOMS[library])
+    ]
+    assert not elsewhere
+
+
+def test_the_core_and_the_scheduler_never_name_a_kind_of_resource() -> None:
+    thinking = [s for s in of("manager") if s.name == "manager/core.py" or s.name.startswith("manager/scheduler/")]
+    naming = [
+        f"{source.name}:{number}: {line.strip()}"
+        for source in thinking
+        for number, line in enumerate(source.text.splitlines(), start=1)
+        if '"cpu"' in line or '"gpu"' in line or "'cpu'" in line or "'gpu'" in line
+    ]
+    assert thinking
+    assert not naming
+
+
+def test_nothing_is_imported_for_the_type_checker_alone() -> None:
+    """A cycle that needs TYPE_CHECKING means that a noun stands too high (STYLE 21)."""
+    assert not [source.name for source in sources() if "if TYPE_CHECKING" in source.text and source.package != "tests"]
+
+
+def of(package: str) -> Iterable[Source]:
+    return [source for source in sources() if source.package == package]

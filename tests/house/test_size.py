@@ -1,0 +1,60 @@
+"""The size feeling of STYLE.md: a file is one noun, a function fits a screen."""
+
+from __future__ import annotations
+
+from statistics import median
+
+from tests.house.source import sources
+
+LONGEST_FILE = 500
+LONGEST_FUNCTION = 70
+LONGEST_MEDIAN = 180
+
+
+def test_a_file_stays_under_five_hundred_lines() -> None:
+    assert not [f"{source.name}: {source.lines}" for source in sources() if source.lines > LONGEST_FILE]
+
+
+def test_half_of_the_files_are_short() -> None:
+    ours = [source.lines for source in sources() if source.package in {"manager", "runtimes", "gateway"}]
+    assert median(ours) <= LONGEST_MEDIAN
+
+
+def test_a_function_fits_a_screen() -> None:
+    long = [
+        f"{source.name}:{function.lineno} {function.name}: {(function.end_lineno or 0) - function.lineno + 1}"
+        for source in sources()
+        for function in source.functions()
+        if (function.end_lineno or 0) - function.lineno + 1 > LONGEST_FUNCTION
+    ]
+    assert not long
+
+
+def test_nine_functions_in_ten_are_under_thirty_five_lines() -> None:
+    lengths = sorted(
+        (function.end_lineno or 0) - function.lineno + 1
+        for source in sources()
+        if source.package in {"manager", "runtimes", "gateway"}
+        for function in source.functions()
+    )
+    assert lengths[int(len(lengths) * 0.9)] < 35
+
+
+def test_every_file_says_what_lives_there() -> None:
+    silent = [
+        source.name
+        for source in sources()
+        if source.tree.body and not (source.path.name == "__init__.py" and source.package == "tests")
+        if (source.tree.body and not source.text.startswith(('"""', '#!')))
+    ]
+    assert not silent
+
+
+def test_nothing_is_left_for_later() -> None:
+    marks = ("TO" + "DO", "FIX" + "ME", "XX" + "X:")
+    assert not [source.name for source in sources() if any(mark in source.text for mark in marks)]
+
+
+def test_no_file_is_a_drawer() -> None:
+    drawers = {"utils.py", "helpers.py", "common.py", "misc.py"}
+    assert not [source.name for source in sources() if source.path.name in drawers]
