@@ -1,0 +1,178 @@
+"""The record of an invocation: what is kept of it from acceptance on, and its forms on disk and on the wire."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from gateway import wire
+from manager.errors import InvalidInput, NotFound, Reason
+from manager.outcome import LEGAL_MOVES, Settlement, State
+
+
+class Mode(StrEnum):
+    """How the caller attends to the result."""
+
+    SYNC = "sync"  #: the response is the result
+    ASYNC = "async"  #: 202, the result is fetched, waited for or sent to a callback
+    STREAM = "stream"  #: the response is the log, then the result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One finished try of an invocation that was tried more than once."""
+
+    number: int
+    state: State
+    reason: Reason | None
+    message: str
+    ended_s: float
+    queue_s: float = 0.0
+    overhead_s: float = 0.0
+    execution_s: float = 0.0
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "attempt": self.number,
+            "state": self.state.value,
+            "reason": None if self.reason is None else self.reason.value,
+            "message": self.message,
+            "ended_at": wire.instant(self.ended_s),
+            "queue_ms": wire.milliseconds(self.queue_s),
+            "overhead_ms": wire.milliseconds(self.overhead_s),
+            "execution_ms": wire.milliseconds(self.execution_s),
+        }
+
+
+@dataclass(slots=True, kw_only=True)
+class Record:
+    """One invocation. Only `move` and `settle` change it, along `LEGAL_MOVES`; instants are wall-clock seconds."""
+
+    seq: int
+    id: str
+    function: str
+    revision: str
+    task: str
+    trajectory: str | None
+    parent: str | None
+    mode: Mode
+    accepted_s: float
+    #: The caller's input as JSON; None where a listing left it out.
+    input: bytes | None
+    #: Whether it goes on without its caller (asynchronous, keyed, or asked for).
+    detached: bool = False
+    #: The caller's choices that a restart must know: timeout_s, callback_url, traceparent, max_age_s ...
+    options: Mapping[str, object] = field(default_factory=dict)
+    state: State = State.QUEUED
+    reason: Reason | None = None
+    message: str = ""
+    component: str = ""
+    detail: Mapping[str, object] = field(default_factory=dict)
+    retry_after_s: float | None = None
+    #: The result as JSON; None until there is one.
+    result: bytes | None = None
+    attempt: int = 1
+    attempts: Sequence[Attempt] = ()
+    started_s: float | None = None
+    ended_s: float | None = None
+    queue_s: float | None = None
+    overhead_s: float | None = None
+    execution_s: float | None = None
+    node: str | None = None
+    #: Granted units by resource kind.
+    units: Mapping[str, int] = field(default_factory=dict)
+    usage: Mapping[str, float] = field(default_factory=dict)
+    #: Whether it is in the dead-letter list.
+    dead: bool = False
+    #: Whether the store holds it already (then only what can change is written).
+    stored: bool = False
+
+    @property
+    def terminal(self) -> bool:
+        return self.state.terminal
+
+    def move(self, state: State) -> None:
+        """Change the state; an illegal move is our own bug."""
+        assert state in LEGAL_MOVES[self.state], f"invocation {self.id} cannot go from {self.state} to {state}"
+        self.state = state
+
+    def settle(self, settlement: Settlement, now_s: float) -> None:
+        """Take the end of the last attempt; the three times are those of that attempt."""
+        outcome = settlement.outcome
+        self.move(outcome.state)
+        self.reason, self.message, self.component = outcome.reason, outcome.message, outcome.component
+        self.detail, self.usage, self.retry_after_s = outcome.detail, outcome.usage, outcome.retry_after_s
+        self.result = None if outcome.result is None else wire.dumps(outcome.result)
+        self.ended_s = now_s
+        self.queue_s, self.overhead_s = settlement.queue_s, settlement.overhead_s
+        self.execution_s = settlement.execution_s
+        if settlement.lease is not None:
+            self.node = settlement.lease.node
+            self.units = {kind: grant.units for kind, grant in settlement.lease.grants.items()}
+
+    def end(self, state: State, reason: Reason, message: str, now_s: float) -> None:
+        """End it without an execution: refused, cancelled between two tries, or lost with the gateway."""
+        self.move(state)
+        self.reason, self.message, self.component, self.ended_s = reason, message, "gateway", now_s
+        self.queue_s = max(0.0, now_s - self.accepted_s) if self.queue_s is None else self.queue_s
+        self.overhead_s, self.execution_s = self.overhead_s or 0.0, self.execution_s or 0.0
+
+    def as_json(self, *, payload: bool = True) -> dict[str, object]:
+        """The form on every wire; without ``payload`` (listings) input and result are left out."""
+        times = (self.queue_s, self.overhead_s, self.execution_s)
+        body: dict[str, object] = {
+            "id": self.id,
+            "function": self.function,
+            "revision": self.revision,
+            "task": self.task,
+            "trajectory": self.trajectory,
+            "parent": self.parent,
+            "mode": self.mode.value,
+            "state": self.state.value,
+            "reason": None if self.reason is None else self.reason.value,
+            "message": self.message,
+            "component": self.component,
+            "detail": dict(self.detail),
+            "retry_after_s": self.retry_after_s,
+            "accepted_at": wire.instant(self.accepted_s),
+            "started_at": wire.instant(self.started_s),
+            "ended_at": wire.instant(self.ended_s),
+            "queue_ms": wire.milliseconds(self.queue_s),
+            "overhead_ms": wire.milliseconds(self.overhead_s),
+            "execution_ms": wire.milliseconds(self.execution_s),
+            "act_ms": None if self.ended_s is None else wire.milliseconds(sum(time or 0.0 for time in times)),
+            "node": self.node,
+            "units": dict(self.units),
+            "usage": dict(self.usage),
+            "attempt": self.attempt,
+            "attempts": [attempt.as_json() for attempt in self.attempts],
+            "dead": self.dead,
+        }
+        if payload:
+            body["input"] = None if self.input is None else wire.loads(self.input)
+            body["result"] = None if self.result is None else wire.loads(self.result)
+        return body
+
+
+def new_id(seq: int) -> str:
+    """An id that sorts by acceptance, tells its row, and cannot be guessed."""
+    return f"{seq:011x}-{secrets.token_hex(6)}"
+
+
+def seq_of(invocation_id: str) -> int:
+    """The row that an id names; raises InvalidInput for odd characters and NotFound for what is no id of ours."""
+    wire.name(invocation_id, "invocation id")
+    head, dash, tail = invocation_id.partition("-")
+    if len(head) != 11 or not dash or len(tail) != 12:
+        raise NotFound(f"no invocation {invocation_id!r}")
+    try:
+        return int(head, 16)
+    except ValueError:
+        raise NotFound(f"no invocation {invocation_id!r}") from None
+
+
+def invalid_state(text: str) -> InvalidInput:
+    states = ", ".join(state.value for state in State)
+    return InvalidInput(f"state {text[:64]!r} must be one of {states}", detail={"path": "state"})
