@@ -1,0 +1,57 @@
+"""Secrets: values that a function's YAML names but never holds, read at the moment of use."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import quote
+
+from manager.errors import InvalidConfig
+
+#: What stands in the place of a secret in a log line, an error or a result.
+REDACTED = "[secret]"
+
+#: Shorter values would turn every digit of an innocent text into `REDACTED`.
+_REDACTED_FROM_CHARS = 4
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+
+class Secrets:
+    """Secret values by name: the file ``directory/NAME`` where there is one, else ``TANGRAM_SECRET_NAME``.
+
+    Nothing is kept: a rotated secret serves the next call.
+    """
+
+    def __init__(self, directory: Path | None = None, *, environ: Mapping[str, str] | None = None) -> None:
+        self._directory = directory
+        self._environ = os.environ if environ is None else environ
+
+    def get(self, name: str) -> str:
+        """The value of ``name``; InvalidConfig, with the remedy, where there is none."""
+        variable = "TANGRAM_SECRET_" + re.sub(r"[^A-Za-z0-9]", "_", name).upper()
+        value = self._from_file(name) or self._environ.get(variable, "")
+        if value:
+            return value
+        place = f"set {variable}" if self._directory is None else f"write {self._directory / name} or set {variable}"
+        raise InvalidConfig(f"secret {name!r} is not defined: {place}", component="secrets", detail={"secret": name})
+
+    def _from_file(self, name: str) -> str:
+        if self._directory is None or not _NAME.fullmatch(name):
+            return ""
+        try:
+            return (self._directory / name).read_text(encoding="utf-8").strip()
+        except FileNotFoundError:
+            return ""
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidConfig(f"secret {name!r} cannot be read: {error}", component="secrets") from error
+
+
+def redact(text: str, values: tuple[str, ...]) -> str:
+    """``text`` without the secret ``values``, in plain or percent-encoded form."""
+    for value in values:
+        if len(value) >= _REDACTED_FROM_CHARS:
+            text = text.replace(value, REDACTED).replace(quote(value, safe=""), REDACTED)
+    return text

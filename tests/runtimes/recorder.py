@@ -1,0 +1,41 @@
+"""Executions made by hand, and a log sink that keeps what it is given: what a runtime's test needs of its caller."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from manager.action import Action
+from manager.executor import Call
+from manager.function import FunctionSpec
+from manager.lease import Grant, Lease
+from runtimes.runtime import Execution
+
+
+class RecordingLog:
+    """Keeps (stream, data) in order."""
+
+    def __init__(self) -> None:
+        self.records: list[tuple[str, str]] = []
+
+    def write(self, stream: str, data: str) -> None:
+        self.records.append((stream, data))
+
+    def text(self, *streams: str) -> str:
+        return "".join(data for stream, data in self.records if not streams or stream in streams)
+
+
+def execution_of(
+    function: FunctionSpec,
+    input: Mapping[str, object],
+    *,
+    id: str = "a1",
+    trajectory: str | None = None,
+    cores: tuple[int, ...] = (0,),
+    traceparent: str | None = None,
+) -> tuple[Execution, RecordingLog]:
+    """An execution of ``function`` with ``cores`` granted, and its log."""
+    log = RecordingLog()
+    action = Action(id=id, function=function.name, trajectory=trajectory, timeout_s=function.timeout_s)
+    grants = {"cpu": Grant(pool="cpu:local", units=len(cores), cores=cores)} if cores else {}
+    call = Call(function=function, input=input, log=log, traceparent=traceparent)
+    return Execution(action=action, lease=Lease(action_id=id, node="local", grants=grants), call=call), log
