@@ -76,6 +76,10 @@ class Elasticity(Protocol):
         """E at ``units`` of the key elasticity resource."""
         ...
 
+    def __hash__(self) -> int:
+        """Elasticities are values: equal ones share their tables of durations."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Amdahl:
