@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import secrets
+import sqlite3
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from enum import StrEnum
+from typing import Any
+
+import orjson
 
 from gateway import wire
 from manager.errors import InvalidInput, NotFound, Reason
@@ -44,6 +49,20 @@ class Attempt:
             "overhead_ms": wire.milliseconds(self.overhead_s),
             "execution_ms": wire.milliseconds(self.execution_s),
         }
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> Attempt:
+        """The inverse of `as_json`. Any: it was read from our own database."""
+        return cls(
+            number=body["attempt"],
+            state=State(body["state"]),
+            reason=None if body["reason"] is None else Reason(body["reason"]),
+            message=body["message"],
+            ended_s=datetime.fromisoformat(body["ended_at"]).timestamp(),
+            queue_s=body["queue_ms"] / 1000,
+            overhead_s=body["overhead_ms"] / 1000,
+            execution_s=body["execution_ms"] / 1000,
+        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -86,8 +105,8 @@ class Record:
     usage: Mapping[str, float] = field(default_factory=dict)
     #: Whether it is in the dead-letter list.
     dead: bool = False
-    #: Whether the store holds it already (then only what can change is written).
-    stored: bool = False
+    #: ``pending``, ``delivered`` or ``failed``; None where no callback was asked for.
+    callback: str | None = None
 
     @property
     def terminal(self) -> bool:
@@ -119,6 +138,78 @@ class Record:
         self.queue_s = max(0.0, now_s - self.accepted_s) if self.queue_s is None else self.queue_s
         self.overhead_s, self.execution_s = self.overhead_s or 0.0, self.execution_s or 0.0
 
+    def row(self) -> tuple[object, ...]:
+        """The columns of ``save_invocation``, in its order."""
+        return (
+            self.seq,
+            self.id,
+            self.function,
+            self.revision,
+            self.task,
+            self.trajectory,
+            self.parent,
+            self.mode.value,
+            int(self.detached),
+            self.accepted_s,
+            _text(self.options),
+            self.state.value,
+            None if self.reason is None else self.reason.value,
+            self.message.encode("utf-8", "replace").decode(),
+            self.component,
+            _text(self.detail),
+            self.retry_after_s,
+            self.attempt,
+            _text([attempt.as_json() for attempt in self.attempts]) if self.attempts else "[]",
+            self.started_s,
+            self.ended_s,
+            self.queue_s,
+            self.overhead_s,
+            self.execution_s,
+            self.node,
+            _text(self.units),
+            _text(self.usage),
+            int(self.dead),
+            self.callback,
+            self.result,
+        )
+
+    @classmethod
+    def from_row(cls, row: sqlite3.Row) -> Record:
+        """A row of ``invocations``, with its input where it was joined."""
+        return cls(
+            seq=row["seq"],
+            id=row["id"],
+            function=row["function"],
+            revision=row["revision"],
+            task=row["task"],
+            trajectory=row["trajectory"],
+            parent=row["parent"],
+            mode=Mode(row["mode"]),
+            detached=bool(row["detached"]),
+            accepted_s=row["accepted_s"],
+            input=row["input"],
+            options=wire.loads_object(row["options"]),
+            state=State(row["state"]),
+            reason=None if row["reason"] is None else Reason(row["reason"]),
+            message=row["message"],
+            component=row["component"],
+            detail=wire.loads_object(row["detail"]),
+            retry_after_s=row["retry_after_s"],
+            attempt=row["attempt"],
+            attempts=[Attempt.from_json(item) for item in orjson.loads(row["attempts"])],
+            started_s=row["started_s"],
+            ended_s=row["ended_s"],
+            queue_s=row["queue_s"],
+            overhead_s=row["overhead_s"],
+            execution_s=row["execution_s"],
+            node=row["node"],
+            units=orjson.loads(row["units"]),
+            usage=orjson.loads(row["usage"]),
+            dead=bool(row["dead"]),
+            callback=row["callback"],
+            result=row["result"],
+        )
+
     def as_json(self, *, payload: bool = True) -> dict[str, object]:
         """The form on every wire; without ``payload`` (listings) input and result are left out."""
         times = (self.queue_s, self.overhead_s, self.execution_s)
@@ -149,10 +240,11 @@ class Record:
             "attempt": self.attempt,
             "attempts": [attempt.as_json() for attempt in self.attempts],
             "dead": self.dead,
+            "callback": self.callback,
         }
         if payload:
-            body["input"] = None if self.input is None else wire.loads(self.input)
-            body["result"] = None if self.result is None else wire.loads(self.result)
+            body["input"] = None if self.input is None else wire.Encoded(self.input)
+            body["result"] = None if self.result is None else wire.Encoded(self.result)
         return body
 
 
@@ -176,3 +268,7 @@ def seq_of(invocation_id: str) -> int:
 def invalid_state(text: str) -> InvalidInput:
     states = ", ".join(state.value for state in State)
     return InvalidInput(f"state {text[:64]!r} must be one of {states}", detail={"path": "state"})
+
+
+def _text(value: Mapping[str, object] | Sequence[object]) -> str:
+    return wire.dumps(value).decode() if value else "{}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import cast
 
@@ -18,12 +19,19 @@ _DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,6})?)(ms|s|m|h|d)?")
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, None: 1.0}
 
 
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """JSON that is already encoded, for use inside a value given to `dumps`: it is not parsed again."""
+
+    data: bytes
+
+
 def dumps(value: object) -> bytes:
-    """Compact JSON. Text that is no Unicode (lone surrogates) is replaced, never refused."""
+    """Compact JSON. What JSON cannot hold becomes text, and text that is no Unicode is repaired, never refused."""
     try:
-        return orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS)
-    except (TypeError, orjson.JSONEncodeError):
-        text = json.dumps(value, default=str, ensure_ascii=False, separators=(",", ":"))
+        return orjson.dumps(value, default=_fragment, option=orjson.OPT_NON_STR_KEYS)
+    except (TypeError, ValueError):
+        text = json.dumps(value, default=_plain, ensure_ascii=False, separators=(",", ":"))
         return text.encode("utf-8", "replace")
 
 
@@ -90,3 +98,11 @@ def milliseconds(seconds: float | None) -> float | None:
 def _kind(value: object) -> str:
     kinds = {list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     return kinds.get(type(value), "a number")
+
+
+def _fragment(value: object) -> object:
+    return orjson.Fragment(value.data) if isinstance(value, Encoded) else str(value)
+
+
+def _plain(value: object) -> object:
+    return orjson.loads(value.data) if isinstance(value, Encoded) else str(value)

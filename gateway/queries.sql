@@ -1,0 +1,70 @@
+-- Every statement that the store runs, by name.
+
+-- name: save_invocation
+INSERT INTO invocations (
+    seq, id, function, revision, task, trajectory, parent, mode, detached, accepted_s, options,
+    state, reason, message, component, detail, retry_after_s, attempt, attempts,
+    started_s, ended_s, queue_s, overhead_s, execution_s, node, units, usage, dead, callback, result
+) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+ON CONFLICT (seq) DO UPDATE SET
+    detached = excluded.detached, state = excluded.state, reason = excluded.reason, message = excluded.message,
+    component = excluded.component, detail = excluded.detail, retry_after_s = excluded.retry_after_s,
+    attempt = excluded.attempt, attempts = excluded.attempts, started_s = excluded.started_s,
+    ended_s = excluded.ended_s, queue_s = excluded.queue_s, overhead_s = excluded.overhead_s,
+    execution_s = excluded.execution_s, node = excluded.node, units = excluded.units, usage = excluded.usage,
+    dead = excluded.dead, callback = excluded.callback, result = excluded.result;
+
+-- name: save_input
+INSERT OR IGNORE INTO inputs (seq, input) VALUES (?, ?);
+
+-- name: save_key
+INSERT OR REPLACE INTO idempotency (key, digest, seq, expires_s) VALUES (?, ?, ?, ?);
+
+-- name: save_log
+INSERT OR IGNORE INTO log_records (seq, position, time_s, stream, data) VALUES (?, ?, ?, ?, ?);
+
+-- name: save_document
+INSERT OR REPLACE INTO documents (name, body) VALUES (?, ?);
+
+-- name: last_seq
+SELECT coalesce(max(seq), 0) FROM invocations;
+
+-- name: get
+SELECT i.*, p.input FROM invocations i LEFT JOIN inputs p USING (seq) WHERE i.seq = ?;
+
+-- name: unfinished
+SELECT i.*, p.input FROM invocations i LEFT JOIN inputs p USING (seq)
+WHERE i.state IN ('queued', 'running') ORDER BY i.seq;
+
+-- name: pending_callbacks
+SELECT i.*, NULL AS input FROM invocations i WHERE i.callback = 'pending' ORDER BY i.seq LIMIT ?;
+
+-- name: key
+SELECT digest, seq FROM idempotency WHERE key = ? AND expires_s > ?;
+
+-- name: logs
+SELECT position, time_s, stream, data FROM log_records WHERE seq = ? AND position >= ? ORDER BY position LIMIT ?;
+
+-- name: logs_end
+SELECT coalesce(max(position) + 1, 0) FROM log_records WHERE seq = ?;
+
+-- name: counts
+SELECT state, count(*) FROM invocations GROUP BY state;
+
+-- name: document
+SELECT body FROM documents WHERE name = ?;
+
+-- name: oldest
+SELECT seq, state, coalesce(ended_s, accepted_s), dead FROM invocations ORDER BY seq LIMIT ?;
+
+-- name: delete_invocation
+DELETE FROM invocations WHERE seq = ?;
+
+-- name: delete_input
+DELETE FROM inputs WHERE seq = ?;
+
+-- name: delete_logs
+DELETE FROM log_records WHERE seq = ?;
+
+-- name: delete_keys
+DELETE FROM idempotency WHERE key IN (SELECT key FROM idempotency WHERE expires_s <= ? LIMIT ?);

@@ -1,0 +1,70 @@
+-- The record of the gateway. Times are wall-clock seconds; durations end in _s too and say so by their name.
+
+CREATE TABLE invocations (
+    seq INTEGER PRIMARY KEY,          -- order of acceptance; the id tells it, so no second index is needed
+    id TEXT NOT NULL,
+    function TEXT NOT NULL,
+    revision TEXT NOT NULL,
+    task TEXT NOT NULL,
+    trajectory TEXT,
+    parent TEXT,
+    mode TEXT NOT NULL,
+    detached INTEGER NOT NULL,
+    accepted_s REAL NOT NULL,
+    options TEXT NOT NULL,            -- JSON: what a restart must know of the caller's choices
+    state TEXT NOT NULL,
+    reason TEXT,
+    message TEXT NOT NULL,
+    component TEXT NOT NULL,
+    detail TEXT NOT NULL,             -- JSON
+    retry_after_s REAL,
+    attempt INTEGER NOT NULL,
+    attempts TEXT NOT NULL,           -- JSON: finished tries before the last
+    started_s REAL,
+    ended_s REAL,
+    queue_s REAL,
+    overhead_s REAL,
+    execution_s REAL,
+    node TEXT,
+    units TEXT NOT NULL,              -- JSON: granted units by resource kind
+    usage TEXT NOT NULL,              -- JSON: measured use
+    dead INTEGER NOT NULL,            -- in the dead-letter list
+    callback TEXT,                    -- pending, delivered or failed; NULL where none was asked for
+    result BLOB                       -- JSON; last, so that a listing never reads its pages
+) STRICT;
+
+CREATE INDEX invocations_live ON invocations (seq) WHERE state IN ('queued', 'running');
+CREATE INDEX invocations_bad ON invocations (state, seq) WHERE state IN ('failed', 'timed_out', 'cancelled', 'lost');
+CREATE INDEX invocations_dead ON invocations (seq) WHERE dead = 1;
+CREATE INDEX invocations_callback ON invocations (seq) WHERE callback = 'pending';
+CREATE INDEX invocations_function ON invocations (function, seq);
+CREATE INDEX invocations_trajectory ON invocations (trajectory, seq) WHERE trajectory IS NOT NULL;
+
+-- Inputs are written once and stay apart, so that a change of state rewrites a short row.
+CREATE TABLE inputs (
+    seq INTEGER PRIMARY KEY,
+    input BLOB NOT NULL
+) STRICT;
+
+CREATE TABLE idempotency (
+    key TEXT PRIMARY KEY,             -- function and Idempotency-Key
+    digest BLOB NOT NULL,             -- of the body
+    seq INTEGER NOT NULL,
+    expires_s REAL NOT NULL
+) STRICT, WITHOUT ROWID;
+
+CREATE INDEX idempotency_expires ON idempotency (expires_s);
+
+CREATE TABLE log_records (
+    seq INTEGER NOT NULL,
+    position INTEGER NOT NULL,        -- from 0, without holes
+    time_s REAL NOT NULL,
+    stream TEXT NOT NULL,             -- stdout, stderr, log or system
+    data TEXT NOT NULL,
+    PRIMARY KEY (seq, position)
+) STRICT, WITHOUT ROWID;
+
+CREATE TABLE documents (
+    name TEXT PRIMARY KEY,            -- learned history, the health probe
+    body TEXT NOT NULL
+) STRICT, WITHOUT ROWID;
