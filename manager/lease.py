@@ -15,6 +15,8 @@ class Grant:
     units: int
     #: CPU: the exclusive core ids of the node.
     cores: tuple[int, ...] = ()
+    #: Malleable actions: the most units it may grow to, so that as many workers are started; 0 means ``units``.
+    workers: int = 0
     #: GPU: the chunk as (start, size) in device indices of the node.
     chunk: tuple[int, int] | None = None
     #: GPU: whether the service must be restored into the chunk first, and what is evicted for it.

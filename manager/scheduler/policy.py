@@ -24,6 +24,8 @@ class Running:
     chunk: tuple[int, int] | None = None
     #: Earliest instant at which it may be resized again (damping).
     resize_after_s: float = 0.0
+    #: The most units it may grow to: the workers that it was started with; 0 where its unit set alone decides.
+    workers: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +84,8 @@ class Start:
     action_id: str
     units: int
     chunk: tuple[int, int] | None = None
+    #: Malleable actions: the most units it may grow to later, so that as many workers are started; 0 means ``units``.
+    workers: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +107,10 @@ class Hold:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What a policy wants done with one pool; the core checks and carries it out."""
+    """What a policy wants done with one pool; the core checks and carries it out: shrinks, then starts, then growths.
+
+    Starts may use what the shrinks of the same decision give back.
+    """
 
     starts: Sequence[Start] = ()
     resizes: Sequence[Resize] = ()
