@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from importlib import resources
 from pathlib import Path
+
 import structlog
 
 from gateway import wire
