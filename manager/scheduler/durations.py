@@ -28,6 +28,8 @@ class Shape:
     areas: Floats
     #: Seconds of T_ori done a second, count / (count * factor).
     speeds: Floats
+    #: Speed gained by each count over the one before it, made falling (a share never skips a unit).
+    gains: Floats
     #: Whether each further unit saves no more than the one before it (and the counts are consecutive).
     convex: bool
     #: The counts once more, as integers to answer with.
@@ -52,6 +54,7 @@ def shape_of(unit_set: UnitSet, elasticity: Elasticity | None) -> Shape:
         factors=factors,
         areas=factors * counts,
         speeds=1.0 / factors,
+        gains=np.minimum.accumulate(np.diff(1.0 / factors)),
         convex=_convex(units, factors),
         units=units,
     )

@@ -1,0 +1,159 @@
+"""The policy ``adaptive``: every elastic action runs, and cores move between running ones (DESIGN 7).
+
+Malleable actions share what the others leave, by water-filling on marginal speed; each holds at least its
+minimum, is started with as many workers as it may usefully grow to, and is resized only where it pays. Pools
+whose units are not interchangeable, and those where nothing can be resized, are left to ``price``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from manager.action import Action
+from manager.scheduler.durations import kind_of
+from manager.scheduler.policy import Decision, PoolView, Resize, Running, Start
+from manager.scheduler.price import PricePolicy
+from manager.scheduler.rank import Ranked, head_room, ranked
+from manager.scheduler.shares import member, water_fill
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptivePolicy:
+    """Shares cores among running malleable actions; everything else by price."""
+
+    name: str = "adaptive"
+    #: Workers started, as a multiple of the fair share at the start.
+    worker_cap: float = 1.5
+    #: A running action grows once its share is at least this multiple of what it holds.
+    grow_ratio: float = 1.3
+    #: A joining action is given this part of its share by shrinking others; more only from free units.
+    join_share: float = 0.5
+    short_s: float = 5.0
+    age_max_s: float = 120.0
+    head_room: float = 1.0
+    #: For devices and for pools without malleable actions.
+    price: PricePolicy = field(default_factory=PricePolicy)
+
+    def decide(self, view: PoolView) -> Decision:
+        """Start everything that fits at its minimum, making room by shrinking; grow into what is left."""
+        kind = kind_of(view.name)
+        if view.chunks is not None:
+            return self.price.decide(view)
+        waiting = view.eligible or [candidate.action for candidate in view.candidates]
+        malleable = [r for r in view.running if r.action.malleable and is_malleable(r.action, kind)]
+        if not malleable and not any(is_malleable(action, kind) for action in waiting):
+            return self.price.decide(view)
+        if not waiting and view.free == 0:
+            return Decision()
+        order = ranked(waiting, kind, view.now_s, self.short_s, self.age_max_s)
+        return _Pass(self, view, kind, malleable).run(order)
+
+
+def is_malleable(action: Action, kind: str) -> bool:
+    """Whether its units of ``kind`` can be changed one by one while it runs."""
+    return action.malleable and action.key == kind and action.cost[kind].choices is None
+
+
+class _Pass:
+    """One decision: who joins, what each one's share is, and which moves are worth making."""
+
+    def __init__(self, policy: AdaptivePolicy, view: PoolView, kind: str, malleable: Sequence[Running]) -> None:
+        self._policy = policy
+        self._view = view
+        self._kind = kind
+        self._malleable = malleable
+        self._kept_back = head_room(view.running, kind, policy.head_room, policy.short_s)
+
+    def run(self, order: Ranked) -> Decision:
+        held = sum(r.units for r in self._malleable)
+        # What can be had at most: the free units, and what running ones hold above their minimum.
+        reach = self._view.free + held - sum(self._least(r.action) for r in self._malleable)
+        first, reach = self._fitting(order.first, reach)
+        rest, reach = self._fitting(order.rest, reach)
+        joiners = [action for action in rest if is_malleable(action, self._kind)]
+        rigid = first + [action for action in rest if not is_malleable(action, self._kind)]
+        rigid_units = sum(self._least(action) for action in rigid)
+        shares = self._shares(joiners, self._view.free + held - rigid_units - self._kept_back)
+        starts = [Start(action_id=action.id, units=self._least(action)) for action in rigid]
+        joined, shrinks, spare = self._join(joiners, shares, self._view.free - rigid_units)
+        growths, wake_s = self._grow(shares, spare - self._kept_back)
+        return Decision(starts=starts + joined, resizes=shrinks + growths, wake_s=wake_s)
+
+    def _least(self, action: Action) -> int:
+        return action.cost[self._kind].minimum
+
+    def _fitting(self, waiting: Iterable[Action], reach: int) -> tuple[list[Action], int]:
+        """The actions that fit together at their minimum, up to the first that does not."""
+        fitting: list[Action] = []
+        for action in waiting:
+            if self._least(action) > reach:
+                break
+            reach -= self._least(action)
+            fitting.append(action)
+        return fitting, reach
+
+    def _shares(self, joiners: Sequence[Action], units: int) -> list[int]:
+        """The share of each running malleable action, then of each joiner."""
+        members = [member(r.action, self._kind, r.workers) for r in self._malleable]
+        limits = {candidate.action.id: candidate.limit for candidate in self._view.candidates}
+        members += [member(action, self._kind, limits.get(action.id, 0)) for action in joiners]
+        return water_fill(members, units)
+
+    def _join(
+        self, joiners: Sequence[Action], shares: Sequence[int], free: int
+    ) -> tuple[list[Start], list[Resize], int]:
+        """Start the joiners, each with part of its share at least; what is missing is shrunk from running ones."""
+        wanted = list(shares[len(self._malleable) :])
+        entitled = [
+            max(self._least(action), math.ceil(self._policy.join_share * share))
+            for action, share in zip(joiners, wanted, strict=True)
+        ]
+        shrinks, freed = self._shrink(shares, sum(entitled) - free)
+        spare = free + freed - sum(entitled)
+        starts: list[Start] = []
+        for action, share, units in zip(joiners, wanted, entitled, strict=True):
+            more = max(0, min(share - units, spare - self._kept_back))
+            spare -= more
+            workers = max(share, math.ceil(self._policy.worker_cap * share))
+            cap = min(action.cost[self._kind].maximum, workers)
+            starts.append(Start(action_id=action.id, units=units + more, workers=cap))
+        return starts, shrinks, spare
+
+    def _shrink(self, shares: Sequence[int], missing: int) -> tuple[list[Resize], int]:
+        """Take ``missing`` units back from those that hold most above their share."""
+        if missing <= 0:
+            return [], 0
+        above = [(r.units - share, r) for r, share in zip(self._malleable, shares, strict=False) if r.units > share]
+        above.sort(key=lambda pair: -pair[0])
+        shrinks: list[Resize] = []
+        freed = 0
+        for excess, running in above:
+            if freed >= missing:
+                break
+            shrinks.append(Resize(action_id=running.action.id, units=running.units - excess))
+            freed += excess
+        assert freed >= missing, f"{missing} units were promised, {freed} can be shrunk"
+        return shrinks, freed
+
+    def _grow(self, shares: Sequence[int], spare: int) -> tuple[list[Resize], float | None]:
+        """Give free units to those furthest below their share, where it is worth a resize."""
+        if spare <= 0:
+            return [], None
+        ratio, now_s = self._policy.grow_ratio, self._view.now_s
+        below = [
+            (share / r.units, share, r)
+            for r, share in zip(self._malleable, shares, strict=False)
+            if share >= ratio * r.units
+        ]
+        below.sort(key=lambda triple: -triple[0])
+        growths: list[Resize] = []
+        damped_s = [r.resize_after_s for _, _, r in below if r.resize_after_s > now_s]
+        for _, share, running in below:
+            more = min(spare, share - running.units)
+            if running.resize_after_s > now_s or running.units + more < ratio * running.units:
+                continue
+            spare -= more
+            growths.append(Resize(action_id=running.action.id, units=running.units + more))
+        return growths, min(damped_s, default=None)

@@ -1,0 +1,161 @@
+"""The policy ``price``: units are chosen once, at the start, by what they cost the actions behind (DESIGN 7)."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from manager.action import Action
+from manager.scheduler.device_price import DevicePrice
+from manager.scheduler.durations import UNKNOWN_S, Shape, is_elastic, kind_of, shape_of
+from manager.scheduler.policy import Decision, Hold, PoolView, Running, Start
+from manager.scheduler.rank import head_room, ranked
+
+#: Ends of running actions that the option to wait looks at, soonest first.
+ENDS_MAX = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PricePolicy:
+    """A unit-second costs ``lambda``; each action takes the cheapest count, now or when more units are free.
+
+    lambda = (c / M) (behind + a r u^4), with M units in all, ``behind`` elastic actions waiting behind this
+    one, r elastic arrivals a second, and u the fraction of the pool in use.
+    """
+
+    name: str = "price"
+    c: float = 4.0
+    #: Seconds of arrivals to come that are counted, for cores and for devices.
+    a_s: float = 8.0
+    device_a_s: float = 1.0
+    #: A rigid action at most this long goes before the others.
+    short_s: float = 5.0
+    #: An action that has waited this long is overtaken no more.
+    age_max_s: float = 120.0
+    #: Free units kept from elastic actions for short ones to come: this times the square root of those running.
+    head_room: float = 1.0
+
+    def decide(self, view: PoolView) -> Decision:
+        """Short rigid actions first, then the others in FCFS order, each at its cheapest count."""
+        if view.chunks is not None:
+            return DevicePrice(c=self.c, a_s=self.device_a_s).decide(view)
+        waiting = view.eligible or [candidate.action for candidate in view.candidates]
+        if not waiting:
+            return Decision()
+        if view.free == 0:
+            return Decision()
+        kind = kind_of(view.name)
+        order = ranked(waiting, kind, view.now_s, self.short_s, self.age_max_s)
+        behind = sum(1 for action in view.queued if is_elastic(action, kind)) + view.backlog - len(view.queued)
+        pass_ = _Pass(view, kind, self.c, self.a_s, behind)
+        kept_back = head_room(view.running, kind, self.head_room, self.short_s)
+        return pass_.run(order.first, order.rest, kept_back)
+
+
+class _Pass:
+    """One decision over interchangeable units."""
+
+    def __init__(self, view: PoolView, kind: str, c: float, a_s: float, behind: int) -> None:
+        self._view = view
+        self._kind = kind
+        self._free = view.free
+        self._behind = behind
+        self._scale = c / view.total
+        self._coming = a_s * elastic_rate(view.running, kind) * view.utilisation**4
+        self._limits = {candidate.action.id: candidate.limit for candidate in view.candidates}
+        self._ends: Ends | None = None
+        self._starts: list[Start] = []
+        self._holds: list[Hold] = []
+        self._wake_s: float | None = None
+
+    def run(self, first: Iterable[Action], rest: Iterable[Action], kept_back: int) -> Decision:
+        for action in first:
+            if not self._start(action, action.cost[self._kind].minimum):
+                break
+        for action in rest:
+            if not self._consider(action, kept_back):
+                break
+        return Decision(starts=self._starts, holds=self._holds, wake_s=self._wake_s)
+
+    def _consider(self, action: Action, kept_back: int) -> bool:
+        """Start it or hold it; False where those behind it have to wait as well."""
+        unit_set = action.cost[self._kind]
+        idle = self._free == self._view.total and not self._starts
+        spare = self._free if idle else self._free - kept_back
+        if not is_elastic(action, self._kind):
+            return self._start(action, unit_set.minimum)
+        if spare < unit_set.minimum:
+            return False
+        self._behind -= 1
+        spare = min(spare, self._limits.get(action.id, spare))
+        shape = shape_of(unit_set, action.elasticity)
+        t_ori_s = action.t_ori_s or UNKNOWN_S
+        price = self._scale * (max(0, self._behind) + self._coming)
+        units, cost_s = cheapest(shape, t_ori_s, price, spare)
+        wait_s = self._better_wait(shape, t_ori_s, price, spare, cost_s)
+        if wait_s is None or idle:
+            return self._start(action, units)
+        until_s = self._view.now_s + wait_s
+        self._holds.append(Hold(action_id=action.id, waits_for=f"more than {spare} units", until_s=until_s))
+        self._wake_s = until_s
+        return False
+
+    def _better_wait(self, shape: Shape, t_ori_s: float, price: float, spare: int, now_cost_s: float) -> float | None:
+        """Seconds after which, with the units that are free then, it costs less in all than a start now."""
+        most = shape.units[-1]
+        wanted, floor_s = cheapest(shape, t_ori_s, price, most)
+        if wanted <= spare or floor_s >= now_cost_s:
+            return None
+        if self._ends is None:
+            self._ends = Ends(self._view.running)
+        return self._ends.better(shape, t_ori_s, price, spare, now_cost_s, floor_s)
+
+    def _start(self, action: Action, units: int) -> bool:
+        if units > self._free:
+            return False
+        self._free -= units
+        self._starts.append(Start(action_id=action.id, units=units))
+        return True
+
+
+class Ends:
+    """When running actions end by estimate, and how many units they give back."""
+
+    def __init__(self, running: Sequence[Running]) -> None:
+        ends = sorted((max(0.0, r.ends_in_s), r.units) for r in running if r.ends_in_s is not None)
+        self._ends = ends[:ENDS_MAX]
+
+    def better(
+        self, shape: Shape, t_ori_s: float, price: float, spare: int, now_cost_s: float, floor_s: float
+    ) -> float | None:
+        """The wait that makes an action cheapest, None where starting now is."""
+        best_s, best_cost_s = None, now_cost_s
+        for ends_in_s, units in self._ends:
+            if ends_in_s + floor_s >= best_cost_s:
+                break
+            spare += units
+            cost_s = ends_in_s + cheapest(shape, t_ori_s, price, spare)[1]
+            if cost_s < best_cost_s:
+                best_s, best_cost_s = ends_in_s, cost_s
+        return best_s
+
+
+def cheapest(shape: Shape, t_ori_s: float, price: float, most: int) -> tuple[int, float]:
+    """The admissible count of at most ``most`` units with the least T(k) (1 + price k), and that cost in seconds."""
+    costs = shape.factors + price * shape.areas
+    if most < shape.units[-1]:
+        costs = costs[: bisect_right(shape.units, most)]
+    index = int(costs.argmin())
+    return shape.units[index], t_ori_s * float(costs[index])
+
+
+def elastic_rate(running: Sequence[Running], kind: str) -> float:
+    """Elastic actions a second through the pool, by those that run (each stands for 1 / duration)."""
+    rate = 0.0
+    for running_action in running:
+        action = running_action.action
+        if action.key == kind and action.elasticity is not None:
+            duration_s = action.duration_s(running_action.units)
+            rate += 1.0 / max(0.05, duration_s) if duration_s else 0.0
+    return rate

@@ -1,0 +1,49 @@
+"""The order of starts: FCFS, but short rigid actions first, within a head-room and an ageing bound (DESIGN 7)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from manager.action import Action
+from manager.scheduler.policy import Running
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """What waits, in two queues, each in FCFS order."""
+
+    #: Rigid and short: they start before the others.
+    first: Sequence[Action]
+    #: The others, once; lazy, because a decision rarely looks at many.
+    rest: Iterable[Action]
+
+
+def ranked(waiting: Sequence[Action], kind: str, now_s: float, short_s: float, age_max_s: float) -> Ranked:
+    """Split what waits; nothing overtakes once the oldest that could be overtaken has waited ``age_max_s``."""
+    first = [
+        action for action in waiting if action.key != kind and (action.t_ori_s is None or action.t_ori_s <= short_s)
+    ]
+    if not first:
+        return Ranked((), waiting)
+    if len(first) == len(waiting):
+        return Ranked(first, ())
+    oldest = next(action for action in waiting if not is_short(action, kind, short_s))
+    if now_s - oldest.submitted_s >= age_max_s:
+        return Ranked((), waiting)
+    return Ranked(first, (action for action in waiting if not is_short(action, kind, short_s)))
+
+
+def is_short(action: Action, kind: str, short_s: float) -> bool:
+    """Whether it has no choice of units and is short; one of unknown duration is taken to be short."""
+    return action.key != kind and (action.t_ori_s is None or action.t_ori_s <= short_s)
+
+
+def head_room(running: Sequence[Running], kind: str, scale: float, short_s: float) -> int:
+    """Units kept from elastic actions for the short ones that arrive before the next end.
+
+    Arrivals of short actions scatter around what runs of them by its square root.
+    """
+    short = sum(1 for r in running if is_short(r.action, kind, short_s))
+    return math.ceil(scale * math.sqrt(short)) if short else 0
