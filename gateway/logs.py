@@ -120,8 +120,7 @@ class InvocationLog:
         """Records from ``position`` on, if memory still holds them all; None sends the reader to the store."""
         if position >= self.end:
             return []
-        first = self._tail[0].position
-        if position < first:
+        if not self._tail or position < self._tail[0].position:
             return None
         return [row for row in self._tail if row.position >= position][:PAGE_RECORDS]
 

@@ -1,0 +1,543 @@
+"""Invocations: the sequence accept, formulate, record, submit, settle. It neither decides nor formats.
+
+An asynchronous call, and every call with an Idempotency-Key, is durable before it is submitted. A synchronous one
+without a key dies with its connection anyway: its record follows with the next transaction.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import structlog
+from manager.engine import Engine, Submission
+from manager.formulation import formulate
+from manager.history import History
+
+from gateway import wire
+from gateway.admission import Admission
+from gateway.invocation import Invocation, Request, ended
+from gateway.logs import Logs
+from gateway.record import Attempt, Mode, Record, new_id, seq_of
+from gateway.retries import next_try_s
+from gateway.store import Filter, Store, require
+from manager.action import Action
+from manager.errors import Conflict, InvalidInput, KeyReused, Reason, StorageUnavailable, TangramError
+from manager.executor import Call
+from manager.function import FunctionSpec
+from manager.lease import Lease
+from manager.outcome import Settlement, State
+
+RESTARTED = "the gateway was restarted"
+GONE = "its caller went away"
+
+
+class Functions(Protocol):
+    """Where registered functions are looked up: `gateway.registry.Registry`."""
+
+    def get(self, name: str) -> FunctionSpec:
+        """The function as it is now; raises NotFound."""
+        ...
+
+
+class Observer(Protocol):
+    """Who counts: `gateway.metrics.Metrics`."""
+
+    def accepted(self, record: Record) -> None: ...
+
+    def started(self, record: Record) -> None: ...
+
+    def settled(self, record: Record) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InvocationSpec:
+    """Bounds of the sequence."""
+
+    idempotency_ttl_s: float = 86400.0
+    #: Age at which asynchronous work that still waits is given up; None for no bound.
+    max_age_s: float | None = None
+
+
+class Invocations:
+    """All invocations. Use from one event loop; `bind` it to its engine before the first call."""
+
+    def __init__(
+        self,
+        *,
+        spec: InvocationSpec,
+        functions: Functions,
+        history: History,
+        store: Store,
+        logs: Logs,
+        admission: Admission,
+        observer: Observer,
+        now: Callable[[], float],
+        wall: Callable[[], float] = time.time,
+        chance: Callable[[], float] = random.random,
+    ) -> None:
+        self._spec = spec
+        self._functions = functions
+        self._history = history
+        self._store = store
+        self._logs = logs
+        self._admission = admission
+        self._observer = observer
+        self._now = now
+        self._wall = wall
+        self._chance = chance
+        self._engine: Engine | None = None
+        self._living: dict[int, Invocation] = {}
+        self._by_action: dict[str, Invocation] = {}
+        self._keys: dict[str, tuple[bytes, Invocation]] = {}
+        self._log = structlog.get_logger("gateway.invocations")
+        self._closing = False
+        #: Called with each ended record (callbacks).
+        self.on_end: list[Callable[[Record], None]] = []
+
+    def bind(self, engine: Engine) -> None:
+        self._engine = engine
+
+    @property
+    def engine(self) -> Engine:
+        assert self._engine is not None, "bind an engine first"
+        return self._engine
+
+    @property
+    def living(self) -> int:
+        """Invocations that have not ended."""
+        return len(self._living)
+
+    # Accept
+
+    async def invoke(self, request: Request) -> Invocation:
+        """Accept and submit one; the caller attends until `leave`. Raises TangramError when it is refused."""
+        verdict = (await self.invoke_all([request]))[0]
+        if isinstance(verdict, TangramError):
+            raise verdict
+        return verdict
+
+    async def invoke_all(self, requests: Sequence[Request]) -> list[Invocation | TangramError]:
+        """Accept and submit many with one commit and one scheduling pass; each has its own verdict."""
+        verdicts: list[Invocation | TangramError] = []
+        fresh: list[Invocation] = []
+        for request in requests:
+            try:
+                invocation = await self._latch(request) if request.key is not None else None
+                if invocation is None:
+                    invocation = self._accept(request)
+                    fresh.append(invocation)
+                invocation.callers += 1
+                verdicts.append(invocation)
+            except TangramError as error:
+                verdicts.append(error)
+        if any(request.durable for request in requests):
+            refused = await self._make_durable(fresh)
+            if refused is not None:
+                return [
+                    refused if isinstance(verdict, Invocation) and verdict in fresh else verdict for verdict in verdicts
+                ]
+        self._submit([invocation for invocation in fresh if not invocation.record.terminal])
+        return verdicts
+
+    def _accept(self, request: Request) -> Invocation:
+        """Everything that can refuse happens here, before any work."""
+        self._store.check()
+        function = self._functions.get(request.function)
+        self._admission.check(function, request.task)
+        seq = self._store.next_seq()
+        record = Record(
+            seq=seq,
+            id=new_id(seq),
+            function=function.name,
+            revision=function.revision,
+            task=request.task,
+            trajectory=request.trajectory,
+            parent=self._parent(request.parent),
+            mode=request.mode,
+            accepted_s=self._wall(),
+            input=request.body,
+            detached=request.detached or request.durable,
+            options=request.options(),
+            callback="pending" if request.callback_url is not None else None,
+        )
+        action = self._formulate(record, function, request.input)
+        log = self._logs.open(seq, function.log_limit_bytes)
+        invocation = Invocation(record=record, function=function, input=request.input, log=log, action=action)
+        self._enter(invocation)
+        if request.key is not None:
+            self._claim(request, invocation)
+        self._store.create(record)
+        return invocation
+
+    def _enter(self, invocation: Invocation) -> None:
+        record = invocation.record
+        self._living[record.seq] = invocation
+        self._admission.enter(record.function, record.task)
+        self._observer.accepted(record)
+
+    def _parent(self, parent: str | None) -> str | None:
+        if parent is not None and seq_of(parent) not in self._living:
+            raise InvalidInput(f"parent {parent!r} is no living invocation", detail={"path": "parent"})
+        return parent
+
+    async def _make_durable(self, fresh: Sequence[Invocation]) -> StorageUnavailable | None:
+        try:
+            await self._store.commit()
+        except StorageUnavailable as error:
+            for invocation in fresh:
+                self._store.forget(invocation.record)
+                if not invocation.record.terminal:
+                    invocation.record.end(State.FAILED, Reason.INTERNAL, error.message, self._wall())
+                    self._admission.leave(invocation.record.function, invocation.record.task)
+                    self._observer.settled(invocation.record)
+                self._drop(invocation)
+            return error
+        return None
+
+    # Idempotency
+
+    async def _latch(self, request: Request) -> Invocation | None:
+        """The invocation that has this key already; raises KeyReused when its body was another."""
+        key = request.scoped_key
+        claim = self._keys.get(key)
+        if claim is None:
+            stored = await self._store.key(key)
+            claim = self._keys.get(key)  # somebody may have claimed it while the store was read
+            if claim is None and stored is not None:
+                digest, seq = stored
+                record = await self._store.get(seq)
+                if record is not None:
+                    claim = (digest, self._living.get(seq) or ended(record))
+        if claim is None:
+            return None
+        digest, invocation = claim
+        if digest != request.digest:
+            raise KeyReused(
+                f"Idempotency-Key {request.key!r} was used with another body", invocation_id=invocation.record.id
+            )
+        return invocation
+
+    def _claim(self, request: Request, invocation: Invocation) -> None:
+        invocation.key = request.scoped_key
+        self._keys[invocation.key] = (request.digest, invocation)
+        expires_s = self._wall() + self._spec.idempotency_ttl_s
+        self._store.save_key(invocation.key, request.digest, invocation.record.seq, expires_s)
+
+    # Submit
+
+    def _formulate(self, record: Record, function: FunctionSpec, input: Mapping[str, object]) -> Action:
+        """The action of the record's present try; raises InvalidInput or Unsatisfiable."""
+        timeout_s = record.options.get("timeout_s")
+        parent = self._living.get(seq_of(record.parent)) if record.parent is not None else None
+        action = formulate(
+            function,
+            id=record.id if record.attempt == 1 else f"{record.id}.{record.attempt}",
+            input=input,
+            trajectory=record.trajectory,
+            task=record.task,
+            history=self._history,
+            now_s=self._now(),
+            timeout_s=timeout_s if isinstance(timeout_s, float) else None,
+            parent=None if parent is None else parent.action_id,
+            attempt=record.attempt,
+        )
+        left_s = self._age_left_s(record)
+        return action if left_s is None else replace(action, queue_timeout_s=min(action.queue_timeout_s, left_s))
+
+    def _age_left_s(self, record: Record) -> float | None:
+        """Seconds that asynchronous work may still wait; None without a bound."""
+        asked = record.options.get("max_age_s")
+        age_s = asked if isinstance(asked, float) else self._spec.max_age_s
+        if age_s is None or record.mode is not Mode.ASYNC:
+            return None
+        return max(0.0, record.accepted_s + age_s - self._wall())
+
+    def _submit(self, invocations: Sequence[Invocation]) -> None:
+        """Hand the present tries to the scheduler in one pass."""
+        ready: list[Invocation] = []
+        submissions: list[Submission] = []
+        for invocation in invocations:
+            try:
+                submissions.append(self._submission(invocation))
+                ready.append(invocation)
+            except TangramError as error:
+                self._refuse(invocation, error)
+        if not ready:
+            return
+        for invocation, settled in zip(ready, self.engine.submit(submissions), strict=True):
+            settled.add_done_callback(lambda done, which=invocation: self._settled(which, done))  # type: ignore[misc]
+
+    def _submission(self, invocation: Invocation) -> Submission:
+        record, function = invocation.record, invocation.function
+        assert function is not None
+        assert invocation.log is not None
+        action = invocation.action or self._formulate(record, function, invocation.input)
+        invocation.action = None
+        invocation.action_id = action.id
+        self._by_action[action.id] = invocation
+        traceparent = record.options.get("traceparent")
+        call = Call(
+            function=function,
+            input=invocation.input,
+            log=invocation.log,
+            traceparent=traceparent if isinstance(traceparent, str) else None,
+            context={"invocation_id": record.id},
+        )
+        return Submission(action=action, call=call)
+
+    # The scheduler's answers (a `manager.engine.Listener`)
+
+    def started(self, action: Action, lease: Lease, queue_s: float) -> None:
+        """The action was leased and goes to its runtime."""
+        invocation = self._by_action.get(action.id)
+        if invocation is None:
+            return
+        record = invocation.record
+        if record.state is State.QUEUED:
+            record.move(State.RUNNING)
+            self._admission.leave(record.function, record.task)
+        record.started_s, record.queue_s, record.node = self._wall(), queue_s, lease.node
+        record.units = {kind: grant.units for kind, grant in lease.grants.items()}
+        self._store.save(record)
+        self._observer.started(record)
+
+    def settled(self, settlement: Settlement) -> None:
+        """Taken from the submission's future instead: it also tells a refusal."""
+
+    def _settled(self, invocation: Invocation, done: asyncio.Future[Settlement]) -> None:
+        if invocation.action_id is not None:
+            self._by_action.pop(invocation.action_id, None)
+            invocation.action_id = None
+        if self._closing or invocation.record.terminal:
+            return
+        error = None if done.cancelled() else done.exception()
+        if done.cancelled() or error is not None:
+            self._refuse(invocation, error)
+            return
+        settlement = done.result()
+        assert invocation.function is not None
+        record = invocation.record
+        wait_s = next_try_s(invocation.function, record.attempt, settlement.outcome, self._chance())
+        age_s = self._age_left_s(record)
+        if wait_s is not None and not self._admission.draining and (age_s is None or wait_s < age_s):
+            self._try_again(invocation, settlement, wait_s)
+            return
+        waited = record.state is State.QUEUED
+        record.settle(settlement, self._wall())
+        if record.mode is Mode.ASYNC and record.state in (State.FAILED, State.TIMED_OUT, State.LOST):
+            record.dead = True
+        self._end(invocation, waited=waited)
+
+    def _try_again(self, invocation: Invocation, settlement: Settlement, wait_s: float) -> None:
+        record, outcome = invocation.record, settlement.outcome
+        attempt = Attempt(
+            number=record.attempt,
+            state=outcome.state,
+            reason=outcome.reason,
+            message=outcome.message,
+            ended_s=self._wall(),
+            queue_s=settlement.queue_s,
+            overhead_s=settlement.overhead_s,
+            execution_s=settlement.execution_s,
+        )
+        self._requeue(invocation, attempt)
+        if invocation.log is not None:
+            invocation.log.write("system", f"try {attempt.number} ended: {outcome.reason}; next in {wait_s:.3f} s")
+        invocation.retry = asyncio.get_running_loop().call_later(wait_s, self._submit, [invocation])
+
+    def _requeue(self, invocation: Invocation, attempt: Attempt) -> None:
+        record = invocation.record
+        record.attempts = (*record.attempts, attempt)
+        record.attempt += 1
+        if record.state is State.RUNNING:
+            record.move(State.QUEUED)
+            self._admission.enter(record.function, record.task)
+        self._store.save(record)
+
+    def _refuse(self, invocation: Invocation, error: BaseException | None) -> None:
+        """The scheduler did not take it."""
+        refusal = error if isinstance(error, TangramError) else TangramError(str(error or "it was dropped"))
+        reasons = {"quota_exceeded": Reason.QUOTA, "capacity_exceeded": Reason.QUOTA, "internal": Reason.INTERNAL}
+        invocation.refusal = refusal
+        refusal.invocation_id = invocation.record.id
+        waited = invocation.record.state is State.QUEUED
+        reason = reasons.get(refusal.code, Reason.INVALID_INPUT)
+        invocation.record.end(State.FAILED, reason, refusal.message, self._wall())
+        self._end(invocation, waited=waited)
+
+    def _end(self, invocation: Invocation, *, waited: bool) -> None:
+        """The one end of every invocation; ``waited`` tells that it never left the queue."""
+        record = invocation.record
+        if waited:
+            self._admission.leave(record.function, record.task)
+        self._store.save(record)
+        self._observer.settled(record)
+        self._log.info(
+            "settled",
+            invocation=record.id,
+            trajectory=record.trajectory,
+            task=record.task,
+            function=record.function,
+            state=record.state,
+            reason=record.reason,
+            message=record.message or None,
+            queue_s=record.queue_s,
+            overhead_s=record.overhead_s,
+            execution_s=record.execution_s,
+        )
+        for on_end in self.on_end:
+            on_end(record)
+        self._drop(invocation)
+
+    def _drop(self, invocation: Invocation) -> None:
+        self._living.pop(invocation.record.seq, None)
+        if invocation.key is not None:
+            self._keys.pop(invocation.key, None)
+        self._logs.close(invocation.record.seq)
+        invocation.ended.set()
+
+    # Look up, wait, cancel
+
+    def outlives_caller(self, action_id: str) -> bool:
+        """Whether the submitted action belongs to an invocation that goes on without its caller."""
+        invocation = self._by_action.get(action_id)
+        return invocation is not None and invocation.record.detached
+
+    async def get(self, invocation_id: str) -> Invocation:
+        """The invocation with this id, living or ended; raises NotFound or InvalidInput."""
+        seq = seq_of(invocation_id)
+        living = self._living.get(seq)
+        if living is not None:
+            require(living.record, invocation_id)
+            return living
+        return ended(require(await self._store.get(seq), invocation_id))
+
+    async def find(self, chosen: Filter) -> list[Record]:
+        """Records by filter, newest first."""
+        return await self._store.find(chosen)
+
+    async def wait(self, invocation: Invocation, timeout_s: float | None = None) -> bool:
+        """Wait for the end, at most ``timeout_s``; whether it has ended."""
+        if not invocation.ended.is_set():
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await invocation.ended.wait()
+            except TimeoutError:
+                return False
+        return True
+
+    async def cancel(self, invocation_id: str, message: str = "cancelled by request") -> Invocation:
+        """Ask for the end of an invocation; raises Conflict when it has ended already."""
+        invocation = await self.get(invocation_id)
+        if not self._stop(invocation, message):
+            state = invocation.record.state.value
+            raise Conflict(f"invocation {invocation_id} is {state} already", invocation_id=invocation_id)
+        return invocation
+
+    def leave(self, invocation: Invocation) -> None:
+        """A caller no longer attends: the last one takes an attached invocation with it."""
+        invocation.callers -= 1
+        if invocation.callers <= 0 and not invocation.record.detached and not invocation.record.terminal:
+            self._stop(invocation, GONE)
+
+    async def detach(self, invocation: Invocation) -> None:
+        """Let it go on without its caller, durably from now on."""
+        invocation.record.detached = True
+        self._store.save(invocation.record)
+        await self._store.commit()
+
+    def _stop(self, invocation: Invocation, message: str) -> bool:
+        record = invocation.record
+        if record.terminal:
+            return False
+        if invocation.action_id is not None:
+            return self.engine.cancel(invocation.action_id, message)
+        if invocation.retry is not None:
+            invocation.retry.cancel()
+        record.end(State.CANCELLED, Reason.CANCELLED, message, self._wall())
+        self._end(invocation, waited=True)
+        return True
+
+    # Restart and shutdown
+
+    async def recover(self) -> Mapping[str, int]:
+        """Decide on what an earlier gateway left unfinished, in order; returns how many went which way.
+
+        Queued ones run; a running one runs again when its function is idempotent, else it is ``lost``; one whose
+        caller went down with its connection is cancelled.
+        """
+        again: list[Invocation] = []
+        counts = {"queued": 0, "rerun": 0, "lost": 0, "cancelled": 0}
+        for record in await self._store.unfinished():
+            verdict = await self._readopt(record, again)
+            counts[verdict] += 1
+        self._submit(again)
+        return counts
+
+    async def _readopt(self, record: Record, again: list[Invocation]) -> str:
+        try:
+            function = self._functions.get(record.function)
+        except TangramError:
+            function = None
+        limit_bytes = 0 if function is None else function.log_limit_bytes
+        log = await self._logs.resume(record.seq, limit_bytes)
+        data = wire.loads_object(record.input or b"{}")
+        invocation = Invocation(record=record, function=function, input=data, log=log)
+        was_queued = record.state is State.QUEUED
+        self._living[record.seq] = invocation
+        self._observer.accepted(record)
+        if was_queued:
+            self._admission.enter(record.function, record.task)
+        if not record.detached:
+            record.end(State.CANCELLED, Reason.CANCELLED, f"{RESTARTED} and {GONE}", self._wall())
+        elif function is None:
+            record.end(State.LOST, Reason.GATEWAY_RESTART, f"{RESTARTED} without its function", self._wall())
+        elif not was_queued and not function.idempotent:
+            record.end(State.LOST, Reason.GATEWAY_RESTART, f"{RESTARTED} while it ran", self._wall())
+        if record.terminal:
+            record.dead = record.mode is Mode.ASYNC and record.state is State.LOST
+            self._end(invocation, waited=was_queued)
+            return "lost" if record.state is State.LOST else "cancelled"
+        if not was_queued:
+            lost = Attempt(
+                number=record.attempt,
+                state=State.LOST,
+                reason=Reason.GATEWAY_RESTART,
+                message=RESTARTED,
+                ended_s=self._wall(),
+                queue_s=record.queue_s or 0.0,
+            )
+            self._requeue(invocation, lost)
+        again.append(invocation)
+        return "queued" if was_queued else "rerun"
+
+    async def drain(self, grace_s: float) -> int:
+        """Refuse new work and wait for what runs; returns how many are left for the next gateway."""
+        self._admission.draining = True
+        await self.engine.drain(grace_s)
+        self._closing = True
+        for invocation in list(self._living.values()):
+            self._leave_behind(invocation)
+        await self._store.commit()
+        return len(self._living)
+
+    def _leave_behind(self, invocation: Invocation) -> None:
+        """What is detached stays as it is for the next gateway; what is attached ends here."""
+        record = invocation.record
+        if record.detached and record.state is State.QUEUED:
+            return
+        assert invocation.function is not None
+        if record.detached and invocation.function.idempotent:
+            return
+        if record.state is State.QUEUED:
+            record.end(State.CANCELLED, Reason.CANCELLED, "the gateway was shut down before it started", self._wall())
+            self._end(invocation, waited=True)
+        else:
+            record.end(State.LOST, Reason.GATEWAY_RESTART, "the gateway was shut down while it ran", self._wall())
+            record.dead = record.mode is Mode.ASYNC
+            self._end(invocation, waited=False)

@@ -1,0 +1,30 @@
+"""Retries: whether and when a failed invocation is tried again; pure."""
+
+from __future__ import annotations
+
+from manager.errors import Reason
+from manager.function import FunctionSpec
+from manager.outcome import Outcome
+
+#: Reasons that are the machinery's fault: an idempotent function is tried again without being asked to.
+INFRASTRUCTURE = frozenset({Reason.ENVIRONMENT_LOST, Reason.NODE_LOST, Reason.GATEWAY_RESTART})
+INFRASTRUCTURE_ATTEMPTS = 3
+
+
+def next_try_s(function: FunctionSpec, attempt: int, outcome: Outcome, chance: float) -> float | None:
+    """Seconds until try ``attempt + 1``, or None when it is over.
+
+    Exponential backoff with full jitter (``chance`` is uniform in [0, 1)), never sooner than the Retry-After
+    of an upstream.
+    """
+    reason = outcome.reason
+    if reason is None or reason is Reason.CANCELLED:
+        return None
+    spec = function.retry
+    by_function = reason in spec.on and attempt < spec.max_attempts
+    by_machinery = reason in INFRASTRUCTURE and function.idempotent and attempt < INFRASTRUCTURE_ATTEMPTS
+    if not by_function and not by_machinery:
+        return None
+    ceiling_s = min(spec.backoff_max_s, spec.backoff_s * 2 ** min(attempt - 1, 32))
+    waited_s = ceiling_s * chance if spec.jitter == "full" else ceiling_s
+    return max(waited_s, outcome.retry_after_s or 0.0)
