@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -96,6 +96,16 @@ class Sandbox(Protocol):
     @property
     def spec(self) -> SandboxSpec: ...
 
+    @property
+    def alive(self) -> bool:
+        """Whether it can still be used."""
+        ...
+
+    @property
+    def loss_told(self) -> bool:
+        """Whether its death was reported to somebody (an action that ended with environment_lost)."""
+        ...
+
     async def run(self, command: Command, on_output: OnOutput | None = None) -> CommandResult:
         """Execute to the end; cancelling kills the process tree, setsid children included."""
         ...
@@ -127,6 +137,18 @@ class Sandbox(Protocol):
 
     async def list_files(self, path: str) -> list[FileStat]:
         """The entries of a directory, sorted by name; NotFound where there is none."""
+        ...
+
+    async def relabel(self, labels: Mapping[str, str]) -> None:
+        """Record whose it is from now on: `Provider.adopt` returns these labels."""
+        ...
+
+    async def snapshot(self, name: str) -> str:
+        """Keep its file system as an image, and return the image's name; Unsupported where there are no images."""
+        ...
+
+    async def release(self) -> None:
+        """Let go of it without ending it, for `Provider.adopt` of the next gateway; idempotent."""
         ...
 
     async def close(self) -> None:
@@ -162,6 +184,14 @@ class Provider(Protocol):
 
     async def adopt(self) -> list[tuple[Sandbox, Mapping[str, str]]]:
         """Living sandboxes of an earlier gateway of the same state directory, with their labels."""
+        ...
+
+    async def reap(self, living: Collection[str]) -> int:
+        """Remove every remainder of this state directory's sandboxes but the ``living`` (ids); returns how many."""
+        ...
+
+    async def remove_snapshot(self, name: str) -> None:
+        """Forget an image made by `Sandbox.snapshot`; idempotent."""
         ...
 
     async def close(self) -> None:

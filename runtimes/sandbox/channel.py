@@ -1,0 +1,483 @@
+"""The channel: the gateway's end of the connection to one resident runner."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import secrets
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Protocol
+
+from manager.errors import ActionFailed, TooLarge
+from runtimes.sandbox import runner as wire
+from runtimes.sandbox.protocol import (
+    Decoder,
+    ProtocolError,
+    decode_json,
+    encode,
+    encode_json,
+    error_of,
+    files_of,
+    lost,
+    result_of,
+    run_request,
+)
+from runtimes.sandbox.sandbox import Command, CommandResult, FileStat, OnOutput
+
+#: Seconds beyond a command's own bounds after which a silent runner is taken for dead.
+SILENCE_S = 5.0
+#: Seconds for an answer that needs no waiting.
+ANSWER_S = 30.0
+#: Bytes of a long-lived process's output kept for a slow reader before the connection is paused.
+UNREAD_MAX_BYTES = 1 * 2**20
+CONNECT_STEP_S = 0.002
+
+_NAMES = {wire.STDOUT: "stdout", wire.STDERR: "stderr"}
+
+
+class Conversation(Protocol):
+    """One numbered exchange on a channel."""
+
+    def data(self, stream: int, data: bytes) -> None: ...
+
+    def taken(self, count: int | None) -> None:
+        """The runner passed ``count`` bytes of standard input on; None: nothing more is read."""
+        ...
+
+    def ended(self, answer: Mapping[str, object] | Exception) -> None: ...
+
+
+class Channel(asyncio.Protocol):
+    """Requests to a runner, each with its own number; every one of them ends, if only with the channel."""
+
+    def __init__(self) -> None:
+        self._decoder = Decoder()
+        self._conversations: dict[int, Conversation] = {}
+        self._transport: asyncio.Transport | None = None
+        self._number = secrets.randbits(31)
+        self._writable = asyncio.Event()
+        self._writable.set()
+        self._ready: asyncio.Future[Mapping[str, object]] = asyncio.get_running_loop().create_future()
+        self.lost = asyncio.Event()
+        #: The runner's process id as this side sees it; 0 where it cannot.
+        self.peer_pid = 0
+        #: Whether the runner knew the token already (it is no new one).
+        self.known = False
+
+    @classmethod
+    async def connect(
+        cls, directory: Path, hello: Mapping[str, object], *, within_s: float, peer_pid: int = 0
+    ) -> Channel:
+        """Reach the runner that listens in ``directory``, starting up perhaps; raises ActionFailed(environment_lost).
+
+        ``peer_pid``, where known, is who must be listening: a socket planted by somebody else is not spoken to.
+        """
+        deadline_s = time.monotonic() + within_s
+        sock = await _reach(directory, deadline_s)
+        seen_pid, _, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if peer_pid and seen_pid and seen_pid != peer_pid:
+            sock.close()
+            raise lost(f"another process ({seen_pid}) than the runner ({peer_pid}) listens on its socket")
+        _, channel = await asyncio.get_running_loop().create_unix_connection(cls, sock=sock)
+        channel.peer_pid = seen_pid
+        channel._write(encode_json(wire.HELLO, 0, hello))
+        try:
+            async with asyncio.timeout(max(0.1, deadline_s - time.monotonic())):
+                answer = await channel._ready
+        except TimeoutError:
+            channel.close()
+            raise lost("the runner does not answer") from None
+        if answer.get("protocol") != wire.PROTOCOL:
+            channel.close()
+            raise lost(f"the runner speaks protocol {answer.get('protocol')}, not {wire.PROTOCOL}")
+        channel.known = answer.get("known") is True
+        return channel
+
+    # --- requests
+
+    async def run(self, command: Command, on_output: OnOutput | None = None) -> CommandResult:
+        """Execute to the end. Cancelling kills the command's processes before it lets go."""
+        execution = Execution(self, command, on_output)
+        number = self._begin(wire.RUN, run_request(command, marker=secrets.token_hex(8), interactive=False), execution)
+        patience_s = command.timeout_s + command.kill_grace_s + wire.UNKILLABLE_S + SILENCE_S
+        try:
+            async with asyncio.timeout(patience_s if math.isfinite(patience_s) else None):
+                if command.stdin:
+                    await execution.stdin.feed(number, command.stdin)
+                    await execution.stdin.end(number)
+                return execution.result(await execution.end)
+        except TimeoutError:
+            self.close()
+            raise lost("the runner has fallen silent") from None
+        except asyncio.CancelledError:
+            await self._kill(number, execution.end)
+            raise
+        finally:
+            self._conversations.pop(number, None)
+
+    async def spawn(self, command: Command) -> RemoteProcess:
+        """Start a long-lived process; what it is fed and what it says flows under back-pressure."""
+        process = RemoteProcess(self)
+        request = run_request(command, marker=secrets.token_hex(8), interactive=True)
+        process.number = self._begin(wire.RUN, request, process)
+        if command.stdin:
+            await process.write_stdin(command.stdin)
+        return process
+
+    async def read_file(self, path: str, *, limit_bytes: int) -> bytes:
+        """Raises NotFound, TooLarge, InvalidInput."""
+        answer = Answer(limit_bytes)
+        await self._ask(wire.READ, {"path": path, "limit": limit_bytes}, answer)
+        return b"".join(answer.chunks)
+
+    async def write_file(self, path: str, data: bytes, *, mode: int) -> None:
+        """Raises NotFound, InvalidInput."""
+        answer = Answer(0)
+        number = self._begin(wire.WRITE, {"path": path, "mode": mode}, answer)
+        view = memoryview(data)
+        for start in range(0, len(data), wire.CHUNK_BYTES):
+            if answer.end.done():
+                break
+            await self._send(encode(wire.STDIN, number, bytes(view[start : start + wire.CHUNK_BYTES])))
+        await self._send(encode(wire.STDIN, number))
+        await self._await_answer(number, answer)
+
+    async def list_files(self, path: str) -> list[FileStat]:
+        """Raises NotFound, InvalidInput."""
+        try:
+            return files_of(await self._ask(wire.LIST, {"path": path}, Answer(0)), path)
+        except ProtocolError as error:
+            raise self._betrayed(error) from None
+
+    async def sweep(self) -> None:
+        """Kill every process in the sandbox but the runner."""
+        await self._ask(wire.SWEEP, {}, Answer(0))
+
+    def close(self) -> None:
+        """Hang up. The runner then ends what this side had running."""
+        if self._transport is not None:
+            self._transport.abort()
+        self.connection_lost(None)
+
+    # --- asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for kind, number, payload in self._decoder.feed(data):
+                self._receive(kind, number, payload)
+        except ProtocolError as error:
+            self._fail(self._betrayed(error))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._fail(lost("the sandbox's runner is gone"))
+
+    def pause_writing(self) -> None:
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        self._writable.set()
+
+    def pause_reading(self) -> None:
+        if self._transport is not None and self._transport.is_reading():
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        if self._transport is not None and not self._transport.is_closing() and not self._transport.is_reading():
+            self._transport.resume_reading()
+
+    # --- inside
+
+    def _receive(self, kind: int, number: int, payload: bytes) -> None:
+        if kind == wire.READY:
+            if not self._ready.done():
+                self._ready.set_result(decode_json(payload))
+            return
+        conversation = self._conversations.get(number)
+        if conversation is None:
+            return
+        if kind in _NAMES:
+            conversation.data(kind, payload)
+        elif kind == wire.ACK:
+            conversation.taken(wire.HEADER.unpack(payload)[0] if len(payload) == wire.HEADER.size else None)
+        elif kind == wire.ERROR:
+            del self._conversations[number]
+            conversation.ended(error_of(decode_json(payload)))
+        elif kind in (wire.EXIT, wire.DONE):
+            del self._conversations[number]
+            conversation.ended(decode_json(payload))
+        else:
+            raise ProtocolError(f"a frame of kind {kind}")
+
+    def _betrayed(self, error: ProtocolError) -> ActionFailed:
+        if self._transport is not None:
+            self._transport.abort()
+        return lost(f"the sandbox's runner does not keep the protocol: {error}")
+
+    def _fail(self, error: ActionFailed) -> None:
+        self.lost.set()
+        self._writable.set()
+        if not self._ready.done():
+            self._ready.set_exception(error)
+        conversations, self._conversations = self._conversations, {}
+        for conversation in conversations.values():
+            conversation.ended(error)
+
+    def _begin(self, kind: int, request: Mapping[str, object], conversation: Conversation) -> int:
+        if self.lost.is_set():
+            raise lost("the sandbox's runner is gone")
+        frame = encode_json(kind, number := self._next(), request)
+        if len(frame) > wire.FRAME_MAX_BYTES:
+            raise TooLarge(
+                f"the command takes {len(frame)} bytes, more than {wire.FRAME_MAX_BYTES}", component="sandbox"
+            )
+        self._conversations[number] = conversation
+        self._write(frame)
+        return number
+
+    def _next(self) -> int:
+        self._number = (self._number + 1) % 2**31
+        return self._number
+
+    def _write(self, frame: bytes) -> None:
+        if self._transport is not None and not self.lost.is_set():
+            self._transport.write(frame)
+
+    async def _send(self, frame: bytes) -> None:
+        self._write(frame)
+        if not self._writable.is_set():
+            await self._writable.wait()
+
+    async def _ask(self, kind: int, request: Mapping[str, object], answer: Answer) -> Mapping[str, object]:
+        return await self._await_answer(self._begin(kind, request, answer), answer)
+
+    async def _await_answer(self, number: int, answer: Answer) -> Mapping[str, object]:
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                return await answer.end
+        except TimeoutError:
+            self.close()
+            raise lost("the runner has fallen silent") from None
+        finally:
+            self._conversations.pop(number, None)
+
+    async def _kill(self, number: int, end: asyncio.Future[Mapping[str, object]]) -> None:
+        """SIGKILL its tree and wait until it is gone; a runner that cannot is hung up on."""
+        if end.done():
+            return
+        self._write(encode_json(wire.KILL, number, {"grace_s": 0.0}))
+        done, _ = await asyncio.wait([end], timeout=wire.UNKILLABLE_S + SILENCE_S)
+        if not done:
+            self.close()
+
+
+class Stdin:
+    """Standard input under the runner's window."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._window = wire.WINDOW_BYTES
+        self._opened = asyncio.Event()
+        self._opened.set()
+        self.refused = False
+
+    async def feed(self, number: int, data: bytes) -> None:
+        view = memoryview(data)
+        while view and not self.refused:
+            await self._opened.wait()
+            piece = bytes(view[: min(self._window, wire.CHUNK_BYTES)])
+            view = view[len(piece) :]
+            self._window -= len(piece)
+            if self._window <= 0:
+                self._opened.clear()
+            await self._channel._send(encode(wire.STDIN, number, piece))
+
+    async def end(self, number: int) -> None:
+        await self._channel._send(encode(wire.STDIN, number))
+
+    def taken(self, count: int | None) -> None:
+        if count is None:
+            self.refused = True
+        else:
+            self._window += count
+        self._opened.set()
+
+    def refuse(self) -> None:
+        self.taken(None)
+
+
+class Answer:
+    """A request with one end, and perhaps data before it."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.end: asyncio.Future[Mapping[str, object]] = asyncio.get_running_loop().create_future()
+        self.chunks: list[bytes] = []
+        self._room = limit_bytes
+
+    def data(self, stream: int, data: bytes) -> None:
+        self._room -= len(data)
+        if self._room < 0:
+            raise ProtocolError("more than was asked for")
+        self.chunks.append(data)
+
+    def taken(self, count: int | None) -> None:
+        raise ProtocolError("an acknowledgement of nothing")
+
+    def ended(self, answer: Mapping[str, object] | Exception) -> None:
+        _resolve(self.end, answer)
+
+
+class Execution:
+    """A command under way whose output is kept, and shown as it comes."""
+
+    def __init__(self, channel: Channel, command: Command, on_output: OnOutput | None) -> None:
+        self.end: asyncio.Future[Mapping[str, object]] = asyncio.get_running_loop().create_future()
+        self.stdin = Stdin(channel)
+        self._on_output = on_output
+        self._room = {wire.STDOUT: command.output_limit_bytes, wire.STDERR: command.output_limit_bytes}
+        self._kept: dict[int, list[bytes]] = {wire.STDOUT: [], wire.STDERR: []}
+
+    def data(self, stream: int, data: bytes) -> None:
+        data = data[: self._room[stream]]  # the runner keeps the bound; it is not taken on trust
+        self._room[stream] -= len(data)
+        if data:
+            self._kept[stream].append(data)
+            if self._on_output is not None:
+                self._on_output(_NAMES[stream], data)
+
+    def taken(self, count: int | None) -> None:
+        self.stdin.taken(count)
+
+    def ended(self, answer: Mapping[str, object] | Exception) -> None:
+        self.stdin.refuse()
+        if isinstance(answer, ActionFailed):
+            answer = lost(answer.message, result=self._partial())
+        _resolve(self.end, answer)
+
+    def result(self, answer: Mapping[str, object]) -> CommandResult:
+        try:
+            return result_of(answer, b"".join(self._kept[wire.STDOUT]), b"".join(self._kept[wire.STDERR]))
+        except ProtocolError as error:
+            raise lost(f"the sandbox's runner does not keep the protocol: {error}") from None
+
+    def _partial(self) -> dict[str, str]:
+        return {_NAMES[stream]: b"".join(kept).decode("utf-8", "replace") for stream, kept in self._kept.items()}
+
+
+class RemoteProcess:
+    """A long-lived command (`runtimes.sandbox.sandbox.Process`)."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.number = 0
+        self._channel = channel
+        self._end: asyncio.Future[Mapping[str, object]] = asyncio.get_running_loop().create_future()
+        self._end.add_done_callback(_retrieve)
+        self._stdin = Stdin(channel)
+        self._unread: deque[tuple[str, bytes]] = deque()
+        self._unread_bytes = 0
+        self._arrived = asyncio.Event()
+        self._reading = False
+        self._dropping = False
+
+    def data(self, stream: int, data: bytes) -> None:
+        if self._dropping:
+            return
+        self._unread.append((_NAMES[stream], data))
+        self._unread_bytes += len(data)
+        self._arrived.set()
+        if self._unread_bytes > UNREAD_MAX_BYTES:
+            self._channel.pause_reading()
+
+    def taken(self, count: int | None) -> None:
+        self._stdin.taken(count)
+
+    def ended(self, answer: Mapping[str, object] | Exception) -> None:
+        self._stdin.refuse()
+        _resolve(self._end, answer)
+        self._arrived.set()
+
+    async def write_stdin(self, data: bytes) -> None:
+        await self._stdin.feed(self.number, data)
+        if self._stdin.refused:
+            raise lost("the process reads no more")
+
+    async def close_stdin(self) -> None:
+        await self._stdin.end(self.number)
+
+    async def chunks(self) -> AsyncIterator[tuple[str, bytes]]:
+        self._reading = True
+        while True:
+            while self._unread:
+                name, data = self._unread.popleft()
+                self._unread_bytes -= len(data)
+                if self._unread_bytes <= UNREAD_MAX_BYTES // 2:
+                    self._channel.resume_reading()
+                yield name, data
+            if self._end.done():
+                return
+            self._arrived.clear()
+            await self._arrived.wait()
+
+    async def wait(self) -> CommandResult:
+        if not self._reading:
+            self._drop()
+        return result_of(await asyncio.shield(self._end), b"", b"")
+
+    async def kill(self) -> None:
+        self._drop()
+        await self._channel._kill(self.number, self._end)
+
+    def _drop(self) -> None:
+        """Nobody reads any more: the connection must go on for the others."""
+        self._dropping = True
+        self._unread.clear()
+        self._unread_bytes = 0
+        self._channel.resume_reading()
+
+
+def _resolve(future: asyncio.Future[Mapping[str, object]], answer: Mapping[str, object] | Exception) -> None:
+    if future.done():
+        return
+    if isinstance(answer, Exception):
+        future.set_exception(answer)
+        future.exception()  # seen: a caller that was cancelled does not come back for it
+    else:
+        future.set_result(answer)
+
+
+def _retrieve(future: asyncio.Future[Mapping[str, object]]) -> None:
+    if not future.cancelled():
+        future.exception()
+
+
+async def _reach(directory: Path, deadline_s: float) -> socket.socket:
+    """A connected socket, tried until the deadline: the runner may be starting."""
+    while True:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.setblocking(False)
+        try:
+            _connect(sock, directory)
+            return sock
+        except OSError as error:
+            sock.close()
+            if time.monotonic() >= deadline_s:
+                raise lost(f"the sandbox's runner cannot be reached: {error}") from None
+        await asyncio.sleep(CONNECT_STEP_S)
+
+
+def _connect(sock: socket.socket, directory: Path) -> None:
+    """Through the directory's descriptor: a socket's path may have 107 bytes, a state directory may have more."""
+    fd = os.open(directory, os.O_PATH | os.O_DIRECTORY)
+    try:
+        sock.connect(f"/proc/self/fd/{fd}/s")
+    finally:
+        os.close(fd)

@@ -1,0 +1,296 @@
+"""Environments: which trajectory owns which sandbox, from its first action to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Collection, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+import structlog
+
+from manager.clock import Clock, MonotonicClock
+from manager.errors import Conflict, NotFound, TangramError, Unsupported
+from manager.function import Isolation, SandboxSpec
+from runtimes.sandbox.pool import WarmPool
+from runtimes.sandbox.protocol import lost
+from runtimes.sandbox.records import spec_as_json
+from runtimes.sandbox.sandbox import Provider, Sandbox
+
+logger = structlog.get_logger("sandbox.environments")
+
+COMPONENT = "sandbox"
+TRAJECTORY = "tangram.trajectory"
+PURPOSE = "tangram.purpose"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentSettings:
+    """How environments are kept."""
+
+    #: For functions and trajectories that name no sandbox.
+    default: SandboxSpec = field(default_factory=lambda: SandboxSpec(image="tangram-base:bookworm"))
+    #: Leave the sandboxes alive when the gateway ends in good order, for the next one to adopt.
+    keep_on_close: bool = False
+    #: Seconds between two searches for orphans.
+    reap_every_s: float = 60.0
+    #: Sandboxes that are removed at the same time.
+    max_closing: int = 4
+
+
+@dataclass(slots=True)
+class Environment:
+    """A trajectory's sandbox, and the lock under which it is made and ended."""
+
+    trajectory: str
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    sandbox: Sandbox | None = None
+    made_s: float = 0.0
+
+
+class Environments:
+    """The sandboxes of the trajectories, and those that lie ready. The core decides when a trajectory ends."""
+
+    def __init__(
+        self, provider: Provider, settings: EnvironmentSettings | None = None, clock: Clock | None = None
+    ) -> None:
+        self.provider = provider
+        self.settings = settings or EnvironmentSettings()
+        self._clock = clock or MonotonicClock()
+        self._environments: dict[str, Environment] = {}
+        self._ephemeral: dict[str, Sandbox] = {}
+        self._pools: dict[str, WarmPool] = {}
+        self._removals: set[asyncio.Task[None]] = set()
+        self._closing = asyncio.Semaphore(self.settings.max_closing)
+        self._reaper: asyncio.Task[None] | None = None
+        self._closed = False
+
+    async def start(self, trajectories: Collection[str] | None = None) -> list[str]:
+        """Adopt what an earlier gateway left (of these trajectories; None: of all), remove the rest, watch for orphans.
+
+        Returns the trajectories that live on, with their files.
+        """
+        for sandbox, labels in await self.provider.adopt():
+            trajectory = labels.get(TRAJECTORY)
+            if trajectory is not None and (trajectories is None or trajectory in trajectories):
+                self._environments[trajectory] = Environment(trajectory, sandbox=sandbox, made_s=time.time())
+                logger.info("sandbox adopted", trajectory=trajectory, sandbox=sandbox.id)
+            else:
+                self._remove(sandbox)
+        await self._reap()
+        self._reaper = asyncio.create_task(self._reap_forever())
+        return list(self._environments)
+
+    # --- trajectories
+
+    async def ensure(self, trajectory: str, spec: SandboxSpec | None = None) -> Sandbox:
+        """The trajectory's sandbox, made at the first call; an existing one wins over ``spec``.
+
+        Raises Unsupported or InvalidConfig when such a sandbox cannot be made, and ActionFailed(environment_lost)
+        once when it has died unseen: what was in it is lost, and that is never passed over in silence.
+        """
+        spec = self._known(spec)
+        environment = self._environments.setdefault(trajectory, Environment(trajectory))
+        sandbox = environment.sandbox
+        if sandbox is not None and sandbox.alive:
+            return sandbox
+        async with environment.lock:
+            return await self._ensure_locked(environment, spec)
+
+    def get(self, trajectory: str) -> Sandbox | None:
+        environment = self._environments.get(trajectory)
+        return None if environment is None else environment.sandbox
+
+    async def end(self, trajectory: str) -> None:
+        """Remove the trajectory's sandbox; idempotent."""
+        environment = self._environments.get(trajectory)
+        if environment is None:
+            return
+        async with environment.lock:
+            if self._environments.get(trajectory) is environment:
+                del self._environments[trajectory]
+            sandbox, environment.sandbox = environment.sandbox, None
+            if sandbox is not None:
+                await sandbox.close()
+
+    def list(self) -> list[dict[str, object]]:
+        """Every environment as plain JSON values."""
+        return [
+            {
+                "trajectory": environment.trajectory,
+                "sandbox": environment.sandbox.id,
+                "image": environment.sandbox.spec.image,
+                "memory_bytes": environment.sandbox.spec.memory_bytes,
+                "alive": environment.sandbox.alive,
+                "made_s": environment.made_s,
+            }
+            for environment in self._environments.values()
+            if environment.sandbox is not None
+        ]
+
+    # --- snapshots
+
+    async def snapshot(self, trajectory: str, name: str = "") -> str:
+        """Keep the trajectory's file system as an image; NotFound, or Unsupported for local sandboxes."""
+        sandbox = self.get(trajectory)
+        if sandbox is None:
+            raise NotFound(f"trajectory {trajectory!r} has no sandbox", component=COMPONENT)
+        return await sandbox.snapshot(name or secrets.token_hex(6))
+
+    async def restore(self, trajectory: str, snapshot: str, spec: SandboxSpec | None = None) -> Sandbox:
+        """A new sandbox for a trajectory that has none, with the files of a snapshot; Conflict when it has one."""
+        if self.get(trajectory) is not None:
+            raise Conflict(f"trajectory {trajectory!r} has a sandbox already", component=COMPONENT)
+        return await self.ensure(trajectory, replace(self._known(spec), image=snapshot))
+
+    async def fork(self, source: str, trajectory: str) -> Sandbox:
+        """A new trajectory that begins with a copy of another's files."""
+        sandbox = self.get(source)
+        if sandbox is None:
+            raise NotFound(f"trajectory {source!r} has no sandbox", component=COMPONENT)
+        image = await self.snapshot(source)
+        try:
+            return await self.restore(trajectory, image, sandbox.spec)
+        finally:
+            await self.provider.remove_snapshot(image)
+
+    # --- actions without a trajectory, and sandboxes that lie ready
+
+    @asynccontextmanager
+    async def ephemeral(self, spec: SandboxSpec | None = None) -> AsyncIterator[Sandbox]:
+        """A sandbox for one action; it is removed behind the caller's back."""
+        sandbox = await self._obtain(self._known(spec), {PURPOSE: "ephemeral"})
+        self._ephemeral[sandbox.id] = sandbox
+        try:
+            yield sandbox
+        finally:
+            del self._ephemeral[sandbox.id]
+            self._remove(sandbox)
+
+    async def warm(self, spec: SandboxSpec | None) -> None:
+        """Check that such sandboxes can be made, and keep as many ready as they ask for."""
+        spec = self._known(spec)
+        await self.provider.check(spec)
+        if spec.warm.max or spec.warm.min:
+            self.pool(spec).start()
+
+    def pool(self, spec: SandboxSpec) -> WarmPool:
+        """The pool of sandboxes equal to ``spec``, idle so far."""
+        key = _key(spec)
+        if key not in self._pools:
+
+            async def make() -> Sandbox:
+                return await self._create(spec, {PURPOSE: "warm"})
+
+            self._pools[key] = WarmPool(spec, make, self._clock)
+        return self._pools[key]
+
+    # --- the end
+
+    async def close(self) -> None:
+        """Remove (or with ``keep_on_close`` release) everything; idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._reaper is not None:
+            self._reaper.cancel()
+            await asyncio.gather(self._reaper, return_exceptions=True)
+        for pool in self._pools.values():
+            for sandbox in await pool.close():
+                self._remove(sandbox)
+        for environment in self._environments.values():
+            if environment.sandbox is None:
+                continue
+            if self.settings.keep_on_close:
+                self._spawn(environment.sandbox.release())
+            else:
+                self._remove(environment.sandbox)
+        self._environments.clear()
+        while self._removals:
+            await asyncio.gather(*self._removals, return_exceptions=True)
+
+    # --- inside
+
+    def _known(self, spec: SandboxSpec | None) -> SandboxSpec:
+        """The spec to use; the isolation that a function requires is checked even where a sandbox exists."""
+        if spec is None:
+            return self.settings.default
+        if spec.isolation is Isolation.CONTAINER and self.provider.info.kind != "container":
+            raise Unsupported(
+                f"isolation: container is required, this gateway has {self.provider.info.kind} sandboxes",
+                component=COMPONENT,
+            )
+        return spec if spec.image else replace(spec, image=self.settings.default.image)
+
+    async def _ensure_locked(self, environment: Environment, spec: SandboxSpec) -> Sandbox:
+        sandbox = environment.sandbox
+        if sandbox is not None and sandbox.alive:
+            return sandbox
+        if sandbox is not None:
+            environment.sandbox = None
+            told = sandbox.loss_told
+            self._remove(sandbox)
+            if not told:
+                raise lost(f"the sandbox of trajectory {environment.trajectory!r} died; what was in it is lost")
+        try:
+            made = await self._obtain(spec, {TRAJECTORY: environment.trajectory})
+        except BaseException:
+            if self._environments.get(environment.trajectory) is environment:
+                del self._environments[environment.trajectory]
+            raise
+        environment.sandbox, environment.made_s = made, time.time()
+        self._environments[environment.trajectory] = environment
+        return made
+
+    async def _obtain(self, spec: SandboxSpec, labels: dict[str, str]) -> Sandbox:
+        pool = self._pools.get(_key(spec))
+        sandbox = None if pool is None else pool.claim()
+        if sandbox is None:
+            return await self._create(spec, labels)
+        await sandbox.relabel(labels)
+        return sandbox
+
+    async def _create(self, spec: SandboxSpec, labels: dict[str, str]) -> Sandbox:
+        if self._closed:
+            raise Conflict("the gateway is closing", component=COMPONENT)
+        return await self.provider.create(spec, name=secrets.token_hex(8), labels=labels, mounts={})
+
+    def _remove(self, sandbox: Sandbox) -> None:
+        async def remove() -> None:
+            async with self._closing:
+                await sandbox.close()
+
+        self._spawn(remove())
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        async def guarded() -> None:
+            try:
+                await work
+            except (TangramError, OSError) as error:
+                logger.warning("a sandbox was not removed; the reaper will try again", why=str(error))
+
+        task = asyncio.create_task(guarded())
+        self._removals.add(task)
+        task.add_done_callback(self._removals.discard)
+
+    async def _reap_forever(self) -> None:
+        while True:
+            await asyncio.sleep(self.settings.reap_every_s)
+            try:
+                await self._reap()
+            except (TangramError, OSError) as error:
+                logger.warning("the search for orphans failed", why=str(error))
+
+    async def _reap(self) -> None:
+        owned = [environment.sandbox for environment in self._environments.values() if environment.sandbox]
+        ready = [sandbox for pool in self._pools.values() for sandbox in pool.sandboxes]
+        removed = await self.provider.reap({sandbox.id for sandbox in [*owned, *ready, *self._ephemeral.values()]})
+        if removed:
+            logger.warning("orphaned sandboxes removed", count=removed)
+
+
+def _key(spec: SandboxSpec) -> str:
+    return json.dumps(spec_as_json(spec), sort_keys=True)

@@ -1,0 +1,68 @@
+"""Which kind of sandbox this machine gets."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from manager.errors import InvalidConfig, Unsupported
+from runtimes.sandbox.process import ProcessProvider
+from runtimes.sandbox.sandbox import Provider
+from runtimes.sandbox.starting import Starting
+
+logger = structlog.get_logger("sandbox")
+
+KINDS = ("auto", "container", "process")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProviderSettings:
+    """What the providers are made from."""
+
+    #: ``auto`` takes containers where a Docker engine answers, else local processes.
+    kind: str = "auto"
+    #: Where sockets, records and the process sandboxes' files live; one gateway at a time.
+    state_dir: Path
+    #: Stable for the state directory: the label of its sandboxes.
+    gateway_id: str = "tangram"
+    #: Sandboxes that are created at the same time.
+    max_starting: int = 4
+    #: Cores on which background processes run between actions; empty means all.
+    shared_cores: tuple[int, ...] = ()
+    #: Seconds that the engine may take for one request.
+    engine_timeout_s: float = 120.0
+
+
+def make_provider(settings: ProviderSettings) -> Provider:
+    """The provider that the settings ask for; raises InvalidConfig, or Unsupported with the remedy."""
+    if settings.kind not in KINDS:
+        raise InvalidConfig(f"sandbox kind {settings.kind!r} is none of {', '.join(KINDS)}", component="sandbox")
+    settings.state_dir.mkdir(parents=True, exist_ok=True)
+    provider = _make(settings)
+    logger.info("sandboxes", kind=provider.info.kind, engine=provider.info.engine, isolation=provider.info.isolation)
+    return provider
+
+
+def _make(settings: ProviderSettings) -> Provider:
+    shared_cores = settings.shared_cores or tuple(sorted(os.sched_getaffinity(0)))
+    starting = Starting(settings.max_starting)
+    if settings.kind != "process":
+        try:
+            from runtimes.sandbox.container import ContainerProvider, Engine
+
+            engine = Engine.connect(timeout_s=settings.engine_timeout_s, workers=settings.max_starting + 4)
+            return ContainerProvider(
+                engine,
+                state_dir=settings.state_dir,
+                gateway_id=settings.gateway_id,
+                starting=starting,
+                shared_cores=shared_cores,
+            )
+        except (Unsupported, ImportError) as error:
+            if settings.kind == "container":
+                raise
+            logger.warning("no containers here", why=str(error))
+    return ProcessProvider(state_dir=settings.state_dir, starting=starting, shared_cores=shared_cores)

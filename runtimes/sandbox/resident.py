@@ -1,0 +1,211 @@
+"""A sandbox with a resident runner: what containers and local processes have in common."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+import structlog
+
+from manager.errors import ActionFailed, Conflict, InvalidInput, Reason, TooLarge
+from manager.function import Background, SandboxSpec
+from runtimes.sandbox.protocol import COMPONENT, lost, out_of_memory
+from runtimes.sandbox.records import Record
+from runtimes.sandbox.sandbox import Command, CommandResult, FileStat, OnOutput, Process
+
+logger = structlog.get_logger("sandbox")
+
+PATH_MAX_BYTES = 4096
+
+
+class Line(Protocol):
+    """How a sandbox is spoken to: a runner's channel, or ``docker exec`` where there is no runner."""
+
+    @property
+    def lost(self) -> asyncio.Event: ...
+
+    async def run(self, command: Command, on_output: OnOutput | None = None) -> CommandResult: ...
+
+    async def spawn(self, command: Command) -> Process: ...
+
+    async def read_file(self, path: str, *, limit_bytes: int) -> bytes: ...
+
+    async def write_file(self, path: str, data: bytes, *, mode: int) -> None: ...
+
+    async def list_files(self, path: str) -> list[FileStat]: ...
+
+    async def sweep(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Hold(Protocol):
+    """The grip that its maker keeps on a sandbox from outside."""
+
+    async def set_cores(self, cores: Sequence[int], *, background: bool = False) -> None: ...
+
+    async def freeze(self) -> None: ...
+
+    async def thaw(self) -> None: ...
+
+    def oom_kills(self) -> int:
+        """Processes ended for want of memory so far, as far as can be seen."""
+        ...
+
+    def peak_memory_bytes(self) -> int: ...
+
+    async def cause_of_death(self) -> str:
+        """Why it ended, as far as can be known; ``out_of_memory`` alone is a reason of its own."""
+        ...
+
+    async def snapshot(self, name: str) -> str:
+        """Raises Unsupported where there are no images."""
+        ...
+
+    async def remove(self) -> None:
+        """End and remove it, with everything inside; idempotent."""
+        ...
+
+
+class ResidentSandbox:
+    """A living environment (`runtimes.sandbox.sandbox.Sandbox`) behind a line, in a hold."""
+
+    def __init__(
+        self,
+        *,
+        record: Record,
+        directory: Path,
+        line: Line,
+        hold: Hold,
+        shared_cores: Sequence[int],
+    ) -> None:
+        self._id = record.name
+        self._spec = record.spec
+        self._line = line
+        self._hold = hold
+        self._shared_cores = tuple(shared_cores)
+        self._frozen = False
+        self._oom_seen = hold.oom_kills()
+        self._closed = False
+        self._loss_told = False
+        self._record = record
+        self._directory = directory
+
+    @property
+    def id(self) -> str:
+        return self._id
+
+    @property
+    def spec(self) -> SandboxSpec:
+        return self._spec
+
+    @property
+    def alive(self) -> bool:
+        return not self._closed and not self._line.lost.is_set()
+
+    @property
+    def loss_told(self) -> bool:
+        return self._loss_told
+
+    async def run(self, command: Command, on_output: OnOutput | None = None) -> CommandResult:
+        await self.thaw()
+        try:
+            result = await self._line.run(command, on_output)
+        except ActionFailed as failure:
+            raise await self._explained(failure) from None
+        if result.exit_code == 0:
+            return result
+        kills = self._hold.oom_kills()
+        if kills > self._oom_seen:
+            self._oom_seen = kills
+            return out_of_memory(result, self._hold.peak_memory_bytes())
+        return result
+
+    async def spawn(self, command: Command) -> Process:
+        await self.thaw()
+        return await self._line.spawn(command)
+
+    async def set_cores(self, cores: Sequence[int]) -> None:
+        self._require()
+        await self._hold.set_cores(cores)
+
+    async def thaw(self) -> None:
+        self._require()
+        if self._frozen:
+            await self._hold.thaw()
+            self._frozen = False
+
+    async def quiesce(self, background: Background) -> None:
+        if not self.alive:
+            return
+        if background is Background.KILL:
+            await self.thaw()
+            await self._line.sweep()
+        if background is Background.RUN:
+            await self._hold.set_cores(self._shared_cores, background=True)
+        elif not self._frozen:
+            await self._hold.freeze()
+            self._frozen = True
+
+    async def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
+        await self._prepare_path(path)
+        if len(data) > self._spec.disk_bytes:
+            raise TooLarge(f"{len(data)} bytes are more than the sandbox's disk", component=COMPONENT)
+        await self._line.write_file(path, data, mode=mode)
+
+    async def read_file(self, path: str, *, limit_bytes: int) -> bytes:
+        await self._prepare_path(path)
+        return await self._line.read_file(path, limit_bytes=limit_bytes)
+
+    async def list_files(self, path: str) -> list[FileStat]:
+        await self._prepare_path(path)
+        return await self._line.list_files(path)
+
+    async def relabel(self, labels: Mapping[str, str]) -> None:
+        self._record = replace(self._record, labels=dict(labels))
+        self._record.write(self._directory)
+
+    async def snapshot(self, name: str) -> str:
+        self._require()
+        return await self._hold.snapshot(name)
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._line.close()
+        await self._hold.remove()
+
+    async def release(self) -> None:
+        """Let go of it without ending it: the next gateway of the same state directory adopts it."""
+        if not self._closed and not self._line.lost.is_set():
+            await self.quiesce(self._spec.background)
+        self._closed = True
+        self._line.close()
+
+    async def _prepare_path(self, path: str) -> None:
+        if not path or "\0" in path or len(path.encode("utf-8", "replace")) > PATH_MAX_BYTES:
+            raise InvalidInput("a path of 1 to 4096 bytes without NUL is needed", component=COMPONENT)
+        await self.thaw()
+
+    def _require(self) -> None:
+        if self._closed:
+            raise Conflict("the sandbox is closed", component=COMPONENT)
+        if self._line.lost.is_set():
+            self._loss_told = True
+            raise lost(f"the sandbox {self._id} is gone; its files and processes are lost")
+
+    async def _explained(self, failure: ActionFailed) -> ActionFailed:
+        """The loss of the sandbox with its cause; what is left of it is removed at once."""
+        if failure.reason is not Reason.ENVIRONMENT_LOST:
+            return failure
+        self._loss_told = True
+        cause = await self._hold.cause_of_death()
+        logger.warning("sandbox lost", sandbox=self._id, cause=cause or failure.message)
+        detail = {"environment_lost": True, "cause": cause, "peak_memory_bytes": self._hold.peak_memory_bytes()}
+        reason = Reason.OUT_OF_MEMORY if cause == "out_of_memory" else failure.reason
+        message = f"{failure.message}: {cause}; its files and processes are lost" if cause else failure.message
+        return ActionFailed(reason, message, component=COMPONENT, result=failure.result, detail=detail)

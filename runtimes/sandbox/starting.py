@@ -1,0 +1,75 @@
+"""The gate before the engine: how many sandboxes are being made at once, and whether any should be."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import structlog
+
+from manager.clock import Clock, MonotonicClock
+from manager.errors import CapacityExceeded, InvalidConfig, InvalidInput, Unsupported
+
+logger = structlog.get_logger("sandbox.starting")
+
+#: Failures that say nothing about the engine's health.
+CALLERS_FAULT = (InvalidConfig, InvalidInput, Unsupported)
+
+
+class Starting:
+    """At most ``limit`` creations at a time; after ``threshold`` failures in a row none for a growing while."""
+
+    def __init__(
+        self,
+        limit: int,
+        *,
+        threshold: int = 3,
+        backoff_s: float = 1.0,
+        backoff_max_s: float = 60.0,
+        clock: Clock | None = None,
+    ) -> None:
+        self._semaphore = asyncio.Semaphore(limit)
+        self._threshold = threshold
+        self._backoff_s, self._backoff_max_s = backoff_s, backoff_max_s
+        self._clock = clock or MonotonicClock()
+        self._failures = 0
+        self._closed_until_s = 0.0
+        #: What is being made now.
+        self.names: set[str] = set()
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds until another creation may be tried; 0 when the gate is open."""
+        return max(0.0, self._closed_until_s - self._clock.now())
+
+    @asynccontextmanager
+    async def slot(self, name: str) -> AsyncIterator[None]:
+        """One creation. Raises CapacityExceeded while the gate is closed."""
+        async with self._semaphore:
+            if self.wait_s > 0:
+                raise CapacityExceeded(
+                    f"{self._failures} sandboxes in a row could not be made; trying again soon",
+                    component="sandbox",
+                    retry_after_s=self.wait_s,
+                )
+            self.names.add(name)
+            try:
+                yield
+            except (asyncio.CancelledError, *CALLERS_FAULT):
+                raise
+            except Exception:
+                self._failed()
+                raise
+            else:
+                self._failures = 0
+            finally:
+                self.names.discard(name)
+
+    def _failed(self) -> None:
+        self._failures += 1
+        beyond = self._failures - self._threshold
+        if beyond >= 0:
+            pause_s = min(self._backoff_max_s, self._backoff_s * 2**beyond)
+            self._closed_until_s = self._clock.now() + pause_s
+            logger.warning("no sandboxes are made for a while", failures=self._failures, pause_s=pause_s)
