@@ -67,4 +67,5 @@ def _counts(mask: NDArray[np.bool_], ends: Counts) -> Counts:
 def _remainder(ties: Counts, left: int) -> Counts:
     """Units for gains exactly at the water level, in order, as far as they go."""
     before = np.cumsum(ties) - ties
-    return np.minimum(np.maximum(left - before, 0), ties)
+    given: Counts = np.minimum(np.maximum(left - before, 0), ties)
+    return given
