@@ -49,7 +49,7 @@ class Observer(Protocol):
 
     def accepted(self, record: Record) -> None: ...
 
-    def started(self, record: Record) -> None: ...
+    def moved(self, record: Record) -> None: ...
 
     def settled(self, record: Record) -> None: ...
 
@@ -304,7 +304,7 @@ class Invocations:
         record.started_s, record.queue_s, record.node = self._wall(), queue_s, lease.node
         record.units = {kind: grant.units for kind, grant in lease.grants.items()}
         self._store.save(record)
-        self._observer.started(record)
+        self._observer.moved(record)
 
     def settled(self, settlement: Settlement) -> None:
         """Taken from the submission's future instead: it also tells a refusal."""
@@ -357,6 +357,7 @@ class Invocations:
         if record.state is State.RUNNING:
             record.move(State.QUEUED)
             self._admission.enter(record.function, record.task)
+            self._observer.moved(record)
         self._store.save(record)
 
     def _refuse(self, invocation: Invocation, error: BaseException | None) -> None:

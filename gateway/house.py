@@ -1,0 +1,69 @@
+"""The house as its doors see it: everything that HTTP and gRPC speak to."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from manager.engine import Engine
+
+from gateway.auth import Guard
+from gateway.invocations import Invocations
+from gateway.logs import Logs
+from gateway.metrics import Metrics
+from gateway.store import Store
+from manager.function import FunctionSpec
+from runtimes.sandbox.sandbox import Sandbox
+
+
+class Functions(Protocol):
+    """The registered functions: `gateway.registry.Registry`."""
+
+    def get(self, name: str) -> FunctionSpec:
+        """The function as it is now; raises NotFound."""
+        ...
+
+    def all(self) -> tuple[FunctionSpec, ...]:
+        """Every function, by name."""
+        ...
+
+
+class Environments(Protocol):
+    """Where a trajectory's sandbox is found: `runtimes.sandbox.environments.Environments`."""
+
+    def get(self, trajectory: str) -> Sandbox | None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Bounds of the doors."""
+
+    body_bytes: int = 16 * 2**20
+    file_bytes: int = 64 * 2**20
+    batch_calls: int = 10_000
+    #: Longest ``wait`` that a caller may ask for.
+    wait_s: float = 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class House:
+    """What the doors open to; made once by `gateway.app`."""
+
+    guard: Guard
+    limits: Limits
+    invocations: Invocations
+    logs: Logs
+    store: Store
+    engine: Engine
+    functions: Functions
+    environments: Environments
+    metrics: Metrics
+    #: A configuration document and whether to change nothing -> the differences. Raises InvalidConfig.
+    configure: Callable[[bytes, bool], Awaitable[dict[str, object]]]
+    #: What the sandboxes are and how isolated, in plain words.
+    sandboxes: Callable[[], Mapping[str, object]]
+    #: RL tasks with their weights, bounds and use.
+    tasks: Callable[[], list[dict[str, object]]]
+    #: Why the gateway takes no work now; None when it does.
+    unready: Callable[[], str | None]

@@ -1,0 +1,145 @@
+"""HTTP operations on the gateway itself: functions, configuration, resources, queue, tasks, health, metrics."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway import wire
+from gateway.house import House
+from gateway.http.messages import json_response, read_body
+from gateway.http.operation import FLAG, Answer, Operation, json_answer, path_parameter, query, ref
+from gateway.view import function_json
+
+TEXT_PLAIN = "text/plain; version=0.0.4; charset=utf-8"
+ANYTHING = {"type": "object"}
+
+
+class AdministrationOperations:
+    """The endpoints, and their rows of the table."""
+
+    def __init__(self, house: House) -> None:
+        self._house = house
+
+    async def functions(self, request: Request) -> Response:
+        return json_response({"functions": [function_json(spec) for spec in self._house.functions.all()]})
+
+    async def function(self, request: Request) -> Response:
+        name = wire.name(request.path_params["name"], "function")
+        return json_response(function_json(self._house.functions.get(name)))
+
+    async def put_config(self, request: Request) -> Response:
+        """Replace the functions and tasks: new invocations see the new ones, nothing in flight is dropped."""
+        dry_run = wire.flag(request.query_params.get("dry_run", "false"), "dry_run")
+        document = await read_body(request, self._house.limits.body_bytes)
+        return json_response(await self._house.configure(document, dry_run))
+
+    async def resources(self, request: Request) -> Response:
+        """Pools and who holds what, and in plain words what the sandboxes are."""
+        return json_response({**self._house.engine.resources(), "sandboxes": dict(self._house.sandboxes())})
+
+    async def queue(self, request: Request) -> Response:
+        return json_response({"queue": self._house.engine.queue()})
+
+    async def tasks(self, request: Request) -> Response:
+        return json_response({"tasks": self._house.tasks()})
+
+    async def health(self, request: Request) -> Response:
+        """The process lives."""
+        return json_response({"status": "ok"})
+
+    async def ready(self, request: Request) -> Response:
+        """Whether work is taken now, and if not, why."""
+        why = self._house.unready()
+        return json_response({"status": "ready" if why is None else why}, 200 if why is None else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self._house.metrics.text(), media_type=TEXT_PLAIN)
+
+    def operations(self) -> list[Operation]:
+        """The rows of the table."""
+        reads = [
+            ("getResources", "/v1/resources", self.resources, "Pools, what is held of them, and the sandboxes"),
+            ("getQueue", "/v1/queue", self.queue, "What waits, in order, and for what"),
+            ("getTasks", "/v1/tasks", self.tasks, "RL tasks: weights, bounds and use"),
+        ]
+        return [
+            Operation(
+                id="listFunctions",
+                method="GET",
+                path="/v1/functions",
+                endpoint=self.functions,
+                summary="Registered functions",
+                tag="functions",
+                answers={200: json_answer("All of them", ANYTHING)},
+            ),
+            Operation(
+                id="getFunction",
+                method="GET",
+                path="/v1/functions/{name}",
+                endpoint=self.function,
+                summary="One function",
+                tag="functions",
+                parameters=(path_parameter("name", "A registered function"),),
+                answers={200: json_answer("The function", ref("Function"))},
+                problems=(404, 422),
+            ),
+            Operation(
+                id="putConfig",
+                method="PUT",
+                path="/v1/config",
+                endpoint=self.put_config,
+                summary="Apply a configuration without dropping anything in flight",
+                tag="functions",
+                parameters=(query("dry_run", "Only tell the differences", FLAG),),
+                body={"application/yaml": ANYTHING, "application/json": ANYTHING},
+                answers={200: json_answer("The differences", ANYTHING)},
+                problems=(413, 422),
+            ),
+            *(
+                Operation(
+                    id=name,
+                    method="GET",
+                    path=path,
+                    endpoint=endpoint,
+                    summary=summary,
+                    tag="scheduler",
+                    answers={200: json_answer("The present state", ANYTHING)},
+                )
+                for name, path, endpoint, summary in reads
+            ),
+            *self._probe_rows(),
+        ]
+
+    def _probe_rows(self) -> list[Operation]:
+        return [
+            Operation(
+                id="getHealth",
+                method="GET",
+                path="/healthz",
+                endpoint=self.health,
+                summary="Whether the process lives",
+                tag="operation",
+                answers={200: json_answer("It lives", ANYTHING)},
+                open=True,
+            ),
+            Operation(
+                id="getReadiness",
+                method="GET",
+                path="/readyz",
+                endpoint=self.ready,
+                summary="Whether work is taken now",
+                tag="operation",
+                answers={200: json_answer("It is", ANYTHING), 503: json_answer("It is not, and why", ANYTHING)},
+                open=True,
+            ),
+            Operation(
+                id="getMetrics",
+                method="GET",
+                path="/metrics",
+                endpoint=self.metrics,
+                summary="Metrics in the Prometheus text format",
+                tag="operation",
+                answers={200: Answer(about="The exposition", content={"text/plain": {"type": "string"}})},
+            ),
+        ]

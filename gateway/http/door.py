@@ -1,0 +1,112 @@
+"""The door: every request is let in, routed, and answered, also when something fails."""
+
+from __future__ import annotations
+
+import structlog
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gateway import wire
+from gateway.errors import MethodNotAllowed
+from gateway.house import House
+from gateway.http.administration import AdministrationOperations
+from gateway.http.invocations import InvocationOperations
+from gateway.http.messages import JSON, problem_response
+from gateway.http.openapi import document
+from gateway.http.operation import Operation, json_answer
+from gateway.http.trajectories import TrajectoryOperations
+from manager.errors import NotFound, TangramError
+
+
+class Door:
+    """The ASGI application."""
+
+    def __init__(self, house: House) -> None:
+        self._house = house
+        self._log = structlog.get_logger("gateway.http")
+        self.operations = [*operations(house), self._openapi_row()]
+        self._openapi = wire.dumps(document(self.operations))
+        self._open = {operation.path for operation in self.operations if operation.open}
+        routes = [Route(row.path, row.endpoint, methods=[row.method]) for row in self.operations]
+        self._router: ASGIApp = Router(routes, redirect_slashes=False)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await _lifespan(receive, send)
+            return
+        if scope["type"] != "http":
+            raise RuntimeError(f"no door for {scope['type']}")
+        scope["app"] = self  # makes Starlette raise for a wrong method instead of answering in plain text
+        started = False
+
+        async def noting(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            if scope["path"] not in self._open:
+                self._house.guard.check(_authorization(scope))
+            await self._router(scope, receive, noting)
+        except ClientDisconnect:
+            return
+        except Exception as error:
+            response = self._failed(error)
+            if started:
+                raise
+            await response(scope, receive, send)
+
+    def _failed(self, error: Exception) -> Response:
+        if isinstance(error, TangramError):
+            self._house.metrics.refused("http", error.code)
+            return problem_response(error)
+        if isinstance(error, HTTPException):
+            headers = dict(error.headers or {})
+            if error.status_code == 405:
+                return problem_response(MethodNotAllowed("the method is not allowed here", component="http"), headers)
+            return problem_response(NotFound("no such path", component="http"), headers)
+        self._log.exception("a request failed", error=str(error))
+        self._house.metrics.refused("http", "internal")
+        return problem_response(TangramError("a fault of the gateway: its log tells more", component="http"))
+
+    async def _openapi_page(self, request: Request) -> Response:
+        return Response(self._openapi, media_type=JSON)
+
+    def _openapi_row(self) -> Operation:
+        return Operation(
+            id="getOpenapi",
+            method="GET",
+            path="/openapi.json",
+            endpoint=self._openapi_page,
+            summary="This document",
+            tag="operation",
+            answers={200: json_answer("OpenAPI 3.1", {"type": "object"})},
+            open=True,
+        )
+
+
+def operations(house: House) -> list[Operation]:
+    """The table; the hottest first, as routes are tried in order."""
+    return [
+        *InvocationOperations(house).operations(),
+        *TrajectoryOperations(house).operations(),
+        *AdministrationOperations(house).operations(),
+    ]
+
+
+def _authorization(scope: Scope) -> bytes | None:
+    for name, value in scope["headers"]:
+        if name == b"authorization":
+            return bytes(value)
+    return None
+
+
+async def _lifespan(receive: Receive, send: Send) -> None:
+    while True:
+        message = await receive()
+        await send({"type": f"{message['type']}.complete"})
+        if message["type"] == "lifespan.shutdown":
+            return

@@ -1,0 +1,123 @@
+"""Messages: bodies read within their bound, JSON and problem responses, and callers that go away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from gateway import wire
+from gateway.errors import face, problem, reason_face, retry_after
+from gateway.invocation import Invocation
+from gateway.invocations import Invocations
+from gateway.record import Record
+from manager.errors import TangramError, TooLarge
+
+JSON = "application/json"
+PROBLEM = "application/problem+json"
+
+
+async def read_body(request: Request, limit_bytes: int) -> bytes:
+    """The whole body; raises TooLarge before more than ``limit_bytes`` are held."""
+    length = request.headers.get("content-length")
+    if length is not None and length.isdigit() and int(length) > limit_bytes:
+        raise too_large(limit_bytes)
+    chunks: list[bytes] = []
+    size_bytes = 0
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect()
+        chunk: bytes = message.get("body", b"")
+        size_bytes += len(chunk)
+        if size_bytes > limit_bytes:
+            raise too_large(limit_bytes)
+        chunks.append(chunk)
+        if not message.get("more_body", False):
+            return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+
+def too_large(limit_bytes: int) -> TooLarge:
+    return TooLarge(f"the body is larger than {limit_bytes} bytes", component="http")
+
+
+def json_response(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(wire.dumps(value), status, headers, JSON)
+
+
+def problem_response(error: TangramError, headers: Mapping[str, str] | None = None) -> Response:
+    """The problem body of a refused request."""
+    shown = dict(headers or {})
+    if error.retry_after_s is not None:
+        shown["Retry-After"] = retry_after(error.retry_after_s)
+    if error.invocation_id is not None:
+        shown["X-Invocation-Id"] = error.invocation_id
+    if face(error).http == 401:
+        shown["WWW-Authenticate"] = "Bearer"
+    return Response(wire.dumps(problem(error)), face(error).http, shown, PROBLEM)
+
+
+def record_headers(record: Record) -> dict[str, str]:
+    """What every response about one invocation carries; the three parts of the ACT in milliseconds."""
+    return {
+        "X-Invocation-Id": record.id,
+        "X-Queue-Ms": _milliseconds(record.queue_s),
+        "X-Overhead-Ms": _milliseconds(record.overhead_s),
+        "X-Execution-Ms": _milliseconds(record.execution_s),
+    }
+
+
+def record_response(record: Record, status: int = 200) -> Response:
+    """The record as it stands."""
+    return json_response(record.as_json(), status, record_headers(record))
+
+
+def result_response(record: Record) -> Response:
+    """The end of a synchronous invocation: its record, or a problem body with the record in it.
+
+    A failure of the user's own work is an answer: 200 with ``X-Function-Error``.
+    """
+    shown = reason_face(record.reason)
+    headers = record_headers(record)
+    if record.reason is not None:
+        headers["X-Function-Error"] = record.reason.value
+    if shown.http == 200:
+        return json_response(record.as_json(), 200, headers)
+    if record.retry_after_s is not None:
+        headers["Retry-After"] = retry_after(record.retry_after_s)
+    body = {
+        "type": f"urn:tangram:reason:{record.reason}",
+        "title": shown.title,
+        "status": shown.http,
+        "code": record.reason,
+        "detail": record.message,
+        "component": record.component,
+        "invocation_id": record.id,
+        "retry_after_s": record.retry_after_s,
+        "invocation": record.as_json(),
+    }
+    return Response(wire.dumps(body), shown.http, headers, PROBLEM)
+
+
+async def attend(request: Request, invocations: Invocations, invocation: Invocation, wait_s: float | None) -> bool:
+    """Wait for the end while the caller is there; whether it has ended. A caller that goes leaves it."""
+    if invocation.ended.is_set():
+        return True
+    watcher = asyncio.get_running_loop().create_task(watch(request, invocations, invocation))
+    try:
+        return await invocations.wait(invocation, wait_s)
+    finally:
+        watcher.cancel()
+
+
+async def watch(request: Request, invocations: Invocations, invocation: Invocation) -> None:
+    """Leave the invocation when the connection closes."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    invocations.leave(invocation)
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "0" if seconds is None else f"{seconds * 1000:.3f}"

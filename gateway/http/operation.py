@@ -1,0 +1,86 @@
+"""The operation: one row of the table that both the routes and the OpenAPI document are made from."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+#: A JSON Schema. Any: its values nest without end.
+Schema = Mapping[str, Any]
+
+TEXT: Schema = {"type": "string"}
+NAME: Schema = {"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}$"}
+DURATION: Schema = {"type": "string", "pattern": r"^\d{1,9}(\.\d{1,6})?(ms|s|m|h|d)?$", "examples": ["30s"]}
+FLAG: Schema = {"type": "string", "enum": ["true", "false", "1", "0"]}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """A path, query or header parameter."""
+
+    name: str
+    place: str
+    about: str
+    schema: Schema = field(default_factory=lambda: TEXT)
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "name": self.name,
+            "in": self.place,
+            "required": self.place == "path",
+            "description": self.about,
+            "schema": dict(self.schema),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What comes back with one status: a schema by media type, empty for no body."""
+
+    about: str
+    content: Mapping[str, Schema] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """One method on one path. ``id`` is the operationId; statuses of problems are listed once for all."""
+
+    id: str
+    method: str
+    path: str
+    endpoint: Endpoint
+    summary: str
+    tag: str
+    answers: Mapping[int, Answer]
+    parameters: tuple[Parameter, ...] = ()
+    #: Schema of the request body by media type; empty for none.
+    body: Mapping[str, Schema] = field(default_factory=dict)
+    #: Statuses of problem bodies that it can answer with, besides 401, 500 and 503.
+    problems: tuple[int, ...] = ()
+    #: Whether it is served without a token (health).
+    open: bool = False
+
+
+def path_parameter(name: str, about: str, schema: Schema = NAME) -> Parameter:
+    return Parameter(name=name, place="path", about=about, schema=schema)
+
+
+def query(name: str, about: str, schema: Schema = TEXT) -> Parameter:
+    return Parameter(name=name, place="query", about=about, schema=schema)
+
+
+def header(name: str, about: str, schema: Schema = TEXT) -> Parameter:
+    return Parameter(name=name, place="header", about=about, schema=schema)
+
+
+def ref(name: str) -> Schema:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def json_answer(about: str, schema: Schema) -> Answer:
+    return Answer(about=about, content={"application/json": schema})
