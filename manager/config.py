@@ -59,6 +59,8 @@ class ServiceSpec:
     name: str
     bytes_by_dop: Mapping[int, int]
     restore_s_by_dop: Mapping[int, float]
+    #: Tokens that queued actions may add up to in one batch; 0: no batching.
+    batch_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,56 @@
+"""Assembly: a frozen configuration becomes a core, the same for serving and for simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from manager.config import ManagerSpec
+from manager.core import Core
+from manager.executing import Executing
+from manager.fairness import FairShare
+from manager.house import House
+from manager.queue import Bounds, Queue
+from manager.resources.factory import PoolFactory
+from manager.resources.gpu import GpuPool
+from manager.resources.nodes import Nodes
+from manager.resources.pool import Resources
+from manager.scheduler.policy import Policy, PolicySpec
+from manager.scheduler.registry import make_policy
+
+
+def build_core(
+    spec: ManagerSpec,
+    *,
+    policies: Mapping[str, Policy] | None = None,
+    function_bounds: Mapping[str, int] | None = None,
+) -> Core:
+    """The core that ``spec`` describes; ``policies`` by resource kind replace those that it names.
+
+    Raises InvalidConfig where a policy is unknown.
+    """
+    factory = PoolFactory()
+    resources = Resources(pool for node in spec.nodes for pool in factory.of_node(node))
+    resources.add(GpuPool(spec.nodes, spec.services))
+    for name, quota in spec.quotas.items():
+        factory.quota(resources, name, quota)
+    for name, concurrency in spec.concurrency.items():
+        factory.concurrency(resources, name, concurrency)
+    nodes = Nodes(spec.nodes, resources)
+    house = House(
+        spec=spec.scheduler,
+        tasks=spec.tasks,
+        services=spec.services,
+        resources=resources,
+        nodes=nodes,
+        queue=Queue(Bounds(total=spec.scheduler.max_queued, tasks=spec.tasks, functions=function_bounds or {})),
+        executing=Executing(resources, nodes),
+        fair=FairShare(frozenset(spec.quotas)),
+        policies={**_policies(spec.scheduler.policies), **(policies or {})},
+    )
+    return Core(house, factory)
+
+
+def _policies(specs: Mapping[str, PolicySpec]) -> dict[str, Policy]:
+    named = dict(specs)
+    named.setdefault("default", PolicySpec())
+    return {kind: make_policy(policy) for kind, policy in named.items()}

@@ -1,0 +1,177 @@
+"""Events in, commands out: all that the core and its two shells say to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from manager.action import Action, UnitSet
+from manager.config import ConcurrencySpec, NodeSpec, QuotaSpec, TaskSpec
+from manager.errors import TangramError
+from manager.lease import Lease
+from manager.outcome import Outcome, Settlement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submitted:
+    """A formulated action asks to be queued."""
+
+    action: Action
+    #: Whether it may run again after its node was lost.
+    idempotent: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """The executor is done with an action: its processes are gone and its units may be given away."""
+
+    action_id: str
+    outcome: Outcome
+    #: The try that ended; an answer of an earlier try is stale and ignored.
+    attempt: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CancelRequested:
+    """The caller gave up on an action; unknown and settled ones are ignored."""
+
+    action_id: str
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectoryOpened:
+    """A trajectory asks for its place before its first action."""
+
+    trajectory: str
+    task: str = "default"
+    memory_bytes: int = 0
+    ttl_s: float = 1800.0
+    #: What its actions will need at least: filters the nodes.
+    cost: Mapping[str, UnitSet] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectoryEnded:
+    """The caller ended a trajectory: its actions are cancelled and its memory returns."""
+
+    trajectory: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLost:
+    """A node is gone, with everything on it."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeJoined:
+    """A node may be used from now on."""
+
+    node: NodeSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResidencyReported:
+    """What a node's devices really hold: (service, start, size), starts counted on the node. It is believed."""
+
+    node: str
+    copies: tuple[tuple[str, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reconfigured:
+    """New bounds; None leaves what is. Nothing in flight is dropped, and nothing already held is taken away."""
+
+    tasks: Mapping[str, TaskSpec] | None = None
+    quotas: Mapping[str, QuotaSpec] | None = None
+    concurrency: Mapping[str, ConcurrencySpec] | None = None
+    #: Most waiting actions by function name.
+    function_bounds: Mapping[str, int] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick:
+    """The instant that a `WakeAt` asked for has come."""
+
+
+Event = (
+    Submitted
+    | Finished
+    | CancelRequested
+    | TrajectoryOpened
+    | TrajectoryEnded
+    | NodeLost
+    | NodeJoined
+    | ResidencyReported
+    | Reconfigured
+    | Tick
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Execute:
+    """Run a leased action; answer with `Finished`."""
+
+    action: Action
+    lease: Lease
+    #: Seconds that it waited.
+    queue_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resize:
+    """Give a running action the units of its new lease."""
+
+    action: Action
+    lease: Lease
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abort:
+    """Kill a running action. Where its node lives the core waits for `Finished`; else it has settled already."""
+
+    action_id: str
+    attempt: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settle:
+    """An action has ended; exactly one for each accepted action."""
+
+    settlement: Settlement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refuse:
+    """An action was not accepted, before any work."""
+
+    action_id: str
+    error: TangramError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectoryPlaced:
+    """A trajectory's memory is held on ``node`` from now on."""
+
+    trajectory: str
+    node: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndTrajectory:
+    """Remove a trajectory's environment: it was ended, was idle for too long, or lost its node."""
+
+    trajectory: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WakeAt:
+    """Send `Tick` at ``instant_s`` at the latest; replaces the earlier wish. None: no wish."""
+
+    instant_s: float | None
+
+
+Command = Execute | Resize | Abort | Settle | Refuse | TrajectoryPlaced | EndTrajectory | WakeAt

@@ -1,0 +1,293 @@
+"""The executing set: leases of running actions, from the first unit acquired to the last one released."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from manager.lease import Grant, Lease
+from manager.outcome import State
+from manager.queue import Entry
+from manager.resources.nodes import Nodes
+from manager.resources.pool import Ask, Pool, Resources
+from manager.scheduler.policy import Running
+from manager.statistics import Load
+
+#: An action that outlives its estimate is taken to have this much of its work left.
+_LEAST_REMAINING = 0.01
+
+
+class Executing:
+    """Running actions by id and by the pools whose units they hold."""
+
+    def __init__(self, resources: Resources, nodes: Nodes) -> None:
+        self._resources = resources
+        self._nodes = nodes
+        self._running: dict[str, Entry] = {}
+        #: Pool name -> holder id -> entry. A batch has one holder, its leader.
+        self._holders: dict[str, dict[str, Entry]] = {}
+        #: Members still running, by the id of the leader that holds their units.
+        self._batches: dict[str, set[str]] = {}
+        self._leader: dict[str, str] = {}
+        self._malleable: dict[str, int] = {}
+        self._held_by_task: dict[tuple[str, str], int] = {}
+        self.loads: dict[str, Load] = {}
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def __contains__(self, action_id: str) -> bool:
+        return action_id in self._running
+
+    def get(self, action_id: str) -> Entry | None:
+        return self._running.get(action_id)
+
+    def all(self) -> list[Entry]:
+        return list(self._running.values())
+
+    def holders(self, pool: str) -> Mapping[str, Entry]:
+        return self._holders.get(pool, {})
+
+    def malleable(self, pool: str) -> int:
+        """Running actions that hold units of the pool and can be resized."""
+        return self._malleable.get(pool, 0)
+
+    def held_by(self, task: str, kind: str) -> int:
+        """Units of ``kind`` that the task's actions hold (children not counted: their parents are)."""
+        return self._held_by_task.get((task, kind), 0)
+
+    def load(self, pool: str) -> Load:
+        load = self.loads.get(pool)
+        if load is None:
+            load = self.loads[pool] = Load()
+        return load
+
+    def start(
+        self, entry: Entry, node: str, units: Mapping[str, int], chunk: tuple[int, int] | None, now_s: float
+    ) -> Lease:
+        """Acquire everything for one action; all of it must fit."""
+        action = entry.action
+        grants: dict[str, Grant] = {}
+        for kind, count in units.items():
+            pool = self._pool(kind, node)
+            ask = Ask(holder=action.id, units=count, service=action.service, chunk=chunk, node=node)
+            grants[kind] = pool.acquire(ask, now_s)
+            self._hold(pool, entry, now_s)
+        memory_bytes = action.memory_bytes if node and action.trajectory is None else 0
+        if memory_bytes:
+            self._nodes[node].hold(action.id, memory_bytes)
+        where = node or next((grant.pool.partition(":")[2] for grant in grants.values() if grant.chunk), "")
+        return self._enter(
+            entry, Lease(action_id=action.id, node=where, grants=grants, memory_bytes=memory_bytes), now_s
+        )
+
+    def join(self, entry: Entry, leader: Entry, now_s: float) -> Lease:
+        """Let ``entry`` run on the units of ``leader``, in one batch."""
+        assert leader.lease is not None
+        self._batches.setdefault(leader.id, {leader.id}).add(entry.id)
+        self._leader[entry.id] = leader.id
+        grants = {kind: replace(grant, restore=False, evict=()) for kind, grant in leader.lease.grants.items()}
+        return self._enter(entry, Lease(action_id=entry.id, node=leader.lease.node, grants=grants), now_s)
+
+    def seal(self, leader: Entry, members: list[Entry]) -> None:
+        """Write the batch into the leases of all its members, leader first."""
+        batch = (leader.id, *(member.id for member in members))
+        for entry in (leader, *members):
+            assert entry.lease is not None
+            entry.lease = replace(entry.lease, batch=batch)
+
+    def borrow(self, entry: Entry, parent: Entry, now_s: float) -> Lease | None:
+        """Start a child on units that its waiting parent lends; None where that is not enough.
+
+        Without it parents that hold every core and wait for their children would wait for ever.
+        """
+        plan = self._loan(entry, parent)
+        if plan is None:
+            return None
+        assert parent.lease is not None
+        grants: dict[str, Grant] = {}
+        for kind, (pool, count, lent) in plan.items():
+            if lent:
+                grants[kind] = replace(
+                    parent.lease.grants[kind], units=count, cores=parent.lease.grants[kind].cores[:count]
+                )
+            else:
+                ask = Ask(holder=entry.id, units=count, service=entry.action.service, node=parent.lease.node)
+                grants[kind] = pool.acquire(ask, now_s)
+                self._hold(pool, entry, now_s)
+        entry.borrowed = frozenset(kind for kind, (_, _, lent) in plan.items() if lent)
+        parent.borrower = entry
+        return self._enter(entry, Lease(action_id=entry.id, node=parent.lease.node, grants=grants), now_s)
+
+    def resize(self, entry: Entry, kind: str, units: int, now_s: float) -> Lease:
+        """Change the units of a running action."""
+        assert entry.lease is not None
+        old = entry.lease.grants[kind]
+        self._account(entry, now_s)
+        entry.done = 1.0 - (self.remaining(entry, now_s) or 1.0)
+        entry.since_s = now_s
+        pool = self._resources[old.pool]
+        grant = pool.resize(entry.id, units)
+        self._count_task(entry, kind, units - old.units)
+        self.load(pool.name).observe(now_s, pool.used / max(1, pool.total))
+        entry.lease = replace(entry.lease, grants={**entry.lease.grants, kind: grant})
+        return entry.lease
+
+    def end(self, entry: Entry, now_s: float) -> list[Pool]:
+        """Release what the action holds; the pools that have more free now."""
+        lease = entry.lease
+        assert lease is not None, f"{entry.id} does not run"
+        self._account(entry, now_s)
+        del self._running[entry.id]
+        for kind, grant in lease.grants.items():
+            self._count_task(entry, kind, -grant.units)
+        if lease.memory_bytes:
+            self._nodes[lease.node].release(entry.id)
+        leader = self._leader.pop(entry.id, entry.id)
+        members = self._batches.get(leader)
+        if members is not None:
+            members.discard(entry.id)
+            if members:
+                return []
+            del self._batches[leader]
+        return self._release(leader, entry, now_s)
+
+    def end_loan(self, child: Entry, parent: Entry) -> None:
+        """The child is done: the parent's units may serve the next one."""
+        if parent.borrower is child:
+            parent.borrower = None
+
+    def remaining(self, entry: Entry, now_s: float) -> float | None:
+        """Fraction of the work still to do, by estimate."""
+        duration_s = self._duration_s(entry)
+        if duration_s is None:
+            return None
+        passed = max(0.0, now_s - entry.since_s) / duration_s if duration_s > 0 else 1.0
+        return max(_LEAST_REMAINING, 1.0 - entry.done - passed)
+
+    def view(self, pool: Pool, now_s: float) -> list[Running]:
+        """The running actions of a pool, as its policy sees them."""
+        return [self._running_view(pool, holder, entry, now_s) for holder, entry in self.holders(pool.name).items()]
+
+    def check(self) -> None:
+        """Assert that pools hold units for running actions and batches only."""
+        for pool in self._resources:
+            assert set(pool.held) == set(self.holders(pool.name)), f"{pool.name}: {pool.held} without an action"
+        for entry in self._running.values():
+            assert entry.state is State.RUNNING and entry.lease is not None
+
+    def _running_view(self, pool: Pool, holder: str, entry: Entry, now_s: float) -> Running:
+        remaining = self.remaining(entry, now_s)
+        duration_s = self._duration_s(entry)
+        lease = entry.lease
+        assert lease is not None
+        ends_in_s = None
+        if duration_s is not None:
+            ends_in_s = max(0.0, entry.since_s + (1.0 - entry.done) * duration_s - now_s)
+        return Running(
+            action=entry.action,
+            units=pool.held[holder],
+            ends_in_s=ends_in_s,
+            started_s=entry.started_s,
+            remaining=remaining,
+            chunk=pool.chunk_of(holder),
+            resize_after_s=entry.resize_after_s,
+        )
+
+    def _duration_s(self, entry: Entry) -> float | None:
+        lease = entry.lease
+        assert lease is not None
+        key = entry.action.key
+        return entry.action.duration_s(lease.units(key) if key is not None else 1)
+
+    def _enter(self, entry: Entry, lease: Lease, now_s: float) -> Lease:
+        assert entry.id not in self._running, f"{entry.id} runs already"
+        entry.lease = lease
+        entry.state = State.RUNNING
+        entry.started_s = entry.accounted_s = now_s
+        entry.since_s = now_s + self._restore_s(entry, lease)
+        self._running[entry.id] = entry
+        for kind, grant in lease.grants.items():
+            self._count_task(entry, kind, grant.units)
+        return lease
+
+    def _restore_s(self, entry: Entry, lease: Lease) -> float:
+        """Seconds until the action's own work can begin."""
+        service = entry.action.service
+        return sum(
+            self._pool_of_grant(kind, lease).restore_s(service, grant.units)
+            for kind, grant in lease.grants.items()
+            if grant.restore and service is not None
+        )
+
+    def _loan(self, entry: Entry, parent: Entry) -> dict[str, tuple[Pool, int, bool]] | None:
+        """(pool, units, lent) by kind, where every unit can be had."""
+        lease = parent.lease
+        if lease is None or parent.borrower is not None or parent.action.malleable or parent.borrowed:
+            return None
+        plan: dict[str, tuple[Pool, int, bool]] = {}
+        for kind, units in entry.action.cost.items():
+            grant = lease.grants.get(kind)
+            pool = self._resources.find(kind, lease.node)
+            if pool is None:
+                return None
+            lent = grant is not None and grant.pool == pool.name and pool.lendable and grant.units >= units.minimum
+            ask = Ask(holder=entry.id, units=units.minimum, service=entry.action.service, node=lease.node)
+            if not lent and not pool.accepts(ask):
+                return None
+            plan[kind] = (pool, units.minimum, lent)
+        return plan if any(lent for _, _, lent in plan.values()) else None
+
+    def _release(self, holder: str, entry: Entry, now_s: float) -> list[Pool]:
+        lease = entry.lease
+        assert lease is not None
+        freed = []
+        heir = entry.borrower
+        for kind in lease.grants:
+            if kind in entry.borrowed:
+                continue
+            pool = self._pool_of_grant(kind, lease)
+            if heir is not None and kind in heir.borrowed:
+                assert heir.lease is not None
+                pool.bequeath(holder, heir.id, heir.lease.grants[kind])
+                self._holders[pool.name][heir.id] = heir
+                self._malleable[pool.name] += heir.action.malleable
+            else:
+                pool.release(holder, now_s)
+            held = self._holders[pool.name].pop(holder)
+            self._malleable[pool.name] -= held.action.malleable
+            self.load(pool.name).observe(now_s, pool.used / max(1, pool.total))
+            freed.append(pool)
+        if heir is not None:
+            heir.borrowed = frozenset()
+        return freed
+
+    def _hold(self, pool: Pool, entry: Entry, now_s: float) -> None:
+        self._holders.setdefault(pool.name, {})[entry.id] = entry
+        self._malleable[pool.name] = self._malleable.get(pool.name, 0) + entry.action.malleable
+        self.load(pool.name).observe(now_s, pool.used / max(1, pool.total))
+
+    def _pool(self, kind: str, node: str) -> Pool:
+        pool = self._resources.find(kind, node)
+        assert pool is not None, f"no pool of {kind} on {node!r}"
+        return pool
+
+    def _pool_of_grant(self, kind: str, lease: Lease) -> Pool:
+        return self._pool(kind, lease.node)
+
+    def _account(self, entry: Entry, now_s: float) -> None:
+        """Add the unit-seconds since the last change (whole units for what returns with time)."""
+        lease = entry.lease
+        assert lease is not None
+        last_s, entry.accounted_s = entry.accounted_s, now_s
+        for kind, grant in lease.grants.items():
+            if kind in entry.borrowed or entry.id in self._leader:
+                continue
+            pool = self._pool_of_grant(kind, lease)
+            amount = float(grant.units) if pool.timed else grant.units * (now_s - last_s)
+            entry.used[kind] = amount if pool.timed else entry.used.get(kind, 0.0) + amount
+
+    def _count_task(self, entry: Entry, kind: str, units: int) -> None:
+        if not entry.child:
+            key = (entry.action.task, kind)
+            self._held_by_task[key] = self._held_by_task.get(key, 0) + units

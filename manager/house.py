@@ -1,0 +1,66 @@
+"""The house: the parts that the core and the scheduling pass share, and what changed since the last pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from manager.config import SchedulerSpec, ServiceSpec, TaskSpec
+from manager.executing import Executing
+from manager.fairness import FairShare
+from manager.queue import Entry, Group, Queue
+from manager.resources.nodes import Nodes
+from manager.resources.pool import Resources
+from manager.scheduler.policy import Policy
+
+
+@dataclass(slots=True, kw_only=True)
+class House:
+    """One manager's state, without its rules."""
+
+    spec: SchedulerSpec
+    tasks: Mapping[str, TaskSpec]
+    services: Mapping[str, ServiceSpec]
+    resources: Resources
+    nodes: Nodes
+    queue: Queue
+    executing: Executing
+    fair: FairShare
+    #: By resource kind; ``default`` for the others.
+    policies: Mapping[str, Policy]
+    #: Pools of which something changed since the last pass, and groups that something was added to.
+    dirty: set[str] = field(default_factory=set)
+    dirty_groups: set[Group] = field(default_factory=set)
+    #: When a policy wants to be asked again, by pool.
+    wakes: dict[str, float] = field(default_factory=dict)
+    #: First submission among trajectories that wait for memory; None when none does.
+    memory_waits_from: int | None = None
+
+    def policy(self, kind: str) -> Policy:
+        return self.policies.get(kind) or self.policies["default"]
+
+    def option(self, kind: str, name: str, default: float) -> float:
+        """A constant of the policy of ``kind``."""
+        policies = self.spec.policies
+        spec = policies.get(kind, policies.get("default"))
+        return default if spec is None else float(spec.options.get(name, default))
+
+    def cap_room(self, entry: Entry, kind: str) -> int | None:
+        """Units of ``kind`` that the task's cap leaves for one of its actions; None where no cap binds it.
+
+        Children run under what their parents were granted: a full cap never blocks what it waits for.
+        """
+        task = self.tasks.get(entry.action.task)
+        if task is None or kind not in task.caps or entry.child:
+            return None
+        return max(0, task.caps[kind] - self.executing.held_by(entry.action.task, kind))
+
+    def pools_of(self, group: Group) -> list[str]:
+        """The pools that could serve a group's actions."""
+        node = group.signature.node
+        return [
+            pool.name
+            for kind in group.demand
+            for pool in self.resources.of_kind(kind)
+            if not pool.node or node in ("", pool.node)
+        ]

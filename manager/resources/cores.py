@@ -1,0 +1,63 @@
+"""Exclusive CPU cores of one node, chosen NUMA-first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+class Cores:
+    """The free cores of a node by NUMA node. A core is free or in exactly one set that `allocate` gave."""
+
+    def __init__(self, numa: Sequence[Sequence[int]]) -> None:
+        self._free: list[list[int]] = [sorted(ids, reverse=True) for ids in numa]
+        self._numa_of = {core: index for index, ids in enumerate(numa) for core in ids}
+        assert len(self._numa_of) == sum(len(ids) for ids in numa), f"a core is listed twice in {numa}"
+        self.total = len(self._numa_of)
+        self.free = self.total
+
+    def allocate(self, count: int, beside: Iterable[int] = ()) -> tuple[int, ...]:
+        """``count`` cores, ascending: from the tightest NUMA node that holds them all, else from the fewest.
+
+        NUMA nodes of the cores in ``beside`` come first: a set that grows stays where it is.
+        """
+        assert count <= self.free, f"{count} cores wanted, {self.free} free"
+        near = {self._numa_of[core] for core in beside}
+        chosen: list[int] = []
+        for index in self._order(count, near):
+            ids = self._free[index]
+            chosen.extend(ids.pop() for _ in range(min(count - len(chosen), len(ids))))
+            if len(chosen) == count:
+                break
+        self.free -= count
+        return tuple(sorted(chosen))
+
+    def release(self, cores: Iterable[int]) -> None:
+        for core in cores:
+            ids = self._free[self._numa_of[core]]
+            ids.append(core)
+            self.free += 1
+
+    def shrink(self, cores: Sequence[int], count: int) -> tuple[int, ...]:
+        """Keep ``count`` of these cores, those of the NUMA nodes that hold most of them; release the others."""
+        share: dict[int, int] = {}
+        for core in cores:
+            share[self._numa_of[core]] = share.get(self._numa_of[core], 0) + 1
+        ranked = sorted(cores, key=lambda core: (-share[self._numa_of[core]], self._numa_of[core], core))
+        self.release(ranked[count:])
+        return tuple(sorted(ranked[:count]))
+
+    def check(self) -> None:
+        listed = [core for ids in self._free for core in ids]
+        assert len(listed) == len(set(listed)) == self.free, f"a core is free twice: {sorted(listed)}"
+
+    def _order(self, count: int, near: set[int]) -> list[int]:
+        sizes = [len(ids) for ids in self._free]
+        indices = [index for index, size in enumerate(sizes) if size]
+        if len(indices) == 1:
+            return indices
+        if near:
+            return sorted(indices, key=lambda index: (index not in near, -sizes[index], index))
+        fitting = [index for index in indices if sizes[index] >= count]
+        if fitting:
+            return [min(fitting, key=lambda index: (sizes[index], index))]
+        return sorted(indices, key=lambda index: (-sizes[index], index))

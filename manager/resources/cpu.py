@@ -1,0 +1,64 @@
+"""CPU cores by allocate-on-execution (paper, CPU Manager via AOE): held during an action only, exclusive."""
+
+from __future__ import annotations
+
+from manager.config import NodeSpec
+from manager.lease import Grant
+from manager.resources.cores import Cores
+from manager.resources.pool import Ask, Pool
+
+
+class CpuPool(Pool):
+    """The cores of one node."""
+
+    lendable = True
+
+    def __init__(self, node: NodeSpec) -> None:
+        super().__init__(f"cpu:{node.name}", "cpu", node.name)
+        self._cores = Cores(node.numa)
+        self._by_holder: dict[str, tuple[int, ...]] = {}
+
+    @property
+    def total(self) -> int:
+        return self._cores.total
+
+    @property
+    def free(self) -> int:
+        return self._cores.free
+
+    def acquire(self, ask: Ask, now_s: float) -> Grant:
+        self._enter(ask.holder, ask.units)
+        return self._grant(ask.holder, self._cores.allocate(ask.units))
+
+    def release(self, holder: str, now_s: float) -> None:
+        self._leave(holder)
+        self._cores.release(self._by_holder.pop(holder))
+
+    def resize(self, holder: str, units: int) -> Grant:
+        cores = self._by_holder[holder]
+        if units < len(cores):
+            cores = self._cores.shrink(cores, units)
+        else:
+            cores = tuple(sorted(cores + self._cores.allocate(units - len(cores), beside=cores)))
+        self._held[holder] = units
+        return self._grant(holder, cores)
+
+    def bequeath(self, holder: str, heir: str, grant: Grant) -> None:
+        self._leave(holder)
+        kept = set(grant.cores)
+        self._cores.release(core for core in self._by_holder.pop(holder) if core not in kept)
+        self._enter(heir, len(kept))
+        self._grant(heir, grant.cores)
+
+    def check(self) -> None:
+        super().check()
+        self._cores.check()
+        cores = [core for held in self._by_holder.values() for core in held]
+        assert len(cores) == len(set(cores)), f"{self.name}: a core is leased twice: {self._by_holder}"
+
+    def describe(self) -> dict[str, object]:
+        return {**super().describe(), "cores": {holder: list(cores) for holder, cores in self._by_holder.items()}}
+
+    def _grant(self, holder: str, cores: tuple[int, ...]) -> Grant:
+        self._by_holder[holder] = cores
+        return Grant(pool=self.name, units=len(cores), cores=cores)

@@ -1,0 +1,245 @@
+"""GPU chunks by evict-on-execution (paper, GPU Manager via EOE): one pool over the devices of all nodes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from manager.config import NodeSpec, ServiceSpec
+from manager.lease import Grant
+from manager.resources.chunk import Chunk, Chunks, power_at_least
+from manager.resources.pool import Ask, Headroom, Pool
+from manager.resources.residency import Copy, Residency
+from manager.scheduler.policy import ChunkView
+
+
+class ChunkHeadroom(Headroom):
+    """Free chunks by node and size: what fits is a matter of shapes, not of a sum."""
+
+    __slots__ = ("_nodes",)
+
+    def __init__(self, chunks: Mapping[str, Counter[int]]) -> None:
+        super().__init__(sum(size * count for sizes in chunks.values() for size, count in sizes.items()))
+        self._nodes = chunks
+
+    def fits(self, units: int, node: str = "") -> bool:
+        return self._host(power_at_least(units), node) is not None
+
+    def take(self, units: int, node: str = "") -> None:
+        size = power_at_least(units)
+        host = self._host(size, node)
+        assert host is not None, f"no chunk of {size} is left"
+        name, level = host
+        self._nodes[name][level] -= 1
+        while level > size:
+            level //= 2
+            self._nodes[name][level] += 1
+        self.free -= size
+
+    def reserve(self, units: int, node: str = "") -> None:
+        """Hold back a chunk; where none is whole, the largest pieces that could become one."""
+        missing = power_at_least(units)
+        while missing > 0 and self.free > 0:
+            name, level = self._host(missing, node) or self._largest(node)
+            if level == 0:
+                return
+            if level > missing:
+                self.take(missing, name)
+                return
+            self._nodes[name][level] -= 1
+            self.free -= level
+            missing -= level
+
+    def _host(self, size: int, node: str) -> tuple[str, int] | None:
+        """(node, size) of the smallest free chunk that holds ``size``."""
+        found = [
+            (level, name)
+            for name, sizes in self._nodes.items()
+            if not node or name == node
+            for level, count in sizes.items()
+            if count and level >= size
+        ]
+        if not found:
+            return None
+        level, name = min(found)
+        return name, level
+
+    def _largest(self, node: str) -> tuple[str, int]:
+        found = [
+            (level, name)
+            for name, sizes in self._nodes.items()
+            if not node or name == node
+            for level, count in sizes.items()
+            if count
+        ]
+        level, name = max(found, default=(0, ""))
+        return name, level
+
+
+class GpuPool(Pool):
+    """All devices. A chunk serves one action, or one batch of the same service, at a time.
+
+    Nodes lie one after the other in the pool's index space, aligned, and no chunk crosses a node: the policy sees
+    warm and free chunks everywhere, and the grant names the node and counts the devices there.
+    """
+
+    def __init__(self, nodes: Iterable[NodeSpec], services: Mapping[str, ServiceSpec]) -> None:
+        super().__init__("gpu", "gpu")
+        self._chunks = Chunks()
+        self._residency = Residency(services)
+        self._by_holder: dict[str, Chunk] = {}
+        #: Node name -> (first device in the pool's indices, number of devices).
+        self._regions: dict[str, tuple[int, int]] = {}
+        self._next_start = 0
+        self.restores = 0
+        self.hits = 0
+        for node in nodes:
+            self.join(node)
+
+    @property
+    def total(self) -> int:
+        return self._chunks.total
+
+    @property
+    def free(self) -> int:
+        return self._chunks.free_units
+
+    def admits(self, units: int) -> bool:
+        return any(power_at_least(units) <= count for _, count in self._regions.values())
+
+    def join(self, node: NodeSpec) -> None:
+        """Add a node's devices."""
+        if not node.devices:
+            return
+        alignment = power_at_least(node.devices)
+        start = -(-self._next_start // alignment) * alignment
+        self._next_start = start + alignment
+        self._regions[node.name] = (start, node.devices)
+        self._chunks.add_region(start, node.devices)
+        for device in range(start, start + node.devices):
+            self._residency.add_device(device, node.device_bytes)
+
+    def leave(self, node: str) -> None:
+        """Forget a node's devices; none of them is held any more."""
+        if node not in self._regions:
+            return
+        start, count = self._regions.pop(node)
+        self._chunks.remove_region(start)
+        for device in range(start, start + count):
+            self._residency.remove_device(device)
+
+    def headroom(self) -> Headroom:
+        sizes: dict[str, Counter[int]] = {name: Counter() for name in self._regions}
+        for chunk in self._chunks.free:
+            sizes[self.node_of(chunk)][chunk[1]] += 1
+        return ChunkHeadroom(sizes)
+
+    def accepts(self, ask: Ask) -> bool:
+        size = power_at_least(ask.units)
+        if ask.chunk is not None and (not ask.node or self.node_of(ask.chunk) == ask.node):
+            return ask.chunk[1] == size and self._chunks.host(ask.chunk) is not None
+        return any(host[1] >= size and self._allowed(host, ask.node) for host in self._chunks.free)
+
+    def node_of(self, chunk: Chunk) -> str:
+        return next(name for name, (start, count) in self._regions.items() if start <= chunk[0] < start + count)
+
+    def acquire(self, ask: Ask, now_s: float) -> Grant:
+        size = power_at_least(ask.units)
+        chunk = self._chosen(ask, size) or self._place(ask, size)
+        self._chunks.allocate(chunk)
+        self._enter(ask.holder, size)
+        self._by_holder[ask.holder] = chunk
+        restore, evicted = self._make_resident(ask.service, chunk)
+        node = self.node_of(chunk)
+        return Grant(
+            pool=f"gpu:{node}",
+            units=ask.units,
+            chunk=(chunk[0] - self._regions[node][0], size),
+            restore=restore,
+            evict=evicted,
+        )
+
+    def release(self, holder: str, now_s: float) -> None:
+        self._leave(holder)
+        self._chunks.release(self._by_holder.pop(holder))
+
+    def report(self, node: str, copies: Iterable[tuple[str, int, int]]) -> None:
+        """Believe what a node says is resident; chunks in use are about to change and are left as they are."""
+        if node not in self._regions:
+            return
+        first, count = self._regions[node]
+        busy = {device for start, size in self._by_holder.values() for device in range(start, start + size)}
+        idle = [device for device in range(first, first + count) if device not in busy]
+        found = [Copy(service, (first + start, size)) for service, start, size in copies]
+        touching = {copy for copy in self._residency.on(idle) if busy.isdisjoint(copy.devices)}
+        self._residency.believe((copy for copy in found if busy.isdisjoint(copy.devices)), touching)
+
+    def restore_s(self, service: str, units: int) -> float:
+        return self._residency.restore_s(service, power_at_least(units))
+
+    def chunk_of(self, holder: str) -> Chunk:
+        """The chunk of a holder, in the pool's indices."""
+        return self._by_holder[holder]
+
+    def chunk_view(self) -> ChunkView:
+        return ChunkView(
+            free=self._chunks.free, resident=self._residency.chunks_of(), restore_s=self._residency.restore_s
+        )
+
+    def check(self) -> None:
+        super().check()
+        self._chunks.check(self._by_holder.values())
+        self._residency.check()
+
+    def describe(self) -> dict[str, object]:
+        return {
+            **super().describe(),
+            "regions": {name: {"start": start, "devices": count} for name, (start, count) in self._regions.items()},
+            "chunks": {holder: list(chunk) for holder, chunk in self._by_holder.items()},
+            "devices": self._residency.describe(),
+            "restores": self.restores,
+            "hits": self.hits,
+        }
+
+    def _chosen(self, ask: Ask, size: int) -> Chunk | None:
+        """The policy's chunk, where it is right for the action."""
+        if ask.chunk is None:
+            return None
+        assert ask.chunk[1] == size and self._chunks.host(ask.chunk), f"{ask} names no free chunk: {self._chunks.free}"
+        return ask.chunk if not ask.node or self.node_of(ask.chunk) == ask.node else None
+
+    def _place(self, ask: Ask, size: int) -> Chunk:
+        """A free chunk that holds the service already, else one of the smallest that fit and evicts least."""
+        if ask.service is not None:
+            for chunk in self._residency.of_service(ask.service):
+                if chunk[1] == size and self._allowed(chunk, ask.node) and self._chunks.host(chunk):
+                    return chunk
+        hosts = [host for host in self._chunks.free if host[1] >= size and self._allowed(host, ask.node)]
+        assert hosts, f"no chunk of {size} for {ask}: {self._chunks.free}"
+        level = min(host[1] for host in hosts)
+        places = [
+            (start, size) for host, level_ in hosts if level_ == level for start in range(host, host + level_, size)
+        ]
+        if ask.service is None:
+            return places[0]
+        service = ask.service
+        return min(places, key=lambda chunk: (len(self._residency.victims(Copy(service, chunk))), chunk))
+
+    def _allowed(self, chunk: Chunk, node: str) -> bool:
+        return not node or self.node_of(chunk) == node
+
+    def _make_resident(self, service: str | None, chunk: Chunk) -> tuple[bool, tuple[str, ...]]:
+        """Whether the service must be restored, and the services of which every copy on the chunk goes first."""
+        if service is None:
+            return False, ()
+        copy = Copy(service, chunk)
+        warm = copy in self._residency
+        victims = [] if warm else self._residency.victims(copy)
+        names = tuple(dict.fromkeys(victim.service for victim in victims))
+        for victim in self._residency.on(copy.devices):
+            if not warm and victim.service in names:
+                self._residency.evict(victim)
+        self._residency.restore(copy)
+        self.hits += warm
+        self.restores += not warm
+        return not warm, names

@@ -1,0 +1,97 @@
+"""The nodes: memory held for the life of a trajectory, and the node it is pinned to (paper, CPU Manager via AOE)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from manager.action import UnitSet
+from manager.config import NodeSpec
+from manager.resources.pool import Resources
+
+
+@dataclass(slots=True)
+class Node:
+    """One living node and who holds how much of its memory."""
+
+    spec: NodeSpec
+    held_bytes: int = 0
+    #: Bytes by holder: a trajectory, or an action without one.
+    holders: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def free_bytes(self) -> int:
+        return self.spec.memory_bytes - self.held_bytes
+
+    def hold(self, holder: str, memory_bytes: int) -> None:
+        assert holder not in self.holders, f"{self.spec.name}: {holder} holds memory already"
+        assert memory_bytes <= self.free_bytes, f"{self.spec.name}: {memory_bytes} bytes of {self.free_bytes} wanted"
+        self.holders[holder] = memory_bytes
+        self.held_bytes += memory_bytes
+
+    def release(self, holder: str) -> None:
+        self.held_bytes -= self.holders.pop(holder)
+
+
+class Nodes:
+    """All living nodes by name."""
+
+    def __init__(self, specs: Iterable[NodeSpec], resources: Resources) -> None:
+        self._nodes = {spec.name: Node(spec) for spec in specs}
+        self._resources = resources
+
+    def __getitem__(self, name: str) -> Node:
+        return self._nodes[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._nodes
+
+    def __iter__(self) -> Iterable[Node]:
+        return iter(self._nodes.values())
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._nodes)
+
+    def join(self, spec: NodeSpec) -> None:
+        assert spec.name not in self._nodes, f"node {spec.name} is there already"
+        self._nodes[spec.name] = Node(spec)
+
+    def leave(self, name: str) -> None:
+        del self._nodes[name]
+
+    def choose(self, cost: Mapping[str, UnitSet], memory_bytes: int) -> Node | None:
+        """The node for a new trajectory: enough cores in all, enough memory now, memory left most balanced.
+
+        Equal memory is broken by the fewest trajectories. None where no node has the memory now.
+        """
+        fitting = [
+            node
+            for node in self._nodes.values()
+            if memory_bytes <= node.free_bytes and self._could_serve(node.spec.name, cost)
+        ]
+        if not fitting:
+            return None
+        return min(
+            fitting,
+            key=lambda node: ((node.held_bytes + memory_bytes) / max(1, node.spec.memory_bytes), len(node.holders)),
+        )
+
+    def ever(self, cost: Mapping[str, UnitSet], memory_bytes: int) -> bool:
+        """Whether some living node, empty, could take it."""
+        return any(
+            memory_bytes <= node.spec.memory_bytes and self._could_serve(node.spec.name, cost)
+            for node in self._nodes.values()
+        )
+
+    def check(self) -> None:
+        for node in self._nodes.values():
+            held = sum(node.holders.values())
+            assert held == node.held_bytes <= node.spec.memory_bytes, f"{node.spec.name}: {node.holders}"
+
+    def _could_serve(self, name: str, cost: Mapping[str, UnitSet]) -> bool:
+        for kind, units in cost.items():
+            pool = self._resources.find(kind, name)
+            if pool is None or not pool.admits(units.minimum):
+                return False
+        return True

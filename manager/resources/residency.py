@@ -1,0 +1,124 @@
+"""Which services' copies are resident on which devices, and which go first: least recently used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from manager.config import ServiceSpec
+from manager.resources.chunk import Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A service at the DoP of its chunk; each DoP is a service of its own (paper, GPU Manager via EOE)."""
+
+    service: str
+    chunk: Chunk
+
+    @property
+    def devices(self) -> range:
+        return range(self.chunk[0], self.chunk[0] + self.chunk[1])
+
+
+class Residency:
+    """Copies by device, with the bytes of each device. Evicting one shard evicts its whole copy."""
+
+    def __init__(self, services: Mapping[str, ServiceSpec]) -> None:
+        self._services = services
+        self._capacity: dict[int, int] = {}
+        #: Every resident copy and the order of its last use; the first is the least recent.
+        self._copies: dict[Copy, None] = {}
+        self._on_device: dict[int, dict[Copy, None]] = {}
+
+    def add_device(self, device: int, capacity_bytes: int) -> None:
+        self._capacity[device] = capacity_bytes
+        self._on_device[device] = {}
+
+    def remove_device(self, device: int) -> None:
+        for copy in tuple(self._on_device[device]):
+            self.evict(copy)
+        del self._on_device[device], self._capacity[device]
+
+    def __contains__(self, copy: Copy) -> bool:
+        return copy in self._copies
+
+    def chunks_of(self) -> dict[str, tuple[Chunk, ...]]:
+        """Chunks by service, ascending."""
+        found: dict[str, list[Chunk]] = {}
+        for copy in self._copies:
+            found.setdefault(copy.service, []).append(copy.chunk)
+        return {service: tuple(sorted(chunks)) for service, chunks in sorted(found.items())}
+
+    def of_service(self, service: str) -> list[Chunk]:
+        return sorted(copy.chunk for copy in self._copies if copy.service == service)
+
+    def size_bytes(self, copy: Copy) -> int:
+        """Bytes on each of its devices; 0 where the service is not described."""
+        spec = self._services.get(copy.service)
+        return 0 if spec is None else spec.bytes_by_dop.get(copy.chunk[1], 0)
+
+    def restore_s(self, service: str, size: int) -> float:
+        """Seconds to restore a service on a chunk of ``size`` devices; 0 where it is not described."""
+        spec = self._services.get(service)
+        return 0.0 if spec is None else spec.restore_s_by_dop.get(size, 0.0)
+
+    def victims(self, copy: Copy) -> list[Copy]:
+        """The least recently used copies whose eviction makes room for ``copy`` on each of its devices."""
+        size = self.size_bytes(copy)
+        short = {device: self._used(device) + size - self._capacity[device] for device in copy.devices}
+        victims: list[Copy] = []
+        if all(missing <= 0 for missing in short.values()):
+            return victims
+        touching = {other for device in copy.devices for other in self._on_device[device]}
+        for other in self._copies:
+            if other in touching and any(short.get(device, 0) > 0 for device in other.devices):
+                victims.append(other)
+                for device in other.devices:
+                    if device in short:
+                        short[device] -= self.size_bytes(other)
+        assert all(missing <= 0 for missing in short.values()), f"{copy} is larger than its devices"
+        return victims
+
+    def restore(self, copy: Copy) -> None:
+        """Note that ``copy`` is resident, as the most recently used one."""
+        self._copies.pop(copy, None)
+        self._copies[copy] = None
+        for device in copy.devices:
+            self._on_device[device][copy] = None
+
+    def evict(self, copy: Copy) -> None:
+        del self._copies[copy]
+        for device in copy.devices:
+            del self._on_device[device][copy]
+
+    def on(self, devices: Iterable[int]) -> tuple[Copy, ...]:
+        """The copies that touch any of these devices."""
+        return tuple(dict.fromkeys(copy for device in devices for copy in self._on_device[device]))
+
+    def believe(self, copies: Iterable[Copy], known: set[Copy]) -> None:
+        """Replace the copies in ``known`` by those reported; the order of use is kept where it can be."""
+        reported = list(copies)
+        for copy in sorted(known - set(reported), key=lambda copy: (copy.chunk, copy.service)):
+            self.evict(copy)
+        for copy in reported:
+            if copy not in known:
+                self.restore(copy)
+
+    def describe(self) -> list[dict[str, object]]:
+        return [
+            {
+                "device": device,
+                "memory_bytes": capacity,
+                "used_bytes": self._used(device),
+                "resident": [{"service": copy.service, "dop": copy.chunk[1]} for copy in self._on_device[device]],
+            }
+            for device, capacity in sorted(self._capacity.items())
+        ]
+
+    def check(self) -> None:
+        for device, capacity in self._capacity.items():
+            assert self._used(device) <= capacity, f"device {device} holds {self._used(device)} of {capacity} bytes"
+
+    def _used(self, device: int) -> int:
+        return sum(self.size_bytes(copy) for copy in self._on_device[device])

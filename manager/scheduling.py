@@ -1,0 +1,88 @@
+"""The scheduling pass: what changed, who competes for it, the candidates, and each pool's turn."""
+
+from __future__ import annotations
+
+from manager.events import Command
+from manager.house import House
+from manager.queue import Group
+from manager.resources.pool import Headroom
+from manager.selection import Candidate, Selector
+from manager.starting import Starter
+from manager.turn import Turn
+
+#: Rounds of one pass: units that a policy frees by resizing are offered again this often.
+_ROUNDS = 4
+
+
+class Scheduling:
+    """Runs passes over a house."""
+
+    def __init__(self, house: House) -> None:
+        self._house = house
+        self._starter = Starter(house)
+
+    @property
+    def starter(self) -> Starter:
+        return self._starter
+
+    def run(self, now_s: float) -> list[Command]:
+        """Start what can start and resize what the policies want, until nothing changes (bounded)."""
+        self._starter.now_s = now_s
+        for pool, wake_s in list(self._house.wakes.items()):
+            if wake_s <= now_s:
+                del self._house.wakes[pool]
+                self._house.dirty.add(pool)
+        for _ in range(_ROUNDS):
+            if not self._house.dirty and not self._house.dirty_groups:
+                break
+            self._round()
+        return self._starter.take_commands()
+
+    def _round(self) -> None:
+        house = self._house
+        pools, groups = self._closure()
+        house.dirty.clear()
+        house.dirty_groups.clear()
+        selector = Selector(
+            house.resources,
+            house.nodes,
+            self._caps(),
+            memory_waits_from=house.memory_waits_from,
+            strict=house.spec.strict,
+        )
+        selection = selector.walk(groups)
+        by_pool: dict[str, list[Candidate]] = {}
+        for candidate in selection.candidates:
+            by_pool.setdefault(candidate.pool, []).append(candidate)
+        for candidate in by_pool.pop("", []):
+            self._starter.start(candidate.entry, candidate.option.node, {}, None)
+        for pool in list(house.resources):
+            if pool.name in pools:
+                Turn(house, self._starter, pool, by_pool.get(pool.name, []), selection).take()
+
+    def _closure(self) -> tuple[set[str], list[Group]]:
+        """The pools that compete for the same waiting actions as those that changed, and these actions' groups."""
+        pools = {name for name in self._house.dirty if self._house.resources.get(name) is not None}
+        left = [(group, self._house.pools_of(group)) for group in self._house.queue.groups()]
+        chosen: list[Group] = []
+        grown = True
+        while grown:
+            grown = False
+            rest = []
+            for group, names in left:
+                if self._house.spec.strict or group in self._house.dirty_groups or not pools.isdisjoint(names):
+                    chosen.append(group)
+                    grown = grown or not pools.issuperset(names)
+                    pools.update(names)
+                else:
+                    rest.append((group, names))
+            left = rest
+        return pools, chosen
+
+    def _caps(self) -> dict[tuple[str, str], Headroom]:
+        """What is left of each task's caps."""
+        return {
+            (task, kind): Headroom(max(0, cap - self._house.executing.held_by(task, kind)))
+            for task, spec in self._house.tasks.items()
+            for kind, cap in spec.caps.items()
+        }

@@ -1,0 +1,204 @@
+"""Candidates: which waiting actions could start now at their minimum, by reservation per resource (DESIGN 7).
+
+The queue is walked in order of service. An action whose minimum fits everywhere becomes a candidate and takes it; one
+that does not reserves its minimum wherever it can, so that a later action starts only in capacity that no earlier
+waiting one could use. The walk visits a group no further than it can take or reserve something: its cost grows with
+the free units and the number of groups, not with the length of the queue.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from manager.queue import Entry, Group, Key
+from manager.resources.nodes import Nodes
+from manager.resources.pool import Headroom, Resources
+
+
+@dataclass(slots=True)
+class Option:
+    """One way to place a group's actions: a node and the pools there."""
+
+    node: str
+    #: (kind, pool name, headroom, minimum) for each resource of the cost.
+    needs: tuple[tuple[str, str, Headroom, int], ...]
+    memory: Headroom | None
+    memory_bytes: int
+
+    def fits(self, beside: str = "") -> bool:
+        """Whether the minimum of everything is left, the units of the pool ``beside`` not counted."""
+        if self.memory is not None and self.memory.free < self.memory_bytes:
+            return False
+        for _, pool, headroom, units in self.needs:
+            if not headroom.fits(units, self.node) and pool != beside:
+                return False
+        return True
+
+    def take(self) -> None:
+        for _, _, headroom, units in self.needs:
+            headroom.take(units, self.node)
+        if self.memory is not None:
+            self.memory.take(self.memory_bytes)
+
+    def reserve(self) -> None:
+        for _, _, headroom, units in self.needs:
+            headroom.reserve(units, self.node)
+        if self.memory is not None:
+            self.memory.reserve(self.memory_bytes)
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether nothing is left that it could reserve."""
+        return all(headroom.free <= 0 for _, _, headroom, _ in self.needs) and (
+            self.memory is None or self.memory.free <= 0
+        )
+
+    @property
+    def spare(self) -> tuple[int, int]:
+        """How much would be left: the measure by which an unpinned action chooses its node."""
+        free = min((headroom.free for _, _, headroom, _ in self.needs), default=0)
+        return free, 0 if self.memory is None else self.memory.free
+
+
+@dataclass(slots=True)
+class Candidate:
+    """A waiting action that can start now, and where."""
+
+    entry: Entry
+    option: Option
+    #: The pool whose policy chooses its units; empty for an action that needs nothing.
+    pool: str
+    cap: Headroom | None
+
+
+@dataclass(slots=True)
+class Selection:
+    """The outcome of one walk."""
+
+    candidates: list[Candidate] = field(default_factory=list)
+    headrooms: dict[str, Headroom] = field(default_factory=dict)
+    #: Every option that was looked at, by group.
+    options: dict[Group, list[Option]] = field(default_factory=dict)
+    #: Groups held back by their task's cap.
+    capped: set[Group] = field(default_factory=set)
+
+
+class Selector:
+    """One walk over some groups."""
+
+    def __init__(
+        self,
+        resources: Resources,
+        nodes: Nodes,
+        caps: Mapping[tuple[str, str], Headroom],
+        *,
+        memory_waits_from: int | None,
+        strict: bool,
+    ) -> None:
+        self._resources = resources
+        self._nodes = nodes
+        #: What is left of (task, kind) caps.
+        self._caps = caps
+        #: Submission of the first trajectory that waits for memory: later actions get none.
+        self._memory_waits_from = memory_waits_from
+        self._strict = strict
+        self._memory: dict[str, Headroom] = {}
+        self._found = Selection()
+
+    def walk(self, groups: Iterable[Group]) -> Selection:
+        """Candidates in order of service."""
+        heap: list[tuple[Key, int, Entry, Iterator[Entry], Group]] = []
+        for group in groups:
+            self._found.options[group] = self._options(group)
+            self._push(heap, iter(group), group)
+        while heap:
+            _, _, entry, rest, group = heapq.heappop(heap)
+            if self._consider(entry, group):
+                self._push(heap, rest, group)
+            elif self._strict:
+                break
+        return self._found
+
+    def _push(
+        self, heap: list[tuple[Key, int, Entry, Iterator[Entry], Group]], rest: Iterator[Entry], group: Group
+    ) -> None:
+        entry = next(rest, None)
+        if entry is not None:
+            heapq.heappush(heap, (entry.key, entry.seq, entry, rest, group))
+
+    def _consider(self, entry: Entry, group: Group) -> bool:
+        """Take or reserve for one action; whether its group has more to say."""
+        caps = self._caps_of(group)
+        if any(cap.free < units for cap, units in caps):
+            for cap, units in caps:
+                cap.reserve(units)
+            self._found.capped.add(group)
+            return False
+        options = self._found.options[group]
+        chosen = self._choose(entry, options)
+        if chosen is None:
+            for option in options:
+                option.reserve()
+            return not self._strict and any(not option.exhausted for option in options)
+        chosen.take()
+        for cap, units in caps:
+            cap.take(units)
+        self._found.candidates.append(self._candidate(entry, chosen))
+        return True
+
+    def _choose(self, entry: Entry, options: list[Option]) -> Option | None:
+        blocked_memory = self._memory_waits_from is not None and self._memory_waits_from < entry.seq
+        fitting = [option for option in options if option.fits() and not (blocked_memory and option.memory is not None)]
+        if len(fitting) < 2:
+            return fitting[0] if fitting else None
+        return max(fitting, key=lambda option: option.spare)
+
+    def _candidate(self, entry: Entry, option: Option) -> Candidate:
+        action = entry.action
+        name = action.key if action.key is not None else next(iter(action.cost), "")
+        pool = next((pool for kind, pool, _, _ in option.needs if kind == name), "")
+        cap = None if entry.child else self._caps.get((action.task, name))
+        return Candidate(entry=entry, option=option, pool=pool, cap=cap)
+
+    def _caps_of(self, group: Group) -> list[tuple[Headroom, int]]:
+        """Caps of the task that hold for the group; children run under what their parent was granted."""
+        if group.signature.child or not self._caps:
+            return []
+        task = group.signature.task
+        caps = ((self._caps.get((task, kind)), units) for kind, units in group.signature.demand)
+        return [(cap, units) for cap, units in caps if cap is not None]
+
+    def _options(self, group: Group) -> list[Option]:
+        signature = group.signature
+        bound = signature.memory_bytes > 0 or any(self._resources.on_nodes(kind) for kind, _ in signature.demand)
+        if not bound or signature.node:
+            names: tuple[str, ...] = (signature.node,)
+        else:
+            names = self._nodes.names
+        options = [self._option(group, name) for name in names]
+        return [option for option in options if option is not None]
+
+    def _option(self, group: Group, node: str) -> Option | None:
+        needs = []
+        for kind, units in group.signature.demand:
+            pool = self._resources.find(kind, node)
+            if pool is None:
+                return None
+            needs.append((kind, pool.name, self._headroom(pool.name), units))
+        memory_bytes = group.signature.memory_bytes
+        memory = self._memory_of(node) if memory_bytes else None
+        return Option(node, tuple(needs), memory, memory_bytes)
+
+    def _headroom(self, pool: str) -> Headroom:
+        headroom = self._found.headrooms.get(pool)
+        if headroom is None:
+            headroom = self._found.headrooms[pool] = self._resources[pool].headroom()
+        return headroom
+
+    def _memory_of(self, node: str) -> Headroom:
+        headroom = self._memory.get(node)
+        if headroom is None:
+            headroom = self._memory[node] = Headroom(self._nodes[node].free_bytes)
+        return headroom

@@ -1,0 +1,83 @@
+"""Starting and resizing: a checked decision becomes leases and commands."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping
+from itertools import islice
+
+from manager.events import Command, Execute, Resize
+from manager.house import House
+from manager.queue import Entry
+
+#: Queue mates of one group that are looked at for a batch.
+_BATCH_WINDOW = 256
+
+
+class Starter:
+    """Leases actions of one house and collects the commands that tell so."""
+
+    def __init__(self, house: House) -> None:
+        self._house = house
+        self._commands: list[Command] = []
+        self.now_s = 0.0
+
+    def take_commands(self) -> list[Command]:
+        """What was done since the last call."""
+        commands, self._commands = self._commands, []
+        return commands
+
+    def start(self, entry: Entry, node: str, units: Mapping[str, int], chunk: tuple[int, int] | None) -> None:
+        """Take an action from the queue and lease it, with the queue mates that join its batch."""
+        house = self._house
+        mates = self._mates(entry, units)
+        for started in (entry, *mates):
+            self._leave(started)
+        house.executing.start(entry, node, units, chunk, self.now_s)
+        if mates:
+            for mate in mates:
+                house.executing.join(mate, entry, self.now_s)
+            house.executing.seal(entry, mates)
+        for started in (entry, *mates):
+            self._execute(started)
+
+    def lend(self, child: Entry, parent: Entry) -> bool:
+        """Start a child on the units of its waiting parent; whether that was possible."""
+        if self._house.executing.borrow(child, parent, self.now_s) is None:
+            return False
+        self._leave(child)
+        self._execute(child)
+        return True
+
+    def resize(self, entry: Entry, kind: str, units: int) -> None:
+        """Change the units of a running action."""
+        lease = self._house.executing.resize(entry, kind, units, self.now_s)
+        entry.resize_after_s = self.now_s + self._house.option(kind, "resize_interval_s", 0.0)
+        self._commands.append(Resize(action=entry.action, lease=lease))
+
+    def _leave(self, entry: Entry) -> None:
+        self._house.queue.leave(entry)
+        self._house.fair.started(entry.action, entry.key[0])
+
+    def _execute(self, entry: Entry) -> None:
+        assert entry.lease is not None
+        queue_s = max(0.0, self.now_s - entry.action.submitted_s)
+        self._commands.append(Execute(action=entry.action, lease=entry.lease, queue_s=queue_s))
+
+    def _mates(self, entry: Entry, units: Mapping[str, int]) -> list[Entry]:
+        """Waiting actions of the same service that join the batch, first come first, up to its tokens."""
+        service = "" if entry.group is None else entry.group.signature.batch_service
+        if not service:
+            return []
+        budget = self._house.services[service].batch_tokens - entry.action.batch_tokens
+        alike = [group for group in self._house.queue.groups() if group.signature.batch_service == service]
+        mates: list[Entry] = []
+        for mate in heapq.merge(*(islice(group, _BATCH_WINDOW) for group in alike), key=lambda mate: mate.order):
+            if mate is entry or mate.action.cost.keys() != units.keys():
+                continue
+            if mate.action.batch_tokens > budget:
+                break
+            if all(count in mate.action.cost[kind] for kind, count in units.items()):
+                budget -= mate.action.batch_tokens
+                mates.append(mate)
+        return mates

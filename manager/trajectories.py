@@ -1,0 +1,109 @@
+"""Trajectories: their actions one at a time and in order, the node they are pinned to, and when they end."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from manager.action import UnitSet
+from manager.queue import Entry
+
+
+@dataclass(slots=True, eq=False)
+class Trajectory:
+    """One rollout's environment as the core sees it."""
+
+    name: str
+    task: str
+    memory_bytes: int
+    ttl_s: float
+    opened_seq: int
+    #: What its actions need at least of a node, as far as it is known.
+    cost: Mapping[str, UnitSet] = field(default_factory=dict)
+    #: Where it is pinned; empty before.
+    node: str = ""
+    #: Whether it waits for a node's memory.
+    waiting: bool = False
+    #: The action whose turn it is (eligible or running), and those behind it.
+    active: Entry | None = None
+    lane: deque[Entry] = field(default_factory=deque)
+    #: Actions invoked by the active one, queued or running.
+    children: int = 0
+    idle_since_s: float = 0.0
+    #: Opened by the caller ahead of its first action.
+    explicit: bool = False
+    ending: bool = False
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether none of its actions is queued or running."""
+        return self.active is None and not self.lane and not self.children
+
+
+class Trajectories:
+    """The living ones, those that wait for memory in order of arrival, and the instants at which idle ones end."""
+
+    def __init__(self) -> None:
+        self._living: dict[str, Trajectory] = {}
+        self._waiting: deque[Trajectory] = deque()
+        self._expiries: list[tuple[float, int, Trajectory]] = []
+
+    def __iter__(self) -> Iterator[Trajectory]:
+        return iter(self._living.values())
+
+    def __len__(self) -> int:
+        return len(self._living)
+
+    def get(self, name: str) -> Trajectory | None:
+        return self._living.get(name)
+
+    def open(self, trajectory: Trajectory) -> None:
+        assert trajectory.name not in self._living, f"trajectory {trajectory.name} is open already"
+        self._living[trajectory.name] = trajectory
+
+    def close(self, trajectory: Trajectory) -> None:
+        del self._living[trajectory.name]
+        trajectory.waiting = False
+
+    def wait_for_memory(self, trajectory: Trajectory) -> None:
+        if not trajectory.waiting:
+            trajectory.waiting = True
+            self._waiting.append(trajectory)
+
+    def waiting(self) -> list[Trajectory]:
+        """Those that wait for memory, the longest first."""
+        if any(not trajectory.waiting for trajectory in self._waiting):
+            self._waiting = deque(trajectory for trajectory in self._waiting if trajectory.waiting)
+        return list(self._waiting)
+
+    def rest(self, trajectory: Trajectory, now_s: float) -> None:
+        """Nothing of it runs or waits: its idle clock starts."""
+        trajectory.idle_since_s = now_s
+        heapq.heappush(self._expiries, (now_s + trajectory.ttl_s, trajectory.opened_seq, trajectory))
+
+    def next_expiry_s(self) -> float | None:
+        while self._expiries and self._stale(self._expiries[0]):
+            heapq.heappop(self._expiries)
+        return self._expiries[0][0] if self._expiries else None
+
+    def expired(self, now_s: float) -> list[Trajectory]:
+        """Trajectories that were idle for their whole ``ttl_s``."""
+        due = []
+        while self._expiries and self._expiries[0][0] <= now_s:
+            item = heapq.heappop(self._expiries)
+            if not self._stale(item):
+                due.append(item[2])
+        if len(self._expiries) > 64 + 4 * len(self._living):
+            self._expiries = [item for item in self._expiries if not self._stale(item)]
+            heapq.heapify(self._expiries)
+        return due
+
+    def _stale(self, item: tuple[float, int, Trajectory]) -> bool:
+        expiry_s, _, trajectory = item
+        return (
+            self._living.get(trajectory.name) is not trajectory
+            or not trajectory.at_rest
+            or trajectory.idle_since_s + trajectory.ttl_s != expiry_s
+        )

@@ -1,0 +1,216 @@
+"""One pool's turn in a scheduling pass: its policy is shown a view, and what it wants is checked and done."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from typing import TypeVar, overload
+
+from manager.action import Action, UnitSet
+from manager.house import House
+from manager.queue import Entry, Group
+from manager.resources.pool import Ask, Pool
+from manager.scheduler.policy import Decision, PoolView, Start, Waiting
+from manager.selection import Candidate, Option, Selection
+from manager.starting import Starter
+
+Item = TypeVar("Item")
+
+
+class Lazy(Sequence[Item]):
+    """A sequence that is made when somebody looks: most policies never read the whole queue."""
+
+    __slots__ = ("_items", "_make")
+
+    def __init__(self, make: Callable[[], Sequence[Item]]) -> None:
+        self._make = make
+        self._items: Sequence[Item] | None = None
+
+    def __len__(self) -> int:
+        return len(self._made())
+
+    @overload
+    def __getitem__(self, index: int) -> Item: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Item]: ...
+    def __getitem__(self, index: int | slice) -> Item | Sequence[Item]:
+        return self._made()[index]
+
+    def _made(self) -> Sequence[Item]:
+        if self._items is None:
+            self._items = self._make()
+        return self._items
+
+
+class Turn:
+    """The turn of one pool. A decision that breaks a promise of the policy is an assertion with its story."""
+
+    def __init__(
+        self, house: House, starter: Starter, pool: Pool, candidates: Sequence[Candidate], selection: Selection
+    ) -> None:
+        self._house = house
+        self._starter = starter
+        self._pool = pool
+        self._candidates = {candidate.entry.id: candidate for candidate in candidates}
+        self._selection = selection
+        self._groups = [group for group in selection.options if pool.name in house.pools_of(group)]
+        headroom = selection.headrooms.get(pool.name)
+        #: Units that nobody holds and nobody earlier was promised, without and with the candidates' minima.
+        self._spare = pool.free if headroom is None else headroom.free
+        self._free = self._spare + sum(_unit_set(candidate.entry.action).minimum for candidate in candidates)
+        #: Waiting actions that the policy was shown as eligible besides the candidates, by id.
+        self._eligible: dict[str, Entry] = {}
+
+    def take(self) -> None:
+        """Ask the policy, where there is anything to decide."""
+        executing, name = self._house.executing, self._pool.name
+        if not self._candidates and not executing.malleable(name) and not (self._groups and self._pool.free):
+            return
+        decision = self._house.policy(self._pool.kind).decide(self._view())
+        self._house.wakes.pop(name, None)
+        if decision.wake_s is not None:
+            self._house.wakes[name] = decision.wake_s
+        started = self._carry_out(decision)
+        if started or decision.resizes or decision.wake_s is not None:
+            return
+        if self._candidates and not executing.holders(name):
+            # An idle pool with startable work would stay idle for ever: nothing happens that asks again.
+            first = next(iter(self._candidates.values()))
+            self._start(first.entry, first.option, _unit_set(first.entry.action).minimum, None)
+
+    def _view(self) -> PoolView:
+        pool, house, now_s = self._pool, self._house, self._starter.now_s
+        load = house.executing.load(pool.name)
+        return PoolView(
+            name=pool.name,
+            now_s=now_s,
+            total=pool.total,
+            free=self._free,
+            running=Lazy(lambda: house.executing.view(pool, now_s)),
+            candidates=[
+                Waiting(action=candidate.entry.action, limit=self._limit(candidate))
+                for candidate in self._candidates.values()
+            ],
+            queued=Lazy(lambda: [entry.action for entry in self._queued(self._groups)]),
+            backlog=sum(self._share(group) for group in self._groups),
+            eligible=Lazy(self._show_eligible),
+            arrival_rate=load.arrivals.at(now_s),
+            utilisation=load.utilisation(now_s),
+            chunks=pool.chunk_view(),
+            worker_cost_s=house.option(pool.kind, "worker_cost_s", 0.0),
+        )
+
+    def _limit(self, candidate: Candidate) -> int:
+        """Units it may take now: its minimum, and what nobody before or behind it was promised."""
+        units = _unit_set(candidate.entry.action)
+        spare = self._spare if candidate.cap is None else min(self._spare, candidate.cap.free)
+        limit = units.at_most(units.minimum + spare)
+        assert limit is not None
+        return limit
+
+    def _share(self, group: Group) -> int:
+        """How many of a group's actions wait for this pool, where several nodes could serve them."""
+        return -(-group.live // max(1, len(self._selection.options[group]))) if self._pool.node else group.live
+
+    def _queued(self, groups: Iterable[Group]) -> list[Entry]:
+        """Waiting actions in order of service, candidates first, bounded by the window."""
+        first = [candidate.entry for candidate in self._candidates.values()]
+        merged = heapq.merge(*groups, key=lambda entry: entry.order)
+        rest = (entry for entry in merged if entry.id not in self._candidates)
+        return [*first, *islice(rest, max(0, self._house.spec.queue_window - len(first)))]
+
+    def _show_eligible(self) -> list[Action]:
+        entries = self._queued(group for group in self._groups if self._place(group) is not None)
+        self._eligible = {entry.id: entry for entry in entries}
+        return [entry.action for entry in entries]
+
+    def _place(self, group: Group) -> Option | None:
+        """Where a group's actions could start, were this pool's units free; None where something else is missing."""
+        if group in self._selection.capped:
+            return None
+        for option in self._selection.options[group]:
+            if self._pool.node in ("", option.node) and option.fits(beside=self._pool.name):
+                return option
+        return None
+
+    def _carry_out(self, decision: Decision) -> bool:
+        """Shrink, start, grow, in this order; whether anything was started."""
+        running = self._house.executing.holders(self._pool.name)
+        grows = []
+        balance = self._free
+        for resize in decision.resizes:
+            entry = running.get(resize.action_id)
+            self._expect(entry is not None and entry.action.malleable, resize, "names no running, malleable action")
+            assert entry is not None
+            self._expect(resize.units in entry.action.cost[self._pool.kind], resize, "is not in the unit set")
+            balance -= resize.units - self._pool.held[entry.id]
+            if resize.units < self._pool.held[entry.id]:
+                self._starter.resize(entry, self._pool.kind, resize.units)
+                self._house.dirty.add(self._pool.name)
+            elif resize.units > self._pool.held[entry.id]:
+                grows.append((entry, resize.units))
+        started = self._carry_out_starts(decision.starts, balance)
+        for entry, units in grows:
+            held = self._pool.held[entry.id]
+            self._expect(units - held <= self._pool.free, decision, f"grows {entry.id} beyond what is free")
+            room = self._house.cap_room(entry, self._pool.kind)
+            allowed = units if room is None else entry.action.cost[self._pool.kind].at_most(min(units, held + room))
+            if allowed is not None and allowed > held:
+                self._starter.resize(entry, self._pool.kind, allowed)
+        return started
+
+    def _carry_out_starts(self, starts: Sequence[Start], balance: int) -> bool:
+        """Candidates first, for which the policy must keep its sums; then whatever else it chose and still fits."""
+        started = False
+        others = []
+        for start in starts:
+            candidate = self._candidates.pop(start.action_id, None)
+            if candidate is None:
+                others.append(start)
+                continue
+            self._expect(start.units in _unit_set(candidate.entry.action), start, "is not in the unit set")
+            self._expect(start.units <= self._limit(candidate) or balance > self._free, start, "is above its limit")
+            balance -= start.units
+            self._expect(balance >= 0, start, f"is beyond the {self._free} units to share")
+            started |= self._start(candidate.entry, candidate.option, start.units, start.chunk)
+        for start in others:
+            entry = self._eligible.get(start.action_id)
+            self._expect(entry is not None, start, "names neither a candidate nor an eligible action")
+            assert entry is not None
+            self._expect(start.units in _unit_set(entry.action), start, "is not in the unit set")
+            option = None if entry.group is None else self._place(entry.group)
+            if option is not None:
+                started |= self._start(entry, option, start.units, start.chunk)
+        return started
+
+    def _start(self, entry: Entry, option: Option, units: int, chunk: tuple[int, int] | None) -> bool:
+        """Start an action, unless a start of this very turn took what it needs (a batch, a place, a resource)."""
+        if entry.group is None:
+            return False
+        wanted = {kind: minimum for kind, _, _, minimum in option.needs}
+        key = next(kind for kind, name, _, _ in option.needs if name == self._pool.name)
+        room = self._house.cap_room(entry, key)
+        allowed = units if room is None else _unit_set(entry.action).at_most(min(units, room))
+        if allowed is None:
+            return False
+        wanted[key] = allowed
+        for kind, count in wanted.items():
+            pool = self._house.resources.find(kind, option.node)
+            ask = Ask(holder=entry.id, units=count, chunk=chunk if kind == key else None, node=option.node)
+            if pool is None or not pool.accepts(ask):
+                return False
+        if option.memory_bytes and self._house.nodes[option.node].free_bytes < option.memory_bytes:
+            return False
+        self._starter.start(entry, option.node, wanted, chunk)
+        return True
+
+    def _expect(self, kept: bool, wish: object, story: str) -> None:
+        policy = self._house.policy(self._pool.kind).name
+        assert kept, f"policy {policy} on {self._pool.name} at {self._starter.now_s:.6f}: {wish} {story}"
+
+
+def _unit_set(action: Action) -> UnitSet:
+    units = action.units
+    assert units is not None, f"{action.id} needs nothing"
+    return units
