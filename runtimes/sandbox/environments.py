@@ -6,7 +6,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Collection, Coroutine
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
@@ -62,6 +62,7 @@ class Environments:
         self._clock = clock or MonotonicClock()
         self._environments: dict[str, Environment] = {}
         self._ephemeral: dict[str, Sandbox] = {}
+        self._spared: list[Callable[[], Collection[str]]] = []
         self._pools: dict[str, WarmPool] = {}
         self._removals: set[asyncio.Task[None]] = set()
         self._closing = asyncio.Semaphore(self.settings.max_closing)
@@ -83,6 +84,10 @@ class Environments:
         await self._reap()
         self._reaper = asyncio.create_task(self._reap_forever())
         return list(self._environments)
+
+    def spare(self, living: Callable[[], Collection[str]]) -> None:
+        """Leave alone, in the search for orphans, the sandboxes (ids) that another room owns."""
+        self._spared.append(living)
 
     # --- trajectories
 
@@ -287,7 +292,8 @@ class Environments:
     async def _reap(self) -> None:
         owned = [environment.sandbox for environment in self._environments.values() if environment.sandbox]
         ready = [sandbox for pool in self._pools.values() for sandbox in pool.sandboxes]
-        removed = await self.provider.reap({sandbox.id for sandbox in [*owned, *ready, *self._ephemeral.values()]})
+        living = {sandbox.id for sandbox in [*owned, *ready, *self._ephemeral.values()]}
+        removed = await self.provider.reap(living.union(*(others() for others in self._spared)))
         if removed:
             logger.warning("orphaned sandboxes removed", count=removed)
 

@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import structlog
@@ -22,6 +22,7 @@ from runtimes.sandbox.sandbox import Provider
 _LOG = structlog.get_logger(__name__)
 
 _Spawn = Callable[[Coroutine[Any, Any, None]], None]
+_Start = Callable[[FunctionSpec], Awaitable[Instance]]
 
 
 class HandlerRuntime:
@@ -37,6 +38,8 @@ class HandlerRuntime:
         self._settings = settings or HandlerSettings()
         self._pools: dict[tuple[str, str], _Pool] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        #: Ids of the instances' sandboxes, from their making to their end: no orphans.
+        self.sandboxes: set[str] = set()
 
     async def prepare(self, function: FunctionSpec) -> None:
         """Import the handler once and warm ``instances_min`` instances; InvalidConfig with its traceback."""
@@ -86,8 +89,11 @@ class HandlerRuntime:
         pool = self._pools.get(key)
         if pool is None:
             self._pools = {known: held for known, held in self._pools.items() if not held.over}
-            pool = self._pools[key] = _Pool(self._provider, function, self._settings, self._spawn)
+            pool = self._pools[key] = _Pool(function, self._start, self._settings, self._spawn)
         return pool
+
+    async def _start(self, function: FunctionSpec) -> Instance:
+        return await Instance.start(self._provider, function, self._settings, self.sandboxes)
 
     def _spawn(self, effect: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(effect)
@@ -103,10 +109,10 @@ class HandlerRuntime:
 class _Pool:
     """The instances of one revision of one function, and the actions that wait for a slot in them."""
 
-    def __init__(self, provider: Provider, function: FunctionSpec, settings: HandlerSettings, spawn: _Spawn) -> None:
+    def __init__(self, function: FunctionSpec, start: _Start, settings: HandlerSettings, spawn: _Spawn) -> None:
         self.instances: list[Instance] = []
-        self._provider = provider
         self._function = function
+        self._start_instance = start
         self._spec = handler_of(function)
         self._settings = settings
         self._spawn = spawn
@@ -195,7 +201,7 @@ class _Pool:
 
     async def _add(self) -> None:
         try:
-            instance = await Instance.start(self._provider, self._function, self._settings)
+            instance = await self._start_instance(self._function)
         finally:
             self._starting -= 1
         if self._closed:

@@ -20,6 +20,7 @@ from manager.executor import LogSink
 from manager.function import Background, FunctionSpec, HandlerSpec, SandboxSpec
 from runtimes.runtime import Execution, Result
 from runtimes.sandbox import handler_worker
+from runtimes.sandbox.environments import PURPOSE
 from runtimes.sandbox.sandbox import Command, CommandResult, Process, Provider, Sandbox
 
 COMPONENT = "handler"
@@ -61,7 +62,14 @@ class _Pending:
 class Instance:
     """Executes up to ``per_instance`` invocations at a time; dead once ``alive`` is false, for good."""
 
-    def __init__(self, function: FunctionSpec, settings: HandlerSettings, sandbox: Sandbox, process: Process) -> None:
+    def __init__(
+        self,
+        function: FunctionSpec,
+        settings: HandlerSettings,
+        sandbox: Sandbox,
+        process: Process,
+        living: set[str],
+    ) -> None:
         self.function = function
         self.spec = handler_of(function)
         self.alive = True
@@ -74,6 +82,7 @@ class Instance:
         self._settings = settings
         self._sandbox = sandbox
         self._process = process
+        self._living = living
         self._pending: dict[str, _Pending] = {}
         self._incoming = bytearray()
         self._tail = bytearray()  # the last raw output, for the story of a crash
@@ -83,23 +92,30 @@ class Instance:
         self._reader = asyncio.create_task(self._read())
 
     @classmethod
-    async def start(cls, provider: Provider, function: FunctionSpec, settings: HandlerSettings) -> Instance:
-        """Make the sandbox and import the handler; ImportFailed, or another ActionFailed."""
+    async def start(
+        cls, provider: Provider, function: FunctionSpec, settings: HandlerSettings, living: set[str]
+    ) -> Instance:
+        """Make the sandbox and import the handler; ImportFailed, or another ActionFailed.
+
+        The sandbox's id is among the ``living`` from its making to its end.
+        """
         spec = handler_of(function)
         sandbox = await provider.create(
             function.sandbox or settings.sandbox,
-            name=f"handler-{function.name}-{secrets.token_hex(4)}",
-            labels={"function": function.name, "revision": function.revision, "purpose": "handler"},
+            name=secrets.token_hex(8),
+            labels={PURPOSE: "handler", "tangram.function": function.name},
             mounts={str(spec.directory): _MOUNT},
         )
+        living.add(sandbox.id)
         # Without a root of its own a sandbox sees the host's directories where they are.
         place = _MOUNT if provider.info.limits.get("filesystem", True) else str(spec.directory)
         try:
             process = await sandbox.spawn(_command(function, settings, place))
         except BaseException:
             await sandbox.close()
+            living.discard(sandbox.id)
             raise
-        instance = cls(function, settings, sandbox, process)
+        instance = cls(function, settings, sandbox, process, living)
         try:
             await instance._imported()
         except BaseException:
@@ -156,6 +172,7 @@ class Instance:
             await self._reader
         self._fail(ActionFailed(Reason.ENVIRONMENT_LOST, "the instance was closed", component=COMPONENT))
         await self._sandbox.close()
+        self._living.discard(self._sandbox.id)
 
     async def _imported(self) -> None:
         limit_s = self._settings.start_timeout_s

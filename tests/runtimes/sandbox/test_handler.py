@@ -12,9 +12,11 @@ import pytest
 
 from manager.errors import ActionFailed, InvalidConfig, Reason
 from manager.function import FunctionSpec, HandlerSpec, RuntimeKind, SandboxSpec
+from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.handler import HandlerRuntime
 from runtimes.sandbox.handler_instance import HandlerSettings
 from runtimes.sandbox.process import ProcessProvider
+from runtimes.sandbox.starting import Starting
 from tests.runtimes.recorder import execution_of
 
 DEADLINE_S = 20.0
@@ -25,7 +27,7 @@ Function = Callable[..., FunctionSpec]
 
 @pytest.fixture
 async def provider(tmp_path: Path) -> AsyncIterator[ProcessProvider]:
-    provider = ProcessProvider(state_dir=tmp_path / "state", gateway_id="test", shared_cores=(0,))
+    provider = ProcessProvider(state_dir=tmp_path / "state", starting=Starting(4), shared_cores=(0,))
     yield provider
     assert not [path.name for path in (tmp_path / "state" / "sandboxes").glob("*")], "a sandbox was leaked"
     await provider.close()
@@ -357,6 +359,26 @@ async def test_closing_fails_what_runs_and_what_waits(provider: ProcessProvider,
         await runtime.close()
         outcomes = await asyncio.gather(*running, return_exceptions=True)
     assert [getattr(outcome, "reason", None) for outcome in outcomes] == [Reason.ENVIRONMENT_LOST] * 2
+
+
+async def test_the_search_for_orphans_leaves_instances_alone(
+    provider: ProcessProvider, runtime: HandlerRuntime, function: Function
+) -> None:
+    environments = Environments(provider)
+    environments.spare(lambda: runtime.sandboxes)
+    counting = function("""
+        calls = []
+        def score(event, context):
+            calls.append(1)
+            return len(calls)
+    """)
+    assert await environments.start() == []
+    assert await call(runtime, counting) == 1
+    await environments._reap()
+    assert await call(runtime, counting) == 2
+    await environments.close()
+    await runtime.close()
+    assert runtime.sandboxes == set()
 
 
 async def test_a_missing_directory_is_refused_at_registration(runtime: HandlerRuntime, tmp_path: Path) -> None:
