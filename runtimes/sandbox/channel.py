@@ -79,7 +79,7 @@ class Channel(asyncio.Protocol):
         ``peer_pid``, where known, is who must be listening: a socket planted by somebody else is not spoken to.
         """
         deadline_s = time.monotonic() + within_s
-        sock = await _reach(directory, deadline_s)
+        sock = await _reach(directory, deadline_s, peer_pid)
         seen_pid, _, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         if peer_pid and seen_pid and seen_pid != peer_pid:
             sock.close()
@@ -459,8 +459,8 @@ def _retrieve(future: asyncio.Future[Mapping[str, object]]) -> None:
         future.exception()
 
 
-async def _reach(directory: Path, deadline_s: float) -> socket.socket:
-    """A connected socket, tried until the deadline: the runner may be starting."""
+async def _reach(directory: Path, deadline_s: float, pid: int) -> socket.socket:
+    """A connected socket, tried until the deadline or the runner's end: it may be starting."""
     while True:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.setblocking(False)
@@ -469,9 +469,13 @@ async def _reach(directory: Path, deadline_s: float) -> socket.socket:
             return sock
         except OSError as error:
             sock.close()
-            if time.monotonic() >= deadline_s:
+            if _ended(pid) or time.monotonic() >= deadline_s:
                 raise lost(f"the sandbox's runner cannot be reached: {error}") from None
         await asyncio.sleep(CONNECT_STEP_S)
+
+
+def _ended(pid: int) -> bool:
+    return pid != 0 and not Path(f"/proc/{pid}").exists()
 
 
 def _connect(sock: socket.socket, directory: Path) -> None:

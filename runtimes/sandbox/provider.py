@@ -51,7 +51,8 @@ def _make(settings: ProviderSettings) -> Provider:
     starting = Starting(settings.max_starting)
     if settings.kind != "process":
         try:
-            from runtimes.sandbox.container import ContainerProvider, Engine
+            from runtimes.sandbox.container import Engine
+            from runtimes.sandbox.container_provider import ContainerProvider
 
             engine = Engine.connect(timeout_s=settings.engine_timeout_s, workers=settings.max_starting + 4)
             return ContainerProvider(

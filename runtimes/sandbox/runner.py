@@ -852,11 +852,11 @@ def _json(value: dict[str, Any]) -> bytes:
 
 
 def _own_oom_score() -> tuple[int, bytes]:
-    """Our score, and the descriptor through which children get a worse one; -1 where ours protects us from nothing."""
+    """The descriptor through which children get a worse score than ours (they are ended first), and ours."""
     try:
         with open("/proc/self/oom_score_adj", "rb") as file:
             score = file.read()
-        return (os.open("/proc/self/oom_score_adj", os.O_WRONLY) if int(score) < 0 else -1), score
+        return (os.open("/proc/self/oom_score_adj", os.O_WRONLY) if int(score) < int(OOM_SCORE) else -1), score
     except OSError:
         return -1, b""
 

@@ -1,0 +1,347 @@
+"""Container sandboxes: made hardened, held by their cgroup, spoken to through the resident runner."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import shutil
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import structlog
+
+from manager.errors import ActionFailed, InvalidConfig, NotFound, TangramError, Unsupported
+from manager.function import Network, SandboxSpec
+from runtimes.sandbox.cgroup import Cgroup, Hierarchy
+from runtimes.sandbox.channel import Channel
+from runtimes.sandbox.container import Blueprint, Engine, Found, NoRunner
+from runtimes.sandbox.exec_line import ExecLine
+from runtimes.sandbox.network import Egress
+from runtimes.sandbox.protocol import lost
+from runtimes.sandbox.records import Record, read_records
+from runtimes.sandbox.resident import Line, ResidentSandbox
+from runtimes.sandbox.sandbox import ProviderInfo, Sandbox
+from runtimes.sandbox.starting import Starting
+
+logger = structlog.get_logger("sandbox.container")
+
+COMPONENT = "sandbox.container"
+START_S = 30.0
+RUNNER = Path(__file__).with_name("runner.py")
+INSIDE = "/.tangram"
+GATEWAY, NAME = "tangram.gateway", "tangram.sandbox"
+INTERNAL_NETWORK = "tangram-internal"
+SNAPSHOTS = "tangram-snapshot"
+#: The runner's own; a command that runs as another user than root has none of them.
+CAPABILITIES = ("SETUID", "SETGID", "KILL", "CHOWN")
+#: What keeps a container without python3 alive; as PID 1 it reaps what is orphaned.
+IDLE = ("/bin/sh", "-c", "trap : TERM INT; while :; do sleep 86400 & wait $!; done")
+#: The runner, beside the commands' processes.
+PIDS_OF_OURS = 2
+
+
+class ContainerProvider:
+    """Makes container sandboxes (`runtimes.sandbox.sandbox.Provider`)."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        state_dir: Path,
+        gateway_id: str,
+        starting: Starting,
+        shared_cores: Sequence[int],
+        hierarchy: Hierarchy | None = None,
+    ) -> None:
+        self._engine = engine
+        self._root = state_dir / "sandboxes"
+        self._label = f"{gateway_id}-{_state_id(state_dir)}"
+        self._starting = starting
+        self._shared_cores = tuple(shared_cores)
+        self._hierarchy = Hierarchy.discover() if hierarchy is None else hierarchy
+        #: Images found to have no python3.
+        self._bare: set[str] = set()
+        self._abandoned: set[asyncio.Task[None]] = set()
+
+    @property
+    def info(self) -> ProviderInfo:
+        engine = self._engine
+        return ProviderInfo(
+            kind="container",
+            engine=f"docker {engine.version} (cgroup v{engine.cgroup_version})",
+            isolation="a container without network and capabilities, with no-new-privileges; the kernel is shared",
+            limits={
+                "filesystem": True,
+                "network": True,
+                "processes_hidden": True,
+                "users_separate": True,
+                "memory": True,
+                "pids": True,
+                "cores": True,
+                "freeze": True,
+                "disk": engine.bounds_disk,
+                "image": True,
+                "seccomp": engine.seccomp,
+                "snapshot": True,
+            },
+        )
+
+    async def check(self, spec: SandboxSpec) -> None:
+        if not spec.workdir.startswith("/") or spec.workdir == "/":
+            raise InvalidConfig(f"sandbox.workdir must be an absolute directory, not {spec.workdir!r}")
+        if spec.allow and spec.network is not Network.EGRESS:
+            raise InvalidConfig("sandbox.allow needs network: egress", component=COMPONENT)
+        if spec.allow:
+            Egress.check()
+        await self._engine.require_image(spec.image)
+
+    async def create(
+        self, spec: SandboxSpec, *, name: str, labels: Mapping[str, str], mounts: Mapping[str, str]
+    ) -> ResidentSandbox:
+        async with self._starting.slot(name):
+            await self.check(spec)
+            making = asyncio.create_task(self._create(spec, name, labels, mounts))
+            try:
+                return await asyncio.shield(making)
+            except asyncio.CancelledError:
+                self._abandon(making)
+                raise
+
+    async def adopt(self) -> list[tuple[Sandbox, Mapping[str, str]]]:
+        """The containers whose runner still answers; the others, and directories without one, are removed."""
+        records = {path.name: record for path, record in await asyncio.to_thread(read_records, self._root)}
+        adopted: list[tuple[Sandbox, Mapping[str, str]]] = []
+        for found in await self._engine.list(f"{GATEWAY}={self._label}"):
+            record = records.get(found.labels.get(NAME, ""))
+            try:
+                if record is None:
+                    raise lost("there is no record of it")
+                sandbox = await self._adopt(await self._engine.inspect(found.id), record)
+                adopted.append((sandbox, record.labels))
+            except TangramError as failure:
+                logger.warning("not adopted", container=found.id[:12], why=failure.message)
+                await self._discard(found)
+        return adopted
+
+    async def reap(self, living: Collection[str]) -> int:
+        kept = {*living, *self._starting.names}
+        orphans = [
+            found
+            for found in await self._engine.list(f"{GATEWAY}={self._label}")
+            if found.labels.get(NAME) not in kept | self._starting.names
+        ]
+        for found in orphans:
+            await self._discard(found)
+        for directory, _ in await asyncio.to_thread(read_records, self._root):
+            if directory.name not in kept | self._starting.names:
+                await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+        return len(orphans)
+
+    async def remove_snapshot(self, name: str) -> None:
+        await self._engine.remove_image(name)
+
+    async def close(self) -> None:
+        while self._abandoned:
+            await asyncio.gather(*self._abandoned, return_exceptions=True)
+        await self._engine.close()
+
+    # --- making
+
+    async def _create(
+        self, spec: SandboxSpec, name: str, labels: Mapping[str, str], mounts: Mapping[str, str]
+    ) -> ResidentSandbox:
+        directory = self._root / name
+        record = Record(name=name, token=secrets.token_hex(16), spec=spec, labels=dict(labels))
+        container = ""
+        try:
+            await asyncio.to_thread(_lay_out, directory, record)
+            egress = await Egress.resolve(spec) if spec.allow else None
+            if spec.network is Network.INTERNAL:
+                await self._engine.internal_network(INTERNAL_NETWORK)
+            blueprint = self._blueprint(record, directory, mounts, egress)
+            container = await self._engine.create(blueprint)
+            try:
+                found = await self._engine.start(container)
+            except NoRunner as error:
+                await self._engine.remove(container)
+                container = await self._engine.create(self._without_runner(blueprint, record, error))
+                found = await self._engine.start(container)
+            if egress is not None:
+                await egress.enforce(found.pid)
+            return await self._assemble(found, record, directory)
+        except BaseException:
+            if container:
+                with suppress(TangramError):
+                    await self._engine.remove(container)
+            await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+            raise
+
+    def _blueprint(
+        self, record: Record, directory: Path, mounts: Mapping[str, str], egress: Egress | None
+    ) -> Blueprint:
+        spec = record.spec
+        networks = {Network.NONE: "none", Network.INTERNAL: INTERNAL_NETWORK, Network.EGRESS: "bridge"}
+        blueprint = Blueprint(
+            name=record.name,
+            image=spec.image,
+            argv=("python3", "-I", "-S", f"{INSIDE}/runner.py", f"{INSIDE}/run"),
+            user="0",
+            workdir="/",
+            env=spec.env,
+            labels={GATEWAY: self._label, NAME: record.name, **record.labels},
+            binds={
+                str(RUNNER): (f"{INSIDE}/runner.py", "ro"),
+                str(directory / "run"): (f"{INSIDE}/run", "rw"),
+                **{source: (target, "ro") for source, target in mounts.items()},
+            },
+            capabilities=CAPABILITIES if os.geteuid() == 0 else (*CAPABILITIES, "DAC_OVERRIDE"),
+            memory_bytes=spec.memory_bytes,
+            pids=spec.pids + PIDS_OF_OURS,
+            shm_bytes=spec.shm_bytes,
+            disk_bytes=spec.disk_bytes,
+            network=networks[spec.network],
+            hosts={} if egress is None else egress.hosts,
+        )
+        return self._bare_blueprint(blueprint) if spec.image in self._bare else blueprint
+
+    def _without_runner(self, blueprint: Blueprint, record: Record, error: NoRunner) -> Blueprint:
+        if record.spec.image in self._bare:
+            message = f"the image {record.spec.image!r} has neither python3 nor /bin/sh: nothing can be run in it"
+            raise Unsupported(message, component=COMPONENT) from error
+        logger.warning("no python3 in the image: each command costs a docker exec", image=record.spec.image)
+        self._bare.add(record.spec.image)
+        return self._bare_blueprint(blueprint)
+
+    def _bare_blueprint(self, blueprint: Blueprint) -> Blueprint:
+        return replace(blueprint, argv=IDLE)
+
+    async def _assemble(self, found: Found, record: Record, directory: Path) -> ResidentSandbox:
+        """Speak to a started container and take hold of it."""
+        spec = record.spec
+        line: Line
+        if spec.image in self._bare:
+            line = ExecLine(self._engine, found.id, spec)
+            await line.settle_in()
+        else:
+            try:
+                line = await self._connect(found, record, directory)
+            except ActionFailed as failure:
+                state = await self._engine.inspect(found.id)
+                if not state.running:
+                    message = f"the runner does not start in {spec.image!r}: its python3 must be 3.8 or newer"
+                    raise Unsupported(message, component=COMPONENT) from failure
+                raise
+        cgroup = None if self._hierarchy is None else self._hierarchy.of_process(found.pid)
+        return ResidentSandbox(
+            record=record,
+            directory=directory,
+            line=line,
+            hold=ContainerHold(self._engine, found.id, directory, cgroup),
+            shared_cores=self._shared_cores,
+        )
+
+    async def _connect(self, found: Found, record: Record, directory: Path) -> Channel:
+        spec = record.spec
+        hello = {"token": record.token, "user": spec.user, "workdir": spec.workdir, "base": "", "env": {}}
+        return await Channel.connect(directory / "run", hello, within_s=START_S, peer_pid=found.pid)
+
+    async def _adopt(self, found: Found, record: Record) -> ResidentSandbox:
+        if not found.running:
+            raise lost("it is not running")
+        await self._hold(found).thaw()
+        return await self._assemble(found, record, self._root / record.name)
+
+    def _hold(self, found: Found) -> ContainerHold:
+        cgroup = None if self._hierarchy is None or not found.pid else self._hierarchy.of_process(found.pid)
+        return ContainerHold(self._engine, found.id, self._root / found.labels.get(NAME, "unknown"), cgroup)
+
+    async def _discard(self, found: Found) -> None:
+        with suppress(NotFound):
+            await self._hold(await self._engine.inspect(found.id)).remove()
+
+    def _abandon(self, making: asyncio.Task[ResidentSandbox]) -> None:
+        """Remove what nobody waits for any more, once it is there."""
+
+        async def remove() -> None:
+            with suppress(TangramError):
+                await (await making).close()
+
+        task = asyncio.create_task(remove())
+        self._abandoned.add(task)
+        task.add_done_callback(self._abandoned.discard)
+
+
+class ContainerHold:
+    """The grip on a container: its cgroup where it can be seen, else the engine."""
+
+    def __init__(self, engine: Engine, container: str, directory: Path, cgroup: Cgroup | None) -> None:
+        self._engine = engine
+        self._container = container
+        self._directory = directory
+        self._cgroup = cgroup
+
+    async def set_cores(self, cores: Sequence[int], *, background: bool = False) -> None:
+        if self._cgroup is None:
+            await self._engine.limit_cores(self._container, cores)
+            return
+        try:
+            self._cgroup.set_cores(cores, background=background)
+        except FileNotFoundError:
+            raise lost("the container is gone; its files and processes are lost") from None
+
+    async def freeze(self) -> None:
+        if self._cgroup is None or not self._cgroup.freezable:
+            await self._engine.pause(self._container)
+        else:
+            with suppress(FileNotFoundError):
+                self._cgroup.freeze()
+
+    async def thaw(self) -> None:
+        if self._cgroup is not None and self._cgroup.freezable:
+            with suppress(FileNotFoundError):
+                self._cgroup.thaw()
+        elif self._cgroup is None:
+            with suppress(TangramError):  # it was not paused
+                await self._engine.unpause(self._container)
+
+    def oom_kills(self) -> int:
+        return 0 if self._cgroup is None else self._cgroup.oom_kills()
+
+    def peak_memory_bytes(self) -> int:
+        return 0 if self._cgroup is None else self._cgroup.peak_memory_bytes()
+
+    async def cause_of_death(self) -> str:
+        try:
+            found = await self._engine.inspect(self._container)
+        except NotFound:
+            return "the container was removed"
+        except TangramError as error:
+            return error.message
+        if found.out_of_memory:
+            return "out_of_memory"
+        return "its runner fell silent" if found.running else f"its first process ended with status {found.exit_code}"
+
+    async def snapshot(self, name: str) -> str:
+        return await self._engine.commit(self._container, f"{SNAPSHOTS}:{name}", {"tangram.snapshot": name})
+
+    async def remove(self) -> None:
+        await self.thaw()
+        await self._engine.remove(self._container)
+        await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
+
+
+def _lay_out(directory: Path, record: Record) -> None:
+    """The record, and the socket's directory that only root may enter, here and inside."""
+    (directory / "run").mkdir(parents=True, mode=0o700)
+    record.write(directory)
+
+
+def _state_id(state_dir: Path) -> str:
+    """What tells this state directory from every other on the same engine."""
+    path = state_dir / "state-id"
+    with suppress(FileExistsError), path.open("x", encoding="ascii") as file:
+        file.write(secrets.token_hex(6))
+    return path.read_text(encoding="ascii")
