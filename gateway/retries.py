@@ -25,6 +25,6 @@ def next_try_s(function: FunctionSpec, attempt: int, outcome: Outcome, chance: f
     by_machinery = reason in INFRASTRUCTURE and function.idempotent and attempt < INFRASTRUCTURE_ATTEMPTS
     if not by_function and not by_machinery:
         return None
-    ceiling_s = min(spec.backoff_max_s, spec.backoff_s * 2 ** min(attempt - 1, 32))
+    ceiling_s = min(spec.backoff_max_s, spec.backoff_s * 2.0 ** min(attempt - 1, 32))
     waited_s = ceiling_s * chance if spec.jitter == "full" else ceiling_s
     return max(waited_s, outcome.retry_after_s or 0.0)

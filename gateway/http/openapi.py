@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from gateway.errors import FACES, REASON_FACES
 from gateway.http.messages import PROBLEM
 from gateway.http.operation import NAME, TEXT, Operation, Schema, ref
+from gateway.logs import DROPPED, STREAMS, TRUNCATED
 from gateway.record import Mode
 from manager.errors import Reason
 from manager.outcome import State
@@ -70,7 +71,7 @@ def schemas() -> dict[str, Schema]:
     """The components by name."""
     reasons = [None, *(reason.value for reason in Reason)]
     states = [state.value for state in State]
-    attempt = {
+    attempt: dict[str, Schema] = {
         "attempt": {"type": "integer"},
         "state": {"enum": states},
         "reason": {"enum": reasons},
@@ -80,7 +81,7 @@ def schemas() -> dict[str, Schema]:
         "overhead_ms": NUMBER,
         "execution_ms": NUMBER,
     }
-    invocation = {
+    invocation: dict[str, Schema] = {
         "id": NAME,
         "function": TEXT,
         "revision": TEXT,
@@ -109,7 +110,10 @@ def schemas() -> dict[str, Schema]:
         "dead": {"type": "boolean"},
         "callback": {"enum": [None, "pending", "delivered", "failed"]},
     }
-    payload = {"input": {"description": "What was sent"}, "result": {"description": "The function's result, or null"}}
+    payload: dict[str, Schema] = {
+        "input": {"description": "What was sent"},
+        "result": {"description": "The function's result, or null"},
+    }
     return {
         "Invocation": {**_object(invocation), "properties": {**invocation, **payload}},
         "InvocationPage": _object(
@@ -122,8 +126,7 @@ def schemas() -> dict[str, Schema]:
                 "offset": {"type": "integer", "description": "offset + 1 is where to resume"},
                 "time": INSTANT,
                 "stream": {
-                    "enum": ["stdout", "stderr", "log", "system", "truncated", "dropped"]
-                    + ["heartbeat", "eof", "accepted", "result"]
+                    "enum": [*STREAMS, TRUNCATED, DROPPED, "heartbeat", "eof", "accepted", "result"],
                 },
                 "data": TEXT,
             },
@@ -136,7 +139,7 @@ def schemas() -> dict[str, Schema]:
 
 def _problem() -> Schema:
     codes = [*FACES, *(reason.value for reason in REASON_FACES)]
-    required = {
+    required: dict[str, Schema] = {
         "type": {"type": "string"},
         "title": TEXT,
         "status": {"type": "integer"},
@@ -144,7 +147,7 @@ def _problem() -> Schema:
         "detail": TEXT,
         "component": TEXT,
     }
-    optional = {
+    optional: dict[str, Schema] = {
         "invocation_id": NAME,
         "retry_after_s": NUMBER,
         "errors": {"type": "object"},

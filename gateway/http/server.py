@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Awaitable, Callable
+from typing import cast
 
 from hypercorn.asyncio.run import worker_serve
 from hypercorn.config import Config, Sockets
+from hypercorn.typing import ASGIFramework
 from hypercorn.utils import wrap_app
 from starlette.types import ASGIApp
 
@@ -28,7 +30,8 @@ async def serve(app: ASGIApp, listener: socket.socket, stop: Callable[[], Awaita
     config.graceful_timeout = grace_s
     config.shutdown_timeout = grace_s
     sockets = Sockets(secure_sockets=[], insecure_sockets=[listener], quic_sockets=[])
-    await worker_serve(wrap_app(app, 0, "asgi"), config, sockets=sockets, shutdown_trigger=stop)
+    framework = cast(ASGIFramework, app)  # the same protocol: Hypercorn types its messages, Starlette does not
+    await worker_serve(wrap_app(framework, 0, "asgi"), config, sockets=sockets, shutdown_trigger=stop)
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -1,0 +1,1 @@
+"""The gRPC door: the same house as HTTP, with the same errors."""

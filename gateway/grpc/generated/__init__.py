@@ -1,0 +1,1 @@
+"""Generated from gateway/grpc/tangram.proto by scripts/generate-grpc; never edited."""

@@ -1,0 +1,164 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class InvokeRequest(_message.Message):
+    __slots__ = ("function", "input_json", "trajectory", "task", "parent", "idempotency_key", "timeout_s", "max_age_s", "traceparent", "detached")
+    FUNCTION_FIELD_NUMBER: _ClassVar[int]
+    INPUT_JSON_FIELD_NUMBER: _ClassVar[int]
+    TRAJECTORY_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    IDEMPOTENCY_KEY_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    MAX_AGE_S_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    DETACHED_FIELD_NUMBER: _ClassVar[int]
+    function: str
+    input_json: bytes
+    trajectory: str
+    task: str
+    parent: str
+    idempotency_key: str
+    timeout_s: float
+    max_age_s: float
+    traceparent: str
+    detached: bool
+    def __init__(self, function: _Optional[str] = ..., input_json: _Optional[bytes] = ..., trajectory: _Optional[str] = ..., task: _Optional[str] = ..., parent: _Optional[str] = ..., idempotency_key: _Optional[str] = ..., timeout_s: _Optional[float] = ..., max_age_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., detached: _Optional[bool] = ...) -> None: ...
+
+class GetRequest(_message.Message):
+    __slots__ = ("id",)
+    ID_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    def __init__(self, id: _Optional[str] = ...) -> None: ...
+
+class WaitRequest(_message.Message):
+    __slots__ = ("id", "timeout_s")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    timeout_s: float
+    def __init__(self, id: _Optional[str] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
+class CancelRequest(_message.Message):
+    __slots__ = ("id",)
+    ID_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    def __init__(self, id: _Optional[str] = ...) -> None: ...
+
+class TailLogsRequest(_message.Message):
+    __slots__ = ("id", "offset", "follow")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    FOLLOW_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    offset: int
+    follow: bool
+    def __init__(self, id: _Optional[str] = ..., offset: _Optional[int] = ..., follow: _Optional[bool] = ...) -> None: ...
+
+class ListFunctionsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListFunctionsResponse(_message.Message):
+    __slots__ = ("functions",)
+    FUNCTIONS_FIELD_NUMBER: _ClassVar[int]
+    functions: _containers.RepeatedCompositeFieldContainer[Function]
+    def __init__(self, functions: _Optional[_Iterable[_Union[Function, _Mapping]]] = ...) -> None: ...
+
+class Function(_message.Message):
+    __slots__ = ("name", "runtime", "revision", "description", "json")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    RUNTIME_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    JSON_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    runtime: str
+    revision: str
+    description: str
+    json: bytes
+    def __init__(self, name: _Optional[str] = ..., runtime: _Optional[str] = ..., revision: _Optional[str] = ..., description: _Optional[str] = ..., json: _Optional[bytes] = ...) -> None: ...
+
+class ApplyConfigRequest(_message.Message):
+    __slots__ = ("document", "dry_run")
+    DOCUMENT_FIELD_NUMBER: _ClassVar[int]
+    DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    document: bytes
+    dry_run: bool
+    def __init__(self, document: _Optional[bytes] = ..., dry_run: _Optional[bool] = ...) -> None: ...
+
+class ApplyConfigResponse(_message.Message):
+    __slots__ = ("json",)
+    JSON_FIELD_NUMBER: _ClassVar[int]
+    json: bytes
+    def __init__(self, json: _Optional[bytes] = ...) -> None: ...
+
+class Invocation(_message.Message):
+    __slots__ = ("id", "function", "task", "trajectory", "state", "reason", "message", "component", "result_json", "queue_ms", "overhead_ms", "execution_ms", "units", "node", "attempt", "record_json")
+    class UnitsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    ID_FIELD_NUMBER: _ClassVar[int]
+    FUNCTION_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    TRAJECTORY_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    COMPONENT_FIELD_NUMBER: _ClassVar[int]
+    RESULT_JSON_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
+    OVERHEAD_MS_FIELD_NUMBER: _ClassVar[int]
+    EXECUTION_MS_FIELD_NUMBER: _ClassVar[int]
+    UNITS_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    RECORD_JSON_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    function: str
+    task: str
+    trajectory: str
+    state: str
+    reason: str
+    message: str
+    component: str
+    result_json: bytes
+    queue_ms: float
+    overhead_ms: float
+    execution_ms: float
+    units: _containers.ScalarMap[str, int]
+    node: str
+    attempt: int
+    record_json: bytes
+    def __init__(self, id: _Optional[str] = ..., function: _Optional[str] = ..., task: _Optional[str] = ..., trajectory: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., component: _Optional[str] = ..., result_json: _Optional[bytes] = ..., queue_ms: _Optional[float] = ..., overhead_ms: _Optional[float] = ..., execution_ms: _Optional[float] = ..., units: _Optional[_Mapping[str, int]] = ..., node: _Optional[str] = ..., attempt: _Optional[int] = ..., record_json: _Optional[bytes] = ...) -> None: ...
+
+class LogRecord(_message.Message):
+    __slots__ = ("offset", "time_s", "stream", "data")
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    TIME_S_FIELD_NUMBER: _ClassVar[int]
+    STREAM_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    offset: int
+    time_s: float
+    stream: str
+    data: str
+    def __init__(self, offset: _Optional[int] = ..., time_s: _Optional[float] = ..., stream: _Optional[str] = ..., data: _Optional[str] = ...) -> None: ...
+
+class InvokeEvent(_message.Message):
+    __slots__ = ("accepted", "log", "ended")
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    LOG_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    accepted: Invocation
+    log: LogRecord
+    ended: Invocation
+    def __init__(self, accepted: _Optional[_Union[Invocation, _Mapping]] = ..., log: _Optional[_Union[LogRecord, _Mapping]] = ..., ended: _Optional[_Union[Invocation, _Mapping]] = ...) -> None: ...

@@ -1,0 +1,98 @@
+"""Messages: records, log rows and calls between the house's nouns and protobuf; errors as gRPC statuses."""
+
+from __future__ import annotations
+
+from grpclib.const import Status
+from grpclib.exceptions import GRPCError
+
+from gateway import wire
+from gateway.errors import face, reason_face
+from gateway.grpc.generated import tangram_pb2 as pb
+from gateway.invocation import Request
+from gateway.record import Mode, Record
+from gateway.store import LogRow
+from manager.errors import InvalidInput, TangramError
+
+
+def read_call(message: pb.InvokeRequest, mode: Mode) -> Request:
+    """The request of one invocation; raises InvalidInput."""
+    return Request(
+        function=wire.name(message.function, "function"),
+        input=wire.loads_object(message.input_json),
+        body=message.input_json or b"{}",
+        mode=mode,
+        task=wire.name(message.task, "task") if message.task else "default",
+        trajectory=wire.name(message.trajectory, "trajectory") if message.trajectory else None,
+        parent=wire.name(message.parent, "parent") if message.parent else None,
+        timeout_s=seconds(message.timeout_s, "timeout_s"),
+        max_age_s=seconds(message.max_age_s, "max_age_s"),
+        key=_key(message.idempotency_key),
+        detached=message.detached,
+        traceparent=message.traceparent if wire.TRACEPARENT.fullmatch(message.traceparent) else None,
+    )
+
+
+def seconds(value: float, what: str) -> float | None:
+    """A bound in seconds; 0 is none. Raises InvalidInput for what is no duration."""
+    if value == 0:
+        return None
+    if not 0 < value < 10 * 365 * 86400:
+        raise InvalidInput(f"{what} {value} is no number of seconds", detail={"path": what})
+    return value
+
+
+def invocation(record: Record) -> pb.Invocation:
+    """The record as a message."""
+    return pb.Invocation(
+        id=record.id,
+        function=record.function,
+        task=record.task,
+        trajectory=record.trajectory or "",
+        state=record.state.value,
+        reason="" if record.reason is None else record.reason.value,
+        message=record.message.encode("utf-8", "replace").decode(),
+        component=record.component,
+        result_json=record.result or b"",
+        queue_ms=(record.queue_s or 0.0) * 1000,
+        overhead_ms=(record.overhead_s or 0.0) * 1000,
+        execution_ms=(record.execution_s or 0.0) * 1000,
+        units=record.units,
+        node=record.node or "",
+        attempt=record.attempt,
+        record_json=wire.dumps(record.as_json(payload=False)),
+    )
+
+
+def log_record(row: LogRow) -> pb.LogRecord:
+    return pb.LogRecord(offset=row.position, time_s=row.time_s, stream=row.stream, data=row.data)
+
+
+def status_error(error: TangramError) -> GRPCError:
+    """The status of a refused request; its message begins with the code."""
+    return GRPCError(Status[face(error).grpc], f"{error.code}: {error.message}")
+
+
+def ended_badly(record: Record) -> GRPCError | None:
+    """The status of an invocation that failed by no fault of the user's own work; None for an answer."""
+    shown = reason_face(record.reason)
+    if shown.grpc == "OK":
+        return None
+    return GRPCError(Status[shown.grpc], f"{record.reason}: {record.message}")
+
+
+def trailers(error: TangramError) -> dict[str, str]:
+    """Metadata that goes with an error."""
+    found = {"tangram-code": error.code, "tangram-component": error.component}
+    if error.invocation_id is not None:
+        found["tangram-invocation-id"] = error.invocation_id
+    if error.retry_after_s is not None:
+        found["retry-after-s"] = f"{error.retry_after_s:g}"
+    return found
+
+
+def _key(text: str) -> str | None:
+    if text and wire.KEY.fullmatch(text) is None:
+        raise InvalidInput(
+            "idempotency_key must be 1 to 255 visible ASCII characters", detail={"path": "idempotency_key"}
+        )
+    return text or None

@@ -1,0 +1,192 @@
+"""The service ``tangram.v1.Gateway``: the same operations as HTTP, the same errors, streams for logs."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import structlog
+from grpclib.const import Status
+from grpclib.exceptions import GRPCError
+from grpclib.server import Stream
+
+from gateway import wire
+from gateway.grpc.generated import tangram_pb2 as pb
+from gateway.grpc.generated.tangram_grpc import GatewayBase
+from gateway.grpc.messages import (
+    ended_badly,
+    invocation,
+    log_record,
+    read_call,
+    seconds,
+    status_error,
+    trailers,
+)
+from gateway.house import House
+from gateway.invocation import Invocation, Request
+from gateway.logs import PAGE_RECORDS
+from gateway.record import Mode, Record
+from gateway.store import LogRow
+from gateway.view import function_json
+from manager.errors import InvalidInput, TangramError
+
+Received = TypeVar("Received")
+#: Seconds that a cancel waits for the processes to be gone before it answers.
+CANCEL_WAIT_S = 5.0
+
+
+class GatewayService(GatewayBase):
+    """One method for each rpc. A client that cancels its call, or whose deadline passes, leaves its invocation."""
+
+    def __init__(self, house: House) -> None:
+        self._house = house
+        self._invocations = house.invocations
+        self._log = structlog.get_logger("gateway.grpc")
+
+    async def Invoke(self, stream: Stream[pb.InvokeRequest, pb.Invocation]) -> None:  # noqa: N802
+        async with self._answering(stream):
+            call = await self._call(stream, Mode.SYNC)
+            async with self._attended(call) as started:
+                await self._invocations.wait(started)
+            if started.refusal is not None:
+                raise started.refusal
+            refused = ended_badly(started.record)
+            if refused is None:
+                await stream.send_message(invocation(started.record))
+            else:
+                await stream.send_trailing_metadata(
+                    status=refused.status, status_message=refused.message, metadata=_about(started.record)
+                )
+
+    async def InvokeStream(self, stream: Stream[pb.InvokeRequest, pb.InvokeEvent]) -> None:  # noqa: N802
+        async with self._answering(stream):
+            call = await self._call(stream, Mode.STREAM)
+            async with self._attended(call) as started:
+                record = started.record
+                await stream.send_message(pb.InvokeEvent(accepted=invocation(record)))
+                async for page in self._house.logs.follow(record.seq, 0):
+                    for message in _page(page):
+                        await stream.send_message(pb.InvokeEvent(log=message))
+            await stream.send_message(pb.InvokeEvent(ended=invocation(record)))
+
+    async def Submit(self, stream: Stream[pb.InvokeRequest, pb.Invocation]) -> None:  # noqa: N802
+        async with self._answering(stream):
+            started = await self._invocations.invoke(await self._call(stream, Mode.ASYNC))
+            await stream.send_message(invocation(started.record))
+
+    async def Get(self, stream: Stream[pb.GetRequest, pb.Invocation]) -> None:  # noqa: N802
+        async with self._answering(stream):
+            request = await _request(stream)
+            found = await self._invocations.get(request.id)
+            await stream.send_message(invocation(found.record))
+
+    async def Wait(self, stream: Stream[pb.WaitRequest, pb.Invocation]) -> None:  # noqa: N802
+        async with self._answering(stream):
+            request = await _request(stream)
+            found = await self._invocations.get(request.id)
+            limit_s = self._house.limits.wait_s
+            await self._invocations.wait(found, min(limit_s, seconds(request.timeout_s, "timeout_s") or limit_s))
+            await stream.send_message(invocation(found.record))
+
+    async def Cancel(self, stream: Stream[pb.CancelRequest, pb.Invocation]) -> None:  # noqa: N802
+        async with self._answering(stream):
+            request = await _request(stream)
+            found = await self._invocations.cancel(request.id)
+            await self._invocations.wait(found, CANCEL_WAIT_S)
+            await stream.send_message(invocation(found.record))
+
+    async def TailLogs(self, stream: Stream[pb.TailLogsRequest, pb.LogRecord]) -> None:  # noqa: N802
+        async with self._answering(stream):
+            request = await _request(stream)
+            record = (await self._invocations.get(request.id)).record
+            position: int = request.offset
+            async for page in self._pages(record.seq, position, request.follow):
+                for message in _page(page):
+                    await stream.send_message(message)
+                position = page[-1].position + 1 if page else position
+            await stream.send_message(pb.LogRecord(offset=position, stream="eof", data=record.state.value))
+
+    async def ListFunctions(  # noqa: N802
+        self, stream: Stream[pb.ListFunctionsRequest, pb.ListFunctionsResponse]
+    ) -> None:
+        async with self._answering(stream):
+            await _request(stream)
+            functions = [
+                pb.Function(
+                    name=spec.name,
+                    runtime=spec.runtime.value,
+                    revision=spec.revision,
+                    description=spec.description,
+                    json=wire.dumps(function_json(spec)),
+                )
+                for spec in self._house.functions.all()
+            ]
+            await stream.send_message(pb.ListFunctionsResponse(functions=functions))
+
+    async def ApplyConfig(self, stream: Stream[pb.ApplyConfigRequest, pb.ApplyConfigResponse]) -> None:  # noqa: N802
+        async with self._answering(stream):
+            request = await _request(stream)
+            differences = await self._house.configure(request.document, request.dry_run)
+            await stream.send_message(pb.ApplyConfigResponse(json=wire.dumps(differences)))
+
+    async def _call(self, stream: Stream[pb.InvokeRequest, Any], mode: Mode) -> Request:
+        return read_call(await _request(stream), mode)
+
+    @asynccontextmanager
+    async def _attended(self, call: Request) -> AsyncIterator[Invocation]:
+        """The accepted invocation; leaving the block before its end leaves the invocation."""
+        started = await self._invocations.invoke(call)
+        try:
+            yield started
+        finally:
+            self._invocations.leave(started)
+
+    async def _pages(self, seq: int, position: int, follow: bool) -> AsyncIterator[list[LogRow]]:
+        if follow:
+            async for page in self._house.logs.follow(seq, position):
+                yield page
+            return
+        while page := await self._house.logs.read(seq, position, PAGE_RECORDS):
+            position = page[-1].position + 1
+            yield page
+
+    @asynccontextmanager
+    async def _answering(self, stream: Stream[Any, Any]) -> AsyncIterator[None]:
+        """Turn what fails into a status with its code in the trailers."""
+        try:
+            yield
+        except TangramError as error:
+            self._house.metrics.refused("grpc", error.code)
+            status = status_error(error)
+            await stream.send_trailing_metadata(
+                status=status.status, status_message=status.message, metadata=trailers(error)
+            )
+        except (GRPCError, TimeoutError):
+            raise
+        except Exception as error:
+            self._log.exception("a call failed", error=str(error))
+            self._house.metrics.refused("grpc", "internal")
+            raise GRPCError(Status.INTERNAL, "internal: a fault of the gateway: its log tells more") from error
+
+
+async def _request(stream: Stream[Received, Any]) -> Received:
+    """The one message of a unary request; raises InvalidInput when the client closed without one."""
+    message = await stream.recv_message()
+    if message is None:
+        raise InvalidInput("the request holds no message", component="grpc")
+    return message
+
+
+def _page(page: list[LogRow]) -> list[pb.LogRecord]:
+    """The page as messages; an empty one is a heartbeat."""
+    return [log_record(row) for row in page] if page else [pb.LogRecord(stream="heartbeat")]
+
+
+def _about(record: Record) -> dict[str, str]:
+    """Trailers of an invocation that ended badly."""
+    found = {"tangram-code": str(record.reason), "tangram-component": record.component}
+    found["tangram-invocation-id"] = record.id
+    if record.retry_after_s is not None:
+        found["retry-after-s"] = f"{record.retry_after_s:g}"
+    return found
