@@ -18,6 +18,8 @@ PERIOD_US = 100_000
 #: Weight of background processes beside actions (the lowest there is).
 SHARES_BACKGROUND, WEIGHT_BACKGROUND = 2, 1
 SHARES_ACTION, WEIGHT_ACTION = 1024, 100
+#: What the kernel writes where there is no bound is above this.
+UNLIMITED_BYTES = 2**60
 #: Bounds of the waits for the kernel.
 SETTLE_S, STEP_S = 2.0, 0.005
 
@@ -52,17 +54,20 @@ class Hierarchy:
     def of_process(self, pid: int | str) -> Cgroup | None:
         """The group that a process is in; None where it cannot be seen or written from here."""
         try:
-            lines = Path(f"/proc/{pid}/cgroup").read_text(encoding="utf-8").splitlines()
+            group = self.places_of(Path(f"/proc/{pid}/cgroup").read_text(encoding="utf-8"))
         except OSError:
             return None
+        return group if group.writable else None
+
+    def places_of(self, membership: str) -> Cgroup:
+        """The group that a ``/proc/PID/cgroup`` text names."""
         places: dict[str, Path] = {}
-        for line in lines:
+        for line in membership.splitlines():
             _, names, place = line.split(":", 2)
             for name in CONTROLLERS if names == "" and self.version == 2 else names.split(","):
                 if name in self.mounts:
                     places[name] = self.mounts[name] / place.lstrip("/")
-        group = Cgroup(self.version, places)
-        return group if group.writable else None
+        return Cgroup(self.version, places)
 
 
 class Cgroup:
@@ -121,6 +126,34 @@ class Cgroup:
         if self.version == 2:
             return "frozen 1" in _read(self.places["freezer"] / "cgroup.events")
         return _read(self._freezer) == "FROZEN"
+
+    def quota_cores(self) -> float:
+        """The processor time that this group and those above it are allowed, in cores; 0 without a bound."""
+        bounds = []
+        for place in self._ancestry("cpu"):
+            with suppress(OSError, ValueError):
+                if self.version == 2:
+                    quota, period = _read(place / "cpu.max").split()
+                else:
+                    quota, period = _read(place / "cpu.cfs_quota_us"), _read(place / "cpu.cfs_period_us")
+                if int(quota) > 0:
+                    bounds.append(max(1.0, int(quota) / int(period)))
+        return min(bounds, default=0.0)
+
+    def memory_limit_bytes(self) -> int:
+        """The memory that this group and those above it are allowed; 0 without a bound."""
+        bounds = []
+        for place in self._ancestry("memory"):
+            with suppress(OSError, ValueError):
+                bounds.append(int(_read(place / ("memory.max" if self.version == 2 else "memory.limit_in_bytes"))))
+        return min((bound for bound in bounds if bound < UNLIMITED_BYTES), default=0)
+
+    def _ancestry(self, controller: str) -> Iterator[Path]:
+        """The group's directory and those above it, up to the mount point (where the files end)."""
+        place = self.places.get(controller)
+        while place is not None and (place / "cgroup.procs").exists():
+            yield place
+            place = place.parent
 
     def oom_kills(self) -> int:
         """Processes that the kernel ended for want of memory so far."""

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 from manager.errors import ActionFailed, TooLarge
 from runtimes.sandbox import runner as wire
@@ -168,8 +168,7 @@ class Channel(asyncio.Protocol):
     # --- asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # a stream's is one; uvloop's does not inherit from it
 
     def data_received(self, data: bytes) -> None:
         try:
