@@ -1,0 +1,334 @@
+"""Lower bounds on the sum of ACTs of a workload, valid for every schedule, clairvoyant and unpinned ones included.
+
+Three relaxations, of which the best counts (DESIGN 10 and the research on scheduling):
+
+- infinite: every action runs at its fastest at once;
+- area: an action takes at least its smallest unit-seconds, on one machine as fast as all units together, in the
+  order of shortest remaining work, never before it could be ready;
+- price: the Lagrangian dual. With a price for every unit-second over time, each trajectory alone minimises its
+  ACT plus what it pays; the sum of these minima less the worth of the capacity bounds every feasible schedule.
+  Any prices are valid; good ones are found by subgradient steps. Actions may be resized and interrupted freely.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from manager.action import Amdahl, Elasticity, UnitSet
+from manager.config import QuotaSpec
+from manager.scheduler.durations import Shape, shape_of
+from manager.trace import Step, Trajectory
+
+Floats = NDArray[np.float64]
+
+#: Cells of the price over time; their width follows from the workload's length.
+CELLS = 480
+#: Values of work tried for an elastic action.
+WORTHS = 20
+#: Serial fractions are rounded down to a multiple of this: fewer tables, and still a lower bound.
+SERIAL_GRAIN = 0.005
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """Lower bounds on the sum of ACTs, in seconds."""
+
+    infinite_s: float
+    area_s: float
+    price_s: float
+
+    @property
+    def best_s(self) -> float:
+        return max(self.infinite_s, self.area_s, self.price_s)
+
+
+def lower_bound(
+    trajectories: Sequence[Trajectory],
+    capacity: Mapping[str, int],
+    quotas: Mapping[str, QuotaSpec] | None = None,
+    *,
+    rounds: int = 60,
+) -> Bound:
+    """Bounds for ``capacity`` units by kind (quota kinds in ``quotas``); ``rounds`` of improving the prices."""
+    infinite_s = sum(fastest_s(step) for trajectory in trajectories for step in trajectory.steps)
+    dual = Dual(trajectories, capacity, quotas or {})
+    return Bound(infinite_s=infinite_s, area_s=area_bound(trajectories, capacity), price_s=dual.best(rounds))
+
+
+def fastest_s(step: Step) -> float:
+    """Seconds with the best admissible units."""
+    return step.t_ori_s * float(_shape(step).factors.min())
+
+
+def area_bound(trajectories: Sequence[Trajectory], capacity: Mapping[str, int]) -> float:
+    """Last actions by shortest remaining work on one machine a kind; everything before them at its fastest."""
+    jobs: dict[str, list[tuple[float, float]]] = {}
+    total_s = 0.0
+    for trajectory in trajectories:
+        if not trajectory.steps:
+            continue
+        last = trajectory.steps[-1]
+        before_s = sum(fastest_s(step) for step in trajectory.steps[:-1])
+        total_s += before_s
+        kind = last.key if last.key is not None else next(iter(last.cost), "")
+        if kind not in capacity:
+            total_s += fastest_s(last)
+            continue
+        ready_s = trajectory.arrival_s + before_s + sum(step.think_s for step in trajectory.steps)
+        jobs.setdefault(kind, []).append((ready_s, last.t_ori_s * float(_shape(last).areas.min()) / capacity[kind]))
+    return total_s + sum(shortest_remaining(waiting) for waiting in jobs.values())
+
+
+def shortest_remaining(jobs: Sequence[tuple[float, float]]) -> float:
+    """Sum of flow times of (release, seconds) on one machine under shortest remaining processing time, the optimum."""
+    pending: list[tuple[float, float]] = []
+    now_s, total_s = 0.0, 0.0
+    arrivals = sorted(jobs)
+    index = 0
+    while pending or index < len(arrivals):
+        if not pending:
+            now_s = max(now_s, arrivals[index][0])
+        while index < len(arrivals) and arrivals[index][0] <= now_s:
+            heapq.heappush(pending, (arrivals[index][1], arrivals[index][0]))
+            index += 1
+        left_s, release_s = heapq.heappop(pending)
+        until_s = arrivals[index][0] if index < len(arrivals) else math.inf
+        if now_s + left_s <= until_s:
+            now_s += left_s
+            total_s += now_s - release_s
+        else:
+            heapq.heappush(pending, (left_s - (until_s - now_s), release_s))
+            now_s = until_s
+    return total_s
+
+
+class Dual:
+    """The Lagrangian dual: prices by kind and cell of time, and what every trajectory alone makes of them."""
+
+    def __init__(
+        self, trajectories: Sequence[Trajectory], capacity: Mapping[str, int], quotas: Mapping[str, QuotaSpec]
+    ) -> None:
+        self._paths = [_path(trajectory) for trajectory in trajectories if trajectory.steps]
+        length_s = max((path.ends_s for path in self._paths), default=1.0)
+        work_s = max(
+            (_area_s(trajectories, kind) / units for kind, units in capacity.items()),
+            default=0.0,
+        )
+        self._cell_s = (length_s + 0.5 * work_s) / CELLS
+        self._capacity = {kind: units * self._cell_s for kind, units in capacity.items()}
+        for kind, quota in quotas.items():
+            windows = math.ceil(self._cell_s / quota.period_s)
+            self._capacity[kind] = float(quota.limit * windows)
+        self._quotas = frozenset(quotas)
+        self._prices = {kind: np.zeros(CELLS) for kind in self._capacity}
+        self._longest = max((len(path.steps) for path in self._paths), default=0)
+
+    def best(self, rounds: int) -> float:
+        """The best bound found in ``rounds`` subgradient steps of shrinking length."""
+        best = -math.inf
+        for turn in range(rounds):
+            value, used = self._evaluate()
+            best = max(best, value)
+            for kind, prices in self._prices.items():
+                excess = used[kind] / self._capacity[kind] - 1.0
+                step = 0.5 * self._scale(kind) / (1.0 + 0.15 * turn)
+                np.maximum(prices + step * np.clip(excess, -1.0, 2.0), 0.0, out=prices)
+        return best
+
+    def _scale(self, kind: str) -> float:
+        """A typical price: what one more waiting action costs, spread over the units."""
+        return 1.0 if kind in self._quotas else 4.0 * self._cell_s / self._capacity[kind] * 4.0
+
+    def _evaluate(self) -> tuple[float, dict[str, Floats]]:
+        used = {kind: np.zeros(CELLS) for kind in self._prices}
+        tables = _Tables(self._prices, self._cell_s, self._quotas)
+        value = sum(tables.walk(path, used) for path in self._paths)
+        worth = sum(float(prices.sum()) * self._capacity[kind] for kind, prices in self._prices.items())
+        return value - worth, used
+
+
+@dataclass(frozen=True, slots=True)
+class _Path:
+    """A trajectory at full speed: when each step could be ready at the earliest."""
+
+    steps: tuple[Step, ...]
+    ready_s: tuple[float, ...]
+    fastest_s: tuple[float, ...]
+    ends_s: float
+
+
+def _path(trajectory: Trajectory) -> _Path:
+    now_s = trajectory.arrival_s
+    ready, fastest = [], []
+    for step in trajectory.steps:
+        ready.append(now_s + step.think_s)
+        fastest.append(fastest_s(step))
+        now_s = ready[-1] + fastest[-1]
+    return _Path(trajectory.steps, tuple(ready), tuple(fastest), now_s)
+
+
+class _Tables:
+    """Everything that depends on the prices only, shared by all trajectories of one evaluation.
+
+    Time is a grid a step: its earliest ready instant plus whole cells, so that a trajectory that never waits
+    moves from grid point to grid point exactly. A start between two points is charged the least price around
+    it, which keeps the bound valid.
+    """
+
+    def __init__(self, prices: Mapping[str, Floats], cell_s: float, quotas: frozenset[str]) -> None:
+        self._cell_s = cell_s
+        self._quotas = quotas
+        self._prices = {kind: np.concatenate([values, np.zeros(2 * CELLS)]) for kind, values in prices.items()}
+        self._grid_s = np.arange(CELLS) * cell_s
+        self._least: dict[tuple[str, int], Floats] = {}
+        self._elastic: dict[tuple[str, UnitSet, Elasticity | None], _Elastic] = {}
+
+    def walk(self, path: _Path, used: dict[str, Floats]) -> float:
+        """The least ACT plus payment of one trajectory, and roughly where it uses what."""
+        ahead_s = np.zeros(CELLS)
+        for index in range(len(path.steps) - 1, -1, -1):
+            step, ready_s = path.steps[index], path.ready_s[index]
+            if step.elasticity is not None and step.key in self._prices:
+                last = index == len(path.steps) - 1
+                ahead_s = self._elastic_step(step, ready_s, path.fastest_s[index], ahead_s, last, used)
+            else:
+                ahead_s = self._rigid_step(step, ready_s, path.fastest_s[index], ahead_s, used)
+        return float(ahead_s[0])
+
+    def _rigid_step(
+        self, step: Step, ready_s: float, duration_s: float, ahead_s: Floats, used: dict[str, Floats]
+    ) -> Floats:
+        first = int(ready_s / self._cell_s)
+        cost_s = ahead_s + duration_s
+        for kind, units in step.cost.items():
+            if kind not in self._prices:
+                continue
+            once = kind in self._quotas
+            span = 2 if once else 2 + math.ceil(duration_s / self._cell_s)
+            amount = units.minimum * (1.0 if once else duration_s)
+            cost_s += amount * self._least_price(kind, span)[first : first + CELLS]
+            if first < CELLS:
+                used[kind][first] += amount
+        return self._wait(cost_s)
+
+    def _wait(self, cost_s: Floats) -> Floats:
+        """Starting later costs the wait and what it costs then; after the grid everything is free."""
+        later_s = cost_s + self._grid_s
+        best_s: Floats = np.minimum.accumulate(later_s[::-1])[::-1] - self._grid_s
+        return best_s
+
+    def _least_price(self, kind: str, span: int) -> Floats:
+        """The least price of each run of ``span`` cells."""
+        found = self._least.get((kind, span))
+        if found is None:
+            prices = self._prices[kind]
+            padded = np.concatenate([prices, np.zeros(span)])
+            found = np.lib.stride_tricks.sliding_window_view(padded, span).min(axis=1)[: prices.size]
+            self._least[kind, span] = found
+        return found
+
+    def _elastic_step(
+        self, step: Step, ready_s: float, fastest: float, ahead_s: Floats, last: bool, used: dict[str, Floats]
+    ) -> Floats:
+        assert step.key is not None
+        unit_set, elasticity = step.cost[step.key], _coarse(step.elasticity)
+        table = self._elastic.get((step.key, unit_set, elasticity))
+        if table is None:
+            table = _Elastic(shape_of(unit_set, elasticity), self._prices[step.key], self._cell_s)
+            self._elastic[step.key, unit_set, elasticity] = table
+        values = table.value(step.t_ori_s, ready_s, fastest, ahead_s, last)
+        table.use(step.t_ori_s, ready_s, int(values[:, 0].argmax()), used[step.key])
+        return self._wait(values.max(axis=0))
+
+
+class _Elastic:
+    """One shape under the prices: running costs h(t) = 1 + min_k (price k - worth speed(k)) a second.
+
+    For any worth of a second of T_ori, ``worth * t_ori + min_f integral of h`` bounds the cost of doing the
+    work between the ready instant and f, because work done beyond it only pays back its worth.
+    """
+
+    def __init__(self, shape: Shape, prices: Floats, cell_s: float) -> None:
+        fastest = float(shape.speeds.max())
+        self._worths = np.geomspace(
+            0.98 / fastest, (1.0 + float(prices.max()) * shape.units[0]) * 1.02 / float(shape.speeds[0]), WORTHS
+        )
+        net = (
+            prices[None, None, :] * shape.counts[:, None, None]
+            - self._worths[None, :, None] * shape.speeds[:, None, None]
+        )
+        choice = net.argmin(axis=0)
+        least = np.minimum(np.take_along_axis(net, choice[None], axis=0)[0], 0.0)
+        self._units = np.where(least < 0.0, shape.counts[choice], 0.0)
+        zero = np.zeros((WORTHS, 1))
+        speeds = np.where(least < 0.0, shape.speeds[choice], 0.0)
+        self._done = np.concatenate([zero, np.cumsum(speeds * cell_s, axis=1)], axis=1)
+        self._integral = np.concatenate([zero, np.cumsum((1.0 + least) * cell_s, axis=1)], axis=1)
+        self._tail = np.minimum.accumulate(self._integral[:, ::-1], axis=1)[:, ::-1]
+        self._cell_s = cell_s
+
+    def value(self, t_ori_s: float, ready_s: float, fastest_s: float, ahead_s: Floats, last: bool) -> Floats:
+        """Least cost from each grid point on, one row a worth."""
+        here_s = self._at(self._integral, ready_s)
+        if last:
+            end_s = np.minimum(
+                self._at(self._integral, ready_s + fastest_s), self._edge(self._tail, ready_s + fastest_s)
+            )
+        else:
+            # An end between two points is charged the earlier point's future, less the cell it may gain.
+            end_s = self._at(self._integral, ready_s + fastest_s + self._cell_s) - self._cell_s + ahead_s
+            end_s = np.minimum.accumulate(end_s[:, ::-1], axis=1)[:, ::-1]
+        result: Floats = self._worths[:, None] * t_ori_s + end_s - here_s
+        return result
+
+    def use(self, t_ori_s: float, ready_s: float, worth: int, used: Floats) -> None:
+        """Add the unit-seconds of working from the ready instant on: a direction, not part of the bound."""
+        first = min(int(ready_s / self._cell_s), CELLS - 1)
+        row = self._done[min(worth + 1, WORTHS - 1)]
+        end = int(row[first:].searchsorted(row[first] + t_ori_s)) + first
+        units = self._units[min(worth + 1, WORTHS - 1)]
+        used[first : min(end, CELLS)] += units[first : min(end, CELLS)] * self._cell_s
+        if first < end <= CELLS:
+            over = (row[end] - row[first] - t_ori_s) / max(1e-9, row[end] - row[end - 1])
+            used[end - 1] -= over * units[end - 1] * self._cell_s
+
+    def _at(self, values: Floats, instant_s: float) -> Floats:
+        """Values at ``instant_s`` plus whole cells, between edges by the line that they follow."""
+        position = instant_s / self._cell_s
+        first = int(position)
+        part = position - first
+        line: Floats = values[:, first : first + CELLS] * (1.0 - part) + values[:, first + 1 : first + 1 + CELLS] * part
+        return line
+
+    def _edge(self, values: Floats, instant_s: float) -> Floats:
+        first = int(instant_s / self._cell_s) + 1
+        return values[:, first : first + CELLS]
+
+
+def _shape(step: Step) -> Shape:
+    """Units of the key resource that make a difference; a rigid action has one."""
+    if step.key is None or step.elasticity is None:
+        units = next(iter(step.cost.values()), UnitSet.fixed(1))
+        return shape_of(UnitSet.fixed(units.minimum), None)
+    return shape_of(step.cost[step.key], step.elasticity)
+
+
+def _coarse(elasticity: Elasticity | None) -> Elasticity | None:
+    if isinstance(elasticity, Amdahl):
+        return Amdahl(math.floor(elasticity.serial_fraction / SERIAL_GRAIN) * SERIAL_GRAIN)
+    return elasticity
+
+
+def _area_s(trajectories: Sequence[Trajectory], kind: str) -> float:
+    return sum(
+        step.t_ori_s * float(_shape(step).areas.min())
+        for trajectory in trajectories
+        for step in trajectory.steps
+        if kind in step.cost
+    )
