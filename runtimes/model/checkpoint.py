@@ -1,0 +1,182 @@
+"""The checkpoint on disk: config.json and safetensors headers, checked without reading a weight and without torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from manager.errors import InvalidConfig, Unsupported
+
+#: A header larger than this is taken for garbage: the largest public checkpoints stay under 10 MiB.
+HEADER_BYTES_MAX = 100 * 2**20
+
+#: Bytes of one element by safetensors dtype. The 8-bit floats mean a quantised checkpoint and are refused.
+ELEMENT_BYTES: Mapping[str, int] = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+}
+
+_COMPONENT = "model.checkpoint"
+_INDEX = "model.safetensors.index.json"
+_PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.pkl")
+_WATCHED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """Where one tensor lies: file, absolute offset and bytes; its safetensors dtype and its shape."""
+
+    file: Path
+    offset: int
+    size_bytes: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A checked Hugging Face directory."""
+
+    path: Path
+    config: Mapping[str, object]
+    tensors: Mapping[str, Tensor]
+    #: Changes when any file that matters is replaced.
+    fingerprint: str
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(tensor.size_bytes for tensor in self.tensors.values())
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Read config and headers; raises InvalidConfig or Unsupported, naming the file at fault and the remedy."""
+    if not path.is_dir():
+        raise _invalid(path, "is not a directory", "point model.path at a Hugging Face checkpoint directory")
+    mark = fingerprint(path)
+    config = _read_json(path / "config.json", "a Hugging Face checkpoint has one next to its weights")
+    if "quantization_config" in config:
+        method = config["quantization_config"]
+        name = method.get("quant_method", "unknown") if isinstance(method, Mapping) else "unknown"
+        raise Unsupported(
+            f"{path}: the checkpoint is quantised ({name}), and quantised weights cannot be sharded here; "
+            "use the unquantised checkpoint, or an external engine (model.engine_url)",
+            component=_COMPONENT,
+        )
+    tensors: dict[str, Tensor] = {}
+    for file in weight_files(path):
+        tensors.update(_read_header(file))
+    return Checkpoint(path=path, config=config, tensors=tensors, fingerprint=mark)
+
+
+def fingerprint(path: Path) -> str:
+    """Digest of names, sizes, inodes and times of the files that make the checkpoint; empty files included."""
+    digest = hashlib.sha256()
+    for pattern in _WATCHED:
+        for file in sorted(path.glob(pattern)):
+            try:
+                stat = file.stat()
+            except OSError as error:
+                raise _invalid(file, f"cannot be read ({error.strerror})", "restore the file") from error
+            digest.update(f"{file.name}\0{stat.st_size}\0{stat.st_mtime_ns}\0{stat.st_ino}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The safetensors files of the checkpoint, by its index where it has one."""
+    if (path / _INDEX).is_file():
+        index = _read_json(path / _INDEX, "download the checkpoint again")
+        entries = index.get("weight_map")
+        if not isinstance(entries, Mapping) or not entries:
+            raise _invalid(path / _INDEX, "has no weight_map", "download the checkpoint again")
+        files = [path / str(name) for name in sorted(set(entries.values()))]
+        for file in files:
+            if file.parent != path:
+                raise _invalid(path / _INDEX, f"names {file}, outside the checkpoint", "use a trusted checkpoint")
+            if not file.is_file():
+                raise _invalid(file, f"is missing but named by {_INDEX}", "download the checkpoint again")
+        return files
+    files = sorted(path.glob("*.safetensors"))
+    if files:
+        return files
+    pickles = [file.name for pattern in _PICKLES for file in path.glob(pattern)]
+    if pickles:
+        raise _invalid(
+            path / pickles[0],
+            "is a pickle, which runs code when it is loaded, and there is no safetensors file",
+            "convert it once: transformers' model.save_pretrained(directory) writes model.safetensors",
+        )
+    raise _invalid(path / "model.safetensors", "is missing", "download the checkpoint again")
+
+
+def _read_header(file: Path) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of one safetensors file, each checked against the file's real size."""
+    again = "the file is truncated or corrupt: download it again"
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        if len(prefix) < 8:
+            raise _invalid(file, f"has only {size} bytes", again)
+        (header_bytes,) = struct.unpack("<Q", prefix)
+        if header_bytes > min(HEADER_BYTES_MAX, size - 8):
+            raise _invalid(file, f"claims a header of {header_bytes} bytes in a file of {size}", again)
+        raw = stream.read(header_bytes)
+    try:
+        header = json.loads(raw)
+    except ValueError as error:
+        raise _invalid(file, "has a header that is no JSON", again) from error
+    if not isinstance(header, dict):
+        raise _invalid(file, "has a header that is no JSON object", again)
+    start = 8 + header_bytes
+    for name, entry in header.items():
+        if name != "__metadata__":
+            yield name, _tensor(file, name, entry, start, size)
+
+
+def _tensor(file: Path, name: str, entry: object, start: int, size: int) -> Tensor:
+    again = "the file is truncated or corrupt: download it again"
+    try:
+        assert isinstance(entry, dict)
+        dtype = str(entry["dtype"])
+        shape = tuple(int(n) for n in entry["shape"])
+        first, last = (int(n) for n in entry["data_offsets"])
+    except (AssertionError, KeyError, TypeError, ValueError) as error:
+        raise _invalid(file, f"has a broken entry for tensor {name!r}", again) from error
+    if dtype not in ELEMENT_BYTES:
+        raise Unsupported(
+            f"{file}: tensor {name!r} is {dtype}, a quantised or unknown dtype; use an unquantised checkpoint",
+            component=_COMPONENT,
+        )
+    if last - first != math.prod(shape) * ELEMENT_BYTES[dtype] or first < 0:
+        raise _invalid(file, f"tensor {name!r} of shape {shape} does not fill its {last - first} bytes", again)
+    if start + last > size:
+        raise _invalid(file, f"ends before tensor {name!r} does ({size} of {start + last} bytes)", again)
+    return Tensor(file=file, offset=start + first, size_bytes=last - first, dtype=dtype, shape=shape)
+
+
+def _read_json(file: Path, remedy: str) -> Mapping[str, object]:
+    try:
+        value = json.loads(file.read_bytes())
+    except FileNotFoundError as error:
+        raise _invalid(file, "is missing", remedy) from error
+    except (OSError, ValueError) as error:
+        raise _invalid(file, f"cannot be read as JSON ({error})", "download the checkpoint again") from error
+    if not isinstance(value, dict):
+        raise _invalid(file, "is no JSON object", "download the checkpoint again")
+    return value
+
+
+def _invalid(file: Path, what: str, remedy: str) -> InvalidConfig:
+    return InvalidConfig(f"{file} {what}; {remedy}", component=_COMPONENT, detail={"file": str(file)})

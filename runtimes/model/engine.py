@@ -1,0 +1,254 @@
+"""The engine of one device: images attached, services seated in the arena, actions computed. In a worker."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from manager.function import ModelAction
+from runtimes.model.arena import Arena, Fences, SlotKey, Transfer, bind
+from runtimes.model.compute import Bound, compute
+from runtimes.model.image import Image
+from runtimes.model.layout import Shard, shard
+from runtimes.model.parallel import Group, Team, install
+from runtimes.model.skeleton import Head, build_skeleton, place_buffers
+from runtimes.model.work import ImageRef, Placed, Resident, Run, Usage
+
+#: Seconds that a run waits for its image, which was announced before it on the same pipe (pinning takes seconds).
+ATTACH_S = 120.0
+
+
+@dataclass(slots=True)
+class Seat:
+    """A service in the arena, arrived or arriving."""
+
+    place: Placed
+    offset: int
+    shard: Shard
+    transfer: Transfer
+    began_s: float = field(default_factory=time.perf_counter)
+
+
+@dataclass(slots=True)
+class Skeleton:
+    """A model without memory of its own, for one rank of one DoP of one image."""
+
+    model: Any
+    fences: Fences
+    team: Team
+    bound: Seat | None = None
+
+
+class DeviceEngine:
+    """Everything that one device does. `run` belongs to one thread; the rest may be called from another meanwhile."""
+
+    def __init__(self, device: str, arena_bytes: int, *, copy_bytes: int, threads: int, collective_s: float) -> None:
+        self.device = device
+        self._threads = threads
+        self._collective_s = collective_s
+        if device != "cpu":
+            torch.cuda.set_device(device)
+        torch.set_num_threads(threads)
+        self._arena = Arena(arena_bytes, device, copy_bytes)
+        self._images: dict[str, Image | Exception] = {}
+        self._changed = threading.Condition()
+        self._seats: dict[SlotKey, Seat] = {}
+        self._skeletons: dict[tuple[str, int, int], Skeleton] = {}
+        self._groups: dict[tuple[int, int], tuple[str, Group]] = {}
+        self._cores: tuple[int, ...] = ()
+
+    # -- images
+
+    def attach(self, reference: ImageRef) -> None:
+        """Map (and on CUDA pin) an image; a failure is kept for the run that needs it. Idempotent."""
+        if isinstance(self._images.get(reference.id), Image):
+            return
+        made: Image | Exception
+        try:
+            made = Image(reference.path, reference.layout, pin=self.device != "cpu")
+        except (OSError, RuntimeError) as error:
+            made = error
+        with self._changed:
+            self._images[reference.id] = made
+            self._changed.notify_all()
+
+    def detach(self, image_id: str) -> None:
+        """Unmap an image and forget its skeletons. Slots restored from it stay until they are evicted."""
+        with self._changed:
+            image = self._images.pop(image_id, None)
+            if isinstance(image, Image):
+                image.close()
+
+    # -- residency
+
+    def resident(self) -> tuple[Resident, ...]:
+        with self._changed:
+            return tuple(
+                Resident(service=key[0], dop=key[1], start=key[2], size_bytes=seat.shard.size_bytes)
+                for key, seat in self._seats.items()
+            )
+
+    def evict(self, services: Sequence[str] | None = None) -> tuple[str, ...]:
+        """Release the idle slots of these services (of all, where None), with nothing written back."""
+        with self._changed:
+            victims = [key for key in self._arena.slots.idle() if services is None or key[0] in services]
+            for key in victims:
+                self._drop(key)
+            return tuple(sorted({key[0] for key in victims}))
+
+    def restore(self, place: Placed) -> tuple[Seat, bool, tuple[str, ...]]:
+        """Seat a service: (seat, whether a copy was begun, evicted services). Returns while the bytes still travel.
+
+        Raises DoesNotFit where what computes now leaves no room.
+        """
+        image = self._await_image(place.image_id)
+        key = (place.service, place.dop, place.start)
+        with self._changed:
+            seat = self._seats.get(key)
+            if seat is not None and seat.place == place:
+                return seat, False, ()
+            self._drop(key)
+            part = shard(image.layout, place.rank, place.dop)
+            offset, evicted = self._arena.slots.allocate(key, part.size_bytes)
+            for other in evicted:
+                self._seats.pop(other, None)
+            seat = Seat(place, offset, part, self._arena.restore(image.bytes, part, offset))
+            self._seats[key] = seat
+            return seat, True, tuple(other[0] for other in evicted)
+
+    # -- the act
+
+    def run(self, asked: Run, restored: Callable[[], None], progress: Callable[[], None]) -> tuple[list[object], Usage]:
+        """Restore where needed, then compute; the copy of a layer overlaps the compute of the ones before it.
+
+        ``restored`` is called (from any thread) when the last weight has arrived, ``progress`` as work is done.
+        """
+        began = time.perf_counter()
+        evicted = self.evict(asked.evict) if asked.evict else ()
+        evict_s = time.perf_counter() - began
+        key = (asked.place.service, asked.place.dop, asked.place.start)
+        seat, cold, pushed = self._pin(asked.place, key)
+        herald = _Herald(seat, restored)
+        try:
+            skeleton = self._skeleton(asked.place)
+            skeleton.team.group = self._group(asked)
+            self._bind(skeleton, seat)
+            self._use_cores(asked.cores)
+            results = self._compute(asked, skeleton, seat, progress)
+        finally:
+            herald.join()
+            with self._changed:
+                self._arena.slots.unpin(key)
+        usage = Usage(
+            restored=cold,
+            restore_s=herald.arrived_s - seat.began_s if cold else 0.0,
+            restore_bytes=seat.shard.size_bytes if cold else 0,
+            compute_s=time.perf_counter() - (herald.arrived_s if cold else began),
+            evict_s=evict_s,
+            tokens=sum(len(item.ids) for item in asked.items),
+            evicted=(*evicted, *pushed),
+        )
+        return results, usage
+
+    def release_cache(self) -> None:
+        """After out of memory: evict whatever is idle and give the allocator's spare blocks back."""
+        self.evict()
+        if self.device != "cpu":
+            torch.cuda.empty_cache()
+
+    def _compute(self, asked: Run, skeleton: Skeleton, seat: Seat, progress: Callable[[], None]) -> list[object]:
+        end = seat.shard.size_bytes
+        bound = Bound(
+            model=skeleton.model,
+            group=skeleton.team.group,
+            device=self.device,
+            arrived=lambda: seat.transfer.wait(end),
+        )
+        return compute(bound, ModelAction(asked.action), asked.items, asked.budget_tokens, progress)
+
+    def _pin(self, place: Placed, key: SlotKey) -> tuple[Seat, bool, tuple[str, ...]]:
+        with self._changed:
+            found = self.restore(place)
+            self._arena.slots.pin(key)
+            return found
+
+    def _drop(self, key: SlotKey) -> None:
+        self._arena.slots.release(key)
+        self._seats.pop(key, None)
+
+    def _await_image(self, image_id: str) -> Image:
+        with self._changed:
+            if not self._changed.wait_for(lambda: image_id in self._images, timeout=ATTACH_S):
+                raise TimeoutError(f"the image {image_id} was not attached within {ATTACH_S:.0f} s")
+            image = self._images[image_id]
+        if isinstance(image, Exception):
+            raise image
+        return image
+
+    def _skeleton(self, place: Placed) -> Skeleton:
+        key = (place.image_id, place.dop, place.rank)
+        found = self._skeletons.get(key)
+        if found is None:
+            layout = self._await_image(place.image_id).layout
+            model: Any = build_skeleton(layout.config, Head(layout.head), layout.dtype, Path(place.image_id))
+            place_buffers(model, self.device)
+            team = Team()
+            install(model, layout, team, place.rank, place.dop)
+            part = shard(layout, place.rank, place.dop)
+            found = Skeleton(model, Fences(model, part, layout.tied), team)
+            self._skeletons = {k: v for k, v in self._skeletons.items() if k[0] in self._images}
+            self._skeletons[key] = found
+        return found
+
+    def _bind(self, skeleton: Skeleton, seat: Seat) -> None:
+        if skeleton.bound is not seat:
+            layout = self._await_image(seat.place.image_id).layout
+            bind(skeleton.model, self._arena, seat.shard, seat.offset, layout.tied)
+            skeleton.bound = seat
+            skeleton.fences.transfer = seat.transfer
+
+    def _group(self, asked: Run) -> Group:
+        """The chunk's group, kept across swaps and met anew when any of its processes is new."""
+        place = asked.place
+        if place.dop == 1:
+            return Group(0, 1)
+        chunk = (place.start, place.dop)
+        name, group = self._groups.get(chunk, ("", None))
+        if group is None or name != asked.group:
+            group = Group.join(Path(asked.group), place.rank, place.dop, self.device, self._collective_s)
+            self._groups[chunk] = (asked.group, group)
+        return group
+
+    def _use_cores(self, cores: tuple[int, ...]) -> None:
+        """Compute on the granted cores only (``cpu`` devices): affinity of every thread, and as many threads."""
+        if self.device != "cpu" or cores == self._cores or not cores:
+            return
+        torch.set_num_threads(len(cores))
+        for thread in Path("/proc/self/task").iterdir():
+            os.sched_setaffinity(int(thread.name), cores)
+        self._cores = cores
+
+
+class _Herald:
+    """Tells when a seat's weights have all arrived; a thread only where they have not yet."""
+
+    def __init__(self, seat: Seat, restored: Callable[[], None]) -> None:
+        self._seat, self._restored = seat, restored
+        self.arrived_s = 0.0
+        self._thread = threading.Thread(target=self._wait, name="herald", daemon=True)
+        self._thread.start()
+
+    def _wait(self) -> None:
+        self._seat.transfer.finish()
+        self.arrived_s = time.perf_counter()
+        self._restored()
+
+    def join(self) -> None:
+        self._thread.join()

@@ -1,0 +1,249 @@
+"""The devices' processes and the chunks made of them: a job on a chunk, crashes and stuck ranks, what is resident."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from manager.errors import ActionFailed, Reason
+from runtimes.model.contract import Chunk
+from runtimes.model.devices import Device
+from runtimes.model.process import Gone, Nursery, Process, Refused
+from runtimes.model.settings import ModelSettings
+from runtimes.model.work import Attach, Detach, Done, Evict, ImageRef, Ping, Placed, Resident, Restore, Run, Usage
+
+_COMPONENT = "model.fleet"
+
+
+class ChunkBroken(Exception):
+    """A rank died, was stuck, or left its peers alone: the chunk's processes have been replaced."""
+
+
+class Fleet:
+    """One process for each device. A chunk is used by one job at a time."""
+
+    def __init__(
+        self,
+        devices: Sequence[Device],
+        nursery: Nursery,
+        settings: ModelSettings,
+        meeting: Path,
+        on_residency: Callable[[], None],
+    ) -> None:
+        self.devices = devices
+        self._settings = settings
+        self._meeting = meeting
+        self._on_residency = on_residency
+        self.workers = [self._worker(device, nursery) for device in devices]
+        self._turns = [asyncio.Lock() for _ in devices]
+        self._resident: list[tuple[Resident, ...]] = [() for _ in devices]
+
+    # -- work
+
+    async def run(
+        self, chunk: Chunk, image: ImageRef, run: Run, restored: Callable[[], None]
+    ) -> tuple[list[object], list[Usage]]:
+        """Run on every rank; the first rank's results, and each rank's usage.
+
+        Raises Refused (the model said no, every rank lives), or ChunkBroken after replacing the processes.
+        ``run.place`` is completed for each rank. Cancelling waits ``kill_grace_s``, then kills.
+        """
+        self._check(chunk)
+        async with AsyncExitStack() as turns:
+            for index in _members(chunk):
+                await turns.enter_async_context(self._turns[index])
+            await self._attach(chunk, image)
+            counted = _Countdown(chunk[1], restored)
+            group = self._group(chunk)
+            ranks = [
+                asyncio.create_task(self._ask(index, _for_rank(run, rank, chunk, group), counted.one))
+                for rank, index in enumerate(_members(chunk))
+            ]
+            try:
+                done = await self._together(chunk, ranks)
+            except asyncio.CancelledError:
+                await self._stop(chunk, ranks)
+                raise
+        results = done[0].value
+        assert isinstance(results, list)
+        return results, [rank.usage for rank in done]
+
+    async def prefetch(self, chunk: Chunk, image: ImageRef, place: Placed) -> bool:
+        """Restore beside what computes; False where it did not fit or a process was lost."""
+        self._check(chunk)
+        try:
+            await self._attach(chunk, image)
+            await asyncio.gather(
+                *(
+                    self._ask(index, Restore(place=_ranked(place, rank, chunk)), None)
+                    for rank, index in enumerate(_members(chunk))
+                )
+            )
+        except (Refused, Gone):
+            return False
+        return True
+
+    async def evict(self, chunk: Chunk, services: tuple[str, ...]) -> None:
+        """Release the services' slots on the chunk's live devices."""
+        alive = [index for index in _members(chunk) if self.workers[index].alive]
+        asked = (self._ask(index, Evict(services=services), None) for index in alive)
+        await asyncio.gather(*asked, return_exceptions=True)
+
+    async def abort(self, chunk: Chunk) -> None:
+        """Replace the chunk's processes: kill them now, start them when they are needed."""
+        for index in _members(chunk):
+            self.workers[index].kill()
+        await asyncio.gather(*(self.workers[i].gone(self._settings.start_s) for i in _members(chunk)))
+        for index in _members(chunk):
+            self._resident[index] = ()
+        self._on_residency()
+
+    async def healthy(self, chunk: Chunk) -> bool:
+        """Whether every device of the chunk answers within ``stuck_s``."""
+        asked = (self._ask(index, Ping(), None) for index in _members(chunk))
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        return all(isinstance(answer, Done) for answer in answers)
+
+    async def start(self) -> None:
+        """Start every device's process."""
+        await asyncio.gather(*(worker.start() for worker in self.workers))
+
+    def forget_image(self, image_id: str) -> None:
+        """Let every process unmap a dropped image."""
+        for worker in self.workers:
+            if image_id in worker.attached:
+                worker.attached.discard(image_id)
+                worker.tell(Detach(image_id=image_id))
+
+    async def close(self) -> None:
+        await asyncio.gather(*(worker.close() for worker in self.workers))
+
+    # -- views
+
+    def residency(self) -> Mapping[str, tuple[Chunk, ...]]:
+        """Service -> chunks on which every rank holds it."""
+        held = {
+            (slot.service, slot.dop, slot.start, index) for index, slots in enumerate(self._resident) for slot in slots
+        }
+        found: dict[str, list[Chunk]] = {}
+        for service, dop, start, index in sorted(held):
+            if index == start and all((service, dop, start, peer) in held for peer in range(start, start + dop)):
+                found.setdefault(service, []).append((start, dop))
+        return {service: tuple(chunks) for service, chunks in found.items()}
+
+    def slots(self, index: int) -> tuple[Resident, ...]:
+        """What device ``index`` last reported."""
+        return self._resident[index]
+
+    # -- parts
+
+    async def _ask(self, index: int, message: object, on_progress: Callable[[str], None] | None) -> Done:
+        """Ask one device and believe what it reports as resident."""
+        worker = self.workers[index]
+        try:
+            done = await worker.ask(message, stuck_s=self._settings.stuck_s, on_progress=on_progress)
+        except Refused as refused:
+            self._report(index, refused.failed.resident)
+            raise
+        except Gone:
+            self._report(index, ())
+            raise
+        self._report(index, done.resident)
+        return done
+
+    def _report(self, index: int, resident: tuple[Resident, ...] | None) -> None:
+        if resident is not None and resident != self._resident[index]:
+            self._resident[index] = resident
+            self._on_residency()
+
+    async def _attach(self, chunk: Chunk, image: ImageRef) -> None:
+        """Announce the image to every process of the chunk that has not heard of it; pinning goes on meanwhile."""
+        await asyncio.gather(*(self.workers[index].start() for index in _members(chunk)))
+        for index in _members(chunk):
+            worker = self.workers[index]
+            if image.id not in worker.attached:
+                worker.attached.add(image.id)
+                worker.tell(Attach(image=image))
+
+    async def _together(self, chunk: Chunk, ranks: Sequence[asyncio.Task[Done]]) -> list[Done]:
+        """Every rank's answer. One that fails leaves its peers waiting in a collective: they are given
+        ``kill_grace_s``, then the whole chunk is replaced."""
+        await asyncio.wait(ranks, return_when=asyncio.FIRST_EXCEPTION)
+        errors = [error for rank in ranks if rank.done() and (error := rank.exception()) is not None]
+        if not errors:
+            return [rank.result() for rank in ranks]
+        if len(ranks) > 1:
+            await self._stop(chunk, ranks)
+        first = next((error for error in errors if isinstance(error, Refused)), errors[0])
+        if isinstance(first, Refused) and first.failed.broken and len(ranks) == 1:
+            await self.abort(chunk)
+        if isinstance(first, Refused) and (len(ranks) == 1 or first.failed.reason is Reason.OUT_OF_MEMORY):
+            raise first
+        if isinstance(first, Gone | Refused):
+            raise ChunkBroken(str(first)) from first
+        raise first
+
+    async def _stop(self, chunk: Chunk, ranks: Sequence[asyncio.Task[Done]]) -> None:
+        """Let the ranks end by themselves for a moment, then replace the chunk's processes."""
+        _, late = await asyncio.wait(ranks, timeout=self._settings.kill_grace_s)
+        failed = any(rank.done() and not rank.cancelled() and rank.exception() is not None for rank in ranks)
+        if late or failed:
+            await self.abort(chunk)
+        await asyncio.gather(*ranks, return_exceptions=True)
+
+    def _group(self, chunk: Chunk) -> str:
+        """The rendezvous file of this very set of processes: a new process means a new meeting."""
+        incarnations = "-".join(str(self.workers[index].incarnation) for index in _members(chunk))
+        return str(self._meeting / f"{chunk[0]}-{chunk[1]}-{incarnations}")
+
+    def _check(self, chunk: Chunk) -> None:
+        start, size = chunk
+        if start < 0 or size < 1 or start + size > len(self.devices) or start % size:
+            raise ActionFailed(
+                Reason.INTERNAL, f"no such chunk {chunk} among {len(self.devices)} devices", component=_COMPONENT
+            )
+
+    def _worker(self, device: Device, nursery: Nursery) -> Process:
+        options: dict[str, object] = {
+            "device": device.torch_name,
+            "arena_bytes": device.arena_bytes,
+            "copy_bytes": self._settings.copy_bytes,
+            "threads": self._settings.device_threads,
+            "collective_s": self._settings.collective_s,
+        }
+        return Process(nursery, "worker", options, fresh=device.kind == "cuda", start_s=self._settings.start_s)
+
+
+class _Countdown:
+    """Calls back once every rank has its weights."""
+
+    def __init__(self, ranks: int, reached: Callable[[], None]) -> None:
+        self._left, self._reached = ranks, reached
+
+    def one(self, what: str) -> None:
+        if what == "restored":
+            self._left -= 1
+            if self._left == 0:
+                self._reached()
+
+
+def _members(chunk: Chunk) -> range:
+    return range(chunk[0], chunk[0] + chunk[1])
+
+
+def _ranked(place: Placed, rank: int, chunk: Chunk) -> Placed:
+    return Placed(service=place.service, image_id=place.image_id, dop=chunk[1], rank=rank, start=chunk[0])
+
+
+def _for_rank(run: Run, rank: int, chunk: Chunk, group: str) -> Run:
+    return Run(
+        place=_ranked(run.place, rank, chunk),
+        action=run.action,
+        items=run.items,
+        budget_tokens=run.budget_tokens,
+        evict=run.evict,
+        group=group,
+        cores=run.cores,
+    )

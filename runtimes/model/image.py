@@ -1,0 +1,189 @@
+"""The host image: one shared-memory copy of a checkpoint in layer order, which serves every DoP and every process."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+from manager.errors import InvalidConfig
+from runtimes.model.checkpoint import Checkpoint, Tensor
+from runtimes.model.layout import ALIGN_BYTES, PAGE_BYTES, Layout, Piece, align
+from runtimes.model.plan import Plan, plan_of
+from runtimes.model.skeleton import Head, build_skeleton, weight_dtype
+
+_COMPONENT = "model.image"
+
+#: torch leaves these calls untyped.
+_cuda: Any = torch.cuda
+
+_TORCH_DTYPE: Mapping[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+def build_layout(checkpoint: Checkpoint, head: Head, dtype: str = "") -> Layout:
+    """Lay out the parameters in the model's own (layer) order; raises InvalidConfig naming what is missing."""
+    dtype = weight_dtype(checkpoint, dtype)
+    model = build_skeleton(checkpoint.config, head, dtype, checkpoint.path)
+    plan = plan_of(model)
+    first_name: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    pieces: list[Piece] = []
+    end = 0
+    for name, value in _stored(model):
+        if id(value) in first_name:
+            tied[name] = first_name[id(value)]
+            continue
+        first_name[id(value)] = name
+        piece = _piece(checkpoint, model, plan, name, value, end)
+        pieces.append(piece)
+        end += align(piece.size_bytes, ALIGN_BYTES)
+    config = model.config
+    assert config is not None
+    return Layout(
+        pieces=tuple(pieces),
+        tied=tied,
+        size_bytes=align(end, PAGE_BYTES),
+        kv_heads=plan.kv_heads,
+        head_dim=plan.head_dim,
+        refusals=plan.refusals,
+        positions_max=int(getattr(config, "max_position_embeddings", 0) or 0),
+        vocab_size=int(getattr(config, "vocab_size", 0) or 0),
+        config=checkpoint.config,
+        head=head,
+        dtype=dtype,
+    )
+
+
+def fill(checkpoint: Checkpoint, layout: Layout, path: str, threads: int) -> None:
+    """Read every weight straight into its place in the image at ``path``; raises InvalidConfig on a short file."""
+    with map_image(path, layout.size_bytes) as view, ThreadPoolExecutor(threads) as pool:
+        list(pool.map(lambda piece: _read(checkpoint.tensors[piece.source], piece, view), layout.pieces))
+
+
+class Image:
+    """An image mapped into this process; pinned for a CUDA context where one asks for it."""
+
+    def __init__(self, path: str, layout: Layout, *, pin: bool) -> None:
+        self.layout = layout
+        self._map = map_image(path, layout.size_bytes)
+        self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._pinned = pin
+        if pin:
+            # Registration pins the shared pages for this process's context: no second copy is made.
+            _check_cuda(_cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), layout.size_bytes, 0))
+
+    def close(self) -> None:
+        """Unpin and unmap; the memory is freed when the last process has done so. Idempotent."""
+        if self._pinned:
+            self._pinned = False
+            _check_cuda(_cuda.cudart().cudaHostUnregister(self.bytes.data_ptr()))
+        self.bytes = torch.empty(0, dtype=torch.uint8)
+        with suppress(BufferError):  # a copy in flight still holds a view: the mapping goes with its last reference
+            self._map.close()
+
+
+def map_image(path: str, size_bytes: int) -> mmap.mmap:
+    """A shared, writable mapping of an image file, in huge pages where the kernel gives them to shared memory."""
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        mapped = mmap.mmap(descriptor, size_bytes, mmap.MAP_SHARED)
+    finally:
+        os.close(descriptor)
+    with suppress(OSError):
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    return mapped
+
+
+def _stored(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters (tied ones under each of their names) and the buffers that a checkpoint holds."""
+    yield from model.named_parameters(remove_duplicate=False)
+    kept = model.state_dict()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in kept)
+
+
+def _piece(checkpoint: Checkpoint, model: nn.Module, plan: Plan, name: str, value: torch.Tensor, offset: int) -> Piece:
+    source = next((alias for alias in _aliases(model, name) if alias in checkpoint.tensors), None)
+    if source is None:
+        raise InvalidConfig(
+            f"{checkpoint.path}: the weight {name} that {type(model).__name__} needs is missing; "
+            "is this the checkpoint for this action?",
+            component=_COMPONENT,
+        )
+    found = checkpoint.tensors[source].shape
+    if found != tuple(value.shape):
+        raise InvalidConfig(
+            f"{checkpoint.path}: {source} has the shape {found} where config.json asks for {tuple(value.shape)}",
+            component=_COMPONENT,
+        )
+    placement = plan.placement(name)
+    return Piece(
+        name=name,
+        source=source,
+        offset=offset,
+        shape=found[::-1] if placement.transposed else found,
+        dtype=str(value.dtype).removeprefix("torch."),
+        transposed=placement.transposed,
+        cut=placement.cut,
+    )
+
+
+def _aliases(model: nn.Module, name: str) -> Iterator[str]:
+    """The names under which a checkpoint may hold a weight: with and without the base model's prefix."""
+    prefix = f"{model.base_model_prefix}."
+    yield name
+    yield name.removeprefix(prefix) if name.startswith(prefix) else prefix + name
+
+
+def _read(tensor: Tensor, piece: Piece, image: mmap.mmap) -> None:
+    """Bring one tensor into the image, converted and transposed where the layout says so."""
+    dtype: torch.dtype = getattr(torch, piece.dtype)
+    straight = _TORCH_DTYPE[tensor.dtype] == dtype and not piece.transposed
+    whole = memoryview(image)
+    target = whole[piece.offset : piece.offset + piece.size_bytes]
+    buffer = target if straight else memoryview(bytearray(tensor.size_bytes))
+    try:
+        _read_into(tensor, buffer)
+        if not straight and tensor.size_bytes:
+            loaded = torch.frombuffer(buffer, dtype=_TORCH_DTYPE[tensor.dtype]).view(tensor.shape)
+            placed = torch.frombuffer(target, dtype=dtype).view(piece.shape)
+            placed.copy_(loaded.t() if piece.transposed else loaded)
+            del loaded, placed
+    finally:
+        target.release()
+        whole.release()
+
+
+def _read_into(tensor: Tensor, buffer: memoryview) -> None:
+    with tensor.file.open("rb", buffering=0) as stream:
+        stream.seek(tensor.offset)
+        done = 0
+        while done < tensor.size_bytes:
+            count = stream.readinto(buffer[done:])
+            if not count:
+                raise InvalidConfig(
+                    f"{tensor.file} ended after {tensor.offset + done} bytes; it was replaced or truncated",
+                    component=_COMPONENT,
+                )
+            done += count
+
+
+def _check_cuda(code: Any) -> None:
+    if int(code) != 0:
+        raise RuntimeError(f"the CUDA driver refused to pin or unpin an image (error {code})")

@@ -1,0 +1,105 @@
+"""The input of a model action, parsed and checked. Pure."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from manager.errors import InvalidInput
+from manager.function import FunctionSpec, ModelAction, ModelSpec
+
+_COMPONENT = "model.request"
+_KINDS = ("texts", "token_ids", "messages")
+_OPTIONS = ("max_new_tokens", "temperature", "top_p", "seed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInput:
+    """Exactly one of texts, token ids and conversations, and how to sample (`generate` only)."""
+
+    texts: tuple[str, ...] = ()
+    token_ids: tuple[tuple[int, ...], ...] = ()
+    conversations: tuple[tuple[Mapping[str, object], ...], ...] = ()
+    max_new_tokens: int = 0
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __len__(self) -> int:
+        return len(self.texts) + len(self.token_ids) + len(self.conversations)
+
+
+def model_of(function: FunctionSpec) -> ModelSpec:
+    """The function's model section, which every function of this runtime has."""
+    assert function.model is not None, f"{function.name} has no model section"
+    return function.model
+
+
+def parse_input(function: FunctionSpec, given: Mapping[str, object], sequences_max: int) -> ModelInput:
+    """Check the shape of an input; raises InvalidInput whose ``detail["path"]`` is the JSON path at fault."""
+    kinds = [kind for kind in _KINDS if kind in given]
+    if len(kinds) != 1:
+        raise _invalid("$", f"needs exactly one of {', '.join(_KINDS)}")
+    generates = model_of(function).action is ModelAction.GENERATE
+    allowed = {*_KINDS, *(_OPTIONS if generates else ())}
+    for name in given:
+        if name not in allowed:
+            raise _invalid(f"$.{name}", "is not known to this function")
+    options = _sampling(given, model_of(function)) if generates else {}
+    kind = kinds[0]
+    rows = given[kind]
+    if kind == "messages" and isinstance(rows, list) and rows and isinstance(rows[0], dict):
+        rows = [rows]  # a single conversation
+    if not isinstance(rows, list) or not rows:
+        raise _invalid(f"$.{kind}", "must be a list that is not empty")
+    if len(rows) > sequences_max:
+        raise _invalid(f"$.{kind}", f"has {len(rows)} sequences, more than {sequences_max}")
+    if kind == "texts":
+        return ModelInput(texts=tuple(_text(row, i) for i, row in enumerate(rows)), **options)  # type: ignore[arg-type]
+    if kind == "token_ids":
+        return ModelInput(token_ids=tuple(_ids(row, i) for i, row in enumerate(rows)), **options)  # type: ignore[arg-type]
+    return ModelInput(conversations=tuple(_chat(row, i) for i, row in enumerate(rows)), **options)  # type: ignore[arg-type]
+
+
+def _sampling(given: Mapping[str, object], model: ModelSpec) -> dict[str, float | int]:
+    """The sampling options. An unseeded draw gets a seed here, so that every rank (and a retry) draws alike."""
+    wanted = _number(given, "max_new_tokens", model.max_new_tokens, 1, model.max_new_tokens)
+    return {
+        "max_new_tokens": int(wanted),
+        "temperature": _number(given, "temperature", 0.0, 0.0, 100.0),
+        "top_p": _number(given, "top_p", 1.0, 1e-6, 1.0),
+        "seed": int(_number(given, "seed", secrets.randbits(32), 0, 2**63 - 1)),
+    }
+
+
+def _number(given: Mapping[str, object], name: str, default: float, low: float, high: float) -> float:
+    value = given.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise _invalid(f"$.{name}", f"must be a number between {low} and {high}")
+    return value
+
+
+def _text(row: object, index: int) -> str:
+    if not isinstance(row, str) or not row:
+        raise _invalid(f"$.texts[{index}]", "must be a text that is not empty")
+    return row
+
+
+def _ids(row: object, index: int) -> tuple[int, ...]:
+    if not isinstance(row, list) or not row or not all(type(token) is int and token >= 0 for token in row):
+        raise _invalid(f"$.token_ids[{index}]", "must be a list of token ids that is not empty")
+    return tuple(row)
+
+
+def _chat(row: object, index: int) -> tuple[Mapping[str, object], ...]:
+    if not isinstance(row, list) or not row:
+        raise _invalid(f"$.messages[{index}]", "must be a list of messages that is not empty")
+    for position, message in enumerate(row):
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            raise _invalid(f"$.messages[{index}][{position}]", "must have a role and a content")
+    return tuple(row)
+
+
+def _invalid(path: str, what: str) -> InvalidInput:
+    return InvalidInput(f"{path} {what}", component=_COMPONENT, detail={"path": path})

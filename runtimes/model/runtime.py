@@ -1,0 +1,172 @@
+"""The model runtime: score, logprobs, embed and generate, on the chunk that the lease grants (paper, EOE)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+
+from manager.action import Action
+from manager.config import ServiceSpec
+from manager.errors import ActionFailed, InvalidInput, Reason
+from manager.function import FunctionSpec
+from manager.lease import Lease
+from runtimes.model.batch import Batch, Member
+from runtimes.model.contract import Chunk, Engine
+from runtimes.model.devices import require_torch
+from runtimes.model.external import External
+from runtimes.model.inhouse import InHouse
+from runtimes.model.process import Nursery
+from runtimes.model.request import model_of, parse_input
+from runtimes.model.settings import ModelSettings
+from runtimes.model.standing import Standing
+from runtimes.runtime import Execution, Result
+
+_COMPONENT = "model.runtime"
+
+#: Told whenever what is resident on this node changes: service -> chunks.
+OnResidency = Callable[[Mapping[str, tuple[Chunk, ...]]], None]
+
+
+class ModelRuntime:
+    """Implements `runtimes.runtime.Runtime`. The gateway's process never imports torch and never waits for it."""
+
+    def __init__(
+        self,
+        settings: ModelSettings | None = None,
+        *,
+        on_residency: OnResidency | None = None,
+        nursery: Nursery | None = None,
+    ) -> None:
+        self.settings = settings or ModelSettings()
+        self.on_residency = on_residency
+        self.standing = Standing()
+        self._own_nursery = nursery is None
+        self._nursery = nursery or Nursery()
+        self._in_house: InHouse | None = None
+        self._external = External(self.settings, self._report)
+        self._services: dict[str, ServiceSpec] = {}
+        self._batches: dict[tuple[str, ...], Batch] = {}
+
+    # -- Runtime
+
+    async def prepare(self, function: FunctionSpec) -> None:
+        """Check the checkpoint, read it into host memory and start the devices' processes."""
+        self._services[function.name] = await self._engine(function).prepare(function)
+
+    async def execute(self, execution: Execution) -> Result:
+        """Run one action on its chunk, together with the other members of its batch where the lease names some."""
+        function = execution.call.function
+        engine = self._engine(function)
+        try:
+            given = parse_input(function, execution.call.input, self.settings.sequences_max)
+        except InvalidInput as error:
+            self._leave_out(execution)
+            raise ActionFailed(
+                Reason.INVALID_INPUT, error.message, component=error.component, detail=error.detail
+            ) from error
+        try:
+            ask = await engine.admit(function, given)
+        except BaseException:
+            self._leave_out(execution)
+            raise
+        member = Member(ask=ask, begin=execution.begin)
+        batch = self._batch(execution, engine)
+        batch.join(execution.action.id, member)
+        try:
+            answer = await batch.answer(member)
+        finally:
+            execution.end()
+        self.standing.count(answer.usage)
+        return Result(value=answer.value, usage=answer.usage)
+
+    async def resize(self, action: Action, lease: Lease) -> None:
+        """A model action keeps its chunk to its end."""
+
+    async def end_trajectory(self, trajectory: str) -> None:
+        """Models keep nothing for a trajectory."""
+
+    async def close(self) -> None:
+        """End every process and free every image."""
+        for batch in list(self._batches.values()):
+            await batch.cancel()
+        if self._in_house is not None:
+            await self._in_house.close()
+            self._in_house = None
+        await self._external.close()
+        if self._own_nursery:
+            await asyncio.to_thread(self._nursery.close)
+
+    # -- beyond the protocol
+
+    async def footprint(self, function: FunctionSpec) -> ServiceSpec:
+        """Bytes on each device and restore seconds by DoP, as the manager wants them."""
+        if function.name not in self._services:
+            await self.prepare(function)
+        return self._services[function.name]
+
+    async def prefetch(self, function: FunctionSpec, chunk: Chunk, service: str = "") -> bool:
+        """Restore a service beside what computes now; False where there was no room. A hint: it never fails."""
+        try:
+            return await self._engine(function).restore(service or function.name, function, chunk)
+        except ActionFailed:
+            return False
+
+    def residency(self) -> Mapping[str, tuple[Chunk, ...]]:
+        """Service -> chunks on which it is really resident."""
+        in_house = {} if self._in_house is None else self._in_house.residency()
+        return {**in_house, **self._external.residency()}
+
+    def resources(self) -> dict[str, object]:
+        """Devices, host memory and swap counts, JSON-able."""
+        return self.standing.view(None if self._in_house is None else self._in_house)
+
+    # -- parts
+
+    def _engine(self, function: FunctionSpec) -> Engine:
+        if model_of(function).engine_url:
+            return self._external
+        if self._in_house is None:
+            require_torch()
+            self._in_house = InHouse(self.settings, self._nursery, self._report)
+        return self._in_house
+
+    def _batch(self, execution: Execution, engine: Engine) -> Batch:
+        """The batch that the lease names, or one of this action alone."""
+        key = _batch_key(execution)
+        batch = self._batches.get(key)
+        if batch is None or batch.closed:
+            grant = execution.lease.grants.get("gpu")
+            if grant is None or grant.chunk is None:
+                raise ActionFailed(
+                    Reason.INTERNAL, "the lease of a model action grants no chunk of devices", component=_COMPONENT
+                )
+            batch = Batch(
+                engine=engine,
+                service=execution.action.service or execution.call.function.name,
+                members=key,
+                chunk=grant.chunk,
+                evict=grant.evict,
+                cores=execution.lease.cores,
+                gather_s=self.settings.gather_s,
+                on_end=lambda: self._forget(key, batch),
+            )
+            self._batches[key] = batch
+        return batch
+
+    def _leave_out(self, execution: Execution) -> None:
+        """An action that is refused must not keep its batch waiting."""
+        with suppress(KeyError):
+            self._batches[_batch_key(execution)].leave_out(execution.action.id)
+
+    def _forget(self, key: tuple[str, ...], batch: Batch | None) -> None:
+        if self._batches.get(key) is batch:
+            del self._batches[key]
+
+    def _report(self) -> None:
+        if self.on_residency is not None:
+            self.on_residency(self.residency())
+
+
+def _batch_key(execution: Execution) -> tuple[str, ...]:
+    return execution.lease.batch or (execution.action.id,)

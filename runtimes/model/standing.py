@@ -1,0 +1,79 @@
+"""Where the devices stand: what is resident, how often models were swapped, and how often they were found in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from runtimes.model.devices import used_bytes
+from runtimes.model.inhouse import InHouse
+
+
+@dataclass(slots=True)
+class Standing:
+    """Counters since the start."""
+
+    jobs: int = 0
+    swaps: int = 0
+    evictions: int = 0
+    restore_s: float = 0.0
+    restored_bytes: int = 0
+
+    def count(self, usage: Mapping[str, float]) -> None:
+        """Add one answered action; the members of a batch share one job."""
+        share = 1 / max(usage.get("batch", 1.0), 1.0)
+        self.jobs += 1
+        if usage.get("restored"):
+            self.swaps += 1
+            self.restore_s += usage["restore_s"] * share
+            self.restored_bytes += int(usage["restore_bytes"] * share)
+        self.evictions += int(usage.get("evicted", 0.0) * share)
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the actions that found their model in place; 0 where there were none."""
+        return 0.0 if not self.jobs else 1 - self.swaps / self.jobs
+
+    def view(self, engine: InHouse | None) -> dict[str, object]:
+        """JSON-able, for ``GET /resources`` and ``tangram top``."""
+        view: dict[str, object] = {
+            "actions": self.jobs,
+            "swaps": self.swaps,
+            "hit_rate": round(self.hit_rate, 4),
+            "evictions": self.evictions,
+            "restore_s": round(self.restore_s, 6),
+            "restored_bytes": self.restored_bytes,
+        }
+        if engine is None:
+            return {**view, "devices": [], "services": {}, "host_images": {}}
+        images = engine.images
+        host = {"bytes": images.held_bytes, "bound_bytes": images.bound_bytes, "count": len(images.ids())}
+        services = {name: [list(chunk) for chunk in chunks] for name, chunks in engine.residency().items()}
+        return {
+            **view,
+            "devices": _devices(engine),
+            "services": services,
+            "host_images": {**host, "reads": images.reads},
+        }
+
+
+def _devices(engine: InHouse) -> list[dict[str, object]]:
+    fleet = engine.fleet
+    return [
+        {
+            "index": device.index,
+            "kind": device.kind,
+            "name": device.name,
+            "alive": worker.alive,
+            "pid": worker.pid,
+            "restarts": worker.restarts,
+            "arena_bytes": device.arena_bytes,
+            "resident_bytes": sum(slot.size_bytes for slot in fleet.slots(device.index)),
+            "used_bytes": used_bytes(device),
+            "resident": [
+                {"service": slot.service, "chunk": [slot.start, slot.dop], "bytes": slot.size_bytes}
+                for slot in fleet.slots(device.index)
+            ],
+        }
+        for device, worker in zip(fleet.devices, fleet.workers, strict=True)
+    ]
