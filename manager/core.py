@@ -109,6 +109,10 @@ class Core:
         rate = self._finishes.at(self._now_s)
         return high if rate <= 0 else min(high, max(low, 0.1 * len(self._house.queue) / rate))
 
+    def pause(self) -> None:
+        """Start nothing more but children of running actions: the gateway drains."""
+        self._house.paused = True
+
     # -- views
 
     @property
@@ -311,6 +315,7 @@ class Core:
         """End an action that never started."""
         self._touch(entry)
         self._house.queue.leave(entry)
+        self._house.holds.pop(entry.id, None)
         outcome = Outcome(state=state, reason=reason, message=message, component="queue")
         queue_s = max(0.0, self._now_s - entry.action.submitted_s)
         self._settle(

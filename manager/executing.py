@@ -10,7 +10,7 @@ from manager.outcome import State
 from manager.queue import Entry
 from manager.resources.nodes import Nodes
 from manager.resources.pool import Ask, Pool, Resources
-from manager.scheduler.policy import Running
+from manager.scheduler.policy import Running, Start
 from manager.statistics import Load
 
 #: An action that outlives its estimate is taken to have this much of its work left.
@@ -63,23 +63,27 @@ class Executing:
         return load
 
     def start(
-        self, entry: Entry, node: str, units: Mapping[str, int], chunk: tuple[int, int] | None, now_s: float
+        self, entry: Entry, node: str, units: Mapping[str, int], wish: Start | None, key: str, now_s: float
     ) -> Lease:
-        """Acquire everything for one action; all of it must fit."""
+        """Acquire everything for one action; all of it must fit. ``wish`` is the policy's, for the resource ``key``."""
         action = entry.action
         grants: dict[str, Grant] = {}
         for kind, count in units.items():
             pool = self._pool(kind, node)
+            mine = wish if kind == key else None
+            chunk = None if mine is None else mine.chunk
             ask = Ask(holder=action.id, units=count, service=action.service, chunk=chunk, node=node)
-            grants[kind] = pool.acquire(ask, now_s)
+            grant = pool.acquire(ask, now_s)
+            if mine is not None and mine.workers > count and action.malleable:
+                grant = replace(grant, workers=mine.workers)
+            grants[kind] = grant
             self._hold(pool, entry, now_s)
         memory_bytes = action.memory_bytes if node and action.trajectory is None else 0
         if memory_bytes:
             self._nodes[node].hold(action.id, memory_bytes)
         where = node or next((grant.pool.partition(":")[2] for grant in grants.values() if grant.chunk), "")
-        return self._enter(
-            entry, Lease(action_id=action.id, node=where, grants=grants, memory_bytes=memory_bytes), now_s
-        )
+        lease = Lease(action_id=action.id, node=where, grants=grants, memory_bytes=memory_bytes)
+        return self._enter(entry, lease, now_s)
 
     def join(self, entry: Entry, leader: Entry, now_s: float) -> Lease:
         """Let ``entry`` run on the units of ``leader``, in one batch."""
@@ -127,7 +131,7 @@ class Executing:
         entry.done = 1.0 - (self.remaining(entry, now_s) or 1.0)
         entry.since_s = now_s
         pool = self._resources[old.pool]
-        grant = pool.resize(entry.id, units)
+        grant = replace(pool.resize(entry.id, units), workers=old.workers)
         self._count_task(entry, kind, units - old.units)
         self.load(pool.name).observe(now_s, pool.used / max(1, pool.total))
         entry.lease = replace(entry.lease, grants={**entry.lease.grants, kind: grant})
@@ -192,6 +196,7 @@ class Executing:
             remaining=remaining,
             chunk=pool.chunk_of(holder),
             resize_after_s=entry.resize_after_s,
+            workers=max((grant.workers for grant in lease.grants.values() if grant.pool == pool.name), default=0),
         )
 
     def _duration_s(self, entry: Entry) -> float | None:

@@ -11,7 +11,7 @@ from manager.fairness import FairShare
 from manager.queue import Entry, Group, Queue
 from manager.resources.nodes import Nodes
 from manager.resources.pool import Resources
-from manager.scheduler.policy import Policy
+from manager.scheduler.policy import Hold, Policy
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,6 +33,10 @@ class House:
     dirty_groups: set[Group] = field(default_factory=set)
     #: When a policy wants to be asked again, by pool.
     wakes: dict[str, float] = field(default_factory=dict)
+    #: What the policies hold back on purpose, by action.
+    holds: dict[str, Hold] = field(default_factory=dict)
+    #: Whether only children of running actions may start (the gateway drains).
+    paused: bool = False
     #: First submission among trajectories that wait for memory; None when none does.
     memory_waits_from: int | None = None
 

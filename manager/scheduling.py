@@ -55,7 +55,7 @@ class Scheduling:
         for candidate in selection.candidates:
             by_pool.setdefault(candidate.pool, []).append(candidate)
         for candidate in by_pool.pop("", []):
-            self._starter.start(candidate.entry, candidate.option.node, {}, None)
+            self._starter.start(candidate.entry, candidate.option.node, {})
         for pool in list(house.resources):
             if pool.name in pools:
                 Turn(house, self._starter, pool, by_pool.get(pool.name, []), selection).take()
@@ -63,7 +63,11 @@ class Scheduling:
     def _closure(self) -> tuple[set[str], list[Group]]:
         """The pools that compete for the same waiting actions as those that changed, and these actions' groups."""
         pools = {name for name in self._house.dirty if self._house.resources.get(name) is not None}
-        left = [(group, self._house.pools_of(group)) for group in self._house.queue.groups()]
+        left = [
+            (group, self._house.pools_of(group))
+            for group in self._house.queue.groups()
+            if group.signature.child or not self._house.paused
+        ]
         chosen: list[Group] = []
         grown = True
         while grown:

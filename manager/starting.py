@@ -9,6 +9,7 @@ from itertools import islice
 from manager.events import Command, Execute, Resize
 from manager.house import House
 from manager.queue import Entry
+from manager.scheduler.policy import Start
 
 #: Queue mates of one group that are looked at for a batch.
 _BATCH_WINDOW = 256
@@ -27,13 +28,18 @@ class Starter:
         commands, self._commands = self._commands, []
         return commands
 
-    def start(self, entry: Entry, node: str, units: Mapping[str, int], chunk: tuple[int, int] | None) -> None:
-        """Take an action from the queue and lease it, with the queue mates that join its batch."""
+    def start(
+        self, entry: Entry, node: str, units: Mapping[str, int], wish: Start | None = None, key: str = ""
+    ) -> None:
+        """Take an action from the queue and lease it, with the queue mates that join its batch.
+
+        ``wish`` is the policy's, for the resource ``key``: its chunk, and the workers to start.
+        """
         house = self._house
         mates = self._mates(entry, units)
         for started in (entry, *mates):
             self._leave(started)
-        house.executing.start(entry, node, units, chunk, self.now_s)
+        house.executing.start(entry, node, units, wish, key, self.now_s)
         if mates:
             for mate in mates:
                 house.executing.join(mate, entry, self.now_s)
@@ -57,6 +63,7 @@ class Starter:
 
     def _leave(self, entry: Entry) -> None:
         self._house.queue.leave(entry)
+        self._house.holds.pop(entry.id, None)
         self._house.fair.started(entry.action, entry.key[0])
 
     def _execute(self, entry: Entry) -> None:

@@ -15,6 +15,9 @@ from manager.scheduler.policy import Decision, PoolView, Start, Waiting
 from manager.selection import Candidate, Option, Selection
 from manager.starting import Starter
 
+#: A policy is not asked again sooner than this, whatever it wants.
+_LEAST_WAKE_S = 0.001
+
 Item = TypeVar("Item")
 
 
@@ -70,14 +73,17 @@ class Turn:
         decision = self._house.policy(self._pool.kind).decide(self._view())
         self._house.wakes.pop(name, None)
         if decision.wake_s is not None:
-            self._house.wakes[name] = decision.wake_s
+            self._house.wakes[name] = max(decision.wake_s, self._starter.now_s + _LEAST_WAKE_S)
+        for hold in decision.holds:
+            self._house.holds[hold.action_id] = hold
         started = self._carry_out(decision)
         if started or decision.resizes or decision.wake_s is not None:
             return
         if self._candidates and not executing.holders(name):
             # An idle pool with startable work would stay idle for ever: nothing happens that asks again.
             first = next(iter(self._candidates.values()))
-            self._start(first.entry, first.option, _unit_set(first.entry.action).minimum, None)
+            minimum = _unit_set(first.entry.action).minimum
+            self._start(first.entry, first.option, Start(action_id=first.entry.id, units=minimum))
 
     def _view(self) -> PoolView:
         pool, house, now_s = self._pool, self._house, self._starter.now_s
@@ -173,7 +179,7 @@ class Turn:
             self._expect(start.units <= self._limit(candidate) or balance > self._free, start, "is above its limit")
             balance -= start.units
             self._expect(balance >= 0, start, f"is beyond the {self._free} units to share")
-            started |= self._start(candidate.entry, candidate.option, start.units, start.chunk)
+            started |= self._start(candidate.entry, candidate.option, start)
         for start in others:
             entry = self._eligible.get(start.action_id)
             self._expect(entry is not None, start, "names neither a candidate nor an eligible action")
@@ -181,28 +187,28 @@ class Turn:
             self._expect(start.units in _unit_set(entry.action), start, "is not in the unit set")
             option = None if entry.group is None else self._place(entry.group)
             if option is not None:
-                started |= self._start(entry, option, start.units, start.chunk)
+                started |= self._start(entry, option, start)
         return started
 
-    def _start(self, entry: Entry, option: Option, units: int, chunk: tuple[int, int] | None) -> bool:
+    def _start(self, entry: Entry, option: Option, start: Start) -> bool:
         """Start an action, unless a start of this very turn took what it needs (a batch, a place, a resource)."""
         if entry.group is None:
             return False
         wanted = {kind: minimum for kind, _, _, minimum in option.needs}
         key = next(kind for kind, name, _, _ in option.needs if name == self._pool.name)
         room = self._house.cap_room(entry, key)
-        allowed = units if room is None else _unit_set(entry.action).at_most(min(units, room))
+        allowed = start.units if room is None else _unit_set(entry.action).at_most(min(start.units, room))
         if allowed is None:
             return False
         wanted[key] = allowed
         for kind, count in wanted.items():
             pool = self._house.resources.find(kind, option.node)
-            ask = Ask(holder=entry.id, units=count, chunk=chunk if kind == key else None, node=option.node)
+            ask = Ask(holder=entry.id, units=count, chunk=start.chunk if kind == key else None, node=option.node)
             if pool is None or not pool.accepts(ask):
                 return False
         if option.memory_bytes and self._house.nodes[option.node].free_bytes < option.memory_bytes:
             return False
-        self._starter.start(entry, option.node, wanted, chunk)
+        self._starter.start(entry, option.node, wanted, start, key)
         return True
 
     def _expect(self, kept: bool, wish: object, story: str) -> None:

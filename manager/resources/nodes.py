@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from manager.action import UnitSet
@@ -46,7 +46,7 @@ class Nodes:
     def __contains__(self, name: str) -> bool:
         return name in self._nodes
 
-    def __iter__(self) -> Iterable[Node]:
+    def __iter__(self) -> Iterator[Node]:
         return iter(self._nodes.values())
 
     @property

@@ -1,0 +1,393 @@
+"""The engine: the asyncio shell round the core. It carries events in and commands out, and decides nothing.
+
+Submissions and ends within one turn of the event loop are taken in at once and answered by one scheduling pass.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from manager.action import Action
+from manager.clock import Clock, MonotonicClock
+from manager.config import ConcurrencySpec, QuotaSpec, TaskSpec
+from manager.core import Core
+from manager.errors import CapacityExceeded, Conflict, Draining, Reason, TangramError, Unsatisfiable
+from manager.events import (
+    Abort,
+    CancelRequested,
+    Command,
+    EndTrajectory,
+    Event,
+    Execute,
+    Finished,
+    NodeJoined,
+    NodeLost,
+    Reconfigured,
+    Refuse,
+    ResidencyReported,
+    Resize,
+    Settle,
+    Submitted,
+    TrajectoryEnded,
+    TrajectoryOpened,
+    TrajectoryPlaced,
+    WakeAt,
+)
+from manager.executor import Call, Executor
+from manager.function import FunctionSpec
+from manager.history import History
+from manager.lease import Lease
+from manager.outcome import Outcome, Settlement, State
+from manager.views import queue_view, resources_view, tasks_view, trajectories_view
+
+logger = logging.getLogger("manager.engine")
+
+
+class Listener(Protocol):
+    """Whoever wants to know; called from the event loop, must not block and must not raise."""
+
+    def started(self, action: Action, lease: Lease, queue_s: float) -> None: ...
+
+    def settled(self, settlement: Settlement) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """An action, and what its runtime needs to know."""
+
+    action: Action
+    call: Call
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A submission that has not settled."""
+
+    call: Call
+    future: asyncio.Future[Settlement]
+
+
+class Engine:
+    """Runs a core on the event loop it is started in."""
+
+    def __init__(
+        self,
+        core: Core,
+        executor: Executor,
+        *,
+        clock: Clock | None = None,
+        history: History | None = None,
+        listeners: Sequence[Listener] = (),
+    ) -> None:
+        self._core = core
+        self._executor = executor
+        self._clock = clock or MonotonicClock()
+        self._history = history
+        self._listeners = list(listeners)
+        self._jobs: dict[str, _Job] = {}
+        self._tasks: dict[tuple[str, int], asyncio.Task[Outcome]] = {}
+        self._abort_messages: dict[tuple[str, int], str] = {}
+        #: Resizes and trajectory ends under way.
+        self._chores: set[asyncio.Task[None]] = set()
+        self._placing: dict[str, asyncio.Future[None]] = {}
+        #: Removals of environments under way, and callers that wait for one to begin.
+        self._ending: dict[str, asyncio.Future[None]] = {}
+        self._leaving: dict[str, asyncio.Future[None]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._pass: asyncio.Handle | None = None
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._closed = False
+
+    # -- life
+
+    async def start(self) -> None:
+        """Begin; nothing runs before the first submission."""
+        self._request_pass()
+
+    async def drain(self, grace_s: float) -> int:
+        """Start nothing more (but what running actions invoke) and wait for what runs; how many still run."""
+        self._core.pause()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), grace_s)
+        return len(self._tasks)
+
+    async def close(self) -> None:
+        """Kill what runs, end what was submitted as cancelled, and stop."""
+        self._core.pause()
+        for job_id in list(self._jobs):
+            self.cancel(job_id, "the gateway is closing")
+        while self._tasks or self._chores:
+            await asyncio.wait([*self._tasks.values(), *self._chores])
+        self._closed = True
+        for handle in (self._timer, self._pass):
+            if handle is not None:
+                handle.cancel()
+
+    # -- actions
+
+    def submit(self, submissions: Sequence[Submission]) -> list[asyncio.Future[Settlement]]:
+        """Queue actions; each future gives its settlement, or raises the TangramError with which it was refused."""
+        loop = asyncio.get_running_loop()
+        futures: list[asyncio.Future[Settlement]] = []
+        events: list[Event] = []
+        for submission in submissions:
+            future: asyncio.Future[Settlement] = loop.create_future()
+            futures.append(future)
+            action = submission.action
+            if self._closed:
+                self._refuse(future, Draining("the gateway is closed", invocation_id=action.id))
+            elif action.id in self._jobs:
+                self._refuse(future, Conflict(f"action {action.id} is queued or running", invocation_id=action.id))
+            else:
+                self._jobs[action.id] = _Job(submission.call, future)
+                events.append(Submitted(action=action, idempotent=submission.call.function.idempotent))
+        self._feed(events)
+        return futures
+
+    def cancel(self, action_id: str, message: str = "") -> bool:
+        """Cancel a queued or running action; False where there is none. Its future gives the end."""
+        if action_id not in self._jobs:
+            return False
+        self._feed([CancelRequested(action_id=action_id, message=message)])
+        return True
+
+    # -- trajectories
+
+    async def open_trajectory(self, trajectory: str, task: str, function: FunctionSpec) -> None:
+        """Hold memory on a node, then make the environment that the function describes; idempotent.
+
+        Raises Unsatisfiable where no node could ever hold it, CapacityExceeded where none could within the
+        function's ``queue_timeout``, and what the executor raises.
+        """
+        memory_bytes = 0 if function.sandbox is None else function.sandbox.memory_bytes
+        ttl_s = 1800.0 if function.sandbox is None else function.sandbox.idle_ttl_s
+        if not self._core.house.nodes.ever({}, memory_bytes):
+            raise Unsatisfiable(
+                f"no node could ever hold {memory_bytes} bytes for trajectory {trajectory}", component="engine"
+            )
+        self.adopt_trajectory(trajectory, task, memory_bytes=memory_bytes, ttl_s=ttl_s)
+        await self._placed(trajectory, function.queue_timeout_s)
+        try:
+            await self._ended(trajectory)
+            await self._executor.open_trajectory(trajectory, function)
+        except (TangramError, asyncio.CancelledError):
+            self._feed([TrajectoryEnded(trajectory=trajectory)])
+            raise
+
+    def adopt_trajectory(self, trajectory: str, task: str, *, memory_bytes: int, ttl_s: float) -> None:
+        """Know of a trajectory whose environment lives already, for example after a restart."""
+        opened = TrajectoryOpened(trajectory=trajectory, task=task, memory_bytes=memory_bytes, ttl_s=ttl_s)
+        self._feed([opened])
+
+    async def end_trajectory(self, trajectory: str) -> bool:
+        """Cancel its actions, remove its environment, give its memory back; False where there is none."""
+        if self._core.trajectories.get(trajectory) is None:
+            return False
+        self._feed([TrajectoryEnded(trajectory=trajectory)])
+        if self._core.trajectories.get(trajectory) is not None:  # something of it is being killed
+            leaving = self._leaving.setdefault(trajectory, asyncio.get_running_loop().create_future())
+            await asyncio.shield(leaving)
+        await self._ended(trajectory)
+        return True
+
+    # -- the world
+
+    def reconfigure(
+        self,
+        *,
+        tasks: Mapping[str, TaskSpec] | None = None,
+        quotas: Mapping[str, QuotaSpec] | None = None,
+        concurrency: Mapping[str, ConcurrencySpec] | None = None,
+        function_bounds: Mapping[str, int] | None = None,
+    ) -> None:
+        """Change bounds; nothing in flight is dropped."""
+        event = Reconfigured(tasks=tasks, quotas=quotas, concurrency=concurrency, function_bounds=function_bounds)
+        self._feed([event])
+
+    def report_residency(self, node: str, copies: Sequence[tuple[str, int, int]]) -> None:
+        """What a node's devices really hold, as (service, start, size)."""
+        self._feed([ResidencyReported(node=node, copies=tuple(copies))])
+
+    def tell(self, event: NodeLost | NodeJoined) -> None:
+        """A node has come or gone."""
+        self._feed([event])
+
+    def resources(self) -> dict[str, object]:
+        """Pools and nodes, JSON-able."""
+        return resources_view(self._core)
+
+    def queue(self) -> list[dict[str, object]]:
+        """What waits, in order of service, and what for."""
+        return queue_view(self._core)
+
+    def trajectories(self) -> list[dict[str, object]]:
+        return trajectories_view(self._core)
+
+    def tasks(self) -> list[dict[str, object]]:
+        """What each task waits for, was given and how it fared."""
+        return tasks_view(self._core)
+
+    def check(self) -> None:
+        """Assert the core's invariants."""
+        self._core.check()
+
+    # -- events in
+
+    def _feed(self, events: list[Event]) -> None:
+        self._obey(self._core.apply(events, self._clock.now()))
+        self._request_pass()
+
+    def _request_pass(self) -> None:
+        if self._pass is None and not self._closed:
+            self._pass = asyncio.get_running_loop().call_soon(self._schedule)
+
+    def _schedule(self) -> None:
+        self._pass = None
+        self._obey(self._core.schedule(self._clock.now()))
+
+    # -- commands out
+
+    def _obey(self, commands: Sequence[Command]) -> None:
+        for command in commands:
+            match command:
+                case Execute():
+                    self._execute(command)
+                case Resize():
+                    self._chore(self._executor.resize(command.action, command.lease))
+                case Abort():
+                    self._abort(command)
+                case Settle():
+                    self._settle(command.settlement)
+                case Refuse():
+                    self._refuse(self._jobs.pop(command.action_id).future, command.error)
+                case TrajectoryPlaced():
+                    placed = self._placing.pop(command.trajectory, None)
+                    if placed is not None and not placed.done():
+                        placed.set_result(None)
+                case EndTrajectory():
+                    self._end_trajectory(command.trajectory)
+                case WakeAt():
+                    self._wake_at(command.instant_s)
+
+    def _execute(self, command: Execute) -> None:
+        action, lease = command.action, command.lease
+        job = self._jobs[action.id]
+        key = (action.id, action.attempt)
+        task = asyncio.get_running_loop().create_task(self._run(action, lease, job.call), name=f"action {action.id}")
+        self._tasks[key] = task
+        self._idle.clear()
+        task.add_done_callback(lambda done: self._done(key, done))
+        for listener in self._listeners:
+            listener.started(action, lease, command.queue_s)
+
+    async def _run(self, action: Action, lease: Lease, call: Call) -> Outcome:
+        if action.trajectory is not None:
+            await self._ended(action.trajectory)
+        return await self._executor.execute(action, lease, call)
+
+    def _done(self, key: tuple[str, int], task: asyncio.Task[Outcome]) -> None:
+        """Whatever happened to the task, its action has an end."""
+        del self._tasks[key]
+        message = self._abort_messages.pop(key, "cancelled")
+        if task.cancelled():
+            outcome = Outcome(state=State.CANCELLED, reason=Reason.CANCELLED, message=message, component="engine")
+        elif (error := task.exception()) is not None:
+            logger.error("action %s: the executor raised", key[0], exc_info=error)
+            outcome = Outcome(
+                state=State.FAILED, reason=Reason.INTERNAL, message=f"the executor raised {error!r}", component="engine"
+            )
+        else:
+            outcome = task.result()
+        if not self._tasks:
+            self._idle.set()
+        self._feed([Finished(action_id=key[0], attempt=key[1], outcome=outcome)])
+
+    def _abort(self, command: Abort) -> None:
+        key = (command.action_id, command.attempt)
+        task = self._tasks.get(key)
+        if task is not None:
+            self._abort_messages[key] = command.message
+            task.cancel()
+
+    def _settle(self, settlement: Settlement) -> None:
+        job = self._jobs.pop(settlement.action.id)
+        if self._history is not None:
+            self._history.observe(settlement)
+        for listener in self._listeners:
+            listener.settled(settlement)
+        if not job.future.done():
+            job.future.set_result(settlement)
+
+    def _refuse(self, future: asyncio.Future[Settlement], error: TangramError) -> None:
+        if not future.done():
+            future.set_exception(error)
+            future.exception()  # seen: a caller that went away must not make the loop complain
+
+    def _end_trajectory(self, trajectory: str) -> None:
+        placing = self._placing.pop(trajectory, None)
+        if placing is not None and not placing.done():
+            placing.set_exception(Conflict(f"trajectory {trajectory} ended while it waited", component="engine"))
+        leaving = self._leaving.pop(trajectory, None)
+        if leaving is not None and not leaving.done():
+            leaving.set_result(None)
+        earlier = self._ending.get(trajectory)
+        task = self._chore(self._remove(trajectory, earlier))
+        self._ending[trajectory] = task
+        task.add_done_callback(lambda done: self._ended_now(trajectory, done))
+
+    async def _remove(self, trajectory: str, earlier: asyncio.Future[None] | None) -> None:
+        if earlier is not None:
+            await asyncio.wait([earlier])
+        await self._executor.end_trajectory(trajectory)
+
+    def _ended_now(self, trajectory: str, done: asyncio.Future[None]) -> None:
+        if self._ending.get(trajectory) is done:
+            del self._ending[trajectory]
+
+    async def _ended(self, trajectory: str) -> None:
+        """Wait until an earlier environment of this name is gone."""
+        ending = self._ending.get(trajectory)
+        if ending is not None:
+            await asyncio.wait([ending])
+
+    async def _placed(self, trajectory: str, timeout_s: float) -> None:
+        found = self._core.trajectories.get(trajectory)
+        if found is None or not found.waiting:
+            return
+        placed = self._placing.get(trajectory)
+        if placed is None:
+            placed = self._placing[trajectory] = asyncio.get_running_loop().create_future()
+        try:
+            await asyncio.wait_for(asyncio.shield(placed), timeout_s)
+        except TimeoutError:
+            self._feed([TrajectoryEnded(trajectory=trajectory)])
+            raise CapacityExceeded(
+                f"no node had the memory for trajectory {trajectory} within {timeout_s:g} s",
+                component="engine",
+                retry_after_s=self._core.retry_after_s(),
+            ) from None
+
+    def _chore(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._chores.add(task)
+        task.add_done_callback(self._chore_done)
+        return task
+
+    def _chore_done(self, task: asyncio.Task[None]) -> None:
+        self._chores.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("a resize or the end of a trajectory failed", exc_info=error)
+
+    def _wake_at(self, instant_s: float | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if instant_s is not None and not self._closed:
+            delay_s = max(0.0, instant_s - self._clock.now())
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._schedule)

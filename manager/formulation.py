@@ -1,0 +1,154 @@
+"""Formulation: a call of a function becomes an action (paper, Action Formulation)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from manager.action import Action, Amdahl, Elasticity, UnitSet
+from manager.config import ManagerSpec, NodeSpec
+from manager.errors import InvalidInput, Unsatisfiable
+from manager.function import FunctionSpec, RuntimeKind
+from manager.history import History
+
+#: Longest caller's key for learning.
+_PROFILE_KEY_MAX = 200
+
+
+def formulate(
+    function: FunctionSpec,
+    *,
+    id: str,
+    input: Mapping[str, object],
+    trajectory: str | None,
+    task: str,
+    history: History,
+    now_s: float,
+    timeout_s: float | None = None,
+    parent: str | None = None,
+    attempt: int = 1,
+) -> Action:
+    """The action of one call, with what is known of its duration and elasticity.
+
+    ``timeout_s`` may shorten the function's, not lengthen it. Raises InvalidInput where the timeout is not positive
+    or the learning key is no plain value.
+    """
+    if timeout_s is not None and not timeout_s > 0:
+        raise InvalidInput(f"timeout {timeout_s:g} s is not positive", component="formulation", invocation_id=id)
+    profile_key = _profile_key(function, input)
+    t_ori_s, elasticity = _expectation(function, profile_key, history)
+    sandbox = function.sandbox
+    return Action(
+        id=id,
+        function=function.name,
+        task=task,
+        trajectory=trajectory,
+        cost=function.cost,
+        memory_bytes=0 if sandbox is None else sandbox.memory_bytes,
+        trajectory_ttl_s=1800.0 if sandbox is None else sandbox.idle_ttl_s,
+        key=function.key,
+        elasticity=elasticity,
+        t_ori_s=t_ori_s,
+        malleable=function.runtime is RuntimeKind.PYTEST and function.key == "cpu",
+        service=None if function.model is None else service_name(function),
+        batch_tokens=_batch_tokens(function, input),
+        profile_key=profile_key,
+        submitted_s=now_s,
+        timeout_s=function.timeout_s if timeout_s is None else min(timeout_s, function.timeout_s),
+        queue_timeout_s=function.queue_timeout_s,
+        parent=parent,
+        attempt=attempt,
+    )
+
+
+def check_satisfiable(function: FunctionSpec, spec: ManagerSpec) -> None:
+    """Raise Unsatisfiable where no node, quota or limit could ever serve the function's minimum."""
+    memory_bytes = 0 if function.sandbox is None else function.sandbox.memory_bytes
+    on_node = {kind: units for kind, units in function.cost.items() if kind in ("cpu", "gpu")}
+    for kind, units in function.cost.items():
+        if kind not in on_node:
+            _check_named(function, kind, units, spec)
+    if (on_node or memory_bytes) and not any(_serves(node, on_node, memory_bytes) for node in spec.nodes):
+        raise Unsatisfiable(
+            f"function {function.name} needs {_story(on_node, memory_bytes)} on one node; {_largest(spec.nodes)}",
+            component="formulation",
+            detail={"function": function.name},
+        )
+
+
+def service_name(function: FunctionSpec) -> str:
+    """The name under which a model is resident: functions that share a checkpoint share it."""
+    assert function.model is not None
+    model = function.model
+    where = model.engine_url or str(model.path)
+    return f"{where}:{model.dtype}" if model.dtype else where
+
+
+def _expectation(function: FunctionSpec, key: str, history: History) -> tuple[float | None, Elasticity | None]:
+    """(T_ori, elasticity): as declared, else as learned."""
+    learned = history.learned(function.name, key, prior_s=function.duration.initial_s)
+    declared = function.duration.profile == "declared" and function.duration.initial_s is not None
+    t_ori_s = function.duration.initial_s if declared else learned.t_ori_s
+    if function.key is None:
+        return t_ori_s, None
+    return t_ori_s, function.elasticity or Amdahl(learned.serial_fraction)
+
+
+def _profile_key(function: FunctionSpec, input: Mapping[str, object]) -> str:
+    """The value of the input field that keys the learning; empty where there is none."""
+    name = function.duration.key
+    value = input.get(name, "") if name else ""
+    if not isinstance(value, str | int | float | bool):
+        path = f"$.{name}"
+        raise InvalidInput(f"{path} keys the learning of durations: a plain value, please", detail={"path": path})
+    return str(value)[:_PROFILE_KEY_MAX]
+
+
+def _batch_tokens(function: FunctionSpec, input: Mapping[str, object]) -> int:
+    """What the call adds to a batch: its token ids, or about one token for four characters of its texts."""
+    if function.model is None:
+        return 0
+    ids, texts = input.get("token_ids"), input.get("texts")
+    if isinstance(ids, list):
+        return sum(len(row) for row in ids if isinstance(row, list))
+    if isinstance(texts, list):
+        return sum(1 + len(text) // 4 for text in texts if isinstance(text, str))
+    return 0
+
+
+def _check_named(function: FunctionSpec, kind: str, units: UnitSet, spec: ManagerSpec) -> None:
+    """A resource without a place: a quota or a concurrency limit."""
+    if kind in spec.quotas:
+        quota = spec.quotas[kind]
+        most = quota.limit if quota.burst is None else min(quota.limit, quota.burst)
+    elif kind in spec.concurrency:
+        most = spec.concurrency[kind].limit
+    else:
+        known = ", ".join(sorted({"cpu", "gpu", *spec.quotas, *spec.concurrency}))
+        raise Unsatisfiable(f"function {function.name} needs {kind}, which is none of {known}", component="formulation")
+    if units.minimum > most:
+        raise Unsatisfiable(
+            f"function {function.name} needs {units.minimum} of {kind}, which gives {most} at most at once",
+            component="formulation",
+        )
+
+
+def _serves(node: NodeSpec, cost: Mapping[str, UnitSet], memory_bytes: int) -> bool:
+    has = {"cpu": node.cores, "gpu": _chunk_max(node.devices)}
+    return memory_bytes <= node.memory_bytes and all(units.minimum <= has[kind] for kind, units in cost.items())
+
+
+def _chunk_max(devices: int) -> int:
+    """The largest power of two not above the number of devices."""
+    return 1 << (devices.bit_length() - 1) if devices else 0
+
+
+def _story(cost: Mapping[str, UnitSet], memory_bytes: int) -> str:
+    parts = [f"{units.minimum} of {kind}" for kind, units in cost.items()]
+    return " and ".join([*parts, *([f"{memory_bytes} bytes"] if memory_bytes else [])])
+
+
+def _largest(nodes: tuple[NodeSpec, ...]) -> str:
+    if not nodes:
+        return "there is no node"
+    node = max(nodes, key=lambda node: (node.cores, node.memory_bytes, node.devices))
+    return f"the largest, {node.name}, has {node.cores} cores, {node.devices} devices, {node.memory_bytes} bytes"

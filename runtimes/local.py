@@ -1,0 +1,252 @@
+"""The local executor: runtime kind to runtime on this machine, with the deadlines and the last word on every end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+
+from manager.action import Action
+from manager.clock import Clock, MonotonicClock
+from manager.errors import ActionFailed, InvalidInput, QuotaExceeded, Reason, TangramError, Unsupported
+from manager.executor import Call
+from manager.function import FunctionSpec, RuntimeKind
+from manager.lease import Lease
+from manager.outcome import Outcome, State
+from runtimes.runtime import Execution, Result, Runtime
+
+logger = logging.getLogger("runtimes.local")
+
+COMPONENT = "executor"
+
+#: What some reasons make of an action; the others make it ``failed``.
+_STATES: Mapping[Reason, State] = {
+    Reason.TIMEOUT: State.TIMED_OUT,
+    Reason.QUEUE_TIMEOUT: State.TIMED_OUT,
+    Reason.CANCELLED: State.CANCELLED,
+    Reason.NODE_LOST: State.LOST,
+    Reason.GATEWAY_RESTART: State.LOST,
+}
+
+#: Errors that a runtime may raise besides ActionFailed.
+_REASONS: Mapping[type[TangramError], Reason] = {
+    InvalidInput: Reason.INVALID_INPUT,
+    Unsupported: Reason.INVALID_INPUT,
+    QuotaExceeded: Reason.QUOTA,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deadlines:
+    """Bounds besides the action's own ``timeout``, in seconds."""
+
+    #: From the lease until the user's own work begins (a sandbox made, a model restored).
+    prepare_s: float = 300.0
+    #: From the end of the user's work until the runtime returns.
+    finish_s: float = 60.0
+    #: For a runtime to kill its work; one that takes longer is left behind, and the action ends all the same.
+    kill_s: float = 30.0
+
+
+class LocalExecutor:
+    """A `manager.executor.Executor` over the runtimes of this process."""
+
+    def __init__(
+        self,
+        runtimes: Mapping[RuntimeKind, Runtime],
+        clock: Clock | None = None,
+        *,
+        deadlines: Deadlines | None = None,
+        open_environment: Callable[[str, FunctionSpec], Awaitable[object]] | None = None,
+    ) -> None:
+        self._runtimes = dict(runtimes)
+        self._clock = clock or MonotonicClock()
+        self._deadlines = deadlines or Deadlines()
+        #: Makes a trajectory's sandbox ahead of its first action.
+        self._open_environment = open_environment
+        self._running: dict[str, Runtime] = {}
+        #: Work that outlived ``kill_s``; held, so that it is not collected before it ends.
+        self._left_behind: set[asyncio.Task[Result]] = set()
+
+    async def execute(self, action: Action, lease: Lease, call: Call) -> Outcome:
+        """Run the action to its end. Only a cancellation is raised, once the work was killed."""
+        runtime = self._runtimes.get(call.function.runtime)
+        if runtime is None:
+            kind = call.function.runtime.value
+            return Outcome(
+                state=State.FAILED,
+                reason=Reason.INTERNAL,
+                message=f"no runtime serves {kind} functions here",
+                component=COMPONENT,
+            )
+        execution = _Watched(action=action, lease=lease, call=call, clock=self._clock)
+        task = asyncio.get_running_loop().create_task(runtime.execute(execution), name=f"execute {action.id}")
+        watch = _Watch(task, execution, self._deadlines)
+        self._running[action.id] = runtime
+        try:
+            await watch.end()
+        except asyncio.CancelledError:
+            await watch.kill()
+            raise
+        finally:
+            del self._running[action.id]
+            if not task.done():
+                logger.error("action %s outlived its kill by %g s", action.id, self._deadlines.kill_s)
+                self._left_behind.add(task)
+                task.add_done_callback(self._left_behind.discard)
+        execution.end()
+        return _outcome(task, execution, watch.overrun)
+
+    async def resize(self, action: Action, lease: Lease) -> None:
+        """Pass the new lease on; a no-op once the action has ended."""
+        runtime = self._running.get(action.id)
+        if runtime is not None:
+            await runtime.resize(action, lease)
+
+    async def open_trajectory(self, trajectory: str, function: FunctionSpec) -> None:
+        """Make the trajectory's environment; raises TangramError."""
+        if self._open_environment is None:
+            return
+        try:
+            await asyncio.wait_for(self._open_environment(trajectory, function), self._deadlines.prepare_s)
+        except TimeoutError:
+            seconds = self._deadlines.prepare_s
+            raise ActionFailed(
+                Reason.TIMEOUT, f"trajectory {trajectory} was not ready within {seconds:g} s", component=COMPONENT
+            ) from None
+
+    async def end_trajectory(self, trajectory: str) -> None:
+        """Let every runtime drop what it keeps for the trajectory; idempotent."""
+        ends = [runtime.end_trajectory(trajectory) for runtime in self._runtimes.values()]
+        for failure in await asyncio.gather(*ends, return_exceptions=True):
+            if isinstance(failure, Exception):
+                logger.error("the end of trajectory %s failed", trajectory, exc_info=failure)
+
+    async def close(self) -> None:
+        """Close every runtime."""
+        for runtime in self._runtimes.values():
+            await runtime.close()
+
+
+@dataclass(slots=True, kw_only=True)
+class _Watched(Execution):
+    """An execution that tells when its phase changes, so that the right deadline is armed."""
+
+    on_phase: Callable[[], None] = field(default=lambda: None)
+
+    def begin(self) -> None:
+        Execution.begin(self)
+        self.on_phase()
+
+    def end(self) -> None:
+        Execution.end(self)
+        self.on_phase()
+
+
+class _Watch:
+    """The deadlines of one execution: to get ready, to run, to come to an end, and to die."""
+
+    def __init__(self, task: asyncio.Task[Result], execution: _Watched, deadlines: Deadlines) -> None:
+        self._task = task
+        self._execution = execution
+        self._deadlines = deadlines
+        self._loop = asyncio.get_running_loop()
+        self._over: asyncio.Future[None] = self._loop.create_future()
+        self._timer: asyncio.TimerHandle | None = None
+        #: The message of the deadline that was missed; empty where none was.
+        self.overrun = ""
+        self._killing = False
+        execution.on_phase = self._arm
+        task.add_done_callback(lambda _: self._finish())
+        self._arm()
+
+    async def end(self) -> None:
+        """Until the work is over, or was killed and will not die."""
+        await asyncio.shield(self._over)
+
+    async def kill(self) -> None:
+        """Cancel the work and wait for its end (bounded); further cancellations change nothing."""
+        self._kill()
+        while not self._over.done():
+            try:
+                await asyncio.shield(self._over)
+            except asyncio.CancelledError:
+                continue
+
+    def _arm(self) -> None:
+        if self._killing or self._over.done():
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(self._phase()[0], self._missed)
+
+    def _phase(self) -> tuple[float, str]:
+        """Seconds that the present phase may take, and what is said of one that takes longer."""
+        if self._execution.ended_s is not None:
+            seconds = self._deadlines.finish_s
+            return seconds, f"its runtime did not return within {seconds:g} s of its end"
+        if self._execution.began_s is not None:
+            seconds = self._execution.action.timeout_s
+            return seconds, f"ran longer than timeout, {seconds:g} s"
+        seconds = self._deadlines.prepare_s
+        return seconds, f"was not ready to begin within {seconds:g} s"
+
+    def _missed(self) -> None:
+        self.overrun = self._phase()[1]
+        self._kill()
+
+    def _kill(self) -> None:
+        if self._killing or self._over.done():
+            return
+        self._killing = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self._task.cancel()
+        self._timer = self._loop.call_later(self._deadlines.kill_s, self._finish)
+
+    def _finish(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if not self._over.done():
+            self._over.set_result(None)
+
+
+def _outcome(task: asyncio.Task[Result], execution: Execution, overrun: str) -> Outcome:
+    """How it ended, from what the runtime returned or raised; a missed deadline where it did neither."""
+    if not task.done() or task.cancelled():
+        if overrun:
+            return _failure(Reason.TIMEOUT, overrun, execution)
+        return _failure(Reason.INTERNAL, "its runtime gave up without a reason", execution)
+    error = task.exception()
+    if error is None:
+        result = task.result()
+        return Outcome(
+            state=State.SUCCEEDED, result=result.value, usage=result.usage, execution_s=execution.execution_s
+        )
+    if isinstance(error, ActionFailed):
+        return Outcome(
+            state=_STATES.get(error.reason, State.FAILED),
+            result=error.result,
+            reason=error.reason,
+            message=error.message,
+            component=error.component,
+            execution_s=execution.execution_s,
+            retry_after_s=error.retry_after_s,
+            detail=error.detail,
+        )
+    if isinstance(error, TangramError):
+        reason = _REASONS.get(type(error), Reason.INTERNAL)
+        return _failure(reason, error.message, execution, component=error.component)
+    logger.error("action %s: its runtime raised", execution.action.id, exc_info=error)
+    return _failure(Reason.INTERNAL, f"its runtime raised {error!r}", execution)
+
+
+def _failure(reason: Reason, message: str, execution: Execution, *, component: str = COMPONENT) -> Outcome:
+    return Outcome(
+        state=_STATES.get(reason, State.FAILED),
+        reason=reason,
+        message=message,
+        component=component,
+        execution_s=execution.execution_s,
+    )
