@@ -29,7 +29,6 @@ from manager.config import (
     ManagerSpec,
     NodeSpec,
     QuotaSpec,
-    SchedulerSpec,
     ServiceSpec,
     TaskSpec,
 )
@@ -58,7 +57,7 @@ class GatewayConfig:
     tasks: Mapping[str, TaskSpec] = field(default_factory=lambda: {"default": TaskSpec()})
     quotas: Mapping[str, QuotaSpec] = field(default_factory=dict)
     concurrency: Mapping[str, ConcurrencySpec] = field(default_factory=dict)
-    scheduler: SchedulerSpec = field(default_factory=lambda: SchedulerConfig().spec())
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     node: NodeConfig = field(default_factory=NodeConfig)
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
@@ -78,7 +77,7 @@ class GatewayConfig:
             concurrency=self.concurrency,
             tasks=self.tasks,
             services=services or {},
-            scheduler=self.scheduler,
+            scheduler=self.scheduler.spec(),
         )
 
 
@@ -119,10 +118,18 @@ def files_of(path: Path) -> list[Path]:
 
 
 def build(
-    sources: Iterable[Source], env: Mapping[str, str], *, look: bool = True, problems: Sequence[Problem] = ()
+    sources: Iterable[Source],
+    env: Mapping[str, str],
+    *,
+    look: bool = True,
+    problems: Sequence[Problem] = (),
+    base: GatewayConfig | None = None,
 ) -> GatewayConfig:
-    """One configuration from the texts of its files; raises InvalidConfig with every problem, ``problems`` first."""
-    assembly = _Assembly(env=env, look=look, problems=list(problems))
+    """One configuration from the texts of its files; raises InvalidConfig with every problem, ``problems`` first.
+
+    A server's section that no file holds (server, node, sandbox, models, scheduler) is that of ``base``.
+    """
+    assembly = _Assembly(env=env, look=look, problems=list(problems), base=base)
     for source in sources:
         assembly.add(source)
     config = assembly.config()
@@ -171,6 +178,7 @@ class _Assembly:
     env: Mapping[str, str]
     look: bool
     problems: list[Problem]
+    base: GatewayConfig | None = None
     files: list[Path] = field(default_factory=list)
     sections: dict[str, _Entry] = field(default_factory=dict)
     entries: dict[str, dict[str, _Entry]] = field(default_factory=lambda: {name: {} for name in MAPS})
@@ -229,15 +237,14 @@ class _Assembly:
         tasks = {name: cast(TaskSection, value) for name, value in self._valid("tasks")}
         self._task_problems(tasks, scheduler)
         models = models.model_copy(update={"dir": self._absolute("models", models.dir)})
-        node = node.model_copy(
-            update={"cpu": node.cpu.model_copy(update={"topology": self._absolute("node", node.cpu.topology)})}
-        )
+        topology = self._absolute("node", node.cpu.topology)
+        node = node.model_copy(update={"cpu": node.cpu.model_copy(update={"topology": topology})})
         return GatewayConfig(
             functions=self._functions(resources, sandbox, models),
             tasks={"default": TaskSpec()} | {name: task.spec() for name, task in tasks.items()},
             quotas={n: spec for n, each in resources.items() if isinstance(spec := each.spec(), QuotaSpec)},
             concurrency={n: spec for n, each in resources.items() if isinstance(spec := each.spec(), ConcurrencySpec)},
-            scheduler=scheduler.spec(),
+            scheduler=scheduler,
             server=server,
             node=node,
             sandbox=sandbox,
@@ -247,6 +254,8 @@ class _Assembly:
         )
 
     def _server(self) -> ServerConfig:
+        if "server" not in self.sections and self.base is not None:
+            return self.base.server
         server = self._section("server", ServerConfig)
         token = server.token
         if server.token_file is not None:
@@ -311,9 +320,9 @@ class _Assembly:
                 self._refuse(self.sections["scheduler"], message, ("policy", kind))
 
     def _section(self, name: str, model: type[_SectionT]) -> _SectionT:
-        """The section, or its defaults where it is absent or wrong."""
+        """The section, that of the base where it is absent, or its defaults."""
         entry = self.sections.get(name)
-        value = None if entry is None else self._checked(SECTIONS[name], entry)
+        value = getattr(self.base, name, None) if entry is None else self._checked(SECTIONS[name], entry)
         return value if isinstance(value, model) else model()
 
     def _valid(self, section: str) -> list[tuple[str, object]]:

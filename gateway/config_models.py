@@ -75,14 +75,12 @@ class Retention(Section):
 class Logs(Section):
     """Bounds of live logs; the bound of one invocation's log is the function's ``log_limit``."""
 
-    followers_max: Positive = Field(default=256, description="most followers at once")
-    follower_buffer_bytes: Bytes = Field(
-        default=1 * 2**20,
-        validation_alias="follower_buffer",
-        description="a follower that lags more is dropped, and told so",
+    followers_max: Positive = Field(default=4096, description="most followers at once")
+    stall_s: Seconds = Field(
+        default=30.0, validation_alias="stall", description="a follower that reads slower is dropped, and told so"
     )
-    memory_bytes: Bytes = Field(
-        default=64 * 2**20, validation_alias="memory", description="lines held before they are written"
+    tail_bytes: Bytes = Field(
+        default=64 * 2**10, validation_alias="tail", description="of a running invocation's log, kept in memory"
     )
     heartbeat_s: Seconds = Field(
         default=10.0, validation_alias="heartbeat", description="time between heartbeats to followers"

@@ -134,7 +134,7 @@ def _handler(section: HandlerFunction, directory: Path, look: bool, problems: Pr
 
 def _model(section: ModelSection, base: Path, look: bool, problems: Problems) -> ModelSpec:
     engine = section.engine
-    path = Path(section.path) if engine is not None else base / Path(section.path).expanduser()
+    path = Path(section.path) if engine is not None else (base / Path(section.path).expanduser()).resolve()
     if look and engine is None and (problem := config_files.checkpoint_problem(path)) is not None:
         problems.append((("model", "path"), problem))
     return ModelSpec(

@@ -217,7 +217,9 @@ class _Builder:
         parent = self._stack[-1] if self._stack else None
         is_key = parent is not None and parent.node.entries is not None and not parent.has_key
         text = event.value if is_key else self._interpolated(event.value, line)
-        return _Node(line, scalar=resolve(text) if event.implicit[0] else text)
+        # What came from the environment is text: a token of digits stays one, and a number is read where one is wanted.
+        plain = event.implicit[0] and text == event.value
+        return _Node(line, scalar=resolve(text) if plain else text)
 
     def _refuse_tag(self, tag: str | None, line: int) -> None:
         if tag is not None:

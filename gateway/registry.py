@@ -1,0 +1,229 @@
+"""The registry: the functions as they are now, and how a new configuration takes their place."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+import orjson
+
+from gateway import config as gateway_config
+from gateway.config import GatewayConfig, Source
+from manager.config import NodeSpec
+from manager.errors import InvalidConfig, NotFound, TangramError, Unsatisfiable, Unsupported
+from manager.formulation import check_satisfiable
+from manager.function import FunctionSpec
+
+#: Sections that are read once, at the start.
+FIXED_SECTIONS = ("server", "node", "sandbox", "models", "scheduler")
+#: Keys of those sections that only fill in functions, and may therefore change.
+_SANDBOX_RUNS_ON = ("provider", "max_starting")
+#: Functions whose preparation runs at once.
+PREPARE_CONCURRENCY = 4
+
+#: Checks that a function can run here and warms it up: `runtimes.runtime.Runtime.prepare` of its runtime.
+Prepare = Callable[[FunctionSpec], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigDiff:
+    """What a new configuration changes."""
+
+    added: tuple[str, ...] = ()
+    #: Function -> the keys of its definition that differ; ``source`` is the handler's code.
+    changed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    removed: tuple[str, ...] = ()
+    unchanged: tuple[str, ...] = ()
+    #: Tasks and resources of which anything differs.
+    tasks: tuple[str, ...] = ()
+    resources: tuple[str, ...] = ()
+    #: Keys that differ but are read at the start only: such a configuration is refused.
+    needs_restart: tuple[str, ...] = ()
+
+    @property
+    def empty(self) -> bool:
+        return not (self.added or self.changed or self.removed or self.tasks or self.resources or self.needs_restart)
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "added": list(self.added),
+            "changed": {name: list(keys) for name, keys in self.changed.items()},
+            "removed": list(self.removed),
+            "unchanged": list(self.unchanged),
+            "tasks": list(self.tasks),
+            "resources": list(self.resources),
+            "needs_restart": list(self.needs_restart),
+        }
+
+
+class Registry:
+    """The current functions. Who holds a FunctionSpec keeps it: a change serves new invocations only."""
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        *,
+        prepare: Prepare,
+        nodes: Callable[[], tuple[NodeSpec, ...]],
+        switched: Callable[[GatewayConfig], None] = lambda config: None,
+        paths: Sequence[Path] = (),
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        """``switched`` is told of a new configuration the moment it is current; it must not wait or raise.
+
+        ``paths`` and ``env`` are what the server was started from, for `configure`.
+        """
+        self._config = config
+        self._prepare = prepare
+        self._nodes = nodes
+        self._switched = switched
+        self._paths = tuple(paths)
+        self._env = dict(env or {})
+        self._applying = asyncio.Lock()
+
+    @property
+    def config(self) -> GatewayConfig:
+        return self._config
+
+    def get(self, name: str) -> FunctionSpec:
+        """The function as it is now; raises NotFound with the known names."""
+        function = self._config.functions.get(name)
+        if function is None:
+            known = ", ".join(sorted(self._config.functions)) or "none"
+            raise NotFound(f"no function {name!r}; registered: {known}", component="registry")
+        return function
+
+    def all(self) -> tuple[FunctionSpec, ...]:
+        """Every function, by name."""
+        return tuple(function for _, function in sorted(self._config.functions.items()))
+
+    async def start(self) -> None:
+        """Prepare the functions of the first configuration; raises the typed error of those that cannot run here."""
+        async with self._applying:
+            await self._make_ready(self._config, self._config.functions.values())
+
+    def plan(self, new: GatewayConfig) -> ConfigDiff:
+        """What `apply` would change; changes nothing."""
+        old, functions = self._config.functions, new.functions
+        changed = {
+            name: _changed_keys(old[name], functions[name])
+            for name in sorted(old.keys() & functions.keys())
+            if old[name] != functions[name]
+        }
+        return ConfigDiff(
+            added=tuple(sorted(functions.keys() - old.keys())),
+            changed=changed,
+            removed=tuple(sorted(old.keys() - functions.keys())),
+            unchanged=tuple(sorted(old.keys() & functions.keys() - changed.keys())),
+            tasks=_differing(self._config.tasks, new.tasks),
+            resources=_differing(
+                {**self._config.quotas, **self._config.concurrency}, {**new.quotas, **new.concurrency}
+            ),
+            needs_restart=tuple(_fixed_differences(self._config, new)),
+        )
+
+    async def apply(self, new: GatewayConfig) -> ConfigDiff:
+        """Prepare what is new, then switch all of it at once; an error leaves everything as it was.
+
+        Raises InvalidConfig, Unsatisfiable or Unsupported.
+        """
+        async with self._applying:
+            diff = self.plan(new)
+            if diff.needs_restart:
+                raise InvalidConfig(
+                    f"{', '.join(diff.needs_restart)} cannot change while the gateway runs: restart it",
+                    component="registry",
+                    detail={"needs_restart": list(diff.needs_restart)},
+                )
+            await self._make_ready(new, [new.functions[name] for name in (*diff.added, *diff.changed)])
+            self._config = new
+            self._switched(new)
+            return diff
+
+    async def configure(self, document: bytes, dry_run: bool) -> dict[str, object]:
+        """Apply what a door received: nothing (the server's own files again), ``{"files": [...]}``, or YAML text."""
+        new = await asyncio.to_thread(self._read, document)
+        diff = self.plan(new) if dry_run else await self.apply(new)
+        return {**diff.as_json(), "applied": not dry_run}
+
+    def _read(self, document: bytes) -> GatewayConfig:
+        if document.strip():
+            return gateway_config.build(self._received(document), self._env, base=self._config)
+        if not self._paths:
+            raise InvalidConfig("the gateway was not started from files: send them", component="registry")
+        sources, problems = gateway_config.read(self._paths)
+        return gateway_config.build(sources, self._env, problems=problems)
+
+    def _received(self, document: bytes) -> list[Source]:
+        """The files of a request; relative paths begin where the server's own configuration lies."""
+        first = self._paths[0] if self._paths else Path.cwd()
+        base = (first if first.is_dir() else first.parent).absolute()
+        try:
+            body = orjson.loads(document)
+        except orjson.JSONDecodeError:
+            body = None
+        if not isinstance(body, dict) or "files" not in body:
+            return [Source(path=base / "request.yaml", text=document.decode("utf-8", "replace"))]
+        files = body["files"]
+        if not isinstance(files, list) or len(files) > gateway_config.FILES_MAX or len(body) > 1:
+            raise InvalidConfig('write {"files": [{"path": ..., "text": ...}, ...]}', component="registry")
+        return [_source(base, each) for each in files]
+
+    async def _make_ready(self, config: GatewayConfig, functions: Iterable[FunctionSpec]) -> None:
+        """Check that each function can ever be served, then prepare them; raises one error for all of them."""
+        spec = config.manager_spec(self._nodes())
+        errors: list[TangramError] = []
+        gate = asyncio.Semaphore(PREPARE_CONCURRENCY)
+
+        async def make_ready(function: FunctionSpec) -> None:
+            try:
+                check_satisfiable(function, spec)
+                async with gate:
+                    await self._prepare(function)
+            except TangramError as error:
+                place = config.origins.get(function.name)
+                kind = type(error) if isinstance(error, Unsatisfiable | Unsupported) else InvalidConfig
+                told = f"{place}: functions.{function.name}: {error.message}" if place else error.message
+                errors.append(kind(told, component=error.component, detail=error.detail))
+
+        async with asyncio.TaskGroup() as group:
+            for function in functions:
+                group.create_task(make_ready(function))
+        if len(errors) > 1:
+            raise InvalidConfig(
+                f"{len(errors)} functions cannot run here:\n" + "\n".join(sorted(error.message for error in errors)),
+                component="registry",
+            )
+        if errors:
+            raise errors[0]
+
+
+def _source(base: Path, file: object) -> Source:
+    if not isinstance(file, dict) or not isinstance(file.get("path"), str) or not isinstance(file.get("text"), str):
+        raise InvalidConfig("each of files needs a path and a text", component="registry")
+    return Source(path=base / file["path"], text=file["text"])
+
+
+def _changed_keys(old: FunctionSpec, new: FunctionSpec) -> tuple[str, ...]:
+    names = [each.name for each in fields(FunctionSpec) if each.name not in ("name", "revision")]
+    keys = tuple(name for name in names if getattr(old, name) != getattr(new, name))
+    return keys or ("source",)
+
+
+def _differing(old: Mapping[str, object], new: Mapping[str, object]) -> tuple[str, ...]:
+    return tuple(sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name)))
+
+
+def _fixed_differences(old: GatewayConfig, new: GatewayConfig) -> list[str]:
+    """Key paths that differ among what is read at the start only."""
+    found = []
+    for section in FIXED_SECTIONS:
+        before, after = getattr(old, section), getattr(new, section)
+        for name, described in type(before).model_fields.items():
+            if section == "sandbox" and name not in _SANDBOX_RUNS_ON:
+                continue
+            if getattr(before, name) != getattr(after, name):
+                found.append(f"{section}.{described.validation_alias or name}")
+    return found
