@@ -6,13 +6,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from manager.engine import Engine
-
 from gateway.auth import Guard
 from gateway.invocations import Invocations
 from gateway.logs import Logs
 from gateway.metrics import Metrics
 from gateway.store import Store
+from manager.engine import Engine
 from manager.function import FunctionSpec
 from runtimes.sandbox.sandbox import Sandbox
 
@@ -63,7 +62,5 @@ class House:
     configure: Callable[[bytes, bool], Awaitable[dict[str, object]]]
     #: What the sandboxes are and how isolated, in plain words.
     sandboxes: Callable[[], Mapping[str, object]]
-    #: RL tasks with their weights, bounds and use.
-    tasks: Callable[[], list[dict[str, object]]]
     #: Why the gateway takes no work now; None when it does.
     unready: Callable[[], str | None]

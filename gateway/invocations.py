@@ -14,21 +14,22 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import structlog
-from manager.engine import Engine, Submission
-from manager.formulation import formulate
-from manager.history import History
 
 from gateway import wire
 from gateway.admission import Admission
+from gateway.inputs import Inputs
 from gateway.invocation import Invocation, Request, ended
 from gateway.logs import Logs
 from gateway.record import Attempt, Mode, Record, new_id, seq_of
 from gateway.retries import next_try_s
 from gateway.store import Filter, Store, require
 from manager.action import Action
+from manager.engine import Engine, Submission
 from manager.errors import Conflict, InvalidInput, KeyReused, Reason, StorageUnavailable, TangramError
 from manager.executor import Call
+from manager.formulation import formulate
 from manager.function import FunctionSpec
+from manager.history import History
 from manager.lease import Lease
 from manager.outcome import Settlement, State
 
@@ -87,6 +88,7 @@ class Invocations:
         self._logs = logs
         self._admission = admission
         self._observer = observer
+        self._inputs = Inputs()
         self._now = now
         self._wall = wall
         self._chance = chance
@@ -149,6 +151,7 @@ class Invocations:
         self._store.check()
         function = self._functions.get(request.function)
         self._admission.check(function, request.task)
+        self._inputs.check(function, request.input)
         seq = self._store.next_seq()
         record = Record(
             seq=seq,

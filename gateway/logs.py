@@ -20,6 +20,7 @@ import structlog
 
 from gateway import wire
 from gateway.store import LogRow, Store
+from manager.errors import CapacityExceeded
 
 #: Characters of one record; longer writes become several.
 RECORD_CHARS = 16 * 1024
@@ -177,8 +178,16 @@ class Logs:
             page = await self._store.logs(seq, position, min(limit, PAGE_RECORDS))
         return page[:limit]
 
-    async def follow(self, seq: int, position: int) -> AsyncIterator[list[LogRow]]:
-        """Pages of records as they come, until the invocation has ended; an empty page is a heartbeat."""
+    def follow(self, seq: int, position: int) -> AsyncIterator[list[LogRow]]:
+        """Pages of records as they come, until the invocation has ended; an empty page is a heartbeat.
+
+        Raises CapacityExceeded when too many follow already.
+        """
+        if self.followers >= self.spec.followers_max:
+            raise CapacityExceeded(f"{self.followers} logs are followed already", component="logs", retry_after_s=1.0)
+        return self._follow(seq, position)
+
+    async def _follow(self, seq: int, position: int) -> AsyncIterator[list[LogRow]]:
         self.followers += 1
         try:
             while True:

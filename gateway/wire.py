@@ -29,7 +29,7 @@ class Encoded:
 def dumps(value: object) -> bytes:
     """Compact JSON. What JSON cannot hold becomes text, and text that is no Unicode is repaired, never refused."""
     try:
-        return orjson.dumps(value, default=_fragment, option=orjson.OPT_NON_STR_KEYS)
+        return orjson.dumps(value, default=_fragment, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_PASSTHROUGH_DATACLASS)
     except (TypeError, ValueError):
         text = json.dumps(value, default=_plain, ensure_ascii=False, separators=(",", ":"))
         return text.encode("utf-8", "replace")

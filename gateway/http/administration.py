@@ -42,7 +42,7 @@ class AdministrationOperations:
         return json_response({"queue": self._house.engine.queue()})
 
     async def tasks(self, request: Request) -> Response:
-        return json_response({"tasks": self._house.tasks()})
+        return json_response({"tasks": self._house.engine.tasks()})
 
     async def health(self, request: Request) -> Response:
         """The process lives."""

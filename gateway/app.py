@@ -1,0 +1,343 @@
+"""The composition root: a configuration becomes a gateway that serves."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import signal
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import IO
+
+import orjson
+import structlog
+
+from gateway import machine
+from gateway.admission import Admission
+from gateway.auth import Guard, check_bind
+from gateway.config import GatewayConfig
+from gateway.grpc.server import GrpcServer
+from gateway.hands import Hands, make_hands
+from gateway.house import House, Limits
+from gateway.http.door import Door
+from gateway.http.server import listen, serve
+from gateway.invocations import Invocations, InvocationSpec
+from gateway.logs import Logs, LogSpec
+from gateway.metrics import Metrics
+from gateway.registry import Registry
+from gateway.retention import RetentionSpec, prune_for_ever
+from gateway.starts import RecordedStarts
+from gateway.store import Durability, Store, StoreSpec
+from gateway.view import plain
+from manager.assembly import build_core
+from manager.clock import Clock, MonotonicClock
+from manager.config import NodeSpec, TaskSpec
+from manager.engine import Engine
+from manager.errors import Conflict, StorageUnavailable
+from manager.history import History
+
+HISTORY = "history"
+#: Seconds between two savings of the learned durations.
+HISTORY_EVERY_S = 30.0
+#: Seconds that open requests have to end after the drain.
+CLOSE_GRACE_S = 5.0
+
+MakeHands = Callable[[GatewayConfig, Clock, Callable[[Mapping[str, tuple[tuple[int, int], ...]]], None]], Hands]
+
+
+def build(
+    config: GatewayConfig,
+    *,
+    paths: Sequence[Path] = (),
+    env: Mapping[str, str] | None = None,
+    hands: MakeHands = make_hands,
+) -> App:
+    """A gateway that is not started yet; raises InvalidConfig where it may not serve as configured.
+
+    ``paths`` and ``env`` are what the configuration was read from, for reloads without a body.
+    """
+    check_bind(config.server.host, config.server.token)
+    return App(config, paths=paths, env=env, hands=hands)
+
+
+class App:
+    """One gateway: `start`, then `serve` until it is told to stop; `stop` may be called from anywhere on its loop."""
+
+    def __init__(
+        self, config: GatewayConfig, *, paths: Sequence[Path], env: Mapping[str, str] | None, hands: MakeHands
+    ) -> None:
+        self.config = config
+        self._paths = paths
+        self._env = env
+        self._make_hands = hands
+        self._clock = MonotonicClock()
+        self._log = structlog.get_logger("gateway")
+        self._stopping = asyncio.Event()
+        self._closing = asyncio.Event()
+        #: What must be let go of, the youngest first.
+        self._closers = AsyncExitStack()
+        self.node: NodeSpec | None = None
+
+    async def start(self) -> None:
+        """Open the record, make the hands, prepare the functions, take up what was left, and bind the doors."""
+        try:
+            await self._start()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _start(self) -> None:
+        server = self.config.server
+        self._closers.enter_context(lock_state(server.state_dir))
+        self._sockets = (listen(server.host, server.port), listen(server.host, server.grpc_port))
+        for listener in self._sockets:
+            self._closers.callback(listener.close)
+        self.store = Store(
+            StoreSpec(
+                path=server.state_dir / "tangram.sqlite",
+                durability=Durability(server.durability),
+            )
+        )
+        await self.store.open()
+        self._closers.push_async_callback(self.store.close)
+        self.logs = Logs(
+            self.store,
+            LogSpec(
+                tail_chars=server.logs.tail_bytes,
+                heartbeat_s=server.logs.heartbeat_s,
+                stall_s=server.logs.stall_s,
+                followers_max=server.logs.followers_max,
+            ),
+        )
+        self.metrics = Metrics()
+        await self._start_thinking()
+        self.house = self._house()
+        self._watch()
+        recovered = await self.invocations.recover()
+        self.grpc = GrpcServer(self.house)
+        await self.grpc.open(self._sockets[1])
+        self._closers.push_async_callback(self.grpc.close)
+        for chore in (self._save_history_for_ever(), prune_for_ever(self.store, self._retention())):
+            self._closers.push_async_callback(_ended, asyncio.create_task(chore))
+        self._announce(recovered)
+
+    async def _start_thinking(self) -> None:
+        """Core, engine, hands and registry; they need each other, and are tied together here only."""
+        self.node = machine.describe(self.config)
+        saved = await self.store.document(HISTORY)
+        self.history = History.from_json(orjson.loads(saved)) if saved else History()
+        self.hands = self._make_hands(self.config, self._clock, self._report_residency)
+        self._closers.push_async_callback(self.hands.close)
+        await self.hands.environments.start(())
+        self.registry = Registry(
+            self.config,
+            prepare=self.hands.prepare,
+            nodes=lambda: (self.node,) if self.node is not None else (),
+            switched=self._switched,
+            paths=self._paths,
+            env=self._env,
+        )
+        await self.registry.start()
+        services = await self.hands.services(self.config.functions)
+        core = build_core(self.config.manager_spec((self.node,), services), function_bounds=self._function_bounds())
+        self.admission = Admission(
+            self._clock.now,
+            total_max=self.config.scheduler.max_queued,
+            task_max=lambda task: self.registry.config.tasks.get(task, TaskSpec()).max_queued,
+        )
+        self.invocations = Invocations(
+            spec=InvocationSpec(
+                idempotency_ttl_s=self.config.server.idempotency_ttl_s, max_age_s=self.config.server.max_age_s
+            ),
+            functions=self.registry,
+            history=self.history,
+            store=self.store,
+            logs=self.logs,
+            admission=self.admission,
+            observer=self.metrics,
+            now=self._clock.now,
+        )
+        self.engine = Engine(
+            core,
+            RecordedStarts(self.hands.executor, self.invocations, self.store),
+            clock=self._clock,
+            history=self.history,
+            listeners=[self.invocations],
+        )
+        self.invocations.bind(self.engine)
+        await self.engine.start()
+        self._closers.push_async_callback(self.engine.close)
+        self._closers.callback(self._save_history)
+
+    async def serve(self) -> None:
+        """Start if need be, then serve until SIGTERM, SIGINT or `stop`; then drain and close."""
+        if self.node is None:
+            await self.start()
+        loop = asyncio.get_running_loop()
+        for name in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(name, self.stop)
+        grace_s = CLOSE_GRACE_S
+        serving = asyncio.create_task(serve(Door(self.house), self._sockets[0], self._closing.wait, grace_s))
+        try:
+            await asyncio.wait(
+                {serving, asyncio.ensure_future(self._stopping.wait())}, return_when=asyncio.FIRST_COMPLETED
+            )
+            await self._drain()
+        finally:
+            self._closing.set()
+            await asyncio.gather(serving, return_exceptions=True)
+            await self.close()
+
+    def stop(self) -> None:
+        """Take no new work, let what runs end within the grace, keep the rest for the next gateway."""
+        self.admission.draining = True
+        self._stopping.set()
+
+    async def _drain(self) -> None:
+        grace_s = self.config.server.drain_grace_s
+        self._log.info("draining", living=self.invocations.living, grace_s=grace_s)
+        self.grpc.drain()
+        left = await self.invocations.drain(grace_s)
+        self._log.info("drained", left_for_the_next_gateway=left)
+
+    async def close(self) -> None:
+        """Let go of everything; idempotent."""
+        await self._closers.aclose()
+
+    @property
+    def http_port(self) -> int:
+        return int(self._sockets[0].getsockname()[1])
+
+    @property
+    def grpc_port(self) -> int:
+        return int(self._sockets[1].getsockname()[1])
+
+    # What the rooms tell each other
+
+    def _switched(self, config: GatewayConfig) -> None:
+        self.engine.reconfigure(
+            tasks=config.tasks,
+            quotas=config.quotas,
+            concurrency=config.concurrency,
+            function_bounds={name: spec.max_queued for name, spec in config.functions.items()},
+        )
+        self._log.info("configuration applied", functions=len(config.functions))
+
+    def _report_residency(self, resident: Mapping[str, tuple[tuple[int, int], ...]]) -> None:
+        copies = [(service, start, size) for service, chunks in resident.items() for start, size in chunks]
+        self.engine.report_residency(self.config.node.name, copies)
+
+    def _function_bounds(self) -> dict[str, int]:
+        return {name: spec.max_queued for name, spec in self.config.functions.items()}
+
+    def _house(self) -> House:
+        server = self.config.server
+        return House(
+            guard=Guard(server.token),
+            limits=Limits(
+                body_bytes=server.body_limit_bytes,
+                file_bytes=server.file_limit_bytes,
+                batch_calls=server.batch_max,
+                wait_s=server.wait_max_s,
+            ),
+            invocations=self.invocations,
+            logs=self.logs,
+            store=self.store,
+            engine=self.engine,
+            functions=self.registry,
+            environments=self.hands.environments,
+            metrics=self.metrics,
+            configure=self.registry.configure,
+            sandboxes=self._sandboxes,
+            unready=self._unready,
+        )
+
+    def _sandboxes(self) -> Mapping[str, object]:
+        described = plain(self.hands.provider.info)
+        assert isinstance(described, dict)
+        return described
+
+    def _unready(self) -> str | None:
+        return "draining" if self.admission.draining else self.store.failure
+
+    def _watch(self) -> None:
+        watch = self.metrics.watch
+        watch("tangram_store_commits", "Transactions written", lambda: self.store.commits, counter=True)
+        watch("tangram_store_rows", "Records written", lambda: self.store.rows_written, counter=True)
+        watch("tangram_store_failing", "1 while the disk refuses records", lambda: float(self._unready() is not None))
+        watch("tangram_log_followers", "Log streams open", lambda: self.logs.followers)
+        dropped = "Log records dropped because the disk was too slow"
+        watch("tangram_log_records_dropped", dropped, lambda: self.store.log_records_dropped, counter=True)
+        slow = "Followers dropped because they did not read"
+        watch("tangram_log_followers_dropped", slow, lambda: self.logs.followers_dropped, counter=True)
+        watch("tangram_living", "Invocations that have not ended", lambda: self.invocations.living)
+        self.metrics.watch_units(self._units)
+
+    def _units(self) -> Iterator[tuple[str, str, float]]:
+        pools = self.engine.resources()["pools"]
+        assert isinstance(pools, dict)
+        for name, pool in pools.items():
+            for state in ("total", "free"):
+                if state in pool:
+                    yield name, state, float(pool[state])
+
+    # Chores
+
+    async def _save_history_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(HISTORY_EVERY_S)
+            self._save_history()
+
+    def _save_history(self) -> None:
+        self.store.save_document(HISTORY, orjson.dumps(self.history.to_json()).decode())
+
+    def _retention(self) -> RetentionSpec:
+        kept = self.config.server.retention
+        return RetentionSpec(
+            records_age_s=kept.records_age_s, records_bytes=kept.records_bytes, interval_s=kept.interval_s
+        )
+
+    def _announce(self, recovered: Mapping[str, int]) -> None:
+        info, node = self.hands.provider.info, self.node
+        assert node is not None
+        self._log.info(
+            "serving",
+            http=_address(self._sockets[0]),
+            grpc=_address(self._sockets[1]),
+            auth="bearer token" if self.config.server.token else "none: this machine only",
+            sandboxes=info.kind,
+            engine=info.engine,
+            isolation=info.isolation,
+            cores=node.cores,
+            devices=node.devices,
+            functions=len(self.config.functions),
+            durability=self.config.server.durability,
+            recovered={verdict: count for verdict, count in recovered.items() if count},
+        )
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def lock_state(state_dir: Path) -> IO[str]:
+    """Hold the state directory; raises Conflict where another gateway does."""
+    try:
+        state_dir.mkdir(parents=True, exist_ok=True)
+        held = (state_dir / "lock").open("w")
+    except OSError as error:
+        raise StorageUnavailable(f"server.state_dir {state_dir}: {error}", component="store") from None
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        held.close()
+        raise Conflict(f"another gateway serves from {state_dir}", component="store") from None
+    return held
+
+
+def _address(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

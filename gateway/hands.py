@@ -1,0 +1,93 @@
+"""The hands: the five runtimes, made from the configuration; heavy libraries are imported only when they are used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from gateway.config import GatewayConfig
+from manager.clock import Clock
+from manager.config import ServiceSpec
+from manager.function import FunctionSpec, RuntimeKind
+from runtimes.api import ApiRuntime
+from runtimes.local import LocalExecutor
+from runtimes.model.runtime import ModelRuntime, OnResidency
+from runtimes.model.settings import ModelSettings
+from runtimes.runtime import Runtime
+from runtimes.sandbox.environments import Environments, EnvironmentSettings
+from runtimes.sandbox.handler import HandlerRuntime
+from runtimes.sandbox.handler_instance import HandlerSettings
+from runtimes.sandbox.provider import ProviderSettings, make_provider
+from runtimes.sandbox.pytest_run import PytestRuntime
+from runtimes.sandbox.runtime import ExecRuntime
+from runtimes.sandbox.sandbox import Provider
+from runtimes.secrets import Secrets
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hands:
+    """The runtimes by kind, the executor over them, and the rooms that the doors speak to directly."""
+
+    provider: Provider
+    environments: Environments
+    model: ModelRuntime
+    runtimes: Mapping[RuntimeKind, Runtime]
+    executor: LocalExecutor
+
+    async def prepare(self, function: FunctionSpec) -> None:
+        """Check at registration that the function can ever run here; raises InvalidConfig or Unsupported."""
+        await self.runtimes[function.runtime].prepare(function)
+
+    async def services(self, functions: Mapping[str, FunctionSpec]) -> dict[str, ServiceSpec]:
+        """What the scheduler must know of each model function."""
+        models = [spec for spec in functions.values() if spec.model is not None]
+        found = [await self.model.footprint(spec) for spec in models]
+        return {service.name: service for service in found}
+
+    async def close(self) -> None:
+        """End every runtime, then the sandboxes, then the engine that made them."""
+        await self.executor.close()
+        await self.environments.close()
+        await self.provider.close()
+
+
+def make_hands(config: GatewayConfig, clock: Clock, on_residency: OnResidency) -> Hands:
+    """The hands of this machine; raises InvalidConfig or Unsupported where its sandboxes cannot be made."""
+    default = config.sandbox.spec(config.sandbox)
+    provider = make_provider(
+        ProviderSettings(
+            kind=config.sandbox.provider,
+            state_dir=config.server.state_dir / "sandboxes",
+            max_starting=config.sandbox.max_starting,
+        )
+    )
+    environments = Environments(provider, EnvironmentSettings(default=default), clock)
+    handlers = HandlerRuntime(provider, HandlerSettings(sandbox=default))
+    environments.spare(lambda: handlers.sandboxes)
+    model = ModelRuntime(model_settings(config), on_residency=on_residency)
+    runtimes: dict[RuntimeKind, Runtime] = {
+        RuntimeKind.EXEC: ExecRuntime(environments),
+        RuntimeKind.PYTEST: PytestRuntime(environments),
+        RuntimeKind.HANDLER: handlers,
+        RuntimeKind.MODEL: model,
+        RuntimeKind.API: ApiRuntime(Secrets(config.server.secrets_dir)),
+    }
+
+    async def open_environment(trajectory: str, function: FunctionSpec) -> None:
+        await environments.ensure(trajectory, function.sandbox)
+
+    executor = LocalExecutor(runtimes, clock, open_environment=open_environment)
+    return Hands(provider=provider, environments=environments, model=model, runtimes=runtimes, executor=executor)
+
+
+def model_settings(config: GatewayConfig) -> ModelSettings:
+    """The model runtime's settings from the YAML's ``node.devices`` and ``models``."""
+    devices = config.node.devices
+    return ModelSettings(
+        device=devices.kind,
+        devices=devices.count or 0,
+        device_bytes=devices.memory_bytes or 0,
+        host_bytes=config.models.host_memory_bytes or 0,
+        state_dir=config.server.state_dir / "models",
+        node=config.node.name,
+    )

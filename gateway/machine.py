@@ -1,0 +1,51 @@
+"""The machine: which of its cores, memory and devices the configuration gives to actions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gateway.config import GatewayConfig
+from gateway.hands import model_settings
+from manager.config import NodeSpec
+from manager.errors import InvalidConfig
+from runtimes.model.devices import discover as discover_devices
+from runtimes.node.topology import Topology, discover, from_file
+from runtimes.sandbox.cgroup import parse_cores
+
+#: Share of the machine's memory that trajectories may hold when nothing is configured.
+MEMORY_SHARE = 0.9
+
+
+def describe(config: GatewayConfig) -> NodeSpec:
+    """This machine as the scheduler sees it; raises InvalidConfig where it is not as configured."""
+    node = config.node
+    topology = discover() if node.cpu.topology is None else from_file(node.cpu.topology)
+    topology = _confined(topology, node.cpu.cores).reserve(node.cpu.reserved)
+    devices, device_bytes = _devices(config)
+    return topology.node(
+        node.name,
+        memory_bytes=node.memory_bytes or int(topology.memory_bytes * MEMORY_SHARE),
+        devices=devices,
+        device_bytes=device_bytes,
+    )
+
+
+def _confined(topology: Topology, cores: str) -> Topology:
+    """Only the listed cores; all where nothing is listed."""
+    if not cores:
+        return topology
+    try:
+        wanted = set(parse_cores(cores))
+    except ValueError:
+        raise InvalidConfig(f"node.cpu.cores: {cores!r} is no list such as 0-3,8", component="machine") from None
+    missing = wanted - set(topology.cores)
+    if missing:
+        raise InvalidConfig(f"node.cpu.cores: core {min(missing)} is not usable here", component="machine")
+    numa = tuple(tuple(core for core in node if core in wanted) for node in topology.numa)
+    return replace(topology, numa=tuple(node for node in numa if node))
+
+
+def _devices(config: GatewayConfig) -> tuple[int, int]:
+    """Number and bytes of the model devices."""
+    found = discover_devices(model_settings(config))
+    return (len(found), min(device.arena_bytes for device in found)) if found else (0, 0)
