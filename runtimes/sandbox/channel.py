@@ -111,7 +111,7 @@ class Channel(asyncio.Protocol):
                 if command.stdin:
                     await execution.stdin.feed(number, command.stdin)
                     await execution.stdin.end(number)
-                return execution.result(await execution.end)
+                return execution.result(await asyncio.shield(execution.end))
         except TimeoutError:
             self.close()
             raise lost("the runner has fallen silent") from None

@@ -245,7 +245,7 @@ class Runner:
         self.watch(sock.fileno(), lambda _: self.on_frames(connection))
 
     def on_frames(self, connection: Connection) -> None:
-        if connection.pending:
+        if self.throttled and connection.trusted:
             connection.flush()
             if not connection.pending:
                 self.unthrottle(connection)
@@ -411,10 +411,10 @@ class Runner:
                     os.chdir(self.real(cwd or self.config["workdir"]))
                 except OSError as error:
                     raise Refused("invalid_input", f"working directory: {_sentence(error)}") from None
-                program = _which(argv[0], environment.get("PATH", DEFAULT_PATH))
                 actions = [(os.POSIX_SPAWN_DUP2, fd, target) for target, fd in enumerate(fds)]
                 signals = (signal.SIGPIPE, signal.SIGXFSZ)  # Python ignores them, and a child would inherit that
                 try:
+                    program = _which(argv[0], environment.get("PATH", DEFAULT_PATH))
                     return os.posix_spawn(
                         program, argv, environment, file_actions=actions, setsid=True, setsigdef=signals
                     )

@@ -1,0 +1,45 @@
+"""Sandboxes of both kinds for the same tests."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from manager.function import SandboxSpec
+from runtimes.sandbox.provider import ProviderSettings, make_provider
+from runtimes.sandbox.sandbox import Provider, Sandbox
+
+
+@pytest.fixture(params=["process", pytest.param("container", marks=pytest.mark.docker)])
+async def provider(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Provider]:
+    """A provider of each kind; whatever a test leaves behind is removed."""
+    if request.param == "container":
+        request.getfixturevalue("docker")
+    provider = make_provider(ProviderSettings(kind=request.param, state_dir=tmp_path / "state"))
+    yield provider
+    await provider.reap(())
+    await provider.close()
+
+
+@pytest.fixture
+async def containers(docker: str, tmp_path: Path) -> AsyncIterator[Provider]:
+    """A provider of containers, for what only they can do."""
+    provider = make_provider(ProviderSettings(kind="container", state_dir=tmp_path / "state"))
+    yield provider
+    await provider.reap(())
+    await provider.close()
+
+
+@pytest.fixture
+def spec() -> SandboxSpec:
+    """A small sandbox of the base image (process sandboxes have no images and do not look)."""
+    return SandboxSpec(image="tangram-base:bookworm", memory_bytes=256 * 2**20, pids=64)
+
+
+@pytest.fixture
+async def sandbox(provider: Provider, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
+    made = await provider.create(spec, name="test", labels={}, mounts={})
+    yield made
+    await made.close()
