@@ -226,6 +226,7 @@ class Core:
         if trajectory is not None and (action.memory_bytes or any(resources.on_nodes(kind) for kind in action.cost)):
             if not trajectory.node:
                 trajectory.cost = trajectory.cost or action.cost
+                trajectory.homeless.append(entry)
                 self._trajectories.wait_for_memory(trajectory)
                 return
             node = trajectory.node
@@ -292,9 +293,6 @@ class Core:
 
     def _release(self, entry: Entry) -> None:
         house = self._house
-        parent = None if entry.action.parent is None else house.executing.get(entry.action.parent)
-        if parent is not None:
-            house.executing.end_loan(entry, parent)
         for pool in house.executing.end(entry, self._now_s):
             house.dirty.add(pool.name)
         if entry.lease is not None and entry.lease.memory_bytes:
@@ -350,6 +348,8 @@ class Core:
         trajectory = None if entry.action.trajectory is None else self._trajectories.get(entry.action.trajectory)
         if trajectory is None:
             return
+        if entry in trajectory.homeless:
+            trajectory.homeless.remove(entry)
         if trajectory.active is entry:
             trajectory.active = None
         elif entry.child:
@@ -402,9 +402,10 @@ class Core:
             node.hold(trajectory.name, trajectory.memory_bytes)
             trajectory.node, trajectory.waiting = node.spec.name, False
             self._commands.append(TrajectoryPlaced(trajectory=trajectory.name, node=trajectory.node))
-            if trajectory.active is not None:
-                self._offer(trajectory.active, trajectory)
-            else:
+            homeless, trajectory.homeless = trajectory.homeless, []
+            for entry in homeless:
+                self._offer(entry, trajectory)
+            if trajectory.at_rest:
                 self._trajectories.rest(trajectory, self._now_s)
 
     def _end(self, trajectory: Trajectory, state: State = State.CANCELLED, reason: Reason = Reason.CANCELLED) -> None:

@@ -120,7 +120,7 @@ class Executing:
                 grants[kind] = pool.acquire(ask, now_s)
                 self._hold(pool, entry, now_s)
         entry.borrowed = frozenset(kind for kind, (_, _, lent) in plan.items() if lent)
-        parent.borrower = entry
+        entry.lender, parent.borrower = parent, entry
         return self._enter(entry, Lease(action_id=entry.id, node=parent.lease.node, grants=grants), now_s)
 
     def resize(self, entry: Entry, kind: str, units: int, now_s: float) -> Lease:
@@ -155,11 +155,6 @@ class Executing:
                 return []
             del self._batches[leader]
         return self._release(leader, entry, now_s)
-
-    def end_loan(self, child: Entry, parent: Entry) -> None:
-        """The child is done: the parent's units may serve the next one."""
-        if parent.borrower is child:
-            parent.borrower = None
 
     def remaining(self, entry: Entry, now_s: float) -> float | None:
         """Fraction of the work still to do, by estimate."""
@@ -228,7 +223,7 @@ class Executing:
     def _loan(self, entry: Entry, parent: Entry) -> dict[str, tuple[Pool, int, bool]] | None:
         """(pool, units, lent) by kind, where every unit can be had."""
         lease = parent.lease
-        if lease is None or parent.borrower is not None or parent.action.malleable or parent.borrowed:
+        if lease is None or parent.borrower is not None or parent.action.malleable or parent.action.batch_tokens:
             return None
         plan: dict[str, tuple[Pool, int, bool]] = {}
         for kind, units in entry.action.cost.items():
@@ -256,20 +251,27 @@ class Executing:
                 assert heir.lease is not None
                 pool.bequeath(holder, heir.id, heir.lease.grants[kind])
                 self._holders[pool.name][heir.id] = heir
-                self._malleable[pool.name] += heir.action.malleable
+                self._malleable[pool.name] += heir.malleable(kind)
             else:
                 pool.release(holder, now_s)
             held = self._holders[pool.name].pop(holder)
-            self._malleable[pool.name] -= held.action.malleable
+            self._malleable[pool.name] -= held.malleable(kind)
             self.load(pool.name).observe(now_s, pool.used / max(1, pool.total))
             freed.append(pool)
-        if heir is not None:
-            heir.borrowed = frozenset()
+        self._pass_loan_on(entry, heir)
         return freed
+
+    def _pass_loan_on(self, entry: Entry, heir: Entry | None) -> None:
+        """What the action borrowed goes back to its lender, or serves its own borrower further."""
+        if heir is not None:
+            heir.borrowed &= entry.borrowed
+            heir.lender = entry.lender if heir.borrowed else None
+        if entry.lender is not None:
+            entry.lender.borrower = heir if heir is not None and heir.borrowed else None
 
     def _hold(self, pool: Pool, entry: Entry, now_s: float) -> None:
         self._holders.setdefault(pool.name, {})[entry.id] = entry
-        self._malleable[pool.name] = self._malleable.get(pool.name, 0) + entry.action.malleable
+        self._malleable[pool.name] = self._malleable.get(pool.name, 0) + entry.malleable(pool.kind)
         self.load(pool.name).observe(now_s, pool.used / max(1, pool.total))
 
     def _pool(self, kind: str, node: str) -> Pool:

@@ -42,13 +42,18 @@ class Entry:
     used: dict[str, float] = field(default_factory=dict)
     resize_after_s: float = 0.0
     aborting: bool = False
-    #: Kinds whose units are lent by its parent, and the child that uses this one's units.
+    #: Kinds whose units are lent, by whom, and the child that uses this one's units.
     borrowed: frozenset[str] = frozenset()
+    lender: Entry | None = None
     borrower: Entry | None = None
 
     @property
     def id(self) -> str:
         return self.action.id
+
+    def malleable(self, kind: str) -> bool:
+        """Whether its units of ``kind`` may change while it runs."""
+        return self.action.malleable and self.action.key == kind
 
     @property
     def order(self) -> tuple[Key, int]:

@@ -29,6 +29,8 @@ class Trajectory:
     #: The action whose turn it is (eligible or running), and those behind it.
     active: Entry | None = None
     lane: deque[Entry] = field(default_factory=deque)
+    #: Actions whose turn it is, but which need the place that it waits for.
+    homeless: list[Entry] = field(default_factory=list)
     #: Actions invoked by the active one, queued or running.
     children: int = 0
     idle_since_s: float = 0.0

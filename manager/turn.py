@@ -147,7 +147,8 @@ class Turn:
         balance = self._free
         for resize in decision.resizes:
             entry = running.get(resize.action_id)
-            self._expect(entry is not None and entry.action.malleable, resize, "names no running, malleable action")
+            malleable = entry is not None and entry.malleable(self._pool.kind)
+            self._expect(malleable, resize, "names no running action that is malleable here")
             assert entry is not None
             self._expect(resize.units in entry.action.cost[self._pool.kind], resize, "is not in the unit set")
             balance -= resize.units - self._pool.held[entry.id]

@@ -1,0 +1,235 @@
+"""Checkers: each watches events and commands with a model of its own, and knows nothing of the core's insides."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from typing import Protocol
+
+from manager.action import Action
+from manager.config import ManagerSpec, NodeSpec
+from manager.events import (
+    Command,
+    Event,
+    Execute,
+    Finished,
+    NodeJoined,
+    NodeLost,
+    Refuse,
+    Resize,
+    Settle,
+    Submitted,
+)
+from manager.lease import Lease
+
+
+class Checker(Protocol):
+    def see(self, now_s: float, event: Event | None, commands: list[Command]) -> None:
+        """One step of the core: what it was told (one event at a time) and what it answered."""
+        ...
+
+    def end(self) -> None:
+        """Nothing more will happen."""
+        ...
+
+
+class Exclusive:
+    """Nothing is leased twice: cores, devices, concurrency, and memory never exceed what there is."""
+
+    def __init__(self, spec: ManagerSpec) -> None:
+        self._limits = {name: limit.limit for name, limit in spec.concurrency.items()}
+        self._nodes: dict[str, NodeSpec] = {node.name: node for node in spec.nodes}
+        self._leases: dict[str, tuple[Action, Lease]] = {}
+
+    def see(self, now_s: float, event: Event | None, commands: list[Command]) -> None:
+        if isinstance(event, NodeJoined):
+            self._nodes[event.node.name] = event.node
+        for command in commands:
+            if isinstance(command, Settle):
+                self._leases.pop(command.settlement.action.id, None)
+            elif isinstance(command, Execute | Resize):
+                self._leases[command.action.id] = (command.action, command.lease)
+        if any(isinstance(command, Execute | Resize) for command in commands):
+            self._check()
+
+    def end(self) -> None:
+        assert not self._leases, f"still leased at the end: {sorted(self._leases)}"
+
+    def _check(self) -> None:
+        owners: dict[tuple[str, int], str] = {}
+        units: Counter[str] = Counter()
+        memory: Counter[str] = Counter()
+        for action, lease in self._leases.values():
+            memory[lease.node] += lease.memory_bytes
+            for grant in lease.grants.values():
+                if grant.pool in self._limits and not self._lent(action, grant.pool):
+                    units[grant.pool] += grant.units
+                places = grant.cores or (() if grant.chunk is None else range(grant.chunk[0], sum(grant.chunk)))
+                for place in places:
+                    owner = owners.setdefault((grant.pool, place), action.id)
+                    assert owner == action.id or self._may_share(owner, action.id), (
+                        f"{owner} and {action.id} both hold {place} of {grant.pool}"
+                    )
+        for pool, used in units.items():
+            assert used <= self._limits[pool], f"{used} of {self._limits[pool]} {pool} held"
+        for node, held in memory.items():
+            assert held == 0 or held <= self._nodes[node].memory_bytes, f"{held} bytes held on {node}"
+
+    def _lent(self, action: Action, pool: str) -> bool:
+        parent = self._leases.get(action.parent or "")
+        return parent is not None and any(grant.pool == pool for grant in parent[1].grants.values())
+
+    def _may_share(self, one: str, other: str) -> bool:
+        """A batch shares its chunk, and a waiting parent's units serve its child."""
+        (first, first_lease), (second, second_lease) = self._leases[one], self._leases[other]
+        batch = first_lease.batch or second_lease.batch
+        return (one in batch and other in batch) or first.parent == other or second.parent == one
+
+
+class Ends:
+    """Every accepted action settles exactly once, and its three times make up its life."""
+
+    def __init__(self) -> None:
+        self._accepted: dict[str, float] = {}
+        self._settled: set[str] = set()
+        self._refused: set[str] = set()
+
+    def see(self, now_s: float, event: Event | None, commands: list[Command]) -> None:
+        if isinstance(event, Submitted):
+            self._accepted[event.action.id] = event.action.submitted_s
+        for command in commands:
+            if isinstance(command, Refuse):
+                self._refused.add(command.action_id)
+                self._accepted.pop(command.action_id)
+            elif isinstance(command, Settle):
+                settlement = command.settlement
+                action_id = settlement.action.id
+                assert action_id not in self._settled, f"{action_id} settled twice"
+                assert action_id in self._accepted, f"{action_id} was never accepted"
+                self._settled.add(action_id)
+                times = (settlement.queue_s, settlement.overhead_s, settlement.execution_s)
+                assert min(times) >= 0, f"{action_id}: {times}"
+                life_s = now_s - self._accepted[action_id]
+                assert abs(sum(times) - life_s) < 1e-6, f"{action_id}: {times} make {sum(times)}, it lived {life_s}"
+
+    def end(self) -> None:
+        missing = set(self._accepted) - self._settled
+        assert not missing, f"accepted, but never settled: {sorted(missing)}"
+
+
+class Quotas:
+    """No window of a quota's period holds more than its limit, and no instant more than its burst."""
+
+    def __init__(self, spec: ManagerSpec) -> None:
+        self._quotas = spec.quotas
+        self._starts: dict[str, list[tuple[float, int]]] = defaultdict(list)
+
+    def see(self, now_s: float, event: Event | None, commands: list[Command]) -> None:
+        for command in commands:
+            if isinstance(command, Execute):
+                for kind, grant in command.lease.grants.items():
+                    if kind in self._quotas:
+                        self._add(kind, now_s, grant.units)
+
+    def end(self) -> None:
+        """All was checked as it happened."""
+
+    def _add(self, kind: str, now_s: float, units: int) -> None:
+        quota = self._quotas[kind]
+        starts = self._starts[kind]
+        starts.append((now_s, units))
+        window = sum(count for start_s, count in starts if start_s + quota.period_s > now_s)
+        assert window <= quota.limit, f"{kind}: {window} units in the window that ends at {now_s}"
+        instant = sum(count for start_s, count in starts if start_s == now_s)
+        assert quota.burst is None or instant <= quota.burst, f"{kind}: {instant} units at {now_s}"
+
+
+class FirstComeFirstServed:
+    """For policies that start in order: inside a task no action passes an earlier one on the one resource both need.
+
+    Actions of a trajectory, children, and members of a batch keep other orders and are left out.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, tuple[int, Action]] = {}
+        self._count = 0
+
+    def see(self, now_s: float, event: Event | None, commands: list[Command]) -> None:
+        if isinstance(event, Submitted) and event.action.trajectory is None and event.action.parent is None:
+            self._count += 1
+            self._waiting[event.action.id] = (self._count, event.action)
+        started = [command for command in commands if isinstance(command, Execute)]
+        for command in commands:
+            if isinstance(command, Refuse):
+                self._waiting.pop(command.action_id, None)
+            elif isinstance(command, Settle):
+                self._waiting.pop(command.settlement.action.id, None)
+        seqs = {command.action.id: self._waiting.pop(command.action.id, None) for command in started}
+        for command in started:
+            mine = seqs[command.action.id]
+            if mine is None or command.lease.batch:
+                continue
+            for seq, other in self._waiting.values():
+                same = other.task == command.action.task and list(other.cost) == list(command.action.cost)
+                alike = same and len(other.cost) == 1 and other.memory_bytes == command.action.memory_bytes == 0
+                if alike and seq < mine[0]:
+                    kind = next(iter(other.cost))
+                    smaller = other.cost[kind].minimum <= command.action.cost[kind].minimum
+                    assert not smaller, f"{command.action.id} passed {other.id} on {kind} at {now_s}"
+
+    def end(self) -> None:
+        """All was checked as it happened."""
+
+
+class Trajectories:
+    """The actions of a trajectory run one at a time and in order; children run inside their parents."""
+
+    def __init__(self) -> None:
+        self._order: dict[str, list[str]] = defaultdict(list)
+        self._running: dict[str, str] = {}
+
+    def see(self, now_s: float, event: Event | None, commands: list[Command]) -> None:
+        if isinstance(event, Submitted) and event.action.trajectory is not None and event.action.parent is None:
+            self._order[event.action.trajectory].append(event.action.id)
+        for command in commands:
+            if isinstance(command, Refuse):
+                self._forget(command.action_id)
+            elif isinstance(command, Settle):
+                self._forget(command.settlement.action.id)
+            elif isinstance(command, Execute) and command.action.trajectory is not None:
+                order = self._order[command.action.trajectory]
+                if command.action.id in order:
+                    assert order[0] == command.action.id, f"{command.action.id} passed {order[0]}"
+
+    def end(self) -> None:
+        assert not any(self._order.values()), "trajectories hold actions at the end"
+
+    def _forget(self, action_id: str) -> None:
+        for order in self._order.values():
+            if action_id in order:
+                order.remove(action_id)
+
+
+class Late:
+    """Answers of attempts that are over change nothing."""
+
+    def see(self, now_s: float, event: Event | None, commands: list[Command]) -> None:
+        if isinstance(event, NodeLost):
+            for command in commands:
+                if isinstance(command, Execute):
+                    assert command.lease.node != event.node, f"{command.action.id} was started on a lost node"
+
+    def end(self) -> None:
+        """All was checked as it happened."""
+
+
+def story(event: Event | None) -> str:
+    """A line for the journal."""
+    match event:
+        case Submitted():
+            return f"submitted {event.action.id}"
+        case Finished():
+            return f"finished {event.action_id}.{event.attempt} {event.outcome.state.value}"
+        case None:
+            return "pass"
+        case _:
+            return repr(event)

@@ -1,0 +1,354 @@
+"""The world: from a seed, a configuration and everything that happens to a core, until nothing is left."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from manager.action import Action, Amdahl, UnitSet
+from manager.assembly import build_core
+from manager.config import (
+    ConcurrencySpec,
+    ManagerSpec,
+    NodeSpec,
+    QuotaSpec,
+    SchedulerSpec,
+    ServiceSpec,
+    TaskSpec,
+)
+from manager.core import Core
+from manager.errors import Reason
+from manager.events import (
+    Abort,
+    CancelRequested,
+    Command,
+    Event,
+    Execute,
+    Finished,
+    NodeJoined,
+    NodeLost,
+    Reconfigured,
+    ResidencyReported,
+    Resize,
+    Settle,
+    Submitted,
+    Tick,
+    TrajectoryEnded,
+    TrajectoryOpened,
+    WakeAt,
+)
+from manager.outcome import Outcome, State
+from manager.scheduler.policy import Policy, PolicySpec
+from tests.sim.checkers import (
+    Checker,
+    Ends,
+    Exclusive,
+    FirstComeFirstServed,
+    Late,
+    Quotas,
+    Trajectories,
+    story,
+)
+from tests.sim.policies import RandomPolicy
+
+#: Seconds in which submissions fall; the clock may jump far beyond.
+_SPAN_S = 20.0
+#: Steps after which a world that does not come to rest is taken to be stuck.
+_STEPS_MAX = 5000
+_MEBIBYTE = 2**20
+
+
+@dataclass(slots=True)
+class Journal:
+    """All that happened, as text."""
+
+    lines: list[str] = field(default_factory=list)
+
+    def note(self, now_s: float, event: Event | None, commands: list[Command]) -> None:
+        self.lines.append(f"{now_s:.6f} {story(event)}")
+        for command in commands:
+            match command:
+                case Execute() | Resize():
+                    grants = {
+                        kind: (grant.units, grant.cores, grant.chunk) for kind, grant in command.lease.grants.items()
+                    }
+                    self.lines.append(f"    {type(command).__name__} {command.action.id} {command.lease.node} {grants}")
+                case Settle():
+                    outcome = command.settlement.outcome
+                    self.lines.append(
+                        f"    Settle {command.settlement.action.id} {outcome.state.value} {outcome.reason}"
+                    )
+                case _:
+                    self.lines.append(f"    {command}")
+
+    def digest(self) -> str:
+        return hashlib.sha256("\n".join(self.lines).encode()).hexdigest()
+
+
+class World:
+    """One seed's world. ``run`` raises AssertionError where a promise is broken."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self.orderly = self._random.random() < 0.6
+        self.spec = self._spec()
+        self.core = self._core(seed)
+        self.journal = Journal()
+        self._checkers: list[Checker] = [Exclusive(self.spec), Ends(), Quotas(self.spec), Trajectories(), Late()]
+        if self.orderly:
+            self._checkers.append(FirstComeFirstServed())
+        #: (instant, order, event or what makes one).
+        self._agenda: list[tuple[float, int, Event | Callable[[], Event | None]]] = []
+        self._count = 0
+        self._now_s = 0.0
+        self._wake_s: float | None = None
+        #: Running (id, attempt) and how it goes on when it is killed.
+        self._running: dict[tuple[str, int], float] = {}
+        self._spawned = 0
+
+    def run(self) -> Journal:
+        """Play everything to its end."""
+        self._write_agenda()
+        for _ in range(_STEPS_MAX):
+            if not self._next():
+                break
+        else:
+            raise AssertionError(f"not at rest after {_STEPS_MAX} steps")
+        for checker in self._checkers:
+            checker.end()
+        assert self.core.accepted == self.core.settled
+        for pool in self.core.house.resources:
+            assert not pool.held, f"{pool.name} holds {dict(pool.held)} at the end"
+        return self.journal
+
+    # -- what there is
+
+    def _spec(self) -> ManagerSpec:
+        chance = self._random
+        nodes = tuple(
+            NodeSpec(
+                name=f"n{index}",
+                numa=tuple(
+                    tuple(range(start, start + chance.randint(1, 4))) for start in (0, 10)[: chance.randint(1, 2)]
+                ),
+                memory_bytes=chance.choice((4, 8, 64)) * _MEBIBYTE,
+                devices=chance.choice((0, 1, 2, 4, 6)),
+                device_bytes=100,
+            )
+            for index in range(chance.randint(1, 3))
+        )
+        services = {
+            name: ServiceSpec(
+                name=name,
+                bytes_by_dop={1: size, 2: size // 2, 4: size // 4},
+                restore_s_by_dop={1: 0.4, 2: 0.2, 4: 0.1},
+                batch_tokens=chance.choice((0, 0, 10)),
+            )
+            for name, size in (("s0", 60), ("s1", 90), ("s2", 30))
+        }
+        return ManagerSpec(
+            nodes=nodes,
+            quotas={
+                "search": QuotaSpec(
+                    limit=chance.randint(1, 5),
+                    period_s=chance.choice((0.5, 1.0, 3.0)),
+                    burst=chance.choice((None, 1, 2)),
+                )
+            },
+            concurrency={"parser": ConcurrencySpec(limit=chance.randint(1, 4))},
+            tasks={
+                "red": TaskSpec(
+                    weight=chance.choice((1.0, 3.0)),
+                    max_queued=chance.choice((20, 1000)),
+                    caps=chance.choice(({}, {}, {"cpu": 2}, {"parser": 1})),
+                ),
+                "blue": TaskSpec(weight=1.0),
+            },
+            services=services,
+            scheduler=SchedulerSpec(
+                policies={"default": PolicySpec(name="fixed", options={"dop": chance.choice((1, 2, 4))})},
+                strict=chance.random() < 0.1,
+                max_queued=chance.choice((15, 1000)),
+                queue_window=chance.choice((4, 2048)),
+            ),
+        )
+
+    def _core(self, seed: int) -> Core:
+        policies: dict[str, Policy] = {}
+        if not self.orderly:
+            policies = {kind: RandomPolicy(seed + index) for index, kind in enumerate(("default", "cpu", "gpu"))}
+        return build_core(self.spec, policies=policies, function_bounds={"f": self._random.choice((10, 1000))})
+
+    # -- what happens
+
+    def _write_agenda(self) -> None:
+        chance = self._random
+        burst_s = chance.uniform(0, _SPAN_S)
+        for _ in range(chance.randint(3, 45)):
+            at_s = burst_s if chance.random() < 0.3 else chance.uniform(0, _SPAN_S)
+            self._at(at_s, lambda: Submitted(action=self._action(), idempotent=chance.random() < 0.3))
+        for _ in range(chance.choice((0, 0, 1, 4))):
+            self._at(chance.uniform(0, _SPAN_S), self._cancel)
+        if chance.random() < 0.3:
+            self._write_node_losses()
+        if chance.random() < 0.3:
+            at_s = chance.uniform(0, _SPAN_S)
+            self._at(
+                at_s,
+                TrajectoryOpened(
+                    trajectory="t0", memory_bytes=2 * _MEBIBYTE, ttl_s=5.0, cost={"cpu": UnitSet.fixed(1)}
+                ),
+            )
+        for _ in range(chance.choice((0, 0, 2))):
+            self._at(chance.uniform(0, _SPAN_S), TrajectoryEnded(trajectory=f"t{chance.randrange(4)}"))
+        if chance.random() < 0.2:
+            self._at(chance.uniform(0, _SPAN_S), Reconfigured(tasks={"red": TaskSpec(weight=2.0)}))
+        if chance.random() < 0.3:
+            copies = (("s0", 0, 1), ("s2", 0, 1))
+            self._at(chance.uniform(0, _SPAN_S), ResidencyReported(node="n0", copies=copies))
+
+    def _write_node_losses(self) -> None:
+        node = self._random.choice(self.spec.nodes)
+        lost_s = self._random.uniform(0, _SPAN_S)
+        self._at(lost_s, NodeLost(node=node.name))
+        if self._random.random() < 0.7:
+            self._at(lost_s + self._random.uniform(0.1, 5.0), NodeJoined(node=node))
+
+    def _at(self, instant_s: float, what: Event | Callable[[], Event | None]) -> None:
+        self._count += 1
+        heapq.heappush(self._agenda, (instant_s, self._count, what))
+
+    def _action(self, parent: Action | None = None) -> Action:
+        chance = self._random
+        self._spawned += 1
+        cost = self._cost()
+        elastic = "cpu" in cost and cost["cpu"].elastic
+        in_trajectory = chance.random() < 0.35
+        trajectory = f"t{chance.randrange(4)}" if in_trajectory else None
+        if parent is not None and chance.random() < 0.5:
+            trajectory = parent.trajectory
+        return Action(
+            id=f"a{self._spawned}",
+            function=chance.choice(("f", "g")),
+            task=chance.choice(("red", "blue", "grey")) if parent is None else parent.task,
+            trajectory=trajectory,
+            cost=cost,
+            memory_bytes=chance.choice((0, 0, 1, 2)) * _MEBIBYTE if "cpu" in cost else 0,
+            trajectory_ttl_s=chance.choice((0.5, 5.0, 1800.0)),
+            key="cpu" if elastic else "gpu" if "gpu" in cost and cost["gpu"].elastic else None,
+            elasticity=Amdahl(0.1),
+            t_ori_s=chance.choice((None, 0.5, 3.0)),
+            malleable=elastic and parent is None and chance.random() < 0.5,
+            service=chance.choice(("s0", "s1", "s2")) if "gpu" in cost else None,
+            batch_tokens=chance.choice((0, 2, 4)) if list(cost) == ["gpu"] else 0,
+            submitted_s=self._now_s,
+            queue_timeout_s=chance.choice((0.5, 5.0, 60.0)),
+            parent=None if parent is None else parent.id,
+        )
+
+    def _cost(self) -> dict[str, UnitSet]:
+        chance = self._random
+        largest = max(node.cores for node in self.spec.nodes)
+        kinds = chance.choice(
+            (
+                ("cpu",),
+                ("cpu",),
+                ("cpu",),
+                ("search",),
+                ("parser",),
+                ("gpu",),
+                ("cpu", "search"),
+                ("parser", "cpu"),
+                ("cpu", "gpu"),
+                (),
+            )
+        )
+        cost: dict[str, UnitSet] = {}
+        for kind in kinds:
+            if kind == "cpu":
+                low = chance.randint(1, min(2, largest))
+                cost[kind] = UnitSet.span(low, chance.randint(low, 6)) if chance.random() < 0.6 else UnitSet.fixed(low)
+            elif kind == "gpu":
+                cost[kind] = UnitSet.of((1, 2, 4)) if chance.random() < 0.5 else UnitSet.fixed(chance.choice((1, 2)))
+            else:
+                cost[kind] = UnitSet.fixed(1)
+        return cost
+
+    def _cancel(self) -> Event | None:
+        ids = sorted({entry.id for entry in self.core.house.queue} | {key[0] for key in self._running})
+        return CancelRequested(action_id=self._random.choice(ids)) if ids else None
+
+    # -- time
+
+    def _next(self) -> bool:
+        """One step at the next instant at which something happens; whether there was one."""
+        instants = [self._agenda[0][0]] if self._agenda else []
+        if self._wake_s is not None:
+            instants.append(self._wake_s)
+        if not instants:
+            return False
+        late_s = self._random.choice((0.0, 0.0, 0.0, 0.001, 2.0))  # a wake-up that comes late: the clock jumps
+        self._now_s = max(self._now_s, min(instants) + late_s)
+        events: list[Event] = []
+        while self._agenda and self._agenda[0][0] <= self._now_s:
+            what = heapq.heappop(self._agenda)[2]
+            event = what() if callable(what) else what
+            if event is not None:
+                events.append(event)
+        for event in events or [Tick()]:
+            self._tell(event, self.core.apply([event], self._now_s))
+        self._tell(None, self.core.schedule(self._now_s))
+        self.core.check()
+        return True
+
+    def _tell(self, event: Event | None, commands: list[Command]) -> None:
+        self.journal.note(self._now_s, event, commands)
+        if isinstance(event, Finished):
+            self._running.pop((event.action_id, event.attempt), None)
+        for checker in self._checkers:
+            checker.see(self._now_s, event, commands)
+        for command in commands:
+            match command:
+                case Execute():
+                    self._begin(command)
+                case Abort():
+                    self._kill(command)
+                case WakeAt():
+                    self._wake_s = command.instant_s
+                case _:
+                    pass
+
+    def _begin(self, command: Execute) -> None:
+        chance, action = self._random, command.action
+        key = (action.id, action.attempt)
+        ran_s = chance.choice((0.0, 0.01, 0.3, 2.0, 8.0)) * chance.uniform(0.5, 1.5)
+        hangs = chance.random() < 0.03
+        self._running[key] = self._now_s
+        if action.parent is None and chance.random() < 0.15:
+            for _ in range(chance.randint(1, 2)):
+                self._at(self._now_s + ran_s * chance.uniform(0, 1), lambda: self._child(key, action))
+        self._at(self._now_s + (action.timeout_s if hangs else ran_s), self._outcome(key, hangs))
+
+    def _child(self, key: tuple[str, int], parent: Action) -> Event | None:
+        """A running action invokes another and goes on for a while."""
+        return Submitted(action=self._action(parent)) if key in self._running else None
+
+    def _outcome(self, key: tuple[str, int], hangs: bool) -> Finished:
+        chance = self._random
+        execution_s = chance.uniform(0, 3.0)
+        if hangs:
+            outcome = Outcome(state=State.TIMED_OUT, reason=Reason.TIMEOUT, execution_s=execution_s)
+        elif chance.random() < 0.1:
+            outcome = Outcome(state=State.FAILED, reason=Reason.HANDLER_ERROR, execution_s=execution_s)
+        else:
+            outcome = Outcome(state=State.SUCCEEDED, execution_s=execution_s)
+        return Finished(action_id=key[0], attempt=key[1], outcome=outcome)
+
+    def _kill(self, command: Abort) -> None:
+        """The executor kills it, sooner or later; the answer it had under way may come as well."""
+        outcome = Outcome(state=State.CANCELLED, reason=Reason.CANCELLED, message=command.message)
+        finished = Finished(action_id=command.action_id, attempt=command.attempt, outcome=outcome)
+        self._at(self._now_s + self._random.choice((0.0, 0.05, 1.0)), finished)
