@@ -94,8 +94,8 @@ def _logprobs(bound: Bound, ids: Sequence[Sequence[int]]) -> list[object]:
         for i in range(0, len(targets), HEAD_TOKENS)
     ]
     flat = torch.cat(blocks).cpu() if blocks else torch.empty(0)
-    parts: list[Tensor] = torch.split(flat, [len(sequence) - 1 for sequence in ids])  # type: ignore[no-untyped-call]
-    return [part.tolist() for part in parts]
+    lengths_out = [len(sequence) - 1 for sequence in ids]
+    return [part.tolist() for part in torch.split(flat, lengths_out)]
 
 
 def _block_logprobs(group: Group, states: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
