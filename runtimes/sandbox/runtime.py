@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import codecs
 from collections.abc import AsyncIterator, Mapping
@@ -14,9 +15,11 @@ from manager.function import Background, FunctionSpec
 from manager.lease import Lease
 from runtimes.runtime import Execution, Result
 from runtimes.sandbox.environments import Environments
-from runtimes.sandbox.sandbox import Command, CommandResult, Sandbox
+from runtimes.sandbox.sandbox import Command, CommandResult, OnOutput, Sandbox
 
 COMPONENT = "sandbox"
+#: Seconds between the end of a command's time and the caller's deadline for it.
+DEADLINE_MARGIN_S = 0.005
 FIELDS = frozenset({"command", "argv", "cwd", "env", "stdin", "user"})
 
 
@@ -78,11 +81,9 @@ class ExecRuntime:
         command = command_of(execution.call.input, function, timeout_s=execution.action.timeout_s)
         lines = LogLines(execution.call.log)
         async with self._stage.enter(execution) as sandbox:
-            execution.begin()
             try:
-                result = await sandbox.run(command, lines.write)
+                result = await carry_out(execution, sandbox, command, lines.write)
             finally:
-                execution.end()
                 lines.close()
         return conclude(result, command)
 
@@ -94,6 +95,23 @@ class ExecRuntime:
 
     async def close(self) -> None:
         """The environments are closed by who made them."""
+
+
+async def carry_out(
+    execution: Execution, sandbox: Sandbox, command: Command, on_output: OnOutput | None = None
+) -> CommandResult:
+    """Run a command under its execution's clock.
+
+    The sandbox ends a command that exceeds its timeout, and what it has printed is kept; so the execution counts as
+    over a moment before the caller's own deadline, which would cancel it and lose that.
+    """
+    execution.begin()
+    over = asyncio.get_running_loop().call_later(max(0.0, command.timeout_s - DEADLINE_MARGIN_S), execution.end)
+    try:
+        return await sandbox.run(command, on_output)
+    finally:
+        over.cancel()
+        execution.end()
 
 
 class LogLines:
