@@ -439,6 +439,7 @@ class Core:
             if entry.lease is not None and entry.lease.node == name:
                 self._lose(entry, name)
         for trajectory in gone:
+            trajectory.node = ""  # nothing of it returns to a node that comes back under this name
             self._end(trajectory, State.LOST, Reason.ENVIRONMENT_LOST)
         for pool in [pool for pool in self._house.resources if pool.node == name]:
             self._house.resources.remove(pool.name)

@@ -43,6 +43,8 @@ class Exclusive:
     def see(self, now_s: float, event: Event | None, commands: list[Command]) -> None:
         if isinstance(event, NodeJoined):
             self._nodes[event.node.name] = event.node
+        if isinstance(event, NodeLost):
+            self._leases = {key: held for key, held in self._leases.items() if held[1].node != event.node}
         for command in commands:
             if isinstance(command, Settle):
                 self._leases.pop(command.settlement.action.id, None)
