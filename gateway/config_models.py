@@ -59,7 +59,7 @@ Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 
 
 class Retention(Section):
-    """How long ended invocations and their logs are kept."""
+    """How long ended invocations are kept, with their logs."""
 
     records_age_s: Seconds = Field(
         default=30 * 86400.0, validation_alias="records_age", description="age of ended records"
@@ -67,8 +67,6 @@ class Retention(Section):
     records_bytes: Bytes = Field(
         default=8 * 2**30, validation_alias="records_size", description="size of the record database"
     )
-    logs_age_s: Seconds = Field(default=7 * 86400.0, validation_alias="logs_age", description="age of logs")
-    logs_bytes: Bytes = Field(default=4 * 2**30, validation_alias="logs_size", description="size of all logs")
     interval_s: Seconds = Field(default=300.0, validation_alias="interval", description="time between two clean-ups")
 
 
@@ -120,7 +118,6 @@ class ServerConfig(Section):
         default=256 * 2**20, validation_alias="file_limit", description="largest file up or down"
     )
     batch_max: Positive = Field(default=10_000, description="most invocations in one batch")
-    connections_max: Positive = Field(default=4096, description="most connections at once")
     wait_max_s: Seconds = Field(
         default=600.0, validation_alias="wait_max", description="longest ?wait=, and sync default"
     )
@@ -131,7 +128,6 @@ class ServerConfig(Section):
     max_age_s: Seconds = Field(
         default=86400.0, validation_alias="max_age", description="asynchronous work older than this is not run any more"
     )
-    trajectories_max: Positive = Field(default=4096, description="most open trajectories")
     retention: Retention = Field(default=Retention(), description="how long records and logs are kept")
     logs: Logs = Field(default=Logs(), description="bounds of live logs")
     callbacks: Callbacks = Field(default=Callbacks(), description="where results may be posted to")

@@ -39,7 +39,7 @@ class Retries:
         if isinstance(error, REFUSALS) and error.retry_after_s is not None:
             return error.retry_after_s if error.retry_after_s <= self.wait_max_s else None
         if isinstance(error, ConnectionFailed) and (repeatable or not error.detail.get("sent", True)):
-            return min(self.wait_max_s, _BACKOFF_S * 2**attempt) * random.uniform(0.5, 1.0)
+            return min(self.wait_max_s, _BACKOFF_S * 2.0**attempt) * random.uniform(0.5, 1.0)
         return None
 
 

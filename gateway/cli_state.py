@@ -1,0 +1,165 @@
+"""Verbs that show the gateway's state: functions, trajectories, tasks, top."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import click
+
+from gateway.cli_output import Duration, json_option, print_json, print_table, server_options
+from gateway.client import Client
+
+#: Waiting actions that `top` shows.
+QUEUE_SHOWN = 20
+
+
+@click.group()
+def functions() -> None:
+    """The registered functions."""
+
+
+@functions.command("list")
+@server_options
+@json_option
+def list_functions(server: str, token: str, as_json: bool) -> None:
+    """List the functions."""
+    with Client(server, token=token) as client:
+        found = client.functions()
+    if as_json:
+        print_json(found)
+        return
+    print_table(
+        ("NAME", "RUNTIME", "REVISION", "COST", "DESCRIPTION"),
+        [(each["name"], each["runtime"], each["revision"], _cost(each["cost"]), each["description"]) for each in found],
+    )
+
+
+@functions.command("show")
+@click.argument("name")
+@server_options
+@json_option
+def show_function(name: str, server: str, token: str, as_json: bool) -> None:
+    """Show one function as it is now, with what was learned of it."""
+    with Client(server, token=token) as client:
+        found = client.function(name)
+    if as_json:
+        print_json(found)
+    else:
+        _print_tree(found)
+
+
+@click.group()
+def trajectories() -> None:
+    """The living trajectories."""
+
+
+@trajectories.command("list")
+@server_options
+@json_option
+def list_trajectories(server: str, token: str, as_json: bool) -> None:
+    """List the living trajectories."""
+    with Client(server, token=token) as client:
+        found = client.trajectories()
+    _print_rows(found, as_json)
+
+
+@trajectories.command("end")
+@click.argument("ids", nargs=-1, required=True)
+@server_options
+def end_trajectories(ids: tuple[str, ...], server: str, token: str) -> None:
+    """End trajectories: their actions are cancelled and their sandboxes removed."""
+    with Client(server, token=token) as client:
+        for id in ids:
+            client.end_trajectory(id)
+            click.echo(f"{id} ended")
+
+
+@click.command()
+@server_options
+@json_option
+def tasks(server: str, token: str, as_json: bool) -> None:
+    """RL tasks: their weights, bounds and use."""
+    with Client(server, token=token) as client:
+        found = client.tasks()
+    _print_rows(found, as_json)
+
+
+@click.command()
+@click.option("--interval", "interval_s", type=Duration(), help="Show it again and again.")
+@server_options
+@json_option
+def top(interval_s: float | None, server: str, token: str, as_json: bool) -> None:
+    """What the machine is doing: resources, who holds them, and what waits for what."""
+    with Client(server, token=token) as client:
+        while True:
+            resources, queue = client.resources(), client.queue()
+            if as_json:
+                print_json({"resources": resources, "queue": queue})
+            else:
+                if interval_s is not None:
+                    click.clear()
+                _print_top(resources, queue)
+            if interval_s is None:
+                return
+            time.sleep(interval_s)
+
+
+def _print_top(resources: Mapping[str, Any], queue: Sequence[Mapping[str, Any]]) -> None:
+    for section, value in resources.items():
+        if isinstance(value, Mapping) and value and all(isinstance(each, Mapping) for each in value.values()):
+            click.echo(section)
+            _print_rows([{"name": name, **each} for name, each in value.items()], as_json=False)
+        else:
+            _print_tree({section: value})
+        click.echo()
+    click.echo(f"queue: {len(queue)} waiting")
+    _print_rows(queue[:QUEUE_SHOWN], as_json=False)
+
+
+def _print_rows(rows: Sequence[Mapping[str, Any]], as_json: bool) -> None:
+    """A table whose columns are the rows' own scalar fields."""
+    if as_json:
+        print_json(list(rows))
+        return
+    columns = list(dict.fromkeys(name for row in rows for name, value in row.items() if not isinstance(value, list)))
+    if columns:
+        print_table(
+            [name.upper().replace("_", " ") for name in columns],
+            [[_cell(row.get(name)) for name in columns] for row in rows],
+        )
+
+
+def _cell(value: object) -> object:
+    if isinstance(value, Mapping):
+        return _cost(value)
+    return f"{value:.4g}" if isinstance(value, float) else value
+
+
+def _cost(cost: Mapping[str, Any]) -> str:
+    return " ".join(f"{kind}={_amount(amount)}" for kind, amount in cost.items()) or "-"
+
+
+def _amount(amount: object) -> str:
+    if isinstance(amount, Mapping) and "choices" in amount:
+        return ",".join(map(str, amount["choices"]))
+    if isinstance(amount, Mapping) and {"min", "max"} <= amount.keys():
+        return f"{amount['min']}-{amount['max']}"
+    return f"{amount:.4g}" if isinstance(amount, float) else str(amount)
+
+
+def _print_tree(value: object, indent: int = 0) -> None:
+    """Nested mappings, one key to a line; what is empty is left out."""
+    if not isinstance(value, Mapping):
+        click.echo(" " * indent + str(value))
+        return
+    for key, inner in value.items():
+        if inner in (None, "", [], {}):
+            continue
+        if isinstance(inner, Mapping):
+            click.echo(f"{' ' * indent}{key}:")
+            _print_tree(inner, indent + 2)
+        else:
+            shown = ", ".join(map(str, inner)) if isinstance(inner, list) else inner
+            click.echo(f"{' ' * indent}{key}: {shown}")
