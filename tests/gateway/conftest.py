@@ -1,0 +1,166 @@
+"""A gateway on real sockets, whose runtimes do what their input says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import httpx
+import pytest
+
+from gateway.app import App, build
+from gateway.config import GatewayConfig
+from gateway.config_models import NodeConfig, ServerConfig
+from gateway.hands import Hands
+from manager.action import UnitSet
+from manager.clock import Clock
+from manager.errors import Reason
+from manager.function import FunctionSpec, RetrySpec, RuntimeKind
+from runtimes.fake import ScriptedRuntime, Step
+from runtimes.local import LocalExecutor
+from runtimes.model.runtime import ModelRuntime
+from runtimes.runtime import Execution, Runtime
+from runtimes.sandbox.environments import Environments
+from runtimes.sandbox.provider import ProviderSettings, make_provider
+from runtimes.sandbox.runtime import ExecRuntime
+
+#: Nothing in these tests takes so long unless it is broken.
+DEADLINE_S = 10.0
+
+
+def step_of(execution: Execution) -> Step:
+    """What the input asks for: ``{"log": ..., "held": true, "hangs": true, "reason": ..., "message": ...}``."""
+    wanted = execution.call.input
+    reason = wanted.get("reason")
+    return Step(
+        result=dict(wanted),
+        reason=None if reason is None else Reason(str(reason)),
+        message=str(wanted.get("message", "as scripted")),
+        held=wanted.get("held") is True,
+        hangs=wanted.get("hangs") is True,
+        log=str(wanted.get("log", "")),
+    )
+
+
+@dataclass(slots=True)
+class Running:
+    """A gateway that serves, a client of it, and the runtime behind its functions."""
+
+    app: App
+    http: httpx.AsyncClient
+    runtime: ScriptedRuntime
+    serving: asyncio.Task[None]
+
+    async def invoke(
+        self,
+        body: Mapping[str, object],
+        *,
+        function: str = "echo",
+        headers: Mapping[str, str] | None = None,
+        **params: str,
+    ) -> httpx.Response:
+        """One call; query parameters by name."""
+        path = f"/v1/functions/{function}/invocations"
+        return await self.http.post(path, json=body, params=params, headers=headers)
+
+    async def executing(self, invocation_id: str) -> None:
+        """Return when the runtime has begun with it."""
+        await until(lambda: invocation_id in self.runtime.running)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Yield to the loop until the condition holds; fails at the deadline."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():
+            event = asyncio.Event()
+            asyncio.get_running_loop().call_later(0.002, event.set)
+            await event.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What a test may choose before its gateway starts."""
+
+    directory: Path
+    functions: Mapping[str, FunctionSpec] = field(default_factory=dict)
+    server: Mapping[str, object] = field(default_factory=dict)
+
+    def config(self) -> GatewayConfig:
+        server = {"state_dir": self.directory / "state", "port": 0, "grpc_port": 0, "drain_grace": "200ms"}
+        return GatewayConfig(
+            functions=FUNCTIONS | dict(self.functions),
+            server=ServerConfig.model_validate(server | dict(self.server)),
+            node=NodeConfig(),
+        )
+
+
+def function(name: str, **given: object) -> FunctionSpec:
+    """A handler function of one core that does what its input says."""
+    spec = FunctionSpec(name=name, runtime=RuntimeKind.HANDLER, cost={"cpu": UnitSet.fixed(1)}, timeout_s=30.0)
+    return replace(spec, **given)  # type: ignore[arg-type]
+
+
+FUNCTIONS = {
+    "echo": function("echo"),
+    "shell": FunctionSpec(name="shell", runtime=RuntimeKind.EXEC, cost={"cpu": UnitSet.fixed(1)}),
+    "short": function("short", timeout_s=0.05),
+    "impatient": function("impatient", queue_timeout_s=0.05),
+    "narrow": function("narrow", max_queued=1),
+    "again": function("again", idempotent=True),
+    "retried": function(
+        "retried", retry=RetrySpec(max_attempts=3, backoff_s=0.01, on=(Reason.HANDLER_ERROR,)), idempotent=True
+    ),
+    "strict": function(
+        "strict",
+        input_schema={"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]},
+    ),
+}
+
+
+def scripted_hands(runtime: ScriptedRuntime, directory: Path) -> Callable[..., Hands]:
+    """Hands whose handler functions follow the script; everything else is real, in local processes."""
+
+    def make(config: GatewayConfig, clock: Clock, on_residency: object) -> Hands:
+        provider = make_provider(ProviderSettings(kind="process", state_dir=directory / "sandboxes"))
+        environments = Environments(provider, clock=clock)
+        runtimes: dict[RuntimeKind, Runtime] = {
+            RuntimeKind.HANDLER: runtime,
+            RuntimeKind.EXEC: ExecRuntime(environments),
+        }
+
+        async def open_environment(trajectory: str, function: FunctionSpec) -> None:
+            await environments.ensure(trajectory, function.sandbox)
+
+        executor = LocalExecutor(runtimes, clock, open_environment=open_environment)
+        model = ModelRuntime()
+        return Hands(provider=provider, environments=environments, model=model, runtimes=runtimes, executor=executor)
+
+    return make
+
+
+@asynccontextmanager
+async def serving(bench: Bench) -> AsyncIterator[Running]:
+    """A gateway, from its start to its end."""
+    runtime = ScriptedRuntime(step_of)
+    app = build(bench.config(), hands=scripted_hands(runtime, bench.directory))
+    await app.start()
+    task = asyncio.create_task(app.serve())
+    token = app.config.server.token
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    address = f"http://127.0.0.1:{app.http_port}"
+    try:
+        async with httpx.AsyncClient(base_url=address, headers=headers, timeout=DEADLINE_S) as client:
+            yield Running(app, client, runtime, task)
+    finally:
+        app.stop()
+        await asyncio.wait_for(task, DEADLINE_S)
+
+
+@pytest.fixture
+async def gateway(tmp_path: Path) -> AsyncIterator[Running]:
+    """A gateway with the functions of `FUNCTIONS`, without a token."""
+    async with serving(Bench(tmp_path)) as running:
+        yield running

@@ -1,0 +1,164 @@
+"""The gRPC door, with a real client on a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+import filecmp
+import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import orjson
+import pytest
+from grpclib.client import Channel
+from grpclib.const import Status
+from grpclib.exceptions import GRPCError
+from grpclib.health.v1.health_grpc import HealthStub
+from grpclib.health.v1.health_pb2 import HealthCheckRequest
+from grpclib.reflection.v1.reflection_grpc import ServerReflectionStub
+from grpclib.reflection.v1.reflection_pb2 import ServerReflectionRequest
+
+from gateway.grpc.generated import tangram_pb2 as pb
+from gateway.grpc.generated.tangram_grpc import GatewayStub
+from tests.gateway.conftest import Bench, Running, serving, until
+
+ROOT = Path(__file__).parents[3]
+
+
+@asynccontextmanager
+async def channel(gateway: Running) -> AsyncIterator[Channel]:
+    opened = Channel("127.0.0.1", gateway.app.grpc_port)
+    try:
+        yield opened
+    finally:
+        opened.close()
+
+
+@pytest.fixture
+async def stub(gateway: Running) -> AsyncIterator[GatewayStub]:
+    async with channel(gateway) as opened:
+        yield GatewayStub(opened)
+
+
+def call(body: object) -> pb.InvokeRequest:
+    return pb.InvokeRequest(function="echo", input_json=orjson.dumps(body))
+
+
+async def test_invoke_answers_with_the_end(stub: GatewayStub) -> None:
+    ended = await stub.Invoke(call({"a": 1}))
+    assert (ended.state, orjson.loads(ended.result_json)) == ("succeeded", {"a": 1})
+    assert dict(ended.units) == {"cpu": 1}
+    record = orjson.loads(ended.record_json)
+    assert record["act_ms"] == pytest.approx(ended.queue_ms + ended.overhead_ms + ended.execution_ms, abs=0.01)
+
+
+async def test_the_work_of_the_function_failing_is_an_answer_and_the_rest_a_status(stub: GatewayStub) -> None:
+    ended = await stub.Invoke(call({"reason": "handler_error", "message": "why"}))
+    assert (ended.state, ended.reason, ended.message) == ("failed", "handler_error", "why")
+    with pytest.raises(GRPCError) as lost:
+        await stub.Invoke(call({"reason": "environment_lost"}))
+    assert lost.value.status is Status.ABORTED
+
+
+async def test_the_same_table_names_every_refusal(stub: GatewayStub) -> None:
+    for request, status in (
+        (pb.InvokeRequest(function="nope"), Status.NOT_FOUND),
+        (pb.InvokeRequest(function="echo", input_json=b"{"), Status.INVALID_ARGUMENT),
+        (pb.InvokeRequest(function="echo", trajectory="../x"), Status.INVALID_ARGUMENT),
+        (pb.InvokeRequest(function="echo", timeout_s=-1), Status.INVALID_ARGUMENT),
+        (pb.InvokeRequest(function="echo", timeout_s=float("nan")), Status.INVALID_ARGUMENT),
+    ):
+        with pytest.raises(GRPCError) as refused:
+            await stub.Invoke(request)
+        assert refused.value.status is status
+    with pytest.raises(GRPCError) as unknown:
+        await stub.Get(pb.GetRequest(id="00000000001-000000000000"))
+    assert unknown.value.status is Status.NOT_FOUND
+
+
+async def test_submit_wait_cancel_and_get(gateway: Running, stub: GatewayStub) -> None:
+    accepted = await stub.Submit(call({"hangs": True}))
+    await gateway.executing(accepted.id)
+    assert (await stub.Wait(pb.WaitRequest(id=accepted.id, timeout_s=0.01))).state == "running"
+    assert (await stub.Cancel(pb.CancelRequest(id=accepted.id))).state == "cancelled"
+    assert (await stub.Get(pb.GetRequest(id=accepted.id))).reason == "cancelled"
+    with pytest.raises(GRPCError) as again:
+        await stub.Cancel(pb.CancelRequest(id=accepted.id))
+    assert again.value.status is Status.FAILED_PRECONDITION
+
+
+async def test_a_stream_sends_the_log_before_the_end(gateway: Running, stub: GatewayStub) -> None:
+    async with stub.InvokeStream.open() as stream:
+        await stream.send_message(call({"held": True, "log": "hello"}), end=True)
+        accepted = await stream.recv_message()
+        line = await stream.recv_message()
+        assert accepted is not None
+        assert line is not None
+        assert line.log.data == "hello"
+        gateway.runtime.let_go(accepted.accepted.id)
+        ended = await stream.recv_message()
+        assert ended is not None
+        assert ended.ended.state == "succeeded"
+
+
+async def test_logs_are_tailed_from_an_offset_to_eof(stub: GatewayStub) -> None:
+    ended = await stub.Invoke(call({"log": "x" * 20_000}))
+    records = await stub.TailLogs(pb.TailLogsRequest(id=ended.id, offset=1, follow=True))
+    assert [(record.offset, record.stream) for record in records] == [(1, "stdout"), (2, "eof")]
+
+
+async def test_a_call_that_is_cancelled_takes_its_invocation_with_it(gateway: Running, stub: GatewayStub) -> None:
+    task = asyncio.create_task(stub.Invoke(call({"hangs": True})))
+    await until(lambda: bool(gateway.runtime.running))
+    invocation_id = next(iter(gateway.runtime.running))
+    task.cancel()
+    await until(lambda: not gateway.runtime.running)
+    assert (await stub.Wait(pb.WaitRequest(id=invocation_id))).state == "cancelled"
+
+
+async def test_functions_are_listed_and_a_configuration_is_planned(stub: GatewayStub) -> None:
+    listed = await stub.ListFunctions(pb.ListFunctionsRequest())
+    assert "echo" in [function.name for function in listed.functions]
+    document = b"version: 1\nfunctions:\n  fresh: {runtime: exec, cost: {cpu: 1}}\n"
+    planned = await stub.ApplyConfig(pb.ApplyConfigRequest(document=document, dry_run=True))
+    assert orjson.loads(planned.json)["added"] == ["fresh"]
+
+
+async def test_health_and_reflection_are_served(gateway: Running) -> None:
+    async with channel(gateway) as opened:
+        health = await HealthStub(opened).Check(HealthCheckRequest(service="tangram.v1.Gateway"))
+        assert health.status == 1
+        answers = await ServerReflectionStub(opened).ServerReflectionInfo([ServerReflectionRequest(list_services="")])
+        names = [service.name for service in answers[0].list_services_response.service]
+    assert "tangram.v1.Gateway" in names
+
+
+async def test_the_token_and_the_bound_of_a_message_are_enforced(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, server={"token": "s3cret", "body_limit": 1000})
+    async with serving(bench) as gateway, channel(gateway) as opened:
+        stub = GatewayStub(opened)
+        with pytest.raises(GRPCError) as stranger:
+            await stub.Invoke(call({}))
+        assert stranger.value.status is Status.UNAUTHENTICATED
+        metadata = {"authorization": "Bearer s3cret"}
+        assert (await stub.Invoke(call({}), metadata=metadata)).state == "succeeded"
+        with pytest.raises(GRPCError) as large:
+            await stub.Invoke(call({"x": "y" * 100_000}), metadata=metadata)
+        assert large.value.status is Status.RESOURCE_EXHAUSTED
+
+
+async def test_random_bytes_are_an_error_and_the_gateway_lives_on(gateway: Running, stub: GatewayStub) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.app.grpc_port)
+    writer.write(bytes(range(256)) * 16)
+    await reader.read()
+    writer.close()
+    assert (await stub.Invoke(call({}))).state == "succeeded"
+
+
+def test_the_generated_files_are_what_the_proto_makes(tmp_path: Path) -> None:
+    subprocess.run([ROOT / "scripts" / "generate-grpc", tmp_path], check=True, capture_output=True)
+    committed, made = ROOT / "gateway/grpc/generated", tmp_path / "gateway/grpc/generated"
+    names = sorted(path.name for path in made.iterdir())
+    assert names == ["tangram_grpc.py", "tangram_pb2.py", "tangram_pb2.pyi"]
+    assert filecmp.cmpfiles(committed, made, names, shallow=False) == (names, [], [])

@@ -1,0 +1,179 @@
+"""Records, logs, trajectories and the gateway itself over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+
+import orjson
+
+from gateway.errors import FACES, REASON_FACES, reason_face
+from gateway.http.door import operations
+from manager.errors import Reason, TangramError
+from tests.gateway.conftest import Running
+
+
+def subclasses(kind: type[TangramError]) -> list[type[TangramError]]:
+    return [kind, *(deeper for each in kind.__subclasses__() for deeper in subclasses(each))]
+
+
+def test_every_error_and_every_reason_has_a_face() -> None:
+    assert {kind.code for kind in subclasses(TangramError)} <= FACES.keys()
+    assert REASON_FACES.keys() == set(Reason)
+    assert reason_face(None).http == 200
+
+
+async def test_a_listing_is_newest_first_filtered_and_paged(gateway: Running) -> None:
+    ids = [(await gateway.invoke({"n": n})).json()["id"] for n in range(5)]
+    failed = (await gateway.invoke({"reason": "handler_error"})).json()["id"]
+    seen: list[str] = []
+    cursor: str | None = None
+    while True:
+        params = {"limit": "2", "state": "succeeded"} | ({"cursor": cursor} if cursor else {})
+        page = (await gateway.http.get("/v1/invocations", params=params)).json()
+        seen += [record["id"] for record in page["invocations"]]
+        cursor = page["next_cursor"]
+        if cursor is None:
+            break
+    assert seen == ids[::-1]
+    bad = (await gateway.http.get("/v1/invocations", params={"state": "failed"})).json()["invocations"]
+    assert [record["id"] for record in bad] == [failed]
+    assert "result" not in bad[0]
+
+
+async def test_odd_queries_are_422_and_unknown_ids_404(gateway: Running) -> None:
+    odd = ["limit=0", "limit=x", "state=done", "cursor=..", "function=a%20b", "dead=maybe"]
+    statuses = [(await gateway.http.get(f"/v1/invocations?{query}")).status_code for query in odd]
+    assert statuses == [422] * len(odd)
+    assert (await gateway.http.get("/v1/invocations/%00")).status_code == 422
+    record_id = (await gateway.invoke({})).json()["id"]
+    guessed = record_id[:-1] + ("0" if record_id[-1] != "0" else "1")
+    assert (await gateway.http.get(f"/v1/invocations/{guessed}")).status_code == 404
+    assert (await gateway.http.get("/v1/nowhere")).status_code == 404
+    wrong = await gateway.http.delete("/v1/functions/echo/invocations")
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+
+
+async def test_a_log_is_read_again_from_any_offset_and_ends_with_eof(gateway: Running) -> None:
+    record_id = (await gateway.invoke({"log": "x" * 20_000})).json()["id"]
+    whole = await gateway.http.get(f"/v1/invocations/{record_id}/logs")
+    lines = [orjson.loads(line) for line in whole.text.splitlines()]
+    assert [line["stream"] for line in lines] == ["stdout", "stdout", "eof"]
+    assert "".join(line["data"] for line in lines[:-1]) == "x" * 20_000
+    rest = await gateway.http.get(f"/v1/invocations/{record_id}/logs", params={"offset": 1})
+    assert [orjson.loads(line).get("offset") for line in rest.text.splitlines()] == [1, 2]
+    assert lines[-1]["state"] == "succeeded"
+
+
+async def test_a_follower_gets_lines_live_as_server_sent_events(gateway: Running) -> None:
+    record_id = (await gateway.invoke({"held": True, "log": "first"}, mode="async")).json()["id"]
+    await gateway.executing(record_id)
+    path = f"/v1/invocations/{record_id}/logs?follow=true"
+    async with gateway.http.stream("GET", path, headers={"Accept": "text/event-stream"}) as response:
+        assert response.headers["content-type"] == "text/event-stream"
+        lines = response.aiter_lines()
+        assert [await anext(lines), await anext(lines)] == ["id: 0", "event: stdout"]
+        assert orjson.loads((await anext(lines)).removeprefix("data: "))["data"] == "first"
+        gateway.runtime.let_go(record_id)
+        assert "event: eof" in [line async for line in lines]
+
+
+async def test_a_reconnecting_event_source_goes_on_after_its_last_event(gateway: Running) -> None:
+    record_id = (await gateway.invoke({"log": "x" * 20_000})).json()["id"]
+    headers = {"Accept": "text/event-stream", "Last-Event-ID": "0"}
+    text = (await gateway.http.get(f"/v1/invocations/{record_id}/logs", headers=headers)).text
+    assert [line for line in text.splitlines() if line.startswith("id: ")] == ["id: 1", "id: 2"]
+
+
+async def test_a_trajectory_keeps_its_files_between_actions(gateway: Running) -> None:
+    opened = await gateway.http.put("/v1/trajectories/t-1", json={"function": "shell"})
+    assert (opened.status_code, opened.json()["trajectory"]) == (200, "t-1")
+    put = await gateway.http.put("/v1/trajectories/t-1/files/workspace/in.txt", content=b"\x00data")
+    assert put.status_code == 201
+    ran = await gateway.invoke(
+        {"command": "cat in.txt > out.txt"}, function="shell", headers={"X-Trajectory-Id": "t-1"}
+    )
+    assert ran.json()["result"]["exit_code"] == 0
+    assert (await gateway.http.get("/v1/trajectories/t-1/files/workspace/out.txt")).content == b"\x00data"
+    listed = (await gateway.http.get("/v1/trajectories/t-1/files/workspace?list=true")).json()["files"]
+    assert {"in.txt", "out.txt"} <= {entry["path"].rsplit("/", 1)[-1] for entry in listed}
+    assert (await gateway.http.delete("/v1/trajectories/t-1")).status_code == 204
+    assert (await gateway.http.get("/v1/trajectories/t-1")).status_code == 404
+    assert (await gateway.http.get("/v1/trajectories/t-1/files/workspace/out.txt")).status_code == 404
+
+
+async def test_a_file_never_comes_from_outside_the_sandbox(gateway: Running) -> None:
+    await gateway.http.put("/v1/trajectories/t-2", json={"function": "shell"})
+    linked = await gateway.invoke(
+        {"command": "ln -s /etc/hostname link"}, function="shell", headers={"X-Trajectory-Id": "t-2"}
+    )
+    assert linked.json()["result"]["exit_code"] == 0
+    escaped = await gateway.http.get("/v1/trajectories/t-2/files/workspace/..%2f..%2f..%2fetc%2fhostname")
+    through = await gateway.http.get("/v1/trajectories/t-2/files/workspace/link")
+    assert escaped.status_code in (404, 422)
+    assert through.status_code in (404, 422)
+
+
+async def test_an_odd_trajectory_request_tells_what_is_wrong(gateway: Running) -> None:
+    for body in ({}, {"function": 1}, {"function": "shell", "extra": 1}):
+        assert (await gateway.http.put("/v1/trajectories/t-3", json=body)).status_code == 422
+    assert (await gateway.http.put("/v1/trajectories/t-3", json={"function": "nope"})).status_code == 404
+    assert (await gateway.http.put("/v1/trajectories/%20", json={"function": "shell"})).status_code == 422
+
+
+async def test_the_document_holds_every_route_and_its_answers(gateway: Running) -> None:
+    document = (await gateway.http.get("/openapi.json")).json()
+    assert document["openapi"].startswith("3.1")
+    ids = [row["operationId"] for methods in document["paths"].values() for row in methods.values()]
+    assert len(ids) == len(set(ids))
+    served = {(row.method.lower(), row.path.replace(":path}", "}")) for row in operations(gateway.app.house)}
+    listed = {(method, path) for path, methods in document["paths"].items() for method in methods}
+    assert listed == served | {("get", "/openapi.json")}
+    record = (await gateway.invoke({})).json()
+    schema = document["components"]["schemas"]["Invocation"]
+    assert set(schema["required"]) <= record.keys()
+    assert record.keys() <= schema["properties"].keys()
+
+
+async def test_metrics_break_the_act_down_and_gauges_return_to_zero(gateway: Running) -> None:
+    await asyncio.gather(*(gateway.invoke({}) for _ in range(3)))
+    await gateway.invoke({"reason": "handler_error"})
+    text = (await gateway.http.get("/metrics")).text
+    assert 'tangram_invocations_accepted_total{function="echo"} 4.0' in text
+    assert 'tangram_invocations_ended_total{function="echo",reason="handler_error",state="failed"} 1.0' in text
+    for part in ("queue", "overhead", "execution"):
+        assert f'tangram_act_{part}_seconds_count{{function="echo"}} 4.0' in text
+    assert 'tangram_invocations_running{function="echo"} 0.0' in text
+    assert 'tangram_invocations_queued{function="echo"} 0.0' in text
+    assert 'tangram_units{pool="cpu:local",state="total"}' in text
+
+
+async def test_the_gateway_tells_what_it_has_and_how_isolated_it_is(gateway: Running) -> None:
+    resources = (await gateway.http.get("/v1/resources")).json()
+    assert resources["sandboxes"]["kind"] == "process"
+    assert resources["sandboxes"]["isolation"]
+    assert "cpu:local" in resources["pools"]
+    functions = (await gateway.http.get("/v1/functions")).json()["functions"]
+    assert {spec["name"] for spec in functions} == set(gateway.app.config.functions)
+    assert (await gateway.http.get("/v1/functions/echo")).json()["cost"] == {"cpu": 1}
+    assert (await gateway.http.get("/v1/queue")).json() == {"queue": []}
+    assert (await gateway.http.get("/v1/tasks")).json()["tasks"][0]["task"] == "default"
+    assert (await gateway.http.get("/readyz")).json() == {"status": "ready"}
+
+
+async def test_a_configuration_is_applied_without_dropping_what_runs(gateway: Running) -> None:
+    running = asyncio.create_task(gateway.invoke({"held": True}, mode="async"))
+    record_id = (await running).json()["id"]
+    await gateway.executing(record_id)
+    document = b"version: 1\nfunctions:\n  fresh: {runtime: exec, cost: {cpu: 1}}\n"
+    planned = (await gateway.http.put("/v1/config?dry_run=true", content=document)).json()
+    assert (planned["added"], planned["applied"]) == (["fresh"], False)
+    assert (await gateway.http.get("/v1/functions/fresh")).status_code == 404
+    applied = await gateway.http.put("/v1/config", content=document)
+    assert (applied.status_code, applied.json()["added"]) == (200, ["fresh"])
+    assert (await gateway.invoke({})).status_code == 404
+    gateway.runtime.let_go(record_id)
+    ended = await gateway.http.get(f"/v1/invocations/{record_id}?wait=5s")
+    assert ended.json()["state"] == "succeeded"
+    odd = await gateway.http.put("/v1/config", content=b"functoins: {}")
+    assert (odd.status_code, odd.json()["code"]) == (422, "invalid_config")
+    assert "functions" in odd.json()["detail"]
