@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from gateway import wire
+from gateway import quantities, wire
 from gateway.config_functions import Function
 from gateway.config_models import (
     ModelsConfig,
@@ -78,6 +78,7 @@ def schema() -> dict[str, object]:
     generated = Document.model_json_schema(by_alias=True, mode="validation")
     generated["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     generated["title"] = "tangram configuration"
+    _write_defaults(generated)
     _allow_variables(generated)
     return generated
 
@@ -193,6 +194,24 @@ def _flat(node: Mapping[str, object], value: object) -> list[Mapping[str, object
 def _mapping(node: Mapping[str, object], key: str) -> Mapping[str, object]:
     value = node.get(key, {})
     return value if isinstance(value, dict) else {}
+
+
+def _write_defaults(node: object) -> None:
+    """Defaults in the words of the YAML: ``10m`` and ``4Mi``; those of whole sections are their keys' own."""
+    if isinstance(node, list):
+        for each in node:
+            _write_defaults(each)
+    if not isinstance(node, dict):
+        return
+    default = node.get("default")
+    if "default" in node and (default is None or isinstance(default, dict | list)):
+        del node["default"]
+    elif isinstance(default, int | float) and node.get("type") == "string":
+        node["default"] = quantities.write_duration(default)
+    elif isinstance(default, int) and node.get("examples") == ["512Mi"]:
+        node["default"] = quantities.show_size(default)
+    for each in node.values():
+        _write_defaults(each)
 
 
 def _allow_variables(node: object) -> None:

@@ -14,8 +14,8 @@ from manager.function import DurationSpec, ModelAction, PytestSpec, RetrySpec
 #: Most units of a resource that one action may ask for: the search for the best count grows with it.
 UNITS_MAX = 65536
 
-Units = Annotated[int, BeforeValidator(refuse_boolean), Field(ge=1, le=UNITS_MAX)]
-Efficiency = Annotated[float, BeforeValidator(refuse_boolean), Field(gt=0, le=1)]
+Units = Annotated[int, Field(ge=1, le=UNITS_MAX), BeforeValidator(refuse_boolean)]
+Efficiency = Annotated[float, Field(gt=0, le=1), BeforeValidator(refuse_boolean)]
 
 
 class UnitRange(Section):
@@ -67,7 +67,7 @@ class ElasticitySection(Section):
     """How much faster more units of the key resource make it; learned unless it is given."""
 
     key: Name = Field(description="the resource whose amount changes the duration")
-    serial_fraction: Annotated[float, BeforeValidator(refuse_boolean), Field(ge=0, le=1)] | None = Field(
+    serial_fraction: Annotated[float, Field(ge=0, le=1), BeforeValidator(refuse_boolean)] | None = Field(
         default=None, description="part of the work that cannot be shared (Amdahl)"
     )
     table: dict[Units, Efficiency] | None = Field(

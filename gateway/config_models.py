@@ -51,10 +51,10 @@ Bytes = Annotated[
     ),
 ]
 #: Zero or more, one or more, and a non-negative real; text with digits is a number too (an interpolated variable).
-Count = Annotated[int, BeforeValidator(refuse_boolean), Field(ge=0, le=2**53)]
-Positive = Annotated[int, BeforeValidator(refuse_boolean), Field(ge=1, le=2**53)]
-Real = Annotated[float, BeforeValidator(refuse_boolean), Field(ge=0)]
-Port = Annotated[int, BeforeValidator(refuse_boolean), Field(ge=0, le=65535)]
+Count = Annotated[int, Field(ge=0, le=2**53), BeforeValidator(refuse_boolean)]
+Positive = Annotated[int, Field(ge=1, le=2**53), BeforeValidator(refuse_boolean)]
+Real = Annotated[float, Field(ge=0), BeforeValidator(refuse_boolean)]
+Port = Annotated[int, Field(ge=0, le=65535), BeforeValidator(refuse_boolean)]
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 
 
@@ -139,7 +139,7 @@ class CpuConfig(Section):
     reserved: Count = Field(default=0, description="cores left to the gateway, the first of the machine")
     cores: str = Field(default="", description="cores for actions, for example 0-3,8; empty takes all that are allowed")
     topology: Path | None = Field(
-        default=None, description="JSON file {numa: [[core, ...], ...]} instead of the machine's"
+        default=None, description="JSON file {numa: [...], memory_bytes: N} instead of the machine's"
     )
 
 
@@ -300,7 +300,7 @@ class SchedulerConfig(Section):
 class TaskSection(Section):
     """An RL task: its share and its bounds."""
 
-    weight: Annotated[float, BeforeValidator(refuse_boolean), Field(gt=0, le=1e6)] = Field(
+    weight: Annotated[float, Field(gt=0, le=1e6), BeforeValidator(refuse_boolean)] = Field(
         default=1.0, description="share of a contended resource, relative to the other tasks"
     )
     max_queued: Positive = Field(default=4096, description="most waiting actions; beyond it 429")

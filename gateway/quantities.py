@@ -53,6 +53,17 @@ def show_duration(seconds: float) -> str:
     return f"{minutes // 60}h{minutes % 60:02d}m"
 
 
+def write_duration(seconds: float) -> str:
+    """A duration as the YAML would write it, exact to the millisecond: ``10m``, ``1500ms``."""
+    milliseconds = round(seconds * 1000)
+    unit, size = next(
+        (unit, size)
+        for unit, size in sorted(DURATION_UNITS.items(), key=lambda item: -item[1])
+        if milliseconds % round(size * 1000) == 0
+    )
+    return f"{milliseconds // round(size * 1000)}{unit}"
+
+
 def show_size(count_bytes: float) -> str:
     """A size for people: ``512Mi``, ``1.5Gi``."""
     for unit in ("Ti", "Gi", "Mi", "Ki"):
