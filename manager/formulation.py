@@ -49,7 +49,7 @@ def formulate(
         elasticity=elasticity,
         t_ori_s=t_ori_s,
         malleable=function.runtime is RuntimeKind.PYTEST and function.key == "cpu",
-        service=None if function.model is None else service_name(function),
+        service=None if function.model is None else function.model.service,
         batch_tokens=_batch_tokens(function, input),
         profile_key=profile_key,
         submitted_s=now_s,
@@ -73,14 +73,6 @@ def check_satisfiable(function: FunctionSpec, spec: ManagerSpec) -> None:
             component="formulation",
             detail={"function": function.name},
         )
-
-
-def service_name(function: FunctionSpec) -> str:
-    """The name under which a model is resident: functions that share a checkpoint share it."""
-    assert function.model is not None
-    model = function.model
-    where = model.engine_url or str(model.path)
-    return f"{where}:{model.dtype}" if model.dtype else where
 
 
 def _expectation(function: FunctionSpec, key: str, history: History) -> tuple[float | None, Elasticity | None]:

@@ -129,6 +129,12 @@ class ModelSpec:
     sleep_path: str = ""
     wake_path: str = ""
 
+    @property
+    def service(self) -> str:
+        """The name under which the model is resident: functions that share a checkpoint and its head share it."""
+        head = "lm" if self.action in (ModelAction.LOGPROBS, ModelAction.GENERATE) else self.action.value
+        return ":".join(filter(None, (self.engine_url or str(self.path), head, self.dtype)))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestSpec:

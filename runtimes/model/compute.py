@@ -31,27 +31,27 @@ class Bound:
     arrived: Callable[[], None]
 
 
-def compute(
-    bound: Bound,
-    action: ModelAction,
-    sequences: Sequence[Item],
-    budget_tokens: int,
-    progress: Callable[[], None],
-) -> list[object]:
+def compute(bound: Bound, items: Sequence[Item], budget_tokens: int, progress: Callable[[], None]) -> list[object]:
     """One result for each sequence, in their order; ``progress`` is called as batches (and tokens) are done.
 
     score: a float, or a list of floats where the head has several labels. logprobs: log p(token | the ones before)
     for every token but the first. embed: a unit vector. generate: a `Generated`.
     """
-    results: list[object] = [None] * len(sequences)
-    extra = max((s.sampling.max_new_tokens for s in sequences if s.sampling), default=0)
+    results: list[object] = [None] * len(items)
     with torch.inference_mode():
-        for batch in pack([len(s.ids) for s in sequences], budget_tokens, extra):
-            members = [sequences[index] for index in batch]
-            for index, value in zip(batch, _batch(bound, action, members, progress), strict=True):
-                results[index] = value
-            progress()
+        for action in dict.fromkeys(item.action for item in items):
+            mine = [index for index, item in enumerate(items) if item.action is action]
+            for batch in _packed([items[index] for index in mine], budget_tokens):
+                members = [items[mine[position]] for position in batch]
+                for position, value in zip(batch, _batch(bound, action, members, progress), strict=True):
+                    results[mine[position]] = value
+                progress()
     return results
+
+
+def _packed(items: Sequence[Item], budget_tokens: int) -> list[list[int]]:
+    extra = max((item.sampling.max_new_tokens for item in items if item.sampling), default=0)
+    return pack([len(item.ids) for item in items], budget_tokens, extra)
 
 
 def _batch(

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from manager.function import ModelAction
 from runtimes.model.arena import Arena, Fences, SlotKey, Transfer, bind
 from runtimes.model.compute import Bound, compute
 from runtimes.model.image import Image
@@ -171,7 +170,7 @@ class DeviceEngine:
             device=self.device,
             arrived=lambda: seat.transfer.wait(end),
         )
-        return compute(bound, ModelAction(asked.action), asked.items, asked.budget_tokens, progress)
+        return compute(bound, asked.items, asked.budget_tokens, progress)
 
     def _pin(self, place: Placed, key: SlotKey) -> tuple[Seat, bool, tuple[str, ...]]:
         with self._changed:

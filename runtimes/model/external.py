@@ -58,7 +58,7 @@ class External:
         if units is None:
             raise InvalidConfig(f"functions.{function.name}.cost: a model function needs gpu", component=_COMPONENT)
         server = _Server(model)
-        self._servers[function.name] = server
+        self._servers[model.service] = server
         try:
             await self._call(model, "GET", "/v1/models")
             await self._wake(server, (0, units.minimum))
@@ -70,7 +70,7 @@ class External:
             ) from error
         whole = min(device.arena_bytes for device in await asyncio.to_thread(discover, self._settings))
         return ServiceSpec(
-            name=function.name,
+            name=model.service,
             bytes_by_dop=dict.fromkeys(units, whole),
             restore_s_by_dop=dict.fromkeys(units, server.wake_s),
         )

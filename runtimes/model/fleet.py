@@ -240,7 +240,6 @@ def _ranked(place: Placed, rank: int, chunk: Chunk) -> Placed:
 def _for_rank(run: Run, rank: int, chunk: Chunk, group: str) -> Run:
     return Run(
         place=_ranked(run.place, rank, chunk),
-        action=run.action,
         items=run.items,
         budget_tokens=run.budget_tokens,
         evict=run.evict,

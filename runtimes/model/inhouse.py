@@ -88,9 +88,8 @@ class InHouse:
             return await self.fleet.prefetch(chunk, image, _placed(service, image))
 
     async def execute(self, job: Job, restored: Callable[[], None]) -> Answers:
-        function = job.asks[0].function
         try:
-            known = await self.images.look(_key(model_of(function)))
+            known = await self.images.look(_key(model_of(job.asks[0].function)))
             async with self.images.hold(known) as image:
                 results, usages = await self._attempt(job, image, restored)
         except Gone as error:
@@ -125,12 +124,10 @@ class InHouse:
         self, job: Job, image: ImageRef, restored: Callable[[], None]
     ) -> tuple[list[object], list[Usage]]:
         """Run, and once more where processes were lost or memory ran out: by then everything idle is evicted."""
-        model = model_of(job.asks[0].function)
         run = Run(
             place=_placed(job.service, image),
-            action=model.action,
             items=tuple(item for ask in job.asks for item in _items(ask)),
-            budget_tokens=model.batch_tokens,
+            budget_tokens=min(model_of(ask.function).batch_tokens for ask in job.asks),
             evict=tuple(name for name in job.evict if name != job.service),
             cores=job.cores,
         )
@@ -203,7 +200,7 @@ class InHouse:
         units = function.cost["gpu"]
         sizes = {dop: shard(layout, 0, dop).size_bytes for dop in units}
         return ServiceSpec(
-            name=function.name,
+            name=model_of(function).service,
             bytes_by_dop=sizes,
             restore_s_by_dop={dop: size / self._restore_rate for dop, size in sizes.items()},
             batch_tokens=model_of(function).batch_tokens,
@@ -262,12 +259,14 @@ def _check_vocabulary(given: ModelInput, layout: Layout) -> None:
 def _items(ask: Ask) -> list[Item]:
     encoded = ask.admitted
     assert isinstance(encoded, Encoded)
-    if model_of(ask.function).action is not ModelAction.GENERATE:
-        return [Item(ids=ids) for ids in encoded.ids]
+    action = model_of(ask.function).action
+    if action is not ModelAction.GENERATE:
+        return [Item(ids=ids, action=action) for ids in encoded.ids]
     given = ask.input
     return [
         Item(
             ids=ids,
+            action=action,
             sampling=Sampling(
                 max_new_tokens=given.max_new_tokens,
                 temperature=given.temperature,

@@ -70,6 +70,7 @@ class ModelRuntime:
         except BaseException:
             self._leave_out(execution)
             raise
+        await self._evict_elsewhere(execution, engine)
         member = Member(ask=ask, begin=execution.begin)
         batch = self._batch(execution, engine)
         batch.join(execution.action.id, member)
@@ -108,7 +109,7 @@ class ModelRuntime:
     async def prefetch(self, function: FunctionSpec, chunk: Chunk, service: str = "") -> bool:
         """Restore a service beside what computes now; False where there was no room. A hint: it never fails."""
         try:
-            return await self._engine(function).restore(service or function.name, function, chunk)
+            return await self._engine(function).restore(service or model_of(function).service, function, chunk)
         except ActionFailed:
             return False
 
@@ -143,7 +144,7 @@ class ModelRuntime:
                 )
             batch = Batch(
                 engine=engine,
-                service=execution.action.service or execution.call.function.name,
+                service=execution.action.service or model_of(execution.call.function).service,
                 members=key,
                 chunk=grant.chunk,
                 evict=grant.evict,
@@ -153,6 +154,16 @@ class ModelRuntime:
             )
             self._batches[key] = batch
         return batch
+
+    async def _evict_elsewhere(self, execution: Execution, engine: Engine) -> None:
+        """Put to sleep what the manager evicts for this action but another engine holds."""
+        grant = execution.lease.grants.get("gpu")
+        for other in (self._in_house, self._external):
+            if grant is None or grant.chunk is None or other is None or other is engine:
+                continue
+            for service in grant.evict:
+                if service in other.residency():
+                    await other.evict(service, grant.chunk)
 
     def _leave_out(self, execution: Execution) -> None:
         """An action that is refused must not keep its batch waiting."""

@@ -24,9 +24,10 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
-    """One sequence of an action, as token ids."""
+    """One sequence, as token ids, and what is asked of it: actions that share a service may share a batch."""
 
     ids: tuple[int, ...]
+    action: ModelAction
     sampling: Sampling | None = None
 
 
@@ -88,7 +89,6 @@ class Run:
     """Compute one action, or one batch of actions of the same service; restores the service first if need be."""
 
     place: Placed
-    action: ModelAction
     items: tuple[Item, ...]
     budget_tokens: int
     #: Services that the manager chose to evict for this one.

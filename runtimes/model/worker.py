@@ -118,6 +118,7 @@ def _failure(engine: DeviceEngine, number: int, error: Exception) -> Failed:
         kind=type(error).__name__,
         message=message,
         reason=reason,
-        broken=isinstance(error, RuntimeError) and reason is not Reason.OUT_OF_MEMORY,
+        # A CUDA error may stick to the context for ever; on the host an exception leaves nothing behind.
+        broken=engine.device != "cpu" and isinstance(error, RuntimeError) and reason is not Reason.OUT_OF_MEMORY,
         resident=engine.resident(),
     )
