@@ -104,14 +104,15 @@ class QuotaPool(Pool):
             self._in_window -= self._window.popleft()[1]
 
     def next_return_s(self) -> float | None:
-        returns = [self._window[0][0] + self._spec.period_s] if self._window else []
-        if self._spec.burst is not None and self._tokens < self._burst:
-            wanted = math.floor(self._tokens + _EPSILON) + 1
-            paced_s = self._now_s + (wanted - self._tokens) / self._rate
-            # A full window cannot be helped by the bucket: wait for what holds the pool back.
-            if self._in_window < self._spec.limit:
-                returns.append(paced_s)
-        return min(returns, default=None)
+        """When the next unit can be had: both the window and the bucket must have room for it."""
+        window_s = self._window[0][0] + self._spec.period_s if self._window else None
+        if self._spec.burst is None or self._tokens >= self._burst:
+            return window_s
+        wanted = math.floor(self._tokens + _EPSILON) + 1
+        paced_s = self._now_s + (wanted - self._tokens) / self._rate
+        if window_s is None:
+            return paced_s
+        return max(paced_s, window_s) if self._in_window >= self._spec.limit else paced_s
 
     def acquire(self, ask: Ask, now_s: float) -> Grant:
         assert ask.units <= self.free, f"{self.name}: {ask.units} units wanted, {self.free} free"

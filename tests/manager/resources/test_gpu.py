@@ -1,0 +1,104 @@
+"""Chunks, residency and the pool of all devices."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manager.config import NodeSpec, ServiceSpec
+from manager.resources.chunk import Chunks
+from manager.resources.gpu import GpuPool
+from manager.resources.pool import Ask
+
+SERVICES = {
+    name: ServiceSpec(
+        name=name,
+        bytes_by_dop={1: size, 2: size // 2, 4: size // 4},
+        restore_s_by_dop={1: 1.0, 2: 0.5, 4: 0.25},
+    )
+    for name, size in (("a", 60), ("b", 60), ("c", 40))
+}
+
+
+def pool(*devices: int) -> GpuPool:
+    nodes = [
+        NodeSpec(name=f"n{index}", numa=(), memory_bytes=0, devices=count, device_bytes=100)
+        for index, count in enumerate(devices)
+    ]
+    return GpuPool(nodes, SERVICES)
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from((1, 2, 4, 8))), max_size=40), st.integers(1, 13))
+def test_chunks_split_and_merge_back_to_what_they_were(moves: list[tuple[int, int]], count: int) -> None:
+    chunks = Chunks()
+    chunks.add_region(0, count)
+    whole = chunks.free
+    held: dict[int, tuple[int, int]] = {}
+    for holder, size in moves:
+        if holder in held:
+            chunks.release(held.pop(holder))
+        else:
+            host = min((chunk for chunk in chunks.free if chunk[1] >= size), key=lambda chunk: chunk[1], default=None)
+            if host is not None:
+                held[holder] = (host[0], size)
+                chunks.allocate(held[holder])
+        chunks.check(held.values())
+    for chunk in held.values():
+        chunks.release(chunk)
+    assert chunks.free == whole
+
+
+def test_the_smallest_chunk_that_fits_is_split() -> None:
+    gpus = pool(8, 2)
+    assert gpus.acquire(Ask(holder="x", units=1, service="a"), 0.0).pool == "gpu:n1"
+
+
+def test_a_resident_service_is_found_and_needs_no_restore() -> None:
+    gpus = pool(4)
+    first = gpus.acquire(Ask(holder="x", units=1, service="a"), 0.0)
+    gpus.acquire(Ask(holder="y", units=1, service="b"), 0.0)
+    gpus.release("x", 1.0)
+    gpus.release("y", 1.0)
+    again = gpus.acquire(Ask(holder="z", units=1, service="a"), 2.0)
+    assert (first.restore, again.restore, again.chunk) == (True, False, first.chunk)
+
+
+def test_the_least_recently_used_service_is_evicted_and_others_stay() -> None:
+    gpus = pool(1)
+    for holder, service in (("x", "a"), ("y", "c"), ("z", "a")):
+        gpus.acquire(Ask(holder=holder, units=1, service=service), 0.0)
+        gpus.release(holder, 0.0)
+    grant = gpus.acquire(Ask(holder="w", units=1, service="b"), 1.0)
+    assert (grant.restore, grant.evict) == (True, ("c", "a")), "60 bytes need the room of both"
+    gpus.check()
+
+
+def test_several_services_share_a_device_while_they_fit() -> None:
+    gpus = pool(1)
+    for holder, service in (("x", "a"), ("y", "c")):
+        assert gpus.acquire(Ask(holder=holder, units=1, service=service), 0.0).evict == ()
+        gpus.release(holder, 0.0)
+    assert not gpus.acquire(Ask(holder="z", units=1, service="a"), 0.0).restore
+
+
+def test_what_a_node_reports_is_believed() -> None:
+    gpus = pool(2)
+    gpus.acquire(Ask(holder="x", units=1, service="a"), 0.0)
+    gpus.release("x", 0.0)
+    gpus.report("n0", [("b", 1, 1)])
+    assert gpus.chunk_view().resident == {"b": ((1, 1),)}
+
+
+def test_a_report_does_not_touch_chunks_in_use() -> None:
+    gpus = pool(2)
+    gpus.acquire(Ask(holder="x", units=1, service="a"), 0.0)
+    gpus.report("n0", [])
+    assert gpus.chunk_view().resident == {"a": ((0, 1),)}
+
+
+def test_no_chunk_crosses_a_node_and_its_grant_counts_devices_there() -> None:
+    gpus = pool(2, 4)
+    grant = gpus.acquire(Ask(holder="x", units=4, service="a"), 0.0)
+    assert (grant.pool, grant.chunk) == ("gpu:n1", (0, 4))
+    assert not gpus.accepts(Ask(holder="y", units=4, service="a"))
+    gpus.check()

@@ -1,0 +1,193 @@
+"""The engine over scripted runtimes: nothing is lost, whatever the executor does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from manager.action import Action, UnitSet
+from manager.assembly import build_core
+from manager.engine import Engine, Submission
+from manager.errors import CapacityExceeded, Conflict, Reason, Unsatisfiable
+from manager.executor import Call
+from manager.function import FunctionSpec, RuntimeKind, SandboxSpec
+from manager.history import History
+from manager.lease import Lease
+from manager.outcome import Settlement, State
+from runtimes.fake import ScriptedRuntime, Step
+from runtimes.local import Deadlines, LocalExecutor
+from runtimes.runtime import Execution
+from tests.manager.conftest import action, node, spec
+
+FUNCTION = FunctionSpec(
+    name="f", runtime=RuntimeKind.EXEC, cost={"cpu": UnitSet.fixed(1)}, sandbox=SandboxSpec(memory_bytes=400)
+)
+
+
+class Silent:
+    """A log that nobody reads."""
+
+    def write(self, stream: str, data: str) -> None:
+        pass
+
+
+@dataclass
+class Ear:
+    """A listener that remembers."""
+
+    started_ids: list[str] = field(default_factory=list)
+    settled_ids: list[str] = field(default_factory=list)
+    begun: dict[str, asyncio.Event] = field(default_factory=dict)
+
+    def started(self, action: Action, lease: Lease, queue_s: float) -> None:
+        self.started_ids.append(action.id)
+        self.begun.setdefault(action.id, asyncio.Event()).set()
+
+    def settled(self, settlement: Settlement) -> None:
+        self.settled_ids.append(settlement.action.id)
+
+    async def until_started(self, action_id: str) -> None:
+        async with asyncio.timeout(5):
+            await self.begun.setdefault(action_id, asyncio.Event()).wait()
+
+
+@dataclass
+class Rig:
+    engine: Engine
+    runtime: ScriptedRuntime
+    ear: Ear
+    steps: dict[str, Step]
+    history: History
+
+    def submit(self, *actions: Action) -> list[asyncio.Future[Settlement]]:
+        call = Call(function=FUNCTION, input={}, log=Silent())
+        return self.engine.submit([Submission(action=action, call=call) for action in actions])
+
+    async def end(self, future: asyncio.Future[Settlement]) -> Settlement:
+        async with asyncio.timeout(5):
+            return await future
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    steps: dict[str, Step] = {}
+
+    def script(execution: Execution) -> Step:
+        return steps.get(execution.action.id, Step())
+
+    runtime = ScriptedRuntime(script)
+    ear, history = Ear(), History()
+    executor = LocalExecutor({RuntimeKind.EXEC: runtime}, deadlines=Deadlines(kill_s=0.05))
+    engine = Engine(build_core(spec(node(cores=2))), executor, history=history, listeners=[ear])
+    await engine.start()
+    yield Rig(engine, runtime, ear, steps, history)
+    await engine.close()
+    engine.check()
+    await executor.close()
+
+
+async def test_submissions_of_one_turn_settle_and_are_heard(rig: Rig) -> None:
+    futures = rig.submit(*(action(f"a{index}") for index in range(5)))
+    settled = [await rig.end(future) for future in futures]
+    assert [settlement.outcome.state for settlement in settled] == [State.SUCCEEDED] * 5
+    assert sorted(rig.ear.started_ids) == sorted(rig.ear.settled_ids) == [f"a{index}" for index in range(5)]
+    assert rig.history.learned("f").observations == 5
+
+
+async def test_an_executor_that_raises_ends_the_action_as_internal(rig: Rig) -> None:
+    rig.steps["a"] = Step(error=RuntimeError("a bug"))
+    settlement = await rig.end(rig.submit(action("a"))[0])
+    assert settlement.outcome.reason is Reason.INTERNAL
+    assert "a bug" in settlement.outcome.message
+
+
+async def test_cancelling_a_running_action_kills_it(rig: Rig) -> None:
+    rig.steps["a"] = Step(hangs=True)
+    (future,) = rig.submit(action("a"))
+    await rig.ear.until_started("a")
+    assert rig.engine.cancel("a", "enough")
+    settlement = await rig.end(future)
+    assert (settlement.outcome.state, settlement.outcome.message) == (State.CANCELLED, "enough")
+    assert not rig.engine.cancel("a")
+
+
+async def test_cancelling_in_the_turn_of_its_start_still_ends_it(rig: Rig) -> None:
+    (future,) = rig.submit(action("a"))
+    await rig.ear.until_started("a")
+    rig.engine.cancel("a")
+    assert (await rig.end(future)).outcome.state.terminal
+
+
+async def test_a_runtime_that_ignores_its_kill_holds_nobody_up(rig: Rig) -> None:
+    rig.steps["a"] = Step(hangs=True, ignores_kill=True)
+    (future,) = rig.submit(action("a", timeout_s=0.02))
+    settlement = await rig.end(future)
+    assert settlement.outcome.reason is Reason.TIMEOUT
+
+
+async def test_the_same_id_twice_is_a_conflict_and_the_first_goes_on(rig: Rig) -> None:
+    first, second = rig.submit(action("a"), action("a"))
+    with pytest.raises(Conflict):
+        await second
+    assert (await rig.end(first)).outcome.state is State.SUCCEEDED
+
+
+async def test_a_waiting_action_times_out_by_the_timer(rig: Rig) -> None:
+    for name in ("a", "b"):
+        rig.steps[name] = Step(held=True)
+    rig.submit(action("a"), action("b"))
+    (waiting,) = rig.submit(replace(action("c"), queue_timeout_s=0.01))
+    assert (await rig.end(waiting)).outcome.reason is Reason.QUEUE_TIMEOUT
+
+
+async def test_a_trajectory_is_opened_ended_and_its_memory_returns(rig: Rig) -> None:
+    await rig.engine.open_trajectory("t", "default", FUNCTION)
+    await rig.engine.open_trajectory("t", "default", FUNCTION)
+    (view,) = rig.engine.trajectories()
+    assert (view["trajectory"], view["state"], view["memory_bytes"]) == ("t", "idle", 400)
+    rig.steps["a"] = Step(hangs=True)
+    (future,) = rig.submit(action("a", trajectory="t"))
+    await rig.ear.until_started("a")
+    assert await rig.engine.end_trajectory("t")
+    assert (await rig.end(future)).outcome.state is State.CANCELLED
+    assert rig.engine.trajectories() == []
+    assert ("end_trajectory", "t") in rig.runtime.seen
+    assert not await rig.engine.end_trajectory("t")
+
+
+async def test_memory_that_never_comes_is_a_typed_error(rig: Rig) -> None:
+    large = replace(FUNCTION, sandbox=SandboxSpec(memory_bytes=900), queue_timeout_s=0.01)
+    await rig.engine.open_trajectory("t", "default", FUNCTION)
+    with pytest.raises(CapacityExceeded):
+        await rig.engine.open_trajectory("u", "default", large)
+    with pytest.raises(Unsatisfiable):
+        await rig.engine.open_trajectory("v", "default", replace(large, sandbox=SandboxSpec(memory_bytes=10**9)))
+
+
+async def test_draining_lets_running_work_end_and_starts_nothing_more(rig: Rig) -> None:
+    rig.steps["a"] = Step(held=True)
+    (running,) = rig.submit(action("a"))
+    await rig.ear.until_started("a")
+    drained = asyncio.create_task(rig.engine.drain(5.0))
+    (late,) = rig.submit(action("b"))
+    rig.runtime.let_go("a")
+    assert await drained == 0
+    assert (await rig.end(running)).outcome.state is State.SUCCEEDED
+    assert not late.done()
+    assert [entry["id"] for entry in rig.engine.queue()] == ["b"]
+
+
+async def test_the_queue_says_what_each_action_waits_for(rig: Rig) -> None:
+    for name in ("a", "b"):
+        rig.steps[name] = Step(held=True)
+    rig.submit(action("a", trajectory="t"), action("b"), action("c"), action("d", trajectory="t"))
+    await rig.ear.until_started("a")
+    waits = {entry["id"]: entry["waits_for"] for entry in rig.engine.queue()}
+    assert waits == {"c": "1 of cpu", "d": "the earlier actions of trajectory t"}
+    assert rig.engine.tasks()[0]["queued"] == 2
+    pools = rig.engine.resources()["pools"]
+    assert isinstance(pools, dict)
+    assert pools["cpu:n0"]["free"] == 0

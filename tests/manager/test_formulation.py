@@ -1,0 +1,88 @@
+"""A call becomes an action."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+
+from manager.action import Action, Amdahl, UnitSet
+from manager.config import ConcurrencySpec, QuotaSpec
+from manager.errors import InvalidInput, Unsatisfiable
+from manager.formulation import check_satisfiable, formulate
+from manager.function import DurationSpec, FunctionSpec, RuntimeKind, SandboxSpec
+from manager.history import History
+from tests.manager.conftest import node, spec
+
+TESTS = FunctionSpec(
+    name="tests",
+    runtime=RuntimeKind.PYTEST,
+    cost={"cpu": UnitSet.span(1, 8)},
+    key="cpu",
+    duration=DurationSpec(key="suite", initial_s=30.0),
+    sandbox=SandboxSpec(memory_bytes=100),
+    timeout_s=60.0,
+)
+
+
+def form(function: FunctionSpec, input: Mapping[str, object], *, timeout_s: float | None = None) -> Action:
+    return formulate(
+        function, id="i", input=input, trajectory=None, task="t", history=HISTORY, now_s=1.0, timeout_s=timeout_s
+    )
+
+
+HISTORY = History()
+for _ in range(20):
+    HISTORY.record("tests", "slow", 1, 100.0)
+
+
+def test_the_callers_key_chooses_what_was_learned() -> None:
+    slow, new = form(TESTS, {"suite": "slow"}), form(TESTS, {"suite": "new"})
+    assert slow.profile_key == "slow"
+    assert slow.t_ori_s == pytest.approx(100.0)
+    assert new.t_ori_s == pytest.approx(100.0), "an unknown key takes the function's mean"
+    assert form(replace(TESTS, name="unknown"), {}).t_ori_s == 30.0
+
+
+def test_what_is_declared_is_not_learned() -> None:
+    declared = replace(
+        TESTS, duration=DurationSpec(profile="declared", key="suite", initial_s=5.0), elasticity=Amdahl(0.5)
+    )
+    action = form(declared, {"suite": "slow"})
+    assert (action.t_ori_s, action.elasticity) == (5.0, Amdahl(0.5))
+
+
+def test_only_test_runs_over_cores_are_malleable() -> None:
+    assert form(TESTS, {}).malleable
+    assert not form(replace(TESTS, runtime=RuntimeKind.EXEC), {}).malleable
+
+
+def test_a_timeout_may_be_shortened_only() -> None:
+    assert form(TESTS, {}, timeout_s=5.0).timeout_s == 5.0
+    assert form(TESTS, {}, timeout_s=500.0).timeout_s == 60.0
+    with pytest.raises(InvalidInput):
+        form(TESTS, {}, timeout_s=0.0)
+
+
+def test_a_learning_key_that_is_no_plain_value_is_refused_with_its_path() -> None:
+    with pytest.raises(InvalidInput) as caught:
+        form(TESTS, {"suite": ["x"]})
+    assert caught.value.detail["path"] == "$.suite"
+
+
+def test_what_no_node_can_ever_give_is_refused_and_the_largest_is_named() -> None:
+    wide = replace(TESTS, cost={"cpu": UnitSet.fixed(64)})
+    with pytest.raises(Unsatisfiable, match="largest, big, has 8 cores"):
+        check_satisfiable(wide, spec(node("small", cores=2), node("big", cores=8)))
+    check_satisfiable(TESTS, spec(node("small", cores=2)))
+
+
+def test_quotas_and_limits_that_are_too_small_or_unknown_are_refused() -> None:
+    machine = replace(
+        spec(), quotas={"search": QuotaSpec(limit=9, period_s=1, burst=2)}, concurrency={"p": ConcurrencySpec(limit=1)}
+    )
+    for cost in ({"search": 3}, {"p": 2}, {"nothing": 1}):
+        sets = {kind: UnitSet.fixed(units) for kind, units in cost.items()}
+        with pytest.raises(Unsatisfiable):
+            check_satisfiable(replace(TESTS, cost=sets), machine)
