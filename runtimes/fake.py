@@ -47,6 +47,7 @@ class ScriptedRuntime:
         step = script if isinstance(script, Step) else Step()
         self._script: Script = script if callable(script) else lambda _: step
         self._gates: dict[str, asyncio.Event] = {}
+        self._beginnings: dict[str, asyncio.Event] = {}
         self._closed = asyncio.Event()
         #: What happened, in order: (verb, id of the action or trajectory).
         self.seen: list[tuple[str, str]] = []
@@ -84,6 +85,10 @@ class ScriptedRuntime:
     async def close(self) -> None:
         self._closed.set()
 
+    async def begun(self, action_id: str) -> None:
+        """Wait until an action's own work has begun."""
+        await self._begun(action_id).wait()
+
     def let_go(self, action_id: str) -> None:
         """Let a held action end."""
         self._gate(action_id).set()
@@ -92,6 +97,7 @@ class ScriptedRuntime:
         if step.overhead_s:
             await asyncio.sleep(step.overhead_s)
         execution.begin()
+        self._begun(execution.action.id).set()
         if step.log:
             execution.call.log.write("stdout", step.log)
         if step.held:
@@ -109,3 +115,6 @@ class ScriptedRuntime:
 
     def _gate(self, action_id: str) -> asyncio.Event:
         return self._gates.setdefault(action_id, asyncio.Event())
+
+    def _begun(self, action_id: str) -> asyncio.Event:
+        return self._beginnings.setdefault(action_id, asyncio.Event())

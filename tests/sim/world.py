@@ -302,7 +302,29 @@ class World:
             self._tell(event, self.core.apply([event], self._now_s))
         self._tell(None, self.core.schedule(self._now_s))
         self.core.check()
+        if self.orderly:
+            self._check_progress()
         return True
+
+    def _check_progress(self) -> None:
+        """A policy that starts what it can leaves nothing waiting that alone would fit, unless a cap forbids it."""
+        house = self.core.house
+        for group in house.queue.groups():
+            (entry, *_) = group
+            signature = group.signature
+            pools = [house.resources.find(kind, signature.node) for kind in group.demand]
+            first = min(house.queue, key=lambda waiting: waiting.order) is entry
+            capped = any(
+                kind in (house.tasks[signature.task].caps if signature.task in house.tasks else {})
+                for kind in group.demand
+            )
+            if not first or capped or signature.memory_bytes or not (signature.node or "cpu" not in group.demand):
+                continue
+            free = all(
+                pool is not None and pool.headroom().fits(units, signature.node)
+                for pool, units in zip(pools, group.demand.values(), strict=True)
+            )
+            assert not free, f"{entry.id} is first in the queue, fits, and waits at {self._now_s}"
 
     def _tell(self, event: Event | None, commands: list[Command]) -> None:
         self.journal.note(self._now_s, event, commands)

@@ -1,0 +1,128 @@
+"""The local executor: every end has a type, every phase a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from manager.action import Action
+from manager.errors import InvalidInput, NotFound, Reason
+from manager.executor import Call
+from manager.function import FunctionSpec, RuntimeKind
+from manager.lease import Lease
+from manager.outcome import Outcome, State
+from runtimes.fake import ScriptedRuntime, Step
+from runtimes.local import Deadlines, LocalExecutor
+
+FUNCTION = FunctionSpec(name="f", runtime=RuntimeKind.EXEC)
+
+
+class Lines:
+    """A log in memory."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def write(self, stream: str, data: str) -> None:
+        self.text += data
+
+
+def call(function: FunctionSpec = FUNCTION) -> Call:
+    return Call(function=function, input={}, log=Lines())
+
+
+async def outcome_of(step: Step, *, timeout_s: float = 60.0, deadlines: Deadlines | None = None) -> Outcome:
+    runtime = ScriptedRuntime(step)
+    executor = LocalExecutor({RuntimeKind.EXEC: runtime}, deadlines=deadlines)
+    action = Action(id="a", function="f", timeout_s=timeout_s)
+    try:
+        async with asyncio.timeout(5):
+            return await executor.execute(action, Lease(action_id="a", node="n"), call())
+    finally:
+        await executor.close()
+
+
+async def test_a_result_and_its_usage_come_back() -> None:
+    outcome = await outcome_of(Step(result={"x": 1}, usage={"cpu_s": 2.0}))
+    assert (outcome.state, outcome.result, outcome.usage) == (State.SUCCEEDED, {"x": 1}, {"cpu_s": 2.0})
+
+
+@pytest.mark.parametrize(
+    ("reason", "state"),
+    [
+        (Reason.HANDLER_ERROR, State.FAILED),
+        (Reason.TIMEOUT, State.TIMED_OUT),
+        (Reason.NODE_LOST, State.LOST),
+        (Reason.CANCELLED, State.CANCELLED),
+    ],
+)
+async def test_a_failure_keeps_its_reason_and_partial_result(reason: Reason, state: State) -> None:
+    outcome = await outcome_of(Step(reason=reason, result={"partial": True}))
+    assert (outcome.state, outcome.reason, outcome.result) == (state, reason, {"partial": True})
+
+
+async def test_other_errors_are_mapped_and_bugs_are_internal() -> None:
+    assert (await outcome_of(Step(error=InvalidInput("no")))).reason is Reason.INVALID_INPUT
+    assert (await outcome_of(Step(error=NotFound("gone")))).reason is Reason.INTERNAL
+    assert "ZeroDivisionError" in (await outcome_of(Step(error=ZeroDivisionError()))).message
+
+
+async def test_the_timeout_runs_from_the_beginning_of_the_work() -> None:
+    outcome = await outcome_of(Step(overhead_s=0.05, hangs=True), timeout_s=0.02)
+    assert (outcome.state, outcome.reason) == (State.TIMED_OUT, Reason.TIMEOUT)
+    assert "timeout" in outcome.message
+    assert outcome.execution_s >= 0.02
+
+
+async def test_work_that_never_gets_ready_has_a_deadline_of_its_own() -> None:
+    outcome = await outcome_of(Step(overhead_s=60), deadlines=Deadlines(prepare_s=0.02))
+    assert "not ready" in outcome.message
+    assert outcome.execution_s == 0.0
+
+
+async def test_work_that_outlives_its_kill_is_left_behind() -> None:
+    step = Step(hangs=True, ignores_kill=True)
+    outcome = await outcome_of(step, timeout_s=0.01, deadlines=Deadlines(kill_s=0.01))
+    assert outcome.reason is Reason.TIMEOUT
+
+
+async def test_cancelling_kills_before_it_returns() -> None:
+    runtime = ScriptedRuntime(Step(hangs=True))
+    executor = LocalExecutor({RuntimeKind.EXEC: runtime})
+    action = Action(id="a", function="f")
+    task = asyncio.create_task(executor.execute(action, Lease(action_id="a", node="n"), call()))
+    async with asyncio.timeout(5):
+        await runtime.begun("a")
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert runtime.seen[-2:] == [("kill", "a"), ("end", "a")]
+
+
+async def test_a_resize_reaches_a_running_action_only() -> None:
+    runtime = ScriptedRuntime(Step(held=True))
+    executor = LocalExecutor({RuntimeKind.EXEC: runtime})
+    action, lease = Action(id="a", function="f"), Lease(action_id="a", node="n")
+    await executor.resize(action, lease)
+    task = asyncio.create_task(executor.execute(action, lease, call()))
+    async with asyncio.timeout(5):
+        await runtime.begun("a")
+    await executor.resize(action, lease)
+    runtime.let_go("a")
+    assert (await task).state is State.SUCCEEDED
+    await executor.resize(action, lease)
+    assert [verb for verb, _ in runtime.seen].count("resize") == 1
+
+
+async def test_a_runtime_that_is_not_here_is_a_typed_failure() -> None:
+    executor = LocalExecutor({})
+    outcome = await executor.execute(Action(id="a", function="f"), Lease(action_id="a", node="n"), call())
+    assert outcome.reason is Reason.INTERNAL
+    assert "exec" in outcome.message
+
+
+async def test_the_end_of_a_trajectory_reaches_every_runtime() -> None:
+    runtime = ScriptedRuntime()
+    await LocalExecutor({RuntimeKind.EXEC: runtime}).end_trajectory("t")
+    assert runtime.seen == [("end_trajectory", "t")]
