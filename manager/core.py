@@ -325,7 +325,9 @@ class Core:
 
     def _touch(self, entry: Entry) -> None:
         """What a waiting action had reserved may serve others."""
-        if entry.group is not None:
+        if self._house.spec.strict:
+            self._all_dirty()  # it may have stood in the way of everything behind it
+        elif entry.group is not None:
             self._house.dirty.update(self._house.pools_of(entry.group))
 
     def _settle(self, entry: Entry, settlement: Settlement) -> None:

@@ -31,21 +31,21 @@ class RandomPolicy:
         starts, holds = [], []
         minima = sum(candidate.action.units.minimum for candidate in view.candidates if candidate.action.units)
         for candidate in view.candidates:
-            units = candidate.action.units
-            assert units is not None
+            unit_set = candidate.action.units
+            assert unit_set is not None
             if minima > free:
                 break
-            minima -= units.minimum
+            minima -= unit_set.minimum
             if chance.random() < 0.2:
                 holds.append(Hold(action_id=candidate.action.id, waits_for="luck"))
                 continue
-            most = units.at_most(min(candidate.limit, free - minima))
+            most = unit_set.at_most(min(candidate.limit, free - minima))
             assert most is not None
-            chosen = units.at_most(chance.randint(units.minimum, most))
+            chosen = unit_set.at_most(chance.randint(unit_set.minimum, most))
             assert chosen is not None
             if view.chunks is not None:
-                chosen = units.minimum
-            starts.append(Start(action_id=candidate.action.id, units=chosen, workers=units.maximum))
+                chosen = unit_set.minimum
+            starts.append(Start(action_id=candidate.action.id, units=chosen, workers=unit_set.maximum))
             free -= chosen
         wake_s = view.now_s + chance.uniform(0.01, 1.0) if holds and chance.random() < 0.9 else None
         return Decision(starts=starts, resizes=resizes, holds=holds, wake_s=wake_s)
