@@ -136,7 +136,7 @@ class DeviceEngine:
         seat, cold, pushed = self._pin(asked.place, key)
         herald = _Herald(seat, restored)
         try:
-            skeleton = self._skeleton(asked.place)
+            skeleton = self.skeleton(asked.place)
             skeleton.team.group = self._group(asked)
             self._bind(skeleton, seat)
             self._use_cores(asked.cores)
@@ -191,7 +191,8 @@ class DeviceEngine:
             raise image
         return image
 
-    def _skeleton(self, place: Placed) -> Skeleton:
+    def skeleton(self, place: Placed) -> Skeleton:
+        """The model of one rank, built without memory at its first use."""
         key = (place.image_id, place.dop, place.rank)
         found = self._skeletons.get(key)
         if found is None:

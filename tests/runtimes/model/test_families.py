@@ -1,0 +1,141 @@
+"""Every supported family computes what plain transformers computes, from weights and buffers that are bit-equal."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytestmark = pytest.mark.model
+
+import torch  # noqa: E402  # torch may be missing
+
+from manager.errors import InvalidConfig, Unsupported  # noqa: E402
+from manager.function import ModelAction  # noqa: E402
+from runtimes.model.checkpoint import open_checkpoint  # noqa: E402
+from runtimes.model.engine import DeviceEngine  # noqa: E402
+from runtimes.model.image import build_layout, fill  # noqa: E402
+from runtimes.model.skeleton import Head  # noqa: E402
+from runtimes.model.work import Generated, ImageRef, Item, Placed, Run, Sampling  # noqa: E402
+from tests.runtimes.model.checkpoints import FAMILIES, IDS, plain, plain_logprobs, plain_score, write  # noqa: E402
+from tests.runtimes.model.conftest import Write  # noqa: E402
+
+
+class OneDevice:
+    """A device engine in this process, with the images that it needs."""
+
+    def __init__(self) -> None:
+        self.engine = DeviceEngine("cpu", 64 * 2**20, copy_bytes=4096, threads=1, collective_s=10)
+        self._descriptors: list[int] = []
+
+    def place(self, path: Path, head: str) -> Placed:
+        checkpoint = open_checkpoint(path)
+        layout = build_layout(checkpoint, Head(head))
+        descriptor = os.memfd_create("image")
+        self._descriptors.append(descriptor)
+        os.ftruncate(descriptor, layout.size_bytes)
+        file = f"/proc/{os.getpid()}/fd/{descriptor}"
+        fill(checkpoint, layout, file, threads=2)
+        name = f"{path}:{head}"
+        self.engine.attach(ImageRef(id=name, path=file, layout=layout))
+        return Placed(service=name, image_id=name, dop=1, rank=0, start=0)
+
+    def run(self, place: Placed, items: list[Item], budget_tokens: int = 20) -> list[object]:
+        asked = Run(place=place, items=tuple(items), budget_tokens=budget_tokens)
+        return self.engine.run(asked, restored=lambda: None, progress=lambda: None)[0]
+
+    def close(self) -> None:
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+
+
+@pytest.fixture
+def device() -> Iterator[OneDevice]:
+    made = OneDevice()
+    yield made
+    made.close()
+
+
+def items(action: ModelAction) -> list[Item]:
+    return [Item(ids=tuple(ids), action=action) for ids in IDS]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logprobs_are_those_of_transformers(family: str, checkpoint: Write, device: OneDevice) -> None:
+    path = checkpoint(family, "lm")
+    rows = device.run(device.place(path, "lm"), items(ModelAction.LOGPROBS))
+    for ids, row in zip(IDS, rows, strict=True):
+        assert row == pytest.approx(plain_logprobs(path, ids), abs=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scores_are_those_of_transformers(family: str, checkpoint: Write, device: OneDevice) -> None:
+    path = checkpoint(family, "score")
+    scores = device.run(device.place(path, "score"), items(ModelAction.SCORE))
+    assert scores == pytest.approx([plain_score(path, ids) for ids in IDS], abs=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_generation_is_that_of_transformers(family: str, checkpoint: Write, device: OneDevice) -> None:
+    path = checkpoint(family, "lm")
+    sampling = Sampling(max_new_tokens=6, stop_ids=(2,))
+    asked = [Item(ids=tuple(ids), action=ModelAction.GENERATE, sampling=sampling) for ids in IDS]
+    for ids, made in zip(IDS, device.run(device.place(path, "lm"), asked, budget_tokens=100), strict=True):
+        whole = plain(path, "lm").generate(
+            torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), max_new_tokens=6, do_sample=False
+        )
+        expected = [token for token in whole[0, len(ids) :].tolist() if token not in (0, 2)]
+        assert isinstance(made, Generated)
+        assert list(made.ids) == expected
+        assert made.reason == ("length" if len(expected) == 6 else "stop")
+
+
+def test_a_seed_decides_what_is_drawn_whoever_shares_the_batch(checkpoint: Write, device: OneDevice) -> None:
+    place = device.place(checkpoint("qwen3", "lm"), "lm")
+    draw = Sampling(max_new_tokens=5, temperature=1.0, top_p=0.9, seed=11)
+    item = Item(ids=(7, 8, 9), action=ModelAction.GENERATE, sampling=draw)
+    other = Item(ids=(3,), action=ModelAction.GENERATE, sampling=Sampling(max_new_tokens=5, temperature=1.0, seed=5))
+    assert device.run(place, [item], 1000)[0] == device.run(place, [other, item], 1000)[1]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_buffers_and_ties_are_bit_equal(tied: bool, tmp_path: Path, device: OneDevice) -> None:
+    path = write(tmp_path, "qwen3", "lm", tie_word_embeddings=tied)
+    place = device.place(path, "lm")
+    device.run(place, items(ModelAction.LOGPROBS))
+    model = device.engine.skeleton(place).model
+    expected = plain(path, "lm")
+    for (name, mine), (_, theirs) in zip(model.named_parameters(), expected.named_parameters(), strict=True):
+        assert torch.equal(mine, theirs), name
+    for (name, mine), (_, theirs) in zip(model.named_buffers(), expected.named_buffers(), strict=True):
+        assert torch.equal(mine, theirs), name
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+
+
+def test_a_cut_restore_still_computes_right(checkpoint: Write, device: OneDevice) -> None:
+    """Many small copies, and a computation that starts before they have arrived."""
+    path = checkpoint("llama", "lm")
+    place = device.place(path, "lm")
+    for _ in range(5):
+        device.engine.evict()
+        rows = device.run(place, items(ModelAction.LOGPROBS))
+        assert rows[0] == pytest.approx(plain_logprobs(path, IDS[0]), abs=1e-5)
+
+
+def test_the_image_is_hardly_larger_than_the_model(checkpoint: Write) -> None:
+    opened = open_checkpoint(checkpoint("mistral", "lm"))
+    assert build_layout(opened, Head.LM).size_bytes <= opened.size_bytes * 1.05 + 4096
+
+
+def test_a_model_without_the_head_is_refused_by_the_missing_weight(checkpoint: Write) -> None:
+    with pytest.raises(InvalidConfig, match=r"score\.weight that LlamaForSequenceClassification needs is missing"):
+        build_layout(open_checkpoint(checkpoint("llama", "lm")), Head.SCORE)
+
+
+def test_an_unverified_family_is_refused_for_logprobs_by_name(tmp_path: Path) -> None:
+    path = write(tmp_path, "gemma2", "lm")
+    with pytest.raises(Unsupported, match="gemma2"):
+        build_layout(open_checkpoint(path), Head.LM)
