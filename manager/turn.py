@@ -201,7 +201,7 @@ class Turn:
         allowed = start.units if room is None else _unit_set(entry.action).at_most(min(start.units, room))
         if allowed is None:
             return False
-        wanted[key] = allowed
+        wanted[key] = self._shaped(entry, option, allowed, start)
         for kind, count in wanted.items():
             pool = self._house.resources.find(kind, option.node)
             ask = Ask(holder=entry.id, units=count, chunk=start.chunk if kind == key else None, node=option.node)
@@ -211,6 +211,16 @@ class Turn:
             return False
         self._starter.start(entry, option.node, wanted, start, key)
         return True
+
+    def _shaped(self, entry: Entry, option: Option, units: int, start: Start) -> int:
+        """Where the pool has places and the policy named none: the widest count not above ``units`` with a place."""
+        if self._pool.chunk_view() is None or start.chunk is not None:
+            return units
+        counts = [count for count in _unit_set(entry.action) if count <= units]
+        for count in reversed(counts):
+            if self._pool.accepts(Ask(holder=entry.id, units=count, node=option.node)):
+                return count
+        return counts[0]
 
     def _expect(self, kept: bool, wish: object, story: str) -> None:
         policy = self._house.policy(self._pool.kind).name
