@@ -53,11 +53,12 @@ class Conversation(Protocol):
     def ended(self, answer: Mapping[str, object] | Exception) -> None: ...
 
 
-class Channel(asyncio.Protocol):
+class Channel(asyncio.BufferedProtocol):
     """Requests to a runner, each with its own number; every one of them ends, if only with the channel."""
 
     def __init__(self) -> None:
         self._decoder = Decoder()
+        self._buffer = memoryview(bytearray(wire.CHUNK_BYTES))
         self._conversations: dict[int, Conversation] = {}
         self._transport: asyncio.Transport | None = None
         self._number = secrets.randbits(31)
@@ -165,14 +166,17 @@ class Channel(asyncio.Protocol):
             self._transport.abort()
         self.connection_lost(None)
 
-    # --- asyncio.Protocol
+    # --- asyncio.BufferedProtocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # a stream's is one; uvloop's does not inherit from it
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
         try:
-            for kind, number, payload in self._decoder.feed(data):
+            for kind, number, payload in self._decoder.feed(self._buffer[:nbytes]):
                 self._receive(kind, number, payload)
         except ProtocolError as error:
             self._fail(self._betrayed(error))

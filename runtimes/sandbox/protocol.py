@@ -12,6 +12,7 @@ from runtimes.sandbox.runner import FRAME_MAX_BYTES, HEADER
 from runtimes.sandbox.sandbox import Command, CommandResult, FileStat
 
 COMPONENT = "sandbox"
+_ENCODER = json.JSONEncoder(separators=(",", ":"))
 
 
 class ProtocolError(Exception):
@@ -24,7 +25,7 @@ class Decoder:
     def __init__(self) -> None:
         self._incoming = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[tuple[int, int, bytes]]:
+    def feed(self, data: bytes | memoryview) -> Iterator[tuple[int, int, bytes]]:
         """The frames completed by ``data``; raises ProtocolError when a frame exceeds the bound."""
         incoming = self._incoming
         incoming += data
@@ -49,7 +50,7 @@ def encode(kind: int, number: int, payload: bytes = b"") -> bytes:
 
 
 def encode_json(kind: int, number: int, value: Mapping[str, object]) -> bytes:
-    return encode(kind, number, json.dumps(value, separators=(",", ":")).encode())
+    return encode(kind, number, _ENCODER.encode(value).encode())
 
 
 def decode_json(payload: bytes) -> dict[str, object]:

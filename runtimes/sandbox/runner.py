@@ -56,6 +56,9 @@ DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 KERNEL_TREES = ("/proc", "/sys", "/dev")
 
 
+_ENCODER = json.JSONEncoder(separators=(",", ":"))
+
+
 class Refused(Exception):
     """A request that cannot be executed: a code of `manager.errors` and a message."""
 
@@ -186,6 +189,11 @@ class Runner:
         self.pid = os.getpid()
         self.alone_since_s = time.monotonic()
         self.shell = "/bin/bash" if os.access("/bin/bash", os.X_OK) else "/bin/sh"
+        self.environment = dict(os.environ)
+        try:
+            self.listing = os.open(f"/proc/self/task/{self.pid}/children", os.O_RDONLY)
+        except OSError:
+            self.listing = -1
         self.null = os.open("/dev/null", os.O_RDWR)
         self.oom, self.oom_score = _own_oom_score()
         os.chdir(directory)
@@ -354,6 +362,12 @@ class Runner:
 
     # --- commands
 
+    def children(self) -> set[int]:
+        """Direct children: what earlier commands left behind, and the other commands under way."""
+        if self.listing >= 0:
+            return {int(word) for word in os.pread(self.listing, CHUNK_BYTES, 0).split()}
+        return {child for child, (parent, _) in _processes().items() if parent == self.pid}
+
     def identity(self, user: str) -> Identity:
         user = user or self.config["user"]
         if user not in self.identities:
@@ -364,10 +378,10 @@ class Runner:
         return identity
 
     def run(self, number: int, request: dict[str, Any]) -> None:
-        job = Job(number, request, _children(self.pid))
+        job = Job(number, request, self.children())
         identity = self.identity(request["user"])
         environment = {"PATH": DEFAULT_PATH, "HOME": identity.home, "USER": identity.name, "LOGNAME": identity.name}
-        environment.update(os.environ)
+        environment.update(self.environment)
         environment.update(self.config["env"])
         if identity.uid != 0 and environment.get("HOME") == "/root":
             environment["HOME"] = identity.home
@@ -395,10 +409,12 @@ class Runner:
         job.streams = {out[0]: STDOUT, err[0]: STDERR}
         for fd in job.streams:
             os.set_blocking(fd, False)
-            self.watch(fd, self.output_handler(job), 0 if self.throttled else select.EPOLLIN)
         if source[1] >= 0:
             job.stdin = source[1]
             os.set_blocking(job.stdin, False)
+        self.on_children(self.wakeup)  # a short command has often ended before its vfork lets us go on
+        for fd in job.streams:
+            self.watch(fd, self.output_handler(job), 0 if self.throttled else select.EPOLLIN)
 
     def spawn(
         self, identity: Identity, cwd: str, argv: list[str], environment: dict[str, str], fds: tuple[int, int, int]
@@ -547,7 +563,8 @@ class Runner:
                     break
         for fd in list(job.streams):
             del job.streams[fd]
-            self.poll.modify(fd, select.EPOLLIN)
+            self.forget(fd)
+            self.watch(fd, self.output_handler(job))
             self.drains[fd] = None
         while len(self.drains) > DRAINS_MAX:
             fd = next(iter(self.drains))
@@ -787,15 +804,6 @@ def _descendants(root: int, table: dict[int, tuple[int, str]]) -> list[int]:
     return found
 
 
-def _children(pid: int) -> set[int]:
-    """Direct children: what earlier commands left behind, and the other commands under way."""
-    try:
-        with open(f"/proc/self/task/{pid}/children", "rb") as file:
-            return {int(word) for word in file.read().split()}
-    except OSError:
-        return {child for child, (parent, _) in _processes().items() if parent == pid}
-
-
 def _kill(pid: int, number: int) -> None:
     try:
         os.kill(pid, number)
@@ -848,7 +856,7 @@ def _sentence(error: OSError) -> str:
 
 
 def _json(value: dict[str, Any]) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode()
+    return _ENCODER.encode(value).encode()
 
 
 def _own_oom_score() -> tuple[int, bytes]:

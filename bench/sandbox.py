@@ -1,0 +1,354 @@
+"""What a sandbox costs an action: the resident runner against ``docker exec`` and a bare spawn (DESIGN 11).
+
+Peers and floors run interleaved in the same run, on real containers; ratios are of medians.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import os
+import resource
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from bench.docker_exec import DockerExec
+from bench.report import Report, arguments, median, percentile
+from manager.action import Action, UnitSet
+from manager.assembly import build_core
+from manager.config import ManagerSpec
+from manager.engine import Engine, Submission
+from manager.executor import Call
+from manager.function import Background, FunctionSpec, RuntimeKind, SandboxSpec
+from manager.outcome import Settlement, State
+from runtimes.local import LocalExecutor
+from runtimes.node.topology import discover
+from runtimes.sandbox.environments import Environments
+from runtimes.sandbox.provider import ProviderSettings, make_provider
+from runtimes.sandbox.runtime import ExecRuntime
+from runtimes.sandbox.sandbox import Command, Provider, Sandbox
+
+WORKLOADS = Path(__file__).parents[2] / "shared/workloads"
+IMAGE = "tangram-base:bookworm"
+NOOP = Command(argv=("true",))
+PARALLEL = 32
+
+
+class Quiet:
+    """A log sink for those who measure."""
+
+    def write(self, stream: str, data: str) -> None:
+        """Drop it."""
+
+
+@dataclass(slots=True)
+class House:
+    """The parts of a gateway that an exec action passes through."""
+
+    provider: Provider
+    environments: Environments
+    engine: Engine
+    function: FunctionSpec
+    count: int = 0
+
+    async def act(self, trajectory: str | None, input: dict[str, object], timeout_s: float = 60.0) -> Settlement:
+        """One action through the whole of it: queue, cores, thaw, run, freeze."""
+        self.count += 1
+        action = Action(
+            id=f"bench-{self.count}",
+            function=self.function.name,
+            trajectory=trajectory,
+            cost=self.function.cost,
+            timeout_s=timeout_s,
+            submitted_s=time.monotonic(),
+        )
+        call = Call(function=self.function, input=input, log=Quiet())
+        return await self.engine.submit([Submission(action=action, call=call)])[0]
+
+    async def sandbox(self, trajectory: str) -> Sandbox:
+        return await self.environments.ensure(trajectory, self.function.sandbox)
+
+
+@asynccontextmanager
+async def house() -> AsyncIterator[House]:
+    state_dir = Path(tempfile.mkdtemp(prefix="tangram-bench-"))
+    provider = make_provider(ProviderSettings(kind="container", state_dir=state_dir))
+    environments = Environments(provider)
+    spec = SandboxSpec(image=IMAGE, memory_bytes=2 * 2**30, pids=128)
+    function = FunctionSpec(name="bench", runtime=RuntimeKind.EXEC, cost={"cpu": UnitSet.fixed(1)}, sandbox=spec)
+    runtime = ExecRuntime(environments)
+    node = replace(discover().node("local"), memory_bytes=2**50)
+    engine = Engine(build_core(ManagerSpec(nodes=(node,))), LocalExecutor({RuntimeKind.EXEC: runtime}))
+    await engine.start()
+    try:
+        yield House(provider, environments, engine, function)
+    finally:
+        await engine.close()
+        await environments.close()
+        await provider.reap(())
+        await provider.close()
+        shutil.rmtree(state_dir, ignore_errors=True)
+
+
+async def timed(work: Callable[[], Awaitable[object]]) -> float:
+    """Milliseconds that it takes."""
+    started = time.perf_counter()
+    await work()
+    return (time.perf_counter() - started) * 1e3
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    return {"p50_ms": round(median(values), 4), "p95_ms": round(percentile(values, 0.95), 4), "n": len(values)}
+
+
+async def one_command(house: House, report: Report, rounds: int) -> None:
+    """The same no-op by every way there is, in turn."""
+    sandbox = await house.sandbox("one")
+    container = container_of(sandbox)
+    docker = DockerExec()
+    ways: dict[str, list[float]] = {name: [] for name in ("docker_exec", "spawn", "runner", "runner_sh", "action")}
+
+    async def spawn() -> None:
+        process = await asyncio.create_subprocess_exec(
+            "true", stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        )
+        await process.communicate()
+
+    async def action() -> None:
+        settlement = await house.act("one", {"argv": ["true"]})
+        assert settlement.outcome.state is State.SUCCEEDED, settlement.outcome.message
+
+    for round_ in range(rounds):
+        await sandbox.thaw()
+        if round_ % 5 == 0:
+            started = time.perf_counter()
+            docker.run(container, ["true"])
+            ways["docker_exec"].append((time.perf_counter() - started) * 1e3)
+        ways["spawn"].append(await timed(spawn))
+        ways["runner"].append(await timed(lambda: sandbox.run(NOOP)))
+        ways["runner_sh"].append(await timed(lambda: sandbox.run(Command(shell="echo hi"))))
+        ways["action"].append(await timed(action))
+    docker.close()
+    report.figure("one_command", {name: dict(spread(values)) for name, values in ways.items()})
+    p50 = {name: median(values) for name, values in ways.items()}
+    report.check("docker_exec_over_runner_p50", p50["docker_exec"] / p50["runner"], limit=40, better="higher")
+    report.check("docker_exec_over_action_p50", p50["docker_exec"] / p50["action"], limit=20, better="higher")
+    report.check("runner_over_spawn_p50", p50["runner"] / p50["spawn"], limit=1.5, better="lower")
+
+
+async def at_once(house: House, report: Report, rounds: int) -> None:
+    """32 trajectories at once: the runners', the whole actions' and the daemon's throughput."""
+    names = [f"wide-{index}" for index in range(PARALLEL)]
+    sandboxes = list(await asyncio.gather(*(house.sandbox(name) for name in names)))
+    await asyncio.gather(*(sandbox.thaw() for sandbox in sandboxes))
+    started = time.perf_counter()
+    await asyncio.gather(*(repeat(lambda box=box: box.run(NOOP), rounds) for box in sandboxes))  # type: ignore[misc]
+    runner_per_s = PARALLEL * rounds / (time.perf_counter() - started)
+    started = time.perf_counter()
+    await asyncio.gather(*(repeat(lambda name=name: house.act(name, {"argv": ["true"]}), rounds) for name in names))  # type: ignore[misc]
+    action_per_s = PARALLEL * rounds / (time.perf_counter() - started)
+    await asyncio.gather(*(sandbox.thaw() for sandbox in sandboxes))
+    docker_per_s = await asyncio.to_thread(daemon_throughput, [container_of(sandbox) for sandbox in sandboxes])
+    for name in names:
+        await house.environments.end(name)
+    figures = {"runner_per_s": runner_per_s, "action_per_s": action_per_s, "docker_exec_per_s": docker_per_s}
+    report.figure("at_once_32", {name: round(value, 1) for name, value in figures.items()})
+    report.check("parallel_32_over_docker", runner_per_s / docker_per_s, limit=25, better="higher")
+
+
+def daemon_throughput(containers: Sequence[str]) -> float:
+    """Executions a second of ``docker exec``, two in each container, one connection each."""
+
+    def run(container: str) -> None:
+        docker = DockerExec()
+        for _ in range(2):
+            docker.run(container, ["true"])
+        docker.close()
+
+    started = time.perf_counter()
+    with ThreadPoolExecutor(len(containers)) as pool:
+        list(pool.map(run, containers))
+    return 2 * len(containers) / (time.perf_counter() - started)
+
+
+async def repeat(work: Callable[[], Awaitable[object]], rounds: int) -> None:
+    for _ in range(rounds):
+        await work()
+
+
+async def grip(house: House, report: Report, rounds: int) -> None:
+    """What taking and giving back cores costs, and freezing and thawing."""
+    sandbox = await house.sandbox("one")
+    cores = sorted(os.sched_getaffinity(0))
+    changes: list[float] = []
+    freezes: list[float] = []
+    for round_ in range(rounds):
+        chosen = [cores[round_ % len(cores)]]
+        changes.append(await timed(lambda chosen=chosen: sandbox.set_cores(chosen)))  # type: ignore[misc]
+        started = time.perf_counter()
+        await sandbox.quiesce(Background.FREEZE)
+        await sandbox.thaw()
+        freezes.append((time.perf_counter() - started) * 1e3)
+    await sandbox.set_cores(cores)
+    report.figure("grip", {"cores": dict(spread(changes)), "freeze_and_thaw": dict(spread(freezes))})
+    report.check("cgroup_change_ms", median(changes), limit=0.2, better="lower")
+    report.check("freeze_thaw_ms", median(freezes), limit=1.0, better="lower")
+
+
+async def warm_claims(house: House, report: Report, rounds: int) -> None:
+    """A sandbox from the pool against one made on the spot."""
+    warm = replace(house.function.sandbox or SandboxSpec(), warm=replace(SandboxSpec().warm, min=rounds, max=rounds))
+    pool = house.environments.pool(warm)
+    pool.start()
+    await pool.filled()
+    claims = [await timed(lambda r=r: house.environments.ensure(f"claim-{r}", warm)) for r in range(rounds)]  # type: ignore[misc]
+    await pool.filled()
+    creations = [await timed(lambda r=r: house.sandbox(f"cold-{r}")) for r in range(rounds)]  # type: ignore[misc]
+    for round_ in range(rounds):
+        await house.environments.end(f"claim-{round_}")
+        await house.environments.end(f"cold-{round_}")
+    report.figure("a_sandbox", {"claim": dict(spread(claims)), "create": dict(spread(creations))})
+    report.check("create_over_claim_p50", median(creations) / median(claims), limit=20, better="higher")
+
+
+async def idle_crowd(house: House, report: Report, rounds: int, crowd: int) -> None:
+    """Many idle, frozen sandboxes beside one that works; and what each costs the gateway in memory."""
+    sandbox = await house.sandbox("one")
+    await sandbox.thaw()
+    before = [await timed(lambda: sandbox.run(NOOP)) for _ in range(rounds)]
+    memory_before, started = resident_bytes(), time.perf_counter()
+    spec = replace(house.function.sandbox or SandboxSpec(), memory_bytes=64 * 2**20)
+    names = [f"idle-{index}" for index in range(crowd)]
+    await asyncio.gather(*(house.environments.ensure(name, spec) for name in names))
+    created_s = time.perf_counter() - started
+    for name in names:
+        crowded = house.environments.get(name)
+        assert crowded is not None
+        await crowded.quiesce(Background.FREEZE)
+    memory_each = (resident_bytes() - memory_before) / crowd
+    during = [await timed(lambda: sandbox.run(NOOP)) for _ in range(rounds)]
+    await asyncio.gather(*(house.environments.end(name) for name in names))
+    after = [await timed(lambda: sandbox.run(NOOP)) for _ in range(rounds)]
+    report.figure("idle", {"none": dict(spread(before)), str(crowd): dict(spread(during)), "gone": dict(spread(after))})
+    report.figure("idle_created_per_s", round(crowd / created_s, 2))
+    report.figure("gateway_bytes_per_idle_sandbox", round(memory_each))
+    slowdown = median(during) / median([median(before), median(after)])
+    report.check("idle_300_slowdown", slowdown, limit=1.2, better="lower")
+
+
+async def humaneval(house: House, report: Report, limit: int | None) -> None:
+    """Real programs, all submitted at once: is every verdict the recorded one?"""
+    path = WORKLOADS / "code_actions_humaneval.jsonl.gz"
+    if not path.exists():
+        report.note(f"humaneval_verdicts_wrong is left out: {path} is not here")
+        return
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        programs = [json.loads(line) for line in file][:limit]
+    names = [f"eval-{index}" for index in range(PARALLEL)]
+    await asyncio.gather(*(house.sandbox(name) for name in names))
+    started, cpu, mine = time.perf_counter(), machine_cpu_s(), time.process_time()
+    verdicts = await asyncio.gather(*(verdict(house, names[i % PARALLEL], p) for i, p in enumerate(programs)))
+    wall_s = time.perf_counter() - started
+    capacity_s = wall_s * len(os.sched_getaffinity(0))
+    busy_s, mine_s = machine_cpu_s() - cpu, time.process_time() - mine
+    wrong = [program["id"] for program, seen in zip(programs, verdicts, strict=True) if seen != program["verdict"]]
+    for name in names:
+        await house.environments.end(name)
+    report.figure("humaneval_programs", len(programs))
+    report.figure("humaneval_per_s", round(len(programs) / wall_s, 2))
+    report.figure("humaneval_cpu_utilisation", round(busy_s / capacity_s, 3))
+    report.figure("humaneval_gateway_cpu_share", round(mine_s / capacity_s, 4))
+    if wrong:
+        report.note(f"wrong verdicts: {', '.join(wrong[:10])}")
+    report.check("humaneval_verdicts_wrong", len(wrong), limit=0, better="lower")
+
+
+async def verdict(house: House, trajectory: str, program: dict[str, str]) -> str:
+    """As the recorded ones were made: 8 s of processor time, 10 s of wall time."""
+    limits = "import resource; resource.setrlimit(resource.RLIMIT_CPU, (8, 8))\n"
+    input: dict[str, object] = {"argv": ["python3", "-"], "stdin": limits + program["program"]}
+    outcome = (await house.act(trajectory, input, timeout_s=10.0)).outcome
+    if outcome.state is State.TIMED_OUT:
+        return "timeout"
+    assert isinstance(outcome.result, dict), outcome.message
+    if outcome.result["signal"] in (9, 24):
+        return "timeout"
+    return "pass" if outcome.result["exit_code"] == 0 else "fail"
+
+
+async def replay(house: House, report: Report, trajectories: int, actions: int) -> None:
+    """Recorded agents' commands, in order, trajectories side by side: every action ends."""
+    path = WORKLOADS / "mini_swe_agent_swebench_dev_steps.jsonl.gz"
+    if not path.exists():
+        report.note(f"the replay is left out: {path} is not here")
+        return
+    steps: dict[str, list[str]] = {}
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        for line in file:
+            step = json.loads(line)
+            steps.setdefault(f"{step['traj']}-{step['run']}", []).append(step["command"])
+    chosen = dict(sorted(steps.items())[:: max(1, len(steps) // trajectories)])
+    ends: dict[str, int] = {}
+
+    async def walk(name: str, commands: Sequence[str]) -> None:
+        for command in commands[:actions]:
+            outcome = (await house.act(name, {"command": command}, timeout_s=10.0)).outcome
+            key = outcome.state.value if outcome.reason is None else outcome.reason.value
+            ends[key] = ends.get(key, 0) + 1
+        await house.environments.end(name)
+
+    started = time.perf_counter()
+    await asyncio.gather(*(walk(name, commands) for name, commands in chosen.items()))
+    report.figure("replay_trajectories", len(chosen))
+    report.figure("replay_actions_per_s", round(sum(ends.values()) / (time.perf_counter() - started), 1))
+    report.figure("replay_ends", dict(sorted(ends.items())))
+    living = [str(entry["trajectory"]) for entry in house.environments.list()]
+    report.check("replay_leaked", len([name for name in living if name in chosen]), limit=0, better="lower")
+
+
+def container_of(sandbox: Sandbox) -> str:
+    """The engine's name of a sandbox's container."""
+    return f"tangram-{sandbox.id}"
+
+
+def resident_bytes() -> int:
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def machine_cpu_s() -> float:
+    """Seconds that all cores were busy since the machine's start."""
+    fields = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:]
+    return sum(float(field) for index, field in enumerate(fields[:8]) if index not in (3, 4)) / os.sysconf("SC_CLK_TCK")
+
+
+async def measure(report: Report, *, quick: bool) -> None:
+    async with house() as parts:
+        await one_command(parts, report, rounds=100 if quick else 300)
+        await grip(parts, report, rounds=200 if quick else 1000)
+        await at_once(parts, report, rounds=10 if quick else 30)
+        await warm_claims(parts, report, rounds=5 if quick else 10)
+        await idle_crowd(parts, report, rounds=150 if quick else 400, crowd=60 if quick else 300)
+        await humaneval(parts, report, limit=60 if quick else None)
+        await replay(parts, report, trajectories=4 if quick else 12, actions=20 if quick else 60)
+
+
+def main() -> int:
+    options = arguments("sandbox")
+    report = Report("sandbox")
+    asyncio.run(measure(report, quick=options.quick))
+    return report.print(as_json=options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
