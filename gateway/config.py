@@ -276,7 +276,8 @@ class _Assembly:
             except InvalidConfig as error:
                 self._refuse(self.sections["server"], error.message)
         paths = {
-            name: self._absolute("server", getattr(server, name)) for name in ("token_file", "secrets_dir", "state_dir")
+            name: self._absolute("server" if name in server.model_fields_set else "", getattr(server, name))
+            for name in ("token_file", "secrets_dir", "state_dir")
         }
         return server.model_copy(update={"token": token, **paths})
 
@@ -335,7 +336,7 @@ class _Assembly:
         return value
 
     def _absolute(self, section: str, path: Path | None) -> Path | None:
-        """A path from the directory of the file that holds the section."""
+        """A path from the directory of the file that holds the section; a default begins at the current one."""
         if path is None:
             return None
         base = self.sections[section].directory if section in self.sections else Path.cwd()
