@@ -27,5 +27,5 @@ COPY functions /etc/tangram/functions
 VOLUME /var/lib/tangram
 EXPOSE 8080 8081
 # The engine's socket and, for direct cgroup writes, /sys/fs/cgroup are mounted by whoever runs it (docs/ARCHITECTURE.md).
-ENTRYPOINT ["python3", "-m", "gateway.cli"]
+ENTRYPOINT ["python3", "-m", "gateway"]
 CMD ["serve"]

@@ -1,0 +1,5 @@
+"""``python -m gateway`` is ``tangram``."""
+
+from gateway.cli import main
+
+main()

@@ -1,0 +1,133 @@
+"""A real gateway in a process of its own: configuration files, `tangram serve`, real sockets."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+START_S, STOP_S = 120.0, 60.0
+
+HANDLER = '''
+"""Handlers of the end-to-end tests."""
+
+import logging
+import os
+
+LOADED_BY = os.getpid()
+
+
+def score(event, context):
+    print("scoring", event["value"])
+    logging.getLogger("score").warning("careful with %s", event["value"])
+    return {"double": event["value"] * 2, "pid": LOADED_BY, "trajectory": context.trajectory}
+
+
+def broken(event, context):
+    raise ValueError("the reward cannot be computed")
+'''
+
+
+class GatewayProcess:
+    """`tangram serve` on its own files; `start`, `kill`, `start` again with the same state."""
+
+    def __init__(self, directory: Path, document: dict[str, Any], environment: dict[str, str] | None = None) -> None:
+        self.directory = directory
+        self.log: list[str] = []
+        self._environment = environment or {}
+        self._serving: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self._process: subprocess.Popen[str] | None = None
+        self.url = ""
+        self.grpc = ("", 0)
+        directory.mkdir(parents=True, exist_ok=True)
+        directory.chmod(0o755)  # the sandbox's user reads the handlers
+        (directory / "handler.py").write_text(HANDLER)
+        self.write(document)
+
+    def write(self, document: dict[str, Any]) -> None:
+        """Replace the configuration file; the gateway reads it at its start or when it is told to."""
+        (self.directory / "tangram.yaml").write_text(yaml.safe_dump(document))
+
+    def start(self) -> None:
+        """Start and wait for the line that says it serves."""
+        self._serving = queue.Queue()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "gateway", "serve", str(self.directory / "tangram.yaml")],
+            cwd=ROOT,
+            env=os.environ | self._environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        threading.Thread(target=self._read, args=(self._process,), daemon=True).start()
+        try:
+            serving = self._serving.get(timeout=START_S)
+        except queue.Empty:
+            serving = None
+        if serving is None:
+            self.kill()
+            raise AssertionError("the gateway does not serve:\n" + "\n".join(self.log[-30:]))
+        self.url = f"http://{serving['http']}"
+        host, port = str(serving["grpc"]).rsplit(":", 1)
+        self.grpc = (host, int(port))
+
+    def _read(self, process: subprocess.Popen[str]) -> None:
+        assert process.stderr is not None
+        with process.stderr as lines:
+            for line in lines:
+                self.log.append(line.rstrip())
+                try:
+                    record = json.loads(line)
+                except ValueError:
+                    continue
+                if isinstance(record, dict) and record.get("event") == "serving":
+                    self._serving.put(record)
+        self._serving.put(None)
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def kill(self) -> None:
+        """kill -9, as a crash would."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait(timeout=STOP_S)
+
+    def stop(self) -> int:
+        """SIGTERM, as an orchestrator would; the exit status."""
+        if self._process is None or self._process.poll() is not None:
+            return 0 if self._process is None else int(self._process.returncode)
+        self._process.terminate()
+        try:
+            return self._process.wait(timeout=STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            raise
+
+
+def document(provider: str, state: Path, **functions: dict[str, Any]) -> dict[str, Any]:
+    """A configuration with a shell, tests and handlers, and what is given besides."""
+    return {
+        "version": 1,
+        "server": {"port": 0, "grpc_port": 0, "state_dir": str(state), "body_limit": "64Ki", "drain_grace": "5s"},
+        "sandbox": {"provider": provider, "image": "tangram-base:bookworm", "memory": "256Mi"},
+        "functions": {
+            "shell": {"runtime": "exec", "cost": {"cpu": 1}, "timeout": "30s"},
+            "daemon": {"runtime": "exec", "sandbox": {"background": "run"}, "cost": {"cpu": 1}, "timeout": "30s"},
+            "tests": {"runtime": "pytest", "cost": {"cpu": {"min": 1, "max": 2}}, "timeout": "60s"},
+            "double": {"runtime": "handler", "handler": "handler:score", "cost": {"cpu": 1}, "idempotent": True},
+            "broken": {"runtime": "handler", "handler": "handler:broken", "cost": {"cpu": 1}},
+            **functions,
+        },
+    }

@@ -1,0 +1,93 @@
+"""Bad input, reload, restart and gRPC against a real gateway."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import httpx
+import pytest
+from grpclib.client import Channel
+
+from gateway.client import Client
+from gateway.grpc.generated.tangram_grpc import GatewayStub
+from gateway.grpc.generated.tangram_pb2 import InvokeRequest
+from manager.errors import InvalidInput, NotFound, TooLarge, Unsatisfiable
+from tests.e2e.gateway import GatewayProcess, document
+
+
+def test_bad_input_is_refused_with_its_place(client: Client) -> None:
+    with pytest.raises(NotFound, match="no_such"):
+        client.invoke("no_such", {})
+    with pytest.raises(InvalidInput) as refused:
+        client.invoke("shell", {"command": 7})
+    assert "command" in str(refused.value.detail) + refused.value.message
+    with pytest.raises(TooLarge):
+        client.invoke("shell", {"command": "x" * 100_000})
+
+
+def test_a_reload_serves_new_invocations_and_drops_none(gateway: GatewayProcess, client: Client) -> None:
+    provider = client.resources()["sandboxes"]["kind"]
+    with client.trajectory("reload", function="shell") as sandbox:
+        sandbox.exec("mkfifo go")
+        running = client.submit("shell", {"command": "echo up; read word < go; echo $word"}, trajectory="reload")
+        next(line for line in client.logs(running.id, follow=True) if line.stream == "stdout")
+        added = {"runtime": "exec", "cost": {"cpu": 1}, "timeout": "10s"}
+        gateway.write(document(provider, gateway.directory / "state", added=added))
+        assert "added" in json.dumps(client.apply(dry_run=True))
+        assert "added" not in [each["name"] for each in client.functions()]
+        client.apply()
+        assert client.invoke("added", {"command": "echo new"}).result["stdout"] == "new\n"
+        assert client.get(running.id).state == "running"
+        client.cancel(running.id)
+        assert client.wait(running.id).state == "cancelled"
+
+
+def test_a_bad_reload_changes_nothing_and_names_the_place(gateway: GatewayProcess, client: Client) -> None:
+    provider = client.resources()["sandboxes"]["kind"]
+    before = [each["name"] for each in client.functions()]
+    greedy = {"runtime": "exec", "cost": {"cpu": 4096}}
+    gateway.write(document(provider, gateway.directory / "state", greedy=greedy))
+    with pytest.raises(Unsatisfiable, match="greedy.*largest, local"):
+        client.apply()
+    assert [each["name"] for each in client.functions()] == before
+
+
+def test_metrics_tell_the_act_of_each_function(gateway: GatewayProcess, client: Client) -> None:
+    client.invoke("shell", {"command": "true"})
+    text = httpx.get(f"{gateway.url}/metrics").text
+    for part in ("queue", "overhead", "execution"):
+        assert re.search(
+            rf'function="shell".*part="{part}"|part="{part}".*function="shell"|{part}_seconds.*shell', text
+        )
+
+
+async def test_grpc_speaks_to_the_same_gateway(gateway: GatewayProcess) -> None:
+    channel = Channel(*gateway.grpc)
+    try:
+        reply = await GatewayStub(channel).Invoke(
+            InvokeRequest(function="double", input_json=json.dumps({"value": 21}).encode())
+        )
+    finally:
+        channel.close()
+    assert reply.state == "succeeded"
+    assert json.loads(reply.result_json)["double"] == 42
+
+
+def test_accepted_work_survives_a_kill(tmp_path: Path) -> None:
+    process = GatewayProcess(tmp_path, document("process", tmp_path / "state"))
+    process.start()
+    with Client(process.url) as client:
+        # More than two cores can hold: some run, the others wait.
+        busy = [client.submit("shell", {"command": "sleep 30"}, trajectory=f"k{n}").id for n in range(2)]
+        waiting = [client.submit("double", {"value": n}).id for n in range(4)]
+    process.kill()
+    process.start()
+    try:
+        with Client(process.url) as client:
+            assert [client.wait(each).result["double"] for each in waiting] == [0, 2, 4, 6]
+            ended = [client.wait(each) for each in busy]
+            assert {(each.state, each.reason) for each in ended} <= {("lost", "gateway_restart"), ("succeeded", None)}
+    finally:
+        assert process.stop() == 0

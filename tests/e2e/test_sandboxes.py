@@ -1,0 +1,171 @@
+"""What a user of sandboxes relies on, over real sockets and real sandboxes of both kinds."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from gateway.client import Client, Trajectory
+from manager.errors import NotFound
+from tests.e2e.gateway import GatewayProcess
+
+SUITE = """
+import pytest
+
+
+def test_works():
+    assert add(2, 2) == 4
+
+
+@pytest.mark.parametrize("word", ["a b", "[x]", "é::y"])
+def test_odd_names(word):
+    assert word
+
+
+def add(a, b):
+    return a - b
+"""
+
+
+@pytest.fixture
+def trajectory(client: Client) -> Iterator[Trajectory]:
+    with client.trajectory(f"e2e-{uuid.uuid4().hex[:8]}", function="shell") as opened:
+        yield opened
+
+
+def test_files_survive_from_action_to_action(trajectory: Trajectory) -> None:
+    assert trajectory.exec("echo kept > note.txt").result["exit_code"] == 0
+    assert trajectory.exec("cat note.txt").result["stdout"] == "kept\n"
+    assert trajectory.download("note.txt") == b"kept\n"
+
+
+def test_a_non_zero_exit_is_data(trajectory: Trajectory) -> None:
+    ended = trajectory.exec("echo out; echo err >&2; exit 7")
+    assert ended.state == "succeeded"
+    assert (ended.result["exit_code"], ended.result["stdout"], ended.result["stderr"]) == (7, "out\n", "err\n")
+
+
+def test_the_three_times_are_told_and_cores_are_granted(trajectory: Trajectory) -> None:
+    ended = trajectory.exec("true")
+    assert ended.units == {"cpu": 1}
+    assert ended.execution_s > 0
+    assert ended.overhead_s >= 0
+
+
+def test_actions_of_one_trajectory_run_in_order_one_at_a_time(client: Client, trajectory: Trajectory) -> None:
+    command = "echo in-{0} >> order; echo out-{0} >> order"
+    accepted = [
+        client.submit("shell", {"command": command.format(number)}, trajectory=trajectory.id) for number in range(8)
+    ]
+    for each in accepted:
+        assert client.wait(each.id).state == "succeeded"
+    expected = [f"{what}-{number}" for number in range(8) for what in ("in", "out")]
+    assert trajectory.download("order").decode().split() == expected
+
+
+def test_background_processes_live_by_policy(client: Client) -> None:
+    name = f"daemon-{uuid.uuid4().hex[:8]}"
+    with client.trajectory(name, function="daemon") as sandbox:
+        sandbox.exec("mkfifo gate; (read word < gate; echo $word > heard) > /dev/null 2>&1 &")
+        assert (
+            sandbox.exec("echo hello > gate; while [ ! -s heard ]; do :; done; cat heard").result["stdout"] == "hello\n"
+        )
+
+
+def test_paths_cannot_leave_the_sandbox(gateway: GatewayProcess, trajectory: Trajectory) -> None:
+    trajectory.exec("ln -s /etc/passwd leak; ln -s / root")
+    with httpx.Client(base_url=gateway.url) as raw:
+        for path in ("..%2f..%2fetc%2fshadow", "workspace/%2e%2e/%2e%2e/etc/shadow"):
+            answer = raw.get(f"/v1/trajectories/{trajectory.id}/files/{path}")
+            assert answer.status_code in (403, 404, 422), answer.text
+    # A link is followed inside the sandbox or not at all: never to the host's file.
+    try:
+        leaked = trajectory.download("leak")
+    except Exception as error:  # noqa: BLE001 - any typed refusal will do
+        assert getattr(error, "code", "") in ("invalid_input", "not_found"), error
+    else:
+        assert leaked == trajectory.exec("cat /etc/passwd").result["stdout"].encode()
+
+
+def test_a_timeout_kills_and_says_so(client: Client, trajectory: Trajectory) -> None:
+    ended = trajectory.exec("setsid sleep 1000 & echo started; sleep 1000", timeout_s=0.5)
+    assert (ended.state, ended.reason) == ("timed_out", "timeout")
+    assert "sleep" not in trajectory.exec("cat /proc/[0-9]*/comm").result["stdout"]
+    assert client.get(ended.id).state == "timed_out"
+
+
+def test_a_running_action_can_be_cancelled(client: Client, trajectory: Trajectory) -> None:
+    accepted = client.submit("shell", {"command": "echo begun; sleep 1000"}, trajectory=trajectory.id)
+    lines = client.logs(accepted.id, follow=True)
+    assert next(line.text for line in lines if line.stream == "stdout").strip() == "begun"
+    client.cancel(accepted.id)
+    assert client.wait(accepted.id).state == "cancelled"
+    assert trajectory.exec("echo alive").result["stdout"] == "alive\n"
+
+
+def test_the_first_line_reaches_a_follower_before_the_action_ends(client: Client, trajectory: Trajectory) -> None:
+    trajectory.exec("mkfifo go")
+    accepted = client.submit("shell", {"command": "echo first; read word < go; echo $word"}, trajectory=trajectory.id)
+    following = (line for line in client.logs(accepted.id, follow=True) if line.stream == "stdout")
+    assert next(following).text.strip() == "first"
+    assert client.get(accepted.id).state == "running"
+    client.cancel(accepted.id)
+    assert client.wait(accepted.id).state == "cancelled"
+
+
+def test_a_reward_is_the_tests_own_report(client: Client, trajectory: Trajectory) -> None:
+    trajectory.upload("test_it.py", SUITE)
+    wanted = {"fail_to_pass": ["test_it.py::test_works"], "pass_to_pass": ["test_it.py::test_odd_names[a b]"]}
+    before = trajectory.invoke("tests", wanted).raise_for_failure().result
+    assert (before["reward"], before["resolved"]) == (0.0, False)
+    assert before["tests"]["test_it.py::test_odd_names[a b]"] == "passed"
+    trajectory.upload("test_it.py", SUITE.replace("a - b", "a + b"))
+    after = trajectory.invoke("tests", wanted).raise_for_failure().result
+    assert (after["reward"], after["resolved"]) == (1.0, True)
+
+
+def test_a_suite_that_runs_nothing_gets_no_reward(trajectory: Trajectory) -> None:
+    trajectory.upload("test_it.py", "import os\nos._exit(0)\n")
+    ended = trajectory.invoke("tests", {"fail_to_pass": ["test_it.py::test_works"]})
+    assert ended.state != "succeeded" or ended.result["reward"] == 0.0
+    assert ended.state != "succeeded" or ended.result["tests"] == {"test_it.py::test_works": "missing"}
+
+
+def test_a_handler_is_imported_once_and_its_prints_are_the_log(client: Client) -> None:
+    first, second = (client.invoke("double", {"value": value}, logs=True) for value in (3, 4))
+    assert (first.result["double"], second.result["double"]) == (6, 8)
+    assert first.result["pid"] == second.result["pid"]
+    text = "".join(line.text for line in first.logs)
+    assert "scoring 3" in text
+    assert "careful with 3" in text
+
+
+def test_a_handler_that_raises_is_a_typed_failure(client: Client) -> None:
+    ended = client.invoke("broken", {})
+    assert (ended.state, ended.reason) == ("failed", "handler_error")
+    assert "the reward cannot be computed" in ended.message
+
+
+def test_many_trajectories_at_once_leave_nothing_behind(client: Client) -> None:
+    def rollout(number: int) -> str:
+        with client.trajectory(f"many-{uuid.uuid4().hex[:8]}", function="shell") as sandbox:
+            sandbox.exec(f"echo {number} > mine")
+            return str(sandbox.exec("cat mine").result["stdout"])
+
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(rollout, range(6))) == [f"{number}\n" for number in range(6)]
+    pools = client.resources()["pools"]
+    assert pools["cpu:local"]["free"] == pools["cpu:local"]["total"]
+
+
+def test_an_ended_trajectory_is_gone(client: Client) -> None:
+    name = f"gone-{uuid.uuid4().hex[:8]}"
+    with client.trajectory(name, function="shell") as sandbox:
+        sandbox.exec("true")
+    with pytest.raises(NotFound):
+        client.end_trajectory(name)
+    assert name not in [each["id"] for each in client.trajectories()]
