@@ -403,7 +403,11 @@ class Invocations:
         if invocation.key is not None:
             self._keys.pop(invocation.key, None)
         self._logs.close(invocation.record.seq)
-        invocation.ended.set()
+        if not invocation.record.detached:
+            invocation.ended.set()
+            return
+        # Who waits for durable work is told its end only when a restart could not tell another.
+        self._store.committed().add_done_callback(lambda done: _tell(done, invocation))
 
     # Look up, wait, cancel
 
@@ -545,3 +549,9 @@ class Invocations:
             record.end(State.LOST, Reason.GATEWAY_RESTART, "the gateway was shut down while it ran", self._wall())
             record.dead = record.mode is Mode.ASYNC
             self._end(invocation, waited=False)
+
+
+def _tell(done: asyncio.Future[None], invocation: Invocation) -> None:
+    if not done.cancelled():
+        done.exception()  # the store tells of a failing disk itself, and keeps the record for another try
+    invocation.ended.set()

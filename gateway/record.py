@@ -93,7 +93,7 @@ class Record:
     #: The result as JSON; None until there is one.
     result: bytes | None = None
     attempt: int = 1
-    attempts: Sequence[Attempt] = ()
+    attempts: tuple[Attempt, ...] = ()
     started_s: float | None = None
     ended_s: float | None = None
     queue_s: float | None = None
@@ -196,7 +196,7 @@ class Record:
             detail=wire.loads_object(row["detail"]),
             retry_after_s=row["retry_after_s"],
             attempt=row["attempt"],
-            attempts=[Attempt.from_json(item) for item in orjson.loads(row["attempts"])],
+            attempts=tuple(Attempt.from_json(item) for item in orjson.loads(row["attempts"])),
             started_s=row["started_s"],
             ended_s=row["ended_s"],
             queue_s=row["queue_s"],

@@ -206,10 +206,14 @@ class Store:
 
     async def commit(self) -> None:
         """Return when all that was noted before is durable; raises StorageUnavailable."""
+        await self.committed()
+
+    def committed(self) -> asyncio.Future[None]:
+        """A future that is done when all that was noted before is durable, or raises StorageUnavailable."""
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._batch.waiters.append(waiter)
         self._write_next()
-        await waiter
+        return waiter
 
     def _arm(self) -> None:
         if self._timer is None and self._writing is None:
@@ -388,7 +392,16 @@ class Store:
 
     def _open(self) -> int:
         connection = sqlite3.connect(self._spec.path, isolation_level=None, check_same_thread=False)
-        connection.row_factory = sqlite3.Row
+        try:
+            seq = self._make_ready(connection)
+        except sqlite3.Error:
+            connection.close()
+            raise
+        self._connection = connection
+        return seq
+
+    def _make_ready(self, connection: sqlite3.Connection) -> int:
+        """Settings and schema; returns the last place in the order of acceptance."""
         connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
         connection.execute("PRAGMA journal_mode = WAL")
         level = "FULL" if self._spec.durability is Durability.POWER else "NORMAL"
@@ -400,7 +413,6 @@ class Store:
             connection.executescript(f"BEGIN; {schema} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
         elif version != SCHEMA_VERSION:
             raise sqlite3.DatabaseError(f"schema version {version}, this gateway reads {SCHEMA_VERSION}")
-        self._connection = connection
         return int(connection.execute(self._queries["last_seq"]).fetchone()[0])
 
     def _close(self) -> None:

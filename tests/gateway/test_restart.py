@@ -1,0 +1,109 @@
+"""What a restart does with the work of a gateway that was killed, and with that of one that was told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import pytest
+
+from gateway.app import lock_state
+from manager.errors import Conflict
+from tests.gateway.conftest import Bench, Running, serving, until
+
+
+def crash(directory: Path, after: Path) -> Bench:
+    """A bench on the files of a gateway as they are now: what kill -9 leaves."""
+    (after / "state").mkdir(parents=True)
+    for file in (directory / "state").glob("tangram.sqlite*"):
+        shutil.copy(file, after / "state")
+    return Bench(after)
+
+
+async def ended(gateway: Running, invocation_id: str) -> dict[str, object]:
+    body: dict[str, object] = (await gateway.http.get(f"/v1/invocations/{invocation_id}?wait=5s")).json()
+    return body
+
+
+async def fill(gateway: Running) -> list[str]:
+    """As many hanging invocations as there are cores."""
+    assert gateway.app.node is not None
+    cores = gateway.app.node.cores
+    return [(await gateway.invoke({"hangs": True}, mode="async")).json()["id"] for _ in range(cores)]
+
+
+async def test_after_a_kill_queued_work_runs_in_its_order_and_running_work_is_lost(tmp_path: Path) -> None:
+    async with serving(Bench(tmp_path / "first")) as first:
+        running = await fill(first)
+        queued = [(await first.invoke({"n": n}, mode="async")).json()["id"] for n in range(5)]
+        await until(lambda: len(first.runtime.running) == len(running))
+        bench = crash(tmp_path / "first", tmp_path / "second")
+    async with serving(bench) as second:
+        for invocation_id in running:
+            record = await ended(second, invocation_id)
+            assert (record["state"], record["reason"], record["dead"]) == ("lost", "gateway_restart", True)
+        results = [(await ended(second, invocation_id))["result"] for invocation_id in queued]
+        assert results == [{"n": n} for n in range(5)]
+        executed = [action_id for verb, action_id in second.runtime.seen if verb == "execute"]
+        assert executed == queued
+
+
+async def test_after_a_kill_an_idempotent_function_runs_again_and_its_first_try_is_on_record(tmp_path: Path) -> None:
+    async with serving(Bench(tmp_path / "first")) as first:
+        accepted = await first.invoke({"held": True, "log": "try"}, mode="async", function="again")
+        invocation_id = accepted.json()["id"]
+        await first.executing(invocation_id)
+        await first.app.store.commit()
+        bench = crash(tmp_path / "first", tmp_path / "second")
+    async with serving(bench) as second:
+        await second.executing(f"{invocation_id}.2")
+        second.runtime.let_go(f"{invocation_id}.2")
+        record = await ended(second, invocation_id)
+        assert (record["state"], record["attempt"]) == ("succeeded", 2)
+        assert [attempt["reason"] for attempt in record["attempts"]] == ["gateway_restart"]  # type: ignore[attr-defined]
+        log = (await second.http.get(f"/v1/invocations/{invocation_id}/logs")).text
+        assert log.count('"data":"try"') == 2
+
+
+async def test_after_a_kill_a_sync_call_is_not_run_for_a_caller_that_is_gone(tmp_path: Path) -> None:
+    async with serving(Bench(tmp_path / "first")) as first:
+        call = asyncio.create_task(first.invoke({"hangs": True}))
+        await until(lambda: bool(first.runtime.running))
+        invocation_id = next(iter(first.runtime.running))
+        await first.app.store.commit()
+        bench = crash(tmp_path / "first", tmp_path / "second")
+        call.cancel()
+    async with serving(bench) as second:
+        record = await ended(second, invocation_id)
+        assert record["state"] == "cancelled"
+        assert not [verb for verb, _ in second.runtime.seen if verb == "execute"]
+
+
+async def test_a_key_still_latches_on_after_a_restart(tmp_path: Path) -> None:
+    key = {"Idempotency-Key": "k"}
+    async with serving(Bench(tmp_path / "first")) as first:
+        invocation_id = (await first.invoke({"n": 1}, headers=key)).json()["id"]
+        bench = crash(tmp_path / "first", tmp_path / "second")
+    async with serving(bench) as second:
+        assert (await second.invoke({"n": 1}, headers=key)).json()["id"] == invocation_id
+        assert (await second.invoke({"n": 2}, headers=key)).status_code == 422
+
+
+async def test_a_gateway_that_is_told_to_stop_leaves_what_waits_for_the_next(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    async with serving(bench) as first:
+        running = await fill(first)
+        queued = (await first.invoke({"n": 1}, mode="async")).json()["id"]
+        await until(lambda: len(first.runtime.running) == len(running))
+    async with serving(bench) as second:
+        assert (await ended(second, queued))["result"] == {"n": 1}
+        assert [(await ended(second, each))["reason"] for each in running] == ["gateway_restart"] * len(running)
+
+
+def test_one_gateway_at_a_time_serves_from_a_state_directory(tmp_path: Path) -> None:
+    held = lock_state(tmp_path)
+    with pytest.raises(Conflict, match="another gateway"):
+        lock_state(tmp_path)
+    held.close()
+    lock_state(tmp_path).close()
