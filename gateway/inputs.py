@@ -10,6 +10,7 @@ from jsonschema.exceptions import best_match
 
 from manager.errors import InvalidInput
 from manager.function import FunctionSpec
+from runtimes.inputs import input_schema
 
 #: Compiled schemas that are kept: one for each living revision.
 COMPILED_MAX = 4096
@@ -23,20 +24,19 @@ class Inputs:
 
     def check(self, function: FunctionSpec, input: Mapping[str, object]) -> None:
         """Raise InvalidInput with the JSON path of the first thing that does not fit."""
-        schema = function.input_schema
-        if schema is None:
-            return
-        error = best_match(self._validator(function, schema).iter_errors(input))
+        validator = self._validator(function)
+        error = None if validator is None else best_match(validator.iter_errors(input))
         if error is not None:
             raise InvalidInput(
                 f"{error.json_path}: {error.message[:500]}", component="gateway", detail={"path": error.json_path}
             )
 
-    def _validator(self, function: FunctionSpec, schema: Mapping[str, object]) -> Any:
+    def _validator(self, function: FunctionSpec) -> Any:
+        """Any: jsonschema's validators have no common type. None where any object will do."""
         key = (function.name, function.revision)
-        validator = self._compiled.get(key)
-        if validator is None:
+        if key not in self._compiled:
             if len(self._compiled) >= COMPILED_MAX:
                 self._compiled.clear()
-            validator = self._compiled[key] = Draft202012Validator(schema)
-        return validator
+            schema = input_schema(function)
+            self._compiled[key] = None if schema is None else Draft202012Validator(schema)
+        return self._compiled[key]

@@ -7,12 +7,18 @@ from statistics import median
 from tests.house.source import sources
 
 LONGEST_FILE = 500
+#: One file by contract, with its reason.
+ONE_FILE = {"runtimes/sandbox/runner.py": "started inside foreign images, where there is nothing to import it from"}
 LONGEST_FUNCTION = 70
 LONGEST_MEDIAN = 180
 
 
 def test_a_file_stays_under_five_hundred_lines() -> None:
-    assert not [f"{source.name}: {source.lines}" for source in sources() if source.lines > LONGEST_FILE]
+    assert not [
+        f"{source.name}: {source.lines}"
+        for source in sources()
+        if source.lines > LONGEST_FILE and source.name not in ONE_FILE
+    ]
 
 
 def test_half_of_the_files_are_short() -> None:
@@ -45,7 +51,7 @@ def test_every_file_says_what_lives_there() -> None:
         source.name
         for source in sources()
         if source.tree.body and not (source.path.name == "__init__.py" and source.package == "tests")
-        if (source.tree.body and not source.text.startswith(('"""', '#!')))
+        if (source.tree.body and not source.text.startswith(('"""', "#!")))
     ]
     assert not silent
 
