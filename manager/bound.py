@@ -7,7 +7,7 @@ Three relaxations, of which the best counts (DESIGN 10 and the research on sched
   order of shortest remaining work, never before it could be ready;
 - price: the Lagrangian dual. With a price for every unit-second over time, each trajectory alone minimises its
   ACT plus what it pays; the sum of these minima less the worth of the capacity bounds every feasible schedule.
-  Any prices are valid; good ones are found by subgradient steps. Actions may be resized and interrupted freely.
+  Any prices are valid; good ones balance demand and capacity. Actions may be resized and interrupted freely.
 """
 
 from __future__ import annotations
@@ -29,8 +29,16 @@ Floats = NDArray[np.float64]
 
 #: Cells of the price over time; their width follows from the workload's length.
 CELLS = 480
-#: Values of work tried for an elastic action.
-WORTHS = 20
+#: Values of work tried for an elastic action, besides none.
+WORTHS = 24
+#: Starts after the ready instant, in cells, for which an elastic action is priced; between two of them it is
+#: taken to gain all the time by which it starts later, which no start can do better.
+STARTS = (0, 4, 16, 64, 256)
+#: Ends looked at first; a later end costs more than that many cells anyway.
+ENDS = 96
+#: The price of a unit-second at first, and the least one that a price can come back from.
+FIRST_PRICE = 0.05
+LEAST_PRICE = 1e-6
 #: Serial fractions are rounded down to a multiple of this: fewer tables, and still a lower bound.
 SERIAL_GRAIN = 0.005
 
@@ -53,7 +61,7 @@ def lower_bound(
     capacity: Mapping[str, int],
     quotas: Mapping[str, QuotaSpec] | None = None,
     *,
-    rounds: int = 60,
+    rounds: int = 16,
 ) -> Bound:
     """Bounds for ``capacity`` units by kind (quota kinds in ``quotas``); ``rounds`` of improving the prices."""
     infinite_s = sum(fastest_s(step) for trajectory in trajectories for step in trajectory.steps)
@@ -126,24 +134,19 @@ class Dual:
             windows = math.ceil(self._cell_s / quota.period_s)
             self._capacity[kind] = float(quota.limit * windows)
         self._quotas = frozenset(quotas)
-        self._prices = {kind: np.zeros(CELLS) for kind in self._capacity}
-        self._longest = max((len(path.steps) for path in self._paths), default=0)
+        self._prices = {kind: np.full(CELLS, FIRST_PRICE) for kind in self._capacity}
 
     def best(self, rounds: int) -> float:
-        """The best bound found in ``rounds`` subgradient steps of shrinking length."""
+        """The best bound found: each price follows the ratio of demand to capacity, in ever smaller steps."""
         best = -math.inf
         for turn in range(rounds):
             value, used = self._evaluate()
             best = max(best, value)
             for kind, prices in self._prices.items():
-                excess = used[kind] / self._capacity[kind] - 1.0
-                step = 0.5 * self._scale(kind) / (1.0 + 0.15 * turn)
-                np.maximum(prices + step * np.clip(excess, -1.0, 2.0), 0.0, out=prices)
+                factor = (used[kind] / self._capacity[kind]) ** (1.0 / (1.0 + 0.1 * turn))
+                prices *= np.clip(factor, 0.5, 2.0)
+                np.maximum(prices, LEAST_PRICE, out=prices)
         return best
-
-    def _scale(self, kind: str) -> float:
-        """A typical price: what one more waiting action costs, spread over the units."""
-        return 1.0 if kind in self._quotas else 4.0 * self._cell_s / self._capacity[kind] * 4.0
 
     def _evaluate(self) -> tuple[float, dict[str, Floats]]:
         used = {kind: np.zeros(CELLS) for kind in self._prices}
@@ -234,7 +237,7 @@ class _Tables:
         return found
 
     def _elastic_step(
-        self, step: Step, ready_s: float, fastest: float, ahead_s: Floats, last: bool, used: dict[str, Floats]
+        self, step: Step, ready_s: float, fastest_s: float, ahead_s: Floats, last: bool, used: dict[str, Floats]
     ) -> Floats:
         assert step.key is not None
         unit_set, elasticity = step.cost[step.key], _coarse(step.elasticity)
@@ -242,73 +245,82 @@ class _Tables:
         if table is None:
             table = _Elastic(shape_of(unit_set, elasticity), self._prices[step.key], self._cell_s)
             self._elastic[step.key, unit_set, elasticity] = table
-        values = table.value(step.t_ori_s, ready_s, fastest, ahead_s, last)
-        table.use(step.t_ori_s, ready_s, int(values[:, 0].argmax()), used[step.key])
-        return self._wait(values.max(axis=0))
+        # An end between two grid points is charged the earlier one's future, less the cell that it may gain.
+        future_s = np.zeros(CELLS) if last else ahead_s - self._cell_s
+        cost_s = np.empty(CELLS)
+        for start, stop in zip(STARTS, (*STARTS[1:], CELLS), strict=True):
+            value_s, worth = table.value(step.t_ori_s, ready_s, fastest_s, start, future_s)
+            cost_s[start:stop] = value_s - self._grid_s[: stop - start]
+            if start == 0:
+                table.use(step.t_ori_s, ready_s, worth, used[step.key])
+        return self._wait(cost_s)
 
 
 class _Elastic:
     """One shape under the prices: running costs h(t) = 1 + min_k (price k - worth speed(k)) a second.
 
-    For any worth of a second of T_ori, ``worth * t_ori + min_f integral of h`` bounds the cost of doing the
-    work between the ready instant and f, because work done beyond it only pays back its worth.
+    For a given end f and any worth of a second of T_ori, ``worth * t_ori + integral of h until f`` bounds the cost
+    of having done the work by f: work beyond it only pays back its worth. The best worth counts, then the worst f.
     """
 
     def __init__(self, shape: Shape, prices: Floats, cell_s: float) -> None:
-        fastest = float(shape.speeds.max())
-        self._worths = np.geomspace(
-            0.98 / fastest, (1.0 + float(prices.max()) * shape.units[0]) * 1.02 / float(shape.speeds[0]), WORTHS
-        )
-        net = (
-            prices[None, None, :] * shape.counts[:, None, None]
-            - self._worths[None, :, None] * shape.speeds[:, None, None]
-        )
+        # The worth that matters makes running neither gain nor lose: between no price and the highest one.
+        low = float((1.0 / shape.speeds).min())
+        high = float(((1.0 + float(prices.max()) * shape.counts) / shape.speeds).min())
+        self._worths = np.concatenate([[0.0], np.linspace(0.995 * low, 1.005 * high, WORTHS)])
+        speeds, counts = shape.speeds[:, None, None], shape.counts[:, None, None]
+        net = prices[None, None, :] * counts - self._worths[None, :, None] * speeds
         choice = net.argmin(axis=0)
         least = np.minimum(np.take_along_axis(net, choice[None], axis=0)[0], 0.0)
         self._units = np.where(least < 0.0, shape.counts[choice], 0.0)
-        zero = np.zeros((WORTHS, 1))
-        speeds = np.where(least < 0.0, shape.speeds[choice], 0.0)
-        self._done = np.concatenate([zero, np.cumsum(speeds * cell_s, axis=1)], axis=1)
+        zero = np.zeros((WORTHS + 1, 1))
+        done = np.where(least < 0.0, shape.speeds[choice], 0.0)
+        self._done = np.concatenate([zero, np.cumsum(done * cell_s, axis=1)], axis=1)
         self._integral = np.concatenate([zero, np.cumsum((1.0 + least) * cell_s, axis=1)], axis=1)
-        self._tail = np.minimum.accumulate(self._integral[:, ::-1], axis=1)[:, ::-1]
         self._cell_s = cell_s
 
-    def value(self, t_ori_s: float, ready_s: float, fastest_s: float, ahead_s: Floats, last: bool) -> Floats:
-        """Least cost from each grid point on, one row a worth."""
-        here_s = self._at(self._integral, ready_s)
-        if last:
-            end_s = np.minimum(
-                self._at(self._integral, ready_s + fastest_s), self._edge(self._tail, ready_s + fastest_s)
-            )
-        else:
-            # An end between two points is charged the earlier point's future, less the cell it may gain.
-            end_s = self._at(self._integral, ready_s + fastest_s + self._cell_s) - self._cell_s + ahead_s
-            end_s = np.minimum.accumulate(end_s[:, ::-1], axis=1)[:, ::-1]
-        result: Floats = self._worths[:, None] * t_ori_s + end_s - here_s
-        return result
+    def value(
+        self, t_ori_s: float, ready_s: float, fastest_s: float, start: int, future_s: Floats
+    ) -> tuple[float, int]:
+        """Least cost from ``start`` cells after the ready instant on, future included, and the worth that shows it."""
+        begin_s = ready_s + start * self._cell_s
+        here = self._worths * t_ori_s - self._at(begin_s, 1)[:, 0]
+        count = ENDS
+        while True:
+            count = min(count, CELLS - start)
+            by_end = here[:, None] + self._ends(begin_s + fastest_s, count)
+            total = by_end.max(axis=0) + future_s[start : start + count]
+            end = int(total.argmin())
+            if count >= CELLS - start or total[end] <= (count - 1) * self._cell_s:
+                return float(min(total[end], (CELLS - start) * self._cell_s)), int(by_end[:, end].argmax())
+            count *= 4
+
+    def _ends(self, first_s: float, count: int) -> Floats:
+        """The least integral for an end in each of ``count`` cells from ``first_s`` on: at its ends or at its kink."""
+        points = self._at(first_s, count + 1)
+        edge = int(first_s / self._cell_s) + 1
+        kinks = self._integral[:, edge : edge + count]
+        least: Floats = np.minimum(np.minimum(points[:, :-1], points[:, 1:]), kinks)
+        return least
+
+    def _at(self, instant_s: float, count: int) -> Floats:
+        """Integrals at ``instant_s`` plus whole cells, between edges by the line that they follow."""
+        position = instant_s / self._cell_s
+        first = int(position)
+        part = position - first
+        values = self._integral
+        line: Floats = values[:, first : first + count] * (1.0 - part) + values[:, first + 1 : first + 1 + count] * part
+        return line
 
     def use(self, t_ori_s: float, ready_s: float, worth: int, used: Floats) -> None:
         """Add the unit-seconds of working from the ready instant on: a direction, not part of the bound."""
         first = min(int(ready_s / self._cell_s), CELLS - 1)
-        row = self._done[min(worth + 1, WORTHS - 1)]
-        end = int(row[first:].searchsorted(row[first] + t_ori_s)) + first
-        units = self._units[min(worth + 1, WORTHS - 1)]
-        used[first : min(end, CELLS)] += units[first : min(end, CELLS)] * self._cell_s
-        if first < end <= CELLS:
-            over = (row[end] - row[first] - t_ori_s) / max(1e-9, row[end] - row[end - 1])
+        row, units = self._done[max(1, worth)], self._units[max(1, worth)]
+        end = min(CELLS, int(row[first:].searchsorted(row[first] + t_ori_s)) + first)
+        used[first:end] += units[first:end] * self._cell_s
+        if end > first and row[end] > row[end - 1]:
+            over = max(0.0, row[end] - row[first] - t_ori_s) / (row[end] - row[end - 1])
             used[end - 1] -= over * units[end - 1] * self._cell_s
-
-    def _at(self, values: Floats, instant_s: float) -> Floats:
-        """Values at ``instant_s`` plus whole cells, between edges by the line that they follow."""
-        position = instant_s / self._cell_s
-        first = int(position)
-        part = position - first
-        line: Floats = values[:, first : first + CELLS] * (1.0 - part) + values[:, first + 1 : first + 1 + CELLS] * part
-        return line
-
-    def _edge(self, values: Floats, instant_s: float) -> Floats:
-        first = int(instant_s / self._cell_s) + 1
-        return values[:, first : first + CELLS]
 
 
 def _shape(step: Step) -> Shape:

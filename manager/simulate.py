@@ -61,6 +61,10 @@ class Record:
     units: int
 
     @property
+    def ended_s(self) -> float:
+        return self.submitted_s + self.act_s
+
+    @property
     def act_s(self) -> float:
         return self.queue_s + self.overhead_s + self.execution_s
 
@@ -139,6 +143,8 @@ class Simulation:
                 self._push(trajectory.arrival_s + trajectory.steps[0].think_s, (index, 0))
         while self._events or self._wake_s is not None:
             events = self._next_events()
+            if not events:
+                continue  # an end that a resize has moved
             for command in self._core.step(events, self._now_s):
                 self._obey(command)
             self.steps += 1
@@ -148,7 +154,7 @@ class Simulation:
         return Run(
             records=self._records,
             trajectories=len(self._trajectories),
-            makespan_s=self._now_s,
+            makespan_s=max((record.ended_s for record in self._records), default=0.0),
             ledger=self._ledger,
             resizes=self._resizes,
             restores=self._restores,

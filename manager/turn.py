@@ -108,10 +108,11 @@ class Turn:
         )
 
     def _limit(self, candidate: Candidate) -> int:
-        """Units it may take now: its minimum, and what nobody before or behind it was promised."""
+        """Units it may take now: what is free for the candidates, which the policy may leave waiting behind it."""
         units = _unit_set(candidate.entry.action)
-        spare = self._spare if candidate.cap is None else min(self._spare, candidate.cap.free)
-        limit = units.at_most(units.minimum + spare)
+        limit = units.at_most(self._free)
+        if candidate.cap is not None:
+            limit = units.at_most(min(self._free, units.minimum + candidate.cap.free))
         assert limit is not None
         return limit
 

@@ -26,6 +26,10 @@ class AdaptivePolicy:
     name: str = "adaptive"
     #: Workers started, as a multiple of the fair share at the start.
     worker_cap: float = 1.5
+    #: More workers are started for a long action, as long as they cost at most this part of its work.
+    worker_budget: float = 0.05
+    #: Exponent by which little work left counts more in the shares; 0: all alike.
+    bias: float = 0.0
     #: A running action grows once its share is at least this multiple of what it holds.
     grow_ratio: float = 1.3
     #: A joining action is given this part of its share by shrinking others; more only from free units.
@@ -96,10 +100,20 @@ class _Pass:
 
     def _shares(self, joiners: Sequence[Action], units: int) -> list[int]:
         """The share of each running malleable action, then of each joiner."""
-        members = [member(r.action, self._kind, r.workers) for r in self._malleable]
         limits = {candidate.action.id: candidate.limit for candidate in self._view.candidates}
-        members += [member(action, self._kind, limits.get(action.id, 0)) for action in joiners]
+        members = [
+            member(r.action, self._kind, r.workers, self._weight(r.action, r.remaining)) for r in self._malleable
+        ]
+        members += [
+            member(action, self._kind, limits.get(action.id, 0), self._weight(action, 1.0)) for action in joiners
+        ]
         return water_fill(members, units)
+
+    def _weight(self, action: Action, remaining: float | None) -> float:
+        """How much a gain of speed counts: more for an action with little work left, where that is known."""
+        if self._policy.bias == 0.0 or action.t_ori_s is None:
+            return 1.0
+        return float(max(1.0, action.t_ori_s * (remaining or 1.0)) ** -self._policy.bias)
 
     def _join(
         self, joiners: Sequence[Action], shares: Sequence[int], free: int
@@ -116,10 +130,16 @@ class _Pass:
         for action, share, units in zip(joiners, wanted, entitled, strict=True):
             more = max(0, min(share - units, spare - self._kept_back))
             spare -= more
-            workers = max(share, math.ceil(self._policy.worker_cap * share))
-            cap = min(action.cost[self._kind].maximum, workers)
-            starts.append(Start(action_id=action.id, units=units + more, workers=cap))
+            starts.append(Start(action_id=action.id, units=units + more, workers=self._workers(action, share)))
         return starts, shrinks, spare
+
+    def _workers(self, action: Action, share: int) -> int:
+        """Workers to start: what it may usefully grow to when others end, as far as they are worth their cost."""
+        wanted = math.ceil(self._policy.worker_cap * share)
+        if self._view.worker_cost_s > 0.0 and action.t_ori_s is not None:
+            affordable = self._policy.worker_budget * action.t_ori_s / self._view.worker_cost_s
+            wanted = max(wanted, int(affordable))
+        return max(share, min(action.cost[self._kind].maximum, wanted))
 
     def _shrink(self, shares: Sequence[int], missing: int) -> tuple[list[Resize], int]:
         """Take ``missing`` units back from those that hold most above their share."""

@@ -58,6 +58,7 @@ class _Pass:
         self._scale = c / view.total
         self._coming = a_s * view.arrival_rate * view.utilisation**4
         self._behind = view.backlog
+        self._limits = {candidate.action.id: candidate.limit for candidate in view.candidates}
 
     def run(self, waiting: Sequence[Action]) -> Decision:
         starts: list[Start] = []
@@ -81,7 +82,10 @@ class _Pass:
         price = self._scale * (max(0, self._behind) + self._coming)
         service = action.service or ""
         warm = self._warm.get(service, ())
+        limit = self._limits.get(action.id, self._view.total)
         for units, duration_s in self._durations(action):
+            if units > limit:
+                break
             place = warm_fit(self._free, units, warm)
             if place is not None:
                 yield Option(duration_s * (1 + price * units), units, place, 0.0, duration_s)

@@ -67,7 +67,6 @@ class _Pass:
         self._ends: Ends | None = None
         self._starts: list[Start] = []
         self._holds: list[Hold] = []
-        self._wake_s: float | None = None
 
     def run(self, first: Iterable[Action], rest: Iterable[Action], kept_back: int) -> Decision:
         for action in first:
@@ -76,7 +75,7 @@ class _Pass:
         for action in rest:
             if not self._consider(action, kept_back):
                 break
-        return Decision(starts=self._starts, holds=self._holds, wake_s=self._wake_s)
+        return Decision(starts=self._starts, holds=self._holds)
 
     def _consider(self, action: Action, kept_back: int) -> bool:
         """Start it or hold it; False where those behind it have to wait as well."""
@@ -98,7 +97,6 @@ class _Pass:
             return self._start(action, units)
         until_s = self._view.now_s + wait_s
         self._holds.append(Hold(action_id=action.id, waits_for=f"more than {spare} units", until_s=until_s))
-        self._wake_s = until_s
         return False
 
     def _better_wait(self, shape: Shape, t_ori_s: float, price: float, spare: int, now_cost_s: float) -> float | None:

@@ -26,12 +26,12 @@ class Member:
     gains: Floats
 
 
-def member(action: Action, kind: str, workers: int = 0) -> Member:
+def member(action: Action, kind: str, workers: int = 0, weight: float = 1.0) -> Member:
     """An elastic action's claim on ``kind``; ``workers`` bounds what it can use, 0 where nothing does."""
     unit_set = action.cost[kind]
     shape = shape_of(unit_set, action.elasticity or ASSUMED)
     most = max(unit_set.minimum, min(unit_set.maximum, workers or unit_set.maximum))
-    return Member(unit_set.minimum, most, shape.gains[: most - unit_set.minimum])
+    return Member(unit_set.minimum, most, weight * shape.gains[: most - unit_set.minimum])
 
 
 def water_fill(members: Sequence[Member], units: int) -> list[int]:
