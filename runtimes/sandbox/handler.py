@@ -44,7 +44,7 @@ class HandlerRuntime:
     async def prepare(self, function: FunctionSpec) -> None:
         """Import the handler once and warm ``instances_min`` instances; InvalidConfig with its traceback."""
         spec = handler_of(function)
-        await self._provider.check(function.sandbox or self._settings.sandbox)
+        await self._provider.check(self._settings.sandbox_of(function))
         if not spec.directory.is_dir():
             raise InvalidConfig(f"handler directory {spec.directory} does not exist", component=COMPONENT)
         try:

@@ -9,7 +9,7 @@ import secrets
 import struct
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from manager.executor import LogSink
 from manager.function import Background, FunctionSpec, HandlerSpec, SandboxSpec
 from runtimes.runtime import Execution, Result
 from runtimes.sandbox import handler_worker
-from runtimes.sandbox.environments import PURPOSE
+from runtimes.sandbox.environments import PURPOSE, EnvironmentSettings
 from runtimes.sandbox.sandbox import Command, CommandResult, Process, Provider, Sandbox
 
 COMPONENT = "handler"
@@ -37,8 +37,8 @@ _TAIL_MAX_BYTES = 8 * 2**10
 class HandlerSettings:
     """How instances are made; for functions that say nothing themselves."""
 
-    #: Used where the function has no ``sandbox`` section.
-    sandbox: SandboxSpec = field(default_factory=SandboxSpec)
+    #: For functions that have no ``sandbox`` section; its image also for those that name none.
+    sandbox: SandboxSpec = field(default_factory=lambda: EnvironmentSettings().default)
     python: str = "python3"
     #: Seconds for the import of the handler.
     start_timeout_s: float = 60.0
@@ -46,6 +46,10 @@ class HandlerSettings:
     kill_grace_s: float = 2.0
     #: Seconds without an invocation after which an instance is frozen and its cores are given back.
     rest_s: float = 0.05
+
+    def sandbox_of(self, function: FunctionSpec) -> SandboxSpec:
+        spec = function.sandbox or self.sandbox
+        return spec if spec.image else replace(spec, image=self.sandbox.image)
 
 
 class ImportFailed(ActionFailed):
@@ -101,7 +105,7 @@ class Instance:
         """
         spec = handler_of(function)
         sandbox = await provider.create(
-            function.sandbox or settings.sandbox,
+            settings.sandbox_of(function),
             name=secrets.token_hex(8),
             labels={PURPOSE: "handler", "tangram.function": function.name},
             mounts={str(spec.directory): _MOUNT},

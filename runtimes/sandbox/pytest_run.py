@@ -28,6 +28,8 @@ _SOURCE = Path(pytest_plugin.__file__).read_text(encoding="utf-8")
 _LISTS = ("targets", "fail_to_pass", "pass_to_pass", "args")
 _FIELDS = frozenset({*_LISTS, "cwd", "env", "suite", "workers", "test_timeout_s"})
 _TAIL_BYTES = 4000
+#: Seconds by which two clocks may disagree on whether the timeout is reached.
+_CLOCK_S = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +116,7 @@ class _Run:
             raise self._failed(lost.reason, lost.message, lost.detail) from lost
         except BaseException:
             # The executor cancels at the timeout; then what is known must not be lost with the task.
-            if self._execution.execution_s >= self._execution.action.timeout_s:
+            if self._execution.execution_s >= self._execution.action.timeout_s - _CLOCK_S:
                 raise self._timed_out() from None
             raise
         finally:

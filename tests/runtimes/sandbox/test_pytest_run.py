@@ -15,6 +15,8 @@ import pytest
 from manager.action import UnitSet
 from manager.errors import ActionFailed, Reason
 from manager.function import FunctionSpec, PytestSpec, RuntimeKind, SandboxSpec
+from manager.outcome import State
+from runtimes.local import LocalExecutor
 from runtimes.runtime import Result
 from runtimes.sandbox.environments import Environments, EnvironmentSettings
 from runtimes.sandbox.process import ProcessProvider
@@ -253,7 +255,7 @@ async def test_a_tests_own_timeout_fails_it_and_spares_the_others(bench: Bench, 
 
 async def test_cancelling_is_a_cancellation_and_at_the_timeout_a_failure_with_verdicts(bench: Bench) -> None:
     await bench.write(HANG)
-    for timeout_s, expected in ((60.0, asyncio.CancelledError), (0.0, ActionFailed)):
+    for timeout_s, expected in ((60.0, asyncio.CancelledError), (0.1, ActionFailed)):
         execution, log = execution_of(FUNCTION, {}, trajectory="t1")
         began = asyncio.Event()
         log.write = lambda stream, data, began=began: began.set()  # type: ignore[method-assign,misc]  # to know it runs
@@ -264,6 +266,17 @@ async def test_cancelling_is_a_cancellation_and_at_the_timeout_a_failure_with_ve
         task.cancel()
         with pytest.raises(expected):
             await task
+
+
+async def test_the_executors_deadline_keeps_the_verdicts_too(bench: Bench) -> None:
+    await bench.write(HANG)
+    function = replace(FUNCTION, timeout_s=2.0)
+    execution, _ = execution_of(function, {}, trajectory="t1")
+    executor = LocalExecutor({RuntimeKind.PYTEST: bench.runtime})
+    outcome = await executor.execute(execution.action, execution.lease, execution.call)
+    assert (outcome.state, outcome.reason) == (State.TIMED_OUT, Reason.TIMEOUT)
+    assert isinstance(outcome.result, dict)
+    assert outcome.result["tests"]["test_hang.py::test_a"] == "passed"
 
 
 async def test_a_file_that_cannot_be_collected_is_told(bench: Bench) -> None:
