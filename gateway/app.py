@@ -27,6 +27,7 @@ from gateway.invocations import Invocations, InvocationSpec
 from gateway.logs import Logs, LogSpec
 from gateway.metrics import Metrics
 from gateway.registry import Registry
+from gateway.restart import Restart
 from gateway.retention import RetentionSpec, prune_for_ever
 from gateway.starts import RecordedStarts
 from gateway.store import Durability, Store, StoreSpec
@@ -115,7 +116,7 @@ class App:
         await self._start_thinking()
         self.house = self._house()
         self._watch()
-        recovered = await self.invocations.recover()
+        recovered = await self.restart.recover()
         self.grpc = GrpcServer(self.house)
         await self.grpc.open(self._sockets[1])
         self._closers.push_async_callback(self.grpc.close)
@@ -159,6 +160,13 @@ class App:
             observer=self.metrics,
             now=self._clock.now,
         )
+        self.restart = Restart(
+            invocations=self.invocations,
+            functions=self.registry,
+            store=self.store,
+            logs=self.logs,
+            admission=self.admission,
+        )
         self.engine = Engine(
             core,
             RecordedStarts(self.hands.executor, self.invocations, self.store),
@@ -197,9 +205,9 @@ class App:
 
     async def _drain(self) -> None:
         grace_s = self.config.server.drain_grace_s
-        self._log.info("draining", living=self.invocations.living, grace_s=grace_s)
+        self._log.info("draining", living=len(self.invocations.living), grace_s=grace_s)
         self.grpc.drain()
-        left = await self.invocations.drain(grace_s)
+        left = await self.restart.drain(grace_s)
         self._log.info("drained", left_for_the_next_gateway=left)
 
     async def close(self) -> None:
@@ -272,7 +280,7 @@ class App:
         watch("tangram_log_records_dropped", dropped, lambda: self.store.log_records_dropped, counter=True)
         slow = "Followers dropped because they did not read"
         watch("tangram_log_followers_dropped", slow, lambda: self.logs.followers_dropped, counter=True)
-        watch("tangram_living", "Invocations that have not ended", lambda: self.invocations.living)
+        watch("tangram_living", "Invocations that have not ended", lambda: len(self.invocations.living))
         self.metrics.watch_units(self._units)
 
     def _units(self) -> Iterator[tuple[str, str, float]]:

@@ -15,7 +15,6 @@ from typing import Protocol
 
 import structlog
 
-from gateway import wire
 from gateway.admission import Admission
 from gateway.inputs import Inputs
 from gateway.invocation import Invocation, Request, ended
@@ -33,7 +32,6 @@ from manager.history import History
 from manager.lease import Lease
 from manager.outcome import Settlement, State
 
-RESTARTED = "the gateway was restarted"
 GONE = "its caller went away"
 
 
@@ -110,9 +108,13 @@ class Invocations:
         return self._engine
 
     @property
-    def living(self) -> int:
-        """Invocations that have not ended."""
-        return len(self._living)
+    def living(self) -> tuple[Invocation, ...]:
+        """Invocations that have not ended, in order of acceptance."""
+        return tuple(self._living.values())
+
+    def detach_scheduler(self) -> None:
+        """From now on what the scheduler ends has not ended for the record: the next gateway decides."""
+        self._closing = True
 
     # Accept
 
@@ -143,7 +145,7 @@ class Invocations:
                 return [
                     refused if isinstance(verdict, Invocation) and verdict in fresh else verdict for verdict in verdicts
                 ]
-        self._submit([invocation for invocation in fresh if not invocation.record.terminal])
+        self.submit([invocation for invocation in fresh if not invocation.record.terminal])
         return verdicts
 
     def _accept(self, request: Request) -> Invocation:
@@ -171,16 +173,18 @@ class Invocations:
         action = self._formulate(record, function, request.input)
         log = self._logs.open(seq, function.log_limit_bytes)
         invocation = Invocation(record=record, function=function, input=request.input, log=log, action=action)
-        self._enter(invocation)
+        self.enter(invocation)
         if request.key is not None:
             self._claim(request, invocation)
         self._store.create(record)
         return invocation
 
-    def _enter(self, invocation: Invocation) -> None:
+    def enter(self, invocation: Invocation) -> None:
+        """It lives from now on."""
         record = invocation.record
         self._living[record.seq] = invocation
-        self._admission.enter(record.function, record.task)
+        if record.state is State.QUEUED:
+            self._admission.enter(record.function, record.task)
         self._observer.accepted(record)
 
     def _parent(self, parent: str | None) -> str | None:
@@ -260,7 +264,7 @@ class Invocations:
             return None
         return max(0.0, record.accepted_s + age_s - self._wall())
 
-    def _submit(self, invocations: Sequence[Invocation]) -> None:
+    def submit(self, invocations: Sequence[Invocation]) -> None:
         """Hand the present tries to the scheduler in one pass."""
         ready: list[Invocation] = []
         submissions: list[Submission] = []
@@ -334,7 +338,7 @@ class Invocations:
         record.settle(settlement, self._wall())
         if record.mode is Mode.ASYNC and record.state in (State.FAILED, State.TIMED_OUT, State.LOST):
             record.dead = True
-        self._end(invocation, waited=waited)
+        self.finish(invocation, waited=waited)
 
     def _try_again(self, invocation: Invocation, settlement: Settlement, wait_s: float) -> None:
         record, outcome = invocation.record, settlement.outcome
@@ -348,12 +352,13 @@ class Invocations:
             overhead_s=settlement.overhead_s,
             execution_s=settlement.execution_s,
         )
-        self._requeue(invocation, attempt)
+        self.requeue(invocation, attempt)
         if invocation.log is not None:
             invocation.log.write("system", f"try {attempt.number} ended: {outcome.reason}; next in {wait_s:.3f} s")
-        invocation.retry = asyncio.get_running_loop().call_later(wait_s, self._submit, [invocation])
+        invocation.retry = asyncio.get_running_loop().call_later(wait_s, self.submit, [invocation])
 
-    def _requeue(self, invocation: Invocation, attempt: Attempt) -> None:
+    def requeue(self, invocation: Invocation, attempt: Attempt) -> None:
+        """Put a finished try on record and let it wait for the next."""
         record = invocation.record
         record.attempts = (*record.attempts, attempt)
         record.attempt += 1
@@ -372,9 +377,9 @@ class Invocations:
         waited = invocation.record.state is State.QUEUED
         reason = reasons.get(refusal.code, Reason.INVALID_INPUT)
         invocation.record.end(State.FAILED, reason, refusal.message, self._wall())
-        self._end(invocation, waited=waited)
+        self.finish(invocation, waited=waited)
 
-    def _end(self, invocation: Invocation, *, waited: bool) -> None:
+    def finish(self, invocation: Invocation, *, waited: bool) -> None:
         """The one end of every invocation; ``waited`` tells that it never left the queue."""
         record = invocation.record
         if waited:
@@ -468,87 +473,8 @@ class Invocations:
         if invocation.retry is not None:
             invocation.retry.cancel()
         record.end(State.CANCELLED, Reason.CANCELLED, message, self._wall())
-        self._end(invocation, waited=True)
+        self.finish(invocation, waited=True)
         return True
-
-    # Restart and shutdown
-
-    async def recover(self) -> Mapping[str, int]:
-        """Decide on what an earlier gateway left unfinished, in order; returns how many went which way.
-
-        Queued ones run; a running one runs again when its function is idempotent, else it is ``lost``; one whose
-        caller went down with its connection is cancelled.
-        """
-        again: list[Invocation] = []
-        counts = {"queued": 0, "rerun": 0, "lost": 0, "cancelled": 0}
-        for record in await self._store.unfinished():
-            verdict = await self._readopt(record, again)
-            counts[verdict] += 1
-        self._submit(again)
-        return counts
-
-    async def _readopt(self, record: Record, again: list[Invocation]) -> str:
-        try:
-            function = self._functions.get(record.function)
-        except TangramError:
-            function = None
-        limit_bytes = 0 if function is None else function.log_limit_bytes
-        log = await self._logs.resume(record.seq, limit_bytes)
-        data = wire.loads_object(record.input or b"{}")
-        invocation = Invocation(record=record, function=function, input=data, log=log)
-        was_queued = record.state is State.QUEUED
-        self._living[record.seq] = invocation
-        self._observer.accepted(record)
-        if was_queued:
-            self._admission.enter(record.function, record.task)
-        if not record.detached:
-            record.end(State.CANCELLED, Reason.CANCELLED, f"{RESTARTED} and {GONE}", self._wall())
-        elif function is None:
-            record.end(State.LOST, Reason.GATEWAY_RESTART, f"{RESTARTED} without its function", self._wall())
-        elif not was_queued and not function.idempotent:
-            record.end(State.LOST, Reason.GATEWAY_RESTART, f"{RESTARTED} while it ran", self._wall())
-        if record.terminal:
-            record.dead = record.mode is Mode.ASYNC and record.state is State.LOST
-            self._end(invocation, waited=was_queued)
-            return "lost" if record.state is State.LOST else "cancelled"
-        if not was_queued:
-            lost = Attempt(
-                number=record.attempt,
-                state=State.LOST,
-                reason=Reason.GATEWAY_RESTART,
-                message=RESTARTED,
-                ended_s=self._wall(),
-                queue_s=record.queue_s or 0.0,
-            )
-            self._requeue(invocation, lost)
-        again.append(invocation)
-        return "queued" if was_queued else "rerun"
-
-    async def drain(self, grace_s: float) -> int:
-        """Refuse new work and wait for what runs; returns how many are left for the next gateway."""
-        self._admission.draining = True
-        await self.engine.drain(grace_s)
-        self._closing = True
-        for invocation in list(self._living.values()):
-            self._leave_behind(invocation)
-        await self._store.commit()
-        return len(self._living)
-
-    def _leave_behind(self, invocation: Invocation) -> None:
-        """What is detached stays as it is for the next gateway; what is attached ends here."""
-        record = invocation.record
-        if record.detached and record.state is State.QUEUED:
-            return
-        assert invocation.function is not None
-        if record.detached and invocation.function.idempotent:
-            return
-        if record.state is State.QUEUED:
-            record.end(State.CANCELLED, Reason.CANCELLED, "the gateway was shut down before it started", self._wall())
-            self._end(invocation, waited=True)
-        else:
-            record.end(State.LOST, Reason.GATEWAY_RESTART, "the gateway was shut down while it ran", self._wall())
-            record.dead = record.mode is Mode.ASYNC
-            self._end(invocation, waited=False)
 
 
 def _tell(done: asyncio.Future[None], invocation: Invocation) -> None:

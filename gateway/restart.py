@@ -1,0 +1,117 @@
+"""Restart: what is taken over from an earlier gateway, and what is left for the next."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from gateway import wire
+from gateway.admission import Admission
+from gateway.invocation import Invocation
+from gateway.invocations import GONE, Functions, Invocations
+from gateway.logs import Logs
+from gateway.record import Attempt, Mode, Record
+from gateway.store import Store
+from manager.errors import NotFound, Reason
+from manager.function import FunctionSpec
+from manager.outcome import State
+
+RESTARTED = "the gateway was restarted"
+
+
+class Restart:
+    """Takes over at the start (`recover`) and leaves behind at the end (`drain`)."""
+
+    def __init__(
+        self,
+        *,
+        invocations: Invocations,
+        functions: Functions,
+        store: Store,
+        logs: Logs,
+        admission: Admission,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._invocations = invocations
+        self._functions = functions
+        self._store = store
+        self._logs = logs
+        self._admission = admission
+        self._wall = wall
+
+    async def recover(self) -> Mapping[str, int]:
+        """Decide on what an earlier gateway left unfinished, in order; returns how many went which way.
+
+        Queued ones run; a running one runs again when its function is idempotent, else it is ``lost``; one whose
+        caller went down with its connection is cancelled.
+        """
+        again: list[Invocation] = []
+        counts = {"queued": 0, "rerun": 0, "lost": 0, "cancelled": 0}
+        for record in await self._store.unfinished():
+            counts[await self._take_over(record, again)] += 1
+        self._invocations.submit(again)
+        return counts
+
+    async def _take_over(self, record: Record, again: list[Invocation]) -> str:
+        function = self._function(record.function)
+        log = await self._logs.resume(record.seq, 0 if function is None else function.log_limit_bytes)
+        given = wire.loads_object(record.input or b"{}")
+        invocation = Invocation(record=record, function=function, input=given, log=log)
+        was_queued = record.state is State.QUEUED
+        self._invocations.enter(invocation)
+        if not record.detached:
+            record.end(State.CANCELLED, Reason.CANCELLED, f"{RESTARTED} and {GONE}", self._wall())
+        elif function is None:
+            record.end(State.LOST, Reason.GATEWAY_RESTART, f"{RESTARTED} without its function", self._wall())
+        elif not was_queued and not function.idempotent:
+            record.end(State.LOST, Reason.GATEWAY_RESTART, f"{RESTARTED} while it ran", self._wall())
+        if record.terminal:
+            record.dead = record.mode is Mode.ASYNC and record.state is State.LOST
+            self._invocations.finish(invocation, waited=was_queued)
+            return "lost" if record.state is State.LOST else "cancelled"
+        if not was_queued:
+            self._invocations.requeue(invocation, self._lost_try(record))
+        again.append(invocation)
+        return "queued" if was_queued else "rerun"
+
+    def _function(self, name: str) -> FunctionSpec | None:
+        try:
+            return self._functions.get(name)
+        except NotFound:
+            return None
+
+    def _lost_try(self, record: Record) -> Attempt:
+        return Attempt(
+            number=record.attempt,
+            state=State.LOST,
+            reason=Reason.GATEWAY_RESTART,
+            message=RESTARTED,
+            ended_s=self._wall(),
+            queue_s=record.queue_s or 0.0,
+        )
+
+    async def drain(self, grace_s: float) -> int:
+        """Refuse new work and wait for what runs; returns how many are left for the next gateway."""
+        self._admission.draining = True
+        await self._invocations.engine.drain(grace_s)
+        self._invocations.detach_scheduler()
+        for invocation in self._invocations.living:
+            self._leave_behind(invocation)
+        await self._store.commit()
+        return len(self._invocations.living)
+
+    def _leave_behind(self, invocation: Invocation) -> None:
+        """What is detached stays as it is for the next gateway; what is attached, or may not run again, ends here."""
+        record = invocation.record
+        assert invocation.function is not None
+        waited = record.state is State.QUEUED
+        if record.detached and (waited or invocation.function.idempotent):
+            return
+        if waited:
+            message = "the gateway was shut down before it started"
+            record.end(State.CANCELLED, Reason.CANCELLED, message, self._wall())
+        else:
+            message = "the gateway was shut down while it ran"
+            record.end(State.LOST, Reason.GATEWAY_RESTART, message, self._wall())
+            record.dead = record.mode is Mode.ASYNC
+        self._invocations.finish(invocation, waited=waited)
