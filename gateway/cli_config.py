@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -83,11 +84,13 @@ def apply(paths: tuple[Path, ...], own: bool, server: str, token: str, as_json: 
 
 
 @click.command("config-schema")
-def config_schema() -> None:
+@click.option("--markdown", is_flag=True, help="Print the tables of docs/reference/yaml.md instead.")
+def config_schema(markdown: bool) -> None:
     """Print the JSON Schema of the YAML, for editors."""
+    from gateway import config_reference
     from gateway.config_document import schema
 
-    print_json(schema())
+    click.echo(config_reference.markdown() if markdown else json.dumps(schema(), indent=2, sort_keys=True))
 
 
 @click.command(help=f"This machine as the scheduler would see it. {_PATHS_HELP}")

@@ -119,7 +119,7 @@ class ServerConfig(Section):
     )
     batch_max: Positive = Field(default=10_000, description="most invocations in one batch")
     wait_max_s: Seconds = Field(
-        default=600.0, validation_alias="wait_max", description="longest ?wait=, and sync default"
+        default=600.0, validation_alias="wait_max", description="longest ?wait= that a caller may ask for"
     )
     drain_grace_s: Seconds = Field(
         default=30.0, validation_alias="drain_grace", description="time for running work at SIGTERM"

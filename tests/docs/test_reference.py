@@ -1,0 +1,123 @@
+"""The reference pages name everything that there is, and nothing that is not."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import click
+import httpx
+import pytest
+
+from gateway.cli import VERBS, cli
+from gateway.client import AsyncClient, AsyncTrajectory, InvocationResult
+from gateway.config import load
+from gateway.config_document import Document, schema
+from gateway.config_functions import ExecFunction
+from gateway.config_reference import CHAPTERS, markdown
+from gateway.errors import FACES, REASON_FACES
+from gateway.grpc.generated import tangram_pb2
+from tests.gateway.conftest import Bench, serving
+
+REFERENCE = Path(__file__).resolve().parents[2] / "docs" / "reference"
+
+
+def page(name: str) -> str:
+    return (REFERENCE / f"{name}.md").read_text(encoding="utf-8")
+
+
+def code(text: str) -> set[str]:
+    """Everything in backticks."""
+    return set(re.findall(r"`([^`\n]+)`", text))
+
+
+def test_the_yaml_page_holds_the_tables_of_the_models() -> None:
+    assert page("yaml").endswith(markdown()), "run: tangram config-schema --markdown"
+
+
+def test_every_section_of_the_yaml_has_its_chapter() -> None:
+    definitions = schema()["$defs"]
+    assert isinstance(definitions, dict)
+    with_keys = {name for name, each in definitions.items() if "properties" in each}
+    of_functions = {"PytestFunction", "ModelFunction", "ApiFunction"}
+    assert with_keys - {name for name, _ in CHAPTERS} == of_functions
+    for name in of_functions:
+        own = set(definitions[name]["properties"]) - set(definitions[ExecFunction.__name__]["properties"])
+        assert all(f"functions.NAME.{key}" in page("yaml") for key in own), own
+    assert set(Document.model_fields) <= code(page("yaml"))
+
+
+def test_the_yaml_pages_example_loads(tmp_path: Path) -> None:
+    (example,) = re.findall(r"```yaml\n(.*?)```", page("yaml"), re.DOTALL)
+    (tmp_path / "tangram.yaml").write_text(example)
+    assert list(load([tmp_path], {}).functions) == ["unit_tests"]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_and_its_own_options_are_on_the_cli_page(verb: str) -> None:
+    command = cli.get_command(click.Context(cli), verb)
+    assert command is not None
+    lines = [line for line in page("cli").splitlines() if f"`tangram {verb}" in line]
+    assert lines, verb
+    subcommands = list(command.commands.values()) if isinstance(command, click.Group) else []
+    assert all(f"tangram {verb} {each.name}" in lines[0] for each in subcommands)
+    shared = {"--json", "--server", "--token", "--follow", "--limit"}
+    options = {max(each.opts, key=len) for each in command.params if isinstance(each, click.Option)}
+    # `apply` has the options of `diff`.
+    assert [each for each in options - shared if each not in lines[0] and each != "--no-look"] in ([], ["--own"])
+
+
+def test_the_cli_page_names_no_verb_that_is_not_there() -> None:
+    named = {match for text in code(page("cli")) for match in re.findall(r"^tangram ([a-z-]+)", text)}
+    assert named == set(VERBS)
+
+
+def test_the_cli_page_names_every_exit_status() -> None:
+    listed = {int(row) for row in re.findall(r"^\| (\d+) \|", page("cli"), re.MULTILINE)}
+    used = {each.exit for each in (*FACES.values(), *REASON_FACES.values())}
+    assert used - {64} <= listed
+    for reason, face in REASON_FACES.items():
+        rows = re.findall(rf"^\| {face.exit} \|.*$", page("cli"), re.MULTILINE)
+        assert f"`{reason}`" in rows[0], reason
+
+
+async def test_every_route_and_header_is_on_the_http_page(tmp_path: Path) -> None:
+    async with serving(Bench(tmp_path)) as running:
+        document = (await running.http.get("/openapi.json")).raise_for_status().json()
+    text = page("http")
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            assert f"`{method.upper()} {path}`" in text, f"{method.upper()} {path}"
+            for parameter in operation.get("parameters", ()):
+                if parameter["in"] == "header":
+                    assert parameter["name"] in text, parameter["name"]
+
+
+async def test_the_http_page_names_no_route_that_is_not_there(tmp_path: Path) -> None:
+    async with serving(Bench(tmp_path)) as running:
+        for method, path in re.findall(r"`(GET|PUT|POST|DELETE) (/[^`?]*)`", page("http")):
+            answer: httpx.Response = await running.http.request(method, re.sub(r"\{(\w+)\}", "x", path))
+            body = answer.json() if "json" in answer.headers.get("content-type", "") else {}
+            assert answer.status_code != 405, (method, path)
+            assert "no such route" not in str(body.get("detail", "")), (method, path)
+
+
+def test_the_http_page_names_every_status() -> None:
+    listed = {int(row) for row in re.findall(r"^\| (\d+) \|", page("http"), re.MULTILINE)}
+    assert {each.http for each in (*FACES.values(), *REASON_FACES.values())} <= listed
+
+
+def test_every_method_and_message_is_on_the_grpc_page() -> None:
+    text = code(page("grpc"))
+    service = tangram_pb2.DESCRIPTOR.services_by_name["Gateway"]
+    assert set(service.methods_by_name) <= text
+    assert {each.grpc for each in (*FACES.values(), *REASON_FACES.values())} - {"OK"} <= text
+    assert {name for name in tangram_pb2.DESCRIPTOR.message_types_by_name if "Entry" not in name} <= text
+
+
+def test_every_method_and_field_is_on_the_clients_page() -> None:
+    text = page("client")
+    for owner in (AsyncClient, AsyncTrajectory):
+        methods = [name for name in vars(owner) if not name.startswith("_")]
+        assert [name for name in methods if f"`{name}" not in text] == []
+    assert [name for name in InvocationResult.__dataclass_fields__ if name not in text] == []
