@@ -33,6 +33,8 @@ from manager.lease import Lease
 from manager.outcome import Settlement, State
 
 GONE = "its caller went away"
+#: Calls of a batch that are accepted in one turn of the event loop.
+BREATH = 64
 
 
 class Functions(Protocol):
@@ -129,7 +131,9 @@ class Invocations:
         """Accept and submit many with one commit and one scheduling pass; each has its own verdict."""
         verdicts: list[Invocation | TangramError] = []
         fresh: list[Invocation] = []
-        for request in requests:
+        for index, request in enumerate(requests, 1):
+            if index % BREATH == 0:
+                await asyncio.sleep(0)
             try:
                 invocation = await self._latch(request) if request.key is not None else None
                 if invocation is None:

@@ -13,6 +13,7 @@ from gateway import wire
 from gateway.errors import MethodNotAllowed
 from gateway.house import House
 from gateway.http.administration import AdministrationOperations
+from gateway.http.batches import BatchOperations
 from gateway.http.invocations import InvocationOperations
 from gateway.http.messages import JSON, problem_response
 from gateway.http.openapi import document
@@ -92,6 +93,7 @@ def operations(house: House) -> list[Operation]:
     """The table; the hottest first, as routes are tried in order."""
     return [
         *InvocationOperations(house).operations(),
+        *BatchOperations(house).operations(),
         *TrajectoryOperations(house).operations(),
         *AdministrationOperations(house).operations(),
     ]
