@@ -13,19 +13,22 @@ COPY gateway /src/gateway
 RUN set -eu; \
     if ls /wheels/pip-*.whl >/dev/null 2>&1; then \
         pip="python3 $(ls /wheels/pip-*.whl)/pip"; offline="--no-index --find-links /wheels --no-build-isolation"; \
-        $pip install -q --root-user-action ignore --no-index --find-links /wheels --target /opt/build setuptools; \
+        $pip install -q --root-user-action ignore --no-index --find-links /wheels --target /opt/build setuptools packaging; \
     else pip="python3 -m pip"; offline=""; fi; \
     PYTHONPATH=/opt/build $pip install -q --root-user-action ignore --no-cache-dir $offline \
         --constraint /src/constraints.txt --target /opt/tangram /src; \
     rm -rf /wheels /src /opt/build
 
 ENV PYTHONPATH=/opt/tangram PATH=/opt/tangram/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
-    PYTHONUNBUFFERED=1
+    PYTHONUNBUFFERED=1 TANGRAM_STATE=/var/lib/tangram
+# Reachable from outside only with a token: docker run -e TANGRAM_HOST=0.0.0.0 -e TANGRAM_TOKEN=... -p 8080:8080
+# -v /var/run/docker.sock:/var/run/docker.sock -v /sys/fs/cgroup:/sys/fs/cgroup -v my-functions:/etc/tangram/functions
 WORKDIR /etc/tangram
 COPY tangram.yaml /etc/tangram/
-COPY functions /etc/tangram/functions
+COPY functions/shell /etc/tangram/functions/shell
+COPY functions/math_reward /etc/tangram/functions/math_reward
+COPY functions/pytest_reward /etc/tangram/functions/pytest_reward
 VOLUME /var/lib/tangram
 EXPOSE 8080 8081
-# The engine's socket and, for direct cgroup writes, /sys/fs/cgroup are mounted by whoever runs it (docs/ARCHITECTURE.md).
 ENTRYPOINT ["python3", "-m", "gateway"]
 CMD ["serve"]

@@ -153,7 +153,7 @@ async def through_grpc(ports: Ports) -> int:
     try:
         stub = GatewayStub(channel)
         for function, value in (
-            ("math_reward", {"response": "so the answer is \\boxed{\\frac{1}{2}}", "label": "0.5"}),
+            ("math_reward", {"answer": "so the answer is \\boxed{\\frac{1}{2}}", "reference": "0.5"}),
             ("shell", {"command": "echo hello from $(uname -s)"}),
         ):
             reply = await stub.Invoke(InvokeRequest(function=function, input_json=orjson.dumps(value)))

@@ -49,7 +49,7 @@ def test_a_bad_reload_changes_nothing_and_names_the_place(gateway: GatewayProces
     before = [each["name"] for each in client.functions()]
     greedy = {"runtime": "exec", "cost": {"cpu": 4096}}
     gateway.write(document(provider, gateway.directory / "state", greedy=greedy))
-    with pytest.raises(Unsatisfiable, match="greedy.*largest, local"):
+    with pytest.raises(Unsatisfiable, match=r"greedy.*largest, local"):
         client.apply()
     assert [each["name"] for each in client.functions()] == before
 
