@@ -17,6 +17,7 @@ import structlog
 from gateway import machine
 from gateway.admission import Admission
 from gateway.auth import Guard, check_bind
+from gateway.callbacks import Callbacks, CallbackSpec
 from gateway.config import GatewayConfig
 from gateway.grpc.server import GrpcServer
 from gateway.hands import Hands, make_hands
@@ -114,13 +115,31 @@ class App:
         )
         self.metrics = Metrics()
         await self._start_thinking()
+        asked = server.callbacks
+        self.callbacks = Callbacks(
+            CallbackSpec(
+                allow=asked.allow,
+                secret=asked.secret,
+                timeout_s=asked.timeout_s,
+                max_attempts=asked.max_attempts,
+                backoff_s=asked.backoff_s,
+                concurrency=asked.concurrency,
+            ),
+            self.store,
+        )
         self.house = self._house()
         self._watch()
+        self.invocations.on_end.append(self.callbacks.ended)
         recovered = await self.restart.recover()
         self.grpc = GrpcServer(self.house)
         await self.grpc.open(self._sockets[1])
         self._closers.push_async_callback(self.grpc.close)
-        for chore in (self._save_history_for_ever(), prune_for_ever(self.store, self._retention())):
+        chores = (
+            self._save_history_for_ever(),
+            prune_for_ever(self.store, self._retention()),
+            self.callbacks.sweep_for_ever(),
+        )
+        for chore in chores:
             self._closers.push_async_callback(_ended, asyncio.create_task(chore))
         self._announce(recovered)
 
@@ -257,6 +276,7 @@ class App:
             functions=self.registry,
             environments=self.hands.environments,
             metrics=self.metrics,
+            callbacks=self.callbacks,
             configure=self.registry.configure,
             sandboxes=self._sandboxes,
             unready=self._unready,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from gateway.auth import Guard
+from gateway.callbacks import Callbacks
 from gateway.invocations import Invocations
 from gateway.logs import Logs
 from gateway.metrics import Metrics
@@ -58,6 +59,7 @@ class House:
     functions: Functions
     environments: Environments
     metrics: Metrics
+    callbacks: Callbacks
     #: A configuration document and whether to change nothing -> the differences. Raises InvalidConfig.
     configure: Callable[[bytes, bool], Awaitable[dict[str, object]]]
     #: What the sandboxes are and how isolated, in plain words.

@@ -37,7 +37,7 @@ SELECT i.*, p.input FROM invocations i LEFT JOIN inputs p USING (seq)
 WHERE i.state IN ('queued', 'running') ORDER BY i.seq;
 
 -- name: pending_callbacks
-SELECT i.*, NULL AS input FROM invocations i WHERE i.callback = 'pending' ORDER BY i.seq LIMIT ?;
+SELECT i.*, NULL AS input FROM invocations i WHERE i.callback = 'pending' AND i.state NOT IN ('queued', 'running') ORDER BY i.seq LIMIT ?;
 
 -- name: key
 SELECT digest, seq FROM idempotency WHERE key = ? AND expires_s > ?;

@@ -26,6 +26,7 @@ def read_call(request: HttpRequest, function: str, body: bytes) -> Request:
         timeout_s=None if timeout is None else wire.duration_s(timeout, "X-Timeout"),
         max_age_s=None if max_age is None else wire.duration_s(max_age, "X-Max-Age"),
         key=_key(headers.get("idempotency-key")),
+        callback_url=headers.get("x-callback-url"),
         detached=_detached(headers.get("x-on-disconnect")),
         traceparent=_traceparent(headers.get("traceparent")),
     )

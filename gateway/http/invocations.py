@@ -56,7 +56,10 @@ class InvocationOperations:
         mode = read_mode(request)
         wait_s = read_wait_s(request, self._house.limits.wait_s)
         body = await read_body(request, self._house.limits.body_bytes)
-        invocation = await self._invocations.invoke(read_call(request, request.path_params["name"], body))
+        call = read_call(request, request.path_params["name"], body)
+        if call.callback_url is not None:
+            self._house.callbacks.check(call.callback_url)
+        invocation = await self._invocations.invoke(call)
         if mode is Mode.STREAM:
             return self._stream(request, invocation)
         if mode is Mode.ASYNC:
@@ -245,6 +248,7 @@ CALL_HEADERS: tuple[Parameter, ...] = (
     header("X-Timeout", "Bound of the execution, at most the function's", DURATION),
     header("X-Max-Age", "Asynchronous work that still waits at this age is given up", DURATION),
     header("X-Parent-Id", "The invocation that makes this one", NAME),
+    header("X-Callback-Url", "Where the ended record is posted to, if server.callbacks.allow names it"),
     header("X-On-Disconnect", "What happens when the caller goes away", {"enum": ["cancel", "continue"]}),
     header("traceparent", "W3C trace context, passed on"),
 )
