@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -10,6 +11,7 @@ import orjson
 
 from gateway.quantities import duration_s, show_duration
 
+_FIGURE = re.compile(r"-|[\d.]+[a-zA-Z]{0,2}(\d+[smh])?")
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
@@ -77,4 +79,4 @@ def show_seconds(seconds: float | None) -> str:
 
 
 def _numeric(text: str) -> bool:
-    return text == "-" or text[:1].isdigit()
+    return _FIGURE.fullmatch(text) is not None

@@ -99,7 +99,7 @@ async def test_the_http_page_names_no_route_that_is_not_there(tmp_path: Path) ->
             answer: httpx.Response = await running.http.request(method, re.sub(r"\{(\w+)\}", "x", path))
             body = answer.json() if "json" in answer.headers.get("content-type", "") else {}
             assert answer.status_code != 405, (method, path)
-            assert "no such route" not in str(body.get("detail", "")), (method, path)
+            assert "no such path" not in str(body.get("detail", "")), (method, path)
 
 
 def test_the_http_page_names_every_status() -> None:
