@@ -36,7 +36,7 @@ WINDOW = 32
 BATCH = 16
 
 #: Divisible by 8 wherever a degree of parallelism cuts.
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -75,7 +75,7 @@ def main() -> None:
         print(f"{target}: {story}")
 
 
-def standard_library(limit: int = 100) -> list[str]:
+def standard_library(limit: int = 48) -> list[str]:
     """Sources of the standard library, the same ones on every run of one Python."""
     root = Path(sysconfig.get_path("stdlib"))
     files = [file for file in sorted(root.glob("*.py")) if 4_000 < file.stat().st_size < 60_000]

@@ -27,7 +27,10 @@ class Member:
 
 
 class Batch:
-    """Waits shortly for the members that the lease names, then runs those that came as one job."""
+    """Waits shortly for the members that the lease names, then runs those that came as one job.
+
+    Whoever makes or finds it promises to `join` or to `leave_out` its action; the wait begins with the first to join.
+    """
 
     def __init__(
         self,
@@ -46,6 +49,7 @@ class Batch:
         self._on_end = on_end
         self._expected = set(members)
         self._present: list[Member] = []
+        self._first = asyncio.Event()
         self._complete = asyncio.Event()
         #: Whether the job is on its way: later comers make a batch of their own.
         self.closed = False
@@ -54,12 +58,14 @@ class Batch:
     def join(self, action_id: str, member: Member) -> None:
         member.answer = asyncio.get_running_loop().create_future()
         self._present.append(member)
+        self._first.set()
         self.leave_out(action_id)
 
     def leave_out(self, action_id: str) -> None:
         """Wait no longer for this action."""
         self._expected.discard(action_id)
         if not self._expected:
+            self._first.set()
             self._complete.set()
 
     async def answer(self, member: Member) -> Answer:
@@ -80,6 +86,7 @@ class Batch:
 
     async def _run(self) -> None:
         try:
+            await self._first.wait()
             if self._expected:
                 await _wait_for(self._complete, self._gather_s)
             self.closed = True

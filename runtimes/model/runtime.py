@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 
 from manager.action import Action
 from manager.config import ServiceSpec
@@ -12,7 +11,7 @@ from manager.errors import ActionFailed, InvalidInput, Reason
 from manager.function import FunctionSpec
 from manager.lease import Lease
 from runtimes.model.batch import Batch, Member
-from runtimes.model.contract import Chunk, Engine
+from runtimes.model.contract import Ask, Chunk, Engine
 from runtimes.model.devices import require_torch
 from runtimes.model.external import External
 from runtimes.model.inhouse import InHouse
@@ -58,21 +57,15 @@ class ModelRuntime:
         """Run one action on its chunk, together with the other members of its batch where the lease names some."""
         function = execution.call.function
         engine = self._engine(function)
-        try:
-            given = parse_input(function, execution.call.input, self.settings.sequences_max)
-        except InvalidInput as error:
-            self._leave_out(execution)
-            raise ActionFailed(
-                Reason.INVALID_INPUT, error.message, component=error.component, detail=error.detail
-            ) from error
-        try:
-            ask = await engine.admit(function, given)
-        except BaseException:
-            self._leave_out(execution)
-            raise
-        await self._evict_elsewhere(execution, engine)
-        member = Member(ask=ask, begin=execution.begin)
         batch = self._batch(execution, engine)
+        try:
+            ask = await self._admit(execution, engine)
+            await self._evict_elsewhere(execution, engine)
+        except BaseException:
+            batch.leave_out(execution.action.id)
+            raise
+        member = Member(ask=ask, begin=execution.begin)
+        batch = self._batch(execution, engine)  # another one, where the first left without us
         batch.join(execution.action.id, member)
         try:
             answer = await batch.answer(member)
@@ -132,6 +125,16 @@ class ModelRuntime:
             self._in_house = InHouse(self.settings, self._nursery, self._report)
         return self._in_house
 
+    async def _admit(self, execution: Execution, engine: Engine) -> Ask:
+        function = execution.call.function
+        try:
+            given = parse_input(function, execution.call.input, self.settings.sequences_max)
+        except InvalidInput as error:
+            raise ActionFailed(
+                Reason.INVALID_INPUT, error.message, component=error.component, detail=error.detail
+            ) from error
+        return await engine.admit(function, given)
+
     def _batch(self, execution: Execution, engine: Engine) -> Batch:
         """The batch that the lease names, or one of this action alone."""
         key = _batch_key(execution)
@@ -164,11 +167,6 @@ class ModelRuntime:
             for service in grant.evict:
                 if service in other.residency():
                     await other.evict(service, grant.chunk)
-
-    def _leave_out(self, execution: Execution) -> None:
-        """An action that is refused must not keep its batch waiting."""
-        with suppress(KeyError):
-            self._batches[_batch_key(execution)].leave_out(execution.action.id)
 
     def _forget(self, key: tuple[str, ...], batch: Batch | None) -> None:
         if self._batches.get(key) is batch:

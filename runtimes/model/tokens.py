@@ -13,11 +13,18 @@ from runtimes.model.work import Encoded
 
 _COMPONENT = "model.tokens"
 
+#: One of these holds the vocabulary. Without any, transformers makes an empty tokenizer and says nothing.
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+
 
 class Tokens:
     """One checkpoint's tokenizer; safe to use from several threads."""
 
     def __init__(self, path: Path) -> None:
+        if not any((path / name).is_file() for name in _VOCABULARIES):
+            raise InvalidConfig(
+                f"{path} holds no tokenizer; add tokenizer.json, or send token_ids", component=_COMPONENT
+            )
         from transformers import AutoTokenizer
 
         try:

@@ -33,7 +33,7 @@ IDS = [[7, 3, 99, 12], [5, 5, 201, 34, 77, 140, 8, 9, 250], [255], [17, 90, 91, 
 def write(directory: Path, family: str, head: str, seed: int = 0, **shape: object) -> Path:
     """A random model with weights large enough for differences to show."""
     target = directory / f"{family}-{head}-{seed}"
-    config: Any = AutoConfig.for_model(family, **{**SHAPE, **shape}, num_labels=1)  # type: ignore[no-untyped-call]
+    config: Any = AutoConfig.for_model(family, **{**SHAPE, **shape}, num_labels=1)
     torch.manual_seed(seed)
     model: Any = AUTO[head].from_config(config)
     with torch.no_grad():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -58,5 +60,5 @@ def test_slots_never_overlap_and_stay_in_bounds(moves: list[tuple[int, int, bool
         held[name] = (offset, offset + pages * PAGE)
         ranges = sorted(held.values())
         assert ranges[-1][1] <= 8 * PAGE
-        assert all(left[1] <= right[0] for left, right in zip(ranges, ranges[1:], strict=False))
+        assert all(left[1] <= right[0] for left, right in pairwise(ranges))
         assert sorted(slots.keys()) == sorted(held)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,8 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def write_safetensors(file: Path, *, size: int = 16, **changes: object) -> None:
-    entry = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16], **changes}
+def write_safetensors(file: Path, changes: Mapping[str, object] | None = None, *, size: int = 16) -> None:
+    entry = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16], **(changes or {})}
     header = json.dumps({"__metadata__": {}, "weight": entry}).encode()
     file.write_bytes(struct.pack("<Q", len(header)) + header + bytes(size))
 
@@ -80,7 +81,7 @@ def test_a_truncated_file_is_refused(directory: Path) -> None:
 
 @pytest.mark.parametrize("changes", [{"shape": [3, 2]}, {"data_offsets": [4, 16]}, {"dtype": None, "shape": None}])
 def test_an_entry_that_contradicts_itself_is_refused(directory: Path, changes: dict[str, object]) -> None:
-    write_safetensors(directory / "model.safetensors", **changes)
+    write_safetensors(directory / "model.safetensors", changes)
     with pytest.raises(InvalidConfig, match="weight"):
         open_checkpoint(directory)
 
@@ -92,7 +93,7 @@ def test_a_quantised_checkpoint_is_refused_by_its_method(directory: Path) -> Non
 
 
 def test_an_unknown_dtype_is_refused_by_name(directory: Path) -> None:
-    write_safetensors(directory / "model.safetensors", dtype="F8_E4M3")
+    write_safetensors(directory / "model.safetensors", {"dtype": "F8_E4M3"})
     with pytest.raises(Unsupported, match="F8_E4M3"):
         open_checkpoint(directory)
 

