@@ -17,7 +17,8 @@ def subclasses(kind: type[TangramError]) -> list[type[TangramError]]:
 
 
 def test_every_error_and_every_reason_has_a_face() -> None:
-    assert {kind.code for kind in subclasses(TangramError)} <= FACES.keys()
+    crossing = [kind for kind in subclasses(TangramError) if not kind.__module__.startswith("gateway.client")]
+    assert {kind.code for kind in crossing} <= FACES.keys()
     assert REASON_FACES.keys() == set(Reason)
     assert reason_face(None).http == 200
 
