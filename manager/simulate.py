@@ -1,325 +1,199 @@
-"""The simulator: the same core, policies and managers as the engine's, under a virtual clock.
+"""What if: a workload on a cluster under policies and baselines, against a bound, and how little is enough.
 
-A workload is played in a closed loop: a trajectory thinks, submits its next action, and goes on when that has
-settled. Every run asserts that each action completed, that no unit was leased twice, and the core's own
-invariants. The same workload and cluster give the same run, byte for byte.
+`run` is the whole of ``tangram simulate`` but its command line.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-from manager.action import Action
-from manager.assembly import build_core
+from manager.baselines import BASELINES, run_baseline
+from manager.bound import Bound, lower_bound
+from manager.cluster import cluster, policies
 from manager.config import ManagerSpec
-from manager.errors import Unsatisfiable
-from manager.events import (
-    Command,
-    Event,
-    Execute,
-    Finished,
-    Refuse,
-    Resize,
-    Settle,
-    Submitted,
-    Tick,
-    TrajectoryEnded,
-    WakeAt,
-)
-from manager.knowledge import Knowledge, Oracle
-from manager.lease import Lease
-from manager.ledger import Ledger
-from manager.outcome import Outcome, Settlement, State
-from manager.trace import Step, Trajectory
+from manager.errors import InvalidInput
+from manager.knowledge import Knowledge, Learning, Oracle
+from manager.results import Row, SimulationResult
+from manager.simulation import Physics, Run, Simulation
+from manager.workloads import PRESETS, Workload, service
 
-#: Steps between two checks of all the core's invariants.
-CHECK_EVERY = 512
+#: Kinds that ``find`` can look for.
+FINDABLE = ("cores", "gpus")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Physics:
-    """What elasticity costs on real machines, as measured (see ``bench.rollouts``)."""
+class Size:
+    """A cluster by its numbers."""
 
-    #: Core-seconds that each worker process of a test run adds.
-    worker_cost_s: float = 0.3
-    #: Seconds that a resized action stands still.
-    resize_cost_s: float = 0.02
+    nodes: int = 5
+    cores: int = 1280
+    gpus: int = 0
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
-    """One settled action."""
-
-    trajectory: str
-    function: str
-    submitted_s: float
-    queue_s: float
-    overhead_s: float
-    execution_s: float
-    units: int
-
-    @property
-    def ended_s(self) -> float:
-        return self.submitted_s + self.act_s
-
-    @property
-    def act_s(self) -> float:
-        return self.queue_s + self.overhead_s + self.execution_s
-
-
-@dataclass(slots=True, kw_only=True)
-class Run:
-    """What one simulation of one policy gave."""
-
-    records: list[Record]
-    trajectories: int
-    makespan_s: float
-    ledger: Ledger
-    resizes: int = 0
-    restores: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _Running:
-    """A leased action as it really goes."""
-
-    action: Action
-    step: Step
-    lease: Lease
-    #: Worker processes that were started.
-    workers: int
-    #: Seconds of restore and of resizes so far: overhead.
-    lost_s: float
-    #: Instant from which the work goes on at the present units, and the fraction done before.
-    since_s: float
-    started_s: float
-    done: float = 0.0
-    #: Unit-seconds held until the last resize.
-    area: float = 0.0
-    resized_s: float = 0.0
-    version: int = 0
-
-    @property
-    def units(self) -> int:
-        """Units of the key resource, or of the first of a rigid action."""
-        kind = self.step.key or next(iter(self.step.cost), "")
-        return self.lease.units(kind)
-
-
-class Simulation:
-    """Plays one workload on one core."""
-
-    def __init__(
-        self,
-        spec: ManagerSpec,
-        trajectories: Sequence[Trajectory],
-        *,
-        physics: Physics | None = None,
-        knowledge: Knowledge | None = None,
-    ) -> None:
-        self._spec = spec
-        self._core = build_core(spec)
-        self._trajectories = trajectories
-        self._physics = physics or Physics()
-        self._knowledge = knowledge or Oracle()
-        self._ledger = Ledger()
-        self._events: list[tuple[float, int, Event | tuple[int, int]]] = []
-        self._seq = 0
-        self._now_s = 0.0
-        self._wake_s: float | None = None
-        self._running: dict[str, _Running] = {}
-        self._places: dict[str, tuple[int, int]] = {}
-        self._records: list[Record] = []
-        self._resizes = 0
-        self._restores = 0
-        self.steps = 0
-
-    def run(self) -> Run:
-        """Play to the end; raises Unsatisfiable where an action could never start."""
-        for index, trajectory in enumerate(self._trajectories):
-            if trajectory.steps:
-                self._push(trajectory.arrival_s + trajectory.steps[0].think_s, (index, 0))
-        while self._events or self._wake_s is not None:
-            events = self._next_events()
-            if not events:
-                continue  # an end that a resize has moved
-            for command in self._core.step(events, self._now_s):
-                self._obey(command)
-            self.steps += 1
-            if self.steps % CHECK_EVERY == 0:
-                self._core.check()
-        self._finish()
-        return Run(
-            records=self._records,
-            trajectories=len(self._trajectories),
-            makespan_s=max((record.ended_s for record in self._records), default=0.0),
-            ledger=self._ledger,
-            resizes=self._resizes,
-            restores=self._restores,
+    def spec(self, workload: Workload, policy: str, *, strict: bool = False) -> ManagerSpec:
+        return cluster(
+            nodes=min(self.nodes, max(1, self.cores)),
+            cores=self.cores,
+            devices=self.gpus,
+            services=workload.services,
+            quotas=workload.quotas,
+            policy=policy,
+            strict=strict,
         )
 
-    def _finish(self) -> None:
-        self._core.check()
-        expected = sum(len(trajectory.steps) for trajectory in self._trajectories)
-        assert len(self._records) == expected, f"{len(self._records)} of {expected} actions completed"
-        assert self._ledger.empty and not self._running, "something is leased after the end"
+    @property
+    def capacity(self) -> dict[str, int]:
+        return {kind: units for kind, units in (("cpu", self.cores), ("gpu", self.gpus)) if units}
 
-    # -- time
 
-    def _push(self, instant_s: float, event: Event | tuple[int, int]) -> None:
-        self._seq += 1
-        heapq.heappush(self._events, (instant_s, self._seq, event))
+def preset(name: str, batch: int, seed: int) -> Workload:
+    """A preset workload; raises InvalidInput for an unknown name or an empty batch."""
+    if name not in PRESETS:
+        raise InvalidInput(f"no preset is named {name!r}: known are {', '.join(PRESETS)}", component="simulate")
+    if batch < 1:
+        raise InvalidInput(f"a batch of {batch} trajectories is empty", component="simulate")
+    return PRESETS[name](batch, seed)
 
-    def _next_events(self) -> list[Event]:
-        """Go to the next instant at which something happens, and take all of it."""
-        next_s = self._events[0][0] if self._events else float("inf")
-        if self._wake_s is not None and self._wake_s < next_s:
-            assert self._events or self._wake_s > self._now_s, "the core asks for an instant that has passed"
-            self._now_s, self._wake_s = max(self._now_s, self._wake_s), None
-            return [Tick()]
-        self._now_s = next_s
-        events: list[Event] = []
-        while self._events and self._events[0][0] <= next_s:
-            event = heapq.heappop(self._events)[2]
-            if isinstance(event, tuple):
-                events.append(self._submission(*event))
-            elif not isinstance(event, Finished) or self._is_current(event):
-                events.append(event)
-        return events
 
-    def _is_current(self, event: Finished) -> bool:
-        """Whether the end was not moved by a resize since."""
-        running = self._running.get(event.action_id)
-        return running is not None and event.outcome.usage.get("version") == running.version
+def with_services(workload: Workload, bytes_per_service: int = 64 * 10**9) -> Workload:
+    """Give services that a trace names but does not describe a size."""
+    named = {step.service for trajectory in workload.trajectories for step in trajectory.steps if step.service}
+    missing = sorted(named - set(workload.services))
+    if not missing:
+        return workload
+    return replace(
+        workload, services={**workload.services, **{name: service(name, bytes_per_service) for name in missing}}
+    )
 
-    # -- the workload
 
-    def _submission(self, index: int, number: int) -> Submitted:
-        trajectory = self._trajectories[index]
-        step = trajectory.steps[number]
-        action_id = f"{trajectory.id}/{number}"
-        self._places[action_id] = (index, number)
-        t_ori_s, elasticity = self._knowledge.of(step)
-        return Submitted(
-            action=Action(
-                id=action_id,
-                function=step.function,
-                task=trajectory.task,
-                trajectory=trajectory.id,
-                cost=step.cost,
-                memory_bytes=trajectory.memory_bytes,
-                trajectory_ttl_s=1e9,
-                key=step.key,
-                elasticity=elasticity,
-                t_ori_s=t_ori_s,
-                malleable=step.malleable,
-                service=step.service,
-                profile_key=step.profile_key,
-                submitted_s=self._now_s,
-                timeout_s=1e9,
-                queue_timeout_s=1e9,
+def simulate(
+    workload: Workload,
+    policy: str,
+    size: Size,
+    *,
+    base: ManagerSpec | None = None,
+    physics: Physics | None = None,
+    knowledge: Knowledge | None = None,
+    strict: bool = False,
+) -> Run:
+    """One policy or baseline; ``base`` (a gateway's own configuration) replaces the cluster that ``size`` describes."""
+    spec = size.spec(workload, policy if policy not in BASELINES else "fixed", strict=strict)
+    if base is not None:
+        spec = adopted(base, spec)
+    _check_kinds(workload, spec)
+    if policy in BASELINES:
+        return run_baseline(policy, workload, spec)
+    return Simulation(spec, workload.trajectories, physics=physics, knowledge=knowledge).run()
+
+
+def adopted(base: ManagerSpec, spec: ManagerSpec) -> ManagerSpec:
+    """A gateway's nodes, quotas and bounds, with the workload's services and the policy under test."""
+    return replace(
+        base,
+        quotas={**spec.quotas, **base.quotas},
+        services={**spec.services, **base.services},
+        tasks=spec.tasks,
+        scheduler=spec.scheduler,
+    )
+
+
+def run(
+    workload: Workload,
+    names: Sequence[str],
+    size: Size,
+    *,
+    base: ManagerSpec | None = None,
+    physics: Physics | None = None,
+    learned: bool = False,
+    with_bound: bool = False,
+    find: str | None = None,
+    target_act_s: float | None = None,
+) -> SimulationResult:
+    """Every named policy and baseline on the same workload.
+
+    ``learned`` hides all profiles from the policies. ``find`` is ``cores`` or ``gpus``: the fewest of them with which
+    the first policy's mean ACT is at most ``target_act_s``. Raises InvalidInput or Unsatisfiable.
+    """
+    workload = with_services(workload)
+    capacity = size.capacity if base is None else capacity_of(base)
+    runs: dict[str, Run] = {}
+    for name in names:
+        if name not in BASELINES:
+            policies(name)
+        knowledge = Learning() if learned else Oracle()
+        runs[name] = simulate(workload, name, size, base=base, physics=physics, knowledge=knowledge)
+    bound: Bound | None = None
+    if with_bound:
+        bound = lower_bound(workload.trajectories, capacity, workload.quotas)
+    found = None
+    if find is not None:
+        if target_act_s is None or base is not None:
+            raise InvalidInput("--find needs --target-act and a cluster given by its size", component="simulate")
+        found = fewest(workload, names[0], size, find, target_act_s, physics)
+    return SimulationResult(
+        workload=workload.name,
+        trajectories=len(workload.trajectories),
+        actions=workload.actions,
+        rows=tuple(Row.of(name, done, capacity) for name, done in runs.items()),
+        bound=bound,
+        found=found,
+        runs=runs,
+    )
+
+
+def fewest(
+    workload: Workload, policy: str, size: Size, kind: str, target_act_s: float, physics: Physics | None = None
+) -> tuple[str, int, float]:
+    """(kind, units, mean ACT) with the fewest units that reach the target, to one unit a node; InvalidInput if none."""
+    if kind not in FINDABLE:
+        raise InvalidInput(f"--find takes {' or '.join(FINDABLE)}, not {kind!r}", component="simulate")
+    step = size.nodes if kind == "cores" else 1
+
+    def act_s(count: int) -> float:
+        sized = replace(size, cores=count * step) if kind == "cores" else replace(size, gpus=count)
+        run_ = simulate(workload, policy, sized, physics=physics)
+        return sum(record.act_s for record in run_.records) / max(1, run_.trajectories)
+
+    largest = max(1, -(-(size.cores if kind == "cores" else size.gpus) // step))
+    count, value_s = _least(act_s, largest, target_act_s)
+    return kind, count * step, value_s
+
+
+def _least(act_s: Callable[[int], float], start: int, target_s: float) -> tuple[int, float]:
+    """The least count whose ACT reaches the target, by doubling and halving (ACT falls with the count)."""
+    high, value_s = start, act_s(start)
+    while value_s > target_s:
+        if high >= 64 * start:
+            raise InvalidInput(
+                f"no size reaches a mean ACT of {target_s:g} s: with {high} it is {value_s:.3g} s", component="simulate"
             )
-        )
-
-    # -- the core's commands
-
-    def _obey(self, command: Command) -> None:
-        match command:
-            case Execute():
-                self._execute(command.action, command.lease)
-            case Resize():
-                self._resize(command.action, command.lease)
-            case Settle():
-                self._settle(command.settlement)
-            case WakeAt():
-                self._wake_s = command.instant_s
-            case Refuse():
-                raise Unsatisfiable(f"the core refused {command.action_id}: {command.error}", component="simulate")
-            case _:
-                pass  # placing and ending trajectories needs nothing here
-
-    def _execute(self, action: Action, lease: Lease) -> None:
-        self._ledger.grant(lease, self._now_s)
-        index, number = self._places[action.id]
-        step = self._trajectories[index].steps[number]
-        grant = lease.grants.get(step.key or "")
-        workers = 0 if grant is None else max(grant.units, grant.workers)
-        restore_s = self._restore_s(action, lease)
-        running = _Running(action, step, lease, workers, restore_s, self._now_s + restore_s, self._now_s)
-        running.resized_s = self._now_s
-        self._running[action.id] = running
-        self._schedule_end(running)
-
-    def _restore_s(self, action: Action, lease: Lease) -> float:
-        restore_s = 0.0
-        for grant in lease.grants.values():
-            if grant.restore and action.service is not None:
-                self._restores += 1
-                restore_s = max(restore_s, self._spec.services[action.service].restore_s_by_dop[grant.units])
-        return restore_s
-
-    def _resize(self, action: Action, lease: Lease) -> None:
-        """Account the work done with the old units; the action stands still for a moment and goes on."""
-        running = self._running[action.id]
-        self._ledger.change(lease, self._now_s)
-        self._resizes += 1
-        if self._now_s > running.since_s:
-            running.done += (self._now_s - running.since_s) / self._duration_s(running)
-            running.since_s = self._now_s
-        running.area += running.units * (self._now_s - running.resized_s)
-        running.resized_s = self._now_s
-        running.lease = lease
-        running.since_s += self._physics.resize_cost_s
-        running.lost_s += self._physics.resize_cost_s
-        running.version += 1
-        self._schedule_end(running)
-
-    def _duration_s(self, running: _Running) -> float:
-        """Seconds of the whole work with the present units."""
-        step = running.step
-        if step.key is None or step.elasticity is None:
-            return step.t_ori_s
-        units = running.lease.units(step.key)
-        assert 0 < units <= running.workers, f"{running.action.id}: {units} units for {running.workers} workers"
-        work_s = step.t_ori_s / (step.elasticity.efficiency(units) * units)
-        workers_s = self._physics.worker_cost_s * running.workers / units if step.malleable else 0.0
-        return work_s + workers_s
-
-    def _schedule_end(self, running: _Running) -> None:
-        left_s = max(0.0, 1.0 - running.done) * self._duration_s(running)
-        end_s = max(running.since_s, self._now_s) + left_s
-        ran_s = end_s - running.started_s
-        area = running.area + running.units * (end_s - self._now_s)
-        outcome = Outcome(
-            state=State.SUCCEEDED,
-            execution_s=max(0.0, ran_s - running.lost_s),
-            usage={"version": float(running.version), "mean_units": area / ran_s if ran_s > 0 else running.units},
-        )
-        self._push(end_s, Finished(action_id=running.action.id, outcome=outcome))
-
-    def _settle(self, settlement: Settlement) -> None:
-        """Record it, and let its trajectory think on."""
-        action = settlement.action
-        assert settlement.outcome.state is State.SUCCEEDED, f"{action.id}: {settlement.outcome}"
-        self._ledger.settle(action.id, self._now_s)
-        running = self._running.pop(action.id)
-        self._knowledge.observe(settlement)
-        self._records.append(
-            Record(
-                trajectory=action.trajectory or "",
-                function=action.function,
-                submitted_s=action.submitted_s,
-                queue_s=settlement.queue_s,
-                overhead_s=settlement.overhead_s,
-                execution_s=settlement.execution_s,
-                units=running.units,
-            )
-        )
-        index, number = self._places.pop(action.id)
-        steps = self._trajectories[index].steps
-        if number + 1 < len(steps):
-            self._push(self._now_s + steps[number + 1].think_s, (index, number + 1))
+        high *= 2
+        value_s = act_s(high)
+    low = 0
+    while high - low > max(1, high // 64):
+        middle = (low + high) // 2
+        middle_s = act_s(middle)
+        if middle_s <= target_s:
+            high, value_s = middle, middle_s
         else:
-            self._push(self._now_s, TrajectoryEnded(trajectory=self._trajectories[index].id))
+            low = middle
+    return high, value_s
+
+
+def capacity_of(spec: ManagerSpec) -> dict[str, int]:
+    """Units by kind of a configuration."""
+    totals = {"cpu": sum(node.cores for node in spec.nodes), "gpu": sum(node.devices for node in spec.nodes)}
+    return {kind: units for kind, units in totals.items() if units}
+
+
+def _check_kinds(workload: Workload, spec: ManagerSpec) -> None:
+    """A kind that nothing provides would never start: say so before anything runs."""
+    known = {*capacity_of(spec), *spec.quotas, *spec.concurrency}
+    for trajectory in workload.trajectories:
+        for step in trajectory.steps:
+            missing = sorted(set(step.cost) - known)
+            if missing:
+                raise InvalidInput(
+                    f"trajectory {trajectory.id}: nothing provides {missing[0]}; the cluster has {', '.join(sorted(known))}",
+                    component="simulate",
+                )
