@@ -82,7 +82,8 @@ def prepare(task: Mapping[str, Any], directory: Path, *, cache: Path | None = No
 def download(requirement: str, directory: Path) -> Path:
     """The sdist of ``name==version`` in ``directory``, fetched by pip; RuntimeError with pip's words when it cannot."""
     directory.mkdir(parents=True, exist_ok=True)
-    pattern = requirement.replace("==", "-") + ".tar.gz"
+    name, _, version = requirement.partition("==")
+    pattern = f"{re.sub('[-_.]', '[-_.]', name)}-{version}.tar.gz"
     if kept := sorted(directory.glob(pattern)):
         return kept[0]
     options = ["--no-deps", "--no-binary", ":all:", "--quiet", "--dest", str(directory)]

@@ -39,6 +39,9 @@ class PytestSettings:
     python: str = "python3"
     #: Workers started for each core of a malleable action, which may be given more cores while it runs.
     growth: float = 1.5
+    #: Least expected seconds on one core from which that is done: a further worker costs 0.2 to 1.4 CPU seconds
+    #: (``bench/pytest_width.py``), and shorter suites end before they could be given anything.
+    growth_from_s: float = 20.0
     #: Times that a run is taken up again after its process ended under its tests.
     resumes_max: int = 4
     #: Bytes of a report, and of what a suite prints, that are taken in.
@@ -266,7 +269,7 @@ def _workers(execution: Execution, spec: PytestSpec, request: Request, settings:
     """As many processes as cores; more where the action may grow, fewer where there are fewer tests."""
     action = execution.action
     wanted = max(1, execution.lease.units("cpu"))
-    if action.malleable and "cpu" in action.cost:
+    if action.malleable and "cpu" in action.cost and (action.t_ori_s or 0.0) >= settings.growth_from_s:
         wanted = min(math.ceil(wanted * settings.growth), max(wanted, action.cost["cpu"].maximum))
     wanted = int(_positive(execution.call.input, "workers", wanted))
     if request.listed and not request.targets:

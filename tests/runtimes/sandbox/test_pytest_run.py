@@ -332,12 +332,13 @@ async def test_workers_that_disagree_on_the_tests_give_way_to_one_process(bench:
     assert "one process was used" in value["note"]
 
 
-async def test_a_malleable_action_starts_workers_to_grow_into(bench: Bench) -> None:
+async def test_a_long_malleable_action_starts_workers_to_grow_into(bench: Bench) -> None:
     await bench.write(SUITE)
     execution, _ = execution_of(FUNCTION, {}, trajectory="t1", cores=(0, 1))
     cost = {"cpu": UnitSet.span(1, 8)}
-    for malleable, units, cap, workers in ((True, cost, 64, 3), (False, cost, 64, 2), (True, cost, 2, 2)):
-        execution.action = replace(execution.action, malleable=malleable, cost=units)
+    cases = ((True, 60.0, 64, 3), (False, 60.0, 64, 2), (True, 5.0, 64, 2), (True, 60.0, 2, 2))
+    for malleable, t_ori_s, cap, workers in cases:
+        execution.action = replace(execution.action, malleable=malleable, cost=cost, t_ori_s=t_ori_s)
         function = replace(FUNCTION, pytest=PytestSpec(args=ARGS, max_workers=cap))
         execution.call = replace(execution.call, function=function)
         execution.began_s = execution.ended_s = None
