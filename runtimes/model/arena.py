@@ -211,9 +211,10 @@ def bind(model: nn.Module, arena: Arena, shard: Shard, offset: int, tied: Mappin
     parameters = {
         name: nn.Parameter(arena.view(offset, view), requires_grad=False) for name, view in shard.views.items()
     }
+    modules = dict(model.named_modules())
     for name in (*parameters, *tied):
         module_name, _, leaf = name.rpartition(".")
-        module = model.get_submodule(module_name)
+        module = modules[module_name]
         value = parameters[tied.get(name, name)]
         if leaf in module._parameters:
             module._parameters[leaf] = value

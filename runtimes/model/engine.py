@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,14 @@ class Skeleton:
     model: Any
     fences: Fences
     team: Team
+    #: The buffers as built, on the host: a parked service keeps nothing on the device.
+    buffers: Mapping[str, torch.Tensor]
     bound: Seat | None = None
+
+    def park(self) -> None:
+        """Let go of the device: the arena's views are forgotten with the seat, the buffers fall back to the host."""
+        self.bound = None
+        place_buffers(self.model, self.buffers, "cpu")
 
 
 class DeviceEngine:
@@ -117,7 +124,7 @@ class DeviceEngine:
             part = shard(image.layout, place.rank, place.dop)
             offset, evicted = self._arena.slots.allocate(key, part.size_bytes)
             for other in evicted:
-                self._seats.pop(other, None)
+                self._drop(other)
             seat = Seat(place, offset, part, self._arena.restore(image.bytes, part, offset))
             self._seats[key] = seat
             return seat, True, tuple(other[0] for other in evicted)
@@ -138,7 +145,7 @@ class DeviceEngine:
         try:
             skeleton = self.skeleton(asked.place)
             skeleton.team.group = self._group(asked)
-            self._bind(skeleton, seat)
+            self.bind(skeleton, seat)
             self._use_cores(asked.cores)
             results = self._compute(asked, skeleton, seat, progress)
         finally:
@@ -179,8 +186,12 @@ class DeviceEngine:
             return found
 
     def _drop(self, key: SlotKey) -> None:
+        """Forget a seat; whichever model was bound to it is parked."""
         self._arena.slots.release(key)
-        self._seats.pop(key, None)
+        seat = self._seats.pop(key, None)
+        for skeleton in self._skeletons.values():
+            if seat is not None and skeleton.bound is seat:
+                skeleton.park()
 
     def _await_image(self, image_id: str) -> Image:
         with self._changed:
@@ -198,19 +209,21 @@ class DeviceEngine:
         if found is None:
             layout = self._await_image(place.image_id).layout
             model: Any = build_skeleton(layout.config, Head(layout.head), layout.dtype, Path(place.image_id))
-            place_buffers(model, self.device)
             team = Team()
             install(model, layout, team, place.rank, place.dop)
             part = shard(layout, place.rank, place.dop)
-            found = Skeleton(model, Fences(model, part, layout.tied), team)
+            buffers = {name: buffer for name, buffer in model.named_buffers() if name not in part.views}
+            found = Skeleton(model, Fences(model, part, layout.tied), team, buffers)
             self._skeletons = {k: v for k, v in self._skeletons.items() if k[0] in self._images}
             self._skeletons[key] = found
         return found
 
-    def _bind(self, skeleton: Skeleton, seat: Seat) -> None:
+    def bind(self, skeleton: Skeleton, seat: Seat) -> None:
+        """Point the model's parameters at its seat; a no-op where they are."""
         if skeleton.bound is not seat:
             layout = self._await_image(seat.place.image_id).layout
             bind(skeleton.model, self._arena, seat.shard, seat.offset, layout.tied)
+            place_buffers(skeleton.model, skeleton.buffers, self.device)
             skeleton.bound = seat
             skeleton.fences.transfer = seat.transfer
 

@@ -116,9 +116,8 @@ def _parse(config: Mapping[str, object], origin: Path) -> Any:
         ) from error
 
 
-def place_buffers(model: nn.Module, device: str) -> None:
-    """Move the buffers, which are real, to the device that computes."""
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device.type != "meta":
-                module._buffers[name] = buffer.to(device)
+def place_buffers(model: nn.Module, buffers: Mapping[str, torch.Tensor], device: str) -> None:
+    """Give the model these buffers on ``device``."""
+    for name, buffer in buffers.items():
+        module, _, leaf = name.rpartition(".")
+        model.get_submodule(module)._buffers[leaf] = buffer.to(device)
