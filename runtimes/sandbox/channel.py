@@ -212,12 +212,10 @@ class Channel(asyncio.BufferedProtocol):
             conversation.data(kind, payload)
         elif kind == wire.ACK:
             conversation.taken(wire.HEADER.unpack(payload)[0] if len(payload) == wire.HEADER.size else None)
-        elif kind == wire.ERROR:
+        elif kind in (wire.EXIT, wire.DONE, wire.ERROR):
+            answer = decode_json(payload)
             del self._conversations[number]
-            conversation.ended(error_of(decode_json(payload)))
-        elif kind in (wire.EXIT, wire.DONE):
-            del self._conversations[number]
-            conversation.ended(decode_json(payload))
+            conversation.ended(error_of(answer) if kind == wire.ERROR else answer)
         else:
             raise ProtocolError(f"a frame of kind {kind}")
 

@@ -35,6 +35,7 @@ logger = structlog.get_logger("sandbox.process")
 
 COMPONENT = "sandbox.process"
 START_S = 15.0
+FILES_MAX = 4096
 RUNNER = Path(__file__).with_name("runner.py")
 #: Where the runner and its socket lie inside.
 INSIDE = "/.tangram"
@@ -147,8 +148,7 @@ class ProcessProvider:
             raise Unsupported(f"a process sandbox cannot be made here: {error}", component=COMPONENT) from None
         if group is not None:
             group.enter(channel.peer_pid)
-        else:
-            _bound(channel.peer_pid, spec)
+        _bound(channel.peer_pid, spec, grouped=group is not None)
         record = replace(record, pid=channel.peer_pid, started=_started(channel.peer_pid))
         record.write(directory)
         return self._sandbox(directory, record, channel, group, parent)
@@ -336,15 +336,17 @@ def _box(means: Means, directory: Path, spec: SandboxSpec, mounts: Mapping[str, 
     for parent in _parents([*mounts.values(), spec.workdir, sys.base_prefix, sys.prefix, "/etc/passwd"]):
         options += ["--perms", "0755", "--dir", parent]
     options += ["--perms", "0700", "--dir", INSIDE]
-    for name in ETC + (("resolv.conf", "hosts") if spec.network is not Network.NONE else ()):
+    for name in ETC:
         options += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
+    names = Path("/etc/resolv.conf") if spec.network is not Network.NONE else directory / "resolv.conf"
+    options += ["--ro-bind-try", str(names), "/etc/resolv.conf"]
     for prefix in dict.fromkeys((sys.base_prefix, sys.prefix)):
         if not prefix.startswith("/usr"):
             options += ["--ro-bind", prefix, prefix]
-    for name in ("passwd", "group"):
+    for name in ("passwd", "group", "hosts"):
         options += ["--ro-bind", str(directory / name), f"/etc/{name}"]
     options += ["--proc", "/proc", "--dev", "/dev"]
-    options += ["--size", str(spec.shm_bytes), "--tmpfs", "/dev/shm"]
+    options += ["--perms", "1777", "--size", str(spec.shm_bytes), "--tmpfs", "/dev/shm"]
     options += ["--perms", "1777", "--size", str(spec.disk_bytes), "--tmpfs", "/tmp"]
     options += ["--bind", str(directory / "work"), spec.workdir]
     for source, target in mounts.items():
@@ -372,12 +374,17 @@ def _lay_out(directory: Path, spec: SandboxSpec, root: bool) -> None:
     lines = [f"{user}:x:{uid}:{uid}::{spec.workdir}:/bin/sh\n" for user, uid in accounts.items()]
     (directory / "passwd").write_text("".join(lines), encoding="ascii")
     (directory / "group").write_text("".join(f"{user}:x:{uid}:\n" for user, uid in accounts.items()), encoding="ascii")
+    (directory / "resolv.conf").write_text("# no network\n", encoding="ascii")
+    (directory / "hosts").write_text("127.0.0.1 localhost sandbox\n::1 localhost\n", encoding="ascii")
     directory.chmod(0o711)
 
 
-def _bound(pid: int, spec: SandboxSpec) -> None:
-    """Without cgroups: the address space and the file size of each process, which is less than a promise."""
-    for kind, value in ((resource.RLIMIT_AS, 4 * spec.memory_bytes), (resource.RLIMIT_FSIZE, spec.disk_bytes)):
+def _bound(pid: int, spec: SandboxSpec, *, grouped: bool) -> None:
+    """The size of each file; without cgroups the address space of each process, which is less than a promise."""
+    bounds = {resource.RLIMIT_FSIZE: spec.disk_bytes, resource.RLIMIT_CORE: 0, resource.RLIMIT_NOFILE: FILES_MAX}
+    if not grouped:
+        bounds[resource.RLIMIT_AS] = 4 * spec.memory_bytes
+    for kind, value in bounds.items():
         with suppress(OSError, ValueError):
             resource.prlimit(pid, kind, (value, value))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -10,6 +11,11 @@ import pytest
 from manager.function import SandboxSpec
 from runtimes.sandbox.provider import ProviderSettings, make_provider
 from runtimes.sandbox.sandbox import Provider, Sandbox
+
+
+def unique(name: str) -> str:
+    """A name that no other test process gives to a sandbox of the same engine."""
+    return f"{name}-{secrets.token_hex(4)}"
 
 
 @pytest.fixture(params=["process", pytest.param("container", marks=pytest.mark.docker)])
@@ -40,6 +46,6 @@ def spec() -> SandboxSpec:
 
 @pytest.fixture
 async def sandbox(provider: Provider, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
-    made = await provider.create(spec, name="test", labels={}, mounts={})
+    made = await provider.create(spec, name=unique("test"), labels={}, mounts={})
     yield made
     await made.close()

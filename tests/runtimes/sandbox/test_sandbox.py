@@ -13,6 +13,7 @@ import pytest
 from manager.errors import ActionFailed, Conflict, InvalidInput, NotFound, Reason, TooLarge
 from manager.function import Background, Isolation, SandboxSpec
 from runtimes.sandbox.sandbox import Command, CommandResult, Provider, Sandbox
+from tests.runtimes.sandbox.conftest import unique
 
 DEADLINE_S = 20.0
 
@@ -425,20 +426,20 @@ class TestLoss:
     async def test_a_living_sandbox_is_adopted_with_its_files_and_processes(
         self, provider: Provider, spec: SandboxSpec
     ) -> None:
-        first = await provider.create(spec, name="kept", labels={"tangram.trajectory": "t1"}, mounts={})
+        first = await provider.create(spec, name=unique("kept"), labels={"tangram.trajectory": "t1"}, mounts={})
         await sh(first, "echo kept > file; sleep 1000 >/dev/null 2>&1 &")
         await first.relabel({"tangram.trajectory": "t2"})
         await first.release()
         [(second, labels)] = await provider.adopt()
-        assert (second.id, second.spec, labels) == ("kept", spec, {"tangram.trajectory": "t2"})
+        assert (second.id, second.spec, labels) == (first.id, spec, {"tangram.trajectory": "t2"})
         assert (await sh(second, "cat file; pgrep -c sleep")).stdout == b"kept\n1\n"
         await second.close()
         assert await provider.adopt() == []
 
     async def test_orphans_are_removed_and_the_living_spared(self, provider: Provider, spec: SandboxSpec) -> None:
-        kept = await provider.create(spec, name="kept", labels={}, mounts={})
-        await provider.create(spec, name="orphan", labels={}, mounts={})
-        assert await provider.reap({"kept"}) == 1
+        kept = await provider.create(spec, name=unique("kept"), labels={}, mounts={})
+        await provider.create(spec, name=unique("orphan"), labels={}, mounts={})
+        assert await provider.reap({kept.id}) == 1
         assert (await sh(kept, "echo alive")).stdout == b"alive\n"
         await kept.close()
         assert await provider.reap(()) == 0
@@ -449,7 +450,7 @@ class TestLoss:
         (source / "handler.py").write_text("print('imported')", encoding="utf-8")
         if provider.info.kind == "process" and not provider.info.limits["filesystem"]:
             pytest.skip("this machine's process sandboxes have no mounts")
-        made = await provider.create(spec, name="mounted", labels={}, mounts={str(source): "/function"})
+        made = await provider.create(spec, name=unique("mounted"), labels={}, mounts={str(source): "/function"})
         result = await sh(made, "python3 /function/handler.py; touch /function/x 2>/dev/null || echo read-only")
         assert result.stdout == b"imported\nread-only\n"
         await made.close()
