@@ -88,7 +88,8 @@ class Core:
             self._end(trajectory)
         self._place_trajectories()
         self._commands += self._scheduling.run(self._now_s)
-        self._lend()
+        while self._lend():  # what the children had reserved may serve others
+            self._commands += self._scheduling.run(self._now_s)
         self._wake()
         return self._take_commands()
 
@@ -516,9 +517,10 @@ class Core:
                 if pool.free > free:
                     self._house.dirty.add(pool.name)
 
-    def _lend(self) -> None:
-        """Children that are still waiting run on what their parents hold, one at a time."""
+    def _lend(self) -> bool:
+        """Children that are still waiting run on what their parents hold, one at a time; whether any was started."""
         starter = self._scheduling.starter
+        lent = False
         for parent_id in list(self._children):
             parent = self._house.executing.get(parent_id)
             waiting = [entry for entry in self._children[parent_id] if entry.id in self._house.queue]
@@ -527,9 +529,12 @@ class Core:
                 continue
             self._children[parent_id] = waiting
             first = waiting[0]
-            if first.group is not None:
+            if first.group is not None and self._house.executing.can_borrow(first, parent):
+                self._touch(first)
                 starter.lend(first, parent)
+                lent = True
         self._commands += starter.take_commands()
+        return lent
 
     def _wake(self) -> None:
         """Say when to come back, where that changed."""

@@ -100,15 +100,17 @@ class Executing:
             assert entry.lease is not None
             entry.lease = replace(entry.lease, batch=batch)
 
-    def borrow(self, entry: Entry, parent: Entry, now_s: float) -> Lease | None:
-        """Start a child on units that its waiting parent lends; None where that is not enough.
+    def can_borrow(self, entry: Entry, parent: Entry) -> bool:
+        """Whether a child can run on what its waiting parent holds, with what is free of everything else."""
+        return self._loan(entry, parent) is not None
+
+    def borrow(self, entry: Entry, parent: Entry, now_s: float) -> Lease:
+        """Start a child on units that its waiting parent lends; they must be enough.
 
         Without it parents that hold every core and wait for their children would wait for ever.
         """
         plan = self._loan(entry, parent)
-        if plan is None:
-            return None
-        assert parent.lease is not None
+        assert plan is not None and parent.lease is not None, f"{parent.id} has nothing to lend {entry.id}"
         grants: dict[str, Grant] = {}
         for kind, (pool, count, lent) in plan.items():
             if lent:

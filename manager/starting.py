@@ -47,13 +47,11 @@ class Starter:
         for started in (entry, *mates):
             self._execute(started)
 
-    def lend(self, child: Entry, parent: Entry) -> bool:
-        """Start a child on the units of its waiting parent; whether that was possible."""
-        if self._house.executing.borrow(child, parent, self.now_s) is None:
-            return False
+    def lend(self, child: Entry, parent: Entry) -> None:
+        """Start a child on the units of its waiting parent."""
         self._leave(child)
+        self._house.executing.borrow(child, parent, self.now_s)
         self._execute(child)
-        return True
 
     def resize(self, entry: Entry, kind: str, units: int) -> None:
         """Change the units of a running action."""

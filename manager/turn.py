@@ -158,7 +158,9 @@ class Turn:
                 self._house.dirty.add(self._pool.name)
             elif resize.units > self._pool.held[entry.id]:
                 grows.append((entry, resize.units))
-        started = self._carry_out_starts(decision.starts, balance)
+        started, balance = self._carry_out_starts(decision.starts, balance)
+        if started:
+            self._reconsider(balance)
         for entry, units in grows:
             held = self._pool.held[entry.id]
             self._expect(units - held <= self._pool.free, decision, f"grows {entry.id} beyond what is free")
@@ -168,8 +170,11 @@ class Turn:
                 self._starter.resize(entry, self._pool.kind, allowed)
         return started
 
-    def _carry_out_starts(self, starts: Sequence[Start], balance: int) -> bool:
-        """Candidates first, for which the policy must keep its sums; then whatever else it chose and still fits."""
+    def _carry_out_starts(self, starts: Sequence[Start], balance: int) -> tuple[bool, int]:
+        """Candidates first, for which the policy must keep its sums; then whatever else it chose and still fits.
+
+        Whether anything was started, and what is left of the units that the policy was shown.
+        """
         started = False
         others = []
         for start in starts:
@@ -190,7 +195,25 @@ class Turn:
             option = None if entry.group is None else self._place(entry.group)
             if option is not None:
                 started |= self._start(entry, option, start)
-        return started
+        return started, balance
+
+    def _reconsider(self, balance: int) -> None:
+        """Ask for another round for candidates whose promise was given to an earlier one that started wider.
+
+        Such a candidate may have been promised other resources, which would idle; may start elsewhere; or may still
+        fit here, where the policy was shown less than there is (a reservation of somebody behind, a narrower start).
+        Where the pool has places, a pinned action may find that its own was spared.
+        """
+        if self._pool.chunk_view() is not None:
+            self._house.dirty_groups.update(group for group in self._groups if group.live and group.signature.node)
+        for candidate in self._candidates.values():
+            group = candidate.entry.group
+            minimum = _unit_set(candidate.entry.action).minimum
+            if group is None or minimum <= balance:
+                continue
+            elsewhere = len(candidate.option.needs) > 1 or len(self._selection.options[group]) > 1
+            if elsewhere or minimum <= self._pool.free:
+                self._house.dirty_groups.add(group)
 
     def _start(self, entry: Entry, option: Option, start: Start) -> bool:
         """Start an action, unless a start of this very turn took what it needs (a batch, a place, a resource)."""

@@ -97,12 +97,17 @@ class Residency:
         return tuple(dict.fromkeys(copy for device in devices for copy in self._on_device[device]))
 
     def believe(self, copies: Iterable[Copy], known: set[Copy]) -> None:
-        """Replace the copies in ``known`` by those reported; the order of use is kept where it can be."""
+        """Replace the copies in ``known`` by those reported; the order of use is kept where it can be.
+
+        A copy that reaches beyond ``known`` cannot be there any more where the reported ones leave it no room.
+        """
         reported = list(copies)
         for copy in sorted(known - set(reported), key=lambda copy: (copy.chunk, copy.service)):
             self.evict(copy)
         for copy in reported:
             if copy not in known:
+                for victim in self.victims(copy):
+                    self.evict(victim)
                 self.restore(copy)
 
     def describe(self) -> list[dict[str, object]]:

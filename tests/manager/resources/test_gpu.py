@@ -102,3 +102,13 @@ def test_no_chunk_crosses_a_node_and_its_grant_counts_devices_there() -> None:
     assert (grant.pool, grant.chunk) == ("gpu:n1", (0, 4))
     assert not gpus.accepts(Ask(holder="y", units=4, service="a"))
     gpus.check()
+
+
+def test_a_copy_that_reaches_a_busy_device_gives_way_to_what_is_reported_beside_it() -> None:
+    gpus = pool(2)
+    gpus.acquire(Ask(holder="x", units=2, service="a"), 0.0)
+    gpus.release("x", 0.0)
+    gpus.acquire(Ask(holder="y", units=1, service="c", chunk=(1, 1)), 0.0)
+    gpus.report("n0", [("b", 0, 1), ("c", 0, 1)])
+    gpus.check()
+    assert gpus.acquire(Ask(holder="z", units=1, service="b", chunk=(0, 1)), 0.0).restore is False
