@@ -296,7 +296,10 @@ class Engine:
                 _feed(sock, stdin)
             return self._follow(made, sock, output, abandoned)
         finally:
-            wrapped.close()
+            response = getattr(wrapped, "_response", None)  # held there by docker while the socket is used
+            for part in (response, wrapped, sock):
+                if part is not None:
+                    part.close()
 
     def _follow(
         self, made: str, sock: Any, output: Callable[[int, bytes], None], abandoned: Callable[[], bool]

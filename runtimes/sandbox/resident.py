@@ -107,6 +107,11 @@ class ResidentSandbox:
         return not self._closed and not self._line.lost.is_set()
 
     @property
+    def lost(self) -> asyncio.Event:
+        """Set when its line is cut, for whatever reason."""
+        return self._line.lost
+
+    @property
     def loss_told(self) -> bool:
         return self._loss_told
 

@@ -1,0 +1,230 @@
+"""What only containers do: images, snapshots, networks, and life without a runner."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from manager.errors import ActionFailed, Conflict, InvalidConfig, InvalidInput, NotFound, Reason, TooLarge, Unsupported
+from manager.function import Background, Network, SandboxSpec
+from runtimes.sandbox.container_provider import ContainerProvider
+from runtimes.sandbox.environments import Environments
+from runtimes.sandbox.network import Egress
+from runtimes.sandbox.provider import ProviderSettings, make_provider
+from runtimes.sandbox.sandbox import Command, CommandResult, Provider, Sandbox
+from tests.runtimes.sandbox.conftest import unique
+
+pytestmark = pytest.mark.docker
+DEADLINE_S = 30.0
+
+
+async def sh(sandbox: Sandbox, text: str, *, timeout_s: float = 20.0, user: str = "") -> CommandResult:
+    return await sandbox.run(Command(shell=text, timeout_s=timeout_s, kill_grace_s=0.2, user=user))
+
+
+def engine(*words: str) -> str:
+    done = subprocess.run(["docker", *words], capture_output=True, text=True, check=True, timeout=120)
+    return done.stdout.strip()
+
+
+async def test_a_missing_image_names_the_remedy(containers: Provider) -> None:
+    with pytest.raises(InvalidConfig, match=r"docker pull localhost:1/nothing:here"):
+        await containers.check(SandboxSpec(image="localhost:1/nothing:here"))
+
+
+async def test_the_death_of_the_runner_is_a_lost_environment(containers: Provider, spec: SandboxSpec) -> None:
+    environments = Environments(containers)
+    sandbox = await environments.ensure("t", spec)
+    begun = asyncio.Event()
+    task = asyncio.create_task(sandbox.run(Command(shell="echo; sleep 1000"), lambda *_: begun.set()))
+    async with asyncio.timeout(DEADLINE_S):
+        await begun.wait()
+        pid = int(engine("inspect", "--format", "{{.State.Pid}}", f"tangram-{sandbox.id}"))
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(ActionFailed) as caught:
+            await task
+        assert caught.value.reason is Reason.ENVIRONMENT_LOST
+        assert "are lost" in caught.value.message
+        assert (await sh(await environments.ensure("t", spec), "echo new")).stdout == b"new\n"
+        await environments.close()
+    assert engine("ps", "-aq", "--filter", f"name=tangram-{sandbox.id}") == ""
+
+
+async def test_a_cancelled_creation_leaves_no_container(docker: str, spec: SandboxSpec, tmp_path: Path) -> None:
+    containers = make_provider(ProviderSettings(kind="container", state_dir=tmp_path / "state"))
+    name = unique("cancelled")
+    task = asyncio.create_task(containers.create(spec, name=name, labels={}, mounts={}))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    async with asyncio.timeout(DEADLINE_S):
+        await containers.close()
+    assert engine("ps", "-aq", "--filter", f"name=tangram-{name}") == ""
+
+
+async def test_a_frozen_container_can_be_removed(containers: Provider, spec: SandboxSpec) -> None:
+    sandbox = await containers.create(spec, name=unique("frozen"), labels={}, mounts={})
+    await sandbox.quiesce(Background.FREEZE)
+    async with asyncio.timeout(DEADLINE_S):
+        await sandbox.close()
+    assert engine("ps", "-aq", "--filter", f"name=tangram-{sandbox.id}") == ""
+
+
+async def test_a_fork_has_the_files_and_goes_its_own_way(containers: Provider, spec: SandboxSpec) -> None:
+    environments = Environments(containers)
+    original = await environments.ensure("one", spec)
+    await sh(original, "echo shared > file")
+    copy = await environments.fork("one", "two")
+    await sh(copy, "echo own >> file")
+    assert (await sh(copy, "cat file")).stdout == b"shared\nown\n"
+    assert (await sh(original, "cat file")).stdout == b"shared\n"
+    name = secrets.token_hex(4)
+    snapshot = await environments.snapshot("one", name)
+    with pytest.raises(Conflict):
+        await environments.restore("one", snapshot)
+    await environments.end("one")
+    assert (await sh(await environments.restore("one", snapshot, spec), "cat file")).stdout == b"shared\n"
+    await environments.close()
+    await containers.remove_snapshot(snapshot)
+    await containers.remove_snapshot(snapshot)
+    assert engine("images", "-q", snapshot) == ""
+
+
+async def test_an_internal_network_joins_sandboxes(containers: Provider, spec: SandboxSpec) -> None:
+    internal = replace(spec, network=Network.INTERNAL)
+    one = await containers.create(internal, name=unique("one"), labels={}, mounts={})
+    other = await containers.create(internal, name=unique("other"), labels={}, mounts={})
+    address = (await sh(one, "hostname -I")).stdout.decode().strip()
+    serve = (
+        "import socket\ns = socket.create_server(('0.0.0.0', 5555))\n"
+        "print('up', flush=True)\ns.accept()[0].sendall(b'hi')"
+    )
+    up = asyncio.Event()
+    server = asyncio.create_task(one.run(Command(argv=("python3", "-c", serve)), lambda *_: up.set()))
+    async with asyncio.timeout(DEADLINE_S):
+        await up.wait()
+        call = f"import socket; print(socket.create_connection(('{address}', 5555), 5).recv(9))"
+        assert (await other.run(Command(argv=("python3", "-c", call)))).stdout == b"b'hi'\n"
+        await server
+    await one.close()
+    await other.close()
+
+
+async def test_egress_reaches_what_is_allowed_and_nothing_else(containers: Provider, spec: SandboxSpec) -> None:
+    gateway = engine("network", "inspect", "bridge", "--format", "{{(index .IPAM.Config 0).Gateway}}")
+    if not gateway:
+        pytest.skip("this engine has no bridge to the outside")
+    try:
+        Egress.check()
+    except Unsupported as error:
+        pytest.skip(error.message)
+    accepted = asyncio.Event()
+
+    async def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+        await writer.wait_closed()
+        accepted.set()
+
+    server = await asyncio.start_server(accept, gateway, 0)
+    port = server.sockets[0].getsockname()[1]
+    call = f"import socket; socket.create_connection(('{gateway}', {port}), 1); print('reached')"
+    for allow, reached in (((f"{gateway}/32",), b"reached\n"), (("192.0.2.0/24",), b"")):
+        limited = replace(spec, network=Network.EGRESS, allow=allow)
+        sandbox = await containers.create(limited, name=unique("egress"), labels={}, mounts={})
+        assert (await sandbox.run(Command(argv=("python3", "-c", call), timeout_s=10))).stdout == reached
+        await sandbox.close()
+    async with asyncio.timeout(DEADLINE_S):
+        await accepted.wait()
+    server.close()
+    await server.wait_closed()
+
+
+def test_egress_rules_are_closed_by_default() -> None:
+    rules = Egress(("192.0.2.0/24", "2001:db8::/32")).rules()
+    assert [rule[-1] for rule in rules if "-P" in rule] == ["DROP", "DROP"]
+    assert [rule[0] for rule in rules if "192.0.2.0/24" in rule] == ["iptables"]
+    assert [rule[0] for rule in rules if "2001:db8::/32" in rule] == ["ip6tables"]
+
+
+@pytest.fixture(scope="module")
+def bare(docker: str) -> Iterator[str]:
+    """An image without python3."""
+    name = f"tangram-test:bare-{secrets.token_hex(4)}"
+    made = engine("create", docker, "/bin/sh", "-c", "rm -f /usr/bin/python*")
+    engine("start", "-a", made)
+    engine("commit", made, name)
+    engine("rm", made)
+    yield name
+    engine("rmi", name)
+
+
+class TestWithoutPython:
+    """An image without python3: the same semantics, a docker exec for each command."""
+
+    @pytest.fixture
+    async def sandbox(self, containers: Provider, spec: SandboxSpec, bare: str) -> Sandbox:
+        assert isinstance(containers, ContainerProvider)
+        return await containers.create(replace(spec, image=bare), name=unique("bare"), labels={}, mounts={})
+
+    async def test_commands(self, sandbox: Sandbox) -> None:
+        seen: list[tuple[str, bytes]] = []
+        command = Command(
+            shell='cat; echo "$PWD $A" >&2; id -u >&2; exit 3', stdin=b"in\x00\xff", env={"A": "b"}, cwd="."
+        )
+        result = await sandbox.run(command, lambda *chunk: seen.append(chunk))
+        assert (result.stdout, result.stderr, result.exit_code) == (b"in\x00\xff", b"/workspace b\n1000\n", 3)
+        assert b"".join(data for name, data in seen if name == "stdout") == b"in\x00\xff"
+        cut = await sandbox.run(Command(argv=("head", "-c", "100000", "/dev/zero"), output_limit_bytes=10))
+        assert (len(cut.stdout), cut.stdout_truncated) == (10, True)
+
+    async def test_a_timeout_kills_there_too_and_spares_earlier_processes(self, sandbox: Sandbox) -> None:
+        await sh(sandbox, "sleep 3000 >/dev/null 2>&1 & echo on")
+        async with asyncio.timeout(DEADLINE_S):
+            result = await sh(sandbox, "echo before; (setsid sleep 12321 &); sleep 1000", timeout_s=0.5)
+        assert (result.timed_out, result.stdout) == (True, b"before\n")
+        assert (
+            await sh(sandbox, "pgrep -f 'sleep 1232[1]' || echo none; pgrep -cf 'sleep 300[0]'")
+        ).stdout == b"none\n1\n"
+
+    async def test_cancelling_kills(self, sandbox: Sandbox) -> None:
+        begun = asyncio.Event()
+        task = asyncio.create_task(sandbox.run(Command(shell="echo; sleep 12321"), lambda *_: begun.set()))
+        async with asyncio.timeout(DEADLINE_S):
+            await begun.wait()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        assert (await sh(sandbox, "pgrep -f 'sleep 1232[1]' || echo none")).stdout == b"none\n"
+
+    async def test_files(self, sandbox: Sandbox) -> None:
+        await sandbox.write_file("deep/file", b"data", mode=0o640)
+        assert await sandbox.read_file("deep/file", limit_bytes=4) == b"data"
+        [entry] = await sandbox.list_files("deep")
+        assert (entry.path, entry.size_bytes, entry.mode) == ("deep/file", 4, 0o640)
+        with pytest.raises(TooLarge):
+            await sandbox.read_file("deep/file", limit_bytes=3)
+        with pytest.raises(NotFound):
+            await sandbox.read_file("nothing", limit_bytes=3)
+        with pytest.raises(InvalidInput):
+            await sandbox.read_file("deep", limit_bytes=3)
+        with pytest.raises(InvalidInput):
+            await sandbox.write_file("../../etc/passwd", b"x")
+
+    async def test_its_death_is_told(self, sandbox: Sandbox) -> None:
+        engine("rm", "-f", f"tangram-{sandbox.id}")
+        with pytest.raises(ActionFailed) as caught:
+            await sh(sandbox, "true")
+        assert caught.value.reason is Reason.ENVIRONMENT_LOST
+
+    async def test_what_needs_a_runner_is_unsupported(self, sandbox: Sandbox) -> None:
+        with pytest.raises(Unsupported, match="no python3"):
+            await sandbox.spawn(Command(argv=("cat",)))

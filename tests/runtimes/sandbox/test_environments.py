@@ -1,0 +1,324 @@
+"""Trajectories and their sandboxes, warm pools, the gate before the engine, and the runtime over them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from manager.clock import VirtualClock
+from manager.errors import ActionFailed, CapacityExceeded, Conflict, NotFound, Reason, TangramError, Unsupported
+from manager.function import Background, FunctionSpec, Isolation, RuntimeKind, SandboxSpec, Warm
+from manager.lease import Grant, Lease
+from runtimes.sandbox.environments import Environments, EnvironmentSettings
+from runtimes.sandbox.pool import DEMAND_S, WarmPool
+from runtimes.sandbox.provider import ProviderSettings, make_provider
+from runtimes.sandbox.resident import ResidentSandbox
+from runtimes.sandbox.runtime import ExecRuntime
+from runtimes.sandbox.sandbox import Command, Provider, Sandbox
+from runtimes.sandbox.starting import Starting
+from tests.runtimes.recorder import execution_of
+
+DEADLINE_S = 20.0
+
+
+@pytest.fixture
+async def local(tmp_path: Path) -> AsyncIterator[Provider]:
+    provider = make_provider(ProviderSettings(kind="process", state_dir=tmp_path / "state"))
+    yield provider
+    await provider.reap(())
+    await provider.close()
+
+
+@pytest.fixture
+async def environments(local: Provider) -> AsyncIterator[Environments]:
+    made = Environments(local)
+    yield made
+    await made.close()
+
+
+async def say(sandbox: Sandbox, text: str) -> bytes:
+    return (await sandbox.run(Command(shell=text))).stdout
+
+
+class TestTrajectories:
+    async def test_a_trajectory_keeps_its_sandbox(self, environments: Environments) -> None:
+        first, second = await asyncio.gather(environments.ensure("t"), environments.ensure("t"))
+        assert first is second
+        other = await environments.ensure("u")
+        assert other is not first
+        await say(first, "echo kept > file")
+        assert await say(await environments.ensure("t"), "cat file") == b"kept\n"
+        assert sorted(str(entry["trajectory"]) for entry in environments.list()) == ["t", "u"]
+
+    async def test_the_end_removes_it_and_is_idempotent(self, environments: Environments) -> None:
+        sandbox = await environments.ensure("t")
+        await environments.end("t")
+        await environments.end("t")
+        assert (environments.get("t"), environments.list(), sandbox.alive) == (None, [], False)
+
+    async def test_the_existing_sandbox_wins_but_isolation_is_always_checked(self, environments: Environments) -> None:
+        sandbox = await environments.ensure("t", SandboxSpec(memory_bytes=2**28))
+        assert await environments.ensure("t", SandboxSpec(memory_bytes=2**29)) is sandbox
+        with pytest.raises(Unsupported, match="isolation: container"):
+            await environments.ensure("t", SandboxSpec(isolation=Isolation.CONTAINER))
+
+    async def test_an_unseen_death_is_told_once_before_a_new_sandbox_is_made(self, environments: Environments) -> None:
+        sandbox = await environments.ensure("t")
+        await environments.provider.reap(())
+        async with asyncio.timeout(DEADLINE_S):
+            assert isinstance(sandbox, ResidentSandbox)
+            await sandbox.lost.wait()
+        with pytest.raises(ActionFailed) as caught:
+            await environments.ensure("t")
+        assert caught.value.reason is Reason.ENVIRONMENT_LOST
+        assert (await environments.ensure("t")).alive
+
+    async def test_a_death_that_an_action_told_is_not_told_again(self, environments: Environments) -> None:
+        sandbox = await environments.ensure("t")
+        begun = asyncio.Event()
+        task = asyncio.create_task(sandbox.run(Command(shell="echo; sleep 1000"), lambda *_: begun.set()))
+        async with asyncio.timeout(DEADLINE_S):
+            await begun.wait()
+            await environments.provider.reap(())
+            with pytest.raises(ActionFailed):
+                await task
+        assert await environments.ensure("t") is not sandbox
+
+    async def test_a_failed_creation_leaves_nothing_and_can_be_tried_again(self, environments: Environments) -> None:
+        with pytest.raises(TangramError):
+            await environments.ensure("t", SandboxSpec(workdir="relative"))
+        assert (environments.get("t"), environments.list()) == (None, [])
+        assert (await environments.ensure("t")).alive
+
+    async def test_an_action_without_a_trajectory_has_a_sandbox_of_its_own(self, environments: Environments) -> None:
+        async with environments.ephemeral() as one, environments.ephemeral() as other:
+            assert one is not other
+            assert await say(one, "echo hello") == b"hello\n"
+        await environments.close()
+        assert not one.alive
+
+    async def test_the_reaper_spares_everything_that_is_owned(
+        self, environments: Environments, local: Provider
+    ) -> None:
+        await environments.start()
+        owned = await environments.ensure("t")
+        elsewhere = await local.create(SandboxSpec(), name="elsewhere", labels={}, mounts={})
+        environments.spare(lambda: {"elsewhere"})
+        async with environments.ephemeral() as ephemeral:
+            await environments._reap()
+            assert (owned.alive, ephemeral.alive, elsewhere.alive) == (True, True, True)
+            assert await say(elsewhere, "echo on") == b"on\n"
+        await elsewhere.close()
+
+    async def test_the_next_gateway_adopts_what_was_kept(self, local: Provider) -> None:
+        first = Environments(local, EnvironmentSettings(keep_on_close=True))
+        await say(await first.ensure("kept"), "echo kept > file")
+        await first.ensure("unknown")
+        await first.close()
+        second = Environments(local)
+        assert await second.start({"kept"}) == ["kept"]
+        assert await say(await second.ensure("kept"), "cat file") == b"kept\n"
+        await second.close()
+        assert await local.adopt() == []
+
+    async def test_snapshots_need_images(self, environments: Environments) -> None:
+        with pytest.raises(NotFound):
+            await environments.snapshot("nobody")
+        await environments.ensure("t")
+        with pytest.raises(Unsupported, match="no image"):
+            await environments.fork("t", "u")
+        with pytest.raises(Conflict):
+            await environments.restore("t", "image")
+
+
+class TestWarmPool:
+    async def test_a_warm_sandbox_is_claimed_and_replaced(self, environments: Environments) -> None:
+        spec = SandboxSpec(image="any", warm=Warm(min=2, max=3))
+        await environments.warm(spec)
+        pool = environments.pool(spec)
+        async with asyncio.timeout(DEADLINE_S):
+            await pool.filled()
+            ready = {sandbox.id for sandbox in pool.sandboxes}
+            claimed = await environments.ensure("t", spec)
+            assert claimed.id in ready
+            await pool.filled()
+        assert pool.idle == 2
+        assert claimed.id not in {sandbox.id for sandbox in pool.sandboxes}
+
+    async def test_a_claimed_sandbox_is_adopted_as_its_trajectorys(self, local: Provider) -> None:
+        first = Environments(local, EnvironmentSettings(keep_on_close=True))
+        spec = SandboxSpec(image="any", warm=Warm(min=1, max=1))
+        await first.warm(spec)
+        async with asyncio.timeout(DEADLINE_S):
+            await first.pool(spec).filled()
+        await first.ensure("t", spec)
+        await first.close()
+        second = Environments(local)
+        assert await second.start() == ["t"]
+        await second.close()
+
+    async def test_recent_demand_raises_the_target_up_to_the_maximum(self, local: Provider) -> None:
+        clock = VirtualClock()
+
+        async def never() -> Sandbox:
+            raise AssertionError("not started")
+
+        pool = WarmPool(SandboxSpec(warm=Warm(min=1, max=3)), never, clock)
+        assert pool.target == 1
+        for _ in range(5):
+            assert pool.claim() is None
+        assert pool.target == 3
+        clock.advance_to(DEMAND_S + 1)
+        assert pool.target == 1
+
+
+class TestStarting:
+    async def test_no_more_than_the_limit_are_made_at_once(self) -> None:
+        starting = Starting(2)
+        going, peak = 0, 0
+
+        async def make(name: str) -> None:
+            nonlocal going, peak
+            async with starting.slot(name):
+                going += 1
+                peak = max(peak, going)
+                await asyncio.sleep(0)
+                going -= 1
+
+        await asyncio.gather(*(make(str(index)) for index in range(10)))
+        assert (peak, starting.names) == (2, set())
+
+    async def test_failures_close_the_gate_for_a_growing_while(self) -> None:
+        clock = VirtualClock()
+        starting = Starting(1, threshold=2, backoff_s=1.0, clock=clock)
+
+        async def fail(error: Exception) -> None:
+            async with starting.slot("x"):
+                raise error
+
+        for _ in range(2):
+            with pytest.raises(TangramError, match="broken"):
+                await fail(TangramError("broken"))
+        with pytest.raises(CapacityExceeded) as caught:
+            await fail(TangramError("broken"))
+        assert caught.value.retry_after_s == 1.0
+        clock.advance_to(1.5)
+        with pytest.raises(TangramError, match="broken"):
+            await fail(TangramError("broken"))
+        assert starting.wait_s == 2.0
+        clock.advance_to(10.0)
+        async with starting.slot("x"):
+            pass
+        with pytest.raises(TangramError, match="broken"):
+            await fail(TangramError("broken"))
+        assert starting.wait_s == 0.0
+
+    async def test_the_callers_mistakes_do_not_count(self) -> None:
+        starting = Starting(1, threshold=1, clock=VirtualClock())
+        with pytest.raises(Unsupported):
+            async with starting.slot("x"):
+                raise Unsupported("never")
+        assert starting.wait_s == 0.0
+
+
+class TestExecRuntime:
+    function = FunctionSpec(name="shell", runtime=RuntimeKind.EXEC, sandbox=SandboxSpec(), output_limit_bytes=1000)
+
+    async def test_a_command_becomes_a_result_a_log_and_a_measured_use(self, environments: Environments) -> None:
+        runtime = ExecRuntime(environments)
+        script = "printf 'grüße\\n'; echo err >&2; exit 4"
+        execution, log = execution_of(self.function, {"command": script, "env": {"A": "b"}}, trajectory="t")
+        result = await runtime.execute(execution)
+        assert isinstance(result.value, dict)
+        duration_s = result.value.pop("duration_s")
+        assert isinstance(duration_s, float)
+        assert result.value == {
+            "exit_code": 4,
+            "signal": None,
+            "stdout": "grüße\n",
+            "stderr": "err\n",
+            "stdout_truncated": False,
+            "stderr_truncated": False,
+        }
+        assert (log.text("stdout"), log.text("stderr")) == ("grüße\n", "err\n")
+        assert {"cpu_s", "peak_memory_bytes"} <= result.usage.keys()
+        assert execution.execution_s >= duration_s * 0.5
+
+    async def test_the_files_of_a_trajectory_survive_and_its_processes_stand_still(
+        self, environments: Environments
+    ) -> None:
+        runtime = ExecRuntime(environments)
+        said = ""
+        for script in ("echo 1 > file; sleep 100 >/dev/null 2>&1 &", "cat file; pgrep -c sleep"):
+            execution, log = execution_of(self.function, {"command": script}, trajectory="t")
+            await runtime.execute(execution)
+            said += log.text("stdout")
+        assert said == "1\n1\n"
+
+    async def test_background_kill_ends_with_the_action(self, environments: Environments) -> None:
+        runtime = ExecRuntime(environments)
+        function = replace(self.function, sandbox=SandboxSpec(background=Background.KILL))
+        said = ""
+        for script in ("sleep 100 >/dev/null 2>&1 &", "pgrep -c sleep || true"):
+            execution, log = execution_of(function, {"command": script}, trajectory="t")
+            await runtime.execute(execution)
+            said += log.text("stdout")
+        assert said == "0\n"
+
+    async def test_bytes_that_are_no_text_come_as_base64_too(self, environments: Environments) -> None:
+        execution, _ = execution_of(self.function, {"argv": ["printf", "\\377"]})
+        value = (await ExecRuntime(environments).execute(execution)).value
+        assert isinstance(value, dict)
+        assert (value["stdout"], value["stdout_base64"]) == ("\ufffd", "/w==")
+
+    async def test_a_timeout_keeps_what_was_printed(self, environments: Environments) -> None:
+        function = replace(self.function, timeout_s=0.3)
+        execution, _ = execution_of(function, {"command": "echo partial; exec sleep 100"}, trajectory="t")
+        with pytest.raises(ActionFailed) as caught:
+            await ExecRuntime(environments).execute(execution)
+        assert caught.value.reason is Reason.TIMEOUT
+        assert isinstance(caught.value.result, dict)
+        assert caught.value.result["stdout"] == "partial\n"
+
+    async def test_the_cores_of_the_lease_are_the_commands_cores(self, environments: Environments) -> None:
+        script = "import os; print(sorted(os.sched_getaffinity(0)))"
+        execution, log = execution_of(self.function, {"argv": ["python3", "-c", script]}, trajectory="t", cores=(0,))
+        await ExecRuntime(environments).execute(execution)
+        assert log.text("stdout") == "[0]\n"
+
+    async def test_a_resize_of_an_ended_action_is_nothing(self, environments: Environments) -> None:
+        runtime = ExecRuntime(environments)
+        execution, _ = execution_of(self.function, {"command": "true"}, trajectory="t")
+        await runtime.execute(execution)
+        lease = Lease(action_id="a1", node="local", grants={"cpu": Grant(pool="cpu:local", units=1, cores=(0,))})
+        await runtime.resize(execution.action, lease)
+
+    @pytest.mark.parametrize(
+        ("input", "path"),
+        [
+            ({}, "$"),
+            ({"command": "a", "argv": ["b"]}, "$"),
+            ({"command": ""}, "$.command"),
+            ({"command": 5}, "$.command"),
+            ({"argv": []}, "$.argv"),
+            ({"argv": ["a", 1]}, "$.argv"),
+            ({"argv": "a"}, "$.argv"),
+            ({"command": "a", "env": {"A": 1}}, "$.env"),
+            ({"command": "a", "env": []}, "$.env"),
+            ({"command": "a\0b"}, "$.command"),
+            ({"command": "a", "cwd": 7}, "$.cwd"),
+            ({"command": "a", "shell": True}, "$.shell"),
+        ],
+    )
+    async def test_what_is_no_command_is_invalid_input_with_its_path(
+        self, environments: Environments, input: dict[str, object], path: str
+    ) -> None:
+        execution, _ = execution_of(self.function, input)
+        with pytest.raises(ActionFailed) as caught:
+            await ExecRuntime(environments).execute(execution)
+        assert (caught.value.reason, caught.value.detail["path"]) == (Reason.INVALID_INPUT, path)
+        assert execution.began_s is None
