@@ -10,7 +10,7 @@ from manager.selection import Candidate, Selector
 from manager.starting import Starter
 from manager.turn import Turn
 
-#: Whole rounds of one pass: units that a policy frees by resizing are offered again this often.
+#: Rounds of one pass: units that a policy frees by resizing, or gives to somebody wider, are offered again this often.
 _ROUNDS = 4
 
 
@@ -26,22 +26,19 @@ class Scheduling:
         return self._starter
 
     def run(self, now_s: float) -> list[Command]:
-        """Start what can start and resize what the policies want, until nothing changes.
-
-        Bounded: whole rounds are counted, and one that was cut short has started something.
-        """
+        """Start what can start and resize what the policies want, until nothing changes (bounded)."""
         self._starter.now_s = now_s
         for pool, wake_s in list(self._house.wakes.items()):
             if wake_s <= now_s:
                 del self._house.wakes[pool]
                 self._house.dirty.add(pool)
-        rounds = 0
-        while rounds < _ROUNDS and (self._house.dirty or self._house.dirty_groups):
-            rounds += self._round()
+        for _ in range(_ROUNDS):
+            if not self._house.dirty and not self._house.dirty_groups:
+                break
+            self._round()
         return self._starter.take_commands()
 
-    def _round(self) -> bool:
-        """Find the candidates and let every pool take its turn; False where a turn upset what later ones rest on."""
+    def _round(self) -> None:
         house = self._house
         pools, groups = self._closure()
         house.dirty.clear()
@@ -59,14 +56,9 @@ class Scheduling:
             by_pool.setdefault(candidate.pool, []).append(candidate)
         for candidate in by_pool.pop("", []):
             self._starter.start(candidate.entry, candidate.option.node, {})
-        turns = [pool for pool in house.resources if pool.name in pools]
-        for index, pool in enumerate(turns, start=1):
-            Turn(house, self._starter, pool, by_pool.get(pool.name, []), selection).take()
-            left = {later.name for later in turns[index:]}
-            if any(not left.isdisjoint(house.pools_of(group)) for group in house.dirty_groups):
-                house.dirty.update(left)  # an action that was left out here could start there, before later ones
-                return False
-        return True
+        for pool in list(house.resources):
+            if pool.name in pools:
+                Turn(house, self._starter, pool, by_pool.get(pool.name, []), selection).take()
 
     def _closure(self) -> tuple[set[str], list[Group]]:
         """The pools that compete for the same waiting actions as those that changed, and these actions' groups."""

@@ -148,10 +148,13 @@ class Quotas:
 class FirstComeFirstServed:
     """For policies that start in order: inside a task no action passes an earlier one on the one resource both need.
 
-    Actions of a trajectory, children, and members of a batch keep other orders and are left out.
+    Actions of a trajectory, children, and members of a batch keep other orders and are left out. So are cores of
+    several nodes: the policy of one node may give an action's promised cores to an earlier, wider one, while the
+    policy of another node starts a later action.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, spec: ManagerSpec) -> None:
+        self._spread = {"cpu"} if len(spec.nodes) > 1 else set()
         self._waiting: dict[str, tuple[int, Action]] = {}
         self._count = 0
 
@@ -172,8 +175,9 @@ class FirstComeFirstServed:
                 continue
             for seq, other in self._waiting.values():
                 same = other.task == command.action.task and list(other.cost) == list(command.action.cost)
-                alike = same and len(other.cost) == 1 and other.memory_bytes == command.action.memory_bytes == 0
-                if alike and seq < mine[0]:
+                alike = same and other.memory_bytes == command.action.memory_bytes == 0
+                single = len(other.cost) == 1 and self._spread.isdisjoint(other.cost)
+                if alike and single and seq < mine[0]:
                     kind = next(iter(other.cost))
                     smaller = other.cost[kind].minimum <= command.action.cost[kind].minimum
                     assert not smaller, f"{command.action.id} passed {other.id} on {kind} at {now_s}"

@@ -99,7 +99,7 @@ class World:
         self.journal = Journal()
         self._checkers: list[Checker] = [Exclusive(self.spec), Ends(), Quotas(self.spec), Trajectories(), Late()]
         if self.orderly:
-            self._checkers.append(FirstComeFirstServed())
+            self._checkers.append(FirstComeFirstServed(self.spec))
         #: (instant, order, event or what makes one).
         self._agenda: list[tuple[float, int, Event | Callable[[], Event | None]]] = []
         self._count = 0
