@@ -82,6 +82,8 @@ class Engine:
         info: Mapping[str, Any] = api.info()
         self.version = str(info.get("ServerVersion", "?"))
         self.cgroup_version = str(info.get("CgroupVersion", "1"))
+        #: Where the engine keeps its layers, on its own machine.
+        self.root = str(info.get("DockerRootDir", ""))
         self.seccomp = any("seccomp" in option for option in info.get("SecurityOptions") or ())
         filesystem = {str(pair[0]): str(pair[1]) for pair in info.get("DriverStatus") or ()}
         #: Whether a container's own layer can be bounded (overlay2 on xfs with project quotas).

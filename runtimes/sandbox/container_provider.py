@@ -18,6 +18,7 @@ from manager.function import Network, SandboxSpec
 from runtimes.sandbox.cgroup import Cgroup, Hierarchy
 from runtimes.sandbox.channel import Channel
 from runtimes.sandbox.container import Blueprint, Engine, Found, NoRunner
+from runtimes.sandbox.disk import DiskWatch
 from runtimes.sandbox.exec_line import ExecLine
 from runtimes.sandbox.network import Egress
 from runtimes.sandbox.protocol import lost
@@ -65,6 +66,7 @@ class ContainerProvider:
         #: Images found to have no python3.
         self._bare: set[str] = set()
         self._abandoned: set[asyncio.Task[None]] = set()
+        self._disk = DiskWatch()
 
     @property
     def info(self) -> ProviderInfo:
@@ -82,7 +84,7 @@ class ContainerProvider:
                 "pids": True,
                 "cores": True,
                 "freeze": True,
-                "disk": engine.bounds_disk,
+                "disk": engine.bounds_disk or os.access(engine.root, os.R_OK),
                 "image": True,
                 "seccomp": engine.seccomp,
                 "snapshot": True,
@@ -144,6 +146,7 @@ class ContainerProvider:
         await self._engine.remove_image(name)
 
     async def close(self) -> None:
+        await self._disk.close()
         while self._abandoned:
             await asyncio.gather(*self._abandoned, return_exceptions=True)
         await self._engine.close()
@@ -235,13 +238,20 @@ class ContainerProvider:
                     raise Unsupported(message, component=COMPONENT) from failure
                 raise
         cgroup = None if self._hierarchy is None else self._hierarchy.of_process(found.pid)
-        return ResidentSandbox(
+        sandbox = ResidentSandbox(
             record=record,
             directory=directory,
             line=line,
             hold=ContainerHold(self._engine, found.id, directory, cgroup),
             shared_cores=self._shared_cores,
         )
+        if self._watches_disk(found):
+            self._disk.add(sandbox, Path(found.layer), spec.disk_bytes)
+        return sandbox
+
+    def _watches_disk(self, found: Found) -> bool:
+        """Whether a layer must be measured from here, because the engine does not bound it."""
+        return not self._engine.bounds_disk and found.layer != "" and os.access(found.layer, os.R_OK)
 
     async def _connect(self, found: Found, record: Record, directory: Path) -> Channel:
         spec = record.spec

@@ -26,6 +26,7 @@ from manager.errors import ActionFailed, InvalidConfig, Unsupported
 from manager.function import Isolation, Network, SandboxSpec
 from runtimes.sandbox.cgroup import Cgroup, Hierarchy
 from runtimes.sandbox.channel import Channel
+from runtimes.sandbox.disk import DiskWatch
 from runtimes.sandbox.records import Record, read_records
 from runtimes.sandbox.resident import ResidentSandbox
 from runtimes.sandbox.sandbox import ProviderInfo, Sandbox
@@ -73,6 +74,7 @@ class ProcessProvider:
         self._means = Means.discover() if means is None else means
         self._root = state_dir / "sandboxes"
         self._starting = starting
+        self._disk = DiskWatch()
         self._shared_cores = tuple(shared_cores)
 
     @property
@@ -95,7 +97,7 @@ class ProcessProvider:
                 "pids": grouped,
                 "cores": True,
                 "freeze": True,
-                "disk": False,
+                "disk": True,
                 "image": False,
                 "seccomp": False,
                 "snapshot": False,
@@ -181,20 +183,22 @@ class ProcessProvider:
         """There are none."""
 
     async def close(self) -> None:
-        """Nothing is held."""
+        await self._disk.close()
 
     # --- inside
 
     def _sandbox(
         self, directory: Path, record: Record, channel: Channel, group: Cgroup | None, parent: int
     ) -> ResidentSandbox:
-        return ResidentSandbox(
+        sandbox = ResidentSandbox(
             record=record,
             directory=directory,
             line=channel,
             hold=ProcessHold(channel.peer_pid, directory, group, parent),
             shared_cores=self._shared_cores,
         )
+        self._disk.add(sandbox, directory / "work", record.spec.disk_bytes)
+        return sandbox
 
     def _hold_of(self, directory: Path, record: Record | None) -> ProcessHold:
         """What an earlier gateway left in a directory: its process only if it is still the same one."""

@@ -91,6 +91,7 @@ class ResidentSandbox:
         self._oom_seen = hold.oom_kills()
         self._closed = False
         self._loss_told = False
+        self._condemned = ""
         self._record = record
         self._directory = directory
 
@@ -184,6 +185,13 @@ class ResidentSandbox:
         self._line.close()
         await self._hold.remove()
 
+    async def condemn(self, cause: str) -> None:
+        """End it for a reason of ours; the action that runs in it is told, or else the next one."""
+        if self.alive:
+            self._condemned = cause
+            self._line.close()
+            await self._hold.remove()
+
     async def release(self) -> None:
         """Let go of it without ending it: the next gateway of the same state directory adopts it."""
         if not self._closed and not self._line.lost.is_set():
@@ -201,14 +209,15 @@ class ResidentSandbox:
             raise Conflict("the sandbox is closed", component=COMPONENT)
         if self._line.lost.is_set():
             self._loss_told = True
-            raise lost(f"the sandbox {self._id} is gone; its files and processes are lost")
+            cause = f" ({self._condemned})" if self._condemned else ""
+            raise lost(f"the sandbox {self._id} is gone{cause}; its files and processes are lost")
 
     async def _explained(self, failure: ActionFailed) -> ActionFailed:
         """The loss of the sandbox with its cause; what is left of it is removed at once."""
         if failure.reason is not Reason.ENVIRONMENT_LOST:
             return failure
         self._loss_told = True
-        cause = await self._hold.cause_of_death()
+        cause = self._condemned or await self._hold.cause_of_death()
         logger.warning("sandbox lost", sandbox=self._id, cause=cause or failure.message)
         detail = {"environment_lost": True, "cause": cause, "peak_memory_bytes": self._hold.peak_memory_bytes()}
         reason = Reason.OUT_OF_MEMORY if cause == "out_of_memory" else failure.reason

@@ -6,10 +6,10 @@ import asyncio
 import base64
 import codecs
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 from manager.action import Action
-from manager.errors import ActionFailed, Reason
+from manager.errors import ActionFailed, InvalidConfig, InvalidInput, Reason, TangramError, Unsupported
 from manager.executor import LogSink
 from manager.function import Background, FunctionSpec
 from manager.lease import Lease
@@ -34,19 +34,18 @@ class Stage:
     async def enter(self, execution: Execution) -> AsyncIterator[Sandbox]:
         """The sandbox, thawed and on the lease's cores; afterwards it is quiesced and the cores are free."""
         action, spec = execution.action, execution.call.function.sandbox
-        if action.trajectory is None:
-            async with (
-                self.environments.ephemeral(spec) as sandbox,
-                self._occupied(action, sandbox, execution.lease),
-            ):
-                yield sandbox
-            return
-        sandbox = await self.environments.ensure(action.trajectory, spec)
-        async with self._occupied(action, sandbox, execution.lease):
+        async with AsyncExitStack() as stack:
             try:
-                yield sandbox
-            finally:
-                await sandbox.quiesce(Background.FREEZE if spec is None else spec.background)
+                if action.trajectory is None:
+                    sandbox = await stack.enter_async_context(self.environments.ephemeral(spec))
+                else:
+                    sandbox = await self.environments.ensure(action.trajectory, spec)
+            except TangramError as error:
+                raise _unmade(error) from error
+            if action.trajectory is not None:
+                stack.push_async_callback(sandbox.quiesce, Background.FREEZE if spec is None else spec.background)
+            await stack.enter_async_context(self._occupied(action, sandbox, execution.lease))
+            yield sandbox
 
     async def resize(self, action: Action, lease: Lease) -> None:
         """Other cores for a running action; a no-op when it has ended."""
@@ -131,6 +130,19 @@ class LogLines:
             text = decoder.decode(b"", final=True)
             if text:
                 self._sink.write(stream, text)
+
+
+def _unmade(error: TangramError) -> ActionFailed:
+    """An environment that could not be had: the function's fault, or the engine's, which may have recovered soon."""
+    if isinstance(error, ActionFailed):
+        return error
+    theirs = isinstance(error, InvalidConfig | InvalidInput | Unsupported)
+    return ActionFailed(
+        Reason.INVALID_INPUT if theirs else Reason.ENVIRONMENT_LOST,
+        f"no sandbox could be made: {error.message}",
+        component=error.component,
+        retry_after_s=error.retry_after_s,
+    )
 
 
 def command_of(value: Mapping[str, object], function: FunctionSpec, *, timeout_s: float) -> Command:

@@ -15,11 +15,14 @@ import pytest
 
 from manager.errors import ActionFailed, Conflict, InvalidConfig, InvalidInput, NotFound, Reason, TooLarge, Unsupported
 from manager.function import Background, Network, SandboxSpec
+from runtimes.sandbox.cgroup import Hierarchy
+from runtimes.sandbox.container import Engine
 from runtimes.sandbox.container_provider import ContainerProvider
 from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.network import Egress
 from runtimes.sandbox.provider import ProviderSettings, make_provider
 from runtimes.sandbox.sandbox import Command, CommandResult, Provider, Sandbox
+from runtimes.sandbox.starting import Starting
 from tests.runtimes.sandbox.conftest import unique
 
 pytestmark = pytest.mark.docker
@@ -77,6 +80,30 @@ async def test_a_frozen_container_can_be_removed(containers: Provider, spec: San
     async with asyncio.timeout(DEADLINE_S):
         await sandbox.close()
     assert engine("ps", "-aq", "--filter", f"name=tangram-{sandbox.id}") == ""
+
+
+async def test_where_the_cgroup_cannot_be_seen_the_engine_is_asked(
+    docker: str, spec: SandboxSpec, tmp_path: Path
+) -> None:
+    provider = ContainerProvider(
+        Engine.connect(timeout_s=60, workers=2),
+        state_dir=tmp_path,
+        gateway_id="blind",
+        starting=Starting(1),
+        shared_cores=(0,),
+        hierarchy=Hierarchy(1, {}),
+    )
+    sandbox = await provider.create(spec, name=unique("blind"), labels={}, mounts={})
+    cores = sorted(os.sched_getaffinity(0))
+    await sandbox.set_cores(cores[-1:])
+    show = Command(argv=("python3", "-c", "import os; print(sorted(os.sched_getaffinity(0)))"))
+    assert (await sandbox.run(show)).stdout.decode().strip() == str(cores[-1:])
+    await sandbox.quiesce(Background.FREEZE)
+    assert engine("inspect", "--format", "{{.State.Paused}}", f"tangram-{sandbox.id}") == "true"
+    assert (await sh(sandbox, "echo thawed")).stdout == b"thawed\n"
+    await sandbox.quiesce(Background.FREEZE)
+    assert await provider.reap(()) == 1
+    await provider.close()
 
 
 async def test_a_fork_has_the_files_and_goes_its_own_way(containers: Provider, spec: SandboxSpec) -> None:

@@ -290,6 +290,14 @@ class TestExecRuntime:
         await ExecRuntime(environments).execute(execution)
         assert log.text("stdout") == "[0]\n"
 
+    async def test_a_sandbox_that_cannot_be_made_is_a_typed_end(self, environments: Environments) -> None:
+        function = replace(self.function, sandbox=SandboxSpec(isolation=Isolation.CONTAINER))
+        for trajectory in ("t", None):
+            execution, _ = execution_of(function, {"command": "true"}, trajectory=trajectory)
+            with pytest.raises(ActionFailed, match="isolation: container") as caught:
+                await ExecRuntime(environments).execute(execution)
+            assert caught.value.reason is Reason.INVALID_INPUT
+
     async def test_a_resize_of_an_ended_action_is_nothing(self, environments: Environments) -> None:
         runtime = ExecRuntime(environments)
         execution, _ = execution_of(self.function, {"command": "true"}, trajectory="t")

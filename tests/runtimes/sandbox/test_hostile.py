@@ -14,6 +14,9 @@ import pytest
 
 from manager.errors import ActionFailed, InvalidInput, NotFound, TangramError
 from manager.function import SandboxSpec
+from runtimes.sandbox.container_provider import ContainerProvider
+from runtimes.sandbox.disk import DiskWatch
+from runtimes.sandbox.process import ProcessProvider
 from runtimes.sandbox.sandbox import Command, CommandResult, Provider, Sandbox
 from tests.runtimes.sandbox.conftest import unique
 
@@ -43,6 +46,12 @@ async def assert_well(sandbox: Sandbox) -> None:
     """The sandbox serves, and nothing of earlier actions runs in it."""
     result = await sh(sandbox, "ps -eo comm= --no-headers | grep -cvE '^(python3.*|bash|sh|ps|grep)$'; echo well")
     assert result.stdout == b"0\nwell\n", result
+
+
+def made_watch(provider: Provider) -> DiskWatch:
+    """The watch that would look by itself in a second."""
+    assert isinstance(provider, ContainerProvider | ProcessProvider)
+    return provider._disk
 
 
 class TestExhaustion:
@@ -96,6 +105,20 @@ class TestExhaustion:
         )
         assert int(result.stdout) <= 4 * 2**20
         assert b"No space left" in result.stderr
+        await made.close()
+
+    async def test_a_sandbox_that_fills_the_disk_is_ended_and_says_why(
+        self, provider: Provider, spec: SandboxSpec
+    ) -> None:
+        """Many files, each below the bound of one."""
+        small = replace(spec, disk_bytes=16 * 2**20)
+        made = await provider.create(small, name=unique("greedy"), labels={}, mounts={})
+        await sh(made, "for i in 1 2 3; do head -c 9000000 /dev/zero > file$i; done")
+        watch = made_watch(provider)
+        await watch.check()
+        assert not made.alive
+        with pytest.raises(ActionFailed, match="disk bound of 16777216 bytes"):
+            await sh(made, "true")
         await made.close()
 
     async def test_hundreds_of_open_pipes_left_behind_do_not_stop_the_runner(self, sandbox: Sandbox) -> None:

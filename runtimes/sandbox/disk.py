@@ -1,0 +1,108 @@
+"""The disk watch: a sandbox that fills the disk is ended before it hurts the others.
+
+Needed where the engine cannot bound a layer itself. It measures only when the file system has lost space.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import structlog
+
+logger = structlog.get_logger("sandbox.disk")
+
+#: Seconds between two looks at the free space, and between two measurements when it did not shrink.
+LOOK_S, MEASURE_S = 1.0, 60.0
+#: Free bytes lost since the last measurement that call for another.
+SHRUNK_BYTES = 64 * 2**20
+
+
+class Watched(Protocol):
+    """A sandbox whose files are measured."""
+
+    @property
+    def alive(self) -> bool: ...
+
+    async def condemn(self, cause: str) -> None:
+        """End it, and tell the action that runs in it why."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a sandbox's own files lie on this machine, and how much they may be."""
+
+    path: Path
+    limit_bytes: int
+    sandbox: Watched
+
+
+class DiskWatch:
+    """Looks after any number of sandboxes with one task."""
+
+    def __init__(self) -> None:
+        self._places: list[Place] = []
+        self._task: asyncio.Task[None] | None = None
+        self._free_bytes = 0
+        self._measured_s = 0.0
+
+    def add(self, sandbox: Watched, path: Path, limit_bytes: int) -> None:
+        """Watch it until it ends."""
+        self._places.append(Place(path, limit_bytes, sandbox))
+        if self._task is None:
+            self._task = asyncio.create_task(self._watch())
+
+    async def check(self) -> None:
+        """Measure all of them now, and end those above their bound."""
+        self._places = [place for place in self._places if place.sandbox.alive]
+        for place in self._places:
+            used = await asyncio.to_thread(used_bytes, place.path, place.limit_bytes)
+            if used > place.limit_bytes:
+                logger.warning("a sandbox exceeds its disk", used_bytes=used, limit_bytes=place.limit_bytes)
+                await place.sandbox.condemn(f"its disk bound of {place.limit_bytes} bytes is exceeded")
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if self._places and self._due():
+                await self.check()
+                self._free_bytes = self._free_now()
+
+    def _due(self) -> bool:
+        now = asyncio.get_running_loop().time()
+        if self._free_now() > self._free_bytes - SHRUNK_BYTES and now - self._measured_s < MEASURE_S:
+            return False
+        self._measured_s = now
+        return True
+
+    def _free_now(self) -> int:
+        """Free bytes of the file system, the first that can be asked."""
+        for place in self._places:
+            with suppress(OSError):
+                status = os.statvfs(place.path)
+                return status.f_bavail * status.f_frsize
+        return 0
+
+
+def used_bytes(root: Path, enough_bytes: int) -> int:
+    """Bytes on disk below ``root``, links not followed; counting stops above ``enough_bytes``."""
+    used, fresh = 0, [str(root)]
+    while fresh and used <= enough_bytes:
+        with suppress(OSError), os.scandir(fresh.pop()) as entries:
+            for entry in entries:
+                with suppress(OSError):
+                    used += entry.stat(follow_symlinks=False).st_blocks * 512
+                    if entry.is_dir(follow_symlinks=False):
+                        fresh.append(entry.path)
+    return used
