@@ -163,7 +163,7 @@ class Bench:
                 model.to(self.device)
 
         loaded_s, bound_s = [], []
-        for _ in range(5):
+        for _ in range(self.rounds):
             loaded_s.append(self.timed(load))
             self.engine.evict()
             bound_s.append(self.timed(lambda: self.restore_and_bind(Head.LM)))

@@ -23,6 +23,8 @@ class Member:
 
     ask: Ask
     begin: Callable[[], None]
+    #: What the manager evicts for it: the leader of a batch carries that, and members come in any order.
+    evict: tuple[str, ...] = ()
     answer: asyncio.Future[Answer] | None = None
 
 
@@ -39,13 +41,12 @@ class Batch:
         service: str,
         members: tuple[str, ...],
         chunk: Chunk,
-        evict: tuple[str, ...],
         cores: tuple[int, ...],
         gather_s: float,
         on_end: Callable[[], None],
     ) -> None:
         self._engine, self._service, self._chunk = engine, service, chunk
-        self._evict, self._cores, self._gather_s = evict, cores, gather_s
+        self._cores, self._gather_s = cores, gather_s
         self._on_end = on_end
         self._expected = set(members)
         self._present: list[Member] = []
@@ -102,7 +103,7 @@ class Batch:
             service=self._service,
             chunk=self._chunk,
             asks=tuple(member.ask for member in members),
-            evict=self._evict,
+            evict=tuple({name: None for member in members for name in member.evict}),
             cores=self._cores,
         )
         try:

@@ -59,8 +59,7 @@ class DeviceEngine:
         self.device = device
         self._threads = threads
         self._collective_s = collective_s
-        if device != "cpu":
-            torch.cuda.set_device(device)
+        self.enter_thread()
         torch.set_num_threads(threads)
         self._arena = Arena(arena_bytes, device, copy_bytes)
         self._images: dict[str, Image | Exception] = {}
@@ -69,6 +68,12 @@ class DeviceEngine:
         self._skeletons: dict[tuple[str, int, int], Skeleton] = {}
         self._groups: dict[tuple[int, int], tuple[str, Group]] = {}
         self._cores: tuple[int, ...] = ()
+
+    def enter_thread(self) -> None:
+        """To be called by every thread that works for the device: CUDA's current device belongs to a thread, and a
+        stray one would make a context of half a gigabyte on device 0."""
+        if self.device != "cpu":
+            torch.cuda.set_device(self.device)
 
     # -- images
 
@@ -141,7 +146,7 @@ class DeviceEngine:
         evict_s = time.perf_counter() - began
         key = (asked.place.service, asked.place.dop, asked.place.start)
         seat, cold, pushed = self._pin(asked.place, key)
-        herald = _Herald(seat, restored)
+        herald = _Herald(seat, restored, self.enter_thread)
         try:
             skeleton = self.skeleton(asked.place)
             skeleton.team.group = self._group(asked)
@@ -252,13 +257,14 @@ class DeviceEngine:
 class _Herald:
     """Tells when a seat's weights have all arrived; a thread only where they have not yet."""
 
-    def __init__(self, seat: Seat, restored: Callable[[], None]) -> None:
-        self._seat, self._restored = seat, restored
+    def __init__(self, seat: Seat, restored: Callable[[], None], enter_thread: Callable[[], None]) -> None:
+        self._seat, self._restored, self._enter_thread = seat, restored, enter_thread
         self.arrived_s = 0.0
         self._thread = threading.Thread(target=self._wait, name="herald", daemon=True)
         self._thread.start()
 
     def _wait(self) -> None:
+        self._enter_thread()
         self._seat.transfer.finish()
         self.arrived_s = time.perf_counter()
         self._restored()

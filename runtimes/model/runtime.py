@@ -64,7 +64,7 @@ class ModelRuntime:
         except BaseException:
             batch.leave_out(execution.action.id)
             raise
-        member = Member(ask=ask, begin=execution.begin)
+        member = Member(ask=ask, begin=execution.begin, evict=_evicted(execution))
         batch = self._batch(execution, engine)  # another one, where the first left without us
         batch.join(execution.action.id, member)
         try:
@@ -150,7 +150,6 @@ class ModelRuntime:
                 service=execution.action.service or model_of(execution.call.function).service,
                 members=key,
                 chunk=grant.chunk,
-                evict=grant.evict,
                 cores=execution.lease.cores,
                 gather_s=self.settings.gather_s,
                 on_end=lambda: self._forget(key, batch),
@@ -160,13 +159,13 @@ class ModelRuntime:
 
     async def _evict_elsewhere(self, execution: Execution, engine: Engine) -> None:
         """Put to sleep what the manager evicts for this action but another engine holds."""
-        grant = execution.lease.grants.get("gpu")
         for other in (self._in_house, self._external):
-            if grant is None or grant.chunk is None or other is None or other is engine:
+            if other is None or other is engine:
                 continue
-            for service in grant.evict:
-                if service in other.residency():
-                    await other.evict(service, grant.chunk)
+            resident = other.residency()
+            for service in _evicted(execution):
+                for chunk in resident.get(service, ()):
+                    await other.evict(service, chunk)
 
     def _forget(self, key: tuple[str, ...], batch: Batch | None) -> None:
         if self._batches.get(key) is batch:
@@ -175,6 +174,11 @@ class ModelRuntime:
     def _report(self) -> None:
         if self.on_residency is not None:
             self.on_residency(self.residency())
+
+
+def _evicted(execution: Execution) -> tuple[str, ...]:
+    grant = execution.lease.grants.get("gpu")
+    return () if grant is None else grant.evict
 
 
 def _batch_key(execution: Execution) -> tuple[str, ...]:

@@ -13,36 +13,40 @@ from runtimes.model.inhouse import InHouse
 class Standing:
     """Counters since the start."""
 
-    jobs: int = 0
-    swaps: int = 0
-    evictions: int = 0
+    #: Actions answered, and those of them whose model had to be restored first.
+    actions: int = 0
+    misses: int = 0
+    #: Restores and evictions: the members of a batch share theirs.
+    swaps: float = 0.0
+    evictions: float = 0.0
     restore_s: float = 0.0
-    restored_bytes: int = 0
+    restored_bytes: float = 0.0
 
     def count(self, usage: Mapping[str, float]) -> None:
-        """Add one answered action; the members of a batch share one job."""
-        share = 1 / max(usage.get("batch", 1.0), 1.0)
-        self.jobs += 1
-        if usage.get("restored"):
-            self.swaps += 1
+        """Add one answered action."""
+        share = 1 / max(usage["batch"], 1.0)
+        self.actions += 1
+        if usage["restored"]:
+            self.misses += 1
+            self.swaps += share
             self.restore_s += usage["restore_s"] * share
-            self.restored_bytes += int(usage["restore_bytes"] * share)
-        self.evictions += int(usage.get("evicted", 0.0) * share)
+            self.restored_bytes += usage["restore_bytes"] * share
+        self.evictions += usage.get("evicted", 0.0) * share
 
     @property
     def hit_rate(self) -> float:
         """Share of the actions that found their model in place; 0 where there were none."""
-        return 0.0 if not self.jobs else 1 - self.swaps / self.jobs
+        return 0.0 if not self.actions else 1 - self.misses / self.actions
 
     def view(self, engine: InHouse | None) -> dict[str, object]:
         """JSON-able, for ``GET /resources`` and ``tangram top``."""
         view: dict[str, object] = {
-            "actions": self.jobs,
-            "swaps": self.swaps,
+            "actions": self.actions,
+            "swaps": round(self.swaps),
             "hit_rate": round(self.hit_rate, 4),
-            "evictions": self.evictions,
+            "evictions": round(self.evictions),
             "restore_s": round(self.restore_s, 6),
-            "restored_bytes": self.restored_bytes,
+            "restored_bytes": round(self.restored_bytes),
         }
         if engine is None:
             return {**view, "devices": [], "services": {}, "host_images": {}}

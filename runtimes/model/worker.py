@@ -62,6 +62,7 @@ def _read(channel: Channel, runs: queue.Queue[Request], errands: queue.Queue[Req
 
 
 def _run_errands(channel: Channel, engine: DeviceEngine, errands: queue.Queue[Request]) -> None:
+    engine.enter_thread()
     while True:
         number, asked = errands.get()
         _answer(channel, engine, number, lambda a=asked: _errand(engine, a))  # type: ignore[misc]

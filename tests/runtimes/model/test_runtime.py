@@ -6,6 +6,7 @@ import asyncio
 import importlib.metadata
 import math
 import os
+import resource
 import select
 import shutil
 import signal
@@ -40,6 +41,16 @@ def value(result: Result) -> Mapping[str, object]:
 
 def teacher(checkpoint: Write, dops: tuple[int, ...] = (1, 2, 4), **options: object) -> FunctionSpec:
     return function(checkpoint("qwen3", "lm"), ModelAction.LOGPROBS, dops, **options)
+
+
+def pid_of(runtime: ModelRuntime, device: int) -> int:
+    devices = runtime.resources()["devices"]
+    assert isinstance(devices, list)
+    return int(devices[device]["pid"])
+
+
+def address_space_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def restarts(runtime: ModelRuntime) -> list[int]:
@@ -270,6 +281,25 @@ async def test_a_stuck_rank_is_found_by_the_deadline_and_the_action_retried(
     assert len(value(await task)["sums"]) == 400  # type: ignore[arg-type]
     assert restarts(runtime)[:2] == [1, 1]
     await runtime.close()
+
+
+async def test_out_of_memory_is_retried_with_everything_else_evicted_then_said_plainly(
+    checkpoint: Write, runtime: ModelRuntime
+) -> None:
+    asked, other = teacher(checkpoint), function(checkpoint("llama", "lm"), ModelAction.LOGPROBS)
+    for one in (other, asked):
+        await runtime.execute(execution(one, GIVEN))
+    pid = pid_of(runtime, 0)
+    had = resource.prlimit(pid, resource.RLIMIT_AS)
+    resource.prlimit(pid, resource.RLIMIT_AS, (address_space_bytes(pid) + 2**20, had[1]))
+    big = teacher(checkpoint, batch_tokens=2**20)
+    with pytest.raises(ActionFailed, match="can't allocate memory") as caught:
+        await runtime.execute(execution(big, LONG))
+    assert caught.value.reason is Reason.OUT_OF_MEMORY
+    assert runtime.residency() == {}, "the idle services went first, then the one that failed"
+    resource.prlimit(pid, resource.RLIMIT_AS, had)
+    assert (await runtime.execute(execution(big, GIVEN))).usage["restored"] == 1.0
+    assert restarts(runtime)[0] == 0
 
 
 async def test_a_chunk_that_breaks_twice_is_a_model_error(checkpoint: Write, runtime: ModelRuntime) -> None:
