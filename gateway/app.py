@@ -35,9 +35,10 @@ from gateway.store import Durability, Store, StoreSpec
 from gateway.view import plain
 from manager.assembly import build_core
 from manager.clock import Clock, MonotonicClock
-from manager.config import NodeSpec, TaskSpec
+from manager.config import NodeSpec, ServiceSpec, TaskSpec
 from manager.engine import Engine
 from manager.errors import Conflict, StorageUnavailable
+from manager.function import FunctionSpec
 from manager.history import History
 
 HISTORY = "history"
@@ -78,6 +79,8 @@ class App:
         self._log = structlog.get_logger("gateway")
         self._stopping = asyncio.Event()
         self._closing = asyncio.Event()
+        #: Every model service that was made ready, as the scheduler must know it.
+        self._services: dict[str, ServiceSpec] = {}
         #: What must be let go of, the youngest first.
         self._closers = AsyncExitStack()
         self.node: NodeSpec | None = None
@@ -153,15 +156,15 @@ class App:
         await self.hands.environments.start(())
         self.registry = Registry(
             self.config,
-            prepare=self.hands.prepare,
+            prepare=self._prepare,
             nodes=lambda: (self.node,) if self.node is not None else (),
             switched=self._switched,
             paths=self._paths,
             env=self._env,
         )
         await self.registry.start()
-        services = await self.hands.services(self.config.functions)
-        core = build_core(self.config.manager_spec((self.node,), services), function_bounds=self._function_bounds())
+        spec = self.config.manager_spec((self.node,), self._services)
+        core = build_core(spec, function_bounds=self._function_bounds())
         self.admission = Admission(
             self._clock.now,
             total_max=self.config.scheduler.max_queued,
@@ -243,12 +246,19 @@ class App:
 
     # What the rooms tell each other
 
+    async def _prepare(self, function: FunctionSpec) -> None:
+        await self.hands.prepare(function)
+        service = await self.hands.service(function)
+        if service is not None:
+            self._services[service.name] = service
+
     def _switched(self, config: GatewayConfig) -> None:
         self.engine.reconfigure(
             tasks=config.tasks,
             quotas=config.quotas,
             concurrency=config.concurrency,
             function_bounds={name: spec.max_queued for name, spec in config.functions.items()},
+            services=self._services,
         )
         self._log.info("configuration applied", functions=len(config.functions))
 

@@ -38,11 +38,9 @@ class Hands:
         """Check at registration that the function can ever run here; raises InvalidConfig or Unsupported."""
         await self.runtimes[function.runtime].prepare(function)
 
-    async def services(self, functions: Mapping[str, FunctionSpec]) -> dict[str, ServiceSpec]:
-        """What the scheduler must know of each model function."""
-        models = [spec for spec in functions.values() if spec.model is not None]
-        found = [await self.model.footprint(spec) for spec in models]
-        return {service.name: service for service in found}
+    async def service(self, function: FunctionSpec) -> ServiceSpec | None:
+        """What the scheduler must know of a prepared model function; None for any other."""
+        return None if function.model is None else await self.model.footprint(function)
 
     async def close(self) -> None:
         """End every runtime, then the sandboxes, then the engine that made them."""

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from manager.action import Action
 from manager.clock import Clock, MonotonicClock
-from manager.config import ConcurrencySpec, QuotaSpec, TaskSpec
+from manager.config import ConcurrencySpec, QuotaSpec, ServiceSpec, TaskSpec
 from manager.core import Core
 from manager.errors import CapacityExceeded, Conflict, Draining, Reason, TangramError, Unsatisfiable
 from manager.events import (
@@ -205,9 +205,12 @@ class Engine:
         quotas: Mapping[str, QuotaSpec] | None = None,
         concurrency: Mapping[str, ConcurrencySpec] | None = None,
         function_bounds: Mapping[str, int] | None = None,
+        services: Mapping[str, ServiceSpec] | None = None,
     ) -> None:
-        """Change bounds; nothing in flight is dropped."""
-        event = Reconfigured(tasks=tasks, quotas=quotas, concurrency=concurrency, function_bounds=function_bounds)
+        """Change bounds and describe model services; nothing in flight is dropped."""
+        event = Reconfigured(
+            tasks=tasks, quotas=quotas, concurrency=concurrency, function_bounds=function_bounds, services=services
+        )
         self._feed([event])
 
     def report_residency(self, node: str, copies: Sequence[tuple[str, int, int]]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from manager.action import Action, UnitSet
-from manager.config import ConcurrencySpec, NodeSpec, QuotaSpec, TaskSpec
+from manager.config import ConcurrencySpec, NodeSpec, QuotaSpec, ServiceSpec, TaskSpec
 from manager.errors import TangramError
 from manager.lease import Lease
 from manager.outcome import Outcome, Settlement
@@ -89,6 +89,8 @@ class Reconfigured:
     concurrency: Mapping[str, ConcurrencySpec] | None = None
     #: Most waiting actions by function name.
     function_bounds: Mapping[str, int] | None = None
+    #: Model services that are new or changed; the others stay, as actions in flight may need them.
+    services: Mapping[str, ServiceSpec] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from manager.config import ConcurrencySpec, NodeSpec, QuotaSpec
+from collections.abc import Mapping
+
+from manager.config import ConcurrencySpec, NodeSpec, QuotaSpec, ServiceSpec
 from manager.resources.basic import ConcurrencyPool, QuotaPool
 from manager.resources.cpu import CpuPool
+from manager.resources.gpu import GpuPool
 from manager.resources.pool import Pool, Resources
 
 
@@ -28,3 +31,9 @@ class PoolFactory:
             pool.reconfigure(spec)
         elif pool is None:
             resources.add(ConcurrencyPool(name, spec))
+
+    def services(self, resources: Resources, services: Mapping[str, ServiceSpec]) -> None:
+        """Tell the pools of devices how large these services are."""
+        for pool in resources:
+            if isinstance(pool, GpuPool):
+                pool.learn(services)

@@ -174,6 +174,10 @@ class GpuPool(Pool):
         touching = {copy for copy in self._residency.on(idle) if busy.isdisjoint(copy.devices)}
         self._residency.believe((copy for copy in found if busy.isdisjoint(copy.devices)), touching)
 
+    def learn(self, services: Mapping[str, ServiceSpec]) -> None:
+        """Services that are new, or of another size than before."""
+        self._residency.learn(services)
+
     def restore_s(self, service: str, units: int) -> float:
         return self._residency.restore_s(service, power_at_least(units))
 

@@ -25,7 +25,7 @@ class Residency:
     """Copies by device, with the bytes of each device. Evicting one shard evicts its whole copy."""
 
     def __init__(self, services: Mapping[str, ServiceSpec]) -> None:
-        self._services = services
+        self._services = dict(services)
         self._capacity: dict[int, int] = {}
         #: Every resident copy and the order of its last use; the first is the least recent.
         self._copies: dict[Copy, None] = {}
@@ -34,6 +34,14 @@ class Residency:
     def add_device(self, device: int, capacity_bytes: int) -> None:
         self._capacity[device] = capacity_bytes
         self._on_device[device] = {}
+
+    def learn(self, services: Mapping[str, ServiceSpec]) -> None:
+        """Take up new descriptions; where one has grown, the least recently used copies no longer count as resident."""
+        self._services.update(services)
+        for device, capacity in self._capacity.items():
+            for copy in [copy for copy in self._copies if device in copy.devices]:
+                if self._used(device) > capacity:
+                    self.evict(copy)
 
     def remove_device(self, device: int) -> None:
         for copy in tuple(self._on_device[device]):

@@ -112,3 +112,15 @@ def test_a_copy_that_reaches_a_busy_device_gives_way_to_what_is_reported_beside_
     gpus.report("n0", [("b", 0, 1), ("c", 0, 1)])
     gpus.check()
     assert gpus.acquire(Ask(holder="z", units=1, service="b", chunk=(0, 1)), 0.0).restore is False
+
+
+def test_a_service_that_grew_takes_the_place_of_the_least_recently_used() -> None:
+    gpus = pool(1)
+    for holder, service in (("x", "b"), ("y", "c")):
+        gpus.acquire(Ask(holder=holder, units=1, service=service), 0.0)
+        gpus.release(holder, 1.0)
+    gpus.learn({"c": ServiceSpec(name="c", bytes_by_dop={1: 70}, restore_s_by_dop={1: 1.0})})
+    gpus.check()
+    assert set(gpus.chunk_view().resident) == {"c"}
+    gpus.learn({"new": ServiceSpec(name="new", bytes_by_dop={1: 50}, restore_s_by_dop={1: 1.0})})
+    assert gpus.acquire(Ask(holder="z", units=1, service="new"), 2.0).evict == ("c",)

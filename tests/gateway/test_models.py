@@ -1,0 +1,46 @@
+"""A model function that comes with a configuration, on the real model runtime: the scheduler knows its size."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+
+from gateway.app import build
+from gateway.config import GatewayConfig
+from gateway.config_models import ModelsConfig, NodeConfig, SandboxConfig, ServerConfig
+
+pytest.importorskip("torch")
+from tests.runtimes.model import checkpoints  # it imports torch
+
+ANSWER_S = 60.0
+
+
+async def test_a_model_that_is_applied_while_the_gateway_runs_is_weighed_by_the_scheduler(tmp_path: Path) -> None:
+    checkpoint = checkpoints.write(tmp_path, "llama", "score")
+    config = GatewayConfig(
+        server=ServerConfig.model_validate({"state_dir": tmp_path / "state", "port": 0, "grpc_port": 0}),
+        sandbox=SandboxConfig.model_validate({"provider": "process"}),
+        node=NodeConfig.model_validate({"devices": {"kind": "cpu", "count": 1, "memory": "64Mi"}}),
+        models=ModelsConfig.model_validate({"host_memory": "64Mi"}),
+    )
+    app = build(config)
+    await app.start()
+    serving = asyncio.create_task(app.serve())
+    model = {"runtime": "model", "model": {"path": str(checkpoint), "action": "score"}}
+    try:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{app.http_port}", timeout=ANSWER_S) as client:
+            applied = await client.put("/v1/config", content=yaml.safe_dump({"functions": {"judge": model}}))
+            assert applied.status_code == 200, applied.text
+            answer = await client.post("/v1/functions/judge/invocations", json={"token_ids": [[7, 3, 99]]})
+            assert answer.status_code == 200, answer.text
+            assert len(answer.json()["result"]["scores"]) == 1
+            devices = (await client.get("/v1/resources")).json()["pools"]["gpu"]["devices"]
+            assert [device["resident"][0]["dop"] for device in devices] == [1]
+            assert 0 < devices[0]["used_bytes"] <= 64 * 2**20
+    finally:
+        app.stop()
+        await asyncio.wait_for(serving, ANSWER_S)
