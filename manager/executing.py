@@ -74,11 +74,11 @@ class Executing:
             chunk = None if mine is None else mine.chunk
             ask = Ask(holder=action.id, units=count, service=action.service, chunk=chunk, node=node)
             grant = pool.acquire(ask, now_s)
-            if mine is not None and mine.workers > count and action.malleable:
+            if mine is not None and mine.workers >= count and action.malleable:
                 grant = replace(grant, workers=mine.workers)
             grants[kind] = grant
             self._hold(pool, entry, now_s)
-        memory_bytes = action.memory_bytes if node and action.trajectory is None else 0
+        memory_bytes = _own_memory(entry) if node else 0
         if memory_bytes:
             self._nodes[node].hold(action.id, memory_bytes)
         where = node or next((grant.pool.partition(":")[2] for grant in grants.values() if grant.chunk), "")
@@ -123,7 +123,11 @@ class Executing:
                 self._hold(pool, entry, now_s)
         entry.borrowed = frozenset(kind for kind, (_, _, lent) in plan.items() if lent)
         entry.lender, parent.borrower = parent, entry
-        return self._enter(entry, Lease(action_id=entry.id, node=parent.lease.node, grants=grants), now_s)
+        node, memory_bytes = parent.lease.node, _own_memory(entry)
+        if memory_bytes:
+            self._nodes[node].hold(entry.id, memory_bytes)
+        lease = Lease(action_id=entry.id, node=node, grants=grants, memory_bytes=memory_bytes)
+        return self._enter(entry, lease, now_s)
 
     def resize(self, entry: Entry, kind: str, units: int, now_s: float) -> Lease:
         """Change the units of a running action."""
@@ -132,6 +136,7 @@ class Executing:
         self._account(entry, now_s)
         entry.done = 1.0 - (self.remaining(entry, now_s) or 1.0)
         entry.since_s = now_s
+        entry.resized = True
         pool = self._resources[old.pool]
         grant = replace(pool.resize(entry.id, units), workers=old.workers)
         self._count_task(entry, kind, units - old.units)
@@ -227,6 +232,11 @@ class Executing:
         lease = parent.lease
         if lease is None or parent.borrower is not None or parent.action.malleable or parent.action.batch_tokens:
             return None
+        if entry.group is None or entry.group.signature.node not in ("", lease.node):
+            return None
+        memory_bytes = _own_memory(entry)
+        if memory_bytes and (not lease.node or self._nodes[lease.node].free_bytes < memory_bytes):
+            return None
         plan: dict[str, tuple[Pool, int, bool]] = {}
         for kind, units in entry.action.cost.items():
             grant = lease.grants.get(kind)
@@ -299,4 +309,13 @@ class Executing:
     def _count_task(self, entry: Entry, kind: str, units: int) -> None:
         if not entry.child:
             key = (entry.action.task, kind)
-            self._held_by_task[key] = self._held_by_task.get(key, 0) + units
+            held = self._held_by_task.get(key, 0) + units
+            if held:
+                self._held_by_task[key] = held
+            else:
+                self._held_by_task.pop(key, None)
+
+
+def _own_memory(entry: Entry) -> int:
+    """Bytes that the action holds itself: those of a trajectory are held for its whole life."""
+    return entry.action.memory_bytes if entry.action.trajectory is None else 0

@@ -72,7 +72,7 @@ class Fit:
     widths: float = 0.0
     width_squares: float = 0.0
 
-    def observe(self, units: int, duration_s: float) -> None:
+    def observe(self, units: float, duration_s: float) -> None:
         log = math.log(max(_LEAST_S, duration_s))
         width = math.log(units)
         self.weight = self.weight * _FADE + 1.0
@@ -128,12 +128,12 @@ class History:
         action = settlement.action
         if settlement.outcome.state is not State.SUCCEEDED or settlement.lease is None:
             return
-        units = settlement.lease.units(action.key) if action.key is not None else 1
-        units = int(settlement.outcome.usage.get("mean_units", units)) or 1
+        units: float = settlement.lease.units(action.key) if action.key is not None else 1
+        units = max(1.0, settlement.outcome.usage.get("mean_units", units))
         self.record(action.function, action.profile_key, units, settlement.execution_s)
 
-    def record(self, function: str, key: str, units: int, duration_s: float) -> None:
-        """One run of ``duration_s`` seconds on ``units``."""
+    def record(self, function: str, key: str, units: float, duration_s: float) -> None:
+        """One run of ``duration_s`` seconds on ``units``, a mean over time where they changed."""
         for name in dict.fromkeys(("", key)):
             profile = self._profile(function, name)
             profile.fit.observe(units, duration_s)

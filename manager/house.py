@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from manager.config import SchedulerSpec, ServiceSpec, TaskSpec
+from manager.events import Command
 from manager.executing import Executing
 from manager.fairness import FairShare
+from manager.families import Families
 from manager.queue import Entry, Group, Queue
 from manager.resources.nodes import Nodes
 from manager.resources.pool import Resources
 from manager.scheduler.policy import Hold, Policy
+from manager.trajectories import Trajectories
 
 
 @dataclass(slots=True, kw_only=True)
@@ -28,6 +31,11 @@ class House:
     fair: FairShare
     #: By resource kind; ``default`` for the others.
     policies: Mapping[str, Policy]
+    trajectories: Trajectories = field(default_factory=Trajectories)
+    families: Families = field(default_factory=Families)
+    now_s: float = 0.0
+    #: What the shell is to be told at the end of the step.
+    commands: list[Command] = field(default_factory=list)
     #: Pools of which something changed since the last pass, and groups that something was added to.
     dirty: set[str] = field(default_factory=set)
     dirty_groups: set[Group] = field(default_factory=set)
@@ -59,12 +67,43 @@ class House:
             return None
         return max(0, task.caps[kind] - self.executing.held_by(entry.action.task, kind))
 
-    def pools_of(self, group: Group) -> list[str]:
+    def weight(self, task: str) -> float:
+        """The share of a task."""
+        spec = self.tasks.get(task)
+        return (TaskSpec() if spec is None else spec).weight
+
+    def pools_of(self, group: Group) -> tuple[str, ...]:
         """The pools that could serve a group's actions."""
-        node = group.signature.node
-        return [
-            pool.name
-            for kind in group.demand
-            for pool in self.resources.of_kind(kind)
-            if not pool.node or node in ("", pool.node)
-        ]
+        if group.pools is None:
+            node = group.signature.node
+            group.pools = tuple(
+                pool.name
+                for kind in group.demand
+                for pool in self.resources.of_kind(kind)
+                if not pool.node or node in ("", pool.node)
+            )
+        return group.pools
+
+    def all_dirty(self) -> None:
+        """Everything may have changed, the pools themselves included."""
+        self.dirty.update(pool.name for pool in self.resources)
+        for group in self.queue.groups():
+            group.pools = None
+            self.dirty_groups.add(group)
+
+    def waits_for(self, entry: Entry) -> str:
+        """What a waiting action waits for, in plain words."""
+        action = entry.action
+        trajectory = None if action.trajectory is None else self.trajectories.get(action.trajectory)
+        if entry.group is None and trajectory is not None:
+            if entry in trajectory.homeless:
+                return f"{trajectory.memory_bytes} bytes of memory on a node"
+            return f"the earlier actions of trajectory {trajectory.name}"
+        hold = self.holds.get(entry.id)
+        if hold is not None:
+            return hold.waits_for
+        parts = [f"{units.minimum} of {kind}" for kind, units in action.cost.items()]
+        if action.memory_bytes and trajectory is None:
+            parts.append(f"{action.memory_bytes} bytes")
+        where = f" on {trajectory.node}" if trajectory is not None and trajectory.node else ""
+        return " and ".join(parts) + where if parts else "the next pass"

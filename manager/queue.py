@@ -7,6 +7,7 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from manager.action import Action
 from manager.config import TaskSpec
@@ -41,6 +42,8 @@ class Entry:
     #: Unit-seconds used so far, by kind.
     used: dict[str, float] = field(default_factory=dict)
     resize_after_s: float = 0.0
+    #: Whether its units have changed while it ran.
+    resized: bool = False
     aborting: bool = False
     #: Kinds whose units are lent, by whom, and the child that uses this one's units.
     borrowed: frozenset[str] = frozenset()
@@ -61,8 +64,7 @@ class Entry:
         return self.key, self.seq
 
 
-@dataclass(frozen=True, slots=True)
-class Signature:
+class Signature(NamedTuple):
     """What decides whether an action can start: members of a group are alike in it."""
 
     task: str
@@ -80,7 +82,7 @@ class Signature:
 class Group:
     """Waiting actions with one signature, in order of service. Removal is a mark; the list is cleaned in bulk."""
 
-    __slots__ = ("_first", "_items", "demand", "live", "signature")
+    __slots__ = ("_first", "_items", "arrived", "demand", "live", "pools", "signature")
 
     def __init__(self, signature: Signature) -> None:
         self.signature = signature
@@ -88,6 +90,10 @@ class Group:
         self._items: list[tuple[Key, int, Entry]] = []
         self._first = 0
         self.live = 0
+        #: Actions offered since the last pass.
+        self.arrived = 0
+        #: Names of the pools that could serve it; None until somebody asks.
+        self.pools: tuple[str, ...] | None = None
 
     def add(self, entry: Entry) -> None:
         item = (entry.key, entry.seq, entry)
@@ -154,31 +160,16 @@ class Queue:
         found = [entry for entry in self._waiting.values() if entry.action.trajectory == trajectory]
         return sorted(found, key=lambda entry: entry.order, reverse=True)
 
-    def refusal(self, action: Action, retry_after_s: float) -> TangramError | None:
+    def refusal(self, action: Action) -> TangramError | None:
         """Why one more such action cannot be queued now; None where it can."""
-        function_bound = self.bounds.functions.get(action.function)
-        if function_bound is not None and self._by_function[action.function] >= function_bound:
-            return QuotaExceeded(
-                f"function {action.function} has {function_bound} actions waiting, its bound",
-                component="queue",
-                invocation_id=action.id,
-                retry_after_s=retry_after_s,
-            )
+        bound = self.bounds.functions.get(action.function)
+        if bound is not None and self._by_function[action.function] >= bound:
+            return _over(QuotaExceeded, f"function {action.function} has {bound} actions waiting, its bound", action)
         task = self.bounds.tasks.get(action.task)
         if task is not None and self._by_task[action.task] >= task.max_queued:
-            return QuotaExceeded(
-                f"task {action.task} has {task.max_queued} actions waiting, its bound",
-                component="queue",
-                invocation_id=action.id,
-                retry_after_s=retry_after_s,
-            )
+            return _over(QuotaExceeded, f"task {action.task} has {task.max_queued} actions waiting, its bound", action)
         if len(self._waiting) >= self.bounds.total:
-            return CapacityExceeded(
-                f"{self.bounds.total} actions wait, the bound of the queue",
-                component="queue",
-                invocation_id=action.id,
-                retry_after_s=retry_after_s,
-            )
+            return _over(CapacityExceeded, f"{self.bounds.total} actions wait, the bound of the queue", action)
         return None
 
     def admit(self, entry: Entry, now_s: float) -> None:
@@ -192,15 +183,17 @@ class Queue:
     def leave(self, entry: Entry) -> None:
         """It started, or settled without starting."""
         del self._waiting[entry.id]
-        self._by_task[entry.action.task] -= 1
-        self._by_function[entry.action.function] -= 1
+        _decrement(self._by_task, entry.action.task)
+        _decrement(self._by_function, entry.action.function)
         self.withdraw(entry)
 
-    def offer(self, entry: Entry, signature: Signature) -> None:
+    def offer(self, entry: Entry, signature: Signature) -> Group:
+        """Make it eligible, in the group of those like it."""
         group = self._groups.get(signature)
         if group is None:
             group = self._groups[signature] = Group(signature)
         group.add(entry)
+        return group
 
     def withdraw(self, entry: Entry) -> None:
         group = entry.group
@@ -242,3 +235,15 @@ class Queue:
 
     def _stale(self, entry: Entry) -> bool:
         return self._waiting.get(entry.id) is not entry
+
+
+def _over(error: type[TangramError], message: str, action: Action) -> TangramError:
+    return error(message, component="queue", invocation_id=action.id)
+
+
+def _decrement(counter: Counter[str], name: str) -> None:
+    """Count down; names that callers invent must not pile up."""
+    if counter[name] > 1:
+        counter[name] -= 1
+    else:
+        del counter[name]

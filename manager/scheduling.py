@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from manager.events import Command
 from manager.house import House
 from manager.queue import Group
 from manager.resources.pool import Headroom
@@ -25,18 +24,26 @@ class Scheduling:
     def starter(self) -> Starter:
         return self._starter
 
-    def run(self, now_s: float) -> list[Command]:
+    def run(self) -> None:
         """Start what can start and resize what the policies want, until nothing changes (bounded)."""
-        self._starter.now_s = now_s
+        self._count_arrivals()
         for pool, wake_s in list(self._house.wakes.items()):
-            if wake_s <= now_s:
+            if wake_s <= self._house.now_s:
                 del self._house.wakes[pool]
                 self._house.dirty.add(pool)
         for _ in range(_ROUNDS):
             if not self._house.dirty and not self._house.dirty_groups:
                 break
             self._round()
-        return self._starter.take_commands()
+
+    def _count_arrivals(self) -> None:
+        """Each action that was offered since the last pass counts once for each kind that it needs."""
+        house = self._house
+        for group in house.dirty_groups:
+            arrived, group.arrived = group.arrived, 0
+            names = house.pools_of(group) if arrived else ()
+            for name in names:
+                house.executing.load(name).arrivals.add(house.now_s, arrived * len(group.demand) / len(names))
 
     def _round(self) -> None:
         house = self._house

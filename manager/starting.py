@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Mapping
 from itertools import islice
 
-from manager.events import Command, Execute, Resize
+from manager.events import Execute, Resize
 from manager.house import House
 from manager.queue import Entry
 from manager.scheduler.policy import Start
@@ -16,17 +16,10 @@ _BATCH_WINDOW = 256
 
 
 class Starter:
-    """Leases actions of one house and collects the commands that tell so."""
+    """Leases actions of one house and tells the shell."""
 
     def __init__(self, house: House) -> None:
         self._house = house
-        self._commands: list[Command] = []
-        self.now_s = 0.0
-
-    def take_commands(self) -> list[Command]:
-        """What was done since the last call."""
-        commands, self._commands = self._commands, []
-        return commands
 
     def start(
         self, entry: Entry, node: str, units: Mapping[str, int], wish: Start | None = None, key: str = ""
@@ -39,35 +32,37 @@ class Starter:
         mates = self._mates(entry, units)
         for started in (entry, *mates):
             self._leave(started)
-        house.executing.start(entry, node, units, wish, key, self.now_s)
+        house.executing.start(entry, node, units, wish, key, self._house.now_s)
         if mates:
             for mate in mates:
-                house.executing.join(mate, entry, self.now_s)
+                house.executing.join(mate, entry, self._house.now_s)
             house.executing.seal(entry, mates)
         for started in (entry, *mates):
             self._execute(started)
 
     def lend(self, child: Entry, parent: Entry) -> None:
         """Start a child on the units of its waiting parent."""
+        self._house.executing.borrow(child, parent, self._house.now_s)
         self._leave(child)
-        self._house.executing.borrow(child, parent, self.now_s)
         self._execute(child)
 
     def resize(self, entry: Entry, kind: str, units: int) -> None:
         """Change the units of a running action."""
-        lease = self._house.executing.resize(entry, kind, units, self.now_s)
-        entry.resize_after_s = self.now_s + self._house.option(kind, "resize_interval_s", 0.0)
-        self._commands.append(Resize(action=entry.action, lease=lease))
+        lease = self._house.executing.resize(entry, kind, units, self._house.now_s)
+        entry.resize_after_s = self._house.now_s + self._house.option(kind, "resize_interval_s", 0.0)
+        self._house.commands.append(Resize(action=entry.action, lease=lease))
 
     def _leave(self, entry: Entry) -> None:
         self._house.queue.leave(entry)
         self._house.holds.pop(entry.id, None)
+        if entry.child:
+            self._house.families.leave(entry)
         self._house.fair.started(entry.action, entry.key[0])
 
     def _execute(self, entry: Entry) -> None:
         assert entry.lease is not None
-        queue_s = max(0.0, self.now_s - entry.action.submitted_s)
-        self._commands.append(Execute(action=entry.action, lease=entry.lease, queue_s=queue_s))
+        queue_s = max(0.0, self._house.now_s - entry.action.submitted_s)
+        self._house.commands.append(Execute(action=entry.action, lease=entry.lease, queue_s=queue_s))
 
     def _mates(self, entry: Entry, units: Mapping[str, int]) -> list[Entry]:
         """Waiting actions of the same service that join the batch, first come first, up to its tokens."""

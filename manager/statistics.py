@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from manager.outcome import Settlement
 
 #: Seconds over which arrival rate and utilisation are smoothed.
 SMOOTHING_S = 10.0
+#: Tasks whose accounts are kept; the one that was idle longest is forgotten.
+ACCOUNTS_MAX = 4096
 
 
 @dataclass(slots=True)
@@ -72,6 +75,11 @@ class Account:
         self.overhead_s += settlement.overhead_s
         self.execution_s += settlement.execution_s
 
+    def use(self, used: Mapping[str, float]) -> None:
+        """Unit-seconds by kind (units of quotas) that one action has used."""
+        for kind, amount in used.items():
+            self.used[kind] = self.used.get(kind, 0.0) + amount
+
     def describe(self) -> dict[str, object]:
         return {
             "settled": dict(self.settled),
@@ -81,3 +89,29 @@ class Account:
             "overhead_s": self.overhead_s,
             "execution_s": self.execution_s,
         }
+
+
+class Accounts:
+    """Accounts by task, at most `ACCOUNTS_MAX`."""
+
+    def __init__(self) -> None:
+        self._accounts: OrderedDict[str, Account] = OrderedDict()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._accounts)
+
+    def __getitem__(self, task: str) -> Account:
+        return self._accounts[task]
+
+    def get(self, task: str) -> Account | None:
+        return self._accounts.get(task)
+
+    def of(self, task: str) -> Account:
+        """A task's account, opened where there is none."""
+        account = self._accounts.get(task)
+        if account is None:
+            account = self._accounts[task] = Account()
+            if len(self._accounts) > ACCOUNTS_MAX:
+                self._accounts.popitem(last=False)
+        self._accounts.move_to_end(task)
+        return account

@@ -73,7 +73,7 @@ class Turn:
         decision = self._house.policy(self._pool.kind).decide(self._view())
         self._house.wakes.pop(name, None)
         if decision.wake_s is not None:
-            self._house.wakes[name] = max(decision.wake_s, self._starter.now_s + _LEAST_WAKE_S)
+            self._house.wakes[name] = max(decision.wake_s, self._house.now_s + _LEAST_WAKE_S)
         for hold in decision.holds:
             self._house.holds[hold.action_id] = hold
         started = self._carry_out(decision)
@@ -86,7 +86,7 @@ class Turn:
             self._start(first.entry, first.option, Start(action_id=first.entry.id, units=minimum))
 
     def _view(self) -> PoolView:
-        pool, house, now_s = self._pool, self._house, self._starter.now_s
+        pool, house, now_s = self._pool, self._house, self._house.now_s
         load = house.executing.load(pool.name)
         return PoolView(
             name=pool.name,
@@ -248,7 +248,7 @@ class Turn:
 
     def _expect(self, kept: bool, wish: object, story: str) -> None:
         policy = self._house.policy(self._pool.kind).name
-        assert kept, f"policy {policy} on {self._pool.name} at {self._starter.now_s:.6f}: {wish} {story}"
+        assert kept, f"policy {policy} on {self._pool.name} at {self._house.now_s:.6f}: {wish} {story}"
 
 
 def _unit_set(action: Action) -> UnitSet:

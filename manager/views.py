@@ -44,7 +44,7 @@ def queue_view(core: Core) -> list[dict[str, object]]:
             "trajectory": entry.action.trajectory,
             "age_s": core.now_s - entry.action.submitted_s,
             "cost": {kind: [units.minimum, units.maximum] for kind, units in entry.action.cost.items()},
-            "waits_for": _waits_for(core, entry),
+            "waits_for": core.house.waits_for(entry),
         }
         for entry in sorted(core.house.queue, key=lambda entry: entry.order)
     ]
@@ -87,19 +87,6 @@ def tasks_view(core: Core) -> list[dict[str, object]]:
             }
         )
     return views
-
-
-def _waits_for(core: Core, entry: Entry) -> str:
-    """In plain words."""
-    trajectory = None if entry.action.trajectory is None else core.trajectories.get(entry.action.trajectory)
-    if entry.group is None and trajectory is not None:
-        if trajectory.waiting and trajectory.active is entry:
-            return f"{trajectory.memory_bytes} bytes of memory on a node"
-        return f"the earlier actions of trajectory {trajectory.name}"
-    hold = core.house.holds.get(entry.id)
-    if hold is not None:
-        return hold.waits_for
-    return ", ".join(f"{units.minimum} of {kind}" for kind, units in entry.action.cost.items()) or "the next pass"
 
 
 def _trajectory_state(core: Core, active: Entry | None, ending: bool, waiting: bool) -> str:

@@ -189,6 +189,10 @@ class Resources:
         """Whether ``kind`` is bound to the node that an action is placed on."""
         return kind in self._node_kinds
 
+    def any_on_nodes(self, kinds: Iterable[str]) -> bool:
+        """Whether any of these kinds is."""
+        return not self._node_kinds.keys().isdisjoint(kinds)
+
     def find(self, kind: str, node: str) -> Pool | None:
         """The pool that serves ``kind`` for an action placed on ``node``; None where there is none (any more)."""
         by_node = self._node_kinds.get(kind)

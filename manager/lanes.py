@@ -1,0 +1,142 @@
+"""Lanes: the rules of trajectories. Whose turn it is, where a trajectory lives, and when it is over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from manager.action import UnitSet
+from manager.events import EndTrajectory, TrajectoryOpened, TrajectoryPlaced
+from manager.house import House
+from manager.offering import Offering
+from manager.queue import Entry
+from manager.trajectories import Trajectory
+
+
+class Lanes:
+    """One lane for each trajectory: its actions one at a time and in order; children pass beside."""
+
+    def __init__(self, house: House, offering: Offering) -> None:
+        self._house = house
+        self._offering = offering
+
+    def of(self, entry: Entry) -> Trajectory | None:
+        """The trajectory that an action belongs to."""
+        name = entry.action.trajectory
+        return None if name is None else self._house.trajectories.get(name)
+
+    def line_up(self, entry: Entry) -> None:
+        """Offer an action to the pass, or put it behind the earlier ones of its trajectory."""
+        action = entry.action
+        if action.trajectory is None:
+            self._offering.offer(entry, None)
+            return
+        trajectory = self._house.trajectories.get(action.trajectory)
+        if trajectory is None:
+            trajectory = Trajectory(
+                action.trajectory, action.task, action.memory_bytes, action.trajectory_ttl_s, entry.seq
+            )
+            self._house.trajectories.open(trajectory)
+        if entry.child:
+            trajectory.children += 1
+            self._offer(entry, trajectory)
+        else:
+            trajectory.lane.append(entry)
+            self._next(trajectory)
+
+    def again(self, entry: Entry, lost: Entry) -> None:
+        """Offer the next attempt of an action whose node was lost."""
+        trajectory = self.of(entry)
+        if trajectory is None:
+            self._offering.offer(entry, None)
+            return
+        if trajectory.active is lost:
+            trajectory.active = entry
+        self._offer(entry, trajectory)
+
+    def leave(self, entry: Entry) -> None:
+        """An action has settled: the turn of the next one."""
+        trajectory = self.of(entry)
+        if trajectory is None:
+            return
+        if entry in trajectory.homeless:
+            trajectory.homeless.remove(entry)
+        if trajectory.active is entry:
+            trajectory.active = None
+        elif entry.child:
+            trajectory.children -= 1
+        else:
+            trajectory.lane.remove(entry)
+        self._next(trajectory)
+        if trajectory.active is None and not trajectory.children:
+            self._rest(trajectory)
+
+    def open(self, event: TrajectoryOpened, seq: int) -> None:
+        """Ask for a place ahead of the first action; idempotent."""
+        trajectories = self._house.trajectories
+        if trajectories.get(event.trajectory) is not None:
+            return
+        trajectory = Trajectory(event.trajectory, event.task, event.memory_bytes, event.ttl_s, seq)
+        trajectories.open(trajectory)
+        trajectory.explicit = True
+        trajectory.cost = event.cost
+        if event.memory_bytes or self._on_nodes(event.cost):
+            trajectories.wait_for_memory(trajectory)
+        trajectories.rest(trajectory, self._house.now_s)
+
+    def place(self) -> None:
+        """Give memory to those that wait for it, first come first served."""
+        house = self._house
+        house.memory_waits_from = None
+        for trajectory in house.trajectories.waiting():
+            cost = self._on_nodes(trajectory.cost)
+            node = house.nodes.choose(cost, trajectory.memory_bytes)
+            if node is None:
+                if house.nodes.ever(cost, trajectory.memory_bytes):
+                    house.memory_waits_from = trajectory.opened_seq
+                    return
+                continue  # only a new node could serve it: it must not hold up the others
+            node.hold(trajectory.name, trajectory.memory_bytes)
+            trajectory.node, trajectory.waiting = node.spec.name, False
+            house.commands.append(TrajectoryPlaced(trajectory=trajectory.name, node=trajectory.node))
+            homeless, trajectory.homeless = trajectory.homeless, []
+            for entry in homeless:
+                self._offering.offer(entry, trajectory)
+            if trajectory.at_rest:
+                house.trajectories.rest(trajectory, house.now_s)
+
+    def close(self, trajectory: Trajectory) -> None:
+        """Its memory returns and its environment goes; nothing of it runs or waits."""
+        house = self._house
+        house.trajectories.close(trajectory)
+        if trajectory.node and trajectory.node in house.nodes:
+            house.nodes[trajectory.node].release(trajectory.name)
+            house.dirty.update(pool.name for pool in house.resources if pool.node == trajectory.node)
+        house.commands.append(EndTrajectory(trajectory=trajectory.name))
+
+    def _next(self, trajectory: Trajectory) -> None:
+        """The turn of the trajectory's next action, where none has it."""
+        if trajectory.active is None and trajectory.lane:
+            trajectory.active = trajectory.lane.popleft()
+            self._offer(trajectory.active, trajectory)
+
+    def _offer(self, entry: Entry, trajectory: Trajectory) -> None:
+        """Let the pass choose it, once its trajectory has a place (where it needs one)."""
+        if trajectory.node or not self._offering.needs_place(entry.action):
+            self._offering.offer(entry, trajectory)
+            return
+        trajectory.cost = trajectory.cost or entry.action.cost
+        trajectory.homeless.append(entry)
+        self._house.trajectories.wait_for_memory(trajectory)
+
+    def _rest(self, trajectory: Trajectory) -> None:
+        if trajectory.ending:
+            self.close(trajectory)
+            return
+        if trajectory.waiting and not trajectory.explicit:
+            trajectory.waiting = False
+        self._house.trajectories.rest(trajectory, self._house.now_s)
+
+    def _on_nodes(self, cost: Mapping[str, UnitSet]) -> dict[str, UnitSet]:
+        """The part of a cost that a node must be able to serve."""
+        on_nodes = self._house.resources.on_nodes
+        return {kind: units for kind, units in cost.items() if on_nodes(kind)}

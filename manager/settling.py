@@ -1,0 +1,122 @@
+"""Settling: every accepted action ends exactly once, and what it held or had reserved serves others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from manager.errors import Reason
+from manager.events import Abort, Settle
+from manager.house import House
+from manager.lanes import Lanes
+from manager.outcome import Outcome, Settlement, State
+from manager.queue import Entry
+from manager.statistics import Accounts, Rate
+from manager.trajectories import Trajectory
+
+
+class Settling:
+    """The ends of actions and of trajectories, and the accounts that are drawn up then."""
+
+    def __init__(self, house: House, lanes: Lanes) -> None:
+        self._house = house
+        self._lanes = lanes
+        self.count = 0
+        self.accounts = Accounts()
+        #: Ends of running actions.
+        self.finishes = Rate()
+
+    def retire(self, entry: Entry, outcome: Outcome) -> None:
+        """A running action is over: release, account, settle."""
+        self.release(entry)
+        now_s = self._house.now_s
+        queue_s = max(0.0, entry.started_s - min(entry.action.submitted_s, entry.started_s))
+        ran_s = max(0.0, now_s - entry.started_s)
+        execution_s = min(outcome.execution_s, ran_s)
+        self.finishes.add(now_s)
+        settlement = Settlement(
+            action=entry.action,
+            outcome=_with_mean_units(entry, outcome, ran_s),
+            lease=entry.lease,
+            queue_s=queue_s,
+            overhead_s=ran_s - execution_s,
+            execution_s=execution_s,
+        )
+        self._settle(entry, settlement)
+
+    def release(self, entry: Entry) -> None:
+        """Give back what a running action holds, and charge its task for what it used."""
+        house, action, lease = self._house, entry.action, entry.lease
+        for pool in house.executing.end(entry, house.now_s):
+            house.dirty.add(pool.name)
+        if lease is not None and lease.memory_bytes:
+            house.dirty.update(pool.name for pool in house.resources if pool.node == lease.node)
+        self._mark_capped(entry)
+        house.fair.correct(action, house.weight(action.task), entry.used)
+        self.accounts.of(action.task).use(entry.used)
+
+    def end_waiting(self, entry: Entry, state: State, reason: Reason, message: str) -> None:
+        """End an action that never started."""
+        house = self._house
+        self.touch(entry)
+        house.queue.leave(entry)
+        house.holds.pop(entry.id, None)
+        outcome = Outcome(state=state, reason=reason, message=message, component="queue")
+        queue_s = max(0.0, house.now_s - entry.action.submitted_s)
+        settlement = Settlement(
+            action=entry.action, outcome=outcome, lease=None, queue_s=queue_s, overhead_s=0.0, execution_s=0.0
+        )
+        self._settle(entry, settlement)
+
+    def end_trajectory(
+        self, trajectory: Trajectory, state: State = State.CANCELLED, reason: Reason = Reason.CANCELLED
+    ) -> None:
+        """Cancel what it has; the environment goes when nothing runs in it any more."""
+        house = self._house
+        trajectory.ending = True
+        message = f"trajectory {trajectory.name} ended"
+        for entry in house.queue.of_trajectory(trajectory.name):
+            if entry.id in house.queue:
+                self.end_waiting(entry, state, reason, message)
+        for entry in house.executing.all():
+            if entry.action.trajectory == trajectory.name:
+                self.abort(entry, message)
+        if house.trajectories.get(trajectory.name) is trajectory and trajectory.at_rest:
+            self._lanes.close(trajectory)
+
+    def abort(self, entry: Entry, message: str) -> None:
+        """Have a running action killed, once."""
+        if not entry.aborting:
+            entry.aborting = True
+            abort = Abort(action_id=entry.id, attempt=entry.action.attempt, message=message)
+            self._house.commands.append(abort)
+
+    def touch(self, entry: Entry) -> None:
+        """What a waiting action had reserved may serve others."""
+        if self._house.spec.strict:
+            self._house.all_dirty()  # it may have stood in the way of everything behind it
+        elif entry.group is not None:
+            self._house.dirty.update(self._house.pools_of(entry.group))
+
+    def _settle(self, entry: Entry, settlement: Settlement) -> None:
+        assert not entry.state.terminal, f"{entry.id} settles twice: {entry.state}, {settlement.outcome.state}"
+        entry.state = settlement.outcome.state
+        self.count += 1
+        self.accounts.of(entry.action.task).add(settlement)
+        self._house.commands.append(Settle(settlement=settlement))
+        self._house.families.orphan(entry.id)
+        self._house.families.leave(entry)
+        self._lanes.leave(entry)
+
+    def _mark_capped(self, entry: Entry) -> None:
+        """Where its task has a cap, others of the task may start in pools that did not change."""
+        task = self._house.tasks.get(entry.action.task)
+        for kind in entry.action.cost if task is not None and task.caps else ():
+            self._house.dirty.update(pool.name for pool in self._house.resources.of_kind(kind))
+
+
+def _with_mean_units(entry: Entry, outcome: Outcome, ran_s: float) -> Outcome:
+    """The outcome of an action whose units changed, with their mean over time, which is what its duration teaches."""
+    key = entry.action.key
+    if not entry.resized or key is None or ran_s <= 0 or "mean_units" in outcome.usage:
+        return outcome
+    return replace(outcome, usage={**outcome.usage, "mean_units": entry.used[key] / ran_s})
