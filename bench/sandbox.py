@@ -40,6 +40,8 @@ WORKLOADS = Path(__file__).parents[2] / "shared/workloads"
 IMAGE = "tangram-base:bookworm"
 NOOP = Command(argv=("true",))
 PARALLEL = 32
+#: How often runner and daemon take turns at it.
+TURNS = 3
 
 
 class Quiet:
@@ -126,8 +128,10 @@ async def one_command(house: House, report: Report, rounds: int) -> None:
         settlement = await house.act("one", {"argv": ["true"]})
         assert settlement.outcome.state is State.SUCCEEDED, settlement.outcome.message
 
+    every = sorted(os.sched_getaffinity(0))
     for round_ in range(rounds):
         await sandbox.thaw()
+        await sandbox.set_cores(every)  # an action leaves it on the cores that it was granted
         if round_ % 5 == 0:
             started = time.perf_counter()
             docker.run(container, ["true"])
@@ -149,14 +153,18 @@ async def at_once(house: House, report: Report, rounds: int) -> None:
     names = [f"wide-{index}" for index in range(PARALLEL)]
     sandboxes = list(await asyncio.gather(*(house.sandbox(name) for name in names)))
     await asyncio.gather(*(sandbox.thaw() for sandbox in sandboxes))
-    started = time.perf_counter()
-    await asyncio.gather(*(repeat(lambda box=box: box.run(NOOP), rounds) for box in sandboxes))  # type: ignore[misc]
-    runner_per_s = PARALLEL * rounds / (time.perf_counter() - started)
+    containers = [container_of(sandbox) for sandbox in sandboxes]
+    seconds = {"runner": 0.0, "docker_exec": 0.0}
+    for _ in range(TURNS):
+        started = time.perf_counter()
+        await asyncio.gather(*(repeat(lambda box=box: box.run(NOOP), rounds) for box in sandboxes))  # type: ignore[misc]
+        seconds["runner"] += time.perf_counter() - started
+        seconds["docker_exec"] += await asyncio.to_thread(daemon_seconds, containers)
+    runner_per_s = TURNS * PARALLEL * rounds / seconds["runner"]
+    docker_per_s = TURNS * PARALLEL / seconds["docker_exec"]
     started = time.perf_counter()
     await asyncio.gather(*(repeat(lambda name=name: house.act(name, {"argv": ["true"]}), rounds) for name in names))  # type: ignore[misc]
     action_per_s = PARALLEL * rounds / (time.perf_counter() - started)
-    await asyncio.gather(*(sandbox.thaw() for sandbox in sandboxes))
-    docker_per_s = await asyncio.to_thread(daemon_throughput, [container_of(sandbox) for sandbox in sandboxes])
     for name in names:
         await house.environments.end(name)
     figures = {"runner_per_s": runner_per_s, "action_per_s": action_per_s, "docker_exec_per_s": docker_per_s}
@@ -164,19 +172,18 @@ async def at_once(house: House, report: Report, rounds: int) -> None:
     report.check("parallel_32_over_docker", runner_per_s / docker_per_s, limit=25, better="higher")
 
 
-def daemon_throughput(containers: Sequence[str]) -> float:
-    """Executions a second of ``docker exec``, two in each container, one connection each."""
+def daemon_seconds(containers: Sequence[str]) -> float:
+    """Seconds for one ``docker exec`` in each container, all at once, one connection each."""
 
     def run(container: str) -> None:
         docker = DockerExec()
-        for _ in range(2):
-            docker.run(container, ["true"])
+        docker.run(container, ["true"])
         docker.close()
 
     started = time.perf_counter()
     with ThreadPoolExecutor(len(containers)) as pool:
         list(pool.map(run, containers))
-    return 2 * len(containers) / (time.perf_counter() - started)
+    return time.perf_counter() - started
 
 
 async def repeat(work: Callable[[], Awaitable[object]], rounds: int) -> None:
