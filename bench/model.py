@@ -27,6 +27,7 @@ import torch
 
 from bench.model_checkpoints import SHAPES, write_checkpoint
 from bench.model_exactness import differences
+from bench.model_ipc import store_copies
 from bench.report import Report, parser
 from manager.function import ModelAction
 from runtimes.model.checkpoint import open_checkpoint
@@ -253,6 +254,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         bench.swaps()
         bench.overlaps(restore_s)
         bench.parking()
+        report.figure("ipc_store", dict(store_copies(bench.images[Head.LM], bench.device, bench.rounds)))
         files = sum(file.stat().st_size for file in bench.paths[Head.LM].glob("*.safetensors"))
         report.check("host_bytes_over_model", bench.images[Head.LM].layout.size_bytes / files, 1.05, "lower")
         found = differences(directory)

@@ -223,10 +223,14 @@ def bind(model: nn.Module, arena: Arena, shard: Shard, offset: int, tied: Mappin
 
 
 class Fences:
-    """Holds each module of a model back until its own weights have arrived (compute overlaps the restore)."""
+    """Holds each module of a model back until its own weights have arrived (compute overlaps the restore).
+
+    On the way past, each module gives a sign of life: a long batch is no stuck one.
+    """
 
     def __init__(self, model: nn.Module, shard: Shard, tied: Mapping[str, str]) -> None:
         self.transfer: Transfer | None = None
+        self.beat: Callable[[], None] = _silence
         ends = {name: view.offset + view.size_bytes for name, view in shard.views.items()}
         ends |= {name: ends[source] for name, source in tied.items()}
         last: dict[str, int] = {}
@@ -238,10 +242,15 @@ class Fences:
 
     def _hook(self, end: int) -> Callable[[nn.Module, object], None]:
         def wait(module: nn.Module, args: object) -> None:
+            self.beat()
             if self.transfer is not None:
                 self.transfer.wait(end)
 
         return wait
+
+
+def _silence() -> None:
+    """Nobody listens."""
 
 
 def _parts(copy: Copy, size_bytes: int) -> list[Copy]:

@@ -22,6 +22,8 @@ from runtimes.model.work import ImageRef, Placed, Resident, Run, Usage
 
 #: Seconds that a run waits for its image, which was announced before it on the same pipe (pinning takes seconds).
 ATTACH_S = 120.0
+#: Seconds between two signs of life of a running computation.
+PULSE_S = 0.2
 
 
 @dataclass(slots=True)
@@ -152,7 +154,8 @@ class DeviceEngine:
             skeleton.team.group = self._group(asked)
             self.bind(skeleton, seat)
             self._use_cores(asked.cores)
-            results = self._compute(asked, skeleton, seat, progress)
+            skeleton.fences.beat = pulse = _Pulse(progress)
+            results = self._compute(asked, skeleton, seat, pulse)
         finally:
             herald.join()
             with self._changed:
@@ -252,6 +255,20 @@ class DeviceEngine:
         for thread in Path("/proc/self/task").iterdir():
             os.sched_setaffinity(int(thread.name), cores)
         self._cores = cores
+
+
+class _Pulse:
+    """Passes signs of life on, but not all of them."""
+
+    def __init__(self, send: Callable[[], None]) -> None:
+        self._send = send
+        self._sent_s = time.perf_counter()
+
+    def __call__(self) -> None:
+        now_s = time.perf_counter()
+        if now_s - self._sent_s >= PULSE_S:
+            self._sent_s = now_s
+            self._send()
 
 
 class _Herald:
