@@ -32,14 +32,15 @@ from gateway.restart import Restart
 from gateway.retention import RetentionSpec, prune_for_ever
 from gateway.starts import RecordedStarts
 from gateway.store import Durability, Store, StoreSpec
+from gateway.trajectories import Trajectories
 from gateway.view import plain
 from manager.assembly import build_core
-from manager.clock import Clock, MonotonicClock
+from manager.clock import Clock, MonotonicClock, WallClock
 from manager.config import NodeSpec, ServiceSpec, TaskSpec
 from manager.engine import Engine
 from manager.errors import Conflict, StorageUnavailable
 from manager.function import FunctionSpec
-from manager.history import History
+from manager.history import History, Learned
 
 HISTORY = "history"
 #: Seconds between two savings of the learned durations.
@@ -76,6 +77,7 @@ class App:
         self._env = env
         self._make_hands = hands
         self._clock = MonotonicClock()
+        self._wall = WallClock()
         self._log = structlog.get_logger("gateway")
         self._stopping = asyncio.Event()
         self._closing = asyncio.Event()
@@ -103,7 +105,8 @@ class App:
             StoreSpec(
                 path=server.state_dir / "tangram.sqlite",
                 durability=Durability(server.durability),
-            )
+            ),
+            wall=self._wall,
         )
         await self.store.open()
         self._closers.push_async_callback(self.store.close)
@@ -115,6 +118,7 @@ class App:
                 stall_s=server.logs.stall_s,
                 followers_max=server.logs.followers_max,
             ),
+            wall=self._wall,
         )
         self.metrics = Metrics()
         await self._start_thinking()
@@ -133,13 +137,13 @@ class App:
         self.house = self._house()
         self._watch()
         self.invocations.on_end.append(self.callbacks.ended)
-        recovered = await self.restart.recover()
+        recovered = {**await self.restart.recover(), **self._adopted}
         self.grpc = GrpcServer(self.house)
         await self.grpc.open(self._sockets[1])
         self._closers.push_async_callback(self.grpc.close)
         chores = (
             self._save_history_for_ever(),
-            prune_for_ever(self.store, self._retention()),
+            prune_for_ever(self.store, self._retention(), self._wall),
             self.callbacks.sweep_for_ever(),
         )
         for chore in chores:
@@ -153,7 +157,8 @@ class App:
         self.history = History.from_json(orjson.loads(saved)) if saved else History()
         self.hands = self._make_hands(self.config, self._clock, self._report_residency)
         self._closers.push_async_callback(self.hands.close)
-        await self.hands.environments.start(())
+        self.trajectories = Trajectories(self.store, self.hands.environments)
+        self._adopted = await self.trajectories.adopt()
         self.registry = Registry(
             self.config,
             prepare=self._prepare,
@@ -181,6 +186,7 @@ class App:
             admission=self.admission,
             observer=self.metrics,
             now=self._clock.now,
+            wall=self._wall,
         )
         self.restart = Restart(
             invocations=self.invocations,
@@ -188,16 +194,18 @@ class App:
             store=self.store,
             logs=self.logs,
             admission=self.admission,
+            wall=self._wall,
         )
         self.engine = Engine(
             core,
-            RecordedStarts(self.hands.executor, self.invocations, self.store),
+            RecordedStarts(self.hands.executor, self.invocations, self.store, self.trajectories),
             clock=self._clock,
             history=self.history,
             listeners=[self.invocations],
         )
         self.invocations.bind(self.engine)
         await self.engine.start()
+        self.trajectories.tell(self.engine)
         self._closers.push_async_callback(self.engine.close)
         self._closers.callback(self._save_history)
 
@@ -206,8 +214,8 @@ class App:
         if self.node is None:
             await self.start()
         loop = asyncio.get_running_loop()
-        for name in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(name, self.stop)
+        loop.add_signal_handler(signal.SIGTERM, self.stop, True)
+        loop.add_signal_handler(signal.SIGINT, self.stop)
         grace_s = CLOSE_GRACE_S
         serving = asyncio.create_task(serve(Door(self.house), self._sockets[0], self._closing.wait, grace_s))
         try:
@@ -220,8 +228,14 @@ class App:
             await asyncio.gather(serving, return_exceptions=True)
             await self.close()
 
-    def stop(self) -> None:
-        """Take no new work, let what runs end within the grace, keep the rest for the next gateway."""
+    def stop(self, keep_environments: bool = False) -> None:
+        """Take no new work, let what runs end within the grace, keep the rest for the next gateway.
+
+        SIGTERM keeps the trajectories' sandboxes too, for an orchestrator starts the next gateway; SIGINT does not,
+        for a person has ended it. A sandbox that no gateway comes for ends itself.
+        """
+        if keep_environments:
+            self.hands.environments.keep()
         self.admission.draining = True
         self._stopping.set()
 
@@ -287,6 +301,7 @@ class App:
             environments=self.hands.environments,
             metrics=self.metrics,
             callbacks=self.callbacks,
+            learned=self.history.describe,
             configure=self.registry.configure,
             sandboxes=self._sandboxes,
             unready=self._unready,
@@ -312,6 +327,13 @@ class App:
         watch("tangram_log_followers_dropped", slow, lambda: self.logs.followers_dropped, counter=True)
         watch("tangram_living", "Invocations that have not ended", lambda: len(self.invocations.living))
         self.metrics.watch_units(self._units)
+        self.metrics.watch_learned(self._learned)
+
+    def _learned(self) -> Iterator[tuple[str, Learned]]:
+        for function in self.registry.all():
+            learned = self.history.learned(function.name)
+            if learned.t_ori_s is not None:
+                yield function.name, learned
 
     def _units(self) -> Iterator[tuple[str, str, float]]:
         pools = self.engine.resources()["pools"]

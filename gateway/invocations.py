@@ -144,11 +144,8 @@ class Invocations:
             except TangramError as error:
                 verdicts.append(error)
         if any(request.durable for request in requests):
-            refused = await self._make_durable(fresh)
-            if refused is not None:
-                return [
-                    refused if isinstance(verdict, Invocation) and verdict in fresh else verdict for verdict in verdicts
-                ]
+            await self._make_durable(fresh)
+            verdicts = [_unless_refused(verdict) for verdict in verdicts]
         self.submit([invocation for invocation in fresh if not invocation.record.terminal])
         return verdicts
 
@@ -196,19 +193,18 @@ class Invocations:
             raise InvalidInput(f"parent {parent!r} is no living invocation", detail={"path": "parent"})
         return parent
 
-    async def _make_durable(self, fresh: Sequence[Invocation]) -> StorageUnavailable | None:
+    async def _make_durable(self, fresh: Sequence[Invocation]) -> None:
+        """Commit, or end all of them: part of a refused batch may be on disk already, where it must not wait."""
         try:
             await self._store.commit()
         except StorageUnavailable as error:
             for invocation in fresh:
-                self._store.forget(invocation.record)
+                invocation.refusal, invocation.record.callback = error, None
+                if invocation.key is not None:
+                    self._store.drop_key(invocation.key, invocation.record.seq)
                 if not invocation.record.terminal:
                     invocation.record.end(State.FAILED, Reason.INTERNAL, error.message, self._wall())
-                    self._admission.leave(invocation.record.function, invocation.record.task)
-                    self._observer.settled(invocation.record)
-                self._drop(invocation)
-            return error
-        return None
+                    self.finish(invocation, waited=True)
 
     # Idempotency
 
@@ -479,6 +475,13 @@ class Invocations:
         record.end(State.CANCELLED, Reason.CANCELLED, message, self._wall())
         self.finish(invocation, waited=True)
         return True
+
+
+def _unless_refused(verdict: Invocation | TangramError) -> Invocation | TangramError:
+    """What the disk did not take was not accepted, nor is whoever latched on to it meanwhile."""
+    if isinstance(verdict, Invocation) and isinstance(verdict.refusal, StorageUnavailable):
+        return verdict.refusal
+    return verdict
 
 
 def _tell(done: asyncio.Future[None], invocation: Invocation) -> None:

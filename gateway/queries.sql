@@ -26,8 +26,20 @@ INSERT OR IGNORE INTO log_records (seq, position, time_s, stream, data) VALUES (
 -- name: save_document
 INSERT OR REPLACE INTO documents (name, body) VALUES (?, ?);
 
+-- name: save_trajectory
+INSERT OR REPLACE INTO trajectories (name, task, memory_bytes, ttl_s) VALUES (?, ?, ?, ?);
+
+-- name: delete_trajectory
+DELETE FROM trajectories WHERE name = ?;
+
+-- name: trajectories
+SELECT name, task, memory_bytes, ttl_s FROM trajectories ORDER BY name;
+
+-- A key outlives its record where records are pruned by size: it must never come to mean another.
 -- name: last_seq
-SELECT coalesce(max(seq), 0) FROM invocations;
+SELECT max(
+    (SELECT coalesce(max(seq), 0) FROM invocations), (SELECT coalesce(max(seq), 0) FROM idempotency)
+);
 
 -- name: get
 SELECT i.*, p.input FROM invocations i LEFT JOIN inputs p USING (seq) WHERE i.seq = ?;

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
+import structlog
+
 from gateway import wire
 from gateway.admission import Admission
 from gateway.invocation import Invocation
@@ -12,7 +14,7 @@ from gateway.invocations import GONE, Functions, Invocations
 from gateway.logs import Logs
 from gateway.record import Attempt, Mode, Record
 from gateway.store import Store
-from manager.errors import NotFound, Reason
+from manager.errors import NotFound, Reason, StorageUnavailable
 from manager.function import FunctionSpec
 from manager.outcome import State
 
@@ -38,6 +40,7 @@ class Restart:
         self._logs = logs
         self._admission = admission
         self._wall = wall
+        self._log = structlog.get_logger("gateway.restart")
 
     async def recover(self) -> Mapping[str, int]:
         """Decide on what an earlier gateway left unfinished, in order; returns how many went which way.
@@ -97,7 +100,10 @@ class Restart:
         self._invocations.detach_scheduler()
         for invocation in self._invocations.living:
             self._leave_behind(invocation)
-        await self._store.commit()
+        try:
+            await self._store.commit()
+        except StorageUnavailable as error:
+            self._log.error("the next gateway finds the record as it was", reason=error.message)
         return len(self._invocations.living)
 
     def _leave_behind(self, invocation: Invocation) -> None:

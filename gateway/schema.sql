@@ -64,6 +64,14 @@ CREATE TABLE log_records (
     PRIMARY KEY (seq, position)
 ) STRICT, WITHOUT ROWID;
 
+-- Trajectories that have an environment: what the next gateway adopts, or says that it is lost.
+CREATE TABLE trajectories (
+    name TEXT PRIMARY KEY,
+    task TEXT NOT NULL,
+    memory_bytes INTEGER NOT NULL,
+    ttl_s REAL NOT NULL
+) STRICT, WITHOUT ROWID;
+
 CREATE TABLE documents (
     name TEXT PRIMARY KEY,            -- learned history, the health probe
     body TEXT NOT NULL

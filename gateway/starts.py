@@ -4,41 +4,41 @@ from __future__ import annotations
 
 from gateway.invocations import Invocations
 from gateway.store import Store
+from gateway.trajectories import Trajectories
 from manager.action import Action
-from manager.errors import Reason, StorageUnavailable
 from manager.executor import Call, Executor
 from manager.function import FunctionSpec
 from manager.lease import Lease
-from manager.outcome import Outcome, State
+from manager.outcome import Outcome
 
 
 class RecordedStarts:
     """An executor that lets durable work begin only when its start is on disk, so that a killed gateway can tell.
 
     An idempotent action, and one whose caller waits on the connection, begin at once: neither is ever run twice
-    by mistake.
+    by mistake. While the disk refuses, durable work waits here in its lease: it is neither lost nor failed for that.
     """
 
-    def __init__(self, executor: Executor, invocations: Invocations, store: Store) -> None:
+    def __init__(self, executor: Executor, invocations: Invocations, store: Store, trajectories: Trajectories) -> None:
         self._executor = executor
         self._invocations = invocations
         self._store = store
+        self._trajectories = trajectories
 
     async def execute(self, action: Action, lease: Lease, call: Call) -> Outcome:
+        if action.trajectory is not None:
+            self._trajectories.opened(action.trajectory, action.task, call.function)
         if not call.function.idempotent and self._invocations.outlives_caller(action.id):
-            try:
-                await self._store.commit()
-            except StorageUnavailable as error:
-                return Outcome(
-                    state=State.FAILED, reason=Reason.INTERNAL, message=error.message, component=error.component
-                )
+            await self._store.durable()
         return await self._executor.execute(action, lease, call)
 
     async def resize(self, action: Action, lease: Lease) -> None:
         await self._executor.resize(action, lease)
 
     async def open_trajectory(self, trajectory: str, function: FunctionSpec) -> None:
+        self._trajectories.opened(trajectory, None, function)
         await self._executor.open_trajectory(trajectory, function)
 
     async def end_trajectory(self, trajectory: str) -> None:
         await self._executor.end_trajectory(trajectory)
+        self._trajectories.ended(trajectory)

@@ -29,6 +29,7 @@ from manager.outcome import State
 SCHEMA_VERSION = 1
 LIST_LIMIT_MAX = 1000
 PRUNE_ROWS = 1000
+REMEDY = "restore a copy of it, or move it away together with its -wal and -shm files to begin without its records"
 
 
 class Durability(StrEnum):
@@ -50,6 +51,15 @@ class StoreSpec:
     log_backlog_bytes: int = 32 * 2**20
     #: Seconds between two tries to write after the disk refused.
     retry_s: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class OpenTrajectory:
+    """What the next gateway must know of a trajectory that has an environment."""
+
+    task: str
+    memory_bytes: int
+    ttl_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,10 +96,12 @@ class _Batch:
     keys: dict[str, tuple[str, bytes, int, float]] = field(default_factory=dict)
     logs: list[LogRow] = field(default_factory=list)
     documents: dict[str, str] = field(default_factory=dict)
+    trajectories: dict[str, OpenTrajectory | None] = field(default_factory=dict)
     waiters: list[asyncio.Future[None]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.records or self.keys or self.logs or self.documents or self.waiters)
+        noted = self.records or self.keys or self.logs or self.documents or self.trajectories
+        return bool(noted or self.waiters)
 
     def under(self, newer: _Batch) -> _Batch:
         """Both in one, for another try: what ``newer`` holds wins."""
@@ -99,6 +111,7 @@ class _Batch:
             self.keys | newer.keys,
             self.logs + newer.logs,
             self.documents | newer.documents,
+            self.trajectories | newer.trajectories,
             newer.waiters,
         )
 
@@ -137,8 +150,10 @@ class Store:
         try:
             self._spec.path.parent.mkdir(parents=True, exist_ok=True)
             self._seq = await loop.run_in_executor(self._writer, self._open)
-        except (sqlite3.Error, OSError) as error:
+        except (sqlite3.OperationalError, OSError) as error:
             raise StorageUnavailable(f"{self._spec.path}: {error}", component="store") from None
+        except sqlite3.DatabaseError as error:
+            raise StorageUnavailable(f"{self._spec.path}: {error}; {REMEDY}", component="store") from None
 
     async def close(self) -> None:
         """Write what is noted, and close; idempotent."""
@@ -178,15 +193,18 @@ class Store:
         self._batch.records[record.seq] = record
         self._arm()
 
-    def forget(self, record: Record) -> None:
-        """Drop a record that was never durable: its acceptance is refused."""
-        self._batch.records.pop(record.seq, None)
-        self._batch.inputs.pop(record.seq, None)
-        self._batch.keys = {key: row for key, row in self._batch.keys.items() if row[2] != record.seq}
-
     def save_key(self, key: str, digest: bytes, seq: int, expires_s: float) -> None:
         """Note an idempotency key with the digest of its body."""
         self._batch.keys[key] = (key, digest, seq, expires_s)
+        self._arm()
+
+    def drop_key(self, key: str, seq: int) -> None:
+        """Let nobody latch on to this key any more."""
+        self.save_key(key, b"", seq, 0.0)
+
+    def save_trajectory(self, name: str, opened: OpenTrajectory | None) -> None:
+        """Note that a trajectory has an environment; None: that it has none any more."""
+        self._batch.trajectories[name] = opened
         self._arm()
 
     def save_log(self, row: LogRow) -> bool:
@@ -203,6 +221,14 @@ class Store:
         """Note a small document (learned history)."""
         self._batch.documents[name] = body
         self._arm()
+
+    async def durable(self) -> None:
+        """Return when all that was noted before is durable, however long the disk refuses."""
+        while True:
+            try:
+                return await self.commit()
+            except StorageUnavailable:
+                await asyncio.sleep(self._spec.retry_s)
 
     async def commit(self) -> None:
         """Return when all that was noted before is durable; raises StorageUnavailable."""
@@ -283,6 +309,11 @@ class Store:
             logs = [(log.seq, log.position, log.time_s, log.stream, log.data) for log in batch.logs]
             connection.executemany(sql["save_log"], logs)
             connection.executemany(sql["save_document"], batch.documents.items())
+            for name, opened in batch.trajectories.items():
+                if opened is None:
+                    connection.execute(sql["delete_trajectory"], (name,))
+                else:
+                    connection.execute(sql["save_trajectory"], (name, opened.task, opened.memory_bytes, opened.ttl_s))
             connection.execute("COMMIT")
         except sqlite3.Error:
             if connection.in_transaction:
@@ -306,6 +337,11 @@ class Store:
     async def unfinished(self) -> list[Record]:
         """Queued and running records in order of acceptance: what a restart has to decide on."""
         return [Record.from_row(row) for row in await self.read("unfinished", ())]
+
+    async def trajectories(self) -> dict[str, OpenTrajectory]:
+        """The trajectories that have an environment, by name."""
+        rows = await self.read("trajectories", ())
+        return {row["name"]: OpenTrajectory(row["task"], row["memory_bytes"], row["ttl_s"]) for row in rows}
 
     async def key(self, key: str) -> tuple[bytes, int] | None:
         """Digest and place of a living idempotency key."""

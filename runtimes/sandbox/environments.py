@@ -62,6 +62,7 @@ class Environments:
         self._clock = clock or MonotonicClock()
         self._environments: dict[str, Environment] = {}
         self._ephemeral: dict[str, Sandbox] = {}
+        self._mourned: set[str] = set()
         self._spared: list[Callable[[], Collection[str]]] = []
         self._pools: dict[str, WarmPool] = {}
         self._removals: set[asyncio.Task[None]] = set()
@@ -77,13 +78,31 @@ class Environments:
         for sandbox, labels in await self.provider.adopt():
             trajectory = labels.get(TRAJECTORY)
             if trajectory is not None and (trajectories is None or trajectory in trajectories):
-                self._environments[trajectory] = Environment(trajectory, sandbox=sandbox, made_s=time.time())
-                logger.info("sandbox adopted", trajectory=trajectory, sandbox=sandbox.id)
+                await self._adopt(trajectory, sandbox)
             else:
                 self._remove(sandbox)
         await self._reap()
         self._reaper = asyncio.create_task(self._reap_forever())
         return list(self._environments)
+
+    async def _adopt(self, trajectory: str, sandbox: Sandbox) -> None:
+        """Its processes go on as they do between two actions, so before any action comes."""
+        try:
+            await sandbox.quiesce(sandbox.spec.background)
+        except TangramError as failure:
+            logger.warning("not adopted", trajectory=trajectory, why=failure.message)
+            self._remove(sandbox)
+            return
+        self._environments[trajectory] = Environment(trajectory, sandbox=sandbox, made_s=time.time())
+        logger.info("sandbox adopted", trajectory=trajectory, sandbox=sandbox.id)
+
+    def mourn(self, trajectories: Collection[str]) -> None:
+        """Know of trajectories whose sandbox died with an earlier gateway: the next action of each is told."""
+        self._mourned.update(trajectories)
+
+    def keep(self) -> None:
+        """Leave the trajectories' sandboxes alive at `close`, for the next gateway to adopt."""
+        self.settings = replace(self.settings, keep_on_close=True)
 
     def spare(self, living: Callable[[], Collection[str]]) -> None:
         """Leave alone, in the search for orphans, the sandboxes (ids) that another room owns."""
@@ -111,6 +130,7 @@ class Environments:
 
     async def end(self, trajectory: str) -> None:
         """Remove the trajectory's sandbox; idempotent."""
+        self._mourned.discard(trajectory)
         environment = self._environments.get(trajectory)
         if environment is None:
             return
@@ -240,6 +260,9 @@ class Environments:
             self._remove(sandbox)
             if not told:
                 raise lost(f"the sandbox of trajectory {environment.trajectory!r} died; what was in it is lost")
+        elif environment.trajectory in self._mourned:
+            self._mourned.discard(environment.trajectory)
+            raise lost(f"the sandbox of trajectory {environment.trajectory!r} did not outlive the gateway")
         try:
             made = await self._obtain(spec, {TRAJECTORY: environment.trajectory})
         except BaseException:

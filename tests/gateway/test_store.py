@@ -115,7 +115,8 @@ async def test_a_full_disk_refuses_what_waits_keeps_what_happened_and_recovers(s
     refused = record(store)
     with pytest.raises(StorageUnavailable):
         await store.commit()
-    store.forget(refused)
+    refused.end(State.FAILED, Reason.INTERNAL, "refused", 2.0)
+    store.save(refused)
     with pytest.raises(StorageUnavailable):
         store.check()
     running.end(State.FAILED, Reason.INTERNAL, "while the disk was full", 3.0)
@@ -127,7 +128,8 @@ async def test_a_full_disk_refuses_what_waits_keeps_what_happened_and_recovers(s
     found = await store.get(running.seq)
     assert found is not None
     assert found.message == "while the disk was full"
-    assert await store.get(refused.seq) is None
+    waiting = [each.seq for each in await store.unfinished()]
+    assert refused.seq not in waiting
 
 
 async def test_a_corrupt_or_newer_database_is_a_typed_error(tmp_path: Path) -> None:
