@@ -93,6 +93,36 @@ def test_greedy_generation_is_that_of_transformers(family: str, checkpoint: Writ
         assert made.reason == ("length" if len(expected) == 6 else "stop")
 
 
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    [
+        ("mistral", {"sliding_window": 4}),
+        ("qwen2", {"tie_word_embeddings": True}),
+        ("llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1}),
+        (
+            "llama",
+            {
+                "rope_parameters": {
+                    "rope_type": "llama3",
+                    "rope_theta": 10000.0,
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 32,
+                }
+            },
+        ),
+    ],
+)
+def test_variants_of_a_family_are_exact_too(
+    family: str, shape: dict[str, object], tmp_path: Path, device: OneDevice
+) -> None:
+    path = write(tmp_path, family, "lm", 0, **shape)
+    rows = device.run(device.place(path, "lm"), items(ModelAction.LOGPROBS))
+    for ids, row in zip(IDS, rows, strict=True):
+        assert row == pytest.approx(plain_logprobs(path, ids), abs=1e-5)
+
+
 def test_a_seed_decides_what_is_drawn_whoever_shares_the_batch(checkpoint: Write, device: OneDevice) -> None:
     place = device.place(checkpoint("qwen3", "lm"), "lm")
     draw = Sampling(max_new_tokens=5, temperature=1.0, top_p=0.9, seed=11)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("torch")
@@ -10,7 +12,7 @@ pytestmark = pytest.mark.model
 from manager.function import ModelAction  # noqa: E402  # torch may be missing
 from runtimes.model.runtime import ModelRuntime  # noqa: E402
 from tests.runtimes.model.asking import execution, function  # noqa: E402
-from tests.runtimes.model.checkpoints import FAMILIES, IDS, plain_logprobs, plain_score  # noqa: E402
+from tests.runtimes.model.checkpoints import FAMILIES, IDS, plain_logprobs, plain_score, write  # noqa: E402
 from tests.runtimes.model.conftest import Write  # noqa: E402
 
 
@@ -34,6 +36,14 @@ async def test_every_dop_agrees_with_transformers(family: str, checkpoint: Write
         for ids, row in zip(IDS, rows, strict=True):
             assert row == pytest.approx(plain_logprobs(teacher.model.path, ids), abs=1e-5)  # type: ignore[union-attr]
         assert scores == pytest.approx([plain_score(reward.model.path, ids) for ids in IDS], abs=1e-5)  # type: ignore[union-attr]
+
+
+async def test_biases_are_added_once_and_a_single_head_serves_every_rank(tmp_path: Path, runtime: ModelRuntime) -> None:
+    path = write(tmp_path, "llama", "lm", attention_bias=True, mlp_bias=True, num_key_value_heads=1)
+    rows = (await ask(runtime, function(path, ModelAction.LOGPROBS, (4,)), (0, 4)))["logprobs"]
+    assert isinstance(rows, list)
+    for ids, row in zip(IDS, rows, strict=True):
+        assert row == pytest.approx(plain_logprobs(path, ids), abs=1e-5)
 
 
 async def test_generation_and_embedding_do_not_depend_on_the_dop(checkpoint: Write, runtime: ModelRuntime) -> None:

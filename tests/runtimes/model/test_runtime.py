@@ -10,6 +10,7 @@ import resource
 import select
 import shutil
 import signal
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,8 @@ from runtimes.runtime import Result  # noqa: E402
 from tests.runtimes.model.asking import execution, function  # noqa: E402
 from tests.runtimes.model.checkpoints import IDS, plain_logprobs, write  # noqa: E402
 from tests.runtimes.model.conftest import Write  # noqa: E402
+
+ROOT = Path(__file__).parents[3]
 
 GIVEN = {"token_ids": IDS}
 #: Enough tokens to be interrupted: batches of one sequence, each a sign of progress.
@@ -348,6 +351,44 @@ def computes(pid: int) -> bool:
     """Whether the process has used processor time since it was forked: more than its start takes."""
     ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return int(ticks[11]) + int(ticks[12]) > 0.1 * os.sysconf("SC_CLK_TCK")
+
+
+async def test_no_process_outlives_a_gateway_that_is_killed(checkpoint: Write, tmp_path: Path) -> None:
+    model = checkpoint("qwen3", "lm")
+    gateway = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", GATEWAY, str(model), str(tmp_path), cwd=ROOT, stdout=asyncio.subprocess.PIPE
+    )
+    assert gateway.stdout is not None
+    async with asyncio.timeout(90):
+        workers = [os.pidfd_open(int(pid)) for pid in (await gateway.stdout.readline()).split()]
+    gateway.kill()
+    await gateway.wait()
+    for worker in workers:
+        assert select.select([worker], [], [], 10)[0], "a worker lives on"
+        os.close(worker)
+
+
+#: A gateway in miniature: it computes for ever and says which processes compute for it.
+GATEWAY = """
+import asyncio, sys
+from pathlib import Path
+from manager.function import ModelAction
+from runtimes.model.runtime import ModelRuntime
+from runtimes.model.settings import ModelSettings
+from tests.runtimes.model.asking import execution, function
+
+async def main():
+    settings = ModelSettings(device="cpu", devices=2, device_bytes=2**26, state_dir=Path(sys.argv[2]))
+    runtime = ModelRuntime(settings)
+    asked = function(Path(sys.argv[1]), ModelAction.LOGPROBS, (2,), batch_tokens=128)
+    await runtime.prepare(asked)
+    long = runtime.execute(execution(asked, {"token_ids": [[3] * 120] * 4096}, (0, 2)))
+    task = asyncio.create_task(long)
+    print(*(device["pid"] for device in runtime.resources()["devices"]), flush=True)
+    await task
+
+asyncio.run(main())
+"""
 
 
 # -- a real public checkpoint
