@@ -7,6 +7,7 @@ that share a resource, so a task is served first come first served, and every st
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ from manager.action import Action
 
 #: Seconds that an action is charged for while nothing is known of its duration.
 UNKNOWN_DURATION_S = 1.0
+#: Flows that are remembered; what a task owes is forgotten once this many others have asked since.
+FLOWS_MAX = 16_384
 
 
 @dataclass(slots=True)
@@ -31,16 +34,18 @@ class FairShare:
         #: Kinds that are consumed at the start whatever the duration: quotas.
         self._instantaneous = instantaneous
         self._virtual: dict[str, float] = {}
-        self._flows: dict[tuple[str, str], _Flow] = {}
+        self._flows: OrderedDict[tuple[str, str], _Flow] = OrderedDict()
 
     def reconfigure(self, instantaneous: frozenset[str]) -> None:
         self._instantaneous = instantaneous
 
     def stamp(self, action: Action, weight: float) -> float:
         """The virtual start time of a new action, and the charge of its task for it."""
-        flows = [self._flow(action.task, kind) for kind in action.cost]
         stamp = 0.0
-        for kind, flow in zip(action.cost, flows, strict=True):
+        flows = []
+        for kind in action.cost:
+            flow = self._flow(action.task, kind)
+            flows.append(flow)
             stamp = max(stamp, self._virtual.get(kind, 0.0), flow.finish, flow.last_stamp)
         for kind, flow in zip(action.cost, flows, strict=True):
             flow.last_stamp = stamp
@@ -56,8 +61,9 @@ class FairShare:
     def correct(self, action: Action, weight: float, used: Mapping[str, float]) -> None:
         """Charge what was really used, in unit-seconds by kind, instead of what was guessed."""
         for kind, amount in used.items():
-            if kind not in self._instantaneous:
-                self._flow(action.task, kind).finish += (amount - self.charge(action, kind)) / weight
+            flow = self._flows.get((action.task, kind))
+            if flow is not None and kind not in self._instantaneous:
+                flow.finish += (amount - self.charge(action, kind)) / weight
 
     def charge(self, action: Action, kind: str) -> float:
         """Expected unit-seconds of ``kind``."""
@@ -68,7 +74,12 @@ class FairShare:
         return units * (UNKNOWN_DURATION_S if duration_s is None else duration_s)
 
     def _flow(self, task: str, kind: str) -> _Flow:
-        flow = self._flows.get((task, kind))
+        key = (task, kind)
+        flow = self._flows.get(key)
         if flow is None:
-            flow = self._flows[task, kind] = _Flow()
+            flow = self._flows[key] = _Flow()
+            if len(self._flows) > FLOWS_MAX:
+                self._flows.popitem(last=False)
+        else:
+            self._flows.move_to_end(key)
         return flow

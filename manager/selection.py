@@ -2,8 +2,9 @@
 
 The queue is walked in order of service. An action whose minimum fits everywhere becomes a candidate and takes it; one
 that does not reserves its minimum wherever it can, so that a later action starts only in capacity that no earlier
-waiting one could use. The walk visits a group no further than it can take or reserve something: its cost grows with
-the free units and the number of groups, not with the length of the queue.
+waiting one could use. What does not fit once never fits later in the walk, so from then on its group only reserves,
+and only while some other group could still take what it would reserve: the cost of a walk grows with the free units
+and the number of groups, not with the length of the queue.
 """
 
 from __future__ import annotations
@@ -48,12 +49,20 @@ class Option:
         if self.memory is not None:
             self.memory.reserve(self.memory_bytes)
 
+    def compete(self, groups: int) -> None:
+        """Count ``groups`` more (or fewer) that may take of what this option needs."""
+        for _, _, headroom, _ in self.needs:
+            headroom.rivals += groups
+        if self.memory is not None:
+            self.memory.rivals += groups
+
     @property
-    def exhausted(self) -> bool:
-        """Whether nothing is left that it could reserve."""
-        return all(headroom.free <= 0 for _, _, headroom, _ in self.needs) and (
-            self.memory is None or self.memory.free <= 0
-        )
+    def contended(self) -> bool:
+        """Whether something is left that it could reserve, and somebody could take."""
+        for _, _, headroom, _ in self.needs:
+            if headroom.rivals > 0 and headroom.free > 0:
+                return True
+        return self.memory is not None and self.memory.rivals > 0 and self.memory.free > 0
 
     @property
     def spare(self) -> tuple[int, int]:
@@ -106,12 +115,16 @@ class Selector:
         self._strict = strict
         self._memory: dict[str, Headroom] = {}
         self._found = Selection()
+        #: Groups of which nothing more can start.
+        self._beaten: set[Group] = set()
 
     def walk(self, groups: Iterable[Group]) -> Selection:
         """Candidates in order of service."""
         heap: list[tuple[Key, int, Entry, Iterator[Entry], Group]] = []
         for group in groups:
-            self._found.options[group] = self._options(group)
+            options = self._found.options[group] = self._options(group)
+            for option in options:
+                option.compete(1)
             self._push(heap, iter(group), group)
         while heap:
             _, _, entry, rest, group = heapq.heappop(heap)
@@ -131,22 +144,31 @@ class Selector:
     def _consider(self, entry: Entry, group: Group) -> bool:
         """Take or reserve for one action; whether its group has more to say."""
         caps = self._caps_of(group)
+        options = self._found.options[group]
         if any(cap.free < units for cap, units in caps):
             for cap, units in caps:
                 cap.reserve(units)
             self._found.capped.add(group)
+            self._give_up(group)
             return False
-        options = self._found.options[group]
-        chosen = self._choose(entry, options)
+        chosen = None if group in self._beaten else self._choose(entry, options)
         if chosen is None:
+            self._give_up(group)
             for option in options:
                 option.reserve()
-            return not self._strict and any(not option.exhausted for option in options)
+            return not self._strict and any(option.contended for option in options)
         chosen.take()
         for cap, units in caps:
             cap.take(units)
         self._found.candidates.append(self._candidate(entry, chosen))
         return True
+
+    def _give_up(self, group: Group) -> None:
+        """Nothing more of the group can start: headrooms only shrink."""
+        if group not in self._beaten:
+            self._beaten.add(group)
+            for option in self._found.options[group]:
+                option.compete(-1)
 
     def _choose(self, entry: Entry, options: list[Option]) -> Option | None:
         blocked_memory = self._memory_waits_from is not None and self._memory_waits_from < entry.seq

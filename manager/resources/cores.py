@@ -29,7 +29,8 @@ class Cores:
             if len(chosen) == count:
                 break
         self.free -= count
-        return tuple(sorted(chosen))
+        chosen.sort()
+        return tuple(chosen)
 
     def release(self, cores: Iterable[int]) -> None:
         for core in cores:
@@ -51,13 +52,11 @@ class Cores:
         assert len(listed) == len(set(listed)) == self.free, f"a core is free twice: {sorted(listed)}"
 
     def _order(self, count: int, near: set[int]) -> list[int]:
+        """NUMA nodes in the order in which to take cores from them."""
         sizes = [len(ids) for ids in self._free]
+        if not near:
+            best = min(range(len(sizes)), key=lambda index: (sizes[index] < count, sizes[index], index))
+            if sizes[best] >= count:
+                return [best]
         indices = [index for index, size in enumerate(sizes) if size]
-        if len(indices) == 1:
-            return indices
-        if near:
-            return sorted(indices, key=lambda index: (index not in near, -sizes[index], index))
-        fitting = [index for index in indices if sizes[index] >= count]
-        if fitting:
-            return [min(fitting, key=lambda index: (sizes[index], index))]
-        return sorted(indices, key=lambda index: (-sizes[index], index))
+        return sorted(indices, key=lambda index: (index not in near, -sizes[index], index))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from manager.action import UnitSet
 from manager.config import NodeSpec
 from manager.resources.pool import Resources
+
+#: Demands of which the able nodes are remembered.
+_DEMANDS_MAX = 1024
 
 
 @dataclass(slots=True)
@@ -39,6 +43,8 @@ class Nodes:
     def __init__(self, specs: Iterable[NodeSpec], resources: Resources) -> None:
         self._nodes = {spec.name: Node(spec) for spec in specs}
         self._resources = resources
+        #: Nodes that could serve a demand, were they empty.
+        self._able: dict[tuple[tuple[str, int], ...], list[Node]] = {}
 
     def __getitem__(self, name: str) -> Node:
         return self._nodes[name]
@@ -56,42 +62,49 @@ class Nodes:
     def join(self, spec: NodeSpec) -> None:
         assert spec.name not in self._nodes, f"node {spec.name} is there already"
         self._nodes[spec.name] = Node(spec)
+        self._able.clear()
 
     def leave(self, name: str) -> None:
         del self._nodes[name]
+        self._able.clear()
 
     def choose(self, cost: Mapping[str, UnitSet], memory_bytes: int) -> Node | None:
         """The node for a new trajectory: enough cores in all, enough memory now, memory left most balanced.
 
         Equal memory is broken by the fewest trajectories. None where no node has the memory now.
         """
-        fitting = [
-            node
-            for node in self._nodes.values()
-            if memory_bytes <= node.free_bytes and self._could_serve(node.spec.name, cost)
-        ]
-        if not fitting:
-            return None
-        return min(
-            fitting,
-            key=lambda node: ((node.held_bytes + memory_bytes) / max(1, node.spec.memory_bytes), len(node.holders)),
-        )
+        best, least = None, (math.inf, 0)
+        for node in self._hosts(cost):
+            held_bytes, bound_bytes = node.held_bytes + memory_bytes, node.spec.memory_bytes
+            if held_bytes > bound_bytes:
+                continue
+            rank = (held_bytes / max(1, bound_bytes), len(node.holders))
+            if rank < least:
+                best, least = node, rank
+        return best
 
     def ever(self, cost: Mapping[str, UnitSet], memory_bytes: int) -> bool:
         """Whether some living node, empty, could take it."""
-        return any(
-            memory_bytes <= node.spec.memory_bytes and self._could_serve(node.spec.name, cost)
-            for node in self._nodes.values()
-        )
+        return any(memory_bytes <= node.spec.memory_bytes for node in self._hosts(cost))
 
     def check(self) -> None:
         for node in self._nodes.values():
             held = sum(node.holders.values())
             assert held == node.held_bytes <= node.spec.memory_bytes, f"{node.spec.name}: {node.holders}"
 
-    def _could_serve(self, name: str, cost: Mapping[str, UnitSet]) -> bool:
-        for kind, units in cost.items():
+    def _hosts(self, cost: Mapping[str, UnitSet]) -> list[Node]:
+        """The nodes that could serve the minimum of a cost that is bound to nodes, were nothing held."""
+        demand = tuple([(kind, units.minimum) for kind, units in cost.items()])
+        hosts = self._able.get(demand)
+        if hosts is None:
+            if len(self._able) >= _DEMANDS_MAX:
+                self._able.clear()
+            hosts = self._able[demand] = [node for name, node in self._nodes.items() if self._could_serve(name, demand)]
+        return hosts
+
+    def _could_serve(self, name: str, demand: Iterable[tuple[str, int]]) -> bool:
+        for kind, units in demand:
             pool = self._resources.find(kind, name)
-            if pool is None or not pool.admits(units.minimum):
+            if pool is None or not pool.admits(units):
                 return False
         return True

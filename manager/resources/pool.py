@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from manager.config import NodeSpec
 from manager.lease import Grant
@@ -17,10 +17,12 @@ class Headroom:
     Candidates `take` in order; an action that cannot start reserves, so that no later one starts in its place.
     """
 
-    __slots__ = ("free",)
+    __slots__ = ("free", "rivals")
 
     def __init__(self, free: int) -> None:
         self.free = free
+        #: Groups of waiting actions that may still take of it.
+        self.rivals = 0
 
     def fits(self, units: int, node: str = "") -> bool:
         """Whether ``units`` can be taken together, on ``node`` where one is named."""
@@ -35,8 +37,7 @@ class Headroom:
         self.free = max(0, self.free - units)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class Ask(NamedTuple):
     """What an action wants of a pool at its start."""
 
     holder: str
