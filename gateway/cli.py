@@ -27,9 +27,13 @@ VERBS: Mapping[str, str] = {
     "get": "gateway.cli_invocations:get",
     "logs": "gateway.cli_invocations:logs",
     "cancel": "gateway.cli_invocations:cancel",
+    "dlq": "gateway.cli_dead_letters:dlq",
     "trajectories": "gateway.cli_state:trajectories",
     "tasks": "gateway.cli_state:tasks",
     "top": "gateway.cli_state:top",
+    "plan": "gateway.cli_simulate:plan",
+    "simulate": "gateway.cli_simulate:simulate",
+    "trace": "gateway.cli_simulate:trace",
 }
 
 #: Exit status when the gateway cannot be reached (sysexits: unavailable), and when a keyboard interrupt ended us.

@@ -114,14 +114,18 @@ def trace() -> None:
 
 @trace.command()
 @click.argument("path", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-def check(path: Path) -> None:
+@click.option("--json", "as_json", is_flag=True)
+def check(path: Path, as_json: bool) -> None:
     """Read a trace and say what is in it."""
     try:
         trajectories = read_trace(path.read_text(encoding="utf-8").splitlines())
     except TangramError as error:
         _fail(error)
     actions = sum(len(trajectory.steps) for trajectory in trajectories)
-    click.echo(f"{len(trajectories)} trajectories, {actions} actions")
+    if as_json:
+        click.echo(json.dumps({"trajectories": len(trajectories), "actions": actions}))
+    else:
+        click.echo(f"{len(trajectories)} trajectories, {actions} actions")
 
 
 def load_workload(name: str, batch: int, seed: int) -> Workload:

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from gateway.cli_output import Duration, json_option, print_json, print_table, server_options
+from gateway.cli_output import Duration, json_option, print_json, print_table, server_options, show_seconds
 from gateway.client import Client
 
 #: Waiting actions that `top` shows.
@@ -46,8 +46,24 @@ def show_function(name: str, server: str, token: str, as_json: bool) -> None:
         found = client.function(name)
     if as_json:
         print_json(found)
-    else:
-        _print_tree(found)
+        return
+    learned = found.pop("learned", {})
+    _print_tree(found)
+    if learned:
+        click.echo()
+        print_table(
+            ("LEARNED KEY", "T_ORI", "ERROR", "SERIAL FRACTION", "RUNS"),
+            [
+                (
+                    key or "(all)",
+                    show_seconds(each["t_ori_s"]),
+                    f"{100 * each['error']:.0f}%",
+                    each["serial_fraction"],
+                    each["observations"],
+                )
+                for key, each in learned.items()
+            ],
+        )
 
 
 @click.group()

@@ -60,6 +60,8 @@ class House:
     environments: Environments
     metrics: Metrics
     callbacks: Callbacks
+    #: Function -> what was learned of it by key (`manager.history.History.describe`).
+    learned: Callable[[str], Mapping[str, object]]
     #: A configuration document and whether to change nothing -> the differences. Raises InvalidConfig.
     configure: Callable[[bytes, bool], Awaitable[dict[str, object]]]
     #: What the sandboxes are and how isolated, in plain words.

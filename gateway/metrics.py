@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from gateway.record import Record
+from manager.history import Learned
 from manager.outcome import State
 
 #: Upper bounds in seconds: from a no-op to an hour.
@@ -103,6 +104,10 @@ class Metrics:
         """Ask for (pool, total | free, units) whenever the metrics are read."""
         self.registry.register(_Units(read))
 
+    def watch_learned(self, read: Callable[[], Iterator[tuple[str, Learned]]]) -> None:
+        """Ask for (function, what was learned of it) whenever the metrics are read."""
+        self.registry.register(_Estimates(read))
+
     def text(self) -> bytes:
         """The exposition in the text format."""
         return generate_latest(self.registry)
@@ -143,3 +148,23 @@ class _Units(Collector):
         for pool, state, units in self._read():
             family.add_metric((pool, state), units)
         yield family
+
+
+class _Estimates(Collector):
+    def __init__(self, read: Callable[[], Iterator[tuple[str, Learned]]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterator[Metric]:
+        duration, error, serial = (
+            GaugeMetricFamily(name, about, labels=("function",))
+            for name, about in (
+                ("tangram_learned_t_ori_seconds", "Learned duration with one unit"),
+                ("tangram_learned_error_ratio", "Typical relative error of the learned duration"),
+                ("tangram_learned_serial_fraction", "Learned share of the work that no further unit makes faster"),
+            )
+        )
+        for function, learned in self._read():
+            duration.add_metric((function,), learned.t_ori_s or 0.0)
+            error.add_metric((function,), learned.error)
+            serial.add_metric((function,), learned.serial_fraction)
+        yield from (duration, error, serial)

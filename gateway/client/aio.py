@@ -14,7 +14,7 @@ import httpx
 from gateway.client import requests
 from gateway.client.following import Following
 from gateway.client.problems import ConnectionFailed, error_of, lost
-from gateway.client.requests import Request, Retries
+from gateway.client.requests import BatchCall, Request, Retries
 from gateway.client.results import FileEntry, InvocationResult, LogLine
 from manager.errors import NotFound, TangramError
 
@@ -122,6 +122,15 @@ class AsyncClient:
         )
         return await self._send(request)
 
+    async def submit_all(
+        self, calls: Sequence[BatchCall], *, wait: str = "none", timeout_s: float | None = None
+    ) -> list[InvocationResult | TangramError]:
+        """Queue many with one request; the verdict of each, in order: its record, or the error that refused it.
+
+        ``wait`` is ``none``, ``any`` or ``all``: for whose end to wait first, at most ``timeout_s``.
+        """
+        return await self._send(requests.batch(calls, wait, timeout_s))
+
     async def wait(self, id: str, timeout_s: float | None = None) -> InvocationResult:
         """The end of an invocation; raises TimeoutError when it has not ended after ``timeout_s``."""
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
@@ -144,10 +153,12 @@ class AsyncClient:
         task: str | None = None,
         trajectory: str | None = None,
         state: str | None = None,
+        dead: bool | None = None,
         limit: int | None = None,
     ) -> AsyncIterator[InvocationResult]:
-        """Records, newest first, page by page, without input and result; at most ``limit``."""
+        """Records, newest first, page by page, without input and result; at most ``limit``; ``dead``: dead letters."""
         filters = {"function": function, "task": task, "trajectory": trajectory, "state": state}
+        filters["dead"] = None if dead is None else str(dead).lower()
         left, cursor = limit, None
         while left is None or left > 0:
             page = await self._send(requests.list_invocations(filters, min(PAGE, left or PAGE), cursor))
@@ -161,6 +172,18 @@ class AsyncClient:
     async def cancel(self, id: str) -> InvocationResult:
         """Cancel it; raises Conflict when it has ended already."""
         return await self._send(requests.cancel_invocation(id))
+
+    async def redrive(self, id: str) -> InvocationResult:
+        """Send a dead letter again, as an invocation of its own; raises Conflict when it is none."""
+        return await self._send(requests.redrive(id))
+
+    async def purge(self, id: str) -> int:
+        """Take a dead letter off the list, its record stays; raises Conflict when it is none."""
+        return await self._send(requests.purge(id))
+
+    async def purge_all(self, function: str | None = None) -> int:
+        """Take all dead letters, or those of one function, off the list; how many they were."""
+        return await self._send(requests.purge(None, function))
 
     async def logs(self, id: str, *, follow: bool = False, offset: int = 0) -> AsyncIterator[LogLine]:
         """The log from ``offset`` on; with ``follow`` until the invocation has ended, across broken connections."""

@@ -59,13 +59,18 @@ def error_of(response: httpx.Response) -> TangramError:
     if body is None:
         text = response.text[:200]
         return TangramError(f"{response.request.url} answered {response.status_code}: {text}", component="client")
+    return error_from(body, _retry_after_s(response))
+
+
+def error_from(body: Mapping[str, object], retry_after_header_s: float | None = None) -> TangramError:
+    """The exception of a problem body."""
     detail = body.get("errors")
     invocation_id, retry_after_s = body.get("invocation_id"), body.get("retry_after_s")
     return BY_CODE.get(str(body.get("code")), TangramError)(
         str(body.get("detail", "")),
         component=str(body.get("component", "gateway")),
         invocation_id=invocation_id if isinstance(invocation_id, str) else None,
-        retry_after_s=float(retry_after_s) if isinstance(retry_after_s, int | float) else _retry_after_s(response),
+        retry_after_s=float(retry_after_s) if isinstance(retry_after_s, int | float) else retry_after_header_s,
         detail=detail if isinstance(detail, dict) else None,
     )
 

@@ -13,7 +13,7 @@ from urllib.parse import quote
 import httpx
 import orjson
 
-from gateway.client.problems import REFUSALS, ConnectionFailed, ended_invocation, error_of
+from gateway.client.problems import REFUSALS, ConnectionFailed, ended_invocation, error_from, error_of
 from gateway.client.results import FileEntry, InvocationResult
 from manager.errors import TangramError
 
@@ -41,6 +41,20 @@ class Retries:
         if isinstance(error, ConnectionFailed) and (repeatable or not error.detail.get("sent", True)):
             return min(self.wait_max_s, _BACKOFF_S * 2.0**attempt) * random.uniform(0.5, 1.0)
         return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchCall:
+    """One call of a batch."""
+
+    function: str
+    input: Mapping[str, Any] = field(default_factory=dict)
+    task: str | None = None
+    trajectory: str | None = None
+    timeout_s: float | None = None
+    max_age_s: float | None = None
+    #: Drawn at random where it is not given, so that a batch can be sent again.
+    key: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +114,56 @@ def invoke(
         repeatable=key is not None,
         patient=mode == "sync",
     )
+
+
+def batch(
+    calls: Sequence[BatchCall], wait: str, timeout_s: float | None
+) -> Request[list[InvocationResult | TangramError]]:
+    """Many asynchronous invocations; the verdicts come in the order of the calls."""
+    written = [
+        {
+            "input": call.input,
+            **_given(
+                {
+                    "function": call.function,
+                    "task": call.task,
+                    "trajectory": call.trajectory,
+                    "timeout": _duration(call.timeout_s),
+                    "max_age": _duration(call.max_age_s),
+                    "key": call.key or secrets.token_urlsafe(16),
+                }
+            ),
+        }
+        for call in calls
+    ]
+    return Request(
+        method="POST",
+        path="/v1/invocations:batch",
+        read=lambda response: [_verdict(each) for each in read_json(response)["results"]],
+        params=_given({"wait": wait, "timeout": _duration(timeout_s)}),
+        headers={"Content-Type": "application/json"},
+        content=orjson.dumps({"calls": written}),
+        patient=wait != "none",
+    )
+
+
+def redrive(id: str) -> Request[InvocationResult]:
+    path = f"{dead_letters_path(id)}/redrive"
+    return Request(method="POST", path=path, read=read_invocation, repeatable=False)
+
+
+def purge(id: str | None, function: str | None = None) -> Request[int]:
+    """One dead letter, or all (of one function)."""
+    return Request(
+        method="DELETE",
+        path=dead_letters_path(id),
+        read=lambda response: int(read_json(response)["purged"]),
+        params=_given({"function": function}),
+    )
+
+
+def dead_letters_path(id: str | None) -> str:
+    return "/v1/dead-letters" if id is None else f"/v1/dead-letters/{quote(id, safe='')}"
 
 
 def get_invocation(id: str, wait_s: float | None = None) -> Request[InvocationResult]:
@@ -186,6 +250,12 @@ def read_json(response: httpx.Response) -> Any:
 
 def read_invocation(response: httpx.Response) -> InvocationResult:
     return InvocationResult.from_json(ended_invocation(response) or read_json(response))
+
+
+def _verdict(body: Mapping[str, Any]) -> InvocationResult | TangramError:
+    if "problem" in body:
+        return error_from(body["problem"])
+    return InvocationResult.from_json(body["invocation"])
 
 
 def function_path(name: str) -> str:

@@ -26,7 +26,8 @@ class AdministrationOperations:
 
     async def function(self, request: Request) -> Response:
         name = wire.name(request.path_params["name"], "function")
-        return json_response(function_json(self._house.functions.get(name)))
+        shown = function_json(self._house.functions.get(name))
+        return json_response({**shown, "learned": self._house.learned(name)})
 
     async def put_config(self, request: Request) -> Response:
         """Replace the functions and tasks: new invocations see the new ones, nothing in flight is dropped."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import sys
-from collections.abc import Awaitable, Callable
+import re
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import click
 import pytest
+import structlog
+from click.testing import CliRunner
 
 from gateway import cli
 from gateway.cli import VERBS
@@ -21,7 +22,6 @@ from tests.gateway.conftest import DEADLINE_S, Running
 Ran = tuple[int, str, str]
 Tangram = Callable[..., Ran]
 Served = Callable[..., Awaitable[Ran]]
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -40,23 +40,23 @@ def tangram(capfd: pytest.CaptureFixture[str]) -> Tangram:
 
 
 @pytest.fixture
-def served(gateway: Running) -> Served:
-    """Run one verb against the gateway, in a process of its own."""
-    environment = os.environ | {"TANGRAM_SERVER": f"http://127.0.0.1:{gateway.app.http_port}"}
+def served(gateway: Running, tmp_path: Path) -> Iterator[Served]:
+    """Run one verb against the gateway, in a thread beside it; the gateway's own lines go elsewhere meanwhile."""
+    runner = CliRunner(env={"TANGRAM_SERVER": f"http://127.0.0.1:{gateway.app.http_port}"})
+
+    def ran(*arguments: str) -> Ran:
+        with runner.isolation() as (out, err, _), pytest.raises(SystemExit) as ended:
+            cli.main(arguments)
+        assert isinstance(ended.value.code, int)
+        return ended.value.code, out.getvalue().decode(), err.getvalue().decode()
 
     async def run(*arguments: str) -> Ran:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", "from gateway.cli import main; main()", *arguments),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env=environment,
-            cwd=ROOT,
-        )
-        out, err = await asyncio.wait_for(process.communicate(), 3 * DEADLINE_S)
-        assert process.returncode is not None
-        return process.returncode, out.decode(), err.decode()
+        return await asyncio.wait_for(asyncio.to_thread(ran, *arguments), DEADLINE_S)
 
-    return run
+    with (tmp_path / "gateway.log").open("w") as lines:
+        structlog.configure(logger_factory=structlog.PrintLoggerFactory(lines))
+        yield run
+        structlog.reset_defaults()
 
 
 async def test_invoke_prints_the_result_and_names_the_invocation_apart(served: Served, gateway: Running) -> None:
@@ -122,6 +122,17 @@ async def test_the_state_is_shown_to_people_and_to_programs(served: Served) -> N
     assert (await served("trajectories", "end", "nobody"))[0] == 66
 
 
+async def test_what_was_learned_of_a_function_is_shown_with_its_error(served: Served, gateway: Running) -> None:
+    for _ in range(2):
+        assert (await gateway.invoke({})).status_code == 200
+    status, out, _ = await served("functions", "show", "echo")
+    assert status == 0
+    assert re.search(r"\(all\) +\S+ +\d+% +(-|0\.\d+) +2", out)
+    exposition = (await gateway.http.get("/metrics")).text
+    assert 'tangram_learned_t_ori_seconds{function="echo"}' in exposition
+    assert 'tangram_learned_error_ratio{function="echo"}' in exposition
+
+
 async def test_a_configuration_is_compared_then_applied(served: Served, gateway: Running, tmp_path: Path) -> None:
     file = tmp_path / "new.yaml"
     file.write_text("functions: {fresh: {runtime: exec}}")
@@ -135,6 +146,27 @@ async def test_a_configuration_is_compared_then_applied(served: Served, gateway:
     file.write_text("functions: {fresh: {runtime: exec, cost: {cpu: 60000}}}")
     status, _, err = await served("apply", str(file))
     assert status == 78 and "unsatisfiable" in err
+
+
+async def test_dead_letters_are_listed_shown_sent_again_and_purged(served: Served, gateway: Running) -> None:
+    ids = []
+    for _ in range(2):
+        answer = await gateway.invoke({"reason": "handler_error"}, function="retried", mode="async", wait="5s")
+        ids.append(answer.json()["id"])
+    _, out, _ = await served("dlq", "list")
+    assert all(id in out for id in ids) and "handler_error" in out
+    status, out, _ = await served("dlq", "show", ids[0])
+    assert status == 0 and [line[:5] for line in out.splitlines()[:3]] == ["try 1", "try 2", "try 3"]
+    status, out, _ = await served("dlq", "redrive", ids[0])
+    again = out.strip()
+    assert status == 0 and again not in ids
+    assert (await served("get", again, "--wait", "5s"))[0] == 1
+    assert (await served("dlq", "redrive", ids[0]))[0] == 73, "it has left the list"
+    assert (await served("dlq", "purge", ids[1]))[1] == "1 purged\n"
+    _, out, _ = await served("dlq", "purge", "--all", "--function", "retried", "--json")
+    assert json.loads(out) == {"purged": 1}
+    assert json.loads((await served("dlq", "list", "--json"))[1]) == []
+    assert (await served("dlq", "purge"))[0] == 2
 
 
 def test_validate_tells_every_problem_and_says_so_with_its_status(tangram: Tangram, tmp_path: Path) -> None:
@@ -161,7 +193,8 @@ def test_the_machine_is_shown(tangram: Tangram, tmp_path: Path) -> None:
     assert described["name"] == "here" and described["numa"]
 
 
-def test_a_gateway_that_is_not_there_is_said_plainly(tangram: Tangram) -> None:
+def test_a_gateway_that_is_not_there_is_said_plainly(tangram: Tangram, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.client.requests._BACKOFF_S", 0.001)
     status, _, err = tangram("ps", "--server", "http://127.0.0.1:9")
     assert status == 69 and "connection_failed" in err
 

@@ -12,7 +12,7 @@ import httpx
 import orjson
 import pytest
 
-from gateway.client import AsyncClient, Client, ConnectionFailed, InvocationFailed
+from gateway.client import AsyncClient, BatchCall, Client, ConnectionFailed, InvocationFailed, InvocationResult
 from gateway.client.requests import Retries
 from manager.errors import Conflict, InvalidInput, NotFound, QuotaExceeded, Unauthorized
 from manager.outcome import State
@@ -264,3 +264,24 @@ def test_an_answer_that_is_not_ours_is_quoted() -> None:
     transport, _ = scripted(lambda request: httpx.Response(502, text="<html>bad gateway</html>"))
     with Client(transport=transport) as client, pytest.raises(Exception, match="502: <html>bad gateway"):
         client.queue()
+
+
+async def test_a_batch_comes_back_as_one_verdict_for_each_call(gateway: Running) -> None:
+    calls = [
+        BatchCall(function="echo", input={"n": 1}, task="t"),
+        BatchCall(function="nobody"),
+        BatchCall(function="echo", input={"reason": "handler_error"}),
+    ]
+    async with client_of(gateway) as client:
+        done, refused, failed = await client.submit_all(calls, wait="all", timeout_s=5.0)
+        assert isinstance(done, InvocationResult) and (done.state, done.task) == (State.SUCCEEDED, "t")
+        assert isinstance(refused, NotFound)
+        assert isinstance(failed, InvocationResult) and failed.state is State.FAILED
+        held = [BatchCall(function="echo", input={"held": True}), BatchCall(function="echo", key="once")]
+        first, second = await client.submit_all(held, wait="any", timeout_s=5.0)
+        assert isinstance(first, InvocationResult) and isinstance(second, InvocationResult)
+        assert second.ok and not first.state.terminal
+        assert [each.id async for each in client.list(dead=True)] == [failed.id]
+        again = await client.wait((await client.redrive(failed.id)).id)
+        assert await client.purge(again.id) == 1
+        assert await client.purge_all() == 0
