@@ -193,7 +193,8 @@ def _check_kinds(workload: Workload, spec: ManagerSpec) -> None:
         for step in trajectory.steps:
             missing = sorted(set(step.cost) - known)
             if missing:
+                have = ", ".join(sorted(known))
                 raise InvalidInput(
-                    f"trajectory {trajectory.id}: nothing provides {missing[0]}; the cluster has {', '.join(sorted(known))}",
+                    f"trajectory {trajectory.id}: nothing provides {missing[0]}; the cluster has {have}",
                     component="simulate",
                 )

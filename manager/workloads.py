@@ -77,7 +77,7 @@ class Teachers:
     rollout_median_s: float = 110.0
     rollout_sigma: float = 0.45
     #: Device-seconds of one request.
-    request_median_s: float = 1.0
+    request_median_s: float = 0.8
     request_sigma: float = 0.5
     #: Popularity of the n-th teacher is n ** -skew.
     skew: float = 0.5

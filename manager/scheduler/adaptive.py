@@ -27,13 +27,14 @@ class AdaptivePolicy:
     #: Workers started, as a multiple of the fair share at the start.
     worker_cap: float = 1.5
     #: More workers are started for a long action, as long as they cost at most this part of its work.
-    worker_budget: float = 0.05
+    worker_budget: float = 0.03
     #: Exponent by which little work left counts more in the shares; 0: all alike.
-    bias: float = 0.0
+    bias: float = 0.3
+    workers_least: int = 4
     #: A running action grows once its share is at least this multiple of what it holds.
-    grow_ratio: float = 1.3
+    grow_ratio: float = 1.2
     #: A joining action is given this part of its share by shrinking others; more only from free units.
-    join_share: float = 0.5
+    join_share: float = 0.9
     short_s: float = 5.0
     age_max_s: float = 120.0
     head_room: float = 1.0
@@ -46,13 +47,15 @@ class AdaptivePolicy:
         if view.chunks is not None:
             return self.price.decide(view)
         waiting = view.eligible or [candidate.action for candidate in view.candidates]
-        malleable = [r for r in view.running if r.action.malleable and is_malleable(r.action, kind)]
+        running = list(view.running)
+        malleable = [r for r in running if r.action.malleable and is_malleable(r.action, kind)]
         if not malleable and not any(is_malleable(action, kind) for action in waiting):
             return self.price.decide(view)
         if not waiting and view.free == 0:
             return Decision()
         order = ranked(waiting, kind, view.now_s, self.short_s, self.age_max_s)
-        return _Pass(self, view, kind, malleable).run(order)
+        kept_back = head_room(running, kind, self.head_room)
+        return _Pass(self, view, kind, malleable, kept_back).run(order)
 
 
 def is_malleable(action: Action, kind: str) -> bool:
@@ -63,12 +66,14 @@ def is_malleable(action: Action, kind: str) -> bool:
 class _Pass:
     """One decision: who joins, what each one's share is, and which moves are worth making."""
 
-    def __init__(self, policy: AdaptivePolicy, view: PoolView, kind: str, malleable: Sequence[Running]) -> None:
+    def __init__(
+        self, policy: AdaptivePolicy, view: PoolView, kind: str, malleable: Sequence[Running], kept_back: int
+    ) -> None:
         self._policy = policy
         self._view = view
         self._kind = kind
         self._malleable = malleable
-        self._kept_back = head_room(view.running, kind, policy.head_room, policy.short_s)
+        self._kept_back = kept_back
 
     def run(self, order: Ranked) -> Decision:
         held = sum(r.units for r in self._malleable)
@@ -79,7 +84,7 @@ class _Pass:
         joiners = [action for action in rest if is_malleable(action, self._kind)]
         rigid = first + [action for action in rest if not is_malleable(action, self._kind)]
         rigid_units = sum(self._least(action) for action in rigid)
-        shares = self._shares(joiners, self._view.free + held - rigid_units - self._kept_back)
+        shares = self._shares(joiners, self._view.free + held - rigid_units - self._kept_back, reach)
         starts = [Start(action_id=action.id, units=self._least(action)) for action in rigid]
         joined, shrinks, spare = self._join(joiners, shares, self._view.free - rigid_units)
         growths, wake_s = self._grow(shares, spare - self._kept_back)
@@ -98,16 +103,19 @@ class _Pass:
             fitting.append(action)
         return fitting, reach
 
-    def _shares(self, joiners: Sequence[Action], units: int) -> list[int]:
+    def _shares(self, joiners: Sequence[Action], units: int, reach: int) -> list[int]:
         """The share of each running malleable action, then of each joiner."""
-        limits = {candidate.action.id: candidate.limit for candidate in self._view.candidates}
+        if reach == 0:  # minima take all that there is
+            return [self._least(action) for action in (*(r.action for r in self._malleable), *joiners)]
+        kind = self._kind
         members = [
-            member(r.action, self._kind, r.workers, self._weight(r.action, r.remaining)) for r in self._malleable
+            member(r.action.cost[kind], r.action.elasticity, r.workers or r.action.cost[kind].maximum)
+            for r in self._malleable
         ]
-        members += [
-            member(action, self._kind, limits.get(action.id, 0), self._weight(action, 1.0)) for action in joiners
-        ]
-        return water_fill(members, units)
+        members += [member(action.cost[kind], action.elasticity, action.cost[kind].maximum) for action in joiners]
+        weights = [self._weight(r.action, r.remaining) for r in self._malleable]
+        weights += [self._weight(action, 1.0) for action in joiners]
+        return water_fill(members, units, weights)
 
     def _weight(self, action: Action, remaining: float | None) -> float:
         """How much a gain of speed counts: more for an action with little work left, where that is known."""
@@ -135,11 +143,14 @@ class _Pass:
 
     def _workers(self, action: Action, share: int) -> int:
         """Workers to start: what it may usefully grow to when others end, as far as they are worth their cost."""
-        wanted = math.ceil(self._policy.worker_cap * share)
-        if self._view.worker_cost_s > 0.0 and action.t_ori_s is not None:
-            affordable = self._policy.worker_budget * action.t_ori_s / self._view.worker_cost_s
-            wanted = max(wanted, int(affordable))
+        wanted = max(math.ceil(self._policy.worker_cap * share), self._affordable(action))
         return max(share, min(action.cost[self._kind].maximum, wanted))
+
+    def _affordable(self, action: Action) -> int:
+        """Workers that cost no more than their budget; 0 where the cost or the work is not known."""
+        if self._view.worker_cost_s <= 0.0 or action.t_ori_s is None:
+            return 0
+        return int(self._policy.worker_budget * action.t_ori_s / self._view.worker_cost_s)
 
     def _shrink(self, shares: Sequence[int], missing: int) -> tuple[list[Resize], int]:
         """Take ``missing`` units back from those that hold most above their share."""

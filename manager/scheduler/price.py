@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,9 @@ from manager.scheduler.rank import head_room, ranked
 
 #: Ends of running actions that the option to wait looks at, soonest first.
 ENDS_MAX = 64
+#: Running actions that the rate of elastic ones is estimated from, and the least duration that counts.
+RATE_SAMPLE = 128
+SHORTEST_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,22 +51,25 @@ class PricePolicy:
             return Decision()
         kind = kind_of(view.name)
         order = ranked(waiting, kind, view.now_s, self.short_s, self.age_max_s)
-        behind = sum(1 for action in view.queued if is_elastic(action, kind)) + view.backlog - len(view.queued)
-        pass_ = _Pass(view, kind, self.c, self.a_s, behind)
-        kept_back = head_room(view.running, kind, self.head_room, self.short_s)
+        behind = view.backlog - len(order.first)
+        running = list(view.running)
+        pass_ = _Pass(view, running, kind, self, behind)
+        kept_back = head_room(running, kind, self.head_room)
         return pass_.run(order.first, order.rest, kept_back)
 
 
 class _Pass:
     """One decision over interchangeable units."""
 
-    def __init__(self, view: PoolView, kind: str, c: float, a_s: float, behind: int) -> None:
+    def __init__(self, view: PoolView, running: Sequence[Running], kind: str, policy: PricePolicy, behind: int) -> None:
         self._view = view
         self._kind = kind
         self._free = view.free
         self._behind = behind
-        self._scale = c / view.total
-        self._coming = a_s * elastic_rate(view.running, kind) * view.utilisation**4
+        self._scale = policy.c / view.total
+        self._age_max_s = policy.age_max_s
+        self._running = running
+        self._coming = policy.a_s * elastic_rate(running, kind) * view.utilisation**4
         self._limits = {candidate.action.id: candidate.limit for candidate in view.candidates}
         self._ends: Ends | None = None
         self._starts: list[Start] = []
@@ -80,8 +87,10 @@ class _Pass:
     def _consider(self, action: Action, kept_back: int) -> bool:
         """Start it or hold it; False where those behind it have to wait as well."""
         unit_set = action.cost[self._kind]
-        idle = self._free == self._view.total and not self._starts
-        spare = self._free if idle else self._free - kept_back
+        # An idle pool keeps nothing back, and an action that has waited too long waits for nothing better.
+        now = self._free == self._view.total and not self._starts
+        now = now or self._view.now_s - action.submitted_s >= self._age_max_s
+        spare = self._free if now else self._free - kept_back
         if not is_elastic(action, self._kind):
             return self._start(action, unit_set.minimum)
         if spare < unit_set.minimum:
@@ -93,7 +102,7 @@ class _Pass:
         price = self._scale * (max(0, self._behind) + self._coming)
         units, cost_s = cheapest(shape, t_ori_s, price, spare)
         wait_s = self._better_wait(shape, t_ori_s, price, spare, cost_s)
-        if wait_s is None or idle:
+        if wait_s is None or now:
             return self._start(action, units)
         until_s = self._view.now_s + wait_s
         self._holds.append(Hold(action_id=action.id, waits_for=f"more than {spare} units", until_s=until_s))
@@ -106,7 +115,7 @@ class _Pass:
         if wanted <= spare or floor_s >= now_cost_s:
             return None
         if self._ends is None:
-            self._ends = Ends(self._view.running)
+            self._ends = Ends(self._running)
         return self._ends.better(shape, t_ori_s, price, spare, now_cost_s, floor_s)
 
     def _start(self, action: Action, units: int) -> bool:
@@ -121,8 +130,8 @@ class Ends:
     """When running actions end by estimate, and how many units they give back."""
 
     def __init__(self, running: Sequence[Running]) -> None:
-        ends = sorted((max(0.0, r.ends_in_s), r.units) for r in running if r.ends_in_s is not None)
-        self._ends = ends[:ENDS_MAX]
+        ends = [(r.ends_in_s, r.units) for r in running if r.ends_in_s is not None]
+        self._ends = heapq.nsmallest(ENDS_MAX, ends)
 
     def better(
         self, shape: Shape, t_ori_s: float, price: float, spare: int, now_cost_s: float, floor_s: float
@@ -149,11 +158,10 @@ def cheapest(shape: Shape, t_ori_s: float, price: float, most: int) -> tuple[int
 
 
 def elastic_rate(running: Sequence[Running], kind: str) -> float:
-    """Elastic actions a second through the pool, by those that run (each stands for 1 / duration)."""
-    rate = 0.0
-    for running_action in running:
-        action = running_action.action
-        if action.key == kind and action.elasticity is not None:
-            duration_s = action.duration_s(running_action.units)
-            rate += 1.0 / max(0.05, duration_s) if duration_s else 0.0
-    return rate
+    """Elastic actions a second through the pool, by those that run (each stands for 1 / duration), from a sample."""
+    sample = running[:RATE_SAMPLE]
+    durations = [
+        r.action.duration_s(r.units) for r in sample if r.action.key == kind and r.action.elasticity is not None
+    ]
+    rate = sum(1.0 / max(SHORTEST_S, duration_s) for duration_s in durations if duration_s is not None)
+    return rate * len(running) / len(sample) if sample else 0.0

@@ -40,10 +40,10 @@ def is_short(action: Action, kind: str, short_s: float) -> bool:
     return action.key != kind and (action.t_ori_s is None or action.t_ori_s <= short_s)
 
 
-def head_room(running: Sequence[Running], kind: str, scale: float, short_s: float) -> int:
+def head_room(running: Sequence[Running], kind: str, scale: float) -> int:
     """Units kept from elastic actions for the short ones that arrive before the next end.
 
-    Arrivals of short actions scatter around what runs of them by its square root.
+    Arrivals of rigid actions scatter around what runs of them by its square root.
     """
-    short = sum(1 for r in running if is_short(r.action, kind, short_s))
-    return math.ceil(scale * math.sqrt(short)) if short else 0
+    rigid = len([None for r in running if r.action.key != kind])
+    return math.ceil(scale * math.sqrt(rigid)) if rigid else 0

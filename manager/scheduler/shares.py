@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from manager.action import Action, Amdahl, Elasticity
+from manager.action import Amdahl, Elasticity, UnitSet
 from manager.scheduler.durations import Floats, shape_of
 
 Counts = NDArray[np.int64]
@@ -26,16 +27,16 @@ class Member:
     gains: Floats
 
 
-def member(action: Action, kind: str, workers: int = 0, weight: float = 1.0) -> Member:
-    """An elastic action's claim on ``kind``; ``workers`` bounds what it can use, 0 where nothing does."""
-    unit_set = action.cost[kind]
-    shape = shape_of(unit_set, action.elasticity or ASSUMED)
-    most = max(unit_set.minimum, min(unit_set.maximum, workers or unit_set.maximum))
-    return Member(unit_set.minimum, most, weight * shape.gains[: most - unit_set.minimum])
+@lru_cache(maxsize=8192)
+def member(unit_set: UnitSet, elasticity: Elasticity | None, most: int) -> Member:
+    """The claim of an elastic action that can use at most ``most`` units."""
+    shape = shape_of(unit_set, elasticity or ASSUMED)
+    most = max(unit_set.minimum, min(unit_set.maximum, most))
+    return Member(unit_set.minimum, most, shape.gains[: most - unit_set.minimum])
 
 
-def water_fill(members: Sequence[Member], units: int) -> list[int]:
-    """Units for each member, at least its least; the rest goes by the largest gains, earlier members first on a tie.
+def water_fill(members: Sequence[Member], units: int, weights: Sequence[float]) -> list[int]:
+    """Units for each member, at least its least; the rest goes by the largest weighted gains, earlier ones first.
 
     The sum is at most ``units`` wherever the least ones fit.
     """
@@ -44,8 +45,9 @@ def water_fill(members: Sequence[Member], units: int) -> list[int]:
         return [one.least for one in members]
     if spare >= sum(one.most - one.least for one in members):
         return [one.most if one.gains.size == 0 or one.gains[-1] > 0.0 else _useful(one) for one in members]
-    gains = np.concatenate([one.gains for one in members])
-    ends = np.cumsum([one.gains.size for one in members])
+    sizes = np.array([one.most - one.least for one in members])
+    gains = np.concatenate([one.gains for one in members]) * np.repeat(weights, sizes)
+    ends = np.cumsum(sizes)
     level = float(np.partition(gains, gains.size - spare)[gains.size - spare])
     level = max(level, 0.0)
     given = _counts(gains > level, ends)

@@ -67,7 +67,7 @@ def brute_force(chosen: list[Item], fits: object) -> float:
     return best
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(items(spans(), 4) | items(discrete((1, 2, 4, 8)), 4), st.integers(0, 18))
 def test_every_prefix_is_the_best_of_all_allocations_of_cores(chosen: list[Item], free: int) -> None:
     table = TableArrangement(chosen, BasicOperator(free))
@@ -78,7 +78,7 @@ def test_every_prefix_is_the_best_of_all_allocations_of_cores(chosen: list[Item]
             assert_makes(chosen[:kept], table.units(kept), expected)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(items(spans(), 6), st.integers(0, 24))
 def test_marginal_gains_are_exact_for_convex_durations(chosen: list[Item], free: int) -> None:
     assert all(one.convex for one in chosen)
@@ -95,7 +95,7 @@ FREE_CHUNKS = st.lists(st.sampled_from([1, 2, 4, 8]), min_size=1, max_size=3).ma
 )
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(items(discrete((1, 2, 4, 8)), 4) | tables(discrete((1, 2, 4, 8)), 4), FREE_CHUNKS)
 def test_every_prefix_is_the_best_of_all_placements_of_chunks(chosen: list[Item], free: list[tuple[int, int]]) -> None:
     table = TableArrangement(chosen, ChunkOperator.of(free))
@@ -108,7 +108,7 @@ def test_every_prefix_is_the_best_of_all_placements_of_chunks(chosen: list[Item]
             assert packs(free, units)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(tables(spans(), 4), st.integers(1, 16))
 def test_durations_of_any_form_are_arranged_exactly(chosen: list[Item], free: int) -> None:
     arrangement = arrange(chosen, BasicOperator(free))
@@ -116,7 +116,7 @@ def test_durations_of_any_form_are_arranged_exactly(chosen: list[Item], free: in
     assert arrangement.totals[-1] == pytest.approx(expected)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(FREE_CHUNKS, st.lists(st.sampled_from([1, 2, 4, 8]), max_size=6))
 def test_the_nested_inequalities_say_what_buddy_placement_does(free: list[tuple[int, int]], sizes: list[int]) -> None:
     operator = ChunkOperator.of(free)
