@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -21,16 +21,21 @@ DEADLINE_S = 20.0
 
 
 @pytest.fixture
-async def provider() -> AsyncIterator[ProcessProvider]:
-    """In a directory that the sandbox's user may pass through, as pytest's own are not."""
-    means = Means(bubblewrap=None, root=os.geteuid() == 0, cgroup=None)
+def state_dir() -> Iterator[Path]:
+    """A directory that the sandbox's user may pass through, as pytest's own are not."""
     with TemporaryDirectory(prefix="tangram-plain-") as place:
-        state_dir = Path(place)
-        state_dir.chmod(0o755)
-        made = ProcessProvider(state_dir=state_dir, starting=Starting(1), shared_cores=(0,), means=means)
-        yield made
-        await made.reap(())
-        await made.close()
+        path = Path(place)
+        path.chmod(0o755)
+        yield path
+
+
+@pytest.fixture
+async def provider(state_dir: Path) -> AsyncIterator[ProcessProvider]:
+    means = Means(bubblewrap=None, root=os.geteuid() == 0, cgroup=None)
+    made = ProcessProvider(state_dir=state_dir, starting=Starting(1), shared_cores=(0,), means=means)
+    yield made
+    await made.reap(())
+    await made.close()
 
 
 @pytest.fixture
