@@ -221,10 +221,12 @@ class Executing:
     def _restore_s(self, entry: Entry, lease: Lease) -> float:
         """Seconds until the action's own work can begin."""
         service = entry.action.service
+        if service is None:
+            return 0.0
         return sum(
             self._pool_of_grant(kind, lease).restore_s(service, grant.units)
             for kind, grant in lease.grants.items()
-            if grant.restore and service is not None
+            if grant.restore
         )
 
     def _loan(self, entry: Entry, parent: Entry) -> dict[str, tuple[Pool, int, bool]] | None:

@@ -70,7 +70,7 @@ class FairShare:
         units = action.cost[kind].minimum
         if kind in self._instantaneous:
             return float(units)
-        duration_s = action.duration_s(action.units.minimum) if action.units is not None else action.t_ori_s
+        duration_s = action.duration_s(1 if action.key is None else action.cost[action.key].minimum)
         return units * (UNKNOWN_DURATION_S if duration_s is None else duration_s)
 
     def _flow(self, task: str, kind: str) -> _Flow:

@@ -138,5 +138,4 @@ class Lanes:
 
     def _on_nodes(self, cost: Mapping[str, UnitSet]) -> dict[str, UnitSet]:
         """The part of a cost that a node must be able to serve."""
-        on_nodes = self._house.resources.on_nodes
-        return {kind: units for kind, units in cost.items() if on_nodes(kind)}
+        return {kind: units for kind, units in cost.items() if self._house.resources.on_nodes(kind)}

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from manager.queue import Entry, Group, Key
 from manager.resources.nodes import Nodes
-from manager.resources.pool import Headroom, Resources
+from manager.resources.pool import Headroom, Pool, Resources
 
 
 @dataclass(slots=True)
@@ -23,8 +23,8 @@ class Option:
     """One way to place a group's actions: a node and the pools there."""
 
     node: str
-    #: (kind, pool name, headroom, minimum) for each resource of the cost.
-    needs: tuple[tuple[str, str, Headroom, int], ...]
+    #: (kind, pool, headroom, minimum) for each resource of the cost.
+    needs: tuple[tuple[str, Pool, Headroom, int], ...]
     memory: Headroom | None
     memory_bytes: int
 
@@ -33,7 +33,7 @@ class Option:
         if self.memory is not None and self.memory.free < self.memory_bytes:
             return False
         for _, pool, headroom, units in self.needs:
-            if not headroom.fits(units, self.node) and pool != beside:
+            if not headroom.fits(units, self.node) and pool.name != beside:
                 return False
         return True
 
@@ -180,7 +180,7 @@ class Selector:
     def _candidate(self, entry: Entry, option: Option) -> Candidate:
         action = entry.action
         name = action.key if action.key is not None else next(iter(action.cost), "")
-        pool = next((pool for kind, pool, _, _ in option.needs if kind == name), "")
+        pool = next((pool.name for kind, pool, _, _ in option.needs if kind == name), "")
         cap = None if entry.child else self._caps.get((action.task, name))
         return Candidate(entry=entry, option=option, pool=pool, cap=cap)
 
@@ -208,7 +208,7 @@ class Selector:
             pool = self._resources.find(kind, node)
             if pool is None:
                 return None
-            needs.append((kind, pool.name, self._headroom(pool.name), units))
+            needs.append((kind, pool, self._headroom(pool.name), units))
         memory_bytes = group.signature.memory_bytes
         memory = self._memory_of(node) if memory_bytes else None
         return Option(node, tuple(needs), memory, memory_bytes)

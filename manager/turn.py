@@ -204,7 +204,7 @@ class Turn:
         fit here, where the policy was shown less than there is (a reservation of somebody behind, a narrower start).
         Where the pool has places, a pinned action may find that its own was spared.
         """
-        if self._pool.chunk_view() is not None:
+        if self._pool.has_places:
             self._house.dirty_groups.update(group for group in self._groups if group.live and group.signature.node)
         for candidate in self._candidates.values():
             group = candidate.entry.group
@@ -219,17 +219,17 @@ class Turn:
         """Start an action, unless a start of this very turn took what it needs (a batch, a place, a resource)."""
         if entry.group is None:
             return False
-        wanted = {kind: minimum for kind, _, _, minimum in option.needs}
-        key = next(kind for kind, name, _, _ in option.needs if name == self._pool.name)
+        key = self._pool.kind
         room = self._house.cap_room(entry, key)
         allowed = start.units if room is None else _unit_set(entry.action).at_most(min(start.units, room))
         if allowed is None:
             return False
-        wanted[key] = self._shaped(entry, option, allowed, start)
-        for kind, count in wanted.items():
-            pool = self._house.resources.find(kind, option.node)
-            ask = Ask(holder=entry.id, units=count, chunk=start.chunk if kind == key else None, node=option.node)
-            if pool is None or not pool.accepts(ask):
+        wanted = {}
+        for kind, pool, _, minimum in option.needs:
+            mine = pool is self._pool
+            count = wanted[kind] = self._shaped(entry, option, allowed, start) if mine else minimum
+            chunk = start.chunk if mine else None
+            if not pool.accepts(Ask(holder=entry.id, units=count, chunk=chunk, node=option.node)):
                 return False
         if option.memory_bytes and self._house.nodes[option.node].free_bytes < option.memory_bytes:
             return False
@@ -238,7 +238,7 @@ class Turn:
 
     def _shaped(self, entry: Entry, option: Option, units: int, start: Start) -> int:
         """Where the pool has places and the policy named none: the widest count not above ``units`` with a place."""
-        if self._pool.chunk_view() is None or start.chunk is not None:
+        if not self._pool.has_places or start.chunk is not None:
             return units
         counts = [count for count in _unit_set(entry.action) if count <= units]
         for count in reversed(counts):

@@ -15,17 +15,19 @@ class Cores:
         self.total = len(self._numa_of)
         self.free = self.total
 
-    def allocate(self, count: int, beside: Iterable[int] = ()) -> tuple[int, ...]:
+    def allocate(self, count: int, beside: Sequence[int] = ()) -> tuple[int, ...]:
         """``count`` cores, ascending: from the tightest NUMA node that holds them all, else from the fewest.
 
         NUMA nodes of the cores in ``beside`` come first: a set that grows stays where it is.
         """
         assert count <= self.free, f"{count} cores wanted, {self.free} free"
-        near = {self._numa_of[core] for core in beside}
+        near = {self._numa_of[core] for core in beside} if beside else set()
         chosen: list[int] = []
         for index in self._order(count, near):
             ids = self._free[index]
-            chosen.extend(ids.pop() for _ in range(min(count - len(chosen), len(ids))))
+            first = max(0, len(ids) - count + len(chosen))
+            chosen += ids[first:]
+            del ids[first:]
             if len(chosen) == count:
                 break
         self.free -= count

@@ -83,6 +83,8 @@ class GpuPool(Pool):
     warm and free chunks everywhere, and the grant names the node and counts the devices there.
     """
 
+    has_places = True
+
     def __init__(self, nodes: Iterable[NodeSpec], services: Mapping[str, ServiceSpec]) -> None:
         super().__init__("gpu", "gpu")
         self._chunks = Chunks()

@@ -56,6 +56,8 @@ class Pool(ABC):
     lendable = False
     #: Whether units are consumed at the start and return with time, not with their action.
     timed = False
+    #: Whether units are not interchangeable: chunks of devices.
+    has_places = False
 
     def __init__(self, name: str, kind: str, node: str = "") -> None:
         self.name = name
