@@ -899,6 +899,7 @@ def _shed_privileges() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(47, 4, 0, 0, 0)  # PR_CAP_AMBIENT_CLEAR_ALL: commands would inherit our capabilities through exec
     libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
+    libc.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: commands of the same user could trace and read us
     if os.getpid() != 1:
         libc.prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: without a namespace of our own, adopt the orphans
 
@@ -911,9 +912,10 @@ def main() -> None:
                 os.set_inheritable(int(name), False)
             except OSError:
                 pass
+    runner = Runner(sys.argv[1])
     if "--shed" in sys.argv:
         _shed_privileges()
-    Runner(sys.argv[1]).serve()
+    runner.serve()
 
 
 if __name__ == "__main__":

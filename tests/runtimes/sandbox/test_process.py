@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -53,10 +54,18 @@ def living(words: str) -> int:
     """Processes of this machine with these words in their command line."""
     found = 0
     for process in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
+        with suppress(OSError):
             found += words.encode() in process.read_bytes().replace(b"\0", b" ")
-        except OSError:
-            continue
+    return found
+
+
+def states(mark: str) -> set[str]:
+    """The kernel's states of the processes whose name begins with ``mark``."""
+    found = set()
+    for process in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            if process.read_bytes().startswith(mark.encode()):
+                found.add((process.parent / "stat").read_text(encoding="ascii").rpartition(")")[2].split()[0])
     return found
 
 
@@ -105,19 +114,12 @@ async def test_freeze_stops_and_thaw_continues_the_tree(sandbox: Sandbox) -> Non
     begin = f"setsid bash -c 'exec -a {mark} sleep 300' >/dev/null 2>&1 &\n"
     assert (await sh(sandbox, begin + f"until grep -q '^{mark}' /proc/$!/cmdline; do sleep 0.01; done")).exit_code == 0
 
-    def states() -> set[str]:
-        return {
-            (process.parent / "stat").read_text(encoding="ascii").rpartition(")")[2].split()[0]
-            for process in Path("/proc").glob("[0-9]*/cmdline")
-            if process.read_bytes().startswith(mark.encode())
-        }
-
     await sandbox.quiesce(Background.FREEZE)
-    assert states() == {"T"}
+    assert states(mark) == {"T"}
     assert (await sh(sandbox, "echo on")).stdout == b"on\n"
-    assert states() == {"S"}
+    assert states(mark) == {"S"}
     await sandbox.quiesce(Background.KILL)
-    assert states() == set()
+    assert states(mark) == set()
 
 
 async def test_cores_are_an_affinity(sandbox: Sandbox) -> None:
