@@ -61,7 +61,7 @@ def lower_bound(
     capacity: Mapping[str, int],
     quotas: Mapping[str, QuotaSpec] | None = None,
     *,
-    rounds: int = 16,
+    rounds: int = 20,
 ) -> Bound:
     """Bounds for ``capacity`` units by kind (quota kinds in ``quotas``); ``rounds`` of improving the prices."""
     infinite_s = sum(fastest_s(step) for trajectory in trajectories for step in trajectory.steps)
@@ -143,8 +143,8 @@ class Dual:
             value, used = self._evaluate()
             best = max(best, value)
             for kind, prices in self._prices.items():
-                factor = (used[kind] / self._capacity[kind]) ** (1.0 / (1.0 + 0.1 * turn))
-                prices *= np.clip(factor, 0.5, 2.0)
+                factor = np.clip(used[kind] / self._capacity[kind], 0.25, 4.0)
+                prices *= factor ** (1.0 / (1.0 + 0.15 * max(0, turn - rounds // 4)))
                 np.maximum(prices, LEAST_PRICE, out=prices)
         return best
 

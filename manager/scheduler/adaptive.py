@@ -25,11 +25,11 @@ class AdaptivePolicy:
 
     name: str = "adaptive"
     #: Workers started, as a multiple of the fair share at the start.
-    worker_cap: float = 1.5
+    worker_cap: float = 1.2
     #: More workers are started for a long action, as long as they cost at most this part of its work.
     worker_budget: float = 0.03
     #: Exponent by which little work left counts more in the shares; 0: all alike.
-    bias: float = 0.3
+    bias: float = 0.2
     workers_least: int = 4
     #: A running action grows once its share is at least this multiple of what it holds.
     grow_ratio: float = 1.2

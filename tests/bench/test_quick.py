@@ -1,0 +1,33 @@
+"""The benches of the scheduler run to their end in the quick form, with the names that others look for."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from bench import figures, scheduler
+
+
+def last_line(capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
+    value = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert isinstance(value, dict)
+    return value
+
+
+def names(report: dict[str, object]) -> set[str]:
+    checks = report["checks"]
+    assert isinstance(checks, list)
+    return {check["name"] for check in checks}
+
+
+def test_scheduler_reports_decision_and_burst(capsys: pytest.CaptureFixture[str]) -> None:
+    scheduler.main(["--quick", "--json"])
+    assert names(last_line(capsys)) == {"decision_p99_ms", "burst_step_ms"}
+
+
+def test_figures_report_every_workload(capsys: pytest.CaptureFixture[str]) -> None:
+    assert figures.main(["--quick", "--json"]) == 0
+    found = names(last_line(capsys))
+    assert {"coding_96_adaptive_over_bound", "coding_96_paper_over_adaptive", "mopd_128_price_over_best_fixed"} <= found
+    assert {"mixed_moderate_strict_over_reserved", "mixed_tight_strict_over_reserved"} <= found

@@ -1,0 +1,101 @@
+"""The simulator: complete, deterministic, and honest about what it is asked."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from manager.baselines import BASELINES
+from manager.errors import InvalidInput
+from manager.knowledge import Learning
+from manager.lease import Grant, Lease
+from manager.ledger import Ledger
+from manager.simulate import Size, preset, run, simulate
+from manager.simulation import Physics
+from manager.workloads import Coding, Workload, coding
+
+SMALL = Size(nodes=2, cores=64, gpus=8)
+POLICIES = ("adaptive", "price", "paper", "fixed:4")
+
+
+@pytest.mark.parametrize("name", ["ai-coding", "ai-coding-burst", "mopd", "deepsearch", "mopd+search", "mixed"])
+def test_every_preset_completes_under_every_policy(name: str) -> None:
+    workload = preset(name, 24, 1)
+    result = run(workload, [*POLICIES, *BASELINES], SMALL)
+    assert [row.policy for row in result.rows] == [*POLICIES, *BASELINES]
+    for row in result.rows[: len(POLICIES)]:
+        assert row.failures == 0 and row.act_s > 0
+        assert row.act_s == pytest.approx(row.queue_s + row.overhead_s + row.execution_s)
+        assert all(0 <= share <= 1 + 1e-9 for share in row.utilisation.values())
+
+
+def test_the_same_seed_gives_the_same_bytes() -> None:
+    def once(seed: int) -> str:
+        return run(preset("mixed", 24, seed), POLICIES, SMALL, with_bound=True).to_json()
+
+    assert once(3) == once(3)
+    assert once(3) != once(4)
+
+
+def test_the_answer_is_json_and_a_table_with_the_bound() -> None:
+    result = run(preset("ai-coding", 24, 1), ["adaptive"], SMALL, with_bound=True)
+    value = json.loads(result.to_json())
+    assert value["policies"][0]["over_bound"] >= 1.0
+    assert value["bound"]["act_s"] == pytest.approx(result.bound_s, abs=1e-5)
+    assert "over bound" in result.table() and "adaptive" in result.table()
+
+
+def test_the_fewest_cores_for_a_target_reach_it_and_fewer_do_not() -> None:
+    workload = preset("ai-coding", 24, 1)
+    relaxed = run(workload, ["adaptive"], SMALL)
+    target_s = 1.3 * relaxed.rows[0].act_s
+    found = run(workload, ["adaptive"], SMALL, find="cores", target_act_s=target_s).found
+    assert found is not None
+    kind, cores, act_s = found
+    assert kind == "cores" and act_s <= target_s and cores < SMALL.cores
+
+
+def test_a_target_that_no_size_reaches_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="no size reaches"):
+        run(preset("ai-coding", 4, 1), ["price"], Size(nodes=1, cores=8), find="cores", target_act_s=0.001)
+
+
+def test_resizes_and_workers_are_charged() -> None:
+    workload = coding(48, 1)
+    cheap = simulate(workload, "adaptive", SMALL, physics=Physics(worker_cost_s=0.0, resize_cost_s=0.0))
+    dear = simulate(workload, "adaptive", SMALL, physics=Physics(worker_cost_s=1.0, resize_cost_s=0.1))
+    assert cheap.resizes > 0
+    assert sum(record.act_s for record in dear.records) > sum(record.act_s for record in cheap.records)
+    assert sum(record.overhead_s for record in dear.records) > 0
+
+
+def test_learning_comes_close_to_exact_profiles_after_one_step() -> None:
+    workload = coding(64, 2, Coding(suites=8))
+    learning = Learning()
+    simulate(workload, "adaptive", SMALL, knowledge=learning)
+    learned = simulate(workload, "adaptive", SMALL, knowledge=learning)
+    oracle = simulate(workload, "adaptive", SMALL)
+    assert sum(r.act_s for r in learned.records) <= 1.1 * sum(r.act_s for r in oracle.records)
+
+
+def test_what_nothing_provides_is_said_before_anything_runs() -> None:
+    with pytest.raises(InvalidInput, match="nothing provides gpu"):
+        run(preset("mopd", 4, 1), ["price"], Size(nodes=1, cores=8))
+    with pytest.raises(InvalidInput, match="no preset"):
+        preset("coding", 4, 1)
+    with pytest.raises(InvalidInput, match="empty"):
+        preset("mopd", 0, 1)
+
+
+def test_an_empty_workload_is_an_empty_result() -> None:
+    result = run(Workload(name="none", trajectories=()), ["adaptive"], SMALL)
+    assert result.rows[0].act_s == 0.0
+
+
+def test_the_ledger_catches_a_core_that_is_leased_twice() -> None:
+    ledger = Ledger()
+    grant = Grant(pool="cpu:n", units=1, cores=(3,))
+    ledger.grant(Lease(action_id="a", node="n", grants={"cpu": grant}), 0.0)
+    with pytest.raises(AssertionError, match="leased to a and to b"):
+        ledger.grant(Lease(action_id="b", node="n", grants={"cpu": grant}), 1.0)
