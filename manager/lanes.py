@@ -96,7 +96,8 @@ class Lanes:
                     return
                 continue  # only a new node could serve it: it must not hold up the others
             node.hold(trajectory.name, trajectory.memory_bytes)
-            trajectory.node, trajectory.waiting = node.spec.name, False
+            trajectory.node = node.spec.name
+            house.trajectories.wait_no_more(trajectory)
             house.commands.append(TrajectoryPlaced(trajectory=trajectory.name, node=trajectory.node))
             homeless, trajectory.homeless = trajectory.homeless, []
             for entry in homeless:
@@ -132,8 +133,8 @@ class Lanes:
         if trajectory.ending:
             self.close(trajectory)
             return
-        if trajectory.waiting and not trajectory.explicit:
-            trajectory.waiting = False
+        if not trajectory.explicit:
+            self._house.trajectories.wait_no_more(trajectory)
         self._house.trajectories.rest(trajectory, self._house.now_s)
 
     def _on_nodes(self, cost: Mapping[str, UnitSet]) -> dict[str, UnitSet]:

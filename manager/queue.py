@@ -114,6 +114,17 @@ class Group:
             self._items = [item for item in self._items[self._first :] if item[2].group is self]
             self._first = 0
 
+    def first(self, count: int) -> list[tuple[Key, int, Entry]]:
+        """Up to ``count`` waiting actions in order, each with what sorts it among those of other groups."""
+        items = self._items
+        found = [item for item in items[self._first : self._first + count] if item[2].group is self]
+        index = self._first + count
+        while len(found) < count and index < len(items):
+            more = items[index : index + count]
+            found += [item for item in more if item[2].group is self]
+            index += count
+        return found[:count]
+
     def __iter__(self) -> Iterator[Entry]:
         """Waiting actions in order; the group must not change meanwhile."""
         for index in range(self._first, len(self._items)):

@@ -49,7 +49,9 @@ class Trajectories:
 
     def __init__(self) -> None:
         self._living: dict[str, Trajectory] = {}
+        #: In order of arrival, among them some that wait no more.
         self._waiting: deque[Trajectory] = deque()
+        self._still_waiting = 0
         self._expiries: list[tuple[float, int, Trajectory]] = []
 
     def __iter__(self) -> Iterator[Trajectory]:
@@ -67,18 +69,27 @@ class Trajectories:
 
     def close(self, trajectory: Trajectory) -> None:
         del self._living[trajectory.name]
-        trajectory.waiting = False
+        self.wait_no_more(trajectory)
 
     def wait_for_memory(self, trajectory: Trajectory) -> None:
         if not trajectory.waiting:
             trajectory.waiting = True
+            self._still_waiting += 1
             self._waiting.append(trajectory)
 
-    def waiting(self) -> list[Trajectory]:
-        """Those that wait for memory, the longest first."""
-        if any(not trajectory.waiting for trajectory in self._waiting):
-            self._waiting = deque(trajectory for trajectory in self._waiting if trajectory.waiting)
-        return list(self._waiting)
+    def wait_no_more(self, trajectory: Trajectory) -> None:
+        """It has its place, or needs none any more."""
+        if trajectory.waiting:
+            trajectory.waiting = False
+            self._still_waiting -= 1
+
+    def waiting(self) -> Iterator[Trajectory]:
+        """Those that wait for memory, the longest first; they may cease to wait meanwhile."""
+        if len(self._waiting) > 64 + 2 * self._still_waiting:
+            self._waiting = deque(dict.fromkeys(trajectory for trajectory in self._waiting if trajectory.waiting))
+        while self._waiting and not self._waiting[0].waiting:
+            self._waiting.popleft()
+        return (trajectory for trajectory in self._waiting if trajectory.waiting)
 
     def rest(self, trajectory: Trajectory, now_s: float) -> None:
         """Nothing of it runs or waits: its idle clock starts."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import TypeVar, overload
@@ -122,10 +121,12 @@ class Turn:
 
     def _queued(self, groups: Iterable[Group]) -> list[Entry]:
         """Waiting actions in order of service, candidates first, bounded by the window."""
+        window = self._house.spec.queue_window
         first = [candidate.entry for candidate in self._candidates.values()]
-        merged = heapq.merge(*groups, key=lambda entry: entry.order)
-        rest = (entry for entry in merged if entry.id not in self._candidates)
-        return [*first, *islice(rest, max(0, self._house.spec.queue_window - len(first)))]
+        items = [item for group in groups for item in group.first(window)]
+        items.sort()
+        rest = (entry for _, _, entry in items if entry.id not in self._candidates)
+        return [*first, *islice(rest, max(0, window - len(first)))]
 
     def _show_eligible(self) -> list[Action]:
         entries = self._queued(group for group in self._groups if self._place(group) is not None)
