@@ -15,8 +15,9 @@ from manager.outcome import Outcome
 class RecordedStarts:
     """An executor that lets durable work begin only when its start is on disk, so that a killed gateway can tell.
 
-    An idempotent action, and one whose caller waits on the connection, begin at once: neither is ever run twice
-    by mistake. While the disk refuses, durable work waits here in its lease: it is neither lost nor failed for that.
+    So it is with a trajectory's first environment. An idempotent action, and one whose caller waits on the
+    connection, begin at once: neither is ever run twice by mistake. While the disk refuses, durable work waits here in
+    its lease: it is neither lost nor failed for that.
     """
 
     def __init__(self, executor: Executor, invocations: Invocations, store: Store, trajectories: Trajectories) -> None:
@@ -26,9 +27,11 @@ class RecordedStarts:
         self._trajectories = trajectories
 
     async def execute(self, action: Action, lease: Lease, call: Call) -> Outcome:
-        if action.trajectory is not None:
-            self._trajectories.opened(action.trajectory, action.task, call.function)
-        if not call.function.idempotent and self._invocations.outlives_caller(action.id):
+        fresh = action.trajectory is not None and self._trajectories.opened(
+            action.trajectory, action.task, call.function
+        )
+        once = not call.function.idempotent and self._invocations.outlives_caller(action.id)
+        if fresh or once:
             await self._store.durable()
         return await self._executor.execute(action, lease, call)
 
@@ -36,7 +39,8 @@ class RecordedStarts:
         await self._executor.resize(action, lease)
 
     async def open_trajectory(self, trajectory: str, function: FunctionSpec) -> None:
-        self._trajectories.opened(trajectory, None, function)
+        if self._trajectories.opened(trajectory, None, function):
+            await self._store.durable()
         await self._executor.open_trajectory(trajectory, function)
 
     async def end_trajectory(self, trajectory: str) -> None:

@@ -23,20 +23,24 @@ class Trajectories:
         self._environments = environments
         self._open: dict[str, OpenTrajectory] = {}
 
-    def opened(self, name: str, task: str | None, function: FunctionSpec) -> None:
-        """It has, or is about to get, an environment; ``task`` is None where the first action will tell it."""
+    def opened(self, name: str, task: str | None, function: FunctionSpec) -> bool:
+        """It has, or is about to get, an environment; whether that is news, to be made durable first.
+
+        ``task`` is None where the first action will tell it.
+        """
         if function.runtime not in INSIDE:
-            return
+            return False
         known = self._open.get(name)
         if known is None:
             spec = function.sandbox or self._environments.settings.default
             memory_bytes = 0 if function.sandbox is None else spec.memory_bytes
             found = OpenTrajectory(task or DEFAULT_TASK, memory_bytes, spec.idle_ttl_s)
         else:
-            found = known if task is None else replace(known, task=task)
+            found = replace(known, task=task) if task and known.task == DEFAULT_TASK else known
         if found != known:
             self._open[name] = found
             self._store.save_trajectory(name, found)
+        return found != known
 
     def ended(self, name: str) -> None:
         """Its environment was removed."""

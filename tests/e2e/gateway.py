@@ -104,11 +104,11 @@ class GatewayProcess:
         self._process.send_signal(signal.SIGKILL)
         self._process.wait(timeout=STOP_S)
 
-    def stop(self) -> int:
-        """SIGTERM, as an orchestrator would; the exit status."""
+    def stop(self, number: signal.Signals = signal.SIGINT) -> int:
+        """SIGINT as a person would, or SIGTERM as an orchestrator would; the exit status."""
         if self._process is None or self._process.poll() is not None:
             return 0 if self._process is None else int(self._process.returncode)
-        self._process.terminate()
+        self._process.send_signal(number)
         try:
             return self._process.wait(timeout=STOP_S)
         except subprocess.TimeoutExpired:

@@ -1,0 +1,109 @@
+"""Restarts: SIGTERM under load, and what becomes of the trajectories' sandboxes when their gateway goes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+
+from gateway.client import Client
+from manager.errors import NotFound
+from tests.e2e.gateway import GatewayProcess
+from tests.faults.world import Deeds, Submitter, at_rest, record, series, until
+
+
+def runner_pids(gateway: GatewayProcess) -> list[int]:
+    """The runners of the process sandboxes, as the gateway wrote them down."""
+    records = (gateway.directory / "state" / "sandboxes" / "sandboxes").glob("*/record.json")
+    return [int(json.loads(found.read_text())["pid"]) for found in records]
+
+
+def output(client: Client, command: str, trajectory: str = "t") -> str:
+    ended = client.invoke("shell", {"command": command}, trajectory=trajectory)
+    assert ended.state == "succeeded", ended
+    return str(ended.result["stdout"])
+
+
+def test_a_rolling_restart_under_load_loses_nothing(gateway: GatewayProcess, deeds: Deeds) -> None:
+    submitters = [Submitter(lambda: gateway.url, function) for function in ("once", "once", "again")]
+    for submitter in submitters:
+        submitter.start()
+    until(lambda: all(len(submitter.accepted) >= 10 for submitter in submitters), "calls are accepted")
+    deeds.held.clear()
+    until(lambda: series(gateway)["tangram_invocations_running"] > 0, "something runs")
+    with ThreadPoolExecutor(1) as pool:
+        stopping = pool.submit(gateway.stop, signal.SIGTERM)
+        until(lambda: any(submitter.refused for submitter in submitters), "intake is refused while work runs")
+        deeds.held.set()
+        assert stopping.result() == 0
+    gateway.start()
+    for submitter in submitters:
+        submitter.finish()
+        assert submitter.complaints == []
+    names = {name: each for submitter in submitters for name, each in submitter.accepted.items()}
+    for name, invocation_id in names.items():
+        end = record(gateway, invocation_id)
+        assert (end["state"], end["attempt"], deeds.done[name]) == ("succeeded", 1, 1), end
+    until(lambda: at_rest(gateway), "the gateway is at rest")
+
+
+def test_a_trajectory_goes_on_with_its_files_after_a_kill_and_after_sigterm(gateway: GatewayProcess) -> None:
+    with Client(gateway.url) as client:
+        client.invoke("shell", {"command": "echo kept > note"}, trajectory="t", task="rl")
+    for end in (gateway.kill, lambda: gateway.stop(signal.SIGTERM)):
+        end()
+        gateway.start()
+        with Client(gateway.url) as client:
+            assert [(each["trajectory"], each["task"]) for each in client.trajectories()] == [("t", "rl")]
+            assert output(client, "cat note; echo again >> note").startswith("kept\n")
+    with Client(gateway.url) as client:
+        assert output(client, "cat note") == "kept\nagain\nagain\n"
+        client.end_trajectory("t")
+    until(lambda: at_rest(gateway), "the gateway is at rest")
+    assert runner_pids(gateway) == []
+
+
+def test_a_command_that_ran_when_the_gateway_was_killed_is_ended_and_its_record_says_lost(
+    gateway: GatewayProcess,
+) -> None:
+    with Client(gateway.url) as client:
+        output(client, "echo kept > note")
+        accepted = client.submit("shell", {"command": "echo begun; exec sleep 1000"}, trajectory="t")
+        queued = client.submit("shell", {"command": "cat note; ps -e | grep -c sleep"}, trajectory="t")
+        lines = client.logs(accepted.id, follow=True)
+        assert next(line.text for line in lines if line.stream == "stdout").strip() == "begun"
+    gateway.kill()
+    gateway.start()
+    end = record(gateway, accepted.id)
+    assert (end["state"], end["reason"]) == ("lost", "gateway_restart")
+    after = record(gateway, queued.id)
+    assert (after["state"], after["result"]["stdout"]) == ("succeeded", "kept\n0\n"), after
+
+
+def test_a_sandbox_that_died_with_its_gateway_is_told_once_and_never_passed_over(gateway: GatewayProcess) -> None:
+    with Client(gateway.url) as client:
+        output(client, "echo kept > note")
+    pids = runner_pids(gateway)
+    gateway.kill()
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    gateway.start()
+    with Client(gateway.url) as client:
+        told = client.invoke("shell", {"command": "cat note"}, trajectory="t")
+        assert (told.state, told.reason) == ("failed", "environment_lost")
+        assert output(client, "test -e note || echo anew") == "anew\n"
+        client.end_trajectory("t")
+
+
+def test_ctrl_c_leaves_no_sandbox_behind(gateway: GatewayProcess) -> None:
+    with Client(gateway.url) as client:
+        output(client, "echo kept > note")
+    assert gateway.stop(signal.SIGINT) == 0
+    assert runner_pids(gateway) == []
+    gateway.start()
+    with Client(gateway.url) as client:
+        try:
+            client.end_trajectory("t")
+        except NotFound:
+            raise AssertionError("nobody is told that the sandbox of an open trajectory is gone") from None
