@@ -133,6 +133,7 @@ class ProcessProvider:
     ) -> ResidentSandbox:
         directory = self._root / name
         group = self._group(name)
+        parent = 0
         try:
             await asyncio.to_thread(_lay_out, directory, spec, self._means.root)
             if group is not None:
@@ -140,16 +141,13 @@ class ProcessProvider:
             record = Record(name=name, token=secrets.token_hex(16), spec=spec, labels=dict(labels))
             parent = self._start(directory, spec, mounts)
             channel = await self._connect(directory, record, 0)
-        except (OSError, ActionFailed) as error:
             if group is not None:
-                group.kill()
-                group.remove()
-            await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
-            if isinstance(error, ActionFailed):
-                raise
-            raise Unsupported(f"a process sandbox cannot be made here: {error}", component=COMPONENT) from None
-        if group is not None:
-            group.enter(channel.peer_pid)
+                group.enter(channel.peer_pid)
+        except BaseException as error:
+            await ProcessHold(parent, directory, group, parent).remove()
+            if isinstance(error, OSError):
+                raise Unsupported(f"a process sandbox cannot be made here: {error}", component=COMPONENT) from None
+            raise
         _bound(channel.peer_pid, spec, grouped=group is not None)
         record = replace(record, pid=channel.peer_pid, started=_started(channel.peer_pid))
         record.write(directory)

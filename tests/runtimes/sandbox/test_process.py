@@ -139,6 +139,19 @@ async def test_cores_are_an_affinity(sandbox: Sandbox) -> None:
     assert (await sandbox.run(show)).stdout.decode().strip() == str(last)
 
 
+async def test_a_cancelled_creation_leaves_nothing(provider: ProcessProvider) -> None:
+    name = unique("cancelled")
+    task = asyncio.create_task(provider.create(SandboxSpec(), name=name, labels={}, mounts={}))
+    async with asyncio.timeout(DEADLINE_S):
+        while living(f"{name}/run") == 0 and not task.done():
+            await asyncio.to_thread(os.sched_yield)
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await (await task).close()
+    assert living(f"{name}/run") == 0
+    assert await provider.reap(()) == 0
+
+
 async def test_it_is_adopted_by_the_next_gateway(provider: ProcessProvider) -> None:
     first = await provider.create(SandboxSpec(), name=unique("kept"), labels={"a": "b"}, mounts={})
     await sh(first, "echo kept > file")
