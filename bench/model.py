@@ -84,17 +84,6 @@ class Bench:
         self._settle()
         return time.perf_counter() - began
 
-    def median(self, act: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
-        """Median seconds of an act; ``before`` prepares each round and is not counted."""
-        return statistics.median(self.rounds_of(act, before))
-
-    def rounds_of(self, act: Callable[[], object], before: Callable[[], object] = lambda: None) -> list[float]:
-        taken = []
-        for _ in range(self.rounds + 1):
-            before()
-            taken.append(self.timed(act))
-        return taken[1:]  # the first warms up
-
     def _settle(self) -> None:
         if self.cuda:
             torch.cuda.synchronize()
@@ -194,9 +183,13 @@ class Bench:
 
     def overlaps(self, restore_s: float) -> None:
         """A cold action against the longer of restore and compute, and what a prefetch costs a running action."""
-        self.engine.evict()
-        compute_s = self.median(lambda: self.compute(Head.LM))
-        cold_s = self.median(lambda: self.compute(Head.LM), before=self.engine.evict)
+        warm, cold, both = [], [], []
+        for _ in range(self.rounds + 1):
+            self.engine.evict()
+            cold.append(self.timed(lambda: self.compute(Head.LM)))
+            warm.append(self.timed(lambda: self.compute(Head.LM)))
+            both.append(self.timed(self._compute_beside_a_prefetch))
+        compute_s, cold_s, both_s = (statistics.median(taken[1:]) for taken in (warm, cold, both))
         longer = max(restore_s, compute_s)
         serial = (restore_s + compute_s) / longer
         self.report.figure("compute_s", compute_s)
@@ -204,7 +197,6 @@ class Bench:
         self.report.check(
             "cold_over_max_restore_compute", cold_s / longer, 1.15 if self.cuda else 1.15 * serial, "lower"
         )
-        both_s = self.median(self._compute_beside_a_prefetch, before=lambda: self.engine.evict([str(Head.SCORE)]))
         limit = 1.05 if self.cuda else 1.15 * (restore_s + compute_s) / compute_s
         self.report.check("prefetch_slowdown", both_s / compute_s, limit, "lower")
 

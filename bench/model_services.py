@@ -148,7 +148,7 @@ def _report(report: Report, settled: Sequence[Settlement], load: Load) -> None:
     done = [one for one in settled if one.outcome.state is State.SUCCEEDED]
     runtime = load.runtime.resources()
     report.figure("actions", len(settled))
-    for name in ("hit_rate", "swaps", "evictions", "restored_bytes"):
+    for name in ("executions", "hit_rate", "swaps", "evictions", "restored_bytes"):
         value = runtime[name]
         assert isinstance(value, int | float)
         report.figure(name, value)
@@ -200,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser("model_services").parse_args(argv)
     report = Report("model_services")
     directory = Path(tempfile.mkdtemp(prefix="bench-services-"))
-    actions, rate_per_s = (200, 20.0) if options.quick else (1000, 20.0)
+    actions, rate_per_s = (200, 10.0) if options.quick else (1000, 10.0)
     try:
         asyncio.run(measure(directory, actions, rate_per_s, report))
     finally:

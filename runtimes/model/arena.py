@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -164,7 +166,7 @@ class Arena:
         self.slots = Slots(size_bytes)
         self.device = device
         self._copy_bytes = copy_bytes
-        self._bytes = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+        self._bytes = _host_bytes(size_bytes) if device == "cpu" else _device_bytes(size_bytes, device)
         self._stream = _cuda.Stream(device) if device != "cpu" else None
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="copier") if self._stream is None else None
 
@@ -247,6 +249,18 @@ class Fences:
                 self.transfer.wait(end)
 
         return wait
+
+
+def _device_bytes(size_bytes: int, device: str) -> torch.Tensor:
+    return torch.empty(size_bytes, dtype=torch.uint8, device=device)
+
+
+def _host_bytes(size_bytes: int) -> torch.Tensor:
+    """Anonymous memory in huge pages where the kernel gives them: a restore touches every page of its slot."""
+    memory = mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _silence() -> None:

@@ -13,10 +13,9 @@ from runtimes.model.inhouse import InHouse
 class Standing:
     """Counters since the start."""
 
-    #: Actions answered, and those of them whose model had to be restored first.
     actions: int = 0
-    misses: int = 0
-    #: Restores and evictions: the members of a batch share theirs.
+    #: Executions, restores before them, and evictions: the members of a batch share theirs.
+    executions: float = 0.0
     swaps: float = 0.0
     evictions: float = 0.0
     restore_s: float = 0.0
@@ -26,8 +25,8 @@ class Standing:
         """Add one answered action."""
         share = 1 / max(usage["batch"], 1.0)
         self.actions += 1
+        self.executions += share
         if usage["restored"]:
-            self.misses += 1
             self.swaps += share
             self.restore_s += usage["restore_s"] * share
             self.restored_bytes += usage["restore_bytes"] * share
@@ -35,13 +34,14 @@ class Standing:
 
     @property
     def hit_rate(self) -> float:
-        """Share of the actions that found their model in place; 0 where there were none."""
-        return 0.0 if not self.actions else 1 - self.misses / self.actions
+        """Share of the executions that found their model in place; 0 where there were none."""
+        return 0.0 if not self.executions else 1 - self.swaps / self.executions
 
     def view(self, engine: InHouse | None) -> dict[str, object]:
         """JSON-able, for ``GET /resources`` and ``tangram top``."""
         view: dict[str, object] = {
             "actions": self.actions,
+            "executions": round(self.executions),
             "swaps": round(self.swaps),
             "hit_rate": round(self.hit_rate, 4),
             "evictions": round(self.evictions),
