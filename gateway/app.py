@@ -356,7 +356,11 @@ class App:
     def _retention(self) -> RetentionSpec:
         kept = self.config.server.retention
         return RetentionSpec(
-            records_age_s=kept.records_age_s, records_bytes=kept.records_bytes, interval_s=kept.interval_s
+            records_age_s=kept.records_age_s,
+            records_bytes=kept.records_bytes,
+            logs_age_s=kept.logs_age_s,
+            logs_bytes=kept.logs_bytes,
+            interval_s=kept.interval_s,
         )
 
     def _announce(self, recovered: Mapping[str, int]) -> None:

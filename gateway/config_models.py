@@ -67,6 +67,10 @@ class Retention(Section):
     records_bytes: Bytes = Field(
         default=8 * 2**30, validation_alias="records_size", description="size of the record database"
     )
+    logs_age_s: Seconds = Field(
+        default=7 * 86400.0, validation_alias="logs_age", description="age of the logs of ended invocations"
+    )
+    logs_bytes: Bytes = Field(default=4 * 2**30, validation_alias="logs_size", description="size of all logs together")
     interval_s: Seconds = Field(default=300.0, validation_alias="interval", description="time between two clean-ups")
 
 
@@ -117,6 +121,10 @@ class ServerConfig(Section):
     file_limit_bytes: Bytes = Field(
         default=256 * 2**20, validation_alias="file_limit", description="largest file up or down"
     )
+    body_timeout_s: Seconds = Field(
+        default=300.0, validation_alias="body_timeout", description="longest time for a request's body to arrive"
+    )
+    connections_max: Positive = Field(default=8192, description="most open HTTP connections; beyond it 503")
     batch_max: Positive = Field(default=10_000, description="most invocations in one batch")
     wait_max_s: Seconds = Field(
         default=600.0, validation_alias="wait_max", description="longest ?wait= that a caller may ask for"
@@ -282,6 +290,7 @@ class SchedulerConfig(Section):
     )
     strict: bool = Field(default=False, description="FCFS over all resources at once, as in the paper's text; slower")
     max_queued: Positive = Field(default=65536, description="most actions that wait in all")
+    trajectories_max: Positive = Field(default=65536, description="most living trajectories; beyond it 503")
     queue_window: Positive = Field(default=2048, description="most waiting actions that a policy is shown")
 
     def spec(self) -> SchedulerSpec:
@@ -293,6 +302,7 @@ class SchedulerConfig(Section):
             policies={"default": PolicySpec(name="price")} | policies,
             strict=self.strict,
             max_queued=self.max_queued,
+            trajectories_max=self.trajectories_max,
             queue_window=self.queue_window,
         )
 

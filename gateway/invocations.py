@@ -154,6 +154,8 @@ class Invocations:
         self._store.check()
         function = self._functions.get(request.function)
         self._admission.check(function, request.task)
+        if request.trajectory is not None:
+            self.engine.check_trajectory(request.trajectory)
         self._inputs.check(function, request.input)
         seq = self._store.next_seq()
         record = Record(

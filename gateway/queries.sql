@@ -67,7 +67,24 @@ SELECT state, count(*) FROM invocations GROUP BY state;
 SELECT body FROM documents WHERE name = ?;
 
 -- name: oldest
-SELECT seq, state, coalesce(ended_s, accepted_s), dead FROM invocations ORDER BY seq LIMIT ?;
+SELECT seq, state, coalesce(ended_s, accepted_s) AS ended_s, accepted_s, dead FROM invocations ORDER BY seq;
+
+-- name: oldest_log
+SELECT min(seq) FROM log_records WHERE seq > ?;
+
+-- name: ended
+SELECT state, coalesce(ended_s, accepted_s) AS ended_s FROM invocations WHERE seq = ?;
+
+-- Bytes of all log text, kept as a number in a document: nothing ever scans them.
+-- name: count_log_bytes
+INSERT INTO documents (name, body) VALUES ('log_bytes', ?)
+ON CONFLICT (name) DO UPDATE SET body = CAST(body AS INTEGER) + CAST(excluded.body AS INTEGER);
+
+-- name: log_bytes
+SELECT CAST(body AS INTEGER) FROM documents WHERE name = 'log_bytes';
+
+-- name: log_bytes_of
+SELECT coalesce(sum(length(CAST(data AS BLOB))), 0) FROM log_records WHERE seq = ?;
 
 -- name: delete_invocation
 DELETE FROM invocations WHERE seq = ?;

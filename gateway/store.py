@@ -28,7 +28,6 @@ from manager.outcome import State
 
 SCHEMA_VERSION = 1
 LIST_LIMIT_MAX = 1000
-PRUNE_ROWS = 1000
 REMEDY = "restore a copy of it, or move it away together with its -wal and -shm files to begin without its records"
 
 
@@ -308,6 +307,8 @@ class Store:
             connection.executemany(sql["save_key"], batch.keys.values())
             logs = [(log.seq, log.position, log.time_s, log.stream, log.data) for log in batch.logs]
             connection.executemany(sql["save_log"], logs)
+            if logs:
+                connection.execute(sql["count_log_bytes"], (sum(len(log.data.encode()) for log in batch.logs),))
             connection.executemany(sql["save_document"], batch.documents.items())
             for name, opened in batch.trajectories.items():
                 if opened is None:
@@ -389,40 +390,26 @@ class Store:
             self._read_connections.append(connection)
         return connection.execute(sql, values).fetchall()
 
-    # Retention
-
-    async def prune(self, *, older_than_s: float, bytes_max: int) -> int:
-        """Delete a bounded number of the oldest ended records with their logs; returns how many.
-
-        Those that ended before ``older_than_s``, and any while the database is larger than ``bytes_max``.
-        Dead letters go only by size.
-        """
+    async def alter(self, work: Callable[[sqlite3.Connection, Mapping[str, str]], int]) -> int:
+        """Run ``work(connection, queries)`` in the writer's thread, between two transactions (retention)."""
         connection = self._connection
         if connection is None:
             return 0
         loop = asyncio.get_running_loop()
         try:
-            return await loop.run_in_executor(self._writer, self._prune, connection, older_than_s, bytes_max)
+            return await loop.run_in_executor(self._writer, self._alter, connection, work)
         except sqlite3.Error as error:
-            raise StorageUnavailable(f"old records cannot be deleted: {error}", component="store") from None
+            raise StorageUnavailable(f"the record cannot be changed: {error}", component="store") from None
 
-    def _prune(self, connection: sqlite3.Connection, older_than_s: float, bytes_max: int) -> int:
-        sql = self._queries
-        free = int(connection.execute("PRAGMA freelist_count").fetchone()[0])
-        pages = int(connection.execute("PRAGMA page_count").fetchone()[0]) - free
-        too_large = pages * int(connection.execute("PRAGMA page_size").fetchone()[0]) > bytes_max
-        old = [
-            (row[0],)
-            for row in connection.execute(sql["oldest"], (PRUNE_ROWS,))
-            if State(row[1]).terminal and (too_large or (row[2] < older_than_s and not row[3]))
-        ]
-        connection.execute("BEGIN IMMEDIATE")
-        for query in ("delete_invocation", "delete_input", "delete_logs"):
-            connection.executemany(sql[query], old)
-        connection.execute(sql["delete_keys"], (self._wall(), PRUNE_ROWS))
-        connection.execute("COMMIT")
-        connection.execute(f"PRAGMA incremental_vacuum({PRUNE_ROWS})").fetchall()
-        return len(old)
+    def _alter(
+        self, connection: sqlite3.Connection, work: Callable[[sqlite3.Connection, Mapping[str, str]], int]
+    ) -> int:
+        try:
+            return work(connection, self._queries)
+        except sqlite3.Error:
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+            raise
 
     # The connection, in the writer's thread
 

@@ -73,6 +73,8 @@ class SchedulerSpec:
     strict: bool = False
     #: Most actions that wait in all; beyond it submissions are refused.
     max_queued: int = 65536
+    #: Most living trajectories; beyond it an action of another one is refused.
+    trajectories_max: int = 65536
     #: Most waiting actions of one pool that a policy is shown.
     queue_window: int = 2048
 

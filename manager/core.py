@@ -11,7 +11,7 @@ hold that for ever, the child ends with queue_timeout and says what it waited fo
 from __future__ import annotations
 
 from manager.action import Action
-from manager.errors import Conflict, Reason, TangramError
+from manager.errors import CapacityExceeded, Conflict, Reason, TangramError
 from manager.events import (
     CancelRequested,
     Command,
@@ -97,10 +97,21 @@ class Core:
             return Conflict(
                 f"trajectory {trajectory.name} is ending", component="core", invocation_id=action.id, retry_after_s=1.0
             )
-        full = house.queue.refusal(action)
+        full = house.queue.refusal(action) or self.crowded(action.trajectory)
         if full is not None:
             full.retry_after_s = self.retry_after_s()
         return full
+
+    def crowded(self, trajectory: str | None) -> TangramError | None:
+        """Why this trajectory may not begin now; None where it may, or has begun already."""
+        living, limit = self._house.trajectories, self._house.spec.trajectories_max
+        if trajectory is None or len(living) < limit or living.get(trajectory) is not None:
+            return None
+        return CapacityExceeded(
+            f"{len(living)} trajectories live already, which is the bound trajectories_max",
+            component="core",
+            retry_after_s=self.retry_after_s(),
+        )
 
     def retry_after_s(self) -> float:
         """Seconds in which the queue is likely to have moved, by the recent rate of ends."""

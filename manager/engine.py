@@ -163,8 +163,9 @@ class Engine:
         """Hold memory on a node, then make the environment that the function describes; idempotent.
 
         Raises Unsatisfiable where no node could ever hold it, CapacityExceeded where none could within the
-        function's ``queue_timeout``, and what the executor raises.
+        function's ``queue_timeout`` or too many trajectories live, and what the executor raises.
         """
+        self.check_trajectory(trajectory)
         memory_bytes = 0 if function.sandbox is None else function.sandbox.memory_bytes
         ttl_s = 1800.0 if function.sandbox is None else function.sandbox.idle_ttl_s
         if not self._core.house.nodes.ever({}, memory_bytes):
@@ -179,6 +180,12 @@ class Engine:
         except (TangramError, asyncio.CancelledError):
             self._feed([TrajectoryEnded(trajectory=trajectory)])
             raise
+
+    def check_trajectory(self, trajectory: str) -> None:
+        """Raise CapacityExceeded where this one may not begin now."""
+        crowded = self._core.crowded(trajectory)
+        if crowded is not None:
+            raise crowded
 
     def adopt_trajectory(self, trajectory: str, task: str, *, memory_bytes: int, ttl_s: float) -> None:
         """Know of a trajectory whose environment lives already, for example after a restart."""

@@ -13,7 +13,7 @@ import pytest
 
 from gateway.app import App, build
 from gateway.config import GatewayConfig
-from gateway.config_models import NodeConfig, ServerConfig
+from gateway.config_models import NodeConfig, SchedulerConfig, ServerConfig
 from gateway.hands import Hands
 from manager.action import UnitSet
 from manager.clock import Clock
@@ -87,6 +87,7 @@ class Bench:
     directory: Path
     functions: Mapping[str, FunctionSpec] = field(default_factory=dict)
     server: Mapping[str, object] = field(default_factory=dict)
+    scheduler: Mapping[str, object] = field(default_factory=dict)
 
     def config(self) -> GatewayConfig:
         server = {"state_dir": self.directory / "state", "port": 0, "grpc_port": 0, "drain_grace": "200ms"}
@@ -94,6 +95,7 @@ class Bench:
             functions=FUNCTIONS | dict(self.functions),
             server=ServerConfig.model_validate(server | dict(self.server)),
             node=NodeConfig(),
+            scheduler=SchedulerConfig.model_validate(self.scheduler),
         )
 
 

@@ -155,22 +155,6 @@ async def test_a_key_is_found_until_it_expires(tmp_path: Path) -> None:
     await store.close()
 
 
-async def test_old_records_go_with_their_logs_and_living_or_dead_letters_stay(store: Store) -> None:
-    old, dead, living = record(store), record(store, dead=True), record(store)
-    for ended in (old, dead):
-        ended.end(State.FAILED, Reason.INTERNAL, "", 10.0)
-        store.save(ended)
-    store.save_log(LogRow(seq=old.seq, position=0, time_s=1.0, stream="stdout", data="x"))
-    await store.commit()
-    assert await store.prune(older_than_s=20.0, bytes_max=2**40) == 1
-    assert await store.get(old.seq) is None
-    assert await store.logs(old.seq, 0, 10) == []
-    assert await store.get(dead.seq) is not None
-    assert await store.get(living.seq) is not None
-    assert await store.prune(older_than_s=0.0, bytes_max=0) == 1
-    assert await store.get(dead.seq) is None
-
-
 async def test_log_records_beyond_the_backlog_are_refused_not_held(tmp_path: Path) -> None:
     store = Store(spec(tmp_path, log_backlog_bytes=10))
     await store.open()
