@@ -9,6 +9,9 @@ from typing import NoReturn
 
 import click
 
+from gateway.cli_output import server_options
+from gateway.client import Client
+from gateway.trace_export import recorded
 from manager.baselines import BASELINES
 from manager.errors import TangramError
 from manager.plan import plan as plan_snapshot
@@ -126,6 +129,24 @@ def check(path: Path, as_json: bool) -> None:
         click.echo(json.dumps({"trajectories": len(trajectories), "actions": actions}))
     else:
         click.echo(f"{len(trajectories)} trajectories, {actions} actions")
+
+
+@trace.command()
+@click.option("--task", help="only this task's invocations")
+@click.option("--limit", default=10000, show_default=True, help="newest invocations that are looked at")
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="a file instead of standard output")
+@server_options
+def export(task: str | None, limit: int, out: Path | None, server: str, token: str) -> None:
+    """Write a gateway's recorded history as a trace."""
+    with Client(server, token=token) as client:
+        functions = {str(body["name"]): body for body in client.functions()}
+        trajectories = recorded(client.list(task=task, state="succeeded", limit=limit), functions)
+    text = "".join(f"{line}\n" for line in write_trace(trajectories))
+    if out is None:
+        click.echo(text, nl=False)
+    else:
+        out.write_text(text, encoding="utf-8")
+        click.echo(f"{len(trajectories)} trajectories written to {out}", err=True)
 
 
 def load_workload(name: str, batch: int, seed: int) -> Workload:

@@ -28,6 +28,8 @@ class AdaptivePolicy:
     worker_cap: float = 1.2
     #: More workers are started for a long action, as long as they cost at most this part of its work.
     worker_budget: float = 0.03
+    #: Core-seconds that a worker costs, where the pool's configuration does not say.
+    worker_cost_s: float = 0.3
     #: Exponent by which little work left counts more in the shares; 0: all alike.
     bias: float = 0.2
     workers_least: int = 4
@@ -147,10 +149,9 @@ class _Pass:
         return max(share, min(action.cost[self._kind].maximum, wanted))
 
     def _affordable(self, action: Action) -> int:
-        """Workers that cost no more than their budget; 0 where the cost or the work is not known."""
-        if self._view.worker_cost_s <= 0.0 or action.t_ori_s is None:
-            return 0
-        return int(self._policy.worker_budget * action.t_ori_s / self._view.worker_cost_s)
+        """Workers that cost no more than their budget; 0 where the work is not known."""
+        cost_s = self._view.worker_cost_s or self._policy.worker_cost_s
+        return int(self._policy.worker_budget * action.t_ori_s / cost_s) if action.t_ori_s is not None else 0
 
     def _shrink(self, shares: Sequence[int], missing: int) -> tuple[list[Resize], int]:
         """Take ``missing`` units back from those that hold most above their share."""
