@@ -19,8 +19,3 @@ def pack(lengths: Sequence[int], budget_tokens: int, extra: int = 0) -> list[lis
         else:
             batches.append([index])
     return batches
-
-
-def padded_tokens(lengths: Sequence[int], batches: Sequence[Sequence[int]]) -> int:
-    """Tokens computed in all, padding included."""
-    return sum(len(batch) * max(lengths[index] for index in batch) for batch in batches)

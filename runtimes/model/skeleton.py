@@ -12,7 +12,6 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from manager.errors import InvalidConfig, Unsupported
-from manager.function import ModelAction
 from runtimes.model.checkpoint import Checkpoint
 
 _COMPONENT = "model.skeleton"
@@ -28,14 +27,6 @@ class Head(StrEnum):
     LM = "lm"  #: next-token distribution: logprobs, generate
     SCORE = "score"  #: sequence classification
     BASE = "base"  #: hidden states: embed
-
-
-HEAD_OF: Mapping[ModelAction, Head] = {
-    ModelAction.SCORE: Head.SCORE,
-    ModelAction.LOGPROBS: Head.LM,
-    ModelAction.GENERATE: Head.LM,
-    ModelAction.EMBED: Head.BASE,
-}
 
 
 class _EmptyOnMeta(TorchFunctionMode):
