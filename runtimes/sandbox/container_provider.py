@@ -255,7 +255,14 @@ class ContainerProvider:
 
     async def _connect(self, found: Found, record: Record, directory: Path) -> Channel:
         spec = record.spec
-        hello = {"token": record.token, "user": spec.user, "workdir": spec.workdir, "base": "", "env": {}}
+        hello = {
+            "token": record.token,
+            "user": spec.user,
+            "workdir": spec.workdir,
+            "base": "",
+            "env": {},
+            "orphan_s": spec.idle_ttl_s,
+        }
         return await Channel.connect(directory / "run", hello, within_s=START_S, peer_pid=found.pid)
 
     async def _adopt(self, found: Found, record: Record) -> ResidentSandbox:

@@ -217,6 +217,7 @@ class ProcessProvider:
             "workdir": spec.workdir,
             "base": "" if self._means.bubblewrap is not None else str(directory / "work"),
             "env": dict(spec.env),
+            "orphan_s": spec.idle_ttl_s,
         }
         return await Channel.connect(directory / "run", hello, within_s=START_S, peer_pid=pid)
 
