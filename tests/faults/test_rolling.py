@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -10,13 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from gateway.client import Client
 from manager.errors import NotFound
 from tests.e2e.gateway import GatewayProcess
-from tests.faults.world import Deeds, Submitter, at_rest, record, series, until
-
-
-def runner_pids(gateway: GatewayProcess) -> list[int]:
-    """The runners of the process sandboxes, as the gateway wrote them down."""
-    records = (gateway.directory / "state" / "sandboxes" / "sandboxes").glob("*/record.json")
-    return [int(json.loads(found.read_text())["pid"]) for found in records]
+from tests.faults.world import Deeds, Submitter, at_rest, record, runner_pids, series, until
 
 
 def output(client: Client, command: str, trajectory: str = "t") -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import uuid
 from collections import Counter, defaultdict
@@ -13,6 +14,7 @@ from typing import Any
 
 import httpx
 
+from runtimes.sandbox.environments import TRAJECTORY
 from tests.e2e.gateway import GatewayProcess, document
 
 #: Nothing in these tests takes so long unless it is broken.
@@ -193,3 +195,10 @@ def at_rest(gateway: GatewayProcess) -> bool:
     living = ("tangram_invocations_queued", "tangram_invocations_running", "tangram_living")
     free = sample["tangram_units:free"] == sample["tangram_units:total"]
     return balanced(sample) and free and not any(sample.get(name, 0) for name in living)
+
+
+def runner_pids(gateway: GatewayProcess) -> list[int]:
+    """The runners of the trajectories' process sandboxes, as the gateway wrote them down."""
+    found = (gateway.directory / "state" / "sandboxes" / "sandboxes").glob("*/record.json")
+    records = [json.loads(each.read_text()) for each in found]
+    return [int(each["pid"]) for each in records if TRAJECTORY in each["labels"]]

@@ -1,0 +1,139 @@
+"""A machine that goes wrong under a gateway: a full disk, a corrupt file, a stopped process, a killed runner."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from gateway.client import Client
+from tests.e2e.gateway import GatewayProcess
+from tests.faults.world import HTTP, Deeds, Submitter, at_rest, faulty, record, runner_pids, until
+
+DISK = "size=6m"
+#: Calls that no such file system could hold.
+CALLS_MAX = 400
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of a few megabytes."""
+    place = tmp_path / "state"
+    place.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", DISK, "none", place], capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", "--lazy", place], check=True)
+
+
+def fill(place: Path) -> Path:
+    """A file that takes the rest of the disk."""
+    filler = place / "filler"
+    with filler.open("wb", buffering=0) as file:
+        for size in (65536, 4096, 1):
+            try:
+                while True:
+                    file.write(b"x" * size)
+            except OSError as error:
+                assert error.errno == errno.ENOSPC
+    return filler
+
+
+def submit(gateway: GatewayProcess, name: str) -> httpx.Response:
+    path = f"{gateway.url}/v1/functions/once/invocations"
+    return HTTP.post(path, params={"mode": "async"}, json={"name": name, "ballast": "x" * 8192})
+
+
+def test_a_full_disk_is_a_503_with_its_reason_and_what_was_accepted_is_done_once_there_is_room(
+    tmp_path: Path, small_disk: Path, deeds: Deeds
+) -> None:
+    gateway = faulty(tmp_path, deeds)
+    gateway.start()
+    try:
+        deeds.held.clear()
+        accepted = {name: submit(gateway, name).json()["id"] for name in map("before-{}".format, range(8))}
+        filler = fill(small_disk)
+        answer = submit(gateway, "during-0")
+        while answer.status_code == 202 and len(accepted) < CALLS_MAX:
+            accepted[answer.json()["input"]["name"]] = answer.json()["id"]
+            answer = submit(gateway, f"during-{len(accepted)}")
+        assert answer.status_code == 503, answer.text
+        assert "disk is full" in answer.text, answer.text
+        assert int(answer.headers["retry-after"]) >= 1
+        assert HTTP.get(f"{gateway.url}/readyz").status_code == 503
+        deeds.held.set()
+        filler.unlink()
+        until(lambda: HTTP.get(f"{gateway.url}/readyz").status_code == 200, "it is ready again")
+        accepted["after"] = submit(gateway, "after").json()["id"]
+        ends = {name: record(gateway, each)["state"] for name, each in accepted.items()}
+        assert set(ends.values()) == {"succeeded"}, ends
+        assert {deeds.done[name] for name in accepted} == {1}
+        refused = {name: count for name, count in deeds.done.items() if name not in accepted}
+        assert not refused, "what was refused ran"
+        until(lambda: at_rest(gateway), "the gateway is at rest")
+    finally:
+        gateway.stop()
+
+
+def test_a_corrupt_database_is_refused_at_the_start_with_its_file_and_the_remedy(gateway: GatewayProcess) -> None:
+    assert gateway.stop() == 0
+    file = gateway.directory / "state" / "tangram.sqlite"
+    file.write_bytes(b"no database" * 1000)
+    with pytest.raises(AssertionError, match="does not serve") as refusal:
+        gateway.start()
+    assert str(file) in str(refusal.value)
+    assert "move it away" in str(refusal.value)
+    file.unlink()
+    gateway.start()
+
+
+def test_a_gateway_that_stood_still_goes_on_where_it_was(gateway: GatewayProcess, deeds: Deeds) -> None:
+    submitters = [Submitter(lambda: gateway.url, function) for function in ("once", "again")]
+    for submitter in submitters:
+        submitter.start()
+    until(lambda: all(len(submitter.accepted) >= 10 for submitter in submitters), "calls are accepted")
+    os.kill(gateway.pid, signal.SIGSTOP)
+    done = sum(deeds.done.values())
+    with pytest.raises(httpx.TimeoutException):
+        HTTP.get(f"{gateway.url}/healthz", timeout=1.0)
+    os.kill(gateway.pid, signal.SIGCONT)
+    until(lambda: sum(deeds.done.values()) > done + 10, "it works again")
+    for submitter in submitters:
+        submitter.finish()
+        assert submitter.complaints == []
+    names = {name: each for submitter in submitters for name, each in submitter.accepted.items()}
+    ends = {name: record(gateway, each) for name, each in names.items()}
+    assert {(end["state"], end["attempt"]) for end in ends.values()} == {("succeeded", 1)}
+    assert set(deeds.done.values()) == {1}
+    until(lambda: at_rest(gateway), "the gateway is at rest")
+
+
+def begun(client: Client, timeout_s: float | None = None) -> str:
+    """A command that runs in its trajectory's sandbox by now."""
+    accepted = client.submit("shell", {"command": "echo begun; exec sleep 1000"}, trajectory="t", timeout_s=timeout_s)
+    lines = client.logs(accepted.id, follow=True)
+    assert next(line.text for line in lines if line.stream == "stdout").strip() == "begun"
+    return accepted.id
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_killed_or_stopped_runner_is_a_typed_reason_and_leaves_nothing(gateway: GatewayProcess, number: int) -> None:
+    with Client(gateway.url) as client:
+        running = begun(client, timeout_s=1.5)
+        (pid,) = runner_pids(gateway)
+        os.kill(pid, number)
+        end = record(gateway, running)
+        assert (end["state"], end["reason"]) == ("failed", "environment_lost"), end
+        client.end_trajectory("t")
+    until(lambda: at_rest(gateway), "the gateway is at rest")
+    assert not Path(f"/proc/{pid}").exists()
+    assert runner_pids(gateway) == []
