@@ -20,7 +20,8 @@ class Option:
     cost_s: float
     units: int
     chunk: Chunk
-    wait_s: float
+    #: None where the chunk is free now; 0.0 is a busy chunk whose action is overdue.
+    wait_s: float | None
     #: Seconds that the chunk is taken, from its start on.
     busy_s: float
 
@@ -51,9 +52,12 @@ class _Pass:
         self._restore_s = chunks.restore_s
         self._free = list(chunks.free)
         self._warm: Mapping[str, Sequence[Chunk]] = chunks.resident
-        #: Seconds until a busy chunk is free again, promises of this decision included.
+        #: Seconds until a busy chunk is free again, promises of this decision included. An overdue action is expected
+        #: to take as long again as it has taken, so that nobody waits for ever for one that hangs.
         self._busy_s: dict[Chunk, float] = {
-            r.chunk: max(0.0, r.ends_in_s) for r in view.running if r.chunk is not None and r.ends_in_s is not None
+            r.chunk: r.ends_in_s if r.ends_in_s > 0 else view.now_s - r.started_s
+            for r in view.running
+            if r.chunk is not None and r.ends_in_s is not None
         }
         self._scale = c / view.total
         self._coming = a_s * view.arrival_rate * view.utilisation**4
@@ -68,14 +72,15 @@ class _Pass:
             option = min(self._options(action), key=lambda one: one.cost_s, default=None)
             if option is None:
                 continue
-            if option.wait_s == 0.0:
+            wait_s = option.wait_s or 0.0
+            if option.wait_s is None:
                 take(self._free, option.chunk)
                 starts.append(Start(action_id=action.id, units=option.units, chunk=option.chunk))
             else:
-                until_s = self._view.now_s + option.wait_s
+                until_s = self._view.now_s + wait_s
                 waits_for = f"devices {option.chunk[0]}..{sum(option.chunk) - 1}, warm for {action.service}"
                 holds.append(Hold(action_id=action.id, waits_for=waits_for, until_s=until_s))
-            self._busy_s[option.chunk] = option.wait_s + option.busy_s
+            self._busy_s[option.chunk] = wait_s + option.busy_s
         return Decision(starts=starts, holds=holds)
 
     def _options(self, action: Action) -> Iterator[Option]:
@@ -88,12 +93,12 @@ class _Pass:
                 break
             place = warm_fit(self._free, units, warm)
             if place is not None:
-                yield Option(duration_s * (1 + price * units), units, place, 0.0, duration_s)
+                yield Option(duration_s * (1 + price * units), units, place, None, duration_s)
                 continue
             place = self._cold_place(units)
             if place is not None:
                 cold_s = duration_s + (self._restore_s(service, units) if service else 0.0)
-                yield Option(cold_s * (1 + price * units), units, place, 0.0, cold_s)
+                yield Option(cold_s * (1 + price * units), units, place, None, cold_s)
             yield from self._later(units, duration_s, price, warm)
 
     def _later(self, units: int, duration_s: float, price: float, warm: Sequence[Chunk]) -> Iterator[Option]:

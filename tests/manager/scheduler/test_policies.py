@@ -12,7 +12,7 @@ from manager.action import Action
 from manager.scheduler.adaptive import AdaptivePolicy
 from manager.scheduler.completion import CompletionHeap
 from manager.scheduler.elastic import PaperPolicy
-from manager.scheduler.policy import Policy, PolicySpec
+from manager.scheduler.policy import Decision, Policy, PolicySpec
 from manager.scheduler.price import PricePolicy
 from manager.scheduler.registry import make_policy
 from tests.manager.scheduler.world import check_sums, devices, pool, running, shell, suite, teacher
@@ -173,3 +173,13 @@ def test_a_hot_service_gets_a_second_copy_when_the_wait_is_long() -> None:
     busy = [replace(running(teacher("r", "s"), 4, ends_in_s=30.0), chunk=(0, 4))]
     view = devices([(4, 4)], [teacher("t", "s")], busy, resident={"s": ((0, 4),)}, restore_s=1.0)
     assert PricePolicy().decide(view).starts[0].chunk is not None
+
+
+def test_an_overdue_chunk_is_busy_and_worth_less_the_longer_it_runs() -> None:
+    def decision(started_s: float) -> Decision:
+        overdue = replace(running(teacher("r", "s"), 4, ends_in_s=0.0), chunk=(0, 4), started_s=started_s)
+        view = devices([(4, 4)], [teacher("t", "s")], [overdue], resident={"s": ((0, 4),)}, restore_s=4.0)
+        return PricePolicy().decide(view)
+
+    assert not decision(started_s=0.0).starts
+    assert decision(started_s=-60.0).starts[0].chunk == (4, 4)

@@ -1,0 +1,58 @@
+"""The policy ``fixed``, through the core that obeys it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from manager.action import UnitSet
+from manager.config import ManagerSpec
+from manager.events import Submitted
+from manager.scheduler.fixed import FixedPolicy
+from manager.scheduler.policy import PoolView, Waiting
+from tests.manager.conftest import Driver, action, node, spec
+
+
+def view(free: int, *candidates: Waiting) -> PoolView:
+    queued = [candidate.action for candidate in candidates]
+    return PoolView(
+        name="cpu:n0",
+        now_s=0.0,
+        total=8,
+        free=free,
+        running=(),
+        candidates=candidates,
+        queued=queued,
+        backlog=len(queued),
+    )
+
+
+def elastic(id: str, units: UnitSet, limit: int) -> Waiting:
+    return Waiting(action=action(id, {"cpu": units}, key="cpu"), limit=limit)
+
+
+def started(policy: FixedPolicy, pool: PoolView) -> dict[str, int]:
+    return {start.action_id: start.units for start in policy.decide(pool).starts}
+
+
+def test_elastic_actions_get_the_dop_clipped_to_their_unit_set() -> None:
+    pool = view(
+        8, elastic("a", UnitSet.span(1, 2), 8), elastic("b", UnitSet.of((1, 3, 6)), 8), elastic("c", UnitSet.span(1, 8), 8)
+    )
+    assert started(FixedPolicy(dop=4), pool) == {"a": 2, "b": 3, "c": 3}
+
+
+def test_rigid_actions_get_their_minimum_whatever_the_dop() -> None:
+    pool = view(8, Waiting(action=action("a", {"cpu": 3}), limit=8))
+    assert started(FixedPolicy(dop=4), pool) == {"a": 3}
+
+
+def test_nobody_behind_one_that_does_not_fit_is_started() -> None:
+    pool = view(3, elastic("a", UnitSet.span(2, 8), 3), elastic("b", UnitSet.span(2, 8), 3), elastic("c", UnitSet.span(1, 8), 3))
+    assert started(FixedPolicy(dop=2), pool) == {"a": 2}
+
+
+def test_the_core_leases_what_fixed_asks_for(drive: Callable[[ManagerSpec], Driver]) -> None:
+    driver = drive(spec(node(cores=8), dop=3))
+    wide = [action(f"a{index}", {"cpu": UnitSet.span(1, 8)}, key="cpu") for index in range(3)]
+    driver.step(0.0, *(Submitted(action=one) for one in wide))
+    assert [driver.started[one.id].lease.units("cpu") for one in wide] == [3, 3, 2]
