@@ -20,7 +20,7 @@ ROOMS = {
     "starlette": ("gateway/http/",),
     "hypercorn": ("gateway/http/",),
     "grpclib": ("gateway/grpc/",),
-    "sqlite3": ("gateway/store", "gateway/record.py"),
+    "sqlite3": ("gateway/store", "gateway/record.py", "gateway/retention.py"),
     "yaml": ("gateway/config",),
     "pydantic": ("gateway/config",),
     "click": ("gateway/cli",),
