@@ -36,6 +36,10 @@ class FairShare:
         self._virtual: dict[str, float] = {}
         self._flows: OrderedDict[tuple[str, str], _Flow] = OrderedDict()
 
+    def __len__(self) -> int:
+        """Flows that are remembered."""
+        return len(self._flows)
+
     def reconfigure(self, instantaneous: frozenset[str]) -> None:
         self._instantaneous = instantaneous
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from manager.house import House
 from manager.queue import Group
 from manager.resources.pool import Headroom
-from manager.selection import Candidate, Selector
+from manager.selection import Candidate, Selection, Selector
 from manager.starting import Starter
 from manager.turn import Turn
 
@@ -48,16 +50,10 @@ class Scheduling:
     def _round(self) -> None:
         house = self._house
         pools, groups = self._closure()
+        open_caps = self._open_caps()
         house.dirty.clear()
         house.dirty_groups.clear()
-        selector = Selector(
-            house.resources,
-            house.nodes,
-            self._caps(),
-            memory_waits_from=house.memory_waits_from,
-            strict=house.spec.strict,
-        )
-        selection = selector.walk(groups)
+        selection = self.select(groups)
         by_pool: dict[str, list[Candidate]] = {}
         for candidate in selection.candidates:
             by_pool.setdefault(candidate.pool, []).append(candidate)
@@ -66,6 +62,29 @@ class Scheduling:
         for pool in list(house.resources):
             if pool.name in pools:
                 Turn(house, self._starter, pool, by_pool.get(pool.name, []), selection).take()
+        self._release_capped(open_caps - self._open_caps())
+
+    def _release_capped(self, closed: set[tuple[str, str]]) -> None:
+        """An action whose task has just reached a cap reserves nothing any more: others are looked at again."""
+        for group in self._house.queue.groups() if closed else ():
+            if any((group.signature.task, kind) in closed for kind in group.demand):
+                self._house.dirty_groups.add(group)
+
+    def _open_caps(self) -> set[tuple[str, str]]:
+        """(task, kind) of caps that leave room."""
+        return {key for key, headroom in self._caps().items() if headroom.free > 0}
+
+    def select(self, groups: Iterable[Group]) -> Selection:
+        """What could start now of these groups, by reservation."""
+        house = self._house
+        selector = Selector(
+            house.resources,
+            house.nodes,
+            self._caps(),
+            memory_waits_from=house.memory_waits_from,
+            strict=house.spec.strict,
+        )
+        return selector.walk(groups)
 
     def _closure(self) -> tuple[set[str], list[Group]]:
         """The pools that compete for the same waiting actions as those that changed, and these actions' groups."""

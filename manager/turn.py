@@ -129,6 +129,8 @@ class Turn:
         return [*first, *islice(rest, max(0, window - len(first)))]
 
     def _show_eligible(self) -> list[Action]:
+        if self._house.spec.strict:  # one queue for everything: nothing starts but the candidates
+            return [candidate.entry.action for candidate in self._candidates.values()]
         entries = self._queued(group for group in self._groups if self._place(group) is not None)
         self._eligible = {entry.id: entry for entry in entries}
         return [entry.action for entry in entries]
@@ -203,10 +205,11 @@ class Turn:
 
         Such a candidate may have been promised other resources, which would idle; may start elsewhere; or may still
         fit here, where the policy was shown less than there is (a reservation of somebody behind, a narrower start).
-        Where the pool has places, a pinned action may find that its own was spared.
+        Where the pool has places, an action that needs one on a certain node may find that it was spared.
         """
         if self._pool.has_places:
-            self._house.dirty_groups.update(group for group in self._groups if group.live and group.signature.node)
+            bound = [group for group in self._groups if group.signature.node or len(group.demand) > 1]
+            self._house.dirty_groups.update(group for group in bound if group.live)
         for candidate in self._candidates.values():
             group = candidate.entry.group
             minimum = _unit_set(candidate.entry.action).minimum

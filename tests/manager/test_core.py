@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from manager.action import UnitSet
+from manager.action import Action, UnitSet
+from manager.assembly import build_core
 from manager.config import ConcurrencySpec, ManagerSpec, QuotaSpec, ServiceSpec, TaskSpec
 from manager.errors import CapacityExceeded, QuotaExceeded, Reason
 from manager.events import (
@@ -25,6 +26,8 @@ from manager.events import (
     WakeAt,
 )
 from manager.outcome import Outcome, State
+from manager.scheduler.policy import Decision, PoolView, Start
+from manager.scheduler.policy import Resize as Widen
 from tests.manager.conftest import DONE, Driver, action, node, spec
 
 Drive = Callable[[ManagerSpec], Driver]
@@ -32,6 +35,10 @@ Drive = Callable[[ManagerSpec], Driver]
 
 def submit(id: str, cost: dict[str, UnitSet | int] | None = None, **fields: object) -> Submitted:
     return Submitted(action=action(id, cost, **fields))
+
+
+def submits(*actions: Action) -> list[Submitted]:
+    return [Submitted(action=one) for one in actions]
 
 
 def finish(id: str, *, attempt: int = 1, execution_s: float = 0.0) -> Finished:
@@ -296,3 +303,66 @@ def test_accounts_count_what_each_task_used(drive: Drive) -> None:
     driver.step(4, finish("a", execution_s=4))
     assert driver.core.accounts["red"].used == {"cpu": 8.0, "search": 3.0}
     assert driver.core.accounts["red"].act_s == 4.0
+
+
+def test_a_queue_timeout_says_what_was_waited_for(drive: Drive) -> None:
+    driver = drive(spec(node(cores=2)))
+    driver.step(0.0, *submits(action("a", {"cpu": 2}), action("b", {"cpu": 2}, queue_timeout_s=5.0)))
+    driver.step(5.0, Tick())
+    assert driver.settled["b"].outcome.message == "waited longer than queue_timeout, 5 s, for 2 of cpu"
+
+
+def test_a_child_that_waits_for_what_its_parent_cannot_lend_ends_with_its_story(drive: Drive) -> None:
+    driver = drive(spec(node(cores=2, memory_bytes=100)))
+    driver.step(0.0, *submits(action("p", {"cpu": 2}, memory_bytes=80)))
+    driver.step(1.0, *submits(action("c", {"cpu": 1}, memory_bytes=30, parent="p", queue_timeout_s=5.0)))
+    assert driver.running() == {"p"}
+    driver.step(6.0, Tick())
+    outcome = driver.settled["c"].outcome
+    assert outcome.reason is Reason.QUEUE_TIMEOUT
+    assert outcome.message.endswith("for 1 of cpu and 30 bytes")
+
+
+def test_a_loan_holds_the_childs_own_memory(drive: Drive) -> None:
+    driver = drive(spec(node(cores=2, memory_bytes=100)))
+    driver.step(0.0, *submits(action("p", {"cpu": 2}, memory_bytes=60)))
+    driver.step(1.0, *submits(action("c", {"cpu": 1}, memory_bytes=30, parent="p")))
+    assert driver.started["c"].lease.memory_bytes == 30
+    assert driver.core.house.nodes["n0"].held_bytes == 90
+    driver.step(2.0, Finished(action_id="p", outcome=DONE), Finished(action_id="c", outcome=DONE))
+    assert driver.core.house.nodes["n0"].held_bytes == 0
+
+
+def test_an_action_that_was_resized_tells_its_mean_width() -> None:
+    class Widens:
+        """One unit at the start, three as soon as it is asked again."""
+
+        name = "widens"
+
+        def decide(self, view: PoolView) -> Decision:
+            starts = [Start(action_id=waiting.action.id, units=1, workers=3) for waiting in view.candidates]
+            resizes = [Widen(action_id=running.action.id, units=3) for running in view.running if running.units == 1]
+            return Decision(starts=starts, resizes=resizes, wake_s=5.0 if starts else None)
+
+    driver = Driver(build_core(spec(node(cores=4)), policies={"cpu": Widens()}))
+    driver.step(0.0, *submits(action("a", {"cpu": UnitSet.span(1, 4)}, key="cpu", malleable=True)))
+    driver.step(5.0, Tick())
+    driver.step(10.0, Finished(action_id="a", outcome=DONE))
+    assert driver.settled["a"].outcome.usage["mean_units"] == 2.0
+
+
+def test_two_that_are_promised_units_that_one_takes_do_not_idle_others(drive: Drive) -> None:
+    driver = drive(replace(spec(node(cores=2), dop=2), concurrency={"parser": ConcurrencySpec(limit=1)}))
+    wide = action("wide", {"cpu": UnitSet.span(1, 2)}, key="cpu")
+    driver.step(0.0, *submits(wide, action("both", {"cpu": 1, "parser": 1}), action("parse", {"parser": 1})))
+    assert driver.running() == {"wide"}, "both is earlier: the parser is reserved for it"
+    driver.step(1.0, Finished(action_id="wide", outcome=DONE))
+    assert driver.running() == {"both"}
+
+
+def test_children_that_are_lent_cores_let_strict_order_move_on(drive: Drive) -> None:
+    driver = drive(spec(node(cores=1), node("n1", cores=1), strict=True))
+    driver.step(0.0, *submits(action("p", {"cpu": 1}), action("q", {"cpu": 1})))
+    ends = Finished(action_id="q", outcome=DONE)
+    driver.step(1.0, ends, *submits(action("next", {}), action("c", {"cpu": 1}, parent="p")))
+    assert driver.running() == {"p", "c", "next"}

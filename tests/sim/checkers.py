@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Mapping
+from itertools import combinations
 from typing import Protocol
 
 from manager.action import Action
@@ -226,6 +228,59 @@ class Late:
 
     def end(self) -> None:
         """All was checked as it happened."""
+
+
+class FairShares:
+    """While two tasks both wait for one kind, what each was given of it, over its weight, differs by a bound.
+
+    The bound of start-time fair queuing: an action of each, over its weight. It holds for units that any action can
+    take (one node), in order, with durations that are known.
+    """
+
+    def __init__(self, kind: str, weights: Mapping[str, float]) -> None:
+        self._kind = kind
+        self._weights = weights
+        self._waiting: Counter[str] = Counter()
+        self._largest: dict[str, float] = dict.fromkeys(weights, 0.0)
+        #: For two tasks that both wait: how much more the first was given, now, at least and at most since then.
+        self._leads: dict[tuple[str, str], tuple[float, float, float]] = {}
+        #: The largest difference that was seen, as a part of its bound.
+        self.worst = 0.0
+
+    def see(self, now_s: float, event: Event | None, commands: list[Command]) -> None:
+        if isinstance(event, Submitted):
+            self._waiting[event.action.task] += 1
+            self._largest[event.action.task] = max(self._largest[event.action.task], self._share(event.action))
+        for command in commands:
+            if isinstance(command, Refuse):
+                raise AssertionError(f"{command.action_id} was refused")
+            if isinstance(command, Execute):
+                self._start(command.action)
+
+    def end(self) -> None:
+        """All was checked as it happened."""
+
+    def _share(self, action: Action) -> float:
+        duration_s = action.t_ori_s
+        assert duration_s is not None
+        return action.cost[self._kind].minimum * duration_s / self._weights[action.task]
+
+    def _start(self, action: Action) -> None:
+        self._waiting[action.task] -= 1
+        for pair in combinations(sorted(self._weights), 2):
+            if not all(self._waiting[task] for task in pair):
+                self._leads.pop(pair, None)
+            elif action.task in pair:
+                self._give(pair, self._share(action) if action.task == pair[0] else -self._share(action))
+
+    def _give(self, pair: tuple[str, str], share: float) -> None:
+        lead, least, most = self._leads.get(pair, (0.0, 0.0, 0.0))
+        lead += share
+        least, most = min(least, lead), max(most, lead)
+        self._leads[pair] = lead, least, most
+        bound = self._largest[pair[0]] + self._largest[pair[1]]
+        self.worst = max(self.worst, (most - least) / bound)
+        assert most - least <= bound * 1.000001, f"{pair}: {most - least:g} apart, {bound:g} is the bound"
 
 
 def story(event: Event | None) -> str:

@@ -42,6 +42,7 @@ from manager.events import (
 )
 from manager.outcome import Outcome, State
 from manager.scheduler.policy import Policy, PolicySpec
+from manager.scheduling import Scheduling
 from tests.sim.checkers import (
     Checker,
     Ends,
@@ -307,24 +308,10 @@ class World:
         return True
 
     def _check_progress(self) -> None:
-        """A policy that starts what it can leaves nothing waiting that alone would fit, unless a cap forbids it."""
+        """A policy that starts what it can leaves nothing waiting that could start beside all reservations."""
         house = self.core.house
-        for group in house.queue.groups():
-            (entry, *_) = group
-            signature = group.signature
-            pools = [house.resources.find(kind, signature.node) for kind in group.demand]
-            first = min(house.queue, key=lambda waiting: waiting.order) is entry
-            capped = any(
-                kind in (house.tasks[signature.task].caps if signature.task in house.tasks else {})
-                for kind in group.demand
-            )
-            if not first or capped or signature.memory_bytes or not (signature.node or "cpu" not in group.demand):
-                continue
-            free = all(
-                pool is not None and pool.headroom().fits(units, signature.node)
-                for pool, units in zip(pools, group.demand.values(), strict=True)
-            )
-            assert not free, f"{entry.id} is first in the queue, fits, and waits at {self._now_s}"
+        startable = Scheduling(house).select(house.queue.groups()).candidates
+        assert not startable, f"{[candidate.entry.id for candidate in startable]} could start at {self._now_s}"
 
     def _tell(self, event: Event | None, commands: list[Command]) -> None:
         self.journal.note(self._now_s, event, commands)

@@ -36,7 +36,10 @@ def started(policy: FixedPolicy, pool: PoolView) -> dict[str, int]:
 
 def test_elastic_actions_get_the_dop_clipped_to_their_unit_set() -> None:
     pool = view(
-        8, elastic("a", UnitSet.span(1, 2), 8), elastic("b", UnitSet.of((1, 3, 6)), 8), elastic("c", UnitSet.span(1, 8), 8)
+        8,
+        elastic("a", UnitSet.span(1, 2), 8),
+        elastic("b", UnitSet.of((1, 3, 6)), 8),
+        elastic("c", UnitSet.span(1, 8), 8),
     )
     assert started(FixedPolicy(dop=4), pool) == {"a": 2, "b": 3, "c": 3}
 
@@ -47,7 +50,9 @@ def test_rigid_actions_get_their_minimum_whatever_the_dop() -> None:
 
 
 def test_nobody_behind_one_that_does_not_fit_is_started() -> None:
-    pool = view(3, elastic("a", UnitSet.span(2, 8), 3), elastic("b", UnitSet.span(2, 8), 3), elastic("c", UnitSet.span(1, 8), 3))
+    pool = view(
+        3, elastic("a", UnitSet.span(2, 8), 3), elastic("b", UnitSet.span(2, 8), 3), elastic("c", UnitSet.span(1, 8), 3)
+    )
     assert started(FixedPolicy(dop=2), pool) == {"a": 2}
 
 

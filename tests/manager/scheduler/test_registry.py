@@ -20,7 +20,7 @@ def test_an_unknown_policy_is_refused_with_the_nearest_name() -> None:
 
 
 def test_an_unknown_option_is_refused_with_its_policy() -> None:
-    with pytest.raises(InvalidConfig, match="policy fixed.*dops"):
+    with pytest.raises(InvalidConfig, match=r"policy fixed.*dops"):
         make_policy(PolicySpec(name="fixed", options={"dops": 2}))
 
 

@@ -1,0 +1,74 @@
+"""Tasks share by their weights: the seeded checker of the bound, and its opposite, strict order."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from dataclasses import replace
+
+import pytest
+
+from manager.action import Action, UnitSet
+from manager.assembly import build_core
+from manager.config import ManagerSpec, NodeSpec, SchedulerSpec, TaskSpec
+from manager.events import Command, Event, Execute, Finished, Submitted
+from manager.outcome import Outcome, State
+from manager.scheduler.policy import PolicySpec
+from tests.sim.checkers import FairShares
+
+WEIGHTS = {"blue": 1.0, "green": 2.0, "red": 5.0}
+
+SPEC = ManagerSpec(
+    nodes=(NodeSpec(name="n", numa=(tuple(range(4)),), memory_bytes=1),),
+    tasks={name: TaskSpec(weight=weight) for name, weight in WEIGHTS.items()},
+    scheduler=SchedulerSpec(policies={"default": PolicySpec(name="fixed")}),
+)
+
+
+def share(spec: ManagerSpec, seed: int) -> FairShares:
+    """Three tasks that come in bursts of their own and together want more than there is."""
+    chance = random.Random(seed)
+    core, checker = build_core(spec), FairShares("cpu", WEIGHTS)
+    agenda: list[tuple[float, int, Event]] = []
+    for index in range(150):
+        task = chance.choice(sorted(WEIGHTS))
+        at_s = chance.choice((0.0, 5.0, 20.0)) + chance.uniform(0.0, 10.0)
+        action = Action(
+            id=str(index),
+            function="f",
+            task=task,
+            cost={"cpu": UnitSet.fixed(chance.randint(1, 3))},
+            t_ori_s=chance.choice((0.2, 1.0, 4.0)),
+            submitted_s=at_s,
+            queue_timeout_s=1e9,
+        )
+        heapq.heappush(agenda, (at_s, index, Submitted(action=action)))
+    count = len(agenda)
+    while agenda:
+        now_s, _, event = heapq.heappop(agenda)
+        commands: list[Command] = core.step([event], now_s)
+        checker.see(now_s, event, commands)
+        for command in commands:
+            if isinstance(command, Execute):
+                count += 1
+                ran_s = command.action.t_ori_s or 0.0
+                finished = Finished(
+                    action_id=command.action.id, outcome=Outcome(state=State.SUCCEEDED, execution_s=ran_s)
+                )
+                heapq.heappush(agenda, (now_s + ran_s, count, finished))
+    core.check()
+    assert core.settled == 150
+    return checker
+
+
+@pytest.mark.parametrize("first", range(0, 60, 15))
+def test_no_task_gets_ahead_of_its_share_by_more_than_an_action(first: int) -> None:
+    worst = max(share(SPEC, seed).worst for seed in range(first, first + 15))
+    assert worst > 0.1, "the tasks never competed"
+
+
+def test_the_bound_is_broken_where_order_alone_counts() -> None:
+    strict = replace(SPEC, scheduler=replace(SPEC.scheduler, strict=True))
+    with pytest.raises(AssertionError, match="is the bound"):
+        for seed in range(10):
+            share(strict, seed)
