@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from manager.house import House
 from manager.queue import Group
@@ -50,7 +50,7 @@ class Scheduling:
     def _round(self) -> None:
         house = self._house
         pools, groups = self._closure()
-        open_caps = self._open_caps()
+        rooms = self._cap_rooms()
         house.dirty.clear()
         house.dirty_groups.clear()
         selection = self.select(groups)
@@ -62,17 +62,18 @@ class Scheduling:
         for pool in list(house.resources):
             if pool.name in pools:
                 Turn(house, self._starter, pool, by_pool.get(pool.name, []), selection).take()
-        self._release_capped(open_caps - self._open_caps())
+        self._release_capped(rooms)
 
-    def _release_capped(self, closed: set[tuple[str, str]]) -> None:
-        """An action whose task has just reached a cap reserves nothing any more: others are looked at again."""
-        for group in self._house.queue.groups() if closed else ():
-            if any((group.signature.task, kind) in closed for kind in group.demand):
-                self._house.dirty_groups.add(group)
-
-    def _open_caps(self) -> set[tuple[str, str]]:
-        """(task, kind) of caps that leave room."""
-        return {key for key, headroom in self._caps().items() if headroom.free > 0}
+    def _release_capped(self, rooms: Mapping[tuple[str, str], int]) -> None:
+        """An action that its task's cap has just come to block reserves nothing more: others are looked at again."""
+        now = self._cap_rooms()
+        if rooms == now:
+            return
+        for group in self._house.queue.groups():
+            for kind, units in group.signature.demand:
+                key = (group.signature.task, kind)
+                if key in now and now[key] < units <= rooms[key]:
+                    self._house.dirty_groups.add(group)
 
     def select(self, groups: Iterable[Group]) -> Selection:
         """What could start now of these groups, by reservation."""
@@ -110,9 +111,13 @@ class Scheduling:
         return pools, chosen
 
     def _caps(self) -> dict[tuple[str, str], Headroom]:
-        """What is left of each task's caps."""
+        """What is left of each task's caps, to be shared by one walk."""
+        return {key: Headroom(room) for key, room in self._cap_rooms().items()}
+
+    def _cap_rooms(self) -> dict[tuple[str, str], int]:
+        """Units that each task's caps leave, by task and kind."""
         return {
-            (task, kind): Headroom(max(0, cap - self._house.executing.held_by(task, kind)))
+            (task, kind): max(0, cap - self._house.executing.held_by(task, kind))
             for task, spec in self._house.tasks.items()
             for kind, cap in spec.caps.items()
         }
