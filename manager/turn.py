@@ -218,6 +218,10 @@ class Turn:
             elsewhere = len(candidate.option.needs) > 1 or len(self._selection.options[group]) > 1
             if elsewhere or minimum <= self._pool.free:
                 self._house.dirty_groups.add(group)
+            if candidate.cap is not None:  # its part of the cap may serve others of its task, wherever they wait
+                task = group.signature.task
+                alike = [other for other in self._house.queue.groups() if other.signature.task == task]
+                self._house.dirty_groups.update(alike)
 
     def _start(self, entry: Entry, option: Option, start: Start) -> bool:
         """Start an action, unless a start of this very turn took what it needs (a batch, a place, a resource)."""
