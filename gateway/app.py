@@ -23,7 +23,8 @@ from gateway.grpc.server import GrpcServer
 from gateway.hands import Hands, make_hands
 from gateway.house import House, Limits
 from gateway.http.door import Door
-from gateway.http.server import listen, serve
+from gateway.http.server import Connections, listen, serve
+from gateway.http.stream import GIVE_UP_STALLS
 from gateway.invocations import Invocations, InvocationSpec
 from gateway.logs import Logs, LogSpec
 from gateway.metrics import Metrics
@@ -83,6 +84,7 @@ class App:
         self._closing = asyncio.Event()
         #: Every model service that was made ready, as the scheduler must know it.
         self._services: dict[str, ServiceSpec] = {}
+        self._connections = Connections(limit=config.server.connections_max)
         #: What must be let go of, the youngest first.
         self._closers = AsyncExitStack()
         self.node: NodeSpec | None = None
@@ -98,7 +100,8 @@ class App:
     async def _start(self) -> None:
         server = self.config.server
         self._closers.enter_context(lock_state(server.state_dir))
-        self._sockets = (listen(server.host, server.port), listen(server.host, server.grpc_port))
+        silent_s = GIVE_UP_STALLS * server.logs.stall_s
+        self._sockets = tuple(listen(server.host, port, silent_s) for port in (server.port, server.grpc_port))
         for listener in self._sockets:
             self._closers.callback(listener.close)
         self.store = Store(
@@ -217,7 +220,9 @@ class App:
         loop.add_signal_handler(signal.SIGTERM, self.stop, True)
         loop.add_signal_handler(signal.SIGINT, self.stop)
         grace_s = CLOSE_GRACE_S
-        serving = asyncio.create_task(serve(Door(self.house), self._sockets[0], self._closing.wait, grace_s))
+        serving = asyncio.create_task(
+            serve(Door(self.house), self._sockets[0], self._closing.wait, grace_s, self._connections)
+        )
         try:
             await asyncio.wait(
                 {serving, asyncio.ensure_future(self._stopping.wait())}, return_when=asyncio.FIRST_COMPLETED
@@ -290,6 +295,7 @@ class App:
             limits=Limits(
                 body_bytes=server.body_limit_bytes,
                 file_bytes=server.file_limit_bytes,
+                body_s=server.body_timeout_s,
                 batch_calls=server.batch_max,
                 wait_s=server.wait_max_s,
             ),
@@ -325,6 +331,9 @@ class App:
         watch("tangram_log_records_dropped", dropped, lambda: self.store.log_records_dropped, counter=True)
         slow = "Followers dropped because they did not read"
         watch("tangram_log_followers_dropped", slow, lambda: self.logs.followers_dropped, counter=True)
+        watch("tangram_http_connections", "HTTP connections open", lambda: self._connections.open)
+        full = "HTTP connections refused because too many were open"
+        watch("tangram_http_connections_refused", full, lambda: self._connections.refused, counter=True)
         watch("tangram_living", "Invocations that have not ended", lambda: len(self.invocations.living))
         self.metrics.watch_units(self._units)
         self.metrics.watch_learned(self._learned)

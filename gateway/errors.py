@@ -36,6 +36,7 @@ FACES: Mapping[str, Face] = {
     "unsupported": Face(422, "UNIMPLEMENTED", 69, "Not possible here"),
     "action_failed": Face(500, "INTERNAL", 70, "The action failed"),
     "method_not_allowed": Face(405, "UNIMPLEMENTED", 64, "The method is not allowed here"),
+    "too_slow": Face(408, "DEADLINE_EXCEEDED", 124, "The request came too slowly"),
     "internal": Face(500, "INTERNAL", 70, "A fault of the gateway"),
 }
 
@@ -63,6 +64,12 @@ class MethodNotAllowed(TangramError):
     """The path exists, but not for this HTTP method; ``detail["allow"]`` lists those that do."""
 
     code = "method_not_allowed"
+
+
+class TooSlow(TangramError):
+    """A request's body did not arrive in time."""
+
+    code = "too_slow"
 
 
 def face(error: TangramError) -> Face:

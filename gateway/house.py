@@ -41,6 +41,8 @@ class Limits:
 
     body_bytes: int = 16 * 2**20
     file_bytes: int = 64 * 2**20
+    #: Longest time for a request's body to arrive.
+    body_s: float = 300.0
     batch_calls: int = 10_000
     #: Longest ``wait`` that a caller may ask for.
     wait_s: float = 3600.0

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 
 import structlog
@@ -178,7 +178,7 @@ class Logs:
             page = await self._store.logs(seq, position, min(limit, PAGE_RECORDS))
         return page[:limit]
 
-    def follow(self, seq: int, position: int) -> AsyncIterator[list[LogRow]]:
+    def follow(self, seq: int, position: int) -> AsyncGenerator[list[LogRow], None]:
         """Pages of records as they come, until the invocation has ended; an empty page is a heartbeat.
 
         Raises CapacityExceeded when too many follow already.
@@ -187,7 +187,7 @@ class Logs:
             raise CapacityExceeded(f"{self.followers} logs are followed already", component="logs", retry_after_s=1.0)
         return self._follow(seq, position)
 
-    async def _follow(self, seq: int, position: int) -> AsyncIterator[list[LogRow]]:
+    async def _follow(self, seq: int, position: int) -> AsyncGenerator[list[LogRow], None]:
         self.followers += 1
         try:
             while True:

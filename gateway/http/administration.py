@@ -32,7 +32,7 @@ class AdministrationOperations:
     async def put_config(self, request: Request) -> Response:
         """Replace the functions and tasks: new invocations see the new ones, nothing in flight is dropped."""
         dry_run = wire.flag(request.query_params.get("dry_run", "false"), "dry_run")
-        document = await read_body(request, self._house.limits.body_bytes)
+        document = await read_body(request, self._house.limits.body_bytes, self._house.limits.body_s)
         return json_response(await self._house.configure(document, dry_run))
 
     async def resources(self, request: Request) -> Response:

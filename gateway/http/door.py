@@ -35,9 +35,6 @@ class Door:
         self._router: ASGIApp = Router(routes, redirect_slashes=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            await _lifespan(receive, send)
-            return
         if scope["type"] != "http":
             raise RuntimeError(f"no door for {scope['type']}")
         scope["app"] = self  # makes Starlette raise for a wrong method instead of answering in plain text
@@ -104,11 +101,3 @@ def _authorization(scope: Scope) -> bytes | None:
         if name == b"authorization":
             return bytes(value)
     return None
-
-
-async def _lifespan(receive: Receive, send: Send) -> None:
-    while True:
-        message = await receive()
-        await send({"type": f"{message['type']}.complete"})
-        if message["type"] == "lifespan.shutdown":
-            return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from functools import partial
 
 from starlette.requests import Request
@@ -55,7 +55,7 @@ class InvocationOperations:
         """One call in one of the three modes."""
         mode = read_mode(request)
         wait_s = read_wait_s(request, self._house.limits.wait_s)
-        body = await read_body(request, self._house.limits.body_bytes)
+        body = await read_body(request, self._house.limits.body_bytes, self._house.limits.body_s)
         call = read_call(request, request.path_params["name"], body)
         if call.callback_url is not None:
             self._house.callbacks.check(call.callback_url)
@@ -132,7 +132,7 @@ class InvocationOperations:
             last=last,
         )
 
-    async def _pages(self, record: Record, position: int) -> AsyncIterator[list[LogRow]]:
+    async def _pages(self, record: Record, position: int) -> AsyncGenerator[list[LogRow], None]:
         while page := await self._house.logs.read(record.seq, position):
             position = page[-1].position + 1
             yield page

@@ -9,7 +9,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from gateway import wire
-from gateway.errors import face, problem, reason_face, retry_after
+from gateway.errors import TooSlow, face, problem, reason_face, retry_after
 from gateway.invocation import Invocation
 from gateway.invocations import Invocations
 from gateway.record import Record
@@ -19,8 +19,16 @@ JSON = "application/json"
 PROBLEM = "application/problem+json"
 
 
-async def read_body(request: Request, limit_bytes: int) -> bytes:
-    """The whole body; raises TooLarge before more than ``limit_bytes`` are held."""
+async def read_body(request: Request, limit_bytes: int, timeout_s: float) -> bytes:
+    """The whole body; raises TooLarge before more than ``limit_bytes`` are held, TooSlow after ``timeout_s``."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _read_body(request, limit_bytes)
+    except TimeoutError:
+        raise TooSlow(f"the body took longer than {timeout_s:g} s to arrive", component="http") from None
+
+
+async def _read_body(request: Request, limit_bytes: int) -> bytes:
     length = request.headers.get("content-length")
     if length is not None and length.isdigit() and int(length) > limit_bytes:
         raise too_large(limit_bytes)

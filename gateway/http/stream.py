@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -33,7 +33,7 @@ class LogStream(Response):
     def __init__(
         self,
         logs: Logs,
-        pages: AsyncIterator[list[LogRow]],
+        pages: AsyncGenerator[list[LogRow], None],
         *,
         events: bool,
         position: int,
@@ -59,14 +59,15 @@ class LogStream(Response):
             await asyncio.wait({sending, watching}, return_when=asyncio.FIRST_COMPLETED)
             if not sending.done():
                 self._gone()
-                sending.cancel()
-            await asyncio.gather(sending, return_exceptions=True)
         finally:
             watching.cancel()
             sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+            await self._pages.aclose()
         error = None if sending.cancelled() else sending.exception()
         if isinstance(error, TimeoutError):
             self._logs.followers_dropped += 1
+            self._gone()
         elif error is not None:
             raise error
 
