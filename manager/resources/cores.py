@@ -21,10 +21,8 @@ class Cores:
         NUMA nodes of the cores in ``beside`` come first: a set that grows stays where it is.
         """
         assert count <= self.free, f"{count} cores wanted, {self.free} free"
-        near = {self._numa_of[core] for core in beside} if beside else set()
         chosen: list[int] = []
-        for index in self._order(count, near):
-            ids = self._free[index]
+        for ids in self._sources(count, beside):
             first = max(0, len(ids) - count + len(chosen))
             chosen += ids[first:]
             del ids[first:]
@@ -53,12 +51,14 @@ class Cores:
         listed = [core for ids in self._free for core in ids]
         assert len(listed) == len(set(listed)) == self.free, f"a core is free twice: {sorted(listed)}"
 
-    def _order(self, count: int, near: set[int]) -> list[int]:
-        """NUMA nodes in the order in which to take cores from them."""
-        sizes = [len(ids) for ids in self._free]
-        if not near:
-            best = min(range(len(sizes)), key=lambda index: (sizes[index] < count, sizes[index], index))
-            if sizes[best] >= count:
-                return [best]
-        indices = [index for index, size in enumerate(sizes) if size]
-        return sorted(indices, key=lambda index: (index not in near, -sizes[index], index))
+    def _sources(self, count: int, beside: Sequence[int]) -> list[list[int]]:
+        """The free cores of NUMA nodes, in the order in which to take from them."""
+        near = {self._numa_of[core] for core in beside} if beside else set()
+        tightest = None
+        for ids in self._free:
+            if len(ids) >= count and (tightest is None or len(ids) < len(tightest)):
+                tightest = ids
+        if tightest is not None and not near:
+            return [tightest]
+        indices = sorted(range(len(self._free)), key=lambda index: (index not in near, -len(self._free[index]), index))
+        return [self._free[index] for index in indices]

@@ -19,13 +19,14 @@ class Node:
     """One living node and who holds how much of its memory."""
 
     spec: NodeSpec
+    bound_bytes: int
     held_bytes: int = 0
     #: Bytes by holder: a trajectory, or an action without one.
     holders: dict[str, int] = field(default_factory=dict)
 
     @property
     def free_bytes(self) -> int:
-        return self.spec.memory_bytes - self.held_bytes
+        return self.bound_bytes - self.held_bytes
 
     def hold(self, holder: str, memory_bytes: int) -> None:
         assert holder not in self.holders, f"{self.spec.name}: {holder} holds memory already"
@@ -41,7 +42,7 @@ class Nodes:
     """All living nodes by name."""
 
     def __init__(self, specs: Iterable[NodeSpec], resources: Resources) -> None:
-        self._nodes = {spec.name: Node(spec) for spec in specs}
+        self._nodes = {spec.name: Node(spec, spec.memory_bytes) for spec in specs}
         self._resources = resources
         #: Nodes that could serve a demand, were they empty.
         self._able: dict[tuple[tuple[str, int], ...], list[Node]] = {}
@@ -61,7 +62,7 @@ class Nodes:
 
     def join(self, spec: NodeSpec) -> None:
         assert spec.name not in self._nodes, f"node {spec.name} is there already"
-        self._nodes[spec.name] = Node(spec)
+        self._nodes[spec.name] = Node(spec, spec.memory_bytes)
         self._able.clear()
 
     def leave(self, name: str) -> None:
@@ -73,14 +74,14 @@ class Nodes:
 
         Equal memory is broken by the fewest trajectories. None where no node has the memory now.
         """
-        best, least = None, (math.inf, 0)
+        best, least, fewest = None, math.inf, 0
         for node in self._hosts(cost):
-            held_bytes, bound_bytes = node.held_bytes + memory_bytes, node.spec.memory_bytes
-            if held_bytes > bound_bytes:
+            held_bytes = node.held_bytes + memory_bytes
+            if held_bytes > node.bound_bytes:
                 continue
-            rank = (held_bytes / max(1, bound_bytes), len(node.holders))
-            if rank < least:
-                best, least = node, rank
+            share = held_bytes / node.bound_bytes if held_bytes else 0.0
+            if share < least or (share == least and len(node.holders) < fewest):
+                best, least, fewest = node, share, len(node.holders)
         return best
 
     def ever(self, cost: Mapping[str, UnitSet], memory_bytes: int) -> bool:
