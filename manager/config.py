@@ -17,7 +17,7 @@ class NodeSpec:
     numa: tuple[tuple[int, ...], ...]
     #: Bytes that trajectories may hold together.
     memory_bytes: int
-    #: Model devices: their number (a power of two for chunks; others are rounded down) and bytes of each.
+    #: Model devices: their number (six make a chunk of four and one of two) and the bytes of each.
     devices: int = 0
     device_bytes: int = 0
 

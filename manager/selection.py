@@ -2,7 +2,12 @@
 
 The queue is walked in order of service. An action whose minimum fits everywhere becomes a candidate and takes it; one
 that does not reserves its minimum wherever it can, so that a later action starts only in capacity that no earlier
-waiting one could use. What does not fit once never fits later in the walk, so from then on its group only reserves,
+waiting one could use. It holds back all that it needs, also what is free while something else is missing (cores
+behind an empty quota): whoever took these meanwhile would have to give them back at the very instant the quota
+returns, and durations are estimates; so no action starts later than under strict first come first served. A call that
+needs no core holds none back.
+
+What does not fit once never fits later in the walk, so from then on its group only reserves,
 and only while some other group could still take what it would reserve: the cost of a walk grows with the free units
 and the number of groups, not with the length of the queue.
 """

@@ -6,6 +6,9 @@ import json
 import random
 
 from manager.history import History
+from manager.lease import Grant, Lease
+from manager.outcome import Outcome, Settlement, State
+from tests.manager.conftest import action
 
 
 def seconds(t_ori_s: float, serial: float, units: int) -> float:
@@ -68,3 +71,23 @@ def test_history_survives_a_restart() -> None:
     copy = History.from_json(json.loads(json.dumps(history.to_json())))
     assert copy.describe("f") == history.describe("f")
     assert History.from_json({"version": 99}).describe("f") == {}
+
+
+def test_a_resized_action_is_learned_at_its_mean_width_and_not_at_its_last() -> None:
+    def settlement(usage: dict[str, float]) -> Settlement:
+        return Settlement(
+            action=action("a", key="cpu"),
+            outcome=Outcome(state=State.SUCCEEDED, usage=usage),
+            lease=Lease(action_id="a", node="n0", grants={"cpu": Grant(pool="cpu:n0", units=8)}),
+            queue_s=0.0,
+            overhead_s=0.0,
+            execution_s=10.0,
+        )
+
+    resized, steady = History(), History()
+    resized.observe(settlement({"mean_units": 2.5}))
+    steady.observe(settlement({}))
+    alike = History()
+    alike.record("f", "", 2.5, 10.0)
+    assert resized.learned("f").t_ori_s == alike.learned("f").t_ori_s
+    assert resized.learned("f").t_ori_s != steady.learned("f").t_ori_s
