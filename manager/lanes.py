@@ -86,14 +86,20 @@ class Lanes:
     def place(self) -> None:
         """Give memory to those that wait for it, first come first served."""
         house = self._house
-        house.memory_waits_from = None
+        waited_from, house.memory_waits_from = house.memory_waits_from, self._place_all()
+        if waited_from not in (None, house.memory_waits_from):
+            # The first that waited does so no more: memory that was kept for it may serve others.
+            house.dirty.update(pool.name for pool in house.resources if pool.node)
+
+    def _place_all(self) -> int | None:
+        """Place all that fit; the submission of the first that does not (None where all do)."""
+        house = self._house
         for trajectory in house.trajectories.waiting():
             cost = self._on_nodes(trajectory.cost)
             node = house.nodes.choose(cost, trajectory.memory_bytes)
             if node is None:
                 if house.nodes.ever(cost, trajectory.memory_bytes):
-                    house.memory_waits_from = trajectory.opened_seq
-                    return
+                    return trajectory.opened_seq
                 continue  # only a new node could serve it: it must not hold up the others
             node.hold(trajectory.name, trajectory.memory_bytes)
             trajectory.node = node.spec.name
@@ -104,6 +110,7 @@ class Lanes:
                 self._offering.offer(entry, trajectory)
             if trajectory.at_rest:
                 house.trajectories.rest(trajectory, house.now_s)
+        return None
 
     def close(self, trajectory: Trajectory) -> None:
         """Its memory returns and its environment goes; nothing of it runs or waits."""

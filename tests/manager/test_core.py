@@ -366,3 +366,13 @@ def test_children_that_are_lent_cores_let_strict_order_move_on(drive: Drive) -> 
     ends = Finished(action_id="q", outcome=DONE)
     driver.step(1.0, ends, *submits(action("next", {}), action("c", {"cpu": 1}, parent="p")))
     assert driver.running() == {"p", "c", "next"}
+
+
+def test_memory_kept_for_a_trajectory_that_gave_up_serves_others(drive: Drive) -> None:
+    driver = drive(spec(node(cores=4, memory_bytes=100)))
+    driver.step(0.0, submit("a", trajectory="t", memory_bytes=60))
+    driver.step(1.0, submit("big", trajectory="u", memory_bytes=60, queue_timeout_s=5.0))
+    driver.step(2.0, submit("small", memory_bytes=30))
+    assert driver.running() == {"a"}, "the memory is kept for the trajectory that came first"
+    driver.step(6.0, Tick())
+    assert driver.running() == {"a", "small"}
