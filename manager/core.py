@@ -260,7 +260,7 @@ class Core:
         for parent_id, child in house.families.first():
             parent = house.executing.get(parent_id)
             if parent is not None and child.group is not None and house.executing.can_borrow(child, parent):
-                self._settling.touch(child)
+                house.touch(child)
                 self._scheduling.starter.lend(child, parent)
                 lent = True
         return lent

@@ -91,6 +91,13 @@ class House:
             group.pools = None
             self.dirty_groups.add(group)
 
+    def touch(self, entry: Entry) -> None:
+        """What a waiting action had reserved may serve others."""
+        if self.spec.strict:
+            self.all_dirty()  # it may have stood in the way of everything behind it
+        elif entry.group is not None:
+            self.dirty.update(self.pools_of(entry.group))
+
     def waits_for(self, entry: Entry) -> str:
         """What a waiting action waits for, in plain words."""
         action = entry.action

@@ -57,7 +57,7 @@ class Settling:
     def end_waiting(self, entry: Entry, state: State, reason: Reason, message: str) -> None:
         """End an action that never started."""
         house = self._house
-        self.touch(entry)
+        house.touch(entry)
         house.queue.leave(entry)
         house.holds.pop(entry.id, None)
         outcome = Outcome(state=state, reason=reason, message=message, component="queue")
@@ -89,13 +89,6 @@ class Settling:
             entry.aborting = True
             abort = Abort(action_id=entry.id, attempt=entry.action.attempt, message=message)
             self._house.commands.append(abort)
-
-    def touch(self, entry: Entry) -> None:
-        """What a waiting action had reserved may serve others."""
-        if self._house.spec.strict:
-            self._house.all_dirty()  # it may have stood in the way of everything behind it
-        elif entry.group is not None:
-            self._house.dirty.update(self._house.pools_of(entry.group))
 
     def _settle(self, entry: Entry, settlement: Settlement) -> None:
         assert not entry.state.terminal, f"{entry.id} settles twice: {entry.state}, {settlement.outcome.state}"

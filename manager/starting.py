@@ -30,6 +30,8 @@ class Starter:
         """
         house = self._house
         mates = self._mates(entry, units)
+        for mate in mates:
+            house.touch(mate)
         for started in (entry, *mates):
             self._leave(started)
         house.executing.start(entry, node, units, wish, key, self._house.now_s)
