@@ -63,6 +63,8 @@ class Turn:
         self._free = self._spare + sum(_unit_set(candidate.entry.action).minimum for candidate in candidates)
         #: Waiting actions that the policy was shown as eligible besides the candidates, by id.
         self._eligible: dict[str, Entry] = {}
+        #: Candidates that the policy started and whose place, or batch, was gone.
+        self._missed: list[Candidate] = []
 
     def take(self) -> None:
         """Ask the policy, where there is anything to decide."""
@@ -189,7 +191,10 @@ class Turn:
             self._expect(start.units <= self._limit(candidate) or balance > self._free, start, "is above its limit")
             balance -= start.units
             self._expect(balance >= 0, start, f"is beyond the {self._free} units to share")
-            started |= self._start(candidate.entry, candidate.option, start)
+            if self._start(candidate.entry, candidate.option, start):
+                started = True
+            else:
+                self._missed.append(candidate)
         for start in others:
             entry = self._eligible.get(start.action_id)
             self._expect(entry is not None, start, "names neither a candidate nor an eligible action")
@@ -210,18 +215,22 @@ class Turn:
         if self._pool.has_places:
             bound = [group for group in self._groups if group.signature.node or len(group.demand) > 1]
             self._house.dirty_groups.update(group for group in bound if group.live)
-        for candidate in self._candidates.values():
+        beaten = [one for one in self._candidates.values() if _unit_set(one.entry.action).minimum > balance]
+        for candidate in (*beaten, *self._missed):
             group = candidate.entry.group
-            minimum = _unit_set(candidate.entry.action).minimum
-            if group is None or minimum <= balance:
+            if group is None:
                 continue
             elsewhere = len(candidate.option.needs) > 1 or len(self._selection.options[group]) > 1
-            if elsewhere or minimum <= self._pool.free:
+            if elsewhere or _unit_set(candidate.entry.action).minimum <= self._pool.free:
                 self._house.dirty_groups.add(group)
-            if candidate.cap is not None:  # its part of the cap may serve others of its task, wherever they wait
-                task = group.signature.task
-                alike = [other for other in self._house.queue.groups() if other.signature.task == task]
-                self._house.dirty_groups.update(alike)
+            self._release_cap(group.signature.task)
+
+    def _release_cap(self, task: str) -> None:
+        """What an action was promised of its task's caps may serve others of the task, wherever they wait."""
+        spec = self._house.tasks.get(task)
+        if spec is not None and spec.caps:
+            alike = [group for group in self._house.queue.groups() if group.signature.task == task]
+            self._house.dirty_groups.update(alike)
 
     def _start(self, entry: Entry, option: Option, start: Start) -> bool:
         """Start an action, unless a start of this very turn took what it needs (a batch, a place, a resource)."""
