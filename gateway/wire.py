@@ -71,7 +71,7 @@ def duration_s(text: str, what: str) -> float:
 
 def whole(text: str, what: str, *, minimum: int = 0, maximum: int = 2**53) -> int:
     """An integer within bounds; raises InvalidInput."""
-    if not text.isascii() or not text.isdigit() or not minimum <= int(text[:18]) <= maximum:
+    if len(text) > 16 or not text.isascii() or not text.isdigit() or not minimum <= int(text) <= maximum:
         message = f"{what} {text[:64]!r} must be a whole number from {minimum} to {maximum}"
         raise InvalidInput(message, detail={"path": what})
     return int(text)

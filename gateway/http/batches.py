@@ -13,7 +13,7 @@ from gateway.dead_letters import DeadLetters
 from gateway.errors import problem
 from gateway.house import House
 from gateway.http.messages import json_response, read_body, record_response
-from gateway.http.operation import DURATION, NAME, Operation, json_answer, path_parameter, query, ref
+from gateway.http.operation import DURATION, KEY, NAME, Operation, json_answer, path_parameter, query, ref
 from gateway.invocation import Invocation, Request
 from gateway.record import Mode
 from manager.errors import InvalidInput, TangramError, TooLarge
@@ -96,11 +96,13 @@ class BatchOperations:
                 "task": NAME,
                 "timeout": DURATION,
                 "max_age": DURATION,
-                "key": {"type": "string", "maxLength": 255},
+                "key": KEY,
             },
             "additionalProperties": False,
         }
-        calls = {"type": "object", "required": ["calls"], "properties": {"calls": {"type": "array", "items": call}}}
+        # An odd call is refused by its own verdict, so the document takes anything in its place.
+        items = {"anyOf": [call, {"description": "Anything else: its verdict is 422"}]}
+        calls = {"type": "object", "required": ["calls"], "properties": {"calls": {"type": "array", "items": items}}}
         return [
             Operation(
                 id="invokeBatch",
@@ -114,6 +116,7 @@ class BatchOperations:
                     query("timeout", "Wait no longer", DURATION),
                 ),
                 body={"application/json": calls},
+                body_required=True,
                 answers={200: json_answer("The verdicts, in the order of the calls", {"type": "object"})},
                 problems=(413, 422),
             ),

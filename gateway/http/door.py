@@ -6,7 +6,7 @@ import structlog
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route, Router
+from starlette.routing import Match, Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway import wire
@@ -31,8 +31,8 @@ class Door:
         self.operations = [*operations(house), self._openapi_row()]
         self._openapi = wire.dumps(document(self.operations))
         self._open = {operation.path for operation in self.operations if operation.open}
-        routes = [Route(row.path, row.endpoint, methods=[row.method]) for row in self.operations]
-        self._router: ASGIApp = Router(routes, redirect_slashes=False)
+        self._routes = [Route(row.path, row.endpoint, methods=[row.method]) for row in self.operations]
+        self._router: ASGIApp = Router(self._routes, redirect_slashes=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -52,23 +52,28 @@ class Door:
         except ClientDisconnect:
             return
         except Exception as error:
-            response = self._failed(error)
+            response = self._failed(error, scope)
             if started:
                 raise
             await response(scope, receive, send)
 
-    def _failed(self, error: Exception) -> Response:
+    def _failed(self, error: Exception, scope: Scope) -> Response:
         if isinstance(error, TangramError):
             self._house.metrics.refused("http", error.code)
             return problem_response(error)
         if isinstance(error, HTTPException):
-            headers = dict(error.headers or {})
             if error.status_code == 405:
-                return problem_response(MethodNotAllowed("the method is not allowed here", component="http"), headers)
-            return problem_response(NotFound("no such path", component="http"), headers)
+                refusal = MethodNotAllowed("the method is not allowed here", component="http")
+                return problem_response(refusal, {"Allow": self._allowed(scope)})
+            return problem_response(NotFound("no such path", component="http"))
         self._log.exception("a request failed", error=str(error))
         self._house.metrics.refused("http", "internal")
         return problem_response(TangramError("a fault of the gateway: its log tells more", component="http"))
+
+    def _allowed(self, scope: Scope) -> str:
+        """The methods of every row of this path."""
+        here = [route for route in self._routes if route.matches(scope)[0] is not Match.NONE]
+        return ", ".join(sorted({method for route in here for method in route.methods or ()}))
 
     async def _openapi_page(self, request: Request) -> Response:
         return Response(self._openapi, media_type=JSON)

@@ -22,6 +22,7 @@ from gateway.http.messages import (
 from gateway.http.operation import (
     DURATION,
     FLAG,
+    KEY,
     NAME,
     Answer,
     Operation,
@@ -204,7 +205,7 @@ class InvocationOperations:
                     query("limit", "Records of a page", {"type": "integer", "minimum": 1, "maximum": LIST_LIMIT_MAX}),
                 ),
                 answers={200: json_answer("A page", ref("InvocationPage"))},
-                problems=(422,),
+                problems=(404, 422),
             ),
             Operation(
                 id="getLogs",
@@ -242,7 +243,7 @@ class InvocationOperations:
 
 
 CALL_HEADERS: tuple[Parameter, ...] = (
-    header("Idempotency-Key", "The same key and body latch on to the first invocation"),
+    header("Idempotency-Key", "The same key and body latch on to the first invocation", KEY),
     header("X-Trajectory-Id", "The rollout whose environment it needs", NAME),
     header("X-Task", "The RL task it belongs to", NAME),
     header("X-Timeout", "Bound of the execution, at most the function's", DURATION),

@@ -61,7 +61,7 @@ def _operation(operation: Operation) -> dict[str, object]:
     }
     if operation.body:
         content = {media: {"schema": dict(schema)} for media, schema in operation.body.items()}
-        body["requestBody"] = {"required": False, "content": content}
+        body["requestBody"] = {"required": operation.body_required, "content": content}
     if operation.open:
         body["security"] = []
     return body

@@ -15,6 +15,7 @@ Schema = Mapping[str, Any]
 
 TEXT: Schema = {"type": "string"}
 NAME: Schema = {"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}$"}
+KEY: Schema = {"type": "string", "pattern": "^[!-~]{1,255}$"}
 DURATION: Schema = {"type": "string", "pattern": r"^\d{1,9}(\.\d{1,6})?(ms|s|m|h|d)?$", "examples": ["30s"]}
 FLAG: Schema = {"type": "string", "enum": ["true", "false", "1", "0"]}
 
@@ -60,6 +61,8 @@ class Operation:
     parameters: tuple[Parameter, ...] = ()
     #: Schema of the request body by media type; empty for none.
     body: Mapping[str, Schema] = field(default_factory=dict)
+    #: Whether it means anything without a body.
+    body_required: bool = False
     #: Statuses of problem bodies that it can answer with, besides 401, 500 and 503.
     problems: tuple[int, ...] = ()
     #: Whether it is served without a token (health).

@@ -102,6 +102,7 @@ class TrajectoryOperations:
                 tag="trajectories",
                 parameters=(TRAJECTORY_ID,),
                 body={"application/json": open_body},
+                body_required=True,
                 answers={200: json_answer("It is ready", view)},
                 problems=(404, 409, 413, 422, 429),
             ),
