@@ -7,6 +7,7 @@ import fcntl
 import gc
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -155,6 +156,10 @@ class App:
         )
         for chore in chores:
             self._closers.push_async_callback(_ended, asyncio.create_task(chore))
+        loop = asyncio.get_running_loop()
+        if threading.current_thread() is threading.main_thread():  # signals arrive nowhere else
+            loop.add_signal_handler(signal.SIGTERM, self.stop, True)
+            loop.add_signal_handler(signal.SIGINT, self.stop)
         self._announce(recovered)
 
     async def _start_thinking(self) -> None:
@@ -221,9 +226,6 @@ class App:
         if self.node is None:
             await self.start()
         gc.set_threshold(*COLLECT_EVERY)
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, self.stop, True)
-        loop.add_signal_handler(signal.SIGINT, self.stop)
         grace_s = CLOSE_GRACE_S
         serving = asyncio.create_task(
             serve(Door(self.house), self._sockets[0], self._closing.wait, grace_s, self._connections)

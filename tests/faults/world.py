@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import uuid
 from collections import Counter, defaultdict
@@ -15,6 +14,7 @@ from typing import Any
 import httpx
 
 from runtimes.sandbox.environments import TRAJECTORY
+from runtimes.sandbox.records import Record
 from tests.e2e.gateway import GatewayProcess, document
 
 #: Nothing in these tests takes so long unless it is broken.
@@ -197,8 +197,13 @@ def at_rest(gateway: GatewayProcess) -> bool:
     return balanced(sample) and free and not any(sample.get(name, 0) for name in living)
 
 
+def sandboxes(gateway: GatewayProcess) -> list[Record]:
+    """The trajectories' sandboxes, as the gateway wrote them down."""
+    files = (gateway.directory / "state" / "sandboxes").glob("*/*/record.json")
+    records = [Record.read(file.parent) for file in files]
+    return [found for found in records if found is not None and TRAJECTORY in found.labels]
+
+
 def runner_pids(gateway: GatewayProcess) -> list[int]:
-    """The runners of the trajectories' process sandboxes, as the gateway wrote them down."""
-    found = (gateway.directory / "state" / "sandboxes" / "sandboxes").glob("*/record.json")
-    records = [json.loads(each.read_text()) for each in found]
-    return [int(each["pid"]) for each in records if TRAJECTORY in each["labels"]]
+    """The runners of the trajectories' process sandboxes."""
+    return [found.pid for found in sandboxes(gateway)]
