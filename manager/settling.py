@@ -71,8 +71,16 @@ class Settling:
         self, trajectory: Trajectory, state: State = State.CANCELLED, reason: Reason = Reason.CANCELLED
     ) -> None:
         """Cancel what it has; the environment goes when nothing runs in it any more."""
-        house = self._house
+        living = self._house.trajectories
         trajectory.ending = True
+        if not trajectory.at_rest:
+            self._cancel(trajectory, state, reason)
+        if living.get(trajectory.name) is trajectory and trajectory.at_rest:
+            self._lanes.close(trajectory)
+
+    def _cancel(self, trajectory: Trajectory, state: State, reason: Reason) -> None:
+        """End what waits of a trajectory and kill what runs."""
+        house = self._house
         message = f"trajectory {trajectory.name} ended"
         for entry in house.queue.of_trajectory(trajectory.name):
             if entry.id in house.queue:
@@ -80,8 +88,6 @@ class Settling:
         for entry in house.executing.all():
             if entry.action.trajectory == trajectory.name:
                 self.abort(entry, message)
-        if house.trajectories.get(trajectory.name) is trajectory and trajectory.at_rest:
-            self._lanes.close(trajectory)
 
     def abort(self, entry: Entry, message: str) -> None:
         """Have a running action killed, once."""
