@@ -132,7 +132,7 @@ async def accepted_per_s(port: int, each: int) -> float:
     return CONNECTIONS * each / took_s
 
 
-async def latencies_ms(port: int, rate: float, seconds: float) -> list[float]:
+async def latencies_ms(port: int, rate: float, seconds: float, echo: bool = False) -> list[float]:
     """Milliseconds from the instant at which each call was due, at a steady rate."""
     clients = [await Client.open(port) for _ in range(CONNECTIONS)]
     period_s = CONNECTIONS / rate
@@ -143,7 +143,10 @@ async def latencies_ms(port: int, rate: float, seconds: float) -> list[float]:
         due_s = begin_s + number * period_s / CONNECTIONS
         while due_s < begin_s + seconds:
             await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
-            await client.submit("waits", b"{}")
+            if echo:
+                await client.send("POST", "/echo", b"{}")
+            else:
+                await client.submit("waits", b"{}")
             found.append((time.perf_counter() - due_s) * 1000)
             due_s += period_s
 
@@ -153,33 +156,40 @@ async def latencies_ms(port: int, rate: float, seconds: float) -> list[float]:
     return found
 
 
-async def acceptance(report: Report, *, rounds: int, each: int, seconds: float) -> None:
-    """Both durabilities against a bare echo, in turns."""
-    rates: dict[str, list[float]] = {"echo": [], "process": [], "power": []}
-    p99_ms: dict[str, float] = {}
+@contextlib.asynccontextmanager
+async def servers() -> AsyncIterator[dict[str, int]]:
+    """Ports of a bare echo and of a gateway of each durability, whose calls all wait."""
     async with contextlib.AsyncExitStack() as stack:
         world = await stack.enter_async_context(upstream())
-        echo = int(str((await stack.enter_async_context(process(ECHO)))["http"]))
-        ports = {}
+        ports = {"echo": int(str((await stack.enter_async_context(process(ECHO)))["http"]))}
         for durability in ("process", "power"):
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             config = configure(directory, world.port, durability)
             gateway = await stack.enter_async_context(process(GATEWAY, str(config)))
             ports[durability] = int(str(gateway["http"]))
+        yield ports
+
+
+async def acceptance(report: Report, *, rounds: int, each: int, seconds: float) -> None:
+    """Both durabilities against a bare echo, in turns."""
+    rates: dict[str, list[float]] = {"echo": [], "process": [], "power": []}
+    p99_ms: dict[str, list[float]] = {name: [] for name in rates}
+    async with servers() as ports:
         for _ in range(rounds):
-            rates["echo"].append(await per_second(echo, "/echo", each))
-            for durability, port in ports.items():
-                rates[durability].append(await accepted_per_s(port, each))
+            rates["echo"].append(await per_second(ports["echo"], "/echo", each))
+            for durability in ("process", "power"):
+                rates[durability].append(await accepted_per_s(ports[durability], each))
         wanted = min(ACCEPTED_PER_S, 0.5 * median(rates["echo"]))
-        for durability, port in ports.items():
-            p99_ms[durability] = percentile(await latencies_ms(port, wanted / 2, seconds), 0.99)
-    rows = {name: {"per_s": median(found)} for name, found in rates.items()}
-    for durability, found_ms in p99_ms.items():
-        rows[durability]["p99_ms_at_half"] = found_ms
+        for _ in range(rounds):
+            for name, port in ports.items():
+                found = await latencies_ms(port, wanted / 2, seconds, echo=name == "echo")
+                p99_ms[name].append(percentile(found, 0.99))
+    rows = {name: {"per_s": median(rates[name]), "p99_ms_at_half": median(p99_ms[name])} for name in rates}
     report.figure("acceptance", {name: dict(row) for name, row in rows.items()})
-    report.check("accepted_per_s", median(rates["process"]), limit=wanted, better="higher")
-    report.check("accept_p99_ms", p99_ms["process"], limit=ACCEPT_P99_MS, better="lower")
+    report.check("accepted_per_s", rows["process"]["per_s"], limit=wanted, better="higher")
+    report.check("accept_p99_ms", rows["process"]["p99_ms_at_half"], limit=ACCEPT_P99_MS, better="lower")
     report.note("accepted_per_s: durability process; the limit is the lower of 1,500 and half of the echo's rate")
+    report.note("accept_p99_ms: at half of that limit; the median of the rounds' own p99")
 
 
 # kill -9
@@ -270,7 +280,7 @@ def measured(report: Report, name: str, limit: float, rows: dict[str, dict[str, 
 def main() -> int:
     given = arguments("durable")
     report = Report("durable")
-    rounds, each, seconds = (2, 40, 2.0) if given.quick else (5, 150, 10.0)
+    rounds, each, seconds = (3, 40, 1.5) if given.quick else (5, 150, 5.0)
     asyncio.run(acceptance(report, rounds=rounds, each=each, seconds=seconds))
     asyncio.run(kills(report, rounds=1 if given.quick else 4, goal=200))
     measured(report, "pass_ms_100k_over_1k", PASS_RATIO, queue_lengths())
