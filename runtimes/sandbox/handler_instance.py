@@ -194,6 +194,8 @@ class Instance:
         if "fatal" in first:
             fatal = first["fatal"]
             message = f"cannot load {self.spec.module}:{self.spec.callable}: {fatal['type']}: {fatal['message']}"
+            if fatal["type"] == "PermissionError":
+                message += f"; the sandbox's user must be able to read {self.spec.directory}: chmod -R a+rX it"
             detail = {"traceback": fatal["traceback"]}
             raise ImportFailed(Reason.HANDLER_ERROR, message, component=COMPONENT, detail=detail)
 

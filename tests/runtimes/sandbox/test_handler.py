@@ -385,3 +385,13 @@ async def test_a_missing_directory_is_refused_at_registration(runtime: HandlerRu
     spec = HandlerSpec(module="handler", callable="score", directory=tmp_path / "none")
     with pytest.raises(InvalidConfig, match="does not exist"):
         await runtime.prepare(FunctionSpec(name="reward", runtime=RuntimeKind.HANDLER, handler=spec))
+
+
+async def test_a_directory_that_the_sandbox_cannot_read_is_named_with_the_remedy(
+    runtime: HandlerRuntime, function: Function
+) -> None:
+    spec = function("def score(event, context): return 1")
+    assert spec.handler is not None
+    spec.handler.directory.chmod(0o700)
+    with pytest.raises(InvalidConfig, match=rf"{spec.handler.directory}: chmod -R a\+rX"):
+        await runtime.prepare(spec)
