@@ -12,7 +12,7 @@ from bench.report import Report, median, parser
 from manager.bound import lower_bound
 from manager.knowledge import Knowledge, Learning
 from manager.simulate import Size, simulate
-from manager.simulation import Run
+from manager.simulation import Physics, Run
 from manager.workloads import CODING_BURST, Coding, Search, Workload, coding, mixed, mopd
 
 #: Not the seed that constants were chosen on.
@@ -42,12 +42,12 @@ def act_s(
 
 
 def best_fixed_s(workload: Workload, size: Size, dops: Sequence[int]) -> float:
-    """The ACT of the best constant DoP, known only afterwards."""
-    return min(act_s(workload, f"fixed:{dop}", size) for dop in dops)
+    """The ACT of the best constant DoP, known only afterwards: at most that wide, or waiting for all of it."""
+    return min(act_s(workload, f"fixed:{dop},wait={wait}", size) for dop in dops for wait in (0, 1))
 
 
 def bound_s(workload: Workload, size: Size) -> float:
-    bound = lower_bound(workload.trajectories, size.capacity, workload.quotas)
+    bound = lower_bound(workload.trajectories, size.capacity, workload.quotas, worker_cost_s=Physics().worker_cost_s)
     return bound.best_s / max(1, len(workload.trajectories))
 
 

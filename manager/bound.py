@@ -7,7 +7,8 @@ Three relaxations, of which the best counts (DESIGN 10 and the research on sched
   order of shortest remaining work, never before it could be ready;
 - price: the Lagrangian dual. With a price for every unit-second over time, each trajectory alone minimises its
   ACT plus what it pays; the sum of these minima less the worth of the capacity bounds every feasible schedule.
-  Any prices are valid; good ones balance demand and capacity. Actions may be resized and interrupted freely.
+  Any prices are valid; good ones balance demand and capacity. Actions may be resized and interrupted freely,
+  but whatever uses many units at once has started as many workers, and works off what each of them costs.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ WORTHS = 24
 STARTS = (0, 4, 16, 64, 256)
 #: Ends looked at first; a later end costs more than that many cells anyway.
 ENDS = 96
+#: Most workers of each way to start a malleable action, tried once the prices are found.
+WORKERS = (2, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 20, 24, 32, 48, 64, 128, 256)
 #: The price of a unit-second at first, and the least one that a price can come back from.
 FIRST_PRICE = 0.05
 LEAST_PRICE = 1e-6
@@ -61,11 +64,15 @@ def lower_bound(
     capacity: Mapping[str, int],
     quotas: Mapping[str, QuotaSpec] | None = None,
     *,
+    worker_cost_s: float = 0.0,
     rounds: int = 20,
 ) -> Bound:
-    """Bounds for ``capacity`` units by kind (quota kinds in ``quotas``); ``rounds`` of improving the prices."""
+    """Bounds for ``capacity`` units by kind (quota kinds in ``quotas``); ``rounds`` of improving the prices.
+
+    ``worker_cost_s``: unit-seconds that each worker of a malleable action costs, in every schedule.
+    """
     infinite_s = sum(fastest_s(step) for trajectory in trajectories for step in trajectory.steps)
-    dual = Dual(trajectories, capacity, quotas or {})
+    dual = Dual(trajectories, capacity, quotas or {}, worker_cost_s)
     return Bound(infinite_s=infinite_s, area_s=area_bound(trajectories, capacity), price_s=dual.best(rounds))
 
 
@@ -120,7 +127,11 @@ class Dual:
     """The Lagrangian dual: prices by kind and cell of time, and what every trajectory alone makes of them."""
 
     def __init__(
-        self, trajectories: Sequence[Trajectory], capacity: Mapping[str, int], quotas: Mapping[str, QuotaSpec]
+        self,
+        trajectories: Sequence[Trajectory],
+        capacity: Mapping[str, int],
+        quotas: Mapping[str, QuotaSpec],
+        worker_cost_s: float,
     ) -> None:
         self._paths = [_path(trajectory) for trajectory in trajectories if trajectory.steps]
         length_s = max((path.ends_s for path in self._paths), default=1.0)
@@ -134,23 +145,29 @@ class Dual:
             windows = math.ceil(self._cell_s / quota.period_s)
             self._capacity[kind] = float(quota.limit * windows)
         self._quotas = frozenset(quotas)
+        self._worker_cost_s = worker_cost_s
         self._prices = {kind: np.full(CELLS, FIRST_PRICE) for kind in self._capacity}
 
     def best(self, rounds: int) -> float:
         """The best bound found: each price follows the ratio of demand to capacity, in ever smaller steps."""
         best = -math.inf
+        best_prices = self._prices
         for turn in range(rounds):
             value, used = self._evaluate()
-            best = max(best, value)
+            if value > best:
+                best, best_prices = value, {kind: prices.copy() for kind, prices in self._prices.items()}
             for kind, prices in self._prices.items():
                 factor = np.clip(used[kind] / self._capacity[kind], 0.25, 4.0)
                 prices *= factor ** (1.0 / (1.0 + 0.15 * max(0, turn - rounds // 4)))
                 np.maximum(prices, LEAST_PRICE, out=prices)
-        return best
+        if self._worker_cost_s == 0.0:
+            return best
+        self._prices = best_prices
+        return max(best, self._evaluate(self._worker_cost_s)[0])
 
-    def _evaluate(self) -> tuple[float, dict[str, Floats]]:
+    def _evaluate(self, worker_cost_s: float = 0.0) -> tuple[float, dict[str, Floats]]:
         used = {kind: np.zeros(CELLS) for kind in self._prices}
-        tables = _Tables(self._prices, self._cell_s, self._quotas)
+        tables = _Tables(self._prices, self._cell_s, self._quotas, worker_cost_s)
         value = sum(tables.walk(path, used) for path in self._paths)
         worth = sum(float(prices.sum()) * self._capacity[kind] for kind, prices in self._prices.items())
         return value - worth, used
@@ -184,8 +201,11 @@ class _Tables:
     it, which keeps the bound valid.
     """
 
-    def __init__(self, prices: Mapping[str, Floats], cell_s: float, quotas: frozenset[str]) -> None:
+    def __init__(
+        self, prices: Mapping[str, Floats], cell_s: float, quotas: frozenset[str], worker_cost_s: float
+    ) -> None:
         self._cell_s = cell_s
+        self._worker_cost_s = worker_cost_s
         self._quotas = quotas
         self._prices = {kind: np.concatenate([values, np.zeros(2 * CELLS)]) for kind, values in prices.items()}
         self._grid_s = np.arange(CELLS) * cell_s
@@ -240,20 +260,44 @@ class _Tables:
         self, step: Step, ready_s: float, fastest_s: float, ahead_s: Floats, last: bool, used: dict[str, Floats]
     ) -> Floats:
         assert step.key is not None
-        unit_set, elasticity = step.cost[step.key], _coarse(step.elasticity)
-        table = self._elastic.get((step.key, unit_set, elasticity))
-        if table is None:
-            table = _Elastic(shape_of(unit_set, elasticity), self._prices[step.key], self._cell_s)
-            self._elastic[step.key, unit_set, elasticity] = table
+        ways = [(self._table(step, unit_set), step.t_ori_s + cost_s) for unit_set, cost_s in self._ways(step)]
         # An end between two grid points is charged the earlier one's future, less the cell that it may gain.
         future_s = np.zeros(CELLS) if last else ahead_s - self._cell_s
         cost_s = np.empty(CELLS)
         for start, stop in zip(STARTS, (*STARTS[1:], CELLS), strict=True):
-            value_s, worth = table.value(step.t_ori_s, ready_s, fastest_s, start, future_s)
+            found = [table.value(t_ori_s, ready_s, fastest_s, start, future_s) for table, t_ori_s in ways]
+            best = min(range(len(ways)), key=lambda index: found[index][0])
+            value_s, worth = found[best]
             cost_s[start:stop] = value_s - self._grid_s[: stop - start]
             if start == 0:
-                table.use(step.t_ori_s, ready_s, worth, used[step.key])
+                ways[best][0].use(ways[best][1], ready_s, worth, used[step.key])
         return self._wait(cost_s)
+
+    def _ways(self, step: Step) -> list[tuple[UnitSet, float]]:
+        """Units by the number of workers started, and the seconds of T_ori that these cost at the least.
+
+        Each worker costs unit-seconds at any width; a width with efficiency E does E seconds of T_ori in one.
+        """
+        assert step.key is not None
+        units, elasticity = step.cost[step.key], step.elasticity
+        if not step.malleable or self._worker_cost_s == 0.0 or units.choices is not None or elasticity is None:
+            return [(units, 0.0)]
+        ways: list[tuple[UnitSet, float]] = []
+        fewest = units.minimum
+        for most in (*(most for most in WORKERS if fewest <= most < units.maximum), units.maximum):
+            least = min(elasticity.efficiency(count) for count in range(units.minimum, most + 1))
+            ways.append((UnitSet.span(units.minimum, most), self._worker_cost_s * fewest * least))
+            fewest = most + 1
+        return ways
+
+    def _table(self, step: Step, unit_set: UnitSet) -> _Elastic:
+        assert step.key is not None
+        elasticity = _coarse(step.elasticity)
+        table = self._elastic.get((step.key, unit_set, elasticity))
+        if table is None:
+            table = _Elastic(shape_of(unit_set, elasticity), self._prices[step.key], self._cell_s)
+            self._elastic[step.key, unit_set, elasticity] = table
+        return table
 
 
 class _Elastic:

@@ -124,7 +124,8 @@ def run(
         runs[name] = simulate(workload, name, size, base=base, physics=physics, knowledge=knowledge)
     bound: Bound | None = None
     if with_bound:
-        bound = lower_bound(workload.trajectories, capacity, workload.quotas)
+        costs = physics or Physics()
+        bound = lower_bound(workload.trajectories, capacity, workload.quotas, worker_cost_s=costs.worker_cost_s)
     found = None
     if find is not None:
         if target_act_s is None or base is not None:

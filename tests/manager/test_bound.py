@@ -29,8 +29,8 @@ def one(name: str, arrival_s: float, t_ori_s: float, serial: float, most: int) -
     return Trajectory(id=name, arrival_s=arrival_s, steps=(step,))
 
 
-def total_act_s(trajectories: list[Trajectory], cores: int, policy: str) -> float:
-    run = Simulation(cluster(cores=cores, nodes=1, policy=policy), trajectories, physics=FREE).run()
+def total_act_s(trajectories: list[Trajectory], cores: int, policy: str, physics: Physics = FREE) -> float:
+    run = Simulation(cluster(cores=cores, nodes=1, policy=policy), trajectories, physics=physics).run()
     return sum(record.act_s for record in run.records)
 
 
@@ -48,6 +48,25 @@ def test_no_policy_beats_the_bound(drawn: list[tuple[float, float, float, int]],
     bound = lower_bound(trajectories, {"cpu": cores}, rounds=8)
     for policy in ("paper", "adaptive", "price", "fixed:2"):
         assert bound.best_s <= total_act_s(trajectories, cores, policy) * (1 + 1e-9)
+
+
+@settings(max_examples=15, deadline=None)
+@given(jobs, st.integers(1, 8), st.floats(0.1, 3.0))
+def test_no_policy_beats_the_bound_that_charges_workers(
+    drawn: list[tuple[float, float, float, int]], cores: int, worker_cost_s: float
+) -> None:
+    trajectories = [one(f"t{i}", *job[:3], min(job[3], cores)) for i, job in enumerate(drawn)]
+    bound = lower_bound(trajectories, {"cpu": cores}, worker_cost_s=worker_cost_s, rounds=8)
+    physics = Physics(worker_cost_s=worker_cost_s, resize_cost_s=0.0)
+    for policy in ("paper", "adaptive", "fixed:1", "fixed:3,wait=1"):
+        assert bound.best_s <= total_act_s(trajectories, cores, policy, physics) * (1 + 1e-9)
+
+
+def test_what_workers_cost_raises_the_bound_under_load() -> None:
+    trajectories = [one(f"t{index}", 0.0, 40.0, 0.05, 32) for index in range(40)]
+    free = lower_bound(trajectories, {"cpu": 32}, rounds=8)
+    charged = lower_bound(trajectories, {"cpu": 32}, worker_cost_s=1.0, rounds=8)
+    assert free.price_s < charged.price_s <= free.price_s * 1.5
 
 
 def test_alone_nothing_is_lost_to_the_bound() -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from manager.action import UnitSet
-from manager.config import ManagerSpec
+from manager.config import ManagerSpec, SchedulerSpec
 from manager.events import Submitted
 from manager.scheduler.fixed import FixedPolicy
-from manager.scheduler.policy import PoolView, Waiting
+from manager.scheduler.policy import PolicySpec, PoolView, Waiting
 from tests.manager.conftest import Driver, action, node, spec
 
 
@@ -61,3 +61,19 @@ def test_the_core_leases_what_fixed_asks_for(drive: Callable[[ManagerSpec], Driv
     wide = [action(f"a{index}", {"cpu": UnitSet.span(1, 8)}, key="cpu") for index in range(3)]
     driver.step(0.0, *(Submitted(action=one) for one in wide))
     assert [driver.started[one.id].lease.units("cpu") for one in wide] == [3, 3, 2]
+
+
+def test_with_wait_nothing_is_started_narrower_than_the_dop() -> None:
+    pool = view(
+        5, elastic("a", UnitSet.span(1, 8), 5), elastic("b", UnitSet.span(1, 8), 5), elastic("c", UnitSet.span(1, 2), 5)
+    )
+    assert started(FixedPolicy(dop=3), pool) == {"a": 3, "b": 2}
+    assert started(FixedPolicy(dop=3, wait=1), pool) == {"a": 3}
+
+
+def test_with_wait_a_dop_above_the_pool_is_the_whole_pool(drive: Callable[[ManagerSpec], Driver]) -> None:
+    policies = {"default": PolicySpec(name="fixed", options={"dop": 16, "wait": 1})}
+    driver = drive(ManagerSpec(nodes=(node(cores=4),), scheduler=SchedulerSpec(policies=policies)))
+    wide = [action(f"a{index}", {"cpu": UnitSet.span(1, 32)}, key="cpu") for index in range(2)]
+    driver.step(0.0, *(Submitted(action=one) for one in wide))
+    assert {id: begun.lease.units("cpu") for id, begun in driver.started.items()} == {"a0": 4}
