@@ -17,6 +17,7 @@ from gateway.config_models import NodeConfig, SchedulerConfig, ServerConfig
 from gateway.hands import Hands
 from manager.action import UnitSet
 from manager.clock import Clock
+from manager.config import TaskSpec
 from manager.errors import Reason
 from manager.function import FunctionSpec, RetrySpec, RuntimeKind
 from runtimes.fake import ScriptedRuntime, Step
@@ -88,6 +89,7 @@ class Bench:
     functions: Mapping[str, FunctionSpec] = field(default_factory=dict)
     server: Mapping[str, object] = field(default_factory=dict)
     scheduler: Mapping[str, object] = field(default_factory=dict)
+    tasks: Mapping[str, TaskSpec] = field(default_factory=dict)
 
     def config(self) -> GatewayConfig:
         server = {"state_dir": self.directory / "state", "port": 0, "grpc_port": 0, "drain_grace": "200ms"}
@@ -95,6 +97,7 @@ class Bench:
             functions=FUNCTIONS | dict(self.functions),
             server=ServerConfig.model_validate(server | dict(self.server)),
             node=NodeConfig(),
+            tasks=dict(self.tasks),
             scheduler=SchedulerConfig.model_validate(self.scheduler),
         )
 

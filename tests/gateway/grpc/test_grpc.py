@@ -12,7 +12,7 @@ from pathlib import Path
 import orjson
 import pytest
 from grpclib.client import Channel
-from grpclib.const import Status
+from grpclib.const import Cardinality, Status
 from grpclib.exceptions import GRPCError
 from grpclib.health.v1.health_grpc import HealthStub
 from grpclib.health.v1.health_pb2 import HealthCheckRequest
@@ -21,7 +21,7 @@ from grpclib.reflection.v1.reflection_pb2 import ServerReflectionRequest
 
 from gateway.grpc.generated import tangram_pb2 as pb
 from gateway.grpc.generated.tangram_grpc import GatewayStub
-from tests.gateway.conftest import Bench, Running, serving, until
+from tests.gateway.conftest import DEADLINE_S, Bench, Running, serving, until
 
 ROOT = Path(__file__).parents[3]
 
@@ -162,3 +162,42 @@ def test_the_generated_files_are_what_the_proto_makes(tmp_path: Path) -> None:
     names = sorted(path.name for path in made.iterdir())
     assert names == ["tangram_grpc.py", "tangram_pb2.py", "tangram_pb2.pyi"]
     assert filecmp.cmpfiles(committed, made, names, shallow=False) == (names, [], [])
+
+
+class Raw:
+    """A message whose bytes are what they are."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def SerializeToString(self) -> bytes:  # noqa: N802 - protobuf names it so
+        return self._data
+
+
+async def test_bytes_that_are_no_grpc_close_their_own_connection_only(gateway: Running, stub: GatewayStub) -> None:
+    preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+    frames = [b"\x00\x00\x04\x08\x00\x00\x00\x00\x00\xff\xff\xff\xff", b"\xff" * 9, bytes(range(256)) * 8]
+    for sent in (
+        b"\x00\xff" * 400,
+        b"GET / HTTP/1.1\r\n\r\n",
+        preface + b"\x00" * 9,
+        *(preface + each for each in frames),
+    ):
+        reader, writer = await asyncio.open_connection("127.0.0.1", gateway.app.grpc_port)
+        writer.write(sent)
+        writer.write_eof()
+        await asyncio.wait_for(reader.read(-1), DEADLINE_S)
+        writer.close()
+    assert (await stub.Invoke(call({"n": 1}))).state == "succeeded"
+
+
+@pytest.mark.parametrize("message", [b"\xff" * 64, b"\x0a\xff\xff\xff\xff\x0f", bytes(range(256))])
+async def test_a_message_that_cannot_be_read_is_a_status(gateway: Running, message: bytes) -> None:
+    async with channel(gateway) as opened:
+        method = "/tangram.v1.Gateway/Invoke"
+        async with opened.request(method, Cardinality.UNARY_UNARY, Raw, pb.Invocation) as stream:
+            await stream.send_message(Raw(message), end=True)
+            with pytest.raises(GRPCError):
+                await stream.recv_message()
+                await stream.recv_trailing_metadata()
+    assert gateway.app.invocations.living == ()
