@@ -13,13 +13,30 @@ from gateway.dead_letters import DeadLetters
 from gateway.errors import problem
 from gateway.house import House
 from gateway.http.messages import json_response, read_body, record_response
-from gateway.http.operation import DURATION, KEY, NAME, Operation, json_answer, path_parameter, query, ref
+from gateway.http.operation import DURATION, KEY, NAME, Operation, Schema, json_answer, path_parameter, query, ref
 from gateway.invocation import Invocation, Request
 from gateway.record import Mode
 from manager.errors import InvalidInput, TangramError, TooLarge
 
 FIELDS = ("function", "input", "trajectory", "task", "timeout", "max_age", "key")
 Verdict = Invocation | TangramError
+CALL: Schema = {
+    "type": "object",
+    "required": ["function"],
+    "properties": {
+        "function": NAME,
+        "input": {"type": "object"},
+        "trajectory": NAME,
+        "task": NAME,
+        "timeout": DURATION,
+        "max_age": DURATION,
+        "key": KEY,
+    },
+    "additionalProperties": False,
+}
+#: An odd call is refused by its own verdict, so the document takes anything in its place.
+ITEMS: Schema = {"anyOf": [CALL, {"description": "Anything else: its verdict is 422"}]}
+CALLS: Schema = {"type": "object", "required": ["calls"], "properties": {"calls": {"type": "array", "items": ITEMS}}}
 
 
 class BatchOperations:
@@ -86,23 +103,6 @@ class BatchOperations:
         """The rows of the table."""
         letter = path_parameter("id", "Id of a dead invocation")
         counted = json_answer("How many left the list", {"type": "object"})
-        call = {
-            "type": "object",
-            "required": ["function"],
-            "properties": {
-                "function": NAME,
-                "input": {"type": "object"},
-                "trajectory": NAME,
-                "task": NAME,
-                "timeout": DURATION,
-                "max_age": DURATION,
-                "key": KEY,
-            },
-            "additionalProperties": False,
-        }
-        # An odd call is refused by its own verdict, so the document takes anything in its place.
-        items = {"anyOf": [call, {"description": "Anything else: its verdict is 422"}]}
-        calls = {"type": "object", "required": ["calls"], "properties": {"calls": {"type": "array", "items": items}}}
         return [
             Operation(
                 id="invokeBatch",
@@ -115,7 +115,7 @@ class BatchOperations:
                     query("wait", "Wait for the ends of none, any or all", {"enum": ["none", "any", "all"]}),
                     query("timeout", "Wait no longer", DURATION),
                 ),
-                body={"application/json": calls},
+                body={"application/json": CALLS},
                 body_required=True,
                 answers={200: json_answer("The verdicts, in the order of the calls", {"type": "object"})},
                 problems=(413, 422),
