@@ -43,7 +43,7 @@ def act_s(
 
 def best_fixed_s(workload: Workload, size: Size, dops: Sequence[int]) -> float:
     """The ACT of the best constant DoP, known only afterwards: at most that wide, or waiting for all of it."""
-    return min(act_s(workload, f"fixed:{dop},wait={wait}", size) for dop in dops for wait in (0, 1))
+    return min(act_s(workload, f"fixed:{dop},wait_s={wait_s}", size) for dop in dops for wait_s in (0, 1e9))
 
 
 def bound_s(workload: Workload, size: Size) -> float:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
 import click
+from click.core import ParameterSource
 
+from gateway import config
 from gateway.cli_output import server_options
 from gateway.client import Client
+from gateway.machine import describe
 from gateway.trace_export import recorded
 from manager.baselines import BASELINES
+from manager.config import ManagerSpec
 from manager.errors import TangramError
 from manager.plan import plan as plan_snapshot
 from manager.results import SimulationResult
@@ -61,6 +66,13 @@ def _explained(answer: Mapping[str, object]) -> Iterable[str]:
 @click.option("--workload", default="ai-coding", show_default=True, help=f"trace.jsonl, or one of {', '.join(PRESETS)}")
 @click.option("--batch", default=256, show_default=True, help="trajectories of a preset")
 @click.option("--seed", default=0, show_default=True)
+@click.option(
+    "--config",
+    "configs",
+    multiple=True,
+    type=click.Path(exists=True, path_type=Path),
+    help="repeatable: a gateway's configuration, for its quotas, limits, weights and, unless sizes are given, machine",
+)
 @click.option("--nodes", default=5, show_default=True, help="CPU nodes")
 @click.option("--cores", default=1280, show_default=True, help="cores of all nodes together")
 @click.option("--gpus", default=40, show_default=True, help="devices in nodes of eight")
@@ -76,6 +88,7 @@ def simulate(
     workload: str,
     batch: int,
     seed: int,
+    configs: tuple[Path, ...],
     nodes: int,
     cores: int,
     gpus: int,
@@ -96,6 +109,7 @@ def simulate(
             chosen,
             [name for text in names or DEFAULT_POLICIES for name in text.split("+")],
             size,
+            base=_configured(configs, size, chosen) if configs else None,
             learned=learned,
             with_bound=bound,
             find=find,
@@ -156,6 +170,15 @@ def load_workload(name: str, batch: int, seed: int) -> Workload:
         trajectories = read_trace(path.read_text(encoding="utf-8").splitlines())
         return Workload(name=path.name, trajectories=tuple(trajectories))
     return preset(name, batch, seed)
+
+
+def _configured(paths: tuple[Path, ...], size: Size, workload: Workload) -> ManagerSpec:
+    """What a gateway with this configuration would schedule on: this machine, or the size asked for in its place."""
+    loaded = config.load(paths, os.environ, look=False)
+    source = click.get_current_context().get_parameter_source
+    if any(source(name) is ParameterSource.COMMANDLINE for name in ("nodes", "cores", "gpus")):
+        return loaded.manager_spec(size.spec(workload, "fixed").nodes)
+    return loaded.manager_spec((describe(loaded),))
 
 
 def _plot(result: SimulationResult, workload: Workload, size: Size, path: Path) -> None:

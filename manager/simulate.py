@@ -87,12 +87,15 @@ def simulate(
 
 
 def adopted(base: ManagerSpec, spec: ManagerSpec) -> ManagerSpec:
-    """A gateway's nodes, quotas and bounds, with the workload's services and the policy under test."""
+    """A gateway's nodes, quotas, weights and caps, with the workload's services and the policy under test.
+
+    Queues are as long as the workload needs: a simulated trajectory does not try again.
+    """
     return replace(
         base,
         quotas={**spec.quotas, **base.quotas},
         services={**spec.services, **base.services},
-        tasks=spec.tasks,
+        tasks={**spec.tasks, **{name: replace(task, max_queued=10**9) for name, task in base.tasks.items()}},
         scheduler=spec.scheduler,
     )
 
@@ -125,7 +128,8 @@ def run(
     bound: Bound | None = None
     if with_bound:
         costs = physics or Physics()
-        bound = lower_bound(workload.trajectories, capacity, workload.quotas, worker_cost_s=costs.worker_cost_s)
+        quotas = workload.quotas if base is None else {**workload.quotas, **base.quotas}
+        bound = lower_bound(workload.trajectories, capacity, quotas, worker_cost_s=costs.worker_cost_s)
     found = None
     if find is not None:
         if target_act_s is None or base is not None:

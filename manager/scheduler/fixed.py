@@ -10,27 +10,33 @@ from manager.scheduler.policy import Decision, PoolView, Start
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedPolicy:
-    """First come first served; ``dop`` is clipped to the unit set, and without ``wait`` to what is free."""
+    """First come first served; ``dop`` is clipped to the unit set and, once waited for, to what is free."""
 
     name: str = "fixed"
     dop: float = 1
-    #: 1: an action waits until ``dop`` units are free, and those behind it wait with it.
-    wait: float = 0
+    #: Seconds that an elastic action waits for all of ``dop``; rigid ones pass it meanwhile, elastic ones do not.
+    wait_s: float = 0.0
 
     def decide(self, view: PoolView) -> Decision:
-        """Start candidates in order while the next one's minimum is left."""
-        starts = []
+        """Start candidates in order while the next one's units are left."""
+        starts: list[Start] = []
         free = view.free
+        wake_s: float | None = None
         for candidate in view.candidates:
-            wanted = _units(candidate.action).at_most(min(int(self._wanted(candidate.action)), view.total))
-            if wanted is None or (self.wait and wanted > free):
+            action, units = candidate.action, _units(candidate.action)
+            if action.key is not None and wake_s is not None:
+                continue
+            wanted = units.at_most(min(int(self._wanted(action)), view.total))
+            assert wanted is not None, f"{action.id} never fits"
+            if action.key is not None and wanted > free and view.now_s < action.submitted_s + self.wait_s:
+                wake_s = action.submitted_s + self.wait_s
+                continue
+            given = units.at_most(min(wanted, candidate.limit, free))
+            if given is None:
                 break
-            units = _units(candidate.action).at_most(min(wanted, candidate.limit, free))
-            if units is None:
-                break
-            starts.append(Start(action_id=candidate.action.id, units=units))
-            free -= units
-        return Decision(starts=starts)
+            starts.append(Start(action_id=action.id, units=given))
+            free -= given
+        return Decision(starts=starts, wake_s=wake_s)
 
     def _wanted(self, action: Action) -> float:
         """The DoP for elastic actions, never below the minimum."""

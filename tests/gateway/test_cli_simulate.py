@@ -34,6 +34,29 @@ def test_a_trace_is_played_again_with_another_size(tmp_path: Path) -> None:
     assert value["trajectories"] == 12 and value["policies"][0]["over_bound"] >= 1.0
 
 
+def test_a_gateways_own_configuration_bounds_what_is_played(tmp_path: Path) -> None:
+    config = tmp_path / "tangram.yaml"
+    config.write_text("resources:\n  search: {kind: quota, limit: 1, period: 10s}\n")
+    played = {}
+    for name, options in {"free": [], "configured": ["--config", str(config)]}.items():
+        arguments = [*SMALL, "--workload", "deepsearch", "--policy", "price", "--json", *options]
+        done = CliRunner().invoke(simulate, arguments)
+        assert done.exit_code == 0, done.output
+        played[name] = json.loads(done.output)["policies"][0]
+    assert played["configured"]["act_s"] > 2 * played["free"]["act_s"]
+
+
+def test_a_configuration_without_sizes_brings_its_machine(tmp_path: Path) -> None:
+    config = tmp_path / "tangram.yaml"
+    config.write_text("node:\n  cpu: {cores: '0'}\n")
+    done = CliRunner().invoke(
+        simulate, ["--batch", "4", "--config", str(config), "--policy", "price", "--policy", "paper", "--find", "cores"]
+    )
+    assert done.exit_code == 1 and "--target-act" in done.output
+    done = CliRunner().invoke(simulate, ["--batch", "4", "--config", str(config), "--policy", "price", "--json"])
+    assert done.exit_code == 0, done.output
+
+
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
     picture = tmp_path / "out.png"
     done = CliRunner().invoke(simulate, [*SMALL, "--policy", "price", "--plot", str(picture)])

@@ -58,7 +58,7 @@ def test_no_policy_beats_the_bound_that_charges_workers(
     trajectories = [one(f"t{i}", *job[:3], min(job[3], cores)) for i, job in enumerate(drawn)]
     bound = lower_bound(trajectories, {"cpu": cores}, worker_cost_s=worker_cost_s, rounds=8)
     physics = Physics(worker_cost_s=worker_cost_s, resize_cost_s=0.0)
-    for policy in ("paper", "adaptive", "fixed:1", "fixed:3,wait=1"):
+    for policy in ("paper", "adaptive", "fixed:1", "fixed:3,wait_s=9"):
         assert bound.best_s <= total_act_s(trajectories, cores, policy, physics) * (1 + 1e-9)
 
 

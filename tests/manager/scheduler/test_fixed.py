@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from manager.action import UnitSet
 from manager.config import ManagerSpec, SchedulerSpec
-from manager.events import Submitted
+from manager.events import Submitted, Tick
 from manager.scheduler.fixed import FixedPolicy
 from manager.scheduler.policy import PolicySpec, PoolView, Waiting
 from tests.manager.conftest import Driver, action, node, spec
@@ -63,16 +63,30 @@ def test_the_core_leases_what_fixed_asks_for(drive: Callable[[ManagerSpec], Driv
     assert [driver.started[one.id].lease.units("cpu") for one in wide] == [3, 3, 2]
 
 
-def test_with_wait_nothing_is_started_narrower_than_the_dop() -> None:
+def test_an_elastic_action_waits_for_its_dop_and_only_rigid_ones_pass() -> None:
     pool = view(
-        5, elastic("a", UnitSet.span(1, 8), 5), elastic("b", UnitSet.span(1, 8), 5), elastic("c", UnitSet.span(1, 2), 5)
+        5,
+        elastic("a", UnitSet.span(1, 8), 5),
+        elastic("b", UnitSet.span(1, 8), 5),
+        Waiting(action=action("c", {"cpu": 1}), limit=5),
+        elastic("d", UnitSet.span(1, 2), 5),
     )
     assert started(FixedPolicy(dop=3), pool) == {"a": 3, "b": 2}
-    assert started(FixedPolicy(dop=3, wait=1), pool) == {"a": 3}
+    assert started(FixedPolicy(dop=3, wait_s=9.0), pool) == {"a": 3, "c": 1}
+    assert FixedPolicy(dop=3, wait_s=9.0).decide(pool).wake_s == 9.0
 
 
-def test_with_wait_a_dop_above_the_pool_is_the_whole_pool(drive: Callable[[ManagerSpec], Driver]) -> None:
-    policies = {"default": PolicySpec(name="fixed", options={"dop": 16, "wait": 1})}
+def test_after_the_wait_it_takes_what_is_free(drive: Callable[[ManagerSpec], Driver]) -> None:
+    policies = {"default": PolicySpec(name="fixed", options={"dop": 3, "wait_s": 5.0})}
+    driver = drive(ManagerSpec(nodes=(node(cores=4),), scheduler=SchedulerSpec(policies=policies)))
+    driver.step(0.0, *(Submitted(action=elastic(id, UnitSet.span(1, 8), 8).action) for id in "ab"))
+    assert set(driver.started) == {"a"}
+    driver.step(5.0, Tick())
+    assert driver.started["b"].lease.units("cpu") == 1
+
+
+def test_a_dop_above_the_pool_is_the_whole_pool(drive: Callable[[ManagerSpec], Driver]) -> None:
+    policies = {"default": PolicySpec(name="fixed", options={"dop": 16, "wait_s": 9.0})}
     driver = drive(ManagerSpec(nodes=(node(cores=4),), scheduler=SchedulerSpec(policies=policies)))
     wide = [action(f"a{index}", {"cpu": UnitSet.span(1, 32)}, key="cpu") for index in range(2)]
     driver.step(0.0, *(Submitted(action=one) for one in wide))
