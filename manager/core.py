@@ -238,6 +238,9 @@ class Core:
             self._pools.quota(house.resources, name, quota)
         for name, concurrency in (event.concurrency or {}).items():
             self._pools.concurrency(house.resources, name, concurrency)
+        if event.services is not None:
+            house.services = {**house.services, **event.services}
+            self._pools.services(house.resources, event.services)
         house.fair.reconfigure(frozenset(pool.kind for pool in house.resources if pool.timed))
         house.all_dirty()
 

@@ -97,7 +97,7 @@ class Bench:
             functions=FUNCTIONS | dict(self.functions),
             server=ServerConfig.model_validate(server | dict(self.server)),
             node=NodeConfig(),
-            tasks=dict(self.tasks),
+            tasks={"default": TaskSpec()} | dict(self.tasks),
             scheduler=SchedulerConfig.model_validate(self.scheduler),
         )
 
