@@ -68,7 +68,7 @@ class GatewayProcess:
             stderr=subprocess.PIPE,
             text=True,
         )
-        threading.Thread(target=self._read, args=(self._process,), daemon=True).start()
+        threading.Thread(target=self._read, args=(self._process, self._serving), daemon=True).start()
         try:
             serving = self._serving.get(timeout=START_S)
         except queue.Empty:
@@ -80,7 +80,8 @@ class GatewayProcess:
         host, port = str(serving["grpc"]).rsplit(":", 1)
         self.grpc = (host, int(port))
 
-    def _read(self, process: subprocess.Popen[str]) -> None:
+    def _read(self, process: subprocess.Popen[str], serving: queue.Queue[dict[str, Any] | None]) -> None:
+        """Follow one process to its end; its own queue, so that a dead one cannot speak for the next."""
         assert process.stderr is not None
         with process.stderr as lines:
             for line in lines:
@@ -90,8 +91,8 @@ class GatewayProcess:
                 except ValueError:
                     continue
                 if isinstance(record, dict) and record.get("event") == "serving":
-                    self._serving.put(record)
-        self._serving.put(None)
+                    serving.put(record)
+        serving.put(None)
 
     @property
     def pid(self) -> int:
