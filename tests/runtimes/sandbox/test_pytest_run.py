@@ -230,7 +230,7 @@ HANG = {
 
 
 async def test_a_timeout_keeps_the_verdicts_known_so_far(bench: Bench) -> None:
-    failure = await bench.failure(files=HANG, function=replace(FUNCTION, timeout_s=2.0))
+    failure = await bench.failure(files=HANG, function=replace(FUNCTION, timeout_s=8.0))
     assert failure.reason is Reason.TIMEOUT
     assert "under way: test_hang.py::test_b" in failure.message
     assert isinstance(failure.result, dict)
@@ -270,7 +270,7 @@ async def test_cancelling_is_a_cancellation_and_at_the_timeout_a_failure_with_ve
 
 async def test_the_executors_deadline_keeps_the_verdicts_too(bench: Bench) -> None:
     await bench.write(HANG)
-    function = replace(FUNCTION, timeout_s=2.0)
+    function = replace(FUNCTION, timeout_s=8.0)
     execution, _ = execution_of(function, {}, trajectory="t1")
     executor = LocalExecutor({RuntimeKind.PYTEST: bench.runtime})
     outcome = await executor.execute(execution.action, execution.lease, execution.call)
