@@ -27,19 +27,18 @@ class AdaptivePolicy:
     #: Workers started, as a multiple of the fair share at the start.
     worker_cap: float = 1.2
     #: More workers are started for a long action, as long as they cost at most this part of its work.
-    worker_budget: float = 0.03
+    worker_budget: float = 0.02
     #: Core-seconds that a worker costs, where the pool's configuration does not say.
     worker_cost_s: float = 0.3
     #: Exponent by which little work left counts more in the shares; 0: all alike.
     bias: float = 0.2
-    workers_least: int = 4
     #: A running action grows once its share is at least this multiple of what it holds.
-    grow_ratio: float = 1.2
+    grow_ratio: float = 1.15
     #: A joining action is given this part of its share by shrinking others; more only from free units.
     join_share: float = 0.9
     short_s: float = 5.0
     age_max_s: float = 120.0
-    head_room: float = 1.0
+    head_room: float = 0.5
     #: For devices and for pools without malleable actions.
     price: PricePolicy = field(default_factory=PricePolicy)
 
