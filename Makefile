@@ -32,10 +32,14 @@ sim: setup
 
 # Every bench of DESIGN section 11, one JSON object each on its last line.
 bench: setup
-	@for name in gateway sandbox scheduler figures model; do $(PYTHON) -m bench.$$name --json; done
+	@for name in gateway sandbox scheduler figures rollouts model durable; do $(PYTHON) -m bench.$$name --json; done
 
-serve: setup
+serve: setup .cache/models/teacher/config.json
 	.venv/bin/tangram serve
+
+# The example checkpoints that functions/ name: real, tiny, trained here in seconds.
+.cache/models/teacher/config.json: scripts/make_checkpoint.py
+	$(PYTHON) -m scripts.make_checkpoint .cache/models
 
 clean:
 	rm -rf .venv .cache .demo .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
