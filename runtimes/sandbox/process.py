@@ -336,6 +336,8 @@ def _box(means: Means, directory: Path, spec: SandboxSpec, mounts: Mapping[str, 
         elif place.exists():
             options += ["--ro-bind", str(place), str(place)]
     options += ["--ro-bind", "/usr", "/usr"]
+    # Before what is bound below it: the gateway's own Python may live in /tmp.
+    options += ["--perms", "1777", "--size", str(spec.disk_bytes), "--tmpfs", "/tmp"]
     for parent in _parents([*mounts.values(), spec.workdir, sys.base_prefix, sys.prefix, "/etc/passwd"]):
         options += ["--perms", "0755", "--dir", parent]
     options += ["--perms", "0700", "--dir", INSIDE]
@@ -350,7 +352,6 @@ def _box(means: Means, directory: Path, spec: SandboxSpec, mounts: Mapping[str, 
         options += ["--ro-bind", str(directory / name), f"/etc/{name}"]
     options += ["--proc", "/proc", "--dev", "/dev"]
     options += ["--perms", "1777", "--size", str(spec.shm_bytes), "--tmpfs", "/dev/shm"]
-    options += ["--perms", "1777", "--size", str(spec.disk_bytes), "--tmpfs", "/tmp"]
     options += ["--bind", str(directory / "work"), spec.workdir]
     for source, target in mounts.items():
         options += ["--ro-bind", source, target]
