@@ -98,6 +98,7 @@ class QuotaServer(ThreadingHTTPServer):
         self.quota = quota
         self.key = key
         self.requests: deque[dict[str, object]] = deque(maxlen=10_000)
+        summaries()  # before any thread: CPython 3.11 cannot parse in several at once
         super().__init__((host, port), _Handler)
 
     @property
@@ -176,7 +177,6 @@ def main() -> None:
     options = parser.parse_args()
     quota = Quota(options.limit, options.period, options.concurrency)
     server = QuotaServer(options.port, quota, host=options.host, key=options.key)
-    summaries()
     print(f"search with a quota of {options.limit} in {options.period:g} s at {server.url}", flush=True)
     try:
         server.serve_forever()

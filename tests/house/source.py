@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -62,13 +63,22 @@ class Source:
 def sources() -> tuple[Source, ...]:
     """Every Python file of the house, generated code left out."""
     found = []
+    gc.collect()
+    gc.disable()  # CPython 3.11 loses count of its recursion when a finalizer runs inside ast.parse
+    try:
+        for path, text in texts():
+            found.append(Source(path, text, ast.parse(text, filename=str(path))))
+    finally:
+        gc.enable()
+    return tuple(found)
+
+
+def texts() -> Iterator[tuple[Path, str]]:
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
             if "generated" in path.parts or "__pycache__" in path.parts:
                 continue
-            text = path.read_text(encoding="utf-8")
-            found.append(Source(path, text, ast.parse(text, filename=str(path))))
-    return tuple(found)
+            yield path, path.read_text(encoding="utf-8")
 
 
 def within(module: str, package: str) -> bool:
