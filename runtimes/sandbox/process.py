@@ -140,6 +140,8 @@ class ProcessProvider:
                 group.make(memory_bytes=spec.memory_bytes, pids=spec.pids)
             record = Record(name=name, token=secrets.token_hex(16), spec=spec, labels=dict(labels))
             parent = self._start(directory, spec, mounts)
+            # A gateway that is killed from here on leaves a process behind: the next one must know of it.
+            replace(record, pid=parent, started=_started(parent), ready=False).write(directory)
             channel = await self._connect(directory, record, 0)
             if group is not None:
                 group.enter(channel.peer_pid)
@@ -158,7 +160,7 @@ class ProcessProvider:
         adopted: list[tuple[Sandbox, Mapping[str, str]]] = []
         for directory, record in await asyncio.to_thread(read_records, self._root):
             hold = self._hold_of(directory, record)
-            if record is not None and hold.pid != 0:
+            if record is not None and record.ready and hold.pid != 0:
                 try:
                     await hold.thaw()
                     channel = await self._connect(directory, record, record.pid)

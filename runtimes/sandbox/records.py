@@ -23,6 +23,8 @@ class Record:
     #: The runner's process and its start in ticks since boot (process sandboxes).
     pid: int = 0
     started: int = 0
+    #: False while it is being made: then ``pid`` is what was started, and the next gateway removes it.
+    ready: bool = True
 
     def write(self, directory: Path) -> None:
         """Durable enough for a gateway's crash; readable by the owner alone, for the token's sake."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from pathlib import Path
@@ -91,3 +92,14 @@ def test_accepted_work_survives_a_kill(tmp_path: Path) -> None:
             assert {(each.state, each.reason) for each in ended} <= {("lost", "gateway_restart"), ("succeeded", None)}
     finally:
         assert process.stop() == 0
+    assert not left_behind(tmp_path), "a sandbox that was being made when the gateway was killed lives on"
+
+
+def left_behind(directory: Path) -> list[str]:
+    """Processes that were started with something below the directory."""
+    commands = (entry / "cmdline" for entry in Path("/proc").iterdir() if entry.name.isdigit())
+    found = []
+    for command in commands:
+        with contextlib.suppress(OSError):
+            found.append(command.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+    return [line for line in found if str(directory) in line]
