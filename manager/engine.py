@@ -47,6 +47,9 @@ from manager.views import queue_view, resources_view, tasks_view, trajectories_v
 
 logger = logging.getLogger("manager.engine")
 
+#: Seconds until a timer that rang too early is looked at again.
+EARLY_S = 0.001
+
 
 class Listener(Protocol):
     """Whoever wants to know; called from the event loop, must not block and must not raise."""
@@ -400,4 +403,12 @@ class Engine:
             self._timer = None
         if instant_s is not None and not self._closed:
             delay_s = max(0.0, instant_s - self._clock.now())
-            self._timer = asyncio.get_running_loop().call_later(delay_s, self._schedule)
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._woken, instant_s)
+
+    def _woken(self, instant_s: float) -> None:
+        """The instant has come; a loop's timer may be a little early, and the core does not ask for the same twice."""
+        self._timer = None
+        if self._clock.now() < instant_s:
+            self._timer = asyncio.get_running_loop().call_later(EARLY_S, self._woken, instant_s)
+        else:
+            self._schedule()
