@@ -10,6 +10,7 @@ import pytest
 
 from manager.action import Action, UnitSet
 from manager.assembly import build_core
+from manager.config import QuotaSpec
 from manager.engine import Engine, Submission
 from manager.errors import CapacityExceeded, Conflict, Reason, Unsatisfiable
 from manager.executor import Call
@@ -191,3 +192,22 @@ async def test_the_queue_says_what_each_action_waits_for(rig: Rig) -> None:
     pools = rig.engine.resources()["pools"]
     assert isinstance(pools, dict)
     assert pools["cpu:n0"]["free"] == 0
+
+
+class SlowClock:
+    """Half as fast as the loop's timers, which therefore ring too early."""
+
+    def now(self) -> float:
+        return asyncio.get_running_loop().time() / 2
+
+
+async def test_a_timer_that_rings_early_loses_no_wake_up(rig: Rig) -> None:
+    core = build_core(replace(spec(), quotas={"search": QuotaSpec(limit=1, period_s=0.02)}))
+    engine = Engine(core, LocalExecutor({RuntimeKind.EXEC: ScriptedRuntime()}), clock=SlowClock())
+    await engine.start()
+    waiting = [replace(action(name), cost={"search": UnitSet.fixed(1)}) for name in ("a", "b", "c")]
+    call = Call(function=FUNCTION, input={}, log=Silent())
+    async with asyncio.timeout(5):
+        settled = await asyncio.gather(*engine.submit([Submission(action=one, call=call) for one in waiting]))
+    assert [one.outcome.state for one in settled] == [State.SUCCEEDED] * 3
+    await engine.close()
