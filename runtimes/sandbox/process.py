@@ -297,13 +297,15 @@ class ProcessHold:
         if self.group is not None:
             self.group.kill()
         if self.pid:
+            victims: set[int] = set()
             for _ in range(100):
-                victims = [self.pid, *_tree(self.pid)]
+                victims |= {self.pid, *_tree(self.pid)}
+                victims -= {pid for pid in victims if _state(pid) in ("", "Z")}
+                if not victims:
+                    break
                 for pid in victims:
                     with suppress(OSError):
                         os.kill(pid, signal.SIGKILL)
-                if not Path(f"/proc/{self.pid}").exists() or _state(self.pid) == "Z":
-                    break
                 time.sleep(0.005)
             self.pid = 0
         if self._parent:

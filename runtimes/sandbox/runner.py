@@ -180,6 +180,7 @@ class Runner:
         self.by_pid: dict[int, Job] = {}
         self.drains: dict[int, None] = {}  # output of what outlived its command, read and dropped
         self.uploads: dict[int, Upload] = {}
+        self.sweeps: dict[int, float] = {}  # asked for, and when to give up on what will not die
         self.gateway: Connection | None = None
         self.strangers: list[Connection] = []
         self.throttled = False
@@ -225,9 +226,9 @@ class Runner:
                 return
 
     def next_deadline_s(self) -> float:
-        if not self.jobs:
+        if not self.jobs and not self.sweeps:
             return 60.0
-        if any(job.kill_s is not None for job in self.jobs.values()):
+        if self.sweeps or any(job.kill_s is not None for job in self.jobs.values()):
             return TICK_S
         now = time.monotonic()
         return max(0.0, min([60.0, *(j.deadline_s - now for j in self.jobs.values() if j.deadline_s is not None)]))
@@ -240,6 +241,8 @@ class Runner:
             elif job.deadline_s is not None and now >= job.deadline_s:
                 job.timed_out = True
                 self.end(job, job.grace_s)
+        if self.sweeps:
+            self.sweep(now)
 
     # --- the gateway
 
@@ -313,6 +316,7 @@ class Runner:
             for upload in self.uploads.values():
                 upload.abandon()
             self.uploads.clear()
+            self.sweeps.clear()
 
     def send(self, kind: int, number: int, payload: bytes) -> None:
         gateway = self.gateway
@@ -354,7 +358,7 @@ class Runner:
             elif kind == LIST:
                 self.send(DONE, number, _json({"entries": self.entries(request["path"])}))
             elif kind == SWEEP:
-                self.send(DONE, number, _json({"processes": self.sweep()}))
+                self.sweeps[number] = time.monotonic() + UNKILLABLE_S
         except Refused as refusal:
             self.send(ERROR, number, _json({"code": refusal.code, "message": str(refusal)}))
         except OSError as error:
@@ -613,15 +617,14 @@ class Runner:
         for pid in members:
             _kill(pid, number)
 
-    def sweep(self) -> int:
-        """Kill every process in the sandbox but the runner; returns how many there were."""
+    def sweep(self, now: float) -> None:
+        """Kill every process in the sandbox but the runner; answered when the last one is gone, not just told to go."""
         others = _descendants(self.pid, _processes())
-        if self.pid == 1:
-            _kill(-1, signal.SIGKILL)
-        else:
-            for pid in others:
-                _kill(pid, signal.SIGKILL)
-        return len(others)
+        for pid in [-1] if self.pid == 1 and others else others:
+            _kill(pid, signal.SIGKILL)
+        for number in [number for number, give_up_s in self.sweeps.items() if not others or now >= give_up_s]:
+            del self.sweeps[number]
+            self.send(DONE, number, _json({"survivors": len(others)}))
 
     # --- files
 
