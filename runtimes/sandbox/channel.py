@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import secrets
-import socket
-import struct
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Mapping
-from pathlib import Path
 from typing import Protocol, cast
 
 from manager.errors import ActionFailed, TooLarge
 from runtimes.sandbox import runner as wire
+from runtimes.sandbox.link import Link
 from runtimes.sandbox.protocol import (
     Decoder,
     ProtocolError,
@@ -36,7 +33,6 @@ SILENCE_S = 5.0
 ANSWER_S = 30.0
 #: Bytes of a long-lived process's output kept for a slow reader before the connection is paused.
 UNREAD_MAX_BYTES = 1 * 2**20
-CONNECT_STEP_S = 0.002
 
 _NAMES = {wire.STDOUT: "stdout", wire.STDERR: "stderr"}
 
@@ -72,21 +68,11 @@ class Channel(asyncio.BufferedProtocol):
         self.known = False
 
     @classmethod
-    async def connect(
-        cls, directory: Path, hello: Mapping[str, object], *, within_s: float, peer_pid: int = 0
-    ) -> Channel:
-        """Reach the runner that listens in ``directory``, starting up perhaps; raises ActionFailed(environment_lost).
-
-        ``peer_pid``, where known, is who must be listening: a socket planted by somebody else is not spoken to.
-        """
+    async def open(cls, link: Link, hello: Mapping[str, object], *, within_s: float) -> Channel:
+        """Greet the runner at the other end of a link, starting up perhaps; raises ActionFailed(environment_lost)."""
         deadline_s = time.monotonic() + within_s
-        sock = await _reach(directory, deadline_s, peer_pid)
-        seen_pid, _, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        if peer_pid and seen_pid and seen_pid != peer_pid:
-            sock.close()
-            raise lost(f"another process ({seen_pid}) than the runner ({peer_pid}) listens on its socket")
-        _, channel = await asyncio.get_running_loop().create_unix_connection(cls, sock=sock)
-        channel.peer_pid = seen_pid
+        channel = cls()
+        channel.peer_pid = await link.join(channel, deadline_s=deadline_s)
         channel._write(encode_json(wire.HELLO, 0, hello))
         try:
             async with asyncio.timeout(max(0.1, deadline_s - time.monotonic())):
@@ -458,31 +444,3 @@ def _resolve(future: asyncio.Future[Mapping[str, object]], answer: Mapping[str, 
 def _retrieve(future: asyncio.Future[Mapping[str, object]]) -> None:
     if not future.cancelled():
         future.exception()
-
-
-async def _reach(directory: Path, deadline_s: float, pid: int) -> socket.socket:
-    """A connected socket, tried until the deadline or the runner's end: it may be starting."""
-    while True:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        sock.setblocking(False)
-        try:
-            _connect(sock, directory)
-            return sock
-        except OSError as error:
-            sock.close()
-            if _ended(pid) or time.monotonic() >= deadline_s:
-                raise lost(f"the sandbox's runner cannot be reached: {error}") from None
-        await asyncio.sleep(CONNECT_STEP_S)
-
-
-def _ended(pid: int) -> bool:
-    return pid != 0 and not Path(f"/proc/{pid}").exists()
-
-
-def _connect(sock: socket.socket, directory: Path) -> None:
-    """Through the directory's descriptor: a socket's path may have 107 bytes, a state directory may have more."""
-    fd = os.open(directory, os.O_PATH | os.O_DIRECTORY)
-    try:
-        sock.connect(f"/proc/self/fd/{fd}/s")
-    finally:
-        os.close(fd)

@@ -20,6 +20,7 @@ from runtimes.sandbox.channel import Channel
 from runtimes.sandbox.container import Blueprint, Engine, Found, NoRunner
 from runtimes.sandbox.disk import DiskWatch
 from runtimes.sandbox.exec_line import ExecLine
+from runtimes.sandbox.link import SocketLink
 from runtimes.sandbox.network import Egress
 from runtimes.sandbox.protocol import lost
 from runtimes.sandbox.records import Record, read_records
@@ -263,7 +264,7 @@ class ContainerProvider:
             "env": {},
             "orphan_s": spec.idle_ttl_s,
         }
-        return await Channel.connect(directory / "run", hello, within_s=START_S, peer_pid=found.pid)
+        return await Channel.open(SocketLink(directory / "run", peer_pid=found.pid), hello, within_s=START_S)
 
     async def _adopt(self, found: Found, record: Record) -> ResidentSandbox:
         if not found.running:

@@ -27,6 +27,7 @@ from manager.function import Isolation, Network, SandboxSpec
 from runtimes.sandbox.cgroup import Cgroup, Hierarchy
 from runtimes.sandbox.channel import Channel
 from runtimes.sandbox.disk import DiskWatch
+from runtimes.sandbox.link import SocketLink
 from runtimes.sandbox.records import Record, read_records
 from runtimes.sandbox.resident import ResidentSandbox
 from runtimes.sandbox.sandbox import ProviderInfo, Sandbox
@@ -221,7 +222,7 @@ class ProcessProvider:
             "env": dict(spec.env),
             "orphan_s": spec.idle_ttl_s,
         }
-        return await Channel.connect(directory / "run", hello, within_s=START_S, peer_pid=pid)
+        return await Channel.open(SocketLink(directory / "run", peer_pid=pid), hello, within_s=START_S)
 
     def _start(self, directory: Path, spec: SandboxSpec, mounts: Mapping[str, str]) -> int:
         """The process that leads to the runner: bubblewrap, or the runner itself."""

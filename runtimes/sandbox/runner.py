@@ -1,8 +1,9 @@
 """The resident runner: the one process of ours inside a sandbox. Standard library only, one file, Python 3.8 on.
 
 Started once with the sandbox (``python3 -I -S runner.py DIRECTORY [--shed]``) it listens on ``DIRECTORY/s`` and
-executes commands for the gateway, so that an action costs a frame and not a ``docker exec``. It is PID 1 of the
-sandbox's process namespace where there is one, and the subreaper of everything started in it where there is none.
+executes commands for the gateway, so that an action costs a frame and not a ``docker exec``. With ``--attached`` in
+place of a directory it speaks over its own standard streams, to which a gateway attaches through the engine. It is
+PID 1 of the sandbox's process namespace, or else the subreaper of everything started in it.
 
 A frame is ``length:u32 type:u8 id:u32`` in network order, then ``length`` bytes: JSON for requests and ends, raw bytes
 for data. The first connection's HELLO sets the token, before any foreign code can run; later connections must know it.
@@ -48,6 +49,8 @@ TICK_S = 0.01
 UNKILLABLE_S = 5.0
 DRAINS_MAX = 128
 STRANGERS_MAX = 8
+#: What a gateway begins with that attaches, and what it wants to hear then.
+MARK_BYTES, ANSWER_BYTES = 32, 16
 ENTRIES_MAX = 10000
 OOM_SCORE = b"500"
 
@@ -123,28 +126,18 @@ class Job:
 
 
 class Connection:
-    """A socket with frames in and frames out; never blocks."""
+    """A descriptor with frames in and one with frames out, of a socket the same; never blocks."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock = sock
+    def __init__(self, source: int, sink: int) -> None:
+        self.source = source
+        self.sink = sink
         self.trusted = False
         self.incoming = bytearray()
         self.pending = bytearray()
 
-    def frames(self) -> Iterator[tuple[int, int, bytes]] | None:
-        """What has arrived, or None when the other side is gone or talks nonsense."""
-        try:
-            data = self.sock.recv(4 * CHUNK_BYTES)
-        except BlockingIOError:
-            return iter(())
-        except OSError:
-            return None
-        if not data:
-            return None
+    def frames(self, data: bytes) -> Iterator[tuple[int, int, bytes]]:
+        """What ``data`` completes; raises ConnectionError when the other side talks nonsense."""
         self.incoming += data
-        return self._parse()
-
-    def _parse(self) -> Iterator[tuple[int, int, bytes]]:
         while len(self.incoming) >= HEADER.size:
             length, kind, number = HEADER.unpack_from(self.incoming)
             if length > FRAME_MAX_BYTES:
@@ -163,17 +156,45 @@ class Connection:
     def flush(self) -> None:
         try:
             while self.pending:
-                del self.pending[: self.sock.send(self.pending)]
+                del self.pending[: os.write(self.sink, self.pending)]
         except BlockingIOError:
             pass
         except OSError:
             self.pending.clear()  # the reading side reports the loss
 
 
+class Attachment:
+    """Our standard streams, to which one gateway after the other attaches. Between two there is no end of the stream.
+
+    A gateway begins with a mark, which the first one chose and nobody inside knows, and an answer, which is sent back:
+    at these two points both sides begin anew, and what was under way to and from the gateway before is dropped.
+    """
+
+    def __init__(self) -> None:
+        self.mark = b""
+        self.heard = bytearray()
+
+    def feed(self, data: bytes) -> tuple[bytes | None, bytes]:
+        """The answer that a gateway wants which attached just now, or None; and what belongs to its conversation."""
+        self.heard += data
+        if not self.mark and len(self.heard) >= MARK_BYTES:
+            self.mark = bytes(self.heard[:MARK_BYTES])
+        at = self.heard.rfind(self.mark) if self.mark else 0
+        end = at + MARK_BYTES + ANSWER_BYTES
+        if at < 0:
+            del self.heard[: 1 - MARK_BYTES]  # a mark may have begun to arrive
+            return None, data
+        if len(self.heard) < end:
+            return None, b""
+        answer, rest = bytes(self.heard[end - ANSWER_BYTES : end]), bytes(self.heard[end:])
+        self.heard = bytearray(rest[1 - MARK_BYTES :])
+        return answer, rest
+
+
 class Runner:
     """The loop: one epoll over the gateway, the commands' pipes and the children's ends."""
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str | None) -> None:
         self.poll = select.epoll()
         self.handlers: dict[int, Callable[[int], None]] = {}
         self.jobs: dict[int, Job] = {}
@@ -183,12 +204,12 @@ class Runner:
         self.sweeps: dict[int, float] = {}  # asked for, and when to give up on what will not die
         self.gateway: Connection | None = None
         self.strangers: list[Connection] = []
-        self.throttled = False
+        self.throttled: Connection | None = None
         self.token = ""
         self.config: dict[str, Any] = {}
         self.identities: dict[str, Identity] = {}
         self.pid = os.getpid()
-        self.alone_since_s = time.monotonic()
+        self.alone_since_s = self.looked_s = time.monotonic()
         self.shell = "/bin/bash" if os.access("/bin/bash", os.X_OK) else "/bin/sh"
         self.environment = dict(os.environ)
         try:
@@ -197,11 +218,16 @@ class Runner:
             self.listing = -1
         self.null = os.open("/dev/null", os.O_RDWR)
         self.oom, self.oom_score = _own_oom_score()
-        os.chdir(directory)
-        self.listener = _listen()
-        os.chdir("/")
+        self.attachment: Attachment | None = None
+        self.attached: Connection | None = None
+        if directory is None:
+            self.attach()
+        else:
+            os.chdir(directory)
+            self.listener = _listen()
+            os.chdir("/")
+            self.watch(self.listener.fileno(), self.on_connect)
         self.wakeup = _children_signal()
-        self.watch(self.listener.fileno(), self.on_connect)
         self.watch(self.wakeup, self.on_children)
 
     # --- the loop
@@ -215,23 +241,40 @@ class Runner:
             self.poll.unregister(fd)
 
     def serve(self) -> None:
-        """Until the gateway has been away for ``orphan_s``; the sandbox ends with us."""
+        """Until no gateway has come for ``orphan_s``; the sandbox ends with us."""
         while True:
             for fd, _ in self.poll.poll(self.next_deadline_s()):
                 handler = self.handlers.get(fd)
                 if handler is not None:
                     handler(fd)
             self.on_clock()
-            if self.gateway is None and time.monotonic() - self.alone_since_s > self.config.get("orphan_s", 600.0):
+            if self.forsaken():
                 return
 
+    @property
+    def patience_s(self) -> float:
+        patience_s: float = self.config.get("orphan_s", 600.0)
+        return patience_s
+
+    @property
+    def rest_s(self) -> float:
+        """The longest sleep."""
+        return 60.0 if self.attachment is None else min(60.0, self.patience_s / 4)
+
+    def forsaken(self) -> bool:
+        """Of a gateway that attached we see no end: only its silence tells, and while we were frozen it kept none."""
+        now = time.monotonic()
+        if self.attachment is not None:
+            self.alone_since_s += max(0.0, now - self.looked_s - self.rest_s)
+            self.looked_s = now
+        return (self.gateway is None or self.attachment is not None) and now - self.alone_since_s > self.patience_s
+
     def next_deadline_s(self) -> float:
-        if not self.jobs and not self.sweeps:
-            return 60.0
         if self.sweeps or any(job.kill_s is not None for job in self.jobs.values()):
             return TICK_S
         now = time.monotonic()
-        return max(0.0, min([60.0, *(j.deadline_s - now for j in self.jobs.values() if j.deadline_s is not None)]))
+        due = [job.deadline_s - now for job in self.jobs.values() if job.deadline_s is not None]
+        return max(0.0, min([self.rest_s, *due]))
 
     def on_clock(self) -> None:
         now = time.monotonic()
@@ -251,20 +294,61 @@ class Runner:
         sock.setblocking(False)
         if len(self.strangers) >= STRANGERS_MAX:
             self.drop(self.strangers[0])
-        connection = Connection(sock)
+        fd = sock.detach()
+        connection = Connection(fd, fd)
         self.strangers.append(connection)
-        self.watch(sock.fileno(), lambda _: self.on_frames(connection))
+        self.watch(fd, lambda _: self.on_frames(connection))
+
+    def attach(self) -> None:
+        for fd in (0, 1):
+            os.set_blocking(fd, False)
+        self.attachment = Attachment()
+        self.watch(0, self.on_attached)
+
+    def on_attached(self, fd: int) -> None:
+        """Bytes of the gateway that is attached, or of the next one, who takes the place of the one before."""
+        assert self.attachment is not None
+        try:
+            data = os.read(fd, 4 * CHUNK_BYTES)
+        except BlockingIOError:
+            return
+        self.alone_since_s = time.monotonic()
+        answer, rest = self.attachment.feed(data)
+        if self.attached is not None and (answer is not None or not data):
+            self.drop(self.attached)
+        if answer is not None:
+            self.attached = Connection(0, 1)
+            self.strangers.append(self.attached)
+            self.attached.pending += answer
+            self.attached.flush()
+            self.hold_back(self.attached)
+        if self.attached is not None and rest:
+            self.hear(self.attached, rest)
+        if not data:  # the engine has closed it: nobody can attach any more
+            self.forget(fd)
 
     def on_frames(self, connection: Connection) -> None:
-        if self.throttled and connection.trusted:
+        self.on_writable(connection)
+        try:
+            data = os.read(connection.source, 4 * CHUNK_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        self.hear(connection, data)
+
+    def on_writable(self, connection: Connection) -> None:
+        if self.throttled is connection:
             connection.flush()
             if not connection.pending:
                 self.unthrottle(connection)
+
+    def hear(self, connection: Connection, data: bytes) -> None:
+        """Obey what has arrived; nothing is the end."""
         try:
-            frames = connection.frames()
-            if frames is None:
+            if not data:
                 raise ConnectionError
-            for kind, number, payload in frames:
+            for kind, number, payload in connection.frames(data):
                 if connection.trusted:
                     self.obey(kind, number, payload)
                 else:
@@ -303,14 +387,17 @@ class Runner:
 
     def drop(self, connection: Connection) -> None:
         """Hang up; whatever the gateway had running has nobody left to answer to."""
-        self.forget(connection.sock.fileno())
-        connection.sock.close()
+        if connection is self.attached:
+            self.attached = None
+        else:
+            self.forget(connection.source)
+            os.close(connection.source)
         if connection in self.strangers:
             self.strangers.remove(connection)
+        self.unthrottle(connection)
         if connection is self.gateway:
             self.gateway = None
             self.alone_since_s = time.monotonic()
-            self.unthrottle(connection)
             for job in list(self.jobs.values()):
                 self.end(job, 0.0)
             for upload in self.uploads.values():
@@ -323,23 +410,32 @@ class Runner:
         if gateway is None:
             return
         gateway.send(kind, number, payload)
-        if gateway.pending and not self.throttled:
-            self.poll.modify(gateway.sock.fileno(), select.EPOLLIN | select.EPOLLOUT)
-            self.throttled = True
+        self.hold_back(gateway)
+
+    def hold_back(self, connection: Connection) -> None:
+        """Wait for a gateway that does not take all of what it is sent."""
+        if connection.pending and self.throttled is None:
+            if connection.sink == connection.source:
+                self.poll.modify(connection.sink, select.EPOLLIN | select.EPOLLOUT)
+            else:
+                self.watch(connection.sink, lambda _: self.on_writable(connection), select.EPOLLOUT)
+            self.throttled = connection
             self.regulate()
 
     def unthrottle(self, connection: Connection) -> None:
-        if connection.trusted and self.throttled:
-            self.throttled = False
-            if self.gateway is connection:
-                self.poll.modify(connection.sock.fileno(), select.EPOLLIN)
+        if self.throttled is connection:
+            self.throttled = None
+            if connection.sink != connection.source:
+                self.forget(connection.sink)
+            elif connection.sink in self.handlers:
+                self.poll.modify(connection.sink, select.EPOLLIN)
             self.regulate()
 
     def regulate(self) -> None:
         """Read the commands' pipes only while the gateway takes what they say."""
         for job in self.jobs.values():
             for fd in job.streams:
-                self.poll.modify(fd, 0 if self.throttled else select.EPOLLIN)
+                self.poll.modify(fd, 0 if self.throttled is not None else select.EPOLLIN)
 
     def obey(self, kind: int, number: int, payload: bytes) -> None:
         if kind == STDIN:
@@ -418,7 +514,7 @@ class Runner:
             os.set_blocking(job.stdin, False)
         self.on_children(self.wakeup)  # a short command has often ended before its vfork lets us go on
         for fd in job.streams:
-            self.watch(fd, self.output_handler(job), 0 if self.throttled else select.EPOLLIN)
+            self.watch(fd, self.output_handler(job), 0 if self.throttled is not None else select.EPOLLIN)
 
     def spawn(
         self, identity: Identity, cwd: str, argv: list[str], environment: dict[str, str], fds: tuple[int, int, int]
@@ -915,7 +1011,7 @@ def main() -> None:
                 os.set_inheritable(int(name), False)
             except OSError:
                 pass
-    runner = Runner(sys.argv[1])
+    runner = Runner(None if sys.argv[1] == "--attached" else sys.argv[1])
     if "--shed" in sys.argv:
         _shed_privileges()
     runner.serve()

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from manager.errors import ActionFailed, Reason
 from runtimes.sandbox import runner as wire
 from runtimes.sandbox.channel import Channel
+from runtimes.sandbox.link import SocketLink
 from runtimes.sandbox.protocol import Decoder, ProtocolError, encode, encode_json
 from runtimes.sandbox.sandbox import Command
 
@@ -35,7 +36,7 @@ async def speaking(directory: Path, script: Script) -> AsyncIterator[Channel]:
 
     over = asyncio.Event()
     server = await asyncio.start_unix_server(serve, directory / "s")
-    channel = await Channel.connect(directory, {"token": "t"}, within_s=5)
+    channel = await Channel.open(SocketLink(directory), {"token": "t"}, within_s=5)
     try:
         async with asyncio.timeout(DEADLINE_S):
             yield channel
@@ -144,7 +145,7 @@ async def test_a_listener_that_is_not_the_runner_is_not_spoken_to(tmp_path: Path
     over = asyncio.Event()
     server = await asyncio.start_unix_server(never, tmp_path / "s")
     with pytest.raises(ActionFailed, match="another process"):
-        await Channel.connect(tmp_path, {"token": "t"}, within_s=5, peer_pid=1)
+        await Channel.open(SocketLink(tmp_path, peer_pid=1), {"token": "t"}, within_s=5)
     async with asyncio.timeout(DEADLINE_S):
         await over.wait()
     server.close()
@@ -153,4 +154,4 @@ async def test_a_listener_that_is_not_the_runner_is_not_spoken_to(tmp_path: Path
 
 async def test_a_runner_that_is_not_there_is_told_in_time(tmp_path: Path) -> None:
     with pytest.raises(ActionFailed, match="cannot be reached"):
-        await Channel.connect(tmp_path, {"token": "t"}, within_s=0.05)
+        await Channel.open(SocketLink(tmp_path), {"token": "t"}, within_s=0.05)
