@@ -6,6 +6,9 @@
 - serverless-llm: services are loaded on demand into chunks of one size, least recently used ones go; no elasticity.
 - uncontrolled: API calls are sent at once; what is above the provider's limit fails and is tried again.
 
+Of an action's time, waiting for a pod's creation, for an instance or for the next try counts as queue, the start of a
+pod and the loading of a service as overhead, and all else (a slow-down by neighbours too) as execution.
+
 They are models, not measurements: the paper's largest ratios depend on how badly a baseline collapses.
 """
 
@@ -36,7 +39,17 @@ LOAD_FACTOR = 4.0
 CALL_TRIES = 4
 CALL_BACKOFF_S = (1.0, 2.0, 4.0)
 
-Callback = Callable[[float], None]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """What an action spent before its work began; the rest of its time is execution."""
+
+    queue_s: float = 0.0
+    overhead_s: float = 0.0
+    units: int = 0
+
+
+Callback = Callable[[Served], None]
 
 
 class Timeline:
@@ -61,22 +74,26 @@ class SharedNode:
     """Cores shared by what is busy: each action gets its demand, or all the same fraction of it."""
 
     timeline: Timeline
+    ledger: Ledger
     cores: int
-    #: Action -> (core-seconds of its own kind left, cores it can use, call when done), by number.
-    busy: dict[int, tuple[float, float, Callback]] = field(default_factory=dict)
+    #: Action -> (seconds left at full demand, cores it can use, call when done), by number.
+    busy: dict[int, tuple[float, int, Callable[[], None]]] = field(default_factory=dict)
     since_s: float = 0.0
     version: int = 0
+    used: int = 0
     numbers: itertools.count[int] = field(default_factory=itertools.count)
 
-    def start(self, work_s: float, demand: float, done: Callback) -> None:
+    def start(self, work_s: float, demand: int, done: Callable[[], None]) -> None:
         """Run ``work_s`` seconds at full demand."""
         self._advance()
         self.busy[next(self.numbers)] = (work_s, demand, done)
         self._plan()
 
+    def _demand(self) -> int:
+        return sum(units for _, units, _ in self.busy.values())
+
     def _speed(self) -> float:
-        demand = sum(units for _, units, _ in self.busy.values())
-        return min(1.0, self.cores / demand) if demand else 1.0
+        return min(1.0, self.cores / self._demand()) if self.busy else 1.0
 
     def _advance(self) -> None:
         passed_s = (self.timeline.now_s - self.since_s) * self._speed()
@@ -86,6 +103,9 @@ class SharedNode:
 
     def _plan(self) -> None:
         self.version += 1
+        used = min(self.cores, self._demand())
+        self.ledger.occupy("cpu", used - self.used, self.timeline.now_s)
+        self.used = used
         if self.busy:
             version = self.version
             soonest_s = max(0.0, min(left_s for left_s, _, _ in self.busy.values()))
@@ -99,15 +119,15 @@ class SharedNode:
         done = [self.busy.pop(number)[2] for number in ended]
         self._plan()
         for call in done:
-            call(self.timeline.now_s)
+            call()
 
 
 class Pods:
     """The k8s baseline: trajectories own a share of a node."""
 
-    def __init__(self, timeline: Timeline, spec: ManagerSpec) -> None:
+    def __init__(self, timeline: Timeline, ledger: Ledger, spec: ManagerSpec) -> None:
         self._timeline = timeline
-        self._nodes = [SharedNode(timeline, node.cores) for node in spec.nodes if node.cores]
+        self._nodes = [SharedNode(timeline, ledger, node.cores) for node in spec.nodes if node.cores]
         self._ready_s: dict[str, float] = {}
         self._next_pod_s = 0.0
         self._homes: dict[str, SharedNode] = {}
@@ -122,16 +142,22 @@ class Pods:
         work_s = step.t_ori_s
         if step.elasticity is not None:
             work_s /= step.elasticity.efficiency(cores) * cores
-        ready_s = max(self._timeline.now_s, self._ready_s[trajectory.id])
+        waited_s = max(0.0, self._ready_s[trajectory.id] - self._timeline.now_s)
+        start_s = min(waited_s, POD_START_S)
+        served = Served(queue_s=waited_s - start_s, overhead_s=start_s, units=cores)
         home = self._homes[trajectory.id]
-        self._timeline.at(ready_s, lambda: home.start(work_s, float(cores), done))
+        self._timeline.at(self._timeline.now_s + waited_s, lambda: home.start(work_s, cores, lambda: done(served)))
 
 
 class Queues:
     """Requests for a service wait for an instance that has it; both GPU baselines are made of these."""
 
-    def __init__(self, timeline: Timeline, workload: Workload, devices: int, *, on_demand: bool) -> None:
+    def __init__(
+        self, timeline: Timeline, ledger: Ledger, workload: Workload, devices: int, *, on_demand: bool
+    ) -> None:
         self._timeline = timeline
+        self._ledger = ledger
+        self.loads = 0
         self._workload = workload
         names = sorted(workload.services)
         self._on_demand = on_demand
@@ -143,22 +169,22 @@ class Queues:
             self._dop = min(8, 1 << (share.bit_length() - 1))
             self._loaded = [name for name in names for _ in range(max(1, share // self._dop))]
         self._free = deque(range(len(self._loaded)))
-        self._waiting: deque[tuple[Step, Callback]] = deque()
+        self._waiting: deque[tuple[float, Step, Callback]] = deque()
 
     def serve(self, trajectory: Trajectory, step: Step, done: Callback) -> None:
-        self._waiting.append((step, done))
+        self._waiting.append((self._timeline.now_s, step, done))
         self._dispatch()
 
     def _dispatch(self) -> None:
         """First come first served, each by a free instance that has its service or may load it."""
-        later: deque[tuple[Step, Callback]] = deque()
+        later: deque[tuple[float, Step, Callback]] = deque()
         while self._waiting and self._free:
-            step, done = self._waiting.popleft()
+            since_s, step, done = self._waiting.popleft()
             instance = self._instance(step.service or "")
             if instance is None:
-                later.append((step, done))
+                later.append((since_s, step, done))
             else:
-                self._run(instance, step, done)
+                self._run(instance, since_s, step, done)
         later.extend(self._waiting)
         self._waiting = later
 
@@ -168,20 +194,25 @@ class Queues:
             return warm
         return self._free[0]
 
-    def _run(self, instance: int, step: Step, done: Callback) -> None:
+    def _run(self, instance: int, since_s: float, step: Step, done: Callback) -> None:
         self._free.remove(instance)
         service = step.service or ""
         load_s = 0.0
         if self._loaded[instance] != service:
             self._loaded[instance] = service
             load_s = LOAD_FACTOR * self._workload.services[service].restore_s_by_dop[self._dop]
+            self.loads += 1
         assert step.elasticity is not None
         duration_s = step.t_ori_s / (step.elasticity.efficiency(self._dop) * self._dop)
-        self._timeline.at(self._timeline.now_s + load_s + duration_s, lambda: self._end(instance, done))
+        now_s = self._timeline.now_s
+        served = Served(queue_s=now_s - since_s, overhead_s=load_s, units=self._dop)
+        self._ledger.occupy("gpu", self._dop, now_s)
+        self._timeline.at(now_s + load_s + duration_s, lambda: self._end(instance, served, done))
 
-    def _end(self, instance: int, done: Callback) -> None:
+    def _end(self, instance: int, served: Served, done: Callback) -> None:
+        self._ledger.occupy("gpu", -self._dop, self._timeline.now_s)
         self._free.append(instance)
-        done(self._timeline.now_s)
+        done(served)
         self._dispatch()
 
 
@@ -195,20 +226,21 @@ class Calls:
         self.failures = 0
 
     def serve(self, trajectory: Trajectory, step: Step, done: Callback) -> None:
-        self._try(step, done, 0)
+        self._try(step, done, self._timeline.now_s, 0)
 
-    def _try(self, step: Step, done: Callback, tries: int) -> None:
+    def _try(self, step: Step, done: Callback, since_s: float, tries: int) -> None:
         now_s = self._timeline.now_s
+        served = Served(queue_s=now_s - since_s)
         if all(self._accepts(name, now_s) for name in step.cost if name in self._quotas):
             for name in step.cost:
                 if name in self._quotas:
                     self._accepted[name].append(now_s)
-            self._timeline.at(now_s + step.t_ori_s, lambda: done(self._timeline.now_s))
+            self._timeline.at(now_s + step.t_ori_s, lambda: done(served))
         elif tries + 1 < CALL_TRIES:
-            self._timeline.at(now_s + CALL_BACKOFF_S[tries], lambda: self._try(step, done, tries + 1))
+            self._timeline.at(now_s + CALL_BACKOFF_S[tries], lambda: self._try(step, done, since_s, tries + 1))
         else:
             self.failures += 1
-            done(now_s)
+            done(served)
 
     def _accepts(self, name: str, now_s: float) -> bool:
         quota, recent = self._quotas[name], self._accepted[name]
@@ -225,10 +257,10 @@ def run_baseline(name: str, workload: Workload, spec: ManagerSpec) -> Run:
     """Play the workload without action-level scheduling; raises InvalidInput for an unknown name."""
     if name not in BASELINES:
         raise InvalidInput(f"no baseline is named {name!r}: known are {', '.join(BASELINES)}", component="simulate")
-    timeline = Timeline()
+    timeline, ledger = Timeline(), Ledger()
     devices = sum(node.devices for node in spec.nodes)
-    pods = Pods(timeline, spec) if any(node.cores for node in spec.nodes) else None
-    queues = Queues(timeline, workload, devices, on_demand=name == "serverless-llm")
+    pods = Pods(timeline, ledger, spec) if any(node.cores for node in spec.nodes) else None
+    queues = Queues(timeline, ledger, workload, devices, on_demand=name == "serverless-llm")
     calls = Calls(timeline, workload)
     records: list[Record] = []
 
@@ -240,23 +272,23 @@ def run_baseline(name: str, workload: Workload, spec: ManagerSpec) -> Run:
         elif pods is not None and "cpu" in step.cost:
             pods.serve(trajectory, step, done)
         else:
-            timeline.at(timeline.now_s + step.t_ori_s, lambda: done(timeline.now_s))
+            timeline.at(timeline.now_s + step.t_ori_s, lambda: done(Served()))
 
     def begin(trajectory: Trajectory, number: int) -> None:
         submitted_s, step = timeline.now_s, trajectory.steps[number]
-        serve(trajectory, step, lambda ended_s: end(trajectory, number, submitted_s, ended_s))
+        serve(trajectory, step, lambda served: end(trajectory, number, submitted_s, served))
 
-    def end(trajectory: Trajectory, number: int, submitted_s: float, ended_s: float) -> None:
-        step = trajectory.steps[number]
+    def end(trajectory: Trajectory, number: int, submitted_s: float, served: Served) -> None:
+        step, ended_s = trajectory.steps[number], timeline.now_s
         records.append(
             Record(
                 trajectory=trajectory.id,
                 function=step.function,
                 submitted_s=submitted_s,
-                queue_s=0.0,
-                overhead_s=0.0,
-                execution_s=ended_s - submitted_s,
-                units=0,
+                queue_s=served.queue_s,
+                overhead_s=served.overhead_s,
+                execution_s=ended_s - submitted_s - served.queue_s - served.overhead_s,
+                units=served.units,
             )
         )
         if number + 1 < len(trajectory.steps):
@@ -272,6 +304,7 @@ def run_baseline(name: str, workload: Workload, spec: ManagerSpec) -> Run:
         records=records,
         trajectories=len(workload.trajectories),
         makespan_s=max((record.ended_s for record in records), default=0.0),
-        ledger=Ledger(),
+        ledger=ledger,
+        restores=queues.loads,
         failures=calls.failures,
     )

@@ -25,15 +25,17 @@ def cluster(
     policy: str = "adaptive",
     strict: bool = False,
 ) -> ManagerSpec:
-    """CPU nodes with ``cores`` in all and device nodes with ``devices`` in all, both as even as possible.
+    """CPU nodes with ``cores`` in all and device nodes with ``devices`` in all, as even as possible.
+
+    Where ``device_nodes`` does not say how many, a device node has eight and the last one what is left.
 
     Raises InvalidInput where there are fewer units than nodes or the policy's name cannot be read.
     """
     if cores and cores < nodes:
         raise InvalidInput(f"{nodes} nodes cannot share {cores} cores", component="simulate")
-    hosts = device_nodes or -(-devices // 8)
+    shares = _even(devices, device_nodes) if device_nodes else _full(devices)
     specs = [_cpu_node(index, count) for index, count in enumerate(_even(cores, nodes if cores else 0))]
-    specs += [_device_node(index, count) for index, count in enumerate(_even(devices, hosts))]
+    specs += [_device_node(index, count) for index, count in enumerate(shares)]
     return ManagerSpec(
         nodes=tuple(specs),
         quotas=dict(quotas or {}),
@@ -58,7 +60,10 @@ def policies(text: str) -> dict[str, PolicySpec]:
 
 
 def _setting(text: str) -> tuple[str, float]:
-    name, _, value = text.partition("=")
+    name, equals, value = text.partition("=")
+    if not equals:
+        hint = "an option is NAME=NUMBER; several policies are joined by +, or --policy is given again"
+        raise InvalidInput(f"policy option {text!r}: {hint}", component="simulate")
     return name, _number(value, text)
 
 
@@ -72,6 +77,11 @@ def _number(text: str, whole: str) -> float:
 def _even(units: int, parts: int) -> list[int]:
     """Units dealt to parts, the first ones one more where it does not divide."""
     return [units // parts + (index < units % parts) for index in range(parts)] if parts else []
+
+
+def _full(devices: int) -> list[int]:
+    """Devices in nodes of eight, the last one with the rest."""
+    return [min(8, devices - start) for start in range(0, devices, 8)]
 
 
 def _cpu_node(index: int, cores: int) -> NodeSpec:

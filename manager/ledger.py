@@ -57,6 +57,12 @@ class Ledger:
         self.grant(lease, now_s)
         self.granted -= 1
 
+    def occupy(self, kind: str, units: int, now_s: float) -> None:
+        """Count ``units`` more (or, negative, fewer) as in use: for baselines, which lease nothing."""
+        self._flow(now_s)
+        self._units[kind] += units
+        assert self._units[kind] >= 0, f"more of {kind} was given back than was taken"
+
     @property
     def empty(self) -> bool:
         return not self._leases and not self._owner

@@ -24,10 +24,29 @@ def test_every_preset_completes_under_every_policy(name: str) -> None:
     workload = preset(name, 24, 1)
     result = run(workload, [*POLICIES, *BASELINES], SMALL)
     assert [row.policy for row in result.rows] == [*POLICIES, *BASELINES]
-    for row in result.rows[: len(POLICIES)]:
-        assert row.failures == 0 and row.act_s > 0
+    assert all(row.failures == 0 for row in result.rows[: len(POLICIES)])
+    for row in result.rows:
+        assert row.act_s > 0 and min(row.queue_s, row.overhead_s, row.execution_s) >= -1e-9
         assert row.act_s == pytest.approx(row.queue_s + row.overhead_s + row.execution_s)
         assert all(0 <= share <= 1 + 1e-9 for share in row.utilisation.values())
+
+
+def test_a_baseline_says_where_its_time_and_its_units_went() -> None:
+    k8s = run(preset("ai-coding", 24, 1), ["k8s"], SMALL).rows[0]
+    assert k8s.queue_s > 0 and k8s.overhead_s == pytest.approx(3.0)  # each trajectory's pod starts once
+    assert 0 < k8s.utilisation["cpu"] < 1
+    loading = run(preset("mopd", 24, 1), ["serverless-llm"], SMALL).rows[0]
+    assert loading.overhead_s > 0 and loading.restores > 0 and 0 < loading.utilisation["gpu"] <= 1
+
+
+def test_devices_fill_nodes_of_eight_before_the_next() -> None:
+    nodes = Size(nodes=1, cores=8, gpus=12).spec(preset("mopd", 4, 1), "price").nodes
+    assert [node.devices for node in nodes if node.devices] == [8, 4]
+
+
+def test_policies_joined_by_a_comma_are_told_how_to_be_several() -> None:
+    with pytest.raises(InvalidInput, match="joined by"):
+        run(preset("ai-coding", 4, 1), ["adaptive,paper"], SMALL)
 
 
 def test_the_same_seed_gives_the_same_bytes() -> None:
