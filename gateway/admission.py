@@ -1,4 +1,4 @@
-"""Admission: how many invocations may wait, per function, per task and in all; decided before any work."""
+"""Admission: how many invocations may wait, and how many bytes they may be; decided before any work."""
 
 from __future__ import annotations
 
@@ -11,6 +11,31 @@ from manager.function import FunctionSpec
 RETRY_MIN_S, RETRY_MAX_S = 1.0, 60.0
 #: Weight of the newest interval between two starts in the smoothed one.
 SMOOTHING = 0.1
+
+
+class Held:
+    """Bytes of inputs that are held at once: of those that arrive, and of invocations that have not ended."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self.bytes = 0
+
+    def check(self, size_bytes: int) -> None:
+        """Raise CapacityExceeded when so much more may not be held."""
+        if self.bytes + size_bytes > self._limit_bytes:
+            raise CapacityExceeded(
+                f"{self.bytes} bytes of inputs are held already, server.inputs_max is {self._limit_bytes}",
+                component="admission",
+                retry_after_s=RETRY_MIN_S,
+            )
+
+    def take(self, size_bytes: int) -> None:
+        """Hold so much more, whatever is held: who may be refused asks `check` first."""
+        self.bytes += size_bytes
+
+    def give(self, size_bytes: int) -> None:
+        """So much is held no more."""
+        self.bytes -= size_bytes
 
 
 class Admission:

@@ -17,15 +17,16 @@ import orjson
 import structlog
 
 from gateway import machine
-from gateway.admission import Admission
+from gateway.admission import Admission, Held
 from gateway.auth import Guard, check_bind
 from gateway.callbacks import Callbacks, CallbackSpec
 from gateway.config import GatewayConfig
+from gateway.connections import Connections
 from gateway.grpc.server import GrpcServer
 from gateway.hands import Hands, make_hands
 from gateway.house import House, Limits
 from gateway.http.door import Door
-from gateway.http.server import Connections, listen, serve
+from gateway.http.server import listen, serve
 from gateway.http.stream import GIVE_UP_STALLS
 from gateway.invocations import Invocations, InvocationSpec
 from gateway.logs import Logs, LogSpec
@@ -89,7 +90,8 @@ class App:
         self._closing = asyncio.Event()
         #: Every model service that was made ready, as the scheduler must know it.
         self._services: dict[str, ServiceSpec] = {}
-        self._connections = Connections(limit=config.server.connections_max)
+        #: Open connections by door.
+        self._connections = {door: Connections(limit=config.server.connections_max) for door in ("http", "grpc")}
         #: What must be let go of, the youngest first.
         self._closers = AsyncExitStack()
         self.node: NodeSpec | None = None
@@ -146,7 +148,7 @@ class App:
         self._watch()
         self.invocations.on_end.append(self.callbacks.ended)
         recovered = {**await self.restart.recover(), **self._adopted}
-        self.grpc = GrpcServer(self.house)
+        self.grpc = GrpcServer(self.house, self._connections["grpc"], server.streams_max)
         await self.grpc.open(self._sockets[1])
         self._closers.push_async_callback(self.grpc.close)
         chores = (
@@ -187,6 +189,7 @@ class App:
             total_max=self.config.scheduler.max_queued,
             task_max=lambda task: self.registry.config.tasks.get(task, TaskSpec()).max_queued,
         )
+        self.held = Held(self.config.server.inputs_bytes)
         self.invocations = Invocations(
             spec=InvocationSpec(
                 idempotency_ttl_s=self.config.server.idempotency_ttl_s, max_age_s=self.config.server.max_age_s
@@ -196,6 +199,7 @@ class App:
             store=self.store,
             logs=self.logs,
             admission=self.admission,
+            held=self.held,
             observer=self.metrics,
             now=self._clock.now,
             wall=self._wall,
@@ -226,9 +230,9 @@ class App:
         if self.node is None:
             await self.start()
         gc.set_threshold(*COLLECT_EVERY)
-        grace_s = CLOSE_GRACE_S
+        connections, streams_max = self._connections["http"], self.config.server.streams_max
         serving = asyncio.create_task(
-            serve(Door(self.house), self._sockets[0], self._closing.wait, grace_s, self._connections)
+            serve(Door(self.house), self._sockets[0], self._closing.wait, CLOSE_GRACE_S, connections, streams_max)
         )
         try:
             await asyncio.wait(
@@ -306,6 +310,7 @@ class App:
                 batch_calls=server.batch_max,
                 wait_s=server.wait_max_s,
             ),
+            held=self.held,
             invocations=self.invocations,
             logs=self.logs,
             store=self.store,
@@ -338,12 +343,18 @@ class App:
         watch("tangram_log_records_dropped", dropped, lambda: self.store.log_records_dropped, counter=True)
         slow = "Followers dropped because they did not read"
         watch("tangram_log_followers_dropped", slow, lambda: self.logs.followers_dropped, counter=True)
-        watch("tangram_http_connections", "HTTP connections open", lambda: self._connections.open)
-        full = "HTTP connections refused because too many were open"
-        watch("tangram_http_connections_refused", full, lambda: self._connections.refused, counter=True)
+        for door, counted in self._connections.items():
+            self._watch_connections(door, counted)
+        watch("tangram_input_bytes_held", "Bytes of inputs that arrive or live", lambda: self.held.bytes)
         watch("tangram_living", "Invocations that have not ended", lambda: len(self.invocations.living))
         self.metrics.watch_units(self._units)
         self.metrics.watch_learned(self._learned)
+
+    def _watch_connections(self, door: str, counted: Connections) -> None:
+        watch = self.metrics.watch
+        watch(f"tangram_{door}_connections", f"Connections open at the door {door}", lambda: counted.open)
+        full = f"Connections refused at the door {door} because too many were open"
+        watch(f"tangram_{door}_connections_refused", full, lambda: counted.refused, counter=True)
 
     def _learned(self) -> Iterator[tuple[str, Learned]]:
         for function in self.registry.all():

@@ -96,7 +96,7 @@ def end_trajectories(ids: tuple[str, ...], server: str, token: str) -> None:
 @server_options
 @json_option
 def tasks(server: str, token: str, as_json: bool) -> None:
-    """RL tasks: their weights, bounds and use."""
+    """RL tasks: their weights, bounds, and use in core-seconds, gpu-seconds, units of quotas and seconds of slots."""
     with Client(server, token=token) as client:
         found = client.tasks()
     _print_rows(found, as_json)
@@ -110,19 +110,20 @@ def top(interval_s: float | None, server: str, token: str, as_json: bool) -> Non
     """What the machine is doing: resources, who holds them, and what waits for what."""
     with Client(server, token=token) as client:
         while True:
-            resources, queue = client.resources(), client.queue()
+            resources, queue = client.resources(), client.queue(QUEUE_SHOWN)
+            waiting = sum(int(task["queued"]) for task in client.tasks())
             if as_json:
-                print_json({"resources": resources, "queue": queue})
+                print_json({"resources": resources, "waiting": waiting, "queue": queue})
             else:
                 if interval_s is not None:
                     click.clear()
-                _print_top(resources, queue)
+                _print_top(resources, waiting, queue)
             if interval_s is None:
                 return
             time.sleep(interval_s)
 
 
-def _print_top(resources: Mapping[str, Any], queue: Sequence[Mapping[str, Any]]) -> None:
+def _print_top(resources: Mapping[str, Any], waiting: int, queue: Sequence[Mapping[str, Any]]) -> None:
     for section, value in resources.items():
         if isinstance(value, Mapping) and value and all(isinstance(each, Mapping) for each in value.values()):
             click.echo(section)
@@ -130,8 +131,8 @@ def _print_top(resources: Mapping[str, Any], queue: Sequence[Mapping[str, Any]])
         else:
             _print_tree({section: value})
         click.echo()
-    click.echo(f"queue: {len(queue)} waiting")
-    _print_rows(queue[:QUEUE_SHOWN], as_json=False)
+    click.echo(f"queue: {waiting} waiting")
+    _print_rows(queue, as_json=False)
 
 
 def _print_rows(rows: Sequence[Mapping[str, Any]], as_json: bool) -> None:

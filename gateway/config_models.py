@@ -124,7 +124,15 @@ class ServerConfig(Section):
     body_timeout_s: Seconds = Field(
         default=300.0, validation_alias="body_timeout", description="longest time for a request's body to arrive"
     )
-    connections_max: Positive = Field(default=8192, description="most open HTTP connections; beyond it 503")
+    connections_max: Positive = Field(
+        default=8192, description="most open connections of each door; beyond it 503, or UNAVAILABLE on gRPC"
+    )
+    streams_max: Positive = Field(default=1000, description="most open calls of one connection (HTTP/2 and gRPC)")
+    inputs_bytes: Bytes = Field(
+        default=2**30,
+        validation_alias="inputs_max",
+        description="bytes of inputs that arrive, or whose invocations have not ended; beyond it 503",
+    )
     batch_max: Positive = Field(default=10_000, description="most invocations in one batch")
     wait_max_s: Seconds = Field(
         default=600.0, validation_alias="wait_max", description="longest ?wait= that a caller may ask for"

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from gateway.admission import Held
 from gateway.auth import Guard
 from gateway.callbacks import Callbacks
 from gateway.invocations import Invocations
@@ -54,6 +55,7 @@ class House:
 
     guard: Guard
     limits: Limits
+    held: Held
     invocations: Invocations
     logs: Logs
     store: Store

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import structlog
 
-from gateway.admission import Admission
+from gateway.admission import Admission, Held
 from gateway.inputs import Inputs
 from gateway.invocation import Invocation, Request, ended
 from gateway.logs import Logs
@@ -76,6 +76,7 @@ class Invocations:
         store: Store,
         logs: Logs,
         admission: Admission,
+        held: Held,
         observer: Observer,
         now: Callable[[], float],
         wall: Callable[[], float] = time.time,
@@ -87,6 +88,7 @@ class Invocations:
         self._store = store
         self._logs = logs
         self._admission = admission
+        self._held = held
         self._observer = observer
         self._inputs = Inputs()
         self._now = now
@@ -154,6 +156,7 @@ class Invocations:
         self._store.check()
         function = self._functions.get(request.function)
         self._admission.check(function, request.task)
+        self._held.check(len(request.body))
         if request.trajectory is not None:
             self.engine.check_trajectory(request.trajectory)
         self._inputs.check(function, request.input)
@@ -186,6 +189,7 @@ class Invocations:
         """It lives from now on."""
         record = invocation.record
         self._living[record.seq] = invocation
+        self._held.take(len(record.input or b""))
         if record.state is State.QUEUED:
             self._admission.enter(record.function, record.task)
         self._observer.accepted(record)
@@ -406,7 +410,8 @@ class Invocations:
         self._drop(invocation)
 
     def _drop(self, invocation: Invocation) -> None:
-        self._living.pop(invocation.record.seq, None)
+        if self._living.pop(invocation.record.seq, None) is not None:
+            self._held.give(len(invocation.record.input or b""))
         if invocation.key is not None:
             self._keys.pop(invocation.key, None)
         self._logs.close(invocation.record.seq)

@@ -28,8 +28,8 @@ RECORD_CHARS = 16 * 1024
 RECORD_OVERHEAD_BYTES = 64
 PAGE_RECORDS = 256
 STREAMS = ("stdout", "stderr", "log", "system")
-#: The stream of the record that says that a log is full, and of the one that says that some are missing.
-TRUNCATED, DROPPED = "truncated", "dropped"
+#: The stream of the record that says that a log is full, that some records are missing, that retention removed it.
+TRUNCATED, DROPPED, EXPIRED = "truncated", "dropped", "expired"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

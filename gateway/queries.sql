@@ -54,8 +54,13 @@ SELECT i.*, NULL AS input FROM invocations i WHERE i.callback = 'pending' AND i.
 -- name: key
 SELECT digest, seq FROM idempotency WHERE key = ? AND expires_s > ?;
 
+-- What retention removed reads as one record in the place of the last.
 -- name: logs
-SELECT position, time_s, stream, data FROM log_records WHERE seq = ? AND position >= ? ORDER BY position LIMIT ?;
+SELECT position, time_s, stream, data FROM log_records WHERE seq = ?1 AND position >= ?2
+UNION ALL
+SELECT records - 1, expired_s, 'expired', 'this log was removed by age or size (server.retention): ' || records || ' records'
+FROM expired_logs WHERE seq = ?1 AND records > ?2
+ORDER BY position LIMIT ?3;
 
 -- name: logs_end
 SELECT coalesce(max(position) + 1, 0) FROM log_records WHERE seq = ?;
@@ -94,6 +99,15 @@ DELETE FROM inputs WHERE seq = ?;
 
 -- name: delete_logs
 DELETE FROM log_records WHERE seq = ?;
+
+-- name: expire_log
+INSERT INTO expired_logs (seq, records, expired_s)
+SELECT seq, max(position) + 1, ?2 FROM log_records
+WHERE seq = ?1 AND EXISTS (SELECT 1 FROM invocations WHERE seq = ?1) GROUP BY seq
+ON CONFLICT (seq) DO UPDATE SET records = excluded.records, expired_s = excluded.expired_s;
+
+-- name: delete_expired_log
+DELETE FROM expired_logs WHERE seq = ?;
 
 -- name: delete_keys
 DELETE FROM idempotency WHERE key IN (SELECT key FROM idempotency WHERE expires_s <= ? LIMIT ?);

@@ -55,7 +55,7 @@ async def prune(store: Store, spec: RetentionSpec, wall: Callable[[], float]) ->
     """One round: how many records and logs went. Raises StorageUnavailable."""
     now_s = wall()
     kinds = {
-        "logs": partial(prune_logs, older_than_s=now_s - spec.logs_age_s, bytes_max=spec.logs_bytes),
+        "logs": partial(prune_logs, older_than_s=now_s - spec.logs_age_s, bytes_max=spec.logs_bytes, now_s=now_s),
         "records": partial(
             prune_records, older_than_s=now_s - spec.records_age_s, bytes_max=spec.records_bytes, now_s=now_s
         ),
@@ -80,7 +80,7 @@ def prune_records(
         old = list(islice(_old_records(rows, older_than_s, _size_bytes(connection) > bytes_max), PRUNE_ROWS))
     connection.execute("BEGIN IMMEDIATE")
     _delete_logs(connection, sql, old)
-    for query in ("delete_invocation", "delete_input"):
+    for query in ("delete_invocation", "delete_input", "delete_expired_log"):
         connection.executemany(sql[query], [(seq,) for seq in old])
     connection.execute(sql["delete_keys"], (now_s, PRUNE_ROWS))
     connection.execute("COMMIT")
@@ -88,8 +88,10 @@ def prune_records(
     return len(old)
 
 
-def prune_logs(connection: sqlite3.Connection, sql: Queries, *, older_than_s: float, bytes_max: int) -> int:
-    """Delete some of the oldest logs of ended invocations; returns how many.
+def prune_logs(
+    connection: sqlite3.Connection, sql: Queries, *, older_than_s: float, bytes_max: int, now_s: float
+) -> int:
+    """Delete some of the oldest logs of ended invocations; returns how many. Their readers are told that they are gone.
 
     Those whose invocation ended before ``older_than_s``, and any while all together are larger than ``bytes_max``.
     """
@@ -108,6 +110,7 @@ def prune_logs(connection: sqlite3.Connection, sql: Queries, *, older_than_s: fl
         going_bytes += int(connection.execute(sql["log_bytes_of"], (seq,)).fetchone()[0])
     if old:
         connection.execute("BEGIN IMMEDIATE")
+        connection.executemany(sql["expire_log"], [(seq, now_s) for seq in old])
         _delete_logs(connection, sql, old)
         connection.execute("COMMIT")
         connection.execute(f"PRAGMA incremental_vacuum({PRUNE_ROWS})").fetchall()

@@ -1,4 +1,7 @@
--- The record of the gateway. Times are wall-clock seconds; durations end in _s too and say so by their name.
+-- The record of the gateway, as steps from one version to the next: a file of an older one sees those that it lacks.
+-- A step that was released never changes. Times are wall-clock seconds; durations end in _s too and say so by name.
+
+-- version: 1
 
 CREATE TABLE invocations (
     seq INTEGER PRIMARY KEY,          -- order of acceptance; the id tells it, so no second index is needed
@@ -64,15 +67,25 @@ CREATE TABLE log_records (
     PRIMARY KEY (seq, position)
 ) STRICT, WITHOUT ROWID;
 
--- Trajectories that have an environment: what the next gateway adopts, or says that it is lost.
-CREATE TABLE trajectories (
+CREATE TABLE documents (
+    name TEXT PRIMARY KEY,            -- learned history, the health probe
+    body TEXT NOT NULL
+) STRICT, WITHOUT ROWID;
+
+-- version: 2
+
+-- Trajectories that have an environment: what the next gateway adopts, or says that it is lost. Files of version 1 were
+-- written with and without it.
+CREATE TABLE IF NOT EXISTS trajectories (
     name TEXT PRIMARY KEY,
     task TEXT NOT NULL,
     memory_bytes INTEGER NOT NULL,
     ttl_s REAL NOT NULL
 ) STRICT, WITHOUT ROWID;
 
-CREATE TABLE documents (
-    name TEXT PRIMARY KEY,            -- learned history, the health probe
-    body TEXT NOT NULL
-) STRICT, WITHOUT ROWID;
+-- Logs that retention removed before their records: a reader is told.
+CREATE TABLE expired_logs (
+    seq INTEGER PRIMARY KEY,
+    records INTEGER NOT NULL,         -- how many there were
+    expired_s REAL NOT NULL
+) STRICT;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gateway.invocations import Invocations
 from gateway.store import Store
-from gateway.trajectories import Trajectories
+from gateway.trajectories import INSIDE, Trajectories
 from manager.action import Action
 from manager.executor import Call, Executor
 from manager.function import FunctionSpec
@@ -27,8 +27,10 @@ class RecordedStarts:
         self._trajectories = trajectories
 
     async def execute(self, action: Action, lease: Lease, call: Call) -> Outcome:
-        fresh = action.trajectory is not None and self._trajectories.opened(
-            action.trajectory, action.task, call.function
+        fresh = (
+            action.trajectory is not None
+            and call.function.runtime in INSIDE
+            and self._trajectories.opened(action.trajectory, action.task, call.function)
         )
         once = not call.function.idempotent and self._invocations.outlives_caller(action.id)
         if fresh or once:
@@ -38,10 +40,10 @@ class RecordedStarts:
     async def resize(self, action: Action, lease: Lease) -> None:
         await self._executor.resize(action, lease)
 
-    async def open_trajectory(self, trajectory: str, function: FunctionSpec) -> None:
-        if self._trajectories.opened(trajectory, None, function):
+    async def open_trajectory(self, trajectory: str, task: str, function: FunctionSpec) -> None:
+        if self._trajectories.opened(trajectory, task, function):
             await self._store.durable()
-        await self._executor.open_trajectory(trajectory, function)
+        await self._executor.open_trajectory(trajectory, task, function)
 
     async def end_trajectory(self, trajectory: str) -> None:
         await self._executor.end_trajectory(trajectory)

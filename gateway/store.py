@@ -16,19 +16,17 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import StrEnum
-from importlib import resources
 from pathlib import Path
 
 import structlog
 
 from gateway import wire
 from gateway.record import Record
+from gateway.store_file import REMEDY, make_ready, queries
 from manager.errors import NotFound, StorageUnavailable
 from manager.outcome import State
 
-SCHEMA_VERSION = 1
 LIST_LIMIT_MAX = 1000
-REMEDY = "restore a copy of it, or move it away together with its -wal and -shm files to begin without its records"
 
 
 class Durability(StrEnum):
@@ -124,7 +122,7 @@ class Store:
     def __init__(self, spec: StoreSpec, *, wall: Callable[[], float] = time.time) -> None:
         self._spec = spec
         self._wall = wall
-        self._queries = _queries()
+        self._queries = queries()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="store-writer")
         self._readers = ThreadPoolExecutor(2, thread_name_prefix="store-reader")
         self._local = threading.local()
@@ -144,7 +142,7 @@ class Store:
         self.log_records_dropped = 0
 
     async def open(self) -> None:
-        """Open or make the database; raises StorageUnavailable when it is corrupt or of another version."""
+        """Open or make the database, and bring it up to date; raises StorageUnavailable when it is corrupt or newer."""
         loop = asyncio.get_running_loop()
         try:
             self._spec.path.parent.mkdir(parents=True, exist_ok=True)
@@ -152,7 +150,8 @@ class Store:
         except (sqlite3.OperationalError, OSError) as error:
             raise StorageUnavailable(f"{self._spec.path}: {error}", component="store") from None
         except sqlite3.DatabaseError as error:
-            raise StorageUnavailable(f"{self._spec.path}: {error}; {REMEDY}", component="store") from None
+            told = f"{self._spec.path}: {error}; restore a copy of it, or {REMEDY}"
+            raise StorageUnavailable(told, component="store") from None
 
     async def close(self) -> None:
         """Write what is noted, and close; idempotent."""
@@ -414,29 +413,17 @@ class Store:
     # The connection, in the writer's thread
 
     def _open(self) -> int:
+        """Returns the last place in the order of acceptance."""
         connection = sqlite3.connect(self._spec.path, isolation_level=None, check_same_thread=False)
         try:
-            seq = self._make_ready(connection)
-        except sqlite3.Error:
+            level = "FULL" if self._spec.durability is Durability.POWER else "NORMAL"
+            make_ready(connection, self._spec.path, synchronous=level)
+            last = connection.execute(self._queries["last_seq"]).fetchone()
+        except (sqlite3.Error, StorageUnavailable):
             connection.close()
             raise
         self._connection = connection
-        return seq
-
-    def _make_ready(self, connection: sqlite3.Connection) -> int:
-        """Settings and schema; returns the last place in the order of acceptance."""
-        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
-        connection.execute("PRAGMA journal_mode = WAL")
-        level = "FULL" if self._spec.durability is Durability.POWER else "NORMAL"
-        connection.execute(f"PRAGMA synchronous = {level}")
-        connection.execute("PRAGMA journal_size_limit = 67108864")
-        version = connection.execute("PRAGMA user_version").fetchone()[0]
-        if version == 0:
-            schema = resources.files("gateway").joinpath("schema.sql").read_text(encoding="utf-8")
-            connection.executescript(f"BEGIN; {schema} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
-        elif version != SCHEMA_VERSION:
-            raise sqlite3.DatabaseError(f"schema version {version}, this gateway reads {SCHEMA_VERSION}")
-        return int(connection.execute(self._queries["last_seq"]).fetchone()[0])
+        return int(last[0])
 
     def _close(self) -> None:
         if self._connection is not None:
@@ -456,13 +443,6 @@ def _where(chosen: Filter) -> tuple[str, tuple[object, ...]]:
     }
     given = {condition: value for condition, value in wanted.items() if value is not None}
     return ("WHERE " + " AND ".join(given) if given else "", tuple(given.values()))
-
-
-def _queries() -> Mapping[str, str]:
-    """The statements of queries.sql by name."""
-    text = resources.files("gateway").joinpath("queries.sql").read_text(encoding="utf-8")
-    parts = [part.partition("\n") for part in text.split("-- name: ")[1:]]
-    return {name.strip(): sql.strip().rstrip(";") for name, _, sql in parts}
 
 
 def require(record: Record | None, invocation_id: str) -> Record:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from gateway.store import OpenTrajectory, Store
 from manager.engine import Engine
@@ -12,6 +11,7 @@ from runtimes.sandbox.environments import Environments
 
 #: Runtimes whose actions work in their trajectory's environment.
 INSIDE = frozenset({RuntimeKind.EXEC, RuntimeKind.PYTEST})
+#: Of an environment that is on no record.
 DEFAULT_TASK = "default"
 
 
@@ -23,24 +23,15 @@ class Trajectories:
         self._environments = environments
         self._open: dict[str, OpenTrajectory] = {}
 
-    def opened(self, name: str, task: str | None, function: FunctionSpec) -> bool:
-        """It has, or is about to get, an environment; whether that is news, to be made durable first.
-
-        ``task`` is None where the first action will tell it.
-        """
-        if function.runtime not in INSIDE:
+    def opened(self, name: str, task: str, function: FunctionSpec) -> bool:
+        """It has, or is about to get, an environment; whether that is news, to be made durable first."""
+        if name in self._open:
             return False
-        known = self._open.get(name)
-        if known is None:
-            spec = function.sandbox or self._environments.settings.default
-            memory_bytes = 0 if function.sandbox is None else spec.memory_bytes
-            found = OpenTrajectory(task or DEFAULT_TASK, memory_bytes, spec.idle_ttl_s)
-        else:
-            found = replace(known, task=task) if task and known.task == DEFAULT_TASK else known
-        if found != known:
-            self._open[name] = found
-            self._store.save_trajectory(name, found)
-        return found != known
+        spec = function.sandbox or self._environments.settings.default
+        memory_bytes = 0 if function.sandbox is None else spec.memory_bytes
+        self._open[name] = OpenTrajectory(task, memory_bytes, spec.idle_ttl_s)
+        self._store.save_trajectory(name, self._open[name])
+        return True
 
     def ended(self, name: str) -> None:
         """Its environment was removed."""

@@ -43,12 +43,14 @@ from manager.function import FunctionSpec
 from manager.history import History
 from manager.lease import Lease
 from manager.outcome import Outcome, Settlement, State
-from manager.views import queue_view, resources_view, tasks_view, trajectories_view
+from manager.views import queue_view, resources_view, tasks_view, trajectories_view, trajectory_view
 
 logger = logging.getLogger("manager.engine")
 
 #: Seconds until a timer that rang too early is looked at again.
 EARLY_S = 0.001
+#: Waiting actions of one page of the queue, where nothing else is asked for.
+QUEUE_PAGE = 100
 
 
 class Listener(Protocol):
@@ -179,7 +181,7 @@ class Engine:
         await self._placed(trajectory, function.queue_timeout_s)
         try:
             await self._ended(trajectory)
-            await self._executor.open_trajectory(trajectory, function)
+            await self._executor.open_trajectory(trajectory, task, function)
         except (TangramError, asyncio.CancelledError):
             self._feed([TrajectoryEnded(trajectory=trajectory)])
             raise
@@ -235,12 +237,17 @@ class Engine:
         """Pools and nodes, JSON-able."""
         return resources_view(self._core)
 
-    def queue(self) -> list[dict[str, object]]:
-        """What waits, in order of service, and what for."""
-        return queue_view(self._core)
+    def queue(self, limit: int = QUEUE_PAGE, cursor: str | None = None) -> dict[str, object]:
+        """How many wait, and a page of them in order of service with what for; raises InvalidInput for a bad cursor."""
+        return queue_view(self._core, limit, cursor)
 
     def trajectories(self) -> list[dict[str, object]]:
         return trajectories_view(self._core)
+
+    def trajectory(self, name: str) -> dict[str, object] | None:
+        """One living trajectory; None where there is none of that name."""
+        found = self._core.trajectories.get(name)
+        return None if found is None else trajectory_view(self._core, found)
 
     def tasks(self) -> list[dict[str, object]]:
         """What each task waits for, was given and how it fared."""

@@ -43,8 +43,8 @@ class Executor(Protocol):
         """Give a running, malleable action the cores of the new ``lease``; a no-op once it has ended."""
         ...
 
-    async def open_trajectory(self, trajectory: str, function: FunctionSpec) -> None:
-        """Make the trajectory's environment before its first action; raises TangramError."""
+    async def open_trajectory(self, trajectory: str, task: str, function: FunctionSpec) -> None:
+        """Make the environment of a trajectory of ``task`` before its first action; raises TangramError."""
         ...
 
     async def end_trajectory(self, trajectory: str) -> None:

@@ -81,9 +81,9 @@ class Account:
             self.used[kind] = self.used.get(kind, 0.0) + amount
 
     def describe(self) -> dict[str, object]:
+        """How it fared; the view of a task says what it used, in the units of the resources."""
         return {
             "settled": dict(self.settled),
-            "used": dict(self.used),
             "act_s": self.act_s,
             "queue_s": self.queue_s,
             "overhead_s": self.overhead_s,

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import heapq
+import struct
+from collections.abc import Mapping
+
 from manager.config import TaskSpec
 from manager.core import Core
-from manager.queue import Entry
+from manager.errors import InvalidInput
+from manager.queue import Entry, Key
+from manager.trajectories import Trajectory
+
+#: A place in the order of service as bytes: it stays a place when the entry has left.
+_PLACE = struct.Struct(">dqqq")
 
 
 def resources_view(core: Core) -> dict[str, object]:
@@ -34,38 +43,65 @@ def resources_view(core: Core) -> dict[str, object]:
     }
 
 
-def queue_view(core: Core) -> list[dict[str, object]]:
-    """Every waiting action in order of service, and what it waits for."""
-    return [
-        {
-            "id": entry.id,
-            "function": entry.action.function,
-            "task": entry.action.task,
-            "trajectory": entry.action.trajectory,
-            "age_s": core.now_s - entry.action.submitted_s,
-            "cost": {kind: [units.minimum, units.maximum] for kind, units in entry.action.cost.items()},
-            "waits_for": core.house.waits_for(entry),
-        }
-        for entry in sorted(core.house.queue, key=lambda entry: entry.order)
-    ]
+def queue_view(core: Core, limit: int, cursor: str | None) -> dict[str, object]:
+    """How many wait, and ``limit`` of them in order of service, each with what it waits for.
+
+    ``cursor`` is the ``next_cursor`` of the page before; raises InvalidInput for any other.
+    """
+    after = None if cursor is None else _place_of(cursor)
+    waiting = core.house.queue
+    behind = (entry for entry in waiting if after is None or entry.order > after)
+    page = heapq.nsmallest(limit + 1, behind, key=lambda entry: entry.order)
+    return {
+        "waiting": len(waiting),
+        "queue": [_waiting_view(core, entry) for entry in page[:limit]],
+        "next_cursor": _cursor(page[limit - 1]) if len(page) > limit else None,
+    }
+
+
+def _waiting_view(core: Core, entry: Entry) -> dict[str, object]:
+    return {
+        "id": entry.id,
+        "function": entry.action.function,
+        "task": entry.action.task,
+        "trajectory": entry.action.trajectory,
+        "age_s": core.now_s - entry.action.submitted_s,
+        "cost": {kind: [units.minimum, units.maximum] for kind, units in entry.action.cost.items()},
+        "waits_for": core.house.waits_for(entry),
+    }
+
+
+def _cursor(entry: Entry) -> str:
+    return _PLACE.pack(*entry.key, entry.seq).hex()
+
+
+def _place_of(cursor: str) -> tuple[Key, int]:
+    try:
+        stamp, seq, child_seq, own_seq = _PLACE.unpack(bytes.fromhex(cursor))
+    except (ValueError, struct.error):
+        message = f"cursor {cursor[:64]!r} is no next_cursor of this list"
+        raise InvalidInput(message, component="queue", detail={"path": "cursor"}) from None
+    return (stamp, seq, child_seq), own_seq
 
 
 def trajectories_view(core: Core) -> list[dict[str, object]]:
     """Every living trajectory."""
-    return [
-        {
-            "trajectory": trajectory.name,
-            "task": trajectory.task,
-            "node": trajectory.node,
-            "memory_bytes": trajectory.memory_bytes,
-            "ttl_s": trajectory.ttl_s,
-            "state": _trajectory_state(core, trajectory.active, trajectory.ending, trajectory.waiting),
-            "queued": len(trajectory.lane),
-            "active": None if trajectory.active is None else trajectory.active.id,
-            "idle_s": core.now_s - trajectory.idle_since_s if trajectory.at_rest else 0.0,
-        }
-        for trajectory in core.trajectories
-    ]
+    return [trajectory_view(core, trajectory) for trajectory in core.trajectories]
+
+
+def trajectory_view(core: Core, trajectory: Trajectory) -> dict[str, object]:
+    """One of them."""
+    return {
+        "trajectory": trajectory.name,
+        "task": trajectory.task,
+        "node": trajectory.node,
+        "memory_bytes": trajectory.memory_bytes,
+        "ttl_s": trajectory.ttl_s,
+        "state": _trajectory_state(core, trajectory.active, trajectory.ending, trajectory.waiting),
+        "queued": len(trajectory.lane),
+        "active": None if trajectory.active is None else trajectory.active.id,
+        "idle_s": core.now_s - trajectory.idle_since_s if trajectory.at_rest else 0.0,
+    }
 
 
 def tasks_view(core: Core) -> list[dict[str, object]]:
@@ -83,10 +119,25 @@ def tasks_view(core: Core) -> list[dict[str, object]]:
                 "caps": dict(spec.caps),
                 "queued": house.queue.by_task(name),
                 "running": sum(entry.action.task == name for entry in house.executing.all()),
+                **_measured(core, {} if account is None else account.used),
                 **({} if account is None else account.describe()),
             }
         )
     return views
+
+
+def _measured(core: Core, used: Mapping[str, float]) -> dict[str, object]:
+    """What was used, by its unit: core_s and gpu_s, quota_units and slot_s by resource."""
+    found: dict[str, object] = {"core_s": 0.0, "gpu_s": 0.0}
+    by_name: dict[str, dict[str, float]] = {"quota_units": {}, "slot_s": {}}
+    for kind, amount in used.items():
+        pools = core.house.resources.of_kind(kind)
+        measure = pools[0].measure if pools else "core_s"  # cores alone lose their pool, with the last node
+        if measure in by_name:
+            by_name[measure][kind] = amount
+        else:
+            found[measure] = amount
+    return found | by_name
 
 
 def _trajectory_state(core: Core, active: Entry | None, ending: bool, waiting: bool) -> str:

@@ -104,7 +104,7 @@ class LocalExecutor:
         if runtime is not None:
             await runtime.resize(action, lease)
 
-    async def open_trajectory(self, trajectory: str, function: FunctionSpec) -> None:
+    async def open_trajectory(self, trajectory: str, task: str, function: FunctionSpec) -> None:
         """Make the trajectory's environment; raises TangramError."""
         if self._open_environment is None:
             return

@@ -222,9 +222,9 @@ class AsyncClient:
         """Pools, what is held of them, and what the sandboxes are."""
         return dict(await self._send(requests.get_json("/v1/resources")))
 
-    async def queue(self) -> Sequence[dict[str, Any]]:
-        """What waits, in order, and for what."""
-        return list((await self._send(requests.get_json("/v1/queue")))["queue"])
+    async def queue(self, limit: int = 100) -> Sequence[dict[str, Any]]:
+        """The first ``limit`` (at most 1000) of what waits, in order of service, and for what."""
+        return list((await self._send(requests.get_json("/v1/queue", {"limit": str(limit)})))["queue"])
 
     async def tasks(self) -> Sequence[dict[str, Any]]:
         """RL tasks: weights, bounds and use."""

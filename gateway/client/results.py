@@ -16,7 +16,7 @@ class LogLine:
     """One record of a log; ``offset + 1`` is where to go on reading."""
 
     offset: int
-    #: ``stdout``, ``stderr``, ``log`` (structured), ``system`` (the gateway's), ``truncated`` or ``dropped``.
+    #: ``stdout``, ``stderr``, ``log`` (structured), ``system`` (ours), ``truncated``, ``dropped`` or ``expired``.
     stream: str
     text: str
     time: datetime | None = None

@@ -2,39 +2,44 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from functools import partial
 from typing import Any
 
 from grpclib._typing import IServable
-from grpclib.const import Status
 from grpclib.events import RecvRequest, listen
-from grpclib.exceptions import GRPCError
 from grpclib.health.check import ServiceStatus
 from grpclib.health.service import Health
 from grpclib.reflection.service import ServerReflection
-from grpclib.server import Server, Stream
+from grpclib.server import Stream
 
+from gateway.connections import Connections
+from gateway.errors import TooSlow
+from gateway.grpc.connection import BoundedServer
 from gateway.grpc.messages import status_error
 from gateway.grpc.service import GatewayService
 from gateway.house import House
-from manager.errors import TangramError
+from manager.errors import InvalidInput, TangramError, TooLarge, Unsupported
 
 #: What a message may hold beside the body of an invocation.
 ENVELOPE_BYTES = 64 * 1024
+#: What precedes a message, and the first byte of that of a compressed one.
+PREFIX_BYTES, COMPRESSED = 5, b"\x01"
 HEALTH = "/grpc.health.v1.Health/"
 
 
 class GrpcServer:
     """Serves the house; `open` binds, `close` waits for open calls within a grace."""
 
-    def __init__(self, house: House) -> None:
+    def __init__(self, house: House, connections: Connections, streams_max: int) -> None:
+        """``streams_max`` bounds the open calls of one connection."""
         self._house = house
         service = GatewayService(house)
         self._status = ServiceStatus()
         self._status.set(True)
         services: list[IServable] = [service, Health({service: [self._status]})]
-        self._server = Server(ServerReflection.extend(services))
+        self._server = BoundedServer(ServerReflection.extend(services), connections, streams_max)
         listen(self._server, RecvRequest, self._let_in)
 
     async def open(self, listener: socket.socket) -> None:
@@ -57,23 +62,38 @@ class GrpcServer:
             except TangramError as error:
                 self._house.metrics.refused("grpc", error.code)
                 raise status_error(error) from None
-        limit_bytes = self._house.limits.body_bytes + ENVELOPE_BYTES
-        event.method_func = partial(_bounded, event.method_func, limit_bytes)
+        event.method_func = partial(_bounded, event.method_func, self._house)
 
 
-async def _bounded(method: Any, limit_bytes: int, stream: Stream[Any, Any]) -> None:
-    """Refuse a message that announces more than the bound, before any of it is read.
+async def _bounded(method: Any, house: House, stream: Stream[Any, Any]) -> None:
+    """Refuse a message that is too large before any of it is read, that comes too slowly, or that nobody can read.
 
-    grpclib has no such bound. It reads a message's length and then so many bytes through ``recv_data``: the one
-    place where a message can be refused early is there, on the stream it keeps in ``_stream``.
+    grpclib has no such bounds. It reads five bytes that tell a message's form and length, and then so many through
+    ``recv_data``: the one place where a message can be refused early is there, on the stream it keeps in ``_stream``.
     """
     raw = stream._stream
     receive = raw.recv_data
 
     async def recv_data(size: int) -> bytes:
-        if size > limit_bytes:
-            raise GRPCError(Status.RESOURCE_EXHAUSTED, f"too_large: the message is larger than {limit_bytes} bytes")
-        return await receive(size)
+        if size > house.limits.body_bytes + ENVELOPE_BYTES:
+            raise TooLarge(f"the message is larger than {house.limits.body_bytes} bytes", component="grpc")
+        house.held.check(size)
+        house.held.take(size)
+        try:
+            async with asyncio.timeout(house.limits.body_s):
+                data = await receive(size)
+        except TimeoutError:
+            raise TooSlow(f"the message took longer than {house.limits.body_s:g} s", component="grpc") from None
+        except AssertionError:  # grpclib's word for a client that stopped in the middle
+            raise InvalidInput("the message broke off", component="grpc") from None
+        finally:
+            house.held.give(size)
+        if size == PREFIX_BYTES and data[:1] == COMPRESSED:
+            raise Unsupported("compressed messages are not read here: send them as they are", component="grpc")
+        return data
 
     raw.recv_data = recv_data  # type: ignore[method-assign]
-    await method(stream)
+    try:
+        await method(stream)
+    except TangramError as error:
+        raise status_error(error) from None

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import structlog
+from google.protobuf.message import DecodeError
 from grpclib.const import Status
 from grpclib.exceptions import GRPCError
 from grpclib.server import Stream
@@ -171,8 +172,11 @@ class GatewayService(GatewayBase):
 
 
 async def _request(stream: Stream[Received, Any]) -> Received:
-    """The one message of a unary request; raises InvalidInput when the client closed without one."""
-    message = await stream.recv_message()
+    """The one message of a unary request; raises InvalidInput when there is none, or none that can be read."""
+    try:
+        message = await stream.recv_message()
+    except DecodeError as error:
+        raise InvalidInput(f"the message cannot be read: {error}", component="grpc") from None
     if message is None:
         raise InvalidInput("the request holds no message", component="grpc")
     return message

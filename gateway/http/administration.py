@@ -8,8 +8,10 @@ from starlette.responses import Response
 from gateway import wire
 from gateway.house import House
 from gateway.http.messages import json_response, read_body
-from gateway.http.operation import FLAG, Answer, Operation, json_answer, path_parameter, query, ref
+from gateway.http.operation import FLAG, NAME, Answer, Operation, json_answer, path_parameter, query, ref
+from gateway.store import LIST_LIMIT_MAX
 from gateway.view import function_json
+from manager.engine import QUEUE_PAGE
 
 TEXT_PLAIN = "text/plain; version=0.0.4; charset=utf-8"
 ANYTHING = {"type": "object"}
@@ -32,7 +34,7 @@ class AdministrationOperations:
     async def put_config(self, request: Request) -> Response:
         """Replace the functions and tasks: new invocations see the new ones, nothing in flight is dropped."""
         dry_run = wire.flag(request.query_params.get("dry_run", "false"), "dry_run")
-        document = await read_body(request, self._house.limits.body_bytes, self._house.limits.body_s)
+        document = await read_body(request, self._house)
         return json_response(await self._house.configure(document, dry_run))
 
     async def resources(self, request: Request) -> Response:
@@ -40,7 +42,10 @@ class AdministrationOperations:
         return json_response({**self._house.engine.resources(), "sandboxes": dict(self._house.sandboxes())})
 
     async def queue(self, request: Request) -> Response:
-        return json_response({"queue": self._house.engine.queue()})
+        """A page of what waits; a cursor stays good when the action that it names has left."""
+        params = request.query_params
+        limit = wire.whole(params.get("limit", str(QUEUE_PAGE)), "limit", minimum=1, maximum=LIST_LIMIT_MAX)
+        return json_response(self._house.engine.queue(limit, params.get("cursor")))
 
     async def tasks(self, request: Request) -> Response:
         return json_response({"tasks": self._house.engine.tasks()})
@@ -61,7 +66,6 @@ class AdministrationOperations:
         """The rows of the table."""
         reads = [
             ("getResources", "/v1/resources", self.resources, "Pools, what is held of them, and the sandboxes"),
-            ("getQueue", "/v1/queue", self.queue, "What waits, in order, and for what"),
             ("getTasks", "/v1/tasks", self.tasks, "RL tasks: weights, bounds and use"),
         ]
         return [
@@ -108,6 +112,20 @@ class AdministrationOperations:
                     answers={200: json_answer("The present state", ANYTHING)},
                 )
                 for name, path, endpoint, summary in reads
+            ),
+            Operation(
+                id="getQueue",
+                method="GET",
+                path="/v1/queue",
+                endpoint=self.queue,
+                summary="How many wait, and a page of them in order of service, with what each waits for",
+                tag="scheduler",
+                parameters=(
+                    query("cursor", "next_cursor of the page before", NAME),
+                    query("limit", "Actions of a page", {"type": "integer", "minimum": 1, "maximum": LIST_LIMIT_MAX}),
+                ),
+                answers={200: json_answer("A page", ref("QueuePage"))},
+                problems=(422,),
             ),
             *self._probe_rows(),
         ]

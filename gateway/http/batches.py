@@ -53,9 +53,7 @@ class BatchOperations:
             raise InvalidInput("wait must be none, any or all", detail={"path": "wait"})
         limit_s = self._house.limits.wait_s
         timeout_s = min(limit_s, wire.duration_s(request.query_params.get("timeout", f"{limit_s:.0f}s"), "timeout"))
-        calls = self._calls(
-            wire.loads_object(await read_body(request, self._house.limits.body_bytes, self._house.limits.body_s))
-        )
+        calls = self._calls(wire.loads_object(await read_body(request, self._house)))
         readable = [call for call in calls if isinstance(call, Request)]
         accepted = iter(await self._house.invocations.invoke_all(readable))
         verdicts = [next(accepted) if isinstance(call, Request) else call for call in calls]

@@ -56,7 +56,7 @@ class InvocationOperations:
         """One call in one of the three modes."""
         mode = read_mode(request)
         wait_s = read_wait_s(request, self._house.limits.wait_s)
-        body = await read_body(request, self._house.limits.body_bytes, self._house.limits.body_s)
+        body = await read_body(request, self._house)
         call = read_call(request, request.path_params["name"], body)
         if call.callback_url is not None:
             self._house.callbacks.check(call.callback_url)

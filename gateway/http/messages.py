@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from gateway import wire
+from gateway.admission import Held
 from gateway.errors import TooSlow, face, problem, reason_face, retry_after
+from gateway.house import House
 from gateway.invocation import Invocation
 from gateway.invocations import Invocations
 from gateway.record import Record
@@ -19,28 +22,47 @@ JSON = "application/json"
 PROBLEM = "application/problem+json"
 
 
-async def read_body(request: Request, limit_bytes: int, timeout_s: float) -> bytes:
-    """The whole body; raises TooLarge before more than ``limit_bytes`` are held, TooSlow after ``timeout_s``."""
+async def read_body(request: Request, house: House, limit_bytes: int | None = None) -> bytes:
+    """The whole body, within the bounds of the house (``limit_bytes`` in place of that of an input).
+
+    Raises TooLarge before more is held, CapacityExceeded while all that arrives is too much, TooSlow.
+    """
+    timeout_s = house.limits.body_s
+    reading = _Reading(house.held)
     try:
         async with asyncio.timeout(timeout_s):
-            return await _read_body(request, limit_bytes)
+            return await _read_body(request, limit_bytes or house.limits.body_bytes, reading)
     except TimeoutError:
         raise TooSlow(f"the body took longer than {timeout_s:g} s to arrive", component="http") from None
+    finally:
+        house.held.give(reading.size_bytes)
 
 
-async def _read_body(request: Request, limit_bytes: int) -> bytes:
+@dataclass(slots=True)
+class _Reading:
+    """What has arrived of a body."""
+
+    held: Held
+    size_bytes: int = 0
+
+    def add(self, chunk: bytes) -> None:
+        self.held.check(len(chunk))
+        self.held.take(len(chunk))
+        self.size_bytes += len(chunk)
+
+
+async def _read_body(request: Request, limit_bytes: int, reading: _Reading) -> bytes:
     length = request.headers.get("content-length")
     if length is not None and length.isdigit() and int(length) > limit_bytes:
         raise too_large(limit_bytes)
     chunks: list[bytes] = []
-    size_bytes = 0
     while True:
         message = await request.receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnect()
         chunk: bytes = message.get("body", b"")
-        size_bytes += len(chunk)
-        if size_bytes > limit_bytes:
+        reading.add(chunk)
+        if reading.size_bytes > limit_bytes:
             raise too_large(limit_bytes)
         chunks.append(chunk)
         if not message.get("more_body", False):

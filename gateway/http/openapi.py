@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from gateway.errors import FACES, REASON_FACES
 from gateway.http.messages import PROBLEM
 from gateway.http.operation import NAME, TEXT, Operation, Schema, ref
-from gateway.logs import DROPPED, STREAMS, TRUNCATED
+from gateway.logs import DROPPED, EXPIRED, STREAMS, TRUNCATED
 from gateway.record import Mode
 from manager.errors import Reason
 from manager.outcome import State
@@ -116,9 +116,7 @@ def schemas() -> dict[str, Schema]:
     }
     return {
         "Invocation": {**_object(invocation), "properties": {**invocation, **payload}},
-        "InvocationPage": _object(
-            {"invocations": {"type": "array", "items": ref("Invocation")}, "next_cursor": MAYBE},
-        ),
+        **_pages(),
         "LogRecord": {
             "type": "object",
             "required": ["stream"],
@@ -126,7 +124,7 @@ def schemas() -> dict[str, Schema]:
                 "offset": {"type": "integer", "description": "offset + 1 is where to resume"},
                 "time": INSTANT,
                 "stream": {
-                    "enum": [*STREAMS, TRUNCATED, DROPPED, "heartbeat", "eof", "accepted", "result"],
+                    "enum": [*STREAMS, TRUNCATED, DROPPED, EXPIRED, "heartbeat", "eof", "accepted", "result"],
                 },
                 "data": TEXT,
             },
@@ -134,6 +132,15 @@ def schemas() -> dict[str, Schema]:
         "Trajectory": {"type": "object"},
         "Function": {"type": "object", "required": ["name", "runtime"], "properties": {"name": TEXT, "runtime": TEXT}},
         "Problem": _problem(),
+    }
+
+
+def _pages() -> dict[str, Schema]:
+    invocations: Schema = {"type": "array", "items": ref("Invocation")}
+    queue: Schema = {"type": "array", "items": {"type": "object"}}
+    return {
+        "InvocationPage": _object({"invocations": invocations, "next_cursor": MAYBE}),
+        "QueuePage": _object({"waiting": {"type": "integer"}, "queue": queue, "next_cursor": MAYBE}),
     }
 
 

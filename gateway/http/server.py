@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import cast
 
 from hypercorn.asyncio.tcp_server import TCPServer
@@ -16,8 +15,9 @@ from hypercorn.utils import wrap_app
 from starlette.types import ASGIApp
 
 from gateway import wire
-from gateway.errors import problem
-from manager.errors import CapacityExceeded
+from gateway.connections import LINGER_S, Connections
+from gateway.errors import problem, retry_after
+from manager.errors import TangramError
 
 #: Seconds in which a new request's headers must arrive, and for which an idle connection stays open.
 KEEP_ALIVE_S = 75
@@ -25,17 +25,6 @@ HEADERS_BYTES = 64 * 1024
 BACKLOG = 4096
 #: Seconds without a sign of life after which a peer is asked for one, and between two such questions.
 PROBE_AFTER_S, PROBE_EVERY_S = 60, 15
-#: Seconds that a refused connection may take to read its refusal.
-LINGER_S = 1.0
-
-
-@dataclass(slots=True)
-class Connections:
-    """How many are open, how many may be, and how many were refused."""
-
-    limit: int = 8192
-    open: int = 0
-    refused: int = 0
 
 
 class Connection(TCPServer):
@@ -52,12 +41,16 @@ async def serve(
     stop: Callable[[], Awaitable[object]],
     grace_s: float,
     connections: Connections | None = None,
+    streams_max: int = 1000,
 ) -> None:
-    """Serve until ``stop`` returns; then open requests have ``grace_s`` to end."""
+    """Serve until ``stop`` returns; then open requests have ``grace_s`` to end.
+
+    ``streams_max`` bounds the open requests of one HTTP/2 connection.
+    """
     counted = connections or Connections()
     loop = asyncio.get_running_loop()
     framework = cast(ASGIFramework, app)  # the same protocol: Hypercorn types its messages, Starlette does not
-    wrapped, config, context = wrap_app(framework, 0, "asgi"), _config(), WorkerContext(None)
+    wrapped, config, context = wrap_app(framework, 0, "asgi"), _config(streams_max), WorkerContext(None)
     tasks: set[asyncio.Task[None]] = set()
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -65,17 +58,16 @@ async def serve(
         assert task is not None
         tasks.add(task)
         try:
-            if counted.open >= counted.limit:
-                counted.refused += 1
-                await _refuse(reader, writer, counted.limit)
+            refusal = counted.enter("http")
+            if refusal is not None:
+                await _refuse(reader, writer, refusal)
                 return
-            counted.open += 1
             try:
                 await Connection(wrapped, loop, config, context, LifespanState({}), reader, writer)
             except* OSError:
                 pass  # the peer is gone; Hypercorn handles it everywhere but while it waits for the end
             finally:
-                counted.open -= 1
+                counted.leave()
         finally:
             tasks.discard(task)
 
@@ -92,12 +84,12 @@ async def serve(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, limit: int) -> None:
+async def _refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, error: TangramError) -> None:
     """Answer 503 to whatever is asked, and close."""
-    error = CapacityExceeded(f"{limit} connections are open already", component="http", retry_after_s=1.0)
     body = wire.dumps(problem(error))
     head = (
-        "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/problem+json\r\nretry-after: 1\r\n"
+        "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/problem+json\r\n"
+        f"retry-after: {retry_after(error.retry_after_s or 0.0)}\r\n"
         f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
     )
     try:
@@ -111,14 +103,14 @@ async def _refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, li
         writer.transport.abort()
 
 
-def _config() -> Config:
+def _config(streams_max: int) -> Config:
     config = Config()
     config.errorlog = None
     config.accesslog = None
     config.keep_alive_timeout = KEEP_ALIVE_S
     config.keep_alive_max_requests = 2**31
     config.h11_max_incomplete_size = HEADERS_BYTES
-    config.h2_max_concurrent_streams = 1000
+    config.h2_max_concurrent_streams = streams_max
     config.include_server_header = False
     return config
 

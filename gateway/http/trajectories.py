@@ -26,7 +26,7 @@ class TrajectoryOperations:
     async def put(self, request: Request) -> Response:
         """Make the environment before the first action: memory is held and the sandbox started."""
         trajectory = wire.name(request.path_params["id"], "trajectory")
-        body = wire.loads_object(await read_body(request, self._house.limits.body_bytes, self._house.limits.body_s))
+        body = wire.loads_object(await read_body(request, self._house))
         odd = body.keys() - {"function", "task"}
         if odd:
             raise InvalidInput(f"unknown field {min(odd)!r}", detail={"path": f"$.{min(odd)}"})
@@ -54,7 +54,7 @@ class TrajectoryOperations:
         """Write a file into the sandbox."""
         sandbox = self._sandbox(request)
         path = _path(request)
-        data = await read_body(request, self._house.limits.file_bytes, self._house.limits.body_s)
+        data = await read_body(request, self._house, self._house.limits.file_bytes)
         mode = request.query_params.get("mode", "644")
         if not 3 <= len(mode) <= 4 or set(mode) - set("01234567"):
             raise InvalidInput("mode must be three or four octal digits", detail={"path": "mode"})
@@ -71,10 +71,10 @@ class TrajectoryOperations:
         return Response(data, media_type=BYTES)
 
     def _view(self, trajectory: str) -> dict[str, object]:
-        for view in self._house.engine.trajectories():
-            if view.get("trajectory") == trajectory:
-                return dict(view)
-        raise NotFound(f"no trajectory {trajectory!r}")
+        view = self._house.engine.trajectory(trajectory)
+        if view is None:
+            raise NotFound(f"no trajectory {trajectory!r}")
+        return view
 
     def _sandbox(self, request: Request) -> Sandbox:
         trajectory = wire.name(request.path_params["id"], "trajectory")

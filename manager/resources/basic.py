@@ -60,6 +60,7 @@ class QuotaPool(Pool):
     """
 
     timed = True
+    measure = "quota_units"
 
     def __init__(self, name: str, spec: QuotaSpec) -> None:
         super().__init__(name, name)

@@ -12,6 +12,7 @@ class CpuPool(Pool):
     """The cores of one node."""
 
     lendable = True
+    measure = "core_s"
 
     def __init__(self, node: NodeSpec) -> None:
         super().__init__(f"cpu:{node.name}", "cpu", node.name)

@@ -84,6 +84,7 @@ class GpuPool(Pool):
     """
 
     has_places = True
+    measure = "gpu_s"
 
     def __init__(self, nodes: Iterable[NodeSpec], services: Mapping[str, ServiceSpec]) -> None:
         super().__init__("gpu", "gpu")

@@ -58,6 +58,8 @@ class Pool(ABC):
     timed = False
     #: Whether units are not interchangeable: chunks of devices.
     has_places = False
+    #: What the account of its use counts, with its unit.
+    measure = "slot_s"
 
     def __init__(self, name: str, kind: str, node: str = "") -> None:
         self.name = name

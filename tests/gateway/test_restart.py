@@ -90,6 +90,16 @@ async def test_a_key_still_latches_on_after_a_restart(tmp_path: Path) -> None:
         assert (await second.invoke({"n": 2}, headers=key)).status_code == 422
 
 
+async def test_a_trajectory_that_was_opened_before_its_first_action_keeps_its_task_after_a_kill(tmp_path: Path) -> None:
+    async with serving(Bench(tmp_path / "first")) as first:
+        for name, body in (("t", {"function": "shell", "task": "rl"}), ("u", {"function": "echo", "task": "rl"})):
+            assert (await first.http.put(f"/v1/trajectories/{name}", json=body)).json()["task"] == "rl"
+        bench = crash(tmp_path / "first", tmp_path / "second")
+    async with serving(bench) as second:
+        for name in ("t", "u"):
+            assert (await second.http.get(f"/v1/trajectories/{name}")).json()["task"] == "rl"
+
+
 async def test_a_gateway_that_is_told_to_stop_leaves_what_waits_for_the_next(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     async with serving(bench) as first:

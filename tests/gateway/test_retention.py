@@ -55,6 +55,10 @@ async def pruned(store: Store, **bounds: float) -> dict[str, int]:
     return await prune(store, spec, lambda: NOW_S)
 
 
+async def streams(store: Store, record: Record) -> list[str]:
+    return [row.stream for row in await store.logs(record.seq, 0, 10)]
+
+
 async def kept(store: Store, *records: Record) -> list[bool]:
     return [await store.get(each.seq) is not None for each in records]
 
@@ -83,14 +87,30 @@ async def test_many_that_must_stay_do_not_shield_those_behind_them(
 async def test_logs_go_by_age_before_their_records(store: Store) -> None:
     living, old, young = record(store, ended_s=None), record(store, ended_s=10.0), record(store, ended_s=990.0)
     assert await pruned(store, logs_age_s=100.0) == {"records": 0, "logs": 1}
-    assert [len(await store.logs(each.seq, 0, 10)) for each in (living, old, young)] == [1, 0, 1]
+    assert [await streams(store, each) for each in (living, old, young)] == [["stdout"], ["expired"], ["stdout"]]
     assert await kept(store, living, old, young) == [True, True, True]
+
+
+async def test_a_log_that_is_gone_says_so_in_the_place_of_its_last_record_until_its_record_goes_too(
+    store: Store,
+) -> None:
+    old = record(store, ended_s=10.0)
+    for position in (1, 2):
+        store.save_log(LogRow(seq=old.seq, position=position, time_s=1.0, stream="stdout", data="x"))
+    assert await pruned(store, logs_age_s=100.0) == {"records": 0, "logs": 1}
+    for offset in (0, 1, 2):
+        (told,) = await store.logs(old.seq, offset, 10)
+        assert (told.position, told.stream, told.time_s) == (2, "expired", NOW_S) and "3 records" in told.data
+    assert await store.logs(old.seq, 3, 10) == [], "who has read it all missed nothing"
+    assert await pruned(store, logs_age_s=100.0) == {"records": 0, "logs": 0}, "it goes once"
+    assert await pruned(store, records_age_s=100.0) == {"records": 1, "logs": 0}
+    assert await store.logs(old.seq, 0, 10) == []
 
 
 async def test_logs_go_by_size_the_oldest_first_until_the_rest_fits(store: Store) -> None:
     records = [record(store, ended_s=990.0, log="é" * 50) for _ in range(4)]
     assert await pruned(store, logs_bytes=250) == {"records": 0, "logs": 2}
-    assert [len(await store.logs(each.seq, 0, 10)) for each in records] == [0, 0, 1, 1]
+    assert [await streams(store, each) for each in records] == [["expired"], ["expired"], ["stdout"], ["stdout"]]
     record(store, ended_s=990.0)
     assert await pruned(store, logs_bytes=250) == {"records": 0, "logs": 1}, "what went is no longer counted"
     assert await pruned(store, logs_bytes=250) == {"records": 0, "logs": 0}

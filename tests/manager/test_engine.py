@@ -67,6 +67,11 @@ class Rig:
         call = Call(function=FUNCTION, input={}, log=Silent())
         return self.engine.submit([Submission(action=action, call=call) for action in actions])
 
+    def waiting(self) -> list[dict[str, object]]:
+        queue = self.engine.queue()["queue"]
+        assert isinstance(queue, list)
+        return queue
+
     async def end(self, future: asyncio.Future[Settlement]) -> Settlement:
         async with asyncio.timeout(5):
             return await future
@@ -178,7 +183,7 @@ async def test_draining_lets_running_work_end_and_starts_nothing_more(rig: Rig) 
     assert await drained == 0
     assert (await rig.end(running)).outcome.state is State.SUCCEEDED
     assert not late.done()
-    assert [entry["id"] for entry in rig.engine.queue()] == ["b"]
+    assert [entry["id"] for entry in rig.waiting()] == ["b"]
 
 
 async def test_the_queue_says_what_each_action_waits_for(rig: Rig) -> None:
@@ -186,7 +191,7 @@ async def test_the_queue_says_what_each_action_waits_for(rig: Rig) -> None:
         rig.steps[name] = Step(held=True)
     rig.submit(action("a", trajectory="t"), action("b"), action("c"), action("d", trajectory="t"))
     await rig.ear.until_started("a")
-    waits = {entry["id"]: entry["waits_for"] for entry in rig.engine.queue()}
+    waits = {entry["id"]: entry["waits_for"] for entry in rig.waiting()}
     assert waits == {"c": "1 of cpu", "d": "the earlier actions of trajectory t"}
     assert rig.engine.tasks()[0]["queued"] == 2
     pools = rig.engine.resources()["pools"]

@@ -22,5 +22,5 @@ async def test_a_child_runs_although_its_parent_holds_all_that_its_task_may_have
         await gateway.http.post(f"/v1/invocations/{parent}/cancel")
         assert (await gateway.http.get(f"/v1/invocations/{waiting}?wait=10s")).json()["state"] == "succeeded"
         (account,) = [each for each in (await gateway.http.get("/v1/tasks")).json()["tasks"] if each["task"] == "rl"]
-    assert account["used"]["cpu"] > 0 and account["settled"] == {"succeeded": 2, "cancelled": 1}
+    assert account["core_s"] > 0 and account["settled"] == {"succeeded": 2, "cancelled": 1}
     assert account["queued"] == account["running"] == 0

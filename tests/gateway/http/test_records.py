@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import orjson
 
+from gateway.client import AsyncClient
 from gateway.errors import FACES, REASON_FACES, reason_face
 from gateway.http.door import operations
+from gateway.retention import RetentionSpec, prune
 from manager.errors import Reason, TangramError
 from tests.gateway.conftest import Running
 
@@ -63,6 +66,20 @@ async def test_a_log_is_read_again_from_any_offset_and_ends_with_eof(gateway: Ru
     rest = await gateway.http.get(f"/v1/invocations/{record_id}/logs", params={"offset": 1})
     assert [orjson.loads(line).get("offset") for line in rest.text.splitlines()] == [1, 2]
     assert lines[-1]["state"] == "succeeded"
+
+
+async def test_a_log_that_retention_removed_says_so_to_every_reader(gateway: Running) -> None:
+    record_id = (await gateway.invoke({"log": "x" * 20_000})).json()["id"]
+    await gateway.app.store.commit()
+    await prune(gateway.app.store, RetentionSpec(logs_bytes=0, pause_s=0.0), time.time)
+    for query, streams in (("", ["expired", "eof"]), ("?follow=true", ["expired", "eof"]), ("?offset=2", ["eof"])):
+        text = (await gateway.http.get(f"/v1/invocations/{record_id}/logs{query}")).text
+        lines = [orjson.loads(line) for line in text.splitlines()]
+        assert [line["stream"] for line in lines] == streams
+        assert lines[-1]["offset"] == 2
+    async with AsyncClient(str(gateway.http.base_url)) as client:
+        (told,) = [line async for line in client.logs(record_id)]
+        assert told.stream == "expired" and "server.retention" in told.text
 
 
 async def test_a_follower_gets_lines_live_as_server_sent_events(gateway: Running) -> None:
@@ -156,7 +173,7 @@ async def test_the_gateway_tells_what_it_has_and_how_isolated_it_is(gateway: Run
     functions = (await gateway.http.get("/v1/functions")).json()["functions"]
     assert {spec["name"] for spec in functions} == set(gateway.app.config.functions)
     assert (await gateway.http.get("/v1/functions/echo")).json()["cost"] == {"cpu": 1}
-    assert (await gateway.http.get("/v1/queue")).json() == {"queue": []}
+    assert (await gateway.http.get("/v1/queue")).json() == {"waiting": 0, "queue": [], "next_cursor": None}
     assert (await gateway.http.get("/v1/tasks")).json()["tasks"][0]["task"] == "default"
     assert (await gateway.http.get("/readyz")).json() == {"status": "ready"}
 

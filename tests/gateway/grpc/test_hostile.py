@@ -1,0 +1,263 @@
+"""Peers of the gRPC door that are odd, greedy, slow or gone: each is answered or dropped, and nobody else notices."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import struct
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import orjson
+import pytest
+from grpclib.client import Channel
+from grpclib.const import Status
+from grpclib.exceptions import GRPCError
+
+from gateway.grpc import connection
+from gateway.grpc.generated import tangram_pb2 as pb
+from gateway.grpc.generated.tangram_grpc import GatewayStub
+from tests.gateway.conftest import DEADLINE_S, Bench, Running, serving, until
+from tests.gateway.grpc.peer import INVOKE, Answer, Peer, echo, framed, head, peer
+
+OK, INVALID, DEADLINE, UNIMPLEMENTED, UNAVAILABLE = "0", "3", "4", "12", "14"
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
+ODD = ("", "ä", "\x00", "a\nb", "a\tb", "../x", "x" * 8192, "\u202e", "𝔸", "%00", "a b", "-", "\x7f")
+
+
+@pytest.fixture
+async def stranger(gateway: Running) -> AsyncIterator[Peer]:
+    async with peer(gateway) as opened:
+        yield opened
+
+
+async def lives(gateway: Running) -> None:
+    """Others are served as if nothing had happened, and nothing is left of what had."""
+    await until(lambda: gateway.app._connections["grpc"].open == 0)
+    async with peer(gateway) as other:
+        assert (await other.ask(head(), echo())).status == OK
+    await until(lambda: gateway.app._connections["grpc"].open == 0)
+    assert gateway.app.invocations.living == ()
+    assert gateway.app.held.bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "grpc"),
+    [
+        ({":path": "/nowhere"}, "200", UNIMPLEMENTED),
+        ({":path": "/tangram.v1.Gateway/Nothing"}, "200", UNIMPLEMENTED),
+        ({":path": ""}, "200", UNIMPLEMENTED),
+        ({":path": "\xff\x00" * 50}, "200", UNIMPLEMENTED),
+        ({":method": "GET"}, "405", None),
+        ({":method": "\x01"}, "405", None),
+        ({"content-type": "text/html"}, "415", "2"),
+        ({"content-type": None}, "415", "2"),
+        ({"te": None}, "400", "2"),
+        ({"grpc-timeout": "soon"}, "200", "2"),
+        ({"grpc-encoding": "gzip"}, "200", OK),
+        ({"x-odd": "\xe4\xf6\x01"}, "200", OK),
+        ({"": "nameless"}, "200", OK),
+        ({"X-UPPER": "x"}, "200", OK),
+        ({"authorization": "\xff" * 100}, "200", OK),
+        ({f"x-{n}": "y" * 100 for n in range(100)}, "200", OK),
+        ({"x-long": "y" * 8192}, "200", OK),
+    ],
+)
+async def test_odd_headers_are_answered_on_a_connection_that_goes_on(
+    gateway: Running, stranger: Peer, changes: dict[str, str | None], status: str, grpc: str | None
+) -> None:
+    answer = await stranger.ask(head(changes), echo())
+    assert (answer.headers.get(":status"), answer.status) == (status, grpc), answer
+    assert (await stranger.ask(head(), echo())).status == OK
+
+
+@pytest.mark.parametrize("changes", [{":path": None}, {":method": None}, {"x-bin": "x"}, {"x-bin": "\xff"}])
+async def test_headers_that_cannot_be_read_end_their_call_at_once_and_no_other(
+    gateway: Running, stranger: Peer, changes: dict[str, str | None]
+) -> None:
+    assert (await stranger.ask(head(changes), echo())).reset is not None
+    assert (await stranger.ask(head(), echo())).status == OK
+
+
+async def test_metadata_without_end_closes_its_connection(gateway: Running, stranger: Peer) -> None:
+    answer = await stranger.ask(head({f"x-{n}": "y" * 1000 for n in range(200)}), None)
+    assert answer.closed
+    await lives(gateway)
+
+
+@pytest.mark.parametrize(
+    ("body", "grpc"),
+    [
+        (framed(b"\xff" * 64), INVALID),
+        (framed(bytes(range(256))), INVALID),
+        (framed(b"\x0a\xff\xff\xff\xff\x0f"), INVALID),
+        (framed(b"", flag=1), UNIMPLEMENTED),
+        (framed(b"abc", flag=1), UNIMPLEMENTED),
+        (framed(b"abc")[:-1], INVALID),
+        (b"\x00\x00", INVALID),
+        (b"", INVALID),
+        (struct.pack(">BI", 0, 2**32 - 1), "8"),
+    ],
+)
+async def test_a_message_that_is_none_is_the_senders_fault(
+    gateway: Running, stranger: Peer, body: bytes, grpc: str
+) -> None:
+    answer = await stranger.ask(head(), body)
+    assert answer.status == grpc, answer
+    assert answer.headers["tangram-code"] in ("invalid_input", "unsupported", "too_large")
+    assert (await stranger.ask(head(), echo())).status == OK
+    stranger.writer.transport.abort()
+    await lives(gateway)
+
+
+@pytest.mark.parametrize("odd", ODD)
+async def test_odd_names_and_keys_are_refused_or_mean_nothing(gateway: Running, odd: str) -> None:
+    channel = Channel("127.0.0.1", gateway.app.grpc_port)
+    stub = GatewayStub(channel)
+    try:
+        for name in ("function", "trajectory", "task", "parent", "idempotency_key"):
+            request = pb.InvokeRequest(function="echo", timeout_s=-1)
+            setattr(request, name, odd)
+            with pytest.raises(GRPCError) as refused:
+                await stub.Invoke(request)
+            assert refused.value.status is Status.INVALID_ARGUMENT
+        for asked in (
+            stub.Get(pb.GetRequest(id=odd)),
+            stub.Wait(pb.WaitRequest(id=odd)),
+            stub.Cancel(pb.CancelRequest(id=odd)),
+            stub.TailLogs(pb.TailLogsRequest(id=odd)),
+        ):
+            with pytest.raises(GRPCError) as refused:
+                await asked
+            assert refused.value.status in (Status.INVALID_ARGUMENT, Status.NOT_FOUND)
+        answered = await stub.Invoke(pb.InvokeRequest(function="echo", traceparent=odd, input_json=b"{}"))
+        assert answered.state == "succeeded"
+    finally:
+        channel.close()
+    assert gateway.app.invocations.living == ()
+
+
+async def test_random_frames_close_their_own_connection_at_most(gateway: Running) -> None:
+    chance = random.Random(6)
+    for _ in range(60):
+        async with peer(gateway) as opened:
+            for _ in range(chance.randint(1, 6)):
+                payload = chance.randbytes(chance.choice((0, 1, 4, 5, 8, 40)))
+                kind, flags, stream = (
+                    chance.randrange(14),
+                    chance.randrange(256),
+                    chance.choice((0, 1, 2, 3, 2**31 - 1)),
+                )
+                length = len(payload) if chance.random() < 0.8 else chance.randrange(2**14)
+                opened.send_raw(length.to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big") + payload)
+            opened.writer.write_eof()
+            await asyncio.wait_for(opened.reader.read(-1), DEADLINE_S)
+    await lives(gateway)
+
+
+async def test_a_frame_of_a_kind_that_nobody_knows_is_passed_over(gateway: Running, stranger: Peer) -> None:
+    stranger.send_raw(b"\x00\x00\x02\xfa\x00\x00\x00\x00\x00hi")
+    assert (await stranger.ask(head(), echo())).status == OK
+
+
+async def test_who_does_not_greet_is_cut(gateway: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "GREETING_S", 0.05)
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.app.grpc_port)
+    writer.write(PREFACE[:10])
+    with pytest.raises((asyncio.IncompleteReadError, ConnectionResetError)):
+        await asyncio.wait_for(reader.readexactly(2**20), DEADLINE_S)
+    writer.transport.abort()
+    await lives(gateway)
+
+
+async def test_a_message_that_does_not_come_is_answered_in_time(tmp_path: Path) -> None:
+    async with serving(Bench(tmp_path, server={"body_timeout": "50ms"})) as gateway:
+        async with peer(gateway) as slow:
+            answer = await slow.answer(slow.send(head(), echo()[:-1], end=False))
+        assert (answer.status, answer.headers["tangram-code"]) == (DEADLINE, "too_slow")
+        await lives(gateway)
+
+
+async def test_a_connection_too_many_is_told_so_until_another_closes(tmp_path: Path) -> None:
+    async with serving(Bench(tmp_path, server={"connections_max": 1})) as gateway:
+        async with peer(gateway) as first:
+            assert (await first.ask(head(), echo())).status == OK
+            async with peer(gateway) as second:
+                refused = await second.ask(head(), echo())
+            assert (refused.status, refused.headers["tangram-code"]) == (UNAVAILABLE, "capacity_exceeded")
+            assert refused.headers["retry-after-s"] == "1"
+            assert (await first.ask(head(), echo())).status == OK
+            assert gateway.app._connections["grpc"].refused == 1
+        await lives(gateway)
+
+
+async def test_calls_of_one_connection_are_bounded(tmp_path: Path) -> None:
+    async with serving(Bench(tmp_path, server={"streams_max": 2})) as gateway:
+        channel = Channel("127.0.0.1", gateway.app.grpc_port)
+        stub = GatewayStub(channel)
+        try:
+            assert (await stub.Invoke(pb.InvokeRequest(function="echo", input_json=b"{}"))).state == "succeeded"
+            held = pb.InvokeRequest(function="echo", input_json=b'{"held": true}')
+            calls = [asyncio.create_task(stub.Invoke(held)) for _ in range(3)]
+            await until(lambda: len(gateway.app.invocations.living) == 2)
+            assert (await gateway.http.get("/healthz")).status_code == 200
+            assert len(gateway.app.invocations.living) == 2, "a client that keeps to the bound waits"
+            for ended in range(1, 4):
+                await until(lambda: bool(gateway.runtime.running))
+                gateway.runtime.let_go(next(iter(gateway.runtime.running)))
+                await until(lambda ended=ended: sum(call.done() for call in calls) == ended)  # type: ignore[misc]
+        finally:
+            channel.close()
+        async with peer(gateway) as greedy:
+            await greedy.ask(head(), echo())
+            streams = [greedy.send(head(), None, end=False) for _ in range(3)]
+            assert (await greedy.answer(streams[-1])).closed
+        await lives(gateway)
+
+
+async def begun(gateway: Running, opened: Peer, method: str = INVOKE) -> str:
+    """A call whose invocation runs by now."""
+    request = pb.InvokeRequest(function="echo", input_json=orjson.dumps({"hangs": True}))
+    opened.send(head({":path": method}), framed(request.SerializeToString()))
+    await until(lambda: bool(gateway.runtime.running))
+    return next(iter(gateway.runtime.running))
+
+
+@pytest.mark.parametrize("method", [INVOKE, "/tangram.v1.Gateway/InvokeStream"])
+async def test_a_caller_whose_connection_breaks_takes_its_invocation_with_it(gateway: Running, method: str) -> None:
+    async with peer(gateway) as opened:
+        invocation_id = await begun(gateway, opened, method)
+    await until(lambda: not gateway.runtime.running)
+    record = (await gateway.http.get(f"/v1/invocations/{invocation_id}?wait=5s")).json()
+    assert (record["state"], record["message"]) == ("cancelled", "its caller went away")
+    await lives(gateway)
+    assert gateway.app.logs.followers == 0
+
+
+async def test_a_caller_whose_deadline_passes_takes_its_invocation_with_it(gateway: Running, stranger: Peer) -> None:
+    request = pb.InvokeRequest(function="echo", input_json=orjson.dumps({"hangs": True}))
+    answer: Answer = await stranger.ask(head({"grpc-timeout": "100m"}), framed(request.SerializeToString()))
+    assert answer.status == DEADLINE
+    await until(lambda: gateway.app.invocations.living == ())
+
+
+async def test_a_detached_call_goes_on_without_its_caller(gateway: Running) -> None:
+    request = pb.InvokeRequest(function="echo", input_json=b'{"held": true}', detached=True)
+    async with peer(gateway) as opened:
+        opened.send(head(), framed(request.SerializeToString()))
+        await until(lambda: bool(gateway.runtime.running))
+        invocation_id = next(iter(gateway.runtime.running))
+    await until(lambda: gateway.app._connections["grpc"].open == 0)
+    gateway.runtime.let_go(invocation_id)
+    record = (await gateway.http.get(f"/v1/invocations/{invocation_id}?wait=5s")).json()
+    assert record["state"] == "succeeded"
+
+
+async def test_a_follower_that_vanishes_follows_no_more(gateway: Running) -> None:
+    accepted = (await gateway.invoke({"held": True, "log": "x"}, mode="async")).json()["id"]
+    async with peer(gateway) as opened:
+        request = pb.TailLogsRequest(id=accepted, follow=True)
+        opened.send(head({":path": "/tangram.v1.Gateway/TailLogs"}), framed(request.SerializeToString()))
+        await until(lambda: gateway.app.logs.followers == 1)
+    await until(lambda: gateway.app.logs.followers == 0)
+    gateway.runtime.let_go(accepted)
