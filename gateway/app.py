@@ -95,6 +95,13 @@ class App:
         #: What must be let go of, the youngest first.
         self._closers = AsyncExitStack()
         self.node: NodeSpec | None = None
+        self._engine: Engine | None = None
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of a gateway that was started."""
+        assert self._engine is not None, "the gateway has not started"
+        return self._engine
 
     async def start(self) -> None:
         """Open the record, make the hands, prepare the functions, take up what was left, and bind the doors."""
@@ -212,7 +219,7 @@ class App:
             admission=self.admission,
             wall=self._wall,
         )
-        self.engine = Engine(
+        self._engine = Engine(
             core,
             RecordedStarts(self.hands.executor, self.invocations, self.store, self.trajectories),
             clock=self._clock,
@@ -221,6 +228,7 @@ class App:
         )
         self.invocations.bind(self.engine)
         await self.engine.start()
+        self._report_residency(self.hands.model.residency())
         self.trajectories.tell(self.engine)
         self._closers.push_async_callback(self.engine.close)
         self._closers.callback(self._save_history)
@@ -293,6 +301,8 @@ class App:
         self._log.info("configuration applied", functions=len(config.functions))
 
     def _report_residency(self, resident: Mapping[str, tuple[tuple[int, int], ...]]) -> None:
+        if self._engine is None:
+            return  # a model is being prepared: the engine is told of all that is resident once it starts
         copies = [(service, start, size) for service, chunks in resident.items() for start, size in chunks]
         self.engine.report_residency(self.config.node.name, copies)
 

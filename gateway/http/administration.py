@@ -8,7 +8,7 @@ from starlette.responses import Response
 from gateway import wire
 from gateway.house import House
 from gateway.http.messages import json_response, read_body
-from gateway.http.operation import FLAG, NAME, Answer, Operation, json_answer, path_parameter, query, ref
+from gateway.http.operation import FLAG, NAME, Answer, Link, Operation, json_answer, links, path_parameter, query, ref
 from gateway.store import LIST_LIMIT_MAX
 from gateway.view import function_json
 from manager.engine import QUEUE_PAGE
@@ -64,6 +64,8 @@ class AdministrationOperations:
 
     def operations(self) -> list[Operation]:
         """The rows of the table."""
+        of_first = links("/functions/0/name", "name", "getFunction", "invoke")
+        opening = Link(operation="openTrajectory", parameters={}, body={"function": "$response.body#/functions/0/name"})
         reads = [
             ("getResources", "/v1/resources", self.resources, "Pools, what is held of them, and the sandboxes"),
             ("getTasks", "/v1/tasks", self.tasks, "RL tasks: weights, bounds and use"),
@@ -76,7 +78,7 @@ class AdministrationOperations:
                 endpoint=self.functions,
                 summary="Registered functions",
                 tag="functions",
-                answers={200: json_answer("All of them", ANYTHING)},
+                answers={200: json_answer("All of them", ANYTHING, (*of_first, opening))},
             ),
             Operation(
                 id="getFunction",
@@ -124,7 +126,7 @@ class AdministrationOperations:
                     query("cursor", "next_cursor of the page before", NAME),
                     query("limit", "Actions of a page", {"type": "integer", "minimum": 1, "maximum": LIST_LIMIT_MAX}),
                 ),
-                answers={200: json_answer("A page", ref("QueuePage"))},
+                answers={200: json_answer("A page", ref("QueuePage"), links("/next_cursor", "cursor", "getQueue"))},
                 problems=(422,),
             ),
             *self._probe_rows(),

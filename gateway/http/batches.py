@@ -13,7 +13,18 @@ from gateway.dead_letters import DeadLetters
 from gateway.errors import problem
 from gateway.house import House
 from gateway.http.messages import json_response, read_body, record_response
-from gateway.http.operation import DURATION, KEY, NAME, Operation, Schema, json_answer, path_parameter, query, ref
+from gateway.http.operation import (
+    DURATION,
+    KEY,
+    NAME,
+    Operation,
+    Schema,
+    json_answer,
+    links,
+    path_parameter,
+    query,
+    ref,
+)
 from gateway.invocation import Invocation, Request
 from gateway.record import Mode
 from manager.errors import InvalidInput, TangramError, TooLarge
@@ -100,6 +111,7 @@ class BatchOperations:
     def operations(self) -> list[Operation]:
         """The rows of the table."""
         letter = path_parameter("id", "Id of a dead invocation")
+        again = links("/id", "id", "getInvocation", "getLogs", "cancelInvocation")
         counted = json_answer("How many left the list", {"type": "object"})
         return [
             Operation(
@@ -126,7 +138,7 @@ class BatchOperations:
                 summary="Send a dead letter again, as an invocation of its own",
                 tag="dead letters",
                 parameters=(letter,),
-                answers={202: json_answer("Accepted, and durable", ref("Invocation"))},
+                answers={202: json_answer("Accepted, and durable", ref("Invocation"), again)},
                 problems=(404, 409, 422, 429),
             ),
             Operation(

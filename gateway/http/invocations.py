@@ -29,6 +29,7 @@ from gateway.http.operation import (
     Parameter,
     header,
     json_answer,
+    links,
     path_parameter,
     query,
     ref,
@@ -144,6 +145,7 @@ class InvocationOperations:
 
     def _invoke_row(self) -> Operation:
         record = ref("Invocation")
+        accepted = links("/id", "id", "getInvocation", "getLogs", "cancelInvocation")
         return Operation(
             id="invoke",
             method="POST",
@@ -167,8 +169,9 @@ class InvocationOperations:
                         "application/x-ndjson": ref("LogRecord"),
                         "text/event-stream": ref("LogRecord"),
                     },
+                    links=accepted,
                 ),
-                202: json_answer("Accepted, and durable", record),
+                202: json_answer("Accepted, and durable", record, accepted),
             },
             problems=(404, 408, 409, 413, 422, 429, 502, 504),
         )
@@ -176,6 +179,8 @@ class InvocationOperations:
     def _record_rows(self) -> list[Operation]:
         record = ref("Invocation")
         filters = tuple(query(name, f"Only those of this {name}", NAME) for name in ("function", "task"))
+        first = links("/invocations/0/id", "id", "getInvocation", "redriveDeadLetter", "purgeDeadLetter")
+        page = (*first, *links("/next_cursor", "cursor", "listInvocations"))
         return [
             Operation(
                 id="getInvocation",
@@ -185,7 +190,7 @@ class InvocationOperations:
                 summary="The record of an invocation, which exists from the moment of acceptance",
                 tag="invocations",
                 parameters=(INVOCATION_ID, WAIT),
-                answers={200: json_answer("The record", record)},
+                answers={200: json_answer("The record", record, links("/id", "id", "getLogs", "cancelInvocation"))},
                 problems=(404, 422),
             ),
             Operation(
@@ -204,7 +209,7 @@ class InvocationOperations:
                     query("cursor", "next_cursor of the page before", NAME),
                     query("limit", "Records of a page", {"type": "integer", "minimum": 1, "maximum": LIST_LIMIT_MAX}),
                 ),
-                answers={200: json_answer("A page", ref("InvocationPage"))},
+                answers={200: json_answer("A page", ref("InvocationPage"), page)},
                 problems=(404, 422),
             ),
             Operation(

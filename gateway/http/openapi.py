@@ -48,7 +48,11 @@ def _operation(operation: Operation) -> dict[str, object]:
     answers: dict[str, object] = {}
     for status, answer in operation.answers.items():
         content = {media: {"schema": dict(schema)} for media, schema in answer.content.items()}
-        answers[str(status)] = {"description": answer.about, **({"content": content} if content else {})}
+        answers[str(status)] = {
+            "description": answer.about,
+            **({"content": content} if content else {}),
+            **({"links": {link.operation: link.as_json() for link in answer.links}} if answer.links else {}),
+        }
     for status in sorted({*operation.problems, *(() if operation.open else ALWAYS)}):
         problem = {"description": "A problem", "content": {PROBLEM: {"schema": dict(ref("Problem"))}}}
         answers.setdefault(str(status), problem)

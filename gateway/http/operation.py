@@ -40,11 +40,27 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """What can be asked next: an operation, and which of its parameters are in the answer (RFC 6901 pointers)."""
+
+    operation: str
+    parameters: Mapping[str, str]
+    #: Its body, where the answer knows it.
+    body: object = None
+
+    def as_json(self) -> dict[str, object]:
+        parameters = {name: f"$response.body#{pointer}" for name, pointer in self.parameters.items()}
+        body = {} if self.body is None else {"requestBody": self.body}
+        return {"operationId": self.operation, "parameters": parameters, **body}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """What comes back with one status: a schema by media type, empty for no body."""
 
     about: str
     content: Mapping[str, Schema] = field(default_factory=dict)
+    links: tuple[Link, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,5 +101,10 @@ def ref(name: str) -> Schema:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
-def json_answer(about: str, schema: Schema) -> Answer:
-    return Answer(about=about, content={"application/json": schema})
+def json_answer(about: str, schema: Schema, links: tuple[Link, ...] = ()) -> Answer:
+    return Answer(about=about, content={"application/json": schema}, links=links)
+
+
+def links(pointer: str, parameter: str, *operations: str) -> tuple[Link, ...]:
+    """One value of the answer is one parameter of each of these operations."""
+    return tuple(Link(operation=operation, parameters={parameter: pointer}) for operation in operations)

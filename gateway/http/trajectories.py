@@ -8,7 +8,7 @@ from starlette.responses import Response
 from gateway import wire
 from gateway.house import House
 from gateway.http.messages import json_response, read_body
-from gateway.http.operation import FLAG, TEXT, Answer, Operation, json_answer, path_parameter, query, ref
+from gateway.http.operation import FLAG, TEXT, Answer, Operation, json_answer, links, path_parameter, query, ref
 from manager.errors import InvalidInput, NotFound
 from runtimes.sandbox.sandbox import FileStat, Sandbox
 
@@ -86,6 +86,7 @@ class TrajectoryOperations:
     def operations(self) -> list[Operation]:
         """The rows of the table."""
         view = ref("Trajectory")
+        opened = links("/trajectory", "id", "getTrajectory", "putFile", "getFile", "endTrajectory")
         open_body = {
             "type": "object",
             "required": ["function"],
@@ -103,7 +104,7 @@ class TrajectoryOperations:
                 parameters=(TRAJECTORY_ID,),
                 body={"application/json": open_body},
                 body_required=True,
-                answers={200: json_answer("It is ready", view)},
+                answers={200: json_answer("It is ready", view, opened)},
                 problems=(404, 409, 413, 422, 429),
             ),
             Operation(
@@ -113,7 +114,11 @@ class TrajectoryOperations:
                 endpoint=self.find,
                 summary="Living trajectories",
                 tag="trajectories",
-                answers={200: json_answer("All of them", {"type": "object"})},
+                answers={
+                    200: json_answer(
+                        "All of them", {"type": "object"}, links("/trajectories/0/trajectory", "id", "getTrajectory")
+                    )
+                },
             ),
             Operation(
                 id="getTrajectory",

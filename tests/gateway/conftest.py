@@ -14,15 +14,15 @@ import pytest
 from gateway.app import App, build
 from gateway.config import GatewayConfig
 from gateway.config_models import NodeConfig, SchedulerConfig, ServerConfig
-from gateway.hands import Hands
+from gateway.hands import Hands, model_settings
 from manager.action import UnitSet
 from manager.clock import Clock
-from manager.config import TaskSpec
+from manager.config import ConcurrencySpec, QuotaSpec, TaskSpec
 from manager.errors import Reason
 from manager.function import FunctionSpec, RetrySpec, RuntimeKind
 from runtimes.fake import ScriptedRuntime, Step
 from runtimes.local import LocalExecutor
-from runtimes.model.runtime import ModelRuntime
+from runtimes.model.runtime import ModelRuntime, OnResidency
 from runtimes.runtime import Execution, Runtime
 from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.provider import ProviderSettings, make_provider
@@ -33,7 +33,10 @@ DEADLINE_S = 10.0
 
 
 def step_of(execution: Execution) -> Step:
-    """What the input asks for: ``{"log": ..., "held": true, "hangs": true, "reason": ..., "message": ...}``."""
+    """What the input asks for.
+
+    ``{"log": ..., "held": true, "hangs": true, "overhead_s": ..., "reason": ..., "message": ...}``.
+    """
     wanted = execution.call.input
     reason = wanted.get("reason")
     return Step(
@@ -42,6 +45,7 @@ def step_of(execution: Execution) -> Step:
         message=str(wanted.get("message", "as scripted")),
         held=wanted.get("held") is True,
         hangs=wanted.get("hangs") is True,
+        overhead_s=float(str(wanted.get("overhead_s", 0.0))),
         log=str(wanted.get("log", "")),
     )
 
@@ -90,6 +94,8 @@ class Bench:
     server: Mapping[str, object] = field(default_factory=dict)
     scheduler: Mapping[str, object] = field(default_factory=dict)
     tasks: Mapping[str, TaskSpec] = field(default_factory=dict)
+    quotas: Mapping[str, QuotaSpec] = field(default_factory=dict)
+    concurrency: Mapping[str, ConcurrencySpec] = field(default_factory=dict)
 
     def config(self) -> GatewayConfig:
         server = {"state_dir": self.directory / "state", "port": 0, "grpc_port": 0, "drain_grace": "200ms"}
@@ -98,6 +104,8 @@ class Bench:
             server=ServerConfig.model_validate(server | dict(self.server)),
             node=NodeConfig(),
             tasks={"default": TaskSpec()} | dict(self.tasks),
+            quotas=self.quotas,
+            concurrency=self.concurrency,
             scheduler=SchedulerConfig.model_validate(self.scheduler),
         )
 
@@ -128,7 +136,7 @@ FUNCTIONS = {
 def scripted_hands(runtime: ScriptedRuntime, directory: Path) -> Callable[..., Hands]:
     """Hands whose handler functions follow the script; everything else is real, in local processes."""
 
-    def make(config: GatewayConfig, clock: Clock, on_residency: object) -> Hands:
+    def make(config: GatewayConfig, clock: Clock, on_residency: OnResidency) -> Hands:
         provider = make_provider(ProviderSettings(kind="process", state_dir=directory / "sandboxes"))
         environments = Environments(provider, clock=clock)
         runtimes: dict[RuntimeKind, Runtime] = {
@@ -139,8 +147,10 @@ def scripted_hands(runtime: ScriptedRuntime, directory: Path) -> Callable[..., H
         async def open_environment(trajectory: str, function: FunctionSpec) -> None:
             await environments.ensure(trajectory, function.sandbox)
 
+        model = ModelRuntime(model_settings(config), on_residency=on_residency)
+        if any(spec.runtime is RuntimeKind.MODEL for spec in config.functions.values()):
+            runtimes[RuntimeKind.MODEL] = model
         executor = LocalExecutor(runtimes, clock, open_environment=open_environment)
-        model = ModelRuntime()
         return Hands(provider=provider, environments=environments, model=model, runtimes=runtimes, executor=executor)
 
     return make

@@ -3,27 +3,39 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import schemathesis
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import Case, CheckFunction, Response
 from schemathesis.core.result import Ok
+from schemathesis.generation.stateful.state_machine import APIStateMachine
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from tests.gateway.conftest import DEADLINE_S, Bench, serving
 
+#: How much is asked: each operation by itself, and sequences of operations of so many steps.
+EXAMPLES = int(os.environ.get("DOCUMENT_EXAMPLES", "20"))
+SEQUENCES, STEPS = 4 * EXAMPLES, 8
+#: A schema cannot tell which parents live and which functions there are: what fits it may still be refused.
+LEFT_OUT: list[CheckFunction] = [positive_data_acceptance]
 
-@pytest.fixture(scope="module")
-def document(tmp_path_factory: pytest.TempPathFactory) -> Iterator[schemathesis.BaseSchema]:
-    """A gateway in a thread of its own, and the document that it serves."""
+
+@contextmanager
+def served(directory: Path) -> Iterator[schemathesis.BaseSchema]:
+    """The document of a gateway that serves in a thread of its own."""
     started: list[tuple[int, asyncio.AbstractEventLoop, asyncio.Event]] = []
     ready = threading.Event()
 
     async def serve() -> None:
-        async with serving(Bench(tmp_path_factory.mktemp("gateway"))) as gateway:
+        async with serving(Bench(directory)) as gateway:
             stop = asyncio.Event()
             started.append((gateway.app.http_port, asyncio.get_running_loop(), stop))
             ready.set()
@@ -40,19 +52,64 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> Iterator[schemathesis.
         thread.join(DEADLINE_S)
 
 
-def test_every_answer_is_one_that_the_document_names(document: schemathesis.BaseSchema) -> None:
+@pytest.fixture(scope="module")
+def document(tmp_path_factory: pytest.TempPathFactory) -> Iterator[schemathesis.BaseSchema]:
+    with served(tmp_path_factory.mktemp("gateway")) as found:
+        yield found
+
+
+def ask_everything(document: schemathesis.BaseSchema) -> int:
+    """Ask each operation by itself; how many times."""
     asked = 0
-    for found in document.exclude(operation_id="putConfig").get_all_operations():
+    for found in document.get_all_operations():
         assert isinstance(found, Ok), found
         operation = found.ok()
 
         @given(case=operation.as_strategy())
-        @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck), database=None)
-        def answered(case: schemathesis.Case[Any]) -> None:
+        @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+        def answered(case: Case[Any]) -> None:
             nonlocal asked
             asked += 1
-            # A schema cannot tell which parents live, so an input that fits it may still be refused with 422.
-            case.call_and_validate(timeout=DEADLINE_S, excluded_checks=[positive_data_acceptance])
+            case.call_and_validate(timeout=DEADLINE_S, excluded_checks=LEFT_OUT)
 
         answered()
-    assert asked > 100
+    return asked
+
+
+def test_every_answer_is_one_that_the_document_names(document: schemathesis.BaseSchema) -> None:
+    assert ask_everything(document.exclude(operation_id="putConfig")) > 100
+
+
+def test_so_is_every_answer_to_a_new_configuration(tmp_path: Path) -> None:
+    """By itself: it replaces the functions that everything else needs."""
+    with served(tmp_path) as document:
+        assert ask_everything(document.include(operation_id="putConfig")) > 0
+
+
+def test_sequences_that_follow_the_links_of_the_document_hold_together(document: schemathesis.BaseSchema) -> None:
+    machine: type[APIStateMachine] = document.exclude(operation_id="putConfig").as_state_machine()
+    seen: Counter[tuple[str, int]] = Counter()
+
+    class Sequences(machine):  # type: ignore[valid-type, misc]
+        def get_call_kwargs(self, case: Case[Any]) -> dict[str, Any]:
+            return {"timeout": DEADLINE_S}
+
+        def validate_response(self, response: Response, case: Case[Any], **given: Any) -> None:
+            seen[case.operation.label, response.status_code] += 1
+            case.validate_response(
+                response, excluded_checks=LEFT_OUT, transport_kwargs=given or None, recorder=self.recorder
+            )
+
+    Sequences.run(
+        settings=settings(
+            max_examples=SEQUENCES,
+            stateful_step_count=STEPS,
+            phases=[Phase.generate],
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            database=None,
+        )
+    )
+    assert sum(seen.values()) > SEQUENCES
+    followed = {label for (label, status), _ in seen.items() if status < 300 and "{" in label}
+    assert followed, f"no sequence came to an answer of what it had made: {seen}"

@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from tests.gateway.conftest import Bench, function, serving
+import pytest
+
+from gateway.grpc.generated import tangram_pb2 as pb
+from tests.gateway.conftest import Bench, Running, function, serving, until
+from tests.gateway.grpc.peer import framed, head, peer
 
 
 async def test_a_trajectory_too_many_is_refused_and_those_that_live_go_on(tmp_path: Path) -> None:
@@ -35,3 +39,63 @@ async def test_ten_times_what_may_wait_is_refused_before_any_work_and_leaves_not
         assert all(answer.json()["code"] == "quota_exceeded" and "Retry-After" in answer.headers for answer in refused)
         assert {each.record.id for each in gateway.app.invocations.living} == set(accepted)
         assert sum((await gateway.app.store.counts()).values()) == len(accepted), "a refused call leaves no record"
+
+
+LARGE = {"x": "y" * 600}
+
+
+async def refused(gateway: Running) -> None:
+    """No door takes so much more: typed, and with a time to come back."""
+    answer = await gateway.invoke(LARGE)
+    assert (answer.status_code, answer.json()["code"], answer.headers["retry-after"]) == (503, "capacity_exceeded", "1")
+    assert "inputs_max" in answer.json()["detail"]
+    request = pb.InvokeRequest(function="echo", input_json=b'{"x": "%s"}' % (b"y" * 600))
+    async with peer(gateway) as other:
+        status = await other.ask(head(), framed(request.SerializeToString()))
+    assert (status.status, status.headers["tangram-code"], status.headers["retry-after-s"]) == (
+        "14",
+        "capacity_exceeded",
+        "1",
+    )
+    assert (await gateway.invoke({})).status_code == 200, "there is room for a small one"
+
+
+async def test_inputs_that_live_are_bounded_in_bytes(tmp_path: Path) -> None:
+    async with serving(Bench(tmp_path, server={"inputs_max": 1000})) as gateway:
+        calls = [{"function": "echo", "input": LARGE | {"held": True}}] * 3
+        batch = await gateway.http.post("/v1/invocations:batch", json={"calls": calls})
+        assert batch.status_code == 503, "all of it is too much while it arrives"
+        held = (await gateway.invoke(LARGE | {"held": True}, mode="async")).json()["id"]
+        await gateway.executing(held)
+        await refused(gateway)
+        gateway.runtime.let_go(held)
+        await gateway.http.get(f"/v1/invocations/{held}?wait=5s")
+        assert (await gateway.invoke(LARGE)).status_code == 200
+        assert gateway.app.held.bytes == 0
+
+
+@pytest.mark.parametrize("path", ["functions/echo/invocations", "trajectories/t/files/x", "invocations:batch"])
+async def test_inputs_that_arrive_are_bounded_in_bytes(tmp_path: Path, path: str) -> None:
+    async with serving(Bench(tmp_path, server={"inputs_max": 1000})) as gateway:
+        assert (await gateway.http.put("/v1/trajectories/t", json={"function": "shell"})).status_code == 200
+        _, writer = await asyncio.open_connection("127.0.0.1", gateway.app.http_port)
+        verb = "PUT" if "files" in path else "POST"
+        writer.write(f"{verb} /v1/{path} HTTP/1.1\r\nHost: x\r\nContent-Length: 900\r\n\r\n{'x' * 600}".encode())
+        await until(lambda: gateway.app.held.bytes == 600)
+        await refused(gateway)
+        writer.transport.abort()
+        await until(lambda: gateway.app.held.bytes == 0)
+        assert (await gateway.invoke(LARGE)).status_code == 200
+
+
+async def test_what_a_killed_gateway_left_is_held_again_and_bounds_what_is_new(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, server={"inputs_max": 1000})
+    async with serving(bench) as first:
+        assert first.app.node is not None
+        for _ in range(first.app.node.cores):
+            await first.executing((await first.invoke({"hangs": True}, mode="async")).json()["id"])
+        waits = (await first.invoke(LARGE | {"held": True}, mode="async")).json()["id"]
+    async with serving(bench) as second:
+        await second.executing(waits)
+        await refused(second)
+        second.runtime.let_go(waits)

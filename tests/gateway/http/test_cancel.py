@@ -1,0 +1,205 @@
+"""Cancel and disconnect in every state: the end is typed and prompt, and all that was held or waited for is free."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.invocation import Invocation
+from manager.action import UnitSet
+from manager.config import ConcurrencySpec, QuotaSpec
+from manager.errors import Reason
+from manager.function import FunctionSpec, ModelAction, ModelSpec, RetrySpec, RuntimeKind
+from manager.outcome import State
+from tests.gateway.conftest import DEADLINE_S, Bench, Running, function, serving, until
+
+HOUR_S = 3600.0
+FUNCTIONS = {
+    "searches": function("searches", cost={"search": UnitSet.fixed(1)}),
+    "slots": function("slots", cost={"slot": UnitSet.fixed(1)}),
+    "patient": function(
+        "patient", retry=RetrySpec(max_attempts=2, backoff_s=HOUR_S, jitter="none", on=(Reason.HANDLER_ERROR,))
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """How an invocation comes to be where it is ended: what runs before it, and what is asked of itself."""
+
+    function: str = "echo"
+    input: Mapping[str, object] = field(default_factory=dict)
+    trajectory: str | None = None
+    #: Held calls of the same function and trajectory before it; -1: one for each core.
+    before: int = 0
+    #: Calls of the same function that have ended before it.
+    ended: int = 0
+    state: State = State.QUEUED
+    attempt: int = 1
+
+
+SITUATIONS = {
+    "queued": Situation(before=-1),
+    "behind its trajectory": Situation(trajectory="t", before=1),
+    "waiting for a quota": Situation(function="searches", ended=1),
+    "waiting for a slot": Situation(function="slots", before=1),
+    "between two tries": Situation(function="patient", input={"reason": "handler_error"}, attempt=2),
+    "being made ready": Situation(input={"overhead_s": HOUR_S}, state=State.RUNNING),
+    "running": Situation(input={"hangs": True}, state=State.RUNNING),
+}
+
+
+@asynccontextmanager
+async def in_situation(directory: Path, situation: Situation) -> AsyncIterator[Running]:
+    bench = Bench(
+        directory,
+        functions=FUNCTIONS,
+        quotas={"search": QuotaSpec(limit=1, period_s=HOUR_S)},
+        concurrency={"slot": ConcurrencySpec(limit=1)},
+    )
+    async with serving(bench) as gateway:
+        assert gateway.app.node is not None
+        headers = {} if situation.trajectory is None else {"X-Trajectory-Id": situation.trajectory}
+        for _ in range(situation.ended):
+            assert (await gateway.invoke({}, function=situation.function, headers=headers)).status_code == 200
+        for _ in range(gateway.app.node.cores if situation.before < 0 else situation.before):
+            given = {"held": True}
+            held = await gateway.invoke(given, function=situation.function, headers=headers, mode="async")
+            await gateway.executing(held.json()["id"])
+        yield gateway
+
+
+def call(gateway: Running, situation: Situation, mode: str) -> asyncio.Task[Any]:
+    headers = {} if situation.trajectory is None else {"X-Trajectory-Id": situation.trajectory}
+    return asyncio.create_task(gateway.invoke(situation.input, function=situation.function, headers=headers, mode=mode))
+
+
+async def arrived(gateway: Running, situation: Situation) -> Invocation:
+    """The invocation, once it is where it is to be ended."""
+    before = len(gateway.runtime.running)
+
+    def newest() -> Invocation:
+        return gateway.app.invocations.living[-1]
+
+    def there() -> bool:
+        if not gateway.app.invocations.living:
+            return False
+        record = newest().record
+        if (record.state, record.attempt) != (situation.state, situation.attempt):
+            return False
+        if situation.attempt > 1:
+            return newest().retry is not None
+        return record.id in gateway.runtime.running or situation.state is State.QUEUED
+
+    await until(there)
+    assert situation.state is State.RUNNING or len(gateway.runtime.running) == before
+    return newest()
+
+
+async def at_rest(gateway: Running) -> None:
+    """Let what was there before go, and see that nothing is left of anything."""
+    for invocation_id in list(gateway.runtime.running):
+        gateway.runtime.let_go(invocation_id)
+    await until(lambda: gateway.app.invocations.living == ())
+    pools = (await gateway.http.get("/v1/resources")).json()["pools"]
+    assert all(pool["free"] == pool["total"] for name, pool in pools.items() if name != "search"), pools
+    assert not any(pool["held"] for pool in pools.values()), pools
+    assert (await gateway.http.get("/v1/queue")).json()["waiting"] == 0
+    for line in (await gateway.http.get("/metrics")).text.splitlines():
+        if line.startswith(("tangram_invocations_queued{", "tangram_invocations_running{", "tangram_living ")):
+            assert line.endswith(" 0.0"), line
+    assert (gateway.app.admission.queued, gateway.app.held.bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("situation", SITUATIONS.values(), ids=SITUATIONS)
+async def test_a_cancelled_invocation_has_ended_when_it_is_told_so(tmp_path: Path, situation: Situation) -> None:
+    async with in_situation(tmp_path, situation) as gateway:
+        accepted = await call(gateway, situation, "async")
+        invocation = await arrived(gateway, situation)
+        assert invocation.record.id == accepted.json()["id"]
+        answer = await gateway.http.post(f"/v1/invocations/{invocation.record.id}/cancel")
+        record = answer.json()
+        assert (answer.status_code, record["state"], record["reason"]) == (200, "cancelled", "cancelled")
+        assert not record["dead"], "a caller's wish is no dead letter"
+        assert record["id"] not in gateway.runtime.running
+        await at_rest(gateway)
+        executed = [verb for verb, action_id in gateway.runtime.seen if action_id == record["id"] and verb == "execute"]
+        assert len(executed) == (situation.state is State.RUNNING or situation.attempt > 1)
+
+
+@pytest.mark.parametrize("mode", ["sync", "stream"])
+@pytest.mark.parametrize("situation", SITUATIONS.values(), ids=SITUATIONS)
+async def test_a_caller_that_goes_away_takes_its_invocation_with_it(
+    tmp_path: Path, situation: Situation, mode: str
+) -> None:
+    async with in_situation(tmp_path, situation) as gateway:
+        calling = call(gateway, situation, mode)
+        invocation = await arrived(gateway, situation)
+        calling.cancel()
+        await asyncio.wait_for(invocation.ended.wait(), DEADLINE_S)
+        record = invocation.record
+        assert (record.state, record.reason, record.message) == (
+            State.CANCELLED,
+            Reason.CANCELLED,
+            "its caller went away",
+        )
+        await at_rest(gateway)
+
+
+class Engine:
+    """An OpenAI-compatible server that wakes once, for its registration, and then never again in time."""
+
+    def __init__(self) -> None:
+        self.wakes = 0
+        self.waking = asyncio.Event()
+        self.awake = asyncio.Event()
+        self.port = 0
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        length = head.partition("content-length: ")[2].partition("\r\n")[0]
+        await reader.readexactly(int(length or 0))
+        if "/wake_up" in head:
+            self.wakes += 1
+            if self.wakes > 1:
+                self.waking.set()
+                await self.awake.wait()
+        body = b'{"data": [{"index": 0, "probs": [0.5]}]}'
+        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        writer.close()
+
+
+@pytest.mark.parametrize("goes", [False, True])
+async def test_a_model_that_is_being_restored_is_waited_for_no_longer(tmp_path: Path, goes: bool) -> None:
+    engine = Engine()
+    server = await asyncio.start_server(engine.serve, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    model = ModelSpec(
+        path=Path("judge"), action=ModelAction.SCORE, engine_url=url, sleep_path="/sleep", wake_path="/wake_up"
+    )
+    base = FunctionSpec(name="judge", runtime=RuntimeKind.MODEL, cost={"gpu": UnitSet.of((1,))}, key="gpu", model=model)
+    async with serving(Bench(tmp_path, functions={"judge": replace(base, timeout_s=DEADLINE_S)})) as gateway:
+        situation = Situation(function="judge", input={"texts": ["a"]}, state=State.RUNNING)
+        calling = call(gateway, situation, "sync")
+        await asyncio.wait_for(engine.waking.wait(), DEADLINE_S)
+        (invocation,) = gateway.app.invocations.living
+        if goes:
+            calling.cancel()
+        else:
+            answer = await gateway.http.post(f"/v1/invocations/{invocation.record.id}/cancel")
+            assert (answer.status_code, answer.json()["state"]) == (200, "cancelled")
+            assert (await calling).status_code == 409
+        await asyncio.wait_for(invocation.ended.wait(), DEADLINE_S)
+        assert invocation.record.state is State.CANCELLED
+        await at_rest(gateway)
+        engine.awake.set()
+        again = await gateway.invoke({"texts": ["a"]}, function="judge")
+        assert (again.status_code, again.json()["result"]) == (200, {"scores": [0.5]})
+    server.close()
+    await server.wait_closed()
