@@ -111,6 +111,15 @@ class EfficiencyTable:
         return (low * low_units + share * (high * high_units - low * low_units)) / units
 
 
+#: The least of each resource kind that is needed to start, in the order of the cost.
+Demand = tuple[tuple[str, int], ...]
+
+
+def demand_of(cost: Mapping[str, UnitSet]) -> Demand:
+    """The minimum of each kind of a cost."""
+    return tuple([(kind, units.minimum) for kind, units in cost.items()])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
     """One invocation, scheduled as a unit; made by formulation and frozen.
@@ -152,6 +161,11 @@ class Action:
     parent: str | None = None
     #: Which try this is, from 1.
     attempt: int = 1
+    #: The minimum of its cost, which the scheduler asks for again and again.
+    demand: Demand = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "demand", demand_of(self.cost))  # frozen from here on
 
     @property
     def units(self) -> UnitSet | None:

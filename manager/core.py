@@ -92,12 +92,14 @@ class Core:
         house = self._house
         if action.id in house.queue or action.id in house.executing:
             return Conflict(f"action {action.id} is queued or running", component="core", invocation_id=action.id)
-        trajectory = None if action.trajectory is None else house.trajectories.get(action.trajectory)
-        if trajectory is not None and trajectory.ending:
-            return Conflict(
-                f"trajectory {trajectory.name} is ending", component="core", invocation_id=action.id, retry_after_s=1.0
-            )
-        full = house.queue.refusal(action) or self.crowded(action.trajectory)
+        full = house.queue.refusal(action)
+        if action.trajectory is not None:
+            trajectory = house.trajectories.get(action.trajectory)
+            if trajectory is None:
+                full = full or self.crowded(action.trajectory)
+            elif trajectory.ending:
+                message = f"trajectory {trajectory.name} is ending"
+                return Conflict(message, component="core", invocation_id=action.id, retry_after_s=1.0)
         if full is not None:
             full.retry_after_s = self.retry_after_s()
         return full

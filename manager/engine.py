@@ -173,7 +173,7 @@ class Engine:
         self.check_trajectory(trajectory)
         memory_bytes = 0 if function.sandbox is None else function.sandbox.memory_bytes
         ttl_s = 1800.0 if function.sandbox is None else function.sandbox.idle_ttl_s
-        if not self._core.house.nodes.ever({}, memory_bytes):
+        if not self._core.house.nodes.ever((), memory_bytes):
             raise Unsatisfiable(
                 f"no node could ever hold {memory_bytes} bytes for trajectory {trajectory}", component="engine"
             )

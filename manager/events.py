@@ -156,7 +156,7 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryPlaced:
-    """A trajectory's memory is held on ``node`` from now on."""
+    """The memory of a trajectory that was opened (`TrajectoryOpened`) is held on ``node`` from now on."""
 
     trajectory: str
     node: str

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from manager.lease import Grant, Lease
@@ -10,7 +10,7 @@ from manager.outcome import State
 from manager.queue import Entry
 from manager.resources.nodes import Nodes
 from manager.resources.pool import Ask, Pool, Resources
-from manager.scheduler.policy import Running, Start
+from manager.scheduler.policy import Running
 from manager.statistics import Load
 
 #: An action that outlives its estimate is taken to have this much of its work left.
@@ -62,21 +62,15 @@ class Executing:
             load = self.loads[pool] = Load()
         return load
 
-    def start(
-        self, entry: Entry, node: str, units: Mapping[str, int], wish: Start | None, key: str, now_s: float
-    ) -> Lease:
-        """Acquire everything for one action; all of it must fit. ``wish`` is the policy's, for the resource ``key``."""
+    def start(self, entry: Entry, node: str, asks: Sequence[tuple[Pool, Ask]], workers: int, now_s: float) -> Lease:
+        """Acquire everything for one action; all of it must fit. ``workers`` are for a malleable one's key resource."""
         action = entry.action
         grants: dict[str, Grant] = {}
-        for kind, count in units.items():
-            pool = self._pool(kind, node)
-            mine = wish if kind == key else None
-            chunk = None if mine is None else mine.chunk
-            ask = Ask(holder=action.id, units=count, service=action.service, chunk=chunk, node=node)
+        for pool, ask in asks:
             grant = pool.acquire(ask, now_s)
-            if mine is not None and mine.workers >= count and action.malleable:
-                grant = replace(grant, workers=mine.workers)
-            grants[kind] = grant
+            if workers >= ask.units and entry.malleable(pool.kind):
+                grant = replace(grant, workers=workers)
+            grants[pool.kind] = grant
             self._hold(pool, entry, now_s)
         memory_bytes = _own_memory(entry) if node else 0
         if memory_bytes:
@@ -140,7 +134,7 @@ class Executing:
         pool = self._resources[old.pool]
         grant = replace(pool.resize(entry.id, units), workers=old.workers)
         self._count_task(entry, kind, units - old.units)
-        self.load(pool.name).observe(now_s, pool.used / max(1, pool.total))
+        self._observe(pool, now_s)
         entry.lease = replace(entry.lease, grants={**entry.lease.grants, kind: grant})
         return entry.lease
 
@@ -212,17 +206,14 @@ class Executing:
         entry.lease = lease
         entry.state = State.RUNNING
         entry.started_s = entry.accounted_s = now_s
-        entry.since_s = now_s + self._restore_s(entry, lease)
+        entry.since_s = now_s if entry.action.service is None else now_s + self._restore_s(entry.action.service, lease)
         self._running[entry.id] = entry
         for kind, grant in lease.grants.items():
             self._count_task(entry, kind, grant.units)
         return lease
 
-    def _restore_s(self, entry: Entry, lease: Lease) -> float:
-        """Seconds until the action's own work can begin."""
-        service = entry.action.service
-        if service is None:
-            return 0.0
+    def _restore_s(self, service: str, lease: Lease) -> float:
+        """Seconds until the work of an action that needs the service can begin."""
         return sum(
             self._pool_of_grant(kind, lease).restore_s(service, grant.units)
             for kind, grant in lease.grants.items()
@@ -270,7 +261,7 @@ class Executing:
                 pool.release(holder, now_s)
             held = self._holders[pool.name].pop(holder)
             self._malleable[pool.name] -= held.malleable(kind)
-            self.load(pool.name).observe(now_s, pool.used / max(1, pool.total))
+            self._observe(pool, now_s)
             freed.append(pool)
         self._pass_loan_on(entry, heir)
         return freed
@@ -284,9 +275,18 @@ class Executing:
             entry.lender.borrower = heir if heir is not None and heir.borrowed else None
 
     def _hold(self, pool: Pool, entry: Entry, now_s: float) -> None:
-        self._holders.setdefault(pool.name, {})[entry.id] = entry
-        self._malleable[pool.name] = self._malleable.get(pool.name, 0) + entry.malleable(pool.kind)
-        self.load(pool.name).observe(now_s, pool.used / max(1, pool.total))
+        holders = self._holders.get(pool.name)
+        if holders is None:
+            holders = self._holders[pool.name] = {}
+            self._malleable[pool.name] = 0
+        holders[entry.id] = entry
+        if entry.malleable(pool.kind):
+            self._malleable[pool.name] += 1
+        self._observe(pool, now_s)
+
+    def _observe(self, pool: Pool, now_s: float) -> None:
+        total = pool.total
+        self.load(pool.name).observe(now_s, (total - pool.free) / total if total else 0.0)
 
     def _pool(self, kind: str, node: str) -> Pool:
         pool = self._resources.find(kind, node)

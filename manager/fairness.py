@@ -47,18 +47,18 @@ class FairShare:
         """The virtual start time of a new action, and the charge of its task for it."""
         stamp = 0.0
         flows = []
-        for kind in action.cost:
+        for kind, _ in action.demand:
             flow = self._flow(action.task, kind)
-            flows.append(flow)
+            flows.append((flow, self.charge(action, kind)))
             stamp = max(stamp, self._virtual.get(kind, 0.0), flow.finish, flow.last_stamp)
-        for kind, flow in zip(action.cost, flows, strict=True):
+        for flow, charge in flows:
             flow.last_stamp = stamp
-            flow.finish = stamp + self.charge(action, kind) / weight
+            flow.finish = stamp + charge / weight
         return stamp
 
     def started(self, action: Action, stamp: float) -> None:
         """Virtual time follows what is served."""
-        for kind in action.cost:
+        for kind, _ in action.demand:
             if stamp > self._virtual.get(kind, 0.0):
                 self._virtual[kind] = stamp
 

@@ -16,6 +16,9 @@ from manager.resources.pool import Resources
 from manager.scheduler.policy import Hold, Policy
 from manager.trajectories import Trajectories
 
+#: What holds for a task that the configuration does not name.
+_UNKNOWN_TASK = TaskSpec()
+
 
 @dataclass(slots=True, kw_only=True)
 class House:
@@ -69,8 +72,7 @@ class House:
 
     def weight(self, task: str) -> float:
         """The share of a task."""
-        spec = self.tasks.get(task)
-        return (TaskSpec() if spec is None else spec).weight
+        return self.tasks.get(task, _UNKNOWN_TASK).weight
 
     def pools_of(self, group: Group) -> tuple[str, ...]:
         """The pools that could serve a group's actions."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from manager.action import UnitSet
+from manager.action import demand_of
 from manager.events import EndTrajectory, TrajectoryOpened, TrajectoryPlaced
 from manager.house import House
 from manager.offering import Offering
@@ -28,7 +26,7 @@ class Lanes:
         """Offer an action to the pass, or put it behind the earlier ones of its trajectory."""
         action = entry.action
         if action.trajectory is None:
-            self._offering.offer(entry, None)
+            self._offering.offer(entry)
             return
         trajectory = self._house.trajectories.get(action.trajectory)
         if trajectory is None:
@@ -39,15 +37,17 @@ class Lanes:
         if entry.child:
             trajectory.children += 1
             self._offer(entry, trajectory)
+        elif trajectory.active is None:
+            trajectory.active = entry
+            self._offer(entry, trajectory)
         else:
             trajectory.lane.append(entry)
-            self._next(trajectory)
 
     def again(self, entry: Entry, lost: Entry) -> None:
         """Offer the next attempt of an action whose node was lost."""
         trajectory = self.of(entry)
         if trajectory is None:
-            self._offering.offer(entry, None)
+            self._offering.offer(entry)
             return
         if trajectory.active is lost:
             trajectory.active = entry
@@ -73,13 +73,15 @@ class Lanes:
     def open(self, event: TrajectoryOpened, seq: int) -> None:
         """Ask for a place ahead of the first action; idempotent."""
         trajectories = self._house.trajectories
-        if trajectories.get(event.trajectory) is not None:
+        known = trajectories.get(event.trajectory)
+        if known is not None:
+            known.explicit = True
             return
         trajectory = Trajectory(event.trajectory, event.task, event.memory_bytes, event.ttl_s, seq)
         trajectories.open(trajectory)
         trajectory.explicit = True
-        trajectory.cost = event.cost
-        if event.memory_bytes or self._on_nodes(event.cost):
+        trajectory.demand = demand_of(event.cost)
+        if event.memory_bytes or self._house.resources.any_on_nodes(event.cost):
             trajectories.wait_for_memory(trajectory)
         trajectories.rest(trajectory, self._house.now_s)
 
@@ -95,19 +97,19 @@ class Lanes:
         """Place all that fit; the submission of the first that does not (None where all do)."""
         house = self._house
         for trajectory in house.trajectories.waiting():
-            cost = self._on_nodes(trajectory.cost)
-            node = house.nodes.choose(cost, trajectory.memory_bytes)
+            node = house.nodes.choose(trajectory.demand, trajectory.memory_bytes)
             if node is None:
-                if house.nodes.ever(cost, trajectory.memory_bytes):
+                if house.nodes.ever(trajectory.demand, trajectory.memory_bytes):
                     return trajectory.opened_seq
                 continue  # only a new node could serve it: it must not hold up the others
             node.hold(trajectory.name, trajectory.memory_bytes)
             trajectory.node = node.spec.name
             house.trajectories.wait_no_more(trajectory)
-            house.commands.append(TrajectoryPlaced(trajectory=trajectory.name, node=trajectory.node))
-            homeless, trajectory.homeless = trajectory.homeless, []
-            for entry in homeless:
-                self._offering.offer(entry, trajectory)
+            if trajectory.explicit:
+                house.commands.append(TrajectoryPlaced(trajectory=trajectory.name, node=trajectory.node))
+            for entry in trajectory.homeless:
+                self._offering.offer(entry, trajectory.node)
+            trajectory.homeless.clear()
             if trajectory.at_rest:
                 house.trajectories.rest(trajectory, house.now_s)
         return None
@@ -129,10 +131,13 @@ class Lanes:
 
     def _offer(self, entry: Entry, trajectory: Trajectory) -> None:
         """Let the pass choose it, once its trajectory has a place (where it needs one)."""
-        if trajectory.node or not self._offering.needs_place(entry.action):
-            self._offering.offer(entry, trajectory)
+        if not self._offering.needs_place(entry.action):
+            self._offering.offer(entry)
             return
-        trajectory.cost = trajectory.cost or entry.action.cost
+        if trajectory.node:
+            self._offering.offer(entry, trajectory.node)
+            return
+        trajectory.demand = trajectory.demand or entry.action.demand
         trajectory.homeless.append(entry)
         self._house.trajectories.wait_for_memory(trajectory)
 
@@ -143,7 +148,3 @@ class Lanes:
         if not trajectory.explicit:
             self._house.trajectories.wait_no_more(trajectory)
         self._house.trajectories.rest(trajectory, self._house.now_s)
-
-    def _on_nodes(self, cost: Mapping[str, UnitSet]) -> dict[str, UnitSet]:
-        """The part of a cost that a node must be able to serve."""
-        return {kind: units for kind, units in cost.items() if self._house.resources.on_nodes(kind)}

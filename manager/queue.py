@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from manager.action import Action
+from manager.action import Action, Demand
 from manager.config import TaskSpec
 from manager.errors import CapacityExceeded, QuotaExceeded, TangramError
 from manager.lease import Lease
@@ -49,10 +49,11 @@ class Entry:
     borrowed: frozenset[str] = frozenset()
     lender: Entry | None = None
     borrower: Entry | None = None
+    #: Its action's.
+    id: str = field(init=False)
 
-    @property
-    def id(self) -> str:
-        return self.action.id
+    def __post_init__(self) -> None:
+        self.id = self.action.id
 
     def malleable(self, kind: str) -> bool:
         """Whether its units of ``kind`` may change while it runs."""
@@ -68,8 +69,7 @@ class Signature(NamedTuple):
     """What decides whether an action can start: members of a group are alike in it."""
 
     task: str
-    #: (kind, minimum) for each resource, in the order of the cost.
-    demand: tuple[tuple[str, int], ...]
+    demand: Demand
     #: Bytes newly held by the action itself.
     memory_bytes: int
     #: The node it is pinned to; empty where any will do.
@@ -186,10 +186,11 @@ class Queue:
     def admit(self, entry: Entry, now_s: float) -> None:
         """Count it and start its waiting clock."""
         assert entry.id not in self._waiting, f"{entry.id} waits already"
+        action = entry.action
         self._waiting[entry.id] = entry
-        self._by_task[entry.action.task] += 1
-        self._by_function[entry.action.function] += 1
-        heapq.heappush(self._deadlines, (now_s + entry.action.queue_timeout_s, entry.seq, entry))
+        self._by_task[action.task] += 1
+        self._by_function[action.function] += 1
+        heapq.heappush(self._deadlines, (now_s + action.queue_timeout_s, entry.seq, entry))
 
     def leave(self, entry: Entry) -> None:
         """It started, or settled without starting."""
@@ -254,7 +255,8 @@ def _over(error: type[TangramError], message: str, action: Action) -> TangramErr
 
 def _decrement(counter: Counter[str], name: str) -> None:
     """Count down; names that callers invent must not pile up."""
-    if counter[name] > 1:
-        counter[name] -= 1
+    left = counter[name] - 1
+    if left > 0:
+        counter[name] = left
     else:
         del counter[name]

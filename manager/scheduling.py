@@ -58,7 +58,7 @@ class Scheduling:
         for candidate in selection.candidates:
             by_pool.setdefault(candidate.pool, []).append(candidate)
         for candidate in by_pool.pop("", []):
-            self._starter.start(candidate.entry, candidate.option.node, {})
+            self._starter.start(candidate.entry, candidate.option.node, ())
         for pool in list(house.resources):
             if pool.name in pools:
                 Turn(house, self._starter, pool, by_pool.get(pool.name, []), selection).take()

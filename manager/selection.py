@@ -18,6 +18,7 @@ import heapq
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from manager.action import UnitSet
 from manager.queue import Entry, Group, Key
 from manager.resources.nodes import Nodes
 from manager.resources.pool import Headroom, Pool, Resources
@@ -82,9 +83,16 @@ class Candidate:
 
     entry: Entry
     option: Option
-    #: The pool whose policy chooses its units; empty for an action that needs nothing.
+    #: The pool whose policy chooses its units, and from which; empty and None for an action that needs nothing.
     pool: str
+    units: UnitSet | None
     cap: Headroom | None
+
+    @property
+    def choice(self) -> UnitSet:
+        """The units that the policy chooses from."""
+        assert self.units is not None, f"{self.entry.id} needs nothing"
+        return self.units
 
 
 @dataclass(slots=True)
@@ -130,27 +138,27 @@ class Selector:
             options = self._found.options[group] = self._options(group)
             for option in options:
                 option.compete(1)
-            self._push(heap, iter(group), group)
+            rest = iter(group)
+            first = next(rest, None)
+            if first is not None:
+                heapq.heappush(heap, (first.key, first.seq, first, rest, group))
         while heap:
-            _, _, entry, rest, group = heapq.heappop(heap)
-            if self._consider(entry, group):
-                self._push(heap, rest, group)
-            elif self._strict:
+            _, _, entry, rest, group = heap[0]
+            more = self._consider(entry, group)
+            if self._strict and not more:
                 break
+            following = next(rest, None) if more else None
+            if following is None:
+                heapq.heappop(heap)
+            else:
+                heapq.heapreplace(heap, (following.key, following.seq, following, rest, group))
         return self._found
-
-    def _push(
-        self, heap: list[tuple[Key, int, Entry, Iterator[Entry], Group]], rest: Iterator[Entry], group: Group
-    ) -> None:
-        entry = next(rest, None)
-        if entry is not None:
-            heapq.heappush(heap, (entry.key, entry.seq, entry, rest, group))
 
     def _consider(self, entry: Entry, group: Group) -> bool:
         """Take or reserve for one action; whether its group has more to say."""
         caps = self._caps_of(group)
         options = self._found.options[group]
-        if any(cap.free < units for cap, units in caps):
+        if caps and any(cap.free < units for cap, units in caps):
             for cap, units in caps:
                 cap.reserve(units)
             self._found.capped.add(group)
@@ -185,9 +193,11 @@ class Selector:
     def _candidate(self, entry: Entry, option: Option) -> Candidate:
         action = entry.action
         name = action.key if action.key is not None else next(iter(action.cost), "")
-        pool = next((pool.name for kind, pool, _, _ in option.needs if kind == name), "")
-        cap = None if entry.child else self._caps.get((action.task, name))
-        return Candidate(entry=entry, option=option, pool=pool, cap=cap)
+        cap = None if entry.child or not self._caps else self._caps.get((action.task, name))
+        for kind, pool, _, _ in option.needs:
+            if kind == name:
+                return Candidate(entry, option, pool.name, action.cost[kind], cap)
+        return Candidate(entry, option, "", None, cap)
 
     def _caps_of(self, group: Group) -> list[tuple[Headroom, int]]:
         """Caps of the task that hold for the group; children run under what their parent was granted."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Sequence
 from itertools import islice
 
 from manager.events import Execute, Resize
 from manager.house import House
 from manager.queue import Entry
-from manager.scheduler.policy import Start
+from manager.resources.pool import Ask, Pool
 
 #: Queue mates of one group that are looked at for a batch.
 _BATCH_WINDOW = 256
@@ -21,26 +21,25 @@ class Starter:
     def __init__(self, house: House) -> None:
         self._house = house
 
-    def start(
-        self, entry: Entry, node: str, units: Mapping[str, int], wish: Start | None = None, key: str = ""
-    ) -> None:
-        """Take an action from the queue and lease it, with the queue mates that join its batch.
+    def start(self, entry: Entry, node: str, asks: Sequence[tuple[Pool, Ask]], workers: int = 0) -> None:
+        """Take an action from the queue and lease it what it asks of each pool, with the queue mates of its batch.
 
-        ``wish`` is the policy's, for the resource ``key``: its chunk, and the workers to start.
+        ``workers`` are started for its key resource, where it is malleable.
         """
         house = self._house
-        mates = self._mates(entry, units)
+        mates = self._mates(entry, asks)
         for mate in mates:
             house.touch(mate)
-        for started in (entry, *mates):
-            self._leave(started)
-        house.executing.start(entry, node, units, wish, key, self._house.now_s)
+        self._leave(entry)
+        house.executing.start(entry, node, asks, workers, house.now_s)
+        for mate in mates:
+            self._leave(mate)
+            house.executing.join(mate, entry, house.now_s)
         if mates:
-            for mate in mates:
-                house.executing.join(mate, entry, self._house.now_s)
             house.executing.seal(entry, mates)
-        for started in (entry, *mates):
-            self._execute(started)
+        self._execute(entry)
+        for mate in mates:
+            self._execute(mate)
 
     def lend(self, child: Entry, parent: Entry) -> None:
         """Start a child on the units of its waiting parent."""
@@ -55,22 +54,26 @@ class Starter:
         self._house.commands.append(Resize(action=entry.action, lease=lease))
 
     def _leave(self, entry: Entry) -> None:
-        self._house.queue.leave(entry)
-        self._house.holds.pop(entry.id, None)
+        house = self._house
+        house.queue.leave(entry)
+        if house.holds:
+            house.holds.pop(entry.id, None)
         if entry.child:
-            self._house.families.leave(entry)
-        self._house.fair.started(entry.action, entry.key[0])
+            house.families.leave(entry)
+        house.fair.started(entry.action, entry.key[0])
 
     def _execute(self, entry: Entry) -> None:
-        assert entry.lease is not None
-        queue_s = max(0.0, self._house.now_s - entry.action.submitted_s)
-        self._house.commands.append(Execute(action=entry.action, lease=entry.lease, queue_s=queue_s))
+        house, action, lease = self._house, entry.action, entry.lease
+        assert lease is not None
+        queue_s = max(0.0, house.now_s - action.submitted_s)
+        house.commands.append(Execute(action=action, lease=lease, queue_s=queue_s))
 
-    def _mates(self, entry: Entry, units: Mapping[str, int]) -> list[Entry]:
+    def _mates(self, entry: Entry, asks: Sequence[tuple[Pool, Ask]]) -> list[Entry]:
         """Waiting actions of the same service that join the batch, first come first, up to its tokens."""
         service = "" if entry.group is None else entry.group.signature.batch_service
         if not service:
             return []
+        units = {pool.kind: ask.units for pool, ask in asks}
         budget = self._house.services[service].batch_tokens - entry.action.batch_tokens
         alike = [group for group in self._house.queue.groups() if group.signature.batch_service == service]
         mates: list[Entry] = []

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from manager.action import UnitSet
+from manager.action import Demand
 from manager.queue import Entry
 
 
@@ -20,8 +20,8 @@ class Trajectory:
     memory_bytes: int
     ttl_s: float
     opened_seq: int
-    #: What its actions need at least of a node, as far as it is known.
-    cost: Mapping[str, UnitSet] = field(default_factory=dict)
+    #: What its actions need at least, as far as it is known.
+    demand: Demand = ()
     #: Where it is pinned; empty before.
     node: str = ""
     #: Whether it waits for a node's memory.
@@ -34,7 +34,7 @@ class Trajectory:
     #: Actions invoked by the active one, queued or running.
     children: int = 0
     idle_since_s: float = 0.0
-    #: Opened by the caller ahead of its first action.
+    #: Opened by the caller, who wants to know its place and keeps it without an action.
     explicit: bool = False
     ending: bool = False
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar, overload
 
 from manager.action import Action, UnitSet
@@ -31,6 +30,9 @@ class Lazy(Sequence[Item]):
 
     def __len__(self) -> int:
         return len(self._made())
+
+    def __iter__(self) -> Iterator[Item]:
+        return iter(self._made())
 
     @overload
     def __getitem__(self, index: int) -> Item: ...
@@ -60,7 +62,7 @@ class Turn:
         headroom = selection.headrooms.get(pool.name)
         #: Units that nobody holds and nobody earlier was promised, without and with the candidates' minima.
         self._spare = pool.free if headroom is None else headroom.free
-        self._free = self._spare + sum(_unit_set(candidate.entry.action).minimum for candidate in candidates)
+        self._free = self._spare + sum([candidate.choice.minimum for candidate in candidates])
         #: Waiting actions that the policy was shown as eligible besides the candidates, by id.
         self._eligible: dict[str, Entry] = {}
         #: Candidates that the policy started and whose place, or batch, was gone.
@@ -83,8 +85,7 @@ class Turn:
         if self._candidates and not executing.holders(name):
             # An idle pool with startable work would stay idle for ever: nothing happens that asks again.
             first = next(iter(self._candidates.values()))
-            minimum = _unit_set(first.entry.action).minimum
-            self._start(first.entry, first.option, Start(action_id=first.entry.id, units=minimum))
+            self._start(first.entry, first.option, Start(action_id=first.entry.id, units=first.choice.minimum))
 
     def _view(self) -> PoolView:
         pool, house, now_s = self._pool, self._house, self._house.now_s
@@ -95,10 +96,7 @@ class Turn:
             total=pool.total,
             free=self._free,
             running=Lazy(lambda: house.executing.view(pool, now_s)),
-            candidates=[
-                Waiting(action=candidate.entry.action, limit=self._limit(candidate))
-                for candidate in self._candidates.values()
-            ],
+            candidates=Lazy(self._show_candidates),
             queued=Lazy(lambda: [entry.action for entry in self._queued(self._groups)]),
             backlog=sum(self._share(group) for group in self._groups),
             eligible=Lazy(self._show_eligible),
@@ -108,12 +106,17 @@ class Turn:
             worker_cost_s=house.option(pool.kind, "worker_cost_s", 0.0),
         )
 
+    def _show_candidates(self) -> list[Waiting]:
+        return [
+            Waiting(action=candidate.entry.action, limit=self._limit(candidate))
+            for candidate in self._candidates.values()
+        ]
+
     def _limit(self, candidate: Candidate) -> int:
         """Units it may take now: what is free for the candidates, which the policy may leave waiting behind it."""
-        units = _unit_set(candidate.entry.action)
-        limit = units.at_most(self._free)
-        if candidate.cap is not None:
-            limit = units.at_most(min(self._free, units.minimum + candidate.cap.free))
+        units = candidate.choice
+        room = self._free if candidate.cap is None else min(self._free, units.minimum + candidate.cap.free)
+        limit = units.at_most(room)
         assert limit is not None
         return limit
 
@@ -127,8 +130,8 @@ class Turn:
         first = [candidate.entry for candidate in self._candidates.values()]
         items = [item for group in groups for item in group.first(window)]
         items.sort()
-        rest = (entry for _, _, entry in items if entry.id not in self._candidates)
-        return [*first, *islice(rest, max(0, window - len(first)))]
+        rest = [entry for _, _, entry in items if entry.id not in self._candidates]
+        return [*first, *rest[: max(0, window - len(first))]]
 
     def _show_eligible(self) -> list[Action]:
         if self._house.spec.strict:  # one queue for everything: nothing starts but the candidates
@@ -153,10 +156,10 @@ class Turn:
         balance = self._free
         for resize in decision.resizes:
             entry = running.get(resize.action_id)
-            malleable = entry is not None and entry.malleable(self._pool.kind)
-            self._expect(malleable, resize, "names no running action that is malleable here")
-            assert entry is not None
-            self._expect(resize.units in entry.action.cost[self._pool.kind], resize, "is not in the unit set")
+            assert entry is not None and entry.malleable(self._pool.kind), self._story(
+                resize, "names no running action that is malleable here"
+            )
+            assert resize.units in entry.action.cost[self._pool.kind], self._story(resize, "is not in the unit set")
             balance -= resize.units - self._pool.held[entry.id]
             if resize.units < self._pool.held[entry.id]:
                 self._starter.resize(entry, self._pool.kind, resize.units)
@@ -168,7 +171,7 @@ class Turn:
             self._reconsider(balance)
         for entry, units in grows:
             held = self._pool.held[entry.id]
-            self._expect(units - held <= self._pool.free, decision, f"grows {entry.id} beyond what is free")
+            assert units - held <= self._pool.free, self._story(decision, f"grows {entry.id} beyond what is free")
             room = self._house.cap_room(entry, self._pool.kind)
             allowed = units if room is None else entry.action.cost[self._pool.kind].at_most(min(units, held + room))
             if allowed is not None and allowed > held:
@@ -187,19 +190,19 @@ class Turn:
             if candidate is None:
                 others.append(start)
                 continue
-            self._expect(start.units in _unit_set(candidate.entry.action), start, "is not in the unit set")
-            self._expect(start.units <= self._limit(candidate) or balance > self._free, start, "is above its limit")
+            assert start.units in candidate.choice, self._story(start, "is not in the unit set")
+            within = balance > self._free or start.units <= self._limit(candidate)
+            assert within, self._story(start, "is above its limit")
             balance -= start.units
-            self._expect(balance >= 0, start, f"is beyond the {self._free} units to share")
+            assert balance >= 0, self._story(start, f"is beyond the {self._free} units to share")
             if self._start(candidate.entry, candidate.option, start):
                 started = True
             else:
                 self._missed.append(candidate)
         for start in others:
             entry = self._eligible.get(start.action_id)
-            self._expect(entry is not None, start, "names neither a candidate nor an eligible action")
-            assert entry is not None
-            self._expect(start.units in _unit_set(entry.action), start, "is not in the unit set")
+            assert entry is not None, self._story(start, "names neither a candidate nor an eligible action")
+            assert start.units in _unit_set(entry.action), self._story(start, "is not in the unit set")
             option = None if entry.group is None else self._place(entry.group)
             if option is not None:
                 started |= self._start(entry, option, start)
@@ -215,13 +218,13 @@ class Turn:
         if self._pool.has_places:
             bound = [group for group in self._groups if group.signature.node or len(group.demand) > 1]
             self._house.dirty_groups.update(group for group in bound if group.live)
-        beaten = [one for one in self._candidates.values() if _unit_set(one.entry.action).minimum > balance]
+        beaten = [one for one in self._candidates.values() if one.choice.minimum > balance]
         for candidate in (*beaten, *self._missed):
             group = candidate.entry.group
             if group is None:
                 continue
             elsewhere = len(candidate.option.needs) > 1 or len(self._selection.options[group]) > 1
-            if elsewhere or _unit_set(candidate.entry.action).minimum <= self._pool.free:
+            if elsewhere or candidate.choice.minimum <= self._pool.free:
                 self._house.dirty_groups.add(group)
             self._release_cap(group.signature.task)
 
@@ -236,21 +239,23 @@ class Turn:
         """Start an action, unless a start of this very turn took what it needs (a batch, a place, a resource)."""
         if entry.group is None:
             return False
-        key = self._pool.kind
-        room = self._house.cap_room(entry, key)
+        room = self._house.cap_room(entry, self._pool.kind)
         allowed = start.units if room is None else _unit_set(entry.action).at_most(min(start.units, room))
         if allowed is None:
             return False
-        wanted = {}
-        for kind, pool, _, minimum in option.needs:
-            mine = pool is self._pool
-            count = wanted[kind] = self._shaped(entry, option, allowed, start) if mine else minimum
-            chunk = start.chunk if mine else None
-            if not pool.accepts(Ask(holder=entry.id, units=count, chunk=chunk, node=option.node)):
+        asks = []
+        for _, pool, _, minimum in option.needs:
+            if pool is self._pool:
+                units, chunk = self._shaped(entry, option, allowed, start), start.chunk
+            else:
+                units, chunk = minimum, None
+            ask = Ask(entry.id, units, entry.action.service, chunk, option.node)
+            if not pool.accepts(ask):
                 return False
+            asks.append((pool, ask))
         if option.memory_bytes and self._house.nodes[option.node].free_bytes < option.memory_bytes:
             return False
-        self._starter.start(entry, option.node, wanted, start, key)
+        self._starter.start(entry, option.node, asks, workers=start.workers)
         return True
 
     def _shaped(self, entry: Entry, option: Option, units: int, start: Start) -> int:
@@ -263,9 +268,10 @@ class Turn:
                 return count
         return counts[0]
 
-    def _expect(self, kept: bool, wish: object, story: str) -> None:
+    def _story(self, wish: object, broken: str) -> str:
+        """Which promise the policy broke, and how."""
         policy = self._house.policy(self._pool.kind).name
-        assert kept, f"policy {policy} on {self._pool.name} at {self._house.now_s:.6f}: {wish} {story}"
+        return f"policy {policy} on {self._pool.name} at {self._house.now_s:.6f}: {wish} {broken}"
 
 
 def _unit_set(action: Action) -> UnitSet:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from manager.action import UnitSet
+from manager.action import Demand
 from manager.config import NodeSpec
 from manager.resources.pool import Resources
 
@@ -30,9 +30,10 @@ class Node:
 
     def hold(self, holder: str, memory_bytes: int) -> None:
         assert holder not in self.holders, f"{self.spec.name}: {holder} holds memory already"
-        assert memory_bytes <= self.free_bytes, f"{self.spec.name}: {memory_bytes} bytes of {self.free_bytes} wanted"
+        held_bytes = self.held_bytes + memory_bytes
+        assert held_bytes <= self.bound_bytes, f"{self.spec.name}: {memory_bytes} bytes of {self.free_bytes} wanted"
         self.holders[holder] = memory_bytes
-        self.held_bytes += memory_bytes
+        self.held_bytes = held_bytes
 
     def release(self, holder: str) -> None:
         self.held_bytes -= self.holders.pop(holder)
@@ -45,7 +46,7 @@ class Nodes:
         self._nodes = {spec.name: Node(spec, spec.memory_bytes) for spec in specs}
         self._resources = resources
         #: Nodes that could serve a demand, were they empty.
-        self._able: dict[tuple[tuple[str, int], ...], list[Node]] = {}
+        self._able: dict[Demand, list[Node]] = {}
 
     def __getitem__(self, name: str) -> Node:
         return self._nodes[name]
@@ -69,33 +70,34 @@ class Nodes:
         del self._nodes[name]
         self._able.clear()
 
-    def choose(self, cost: Mapping[str, UnitSet], memory_bytes: int) -> Node | None:
-        """The node for a new trajectory: enough cores in all, enough memory now, memory left most balanced.
+    def choose(self, demand: Demand, memory_bytes: int) -> Node | None:
+        """The node for a new trajectory: enough units in all, enough memory now, memory left most balanced.
 
-        Equal memory is broken by the fewest trajectories. None where no node has the memory now.
+        Of the demand only what is bound to nodes counts. Equal memory is broken by the fewest trajectories. None where
+        no node has the memory now.
         """
-        best, least, fewest = None, math.inf, 0
-        for node in self._hosts(cost):
+        best: Node | None = None
+        least = math.inf
+        for node in self._hosts(demand):
             held_bytes = node.held_bytes + memory_bytes
             if held_bytes > node.bound_bytes:
                 continue
             share = held_bytes / node.bound_bytes if held_bytes else 0.0
-            if share < least or (share == least and len(node.holders) < fewest):
-                best, least, fewest = node, share, len(node.holders)
+            if best is None or share < least or (share == least and len(node.holders) < len(best.holders)):
+                best, least = node, share
         return best
 
-    def ever(self, cost: Mapping[str, UnitSet], memory_bytes: int) -> bool:
+    def ever(self, demand: Demand, memory_bytes: int) -> bool:
         """Whether some living node, empty, could take it."""
-        return any(memory_bytes <= node.spec.memory_bytes for node in self._hosts(cost))
+        return any(memory_bytes <= node.spec.memory_bytes for node in self._hosts(demand))
 
     def check(self) -> None:
         for node in self._nodes.values():
             held = sum(node.holders.values())
             assert held == node.held_bytes <= node.spec.memory_bytes, f"{node.spec.name}: {node.holders}"
 
-    def _hosts(self, cost: Mapping[str, UnitSet]) -> list[Node]:
-        """The nodes that could serve the minimum of a cost that is bound to nodes, were nothing held."""
-        demand = tuple([(kind, units.minimum) for kind, units in cost.items()])
+    def _hosts(self, demand: Demand) -> list[Node]:
+        """The nodes that could serve what a demand takes of nodes, were nothing held."""
         hosts = self._able.get(demand)
         if hosts is None:
             if len(self._able) >= _DEMANDS_MAX:
@@ -103,9 +105,10 @@ class Nodes:
             hosts = self._able[demand] = [node for name, node in self._nodes.items() if self._could_serve(name, demand)]
         return hosts
 
-    def _could_serve(self, name: str, demand: Iterable[tuple[str, int]]) -> bool:
+    def _could_serve(self, name: str, demand: Demand) -> bool:
         for kind, units in demand:
-            pool = self._resources.find(kind, name)
-            if pool is None or not pool.admits(units):
-                return False
+            if self._resources.on_nodes(kind):
+                pool = self._resources.find(kind, name)
+                if pool is None or not pool.admits(units):
+                    return False
         return True

@@ -50,7 +50,7 @@ class AdaptivePolicy:
         waiting = view.eligible or [candidate.action for candidate in view.candidates]
         running = list(view.running)
         malleable = [r for r in running if r.action.malleable and is_malleable(r.action, kind)]
-        if not malleable and not any(is_malleable(action, kind) for action in waiting):
+        if not malleable and not any(action.malleable and is_malleable(action, kind) for action in waiting):
             return self.price.decide(view)
         if not waiting and view.free == 0:
             return Decision()

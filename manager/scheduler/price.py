@@ -70,7 +70,7 @@ class _Pass:
         self._age_max_s = policy.age_max_s
         self._running = running
         self._coming = policy.a_s * elastic_rate(running, kind) * view.utilisation**4
-        self._limits = {candidate.action.id: candidate.limit for candidate in view.candidates}
+        self._limits: dict[str, int] | None = None
         self._ends: Ends | None = None
         self._starts: list[Start] = []
         self._holds: list[Hold] = []
@@ -96,7 +96,7 @@ class _Pass:
         if spare < unit_set.minimum:
             return False
         self._behind -= 1
-        spare = min(spare, self._limits.get(action.id, spare))
+        spare = min(spare, self._limit(action.id, spare))
         shape = shape_of(unit_set, action.elasticity)
         t_ori_s = action.t_ori_s or UNKNOWN_S
         price = self._scale * (max(0, self._behind) + self._coming)
@@ -107,6 +107,12 @@ class _Pass:
         until_s = self._view.now_s + wait_s
         self._holds.append(Hold(action_id=action.id, waits_for=f"more than {spare} units", until_s=until_s))
         return False
+
+    def _limit(self, action_id: str, spare: int) -> int:
+        """The most units that a candidate may take; only elastic actions ask."""
+        if self._limits is None:
+            self._limits = {candidate.action.id: candidate.limit for candidate in self._view.candidates}
+        return self._limits.get(action_id, spare)
 
     def _better_wait(self, shape: Shape, t_ori_s: float, price: float, spare: int, now_cost_s: float) -> float | None:
         """Seconds after which, with the units that are free then, it costs less in all than a start now."""

@@ -142,6 +142,16 @@ def test_an_opened_trajectory_is_placed_and_its_end_cancels_what_it_has(drive: D
     assert EndTrajectory(trajectory="t") in driver.step(3, finish("a"))
 
 
+def test_a_trajectory_that_is_opened_while_its_first_action_waits_gets_its_place_without_the_action(
+    drive: Drive,
+) -> None:
+    driver = drive(spec(node(memory_bytes=100)))
+    driver.step(0, submit("a", trajectory="t", memory_bytes=60), submit("b", trajectory="u", memory_bytes=60))
+    driver.step(1, TrajectoryOpened(trajectory="u", memory_bytes=60), CancelRequested(action_id="b"))
+    commands = driver.step(2, TrajectoryEnded(trajectory="t"), finish("a"))
+    assert TrajectoryPlaced(trajectory="u", node="n0") in commands
+
+
 def test_a_waiting_action_ends_at_its_queue_timeout(drive: Drive) -> None:
     driver = drive(spec(node(cores=1)))
     driver.step(0, submit("a"), submit("b", queue_timeout_s=3.0))
