@@ -116,19 +116,23 @@ class Callbacks:
             self._log.warning("callback given up", invocation=record.id, function=record.function, why=problem)
 
     async def _post(self, url: str, record: Record, body: bytes) -> str | None:
-        """One try; None when it was taken, else why not."""
+        """One try, bounded as a whole; None when it was taken, else why not. The answer's body is not read."""
         try:
-            parts = self._parts(url)
-            address = await self._address(parts)
-            host = f"[{address}]" if ":" in address else address
-            port = "" if parts.port is None else f":{parts.port}"
-            target = parts._replace(netloc=host + port, fragment="").geturl()
-            answer = await self._client.post(
-                target, content=body, headers=self._headers(parts, record, body), extensions=_sni(parts)
-            )
+            async with asyncio.timeout(self._spec.timeout_s):
+                parts = self._parts(url)
+                address = await self._address(parts)
+                host = f"[{address}]" if ":" in address else address
+                port = "" if parts.port is None else f":{parts.port}"
+                target = parts._replace(netloc=host + port, fragment="").geturl()
+                headers = self._headers(parts, record, body)
+                async with self._client.stream(
+                    "POST", target, content=body, headers=headers, extensions=_sni(parts)
+                ) as answer:
+                    return None if answer.is_success else f"status {answer.status_code}"
+        except TimeoutError:
+            return f"not taken within {self._spec.timeout_s:g} s"
         except (httpx.HTTPError, OSError, InvalidInput) as error:
             return f"{type(error).__name__}: {error}"
-        return None if answer.is_success else f"status {answer.status_code}"
 
     def _headers(self, parts: SplitResult, record: Record, body: bytes) -> dict[str, str]:
         stamp = str(int(self._wall()))

@@ -23,7 +23,8 @@ class DeadLetters:
     async def redrive(self, invocation_id: str) -> Invocation:
         """Submit the same call anew, as an invocation of its own that names the old one, which leaves the list.
 
-        Raises NotFound, Conflict when it is no dead letter, and whatever refuses a submission.
+        Two that do so at once get the same invocation. Raises NotFound, Conflict when it is no dead letter, and
+        whatever refuses a submission.
         """
         record = await self._dead(invocation_id)
         body = record.input or b"{}"
@@ -38,6 +39,7 @@ class DeadLetters:
             timeout_s=timeout_s if isinstance(timeout_s, float) else None,
             traceparent=traceparent if isinstance(traceparent, str) else None,
             redrive_of=record.id,
+            key=f"redrive-of:{record.id}",
         )
         invocation = await self._invocations.invoke(request)
         self._let_go(record)

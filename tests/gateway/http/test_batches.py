@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
+
+from gateway.dead_letters import DeadLetters
 from tests.gateway.conftest import Running
 
 
@@ -61,3 +65,59 @@ async def test_a_dead_letter_is_sent_again_once_or_let_go_of(gateway: Running) -
     left = (await gateway.http.get("/v1/invocations?dead=true")).json()["invocations"]
     assert left == []
     assert (await gateway.http.get(f"/v1/invocations/{dead[1]}")).json()["state"] == "failed"
+
+
+async def verdicts(gateway: Running, query: str, calls: list[dict[str, object]]) -> list[int]:
+    answer = await gateway.http.post(f"/v1/invocations:batch?{query}", json={"calls": calls})
+    return [verdict["status"] for verdict in answer.json()["results"]]
+
+
+async def test_waiting_for_any_ends_with_the_first_end_whenever_it_was_or_with_the_time(gateway: Running) -> None:
+    hangs: dict[str, object] = {"function": "echo", "input": {"hangs": True}}
+    keyed: dict[str, object] = {"function": "echo", "input": {"n": 1}, "key": "k"}
+    assert await verdicts(gateway, "wait=any&timeout=5s", [hangs, {"function": "nope"}, keyed]) == [202, 404, 200]
+    assert await verdicts(gateway, "wait=any&timeout=5s", [hangs, keyed]) == [202, 200], "it ended before this batch"
+    assert await verdicts(gateway, "wait=any&timeout=10ms", [hangs, hangs]) == [202, 202]
+    assert await verdicts(gateway, "wait=any", [{"function": "nope"}]) == [404], "nothing to wait for"
+    assert await verdicts(gateway, "wait=all", []) == []
+
+
+STRICT = b"version: 1\nfunctions:\n  echo: {runtime: exec, cost: {cpu: 1}, description: now strict}\n"
+
+
+async def test_a_dead_letter_is_sent_again_to_its_function_as_it_is_now(gateway: Running) -> None:
+    letters = []
+    for _ in range(2):
+        accepted = await gateway.invoke({"reason": "handler_error"}, mode="async", wait="5s")
+        letters.append(accepted.json())
+    assert (await gateway.http.put("/v1/config", content=STRICT)).status_code == 200
+    refused = await gateway.http.post(f"/v1/dead-letters/{letters[0]['id']}/redrive")
+    assert (refused.status_code, refused.json()["code"]) == (422, "invalid_input"), "its input does not fit any more"
+    gone = b"version: 1\nfunctions:\n  other: {runtime: exec, cost: {cpu: 1}}\n"
+    assert (await gateway.http.put("/v1/config", content=gone)).status_code == 200
+    assert (await gateway.http.post(f"/v1/dead-letters/{letters[0]['id']}/redrive")).status_code == 404
+    dead = (await gateway.http.get("/v1/invocations?dead=true")).json()["invocations"]
+    assert [each["id"] for each in dead] == [each["id"] for each in reversed(letters)], "none was let go of"
+
+
+async def test_a_dead_letter_goes_to_the_new_revision_and_remembers_the_old_one(gateway: Running) -> None:
+    dead = (await gateway.invoke({"reason": "handler_error", "n": 1}, mode="async", wait="5s")).json()
+    registry = gateway.app.registry
+    changed = {"echo": replace(registry.get("echo"), revision="next", timeout_s=7.0)}
+    await registry.apply(replace(registry.config, functions=dict(registry.config.functions) | changed))
+    redriven = (await gateway.http.post(f"/v1/dead-letters/{dead['id']}/redrive")).json()
+    again = (await gateway.http.get(f"/v1/invocations/{redriven['id']}?wait=5s")).json()
+    assert (dead["revision"] != again["revision"], again["revision"]) == (True, "next")
+    assert gateway.runtime.leases.keys() == {dead["id"], again["id"]}
+    assert gateway.app.invocations.living == ()
+    record = await gateway.app.store.get(int(again["id"][:11], 16))
+    assert record is not None
+    assert record.options["redrive_of"] == dead["id"]
+
+
+async def test_a_dead_letter_that_two_send_again_at_once_runs_once(gateway: Running) -> None:
+    dead = (await gateway.invoke({"reason": "handler_error"}, mode="async", wait="5s")).json()["id"]
+    letters = DeadLetters(gateway.app.invocations, gateway.app.store)
+    (again,) = {each.record.id for each in await asyncio.gather(*(letters.redrive(dead) for _ in range(4)))}
+    await gateway.http.get(f"/v1/invocations/{again}?wait=5s")
+    assert gateway.runtime.leases.keys() == {dead, again}
