@@ -78,6 +78,7 @@ def _explained(answer: Mapping[str, object]) -> Iterable[str]:
 @click.option("--gpus", default=40, show_default=True, help="devices in nodes of eight")
 @click.option("--policy", "names", multiple=True, help=f"repeatable; also the baselines {', '.join(BASELINES)}")
 @click.option("--learned", is_flag=True, help="hide all profiles: the policies know what history tells them")
+@click.option("--no-prefetch", is_flag=True, help="no model is restored ahead of its use")
 @click.option("--bound", is_flag=True, help="a lower bound on the mean ACT of every possible schedule")
 @click.option("--find", type=click.Choice(FINDABLE), help="the fewest of these that reach --target-act")
 @click.option("--target-act", metavar="SECONDS", help="mean ACT of a trajectory, such as 2s")
@@ -94,6 +95,7 @@ def simulate(
     gpus: int,
     names: tuple[str, ...],
     learned: bool,
+    no_prefetch: bool,
     bound: bool,
     find: str | None,
     target_act: str | None,
@@ -102,7 +104,7 @@ def simulate(
     export_trace: Path | None,
 ) -> None:
     """Play a workload on the very same scheduler under a virtual clock: what if I had other sizes or policies?"""
-    size = Size(nodes=nodes, cores=cores, gpus=gpus)
+    size = Size(nodes=nodes, cores=cores, gpus=gpus, prefetch=not no_prefetch)
     try:
         chosen = load_workload(workload, batch, seed)
         result = run(

@@ -300,6 +300,9 @@ class SchedulerConfig(Section):
     max_queued: Positive = Field(default=65536, description="most actions that wait in all")
     trajectories_max: Positive = Field(default=65536, description="most living trajectories; beyond it 503")
     queue_window: Positive = Field(default=2048, description="most waiting actions that a policy is shown")
+    prefetch: bool = Field(
+        default=True, description="restore the model that a busy device will serve next, where it has room for both"
+    )
 
     def spec(self) -> SchedulerSpec:
         chosen = self.policy if isinstance(self.policy, dict) else {"default": self.policy}
@@ -312,6 +315,7 @@ class SchedulerConfig(Section):
             max_queued=self.max_queued,
             trajectories_max=self.trajectories_max,
             queue_window=self.queue_window,
+            prefetch=self.prefetch,
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -104,6 +104,10 @@ class Metrics:
         """Ask for (pool, total | free, units) whenever the metrics are read."""
         self.registry.register(_Units(read))
 
+    def watch_prefetches(self, read: Callable[[], Mapping[str, int]]) -> None:
+        """Ask how the models that were brought in ahead of their use have fared, by outcome."""
+        self.registry.register(_Prefetches(read))
+
     def watch_learned(self, read: Callable[[], Iterator[tuple[str, Learned]]]) -> None:
         """Ask for (function, what was learned of it) whenever the metrics are read."""
         self.registry.register(_Estimates(read))
@@ -147,6 +151,19 @@ class _Units(Collector):
         family = GaugeMetricFamily("tangram_units", "Units of each pool", labels=("pool", "state"))
         for pool, state, units in self._read():
             family.add_metric((pool, state), units)
+        yield family
+
+
+class _Prefetches(Collector):
+    def __init__(self, read: Callable[[], Mapping[str, int]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterator[Metric]:
+        about = "Models restored ahead of their use: begun, used, given up before their use, or not arrived"
+        family = CounterMetricFamily("tangram_prefetches", about, labels=("outcome",))
+        counts = self._read()
+        for outcome in ("started", "hits", "wasted", "failed"):
+            family.add_metric((outcome,), counts.get(outcome, 0))
         yield family
 
 

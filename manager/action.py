@@ -170,8 +170,12 @@ class Action:
     @property
     def units(self) -> UnitSet | None:
         """The unit set of the key resource, or of the first resource of a rigid action (DESIGN 10.2)."""
-        name = self.key if self.key is not None else next(iter(self.cost), None)
-        return None if name is None else self.cost[name]
+        return self.cost.get(self.chooser)
+
+    @property
+    def chooser(self) -> str:
+        """The kind whose policy chooses its units: the key, else the first of the cost; empty where it has none."""
+        return self.key if self.key is not None else next(iter(self.cost), "")
 
     def duration_s(self, units: int) -> float | None:
         """Expected execution seconds with ``units`` of the key resource; None when nothing is known."""

@@ -24,6 +24,7 @@ def cluster(
     quotas: Mapping[str, QuotaSpec] | None = None,
     policy: str = "adaptive",
     strict: bool = False,
+    prefetch: bool = True,
 ) -> ManagerSpec:
     """CPU nodes with ``cores`` in all and device nodes with ``devices`` in all, as even as possible.
 
@@ -41,7 +42,7 @@ def cluster(
         quotas=dict(quotas or {}),
         tasks={"default": TaskSpec(max_queued=10**9)},
         services=dict(services or {}),
-        scheduler=SchedulerSpec(policies=policies(policy), strict=strict, max_queued=10**9),
+        scheduler=SchedulerSpec(policies=policies(policy), strict=strict, max_queued=10**9, prefetch=prefetch),
     )
 
 

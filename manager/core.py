@@ -19,6 +19,7 @@ from manager.events import (
     Finished,
     NodeJoined,
     NodeLost,
+    PrefetchEnded,
     Reconfigured,
     Refuse,
     ResidencyReported,
@@ -33,6 +34,7 @@ from manager.lanes import Lanes
 from manager.membership import Membership
 from manager.offering import Offering
 from manager.outcome import State
+from manager.prefetching import Prefetching
 from manager.queue import Entry
 from manager.resources.factory import PoolFactory
 from manager.scheduling import Scheduling
@@ -51,6 +53,7 @@ class Core:
         self._house = house
         self._pools = pools
         self._scheduling = Scheduling(house)
+        self._prefetching = Prefetching(house, self._scheduling)
         self._lanes = Lanes(house, Offering(house))
         self._settling = Settling(house, self._lanes)
         self._membership = Membership(house, self._lanes, self._settling, pools)
@@ -84,6 +87,7 @@ class Core:
         self._scheduling.run()
         while self._lend():  # what the children had reserved may serve others
             self._scheduling.run()
+        self._prefetching.run()
         self._wake()
         return self._take_commands()
 
@@ -182,12 +186,15 @@ class Core:
                     self._settling.end_trajectory(trajectory)
             case NodeLost():
                 self._membership.lose(event.node)
+                self._prefetching.lose(event.node)
             case NodeJoined():
                 self._membership.join(event.node)
             case ResidencyReported():
                 for pool in self._house.resources:
                     pool.report(event.node, event.copies)
                     self._house.dirty.add(pool.name)
+            case PrefetchEnded():
+                self._prefetching.end(event)
             case Reconfigured():
                 self._reconfigure(event)
             case Tick():

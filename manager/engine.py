@@ -27,6 +27,8 @@ from manager.events import (
     Finished,
     NodeJoined,
     NodeLost,
+    Prefetch,
+    PrefetchEnded,
     Reconfigured,
     Refuse,
     ResidencyReported,
@@ -43,7 +45,14 @@ from manager.function import FunctionSpec
 from manager.history import History
 from manager.lease import Lease
 from manager.outcome import Outcome, Settlement, State
-from manager.views import queue_view, resources_view, tasks_view, trajectories_view, trajectory_view
+from manager.views import (
+    prefetches_view,
+    queue_view,
+    resources_view,
+    tasks_view,
+    trajectories_view,
+    trajectory_view,
+)
 
 logger = logging.getLogger("manager.engine")
 
@@ -99,6 +108,7 @@ class Engine:
         self._abort_messages: dict[tuple[str, int], str] = {}
         #: Resizes and trajectory ends under way.
         self._chores: set[asyncio.Task[None]] = set()
+        self._prefetches: dict[int, asyncio.Task[bool]] = {}
         self._placing: dict[str, asyncio.Future[None]] = {}
         #: Removals of environments under way, and callers that wait for one to begin.
         self._ending: dict[str, asyncio.Future[None]] = {}
@@ -127,8 +137,10 @@ class Engine:
         self._core.pause()
         for job_id in list(self._jobs):
             self.cancel(job_id, "the gateway is closing")
-        while self._tasks or self._chores:
-            await asyncio.wait([*self._tasks.values(), *self._chores])
+        for prefetch in self._prefetches.values():
+            prefetch.cancel()
+        while under_way := [*self._tasks.values(), *self._chores, *self._prefetches.values()]:
+            await asyncio.wait(under_way)
         self._closed = True
         for handle in (self._timer, self._pass):
             if handle is not None:
@@ -237,6 +249,10 @@ class Engine:
         """Pools and nodes, JSON-able."""
         return resources_view(self._core)
 
+    def prefetches(self) -> dict[str, int]:
+        """How services that were brought in ahead of their use have fared, by outcome."""
+        return prefetches_view(self._core)
+
     def queue(self, limit: int = QUEUE_PAGE, cursor: str | None = None) -> dict[str, object]:
         """How many wait, and a page of them in order of service with what for; raises InvalidInput for a bad cursor."""
         return queue_view(self._core, limit, cursor)
@@ -282,6 +298,8 @@ class Engine:
                     self._chore(self._executor.resize(command.action, command.lease))
                 case Abort():
                     self._abort(command)
+                case Prefetch():
+                    self._prefetch(command)
                 case Settle():
                     self._settle(command.settlement)
                 case Refuse():
@@ -334,6 +352,24 @@ class Engine:
         if task is not None:
             self._abort_messages[key] = command.message
             task.cancel()
+
+    def _prefetch(self, command: Prefetch) -> None:
+        """Have a service restored beside what computes; whatever comes of it, the core is told."""
+        function, number = self._jobs[command.action_id].call.function, command.number
+        work = self._executor.prefetch(function, command.service, command.node, command.chunk, command.evict)
+        task = asyncio.get_running_loop().create_task(work, name=f"prefetch {number} {command.service}")
+        self._prefetches[number] = task
+        task.add_done_callback(lambda done: self._prefetched(number, done))
+
+    def _prefetched(self, number: int, task: asyncio.Task[bool]) -> None:
+        del self._prefetches[number]
+        done = False
+        if not task.cancelled():
+            error = task.exception()
+            if error is not None:
+                logger.error("a prefetch: the executor raised", exc_info=error)
+            done = error is None and task.result()
+        self._feed([PrefetchEnded(number=number, done=done)])
 
     def _settle(self, settlement: Settlement) -> None:
         job = self._jobs.pop(settlement.action.id)

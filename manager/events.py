@@ -81,6 +81,14 @@ class ResidencyReported:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrefetchEnded:
+    """What a `Prefetch` asked for is in place, or will not be (no room, a lost process): the answer to each."""
+
+    number: int
+    done: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Reconfigured:
     """New bounds; None leaves what is. Nothing in flight is dropped, and nothing already held is taken away."""
 
@@ -107,6 +115,7 @@ Event = (
     | NodeLost
     | NodeJoined
     | ResidencyReported
+    | PrefetchEnded
     | Reconfigured
     | Tick
 )
@@ -137,6 +146,21 @@ class Abort:
     action_id: str
     attempt: int
     message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefetch:
+    """Restore a service on devices where another action computes, beside it; answer with `PrefetchEnded`. A hint."""
+
+    number: int
+    service: str
+    node: str
+    #: (start, size), counted on the node.
+    chunk: tuple[int, int]
+    #: Services of which every idle copy there goes first.
+    evict: tuple[str, ...]
+    #: The waiting action for whose sake it is.
+    action_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,4 +200,4 @@ class WakeAt:
     instant_s: float | None
 
 
-Command = Execute | Resize | Abort | Settle | Refuse | TrajectoryPlaced | EndTrajectory | WakeAt
+Command = Execute | Resize | Abort | Prefetch | Settle | Refuse | TrajectoryPlaced | EndTrajectory | WakeAt

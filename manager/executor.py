@@ -43,6 +43,15 @@ class Executor(Protocol):
         """Give a running, malleable action the cores of the new ``lease``; a no-op once it has ended."""
         ...
 
+    async def prefetch(
+        self, function: FunctionSpec, service: str, node: str, chunk: tuple[int, int], evict: tuple[str, ...]
+    ) -> bool:
+        """Make a function's service resident on devices where another action computes, once ``evict`` is gone there.
+
+        Whether it is in place now. It never disturbs what computes but by the bytes that travel.
+        """
+        ...
+
     async def open_trajectory(self, trajectory: str, task: str, function: FunctionSpec) -> None:
         """Make the environment of a trajectory of ``task`` before its first action; raises TangramError."""
         ...

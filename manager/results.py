@@ -27,6 +27,9 @@ class Row:
     utilisation: dict[str, float] = field(default_factory=dict)
     resizes: int = 0
     restores: int = 0
+    #: Services restored ahead of their first use, and how many of them were used.
+    prefetches: int = 0
+    prefetch_hits: int = 0
     #: Actions that never ended well (uncontrolled baselines only: our own policies assert that all do).
     failures: int = 0
 
@@ -50,6 +53,8 @@ class Row:
             },
             resizes=run.resizes,
             restores=run.restores,
+            prefetches=run.prefetches,
+            prefetch_hits=run.prefetch_hits,
             failures=run.failures,
         )
 
@@ -67,6 +72,8 @@ class Row:
                 "makespan_s",
                 "resizes",
                 "restores",
+                "prefetches",
+                "prefetch_hits",
                 "failures",
             )
         }

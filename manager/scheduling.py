@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from manager.action import Action
 from manager.house import House
 from manager.queue import Group
-from manager.resources.pool import Headroom
+from manager.resources.pool import Headroom, Pool
 from manager.selection import Candidate, Selection, Selector
 from manager.starting import Starter
 from manager.turn import Turn
@@ -86,6 +87,20 @@ class Scheduling:
             strict=house.spec.strict,
         )
         return selector.walk(groups)
+
+    def eligible(self, pool: Pool, most: int) -> list[Action]:
+        """Waiting actions whose units this pool's policy chooses, and that nothing else keeps, in order of service."""
+        groups = [group for group in self._house.queue.groups() if pool.name in self._house.pools_of(group)]
+        if not groups:
+            return []
+        selection = self.select(groups)
+        items = [
+            item
+            for group in groups
+            if group not in selection.capped and any(one.fits(beside=pool.name) for one in selection.options[group])
+            for item in group.first(most)
+        ]
+        return [entry.action for _, _, entry in sorted(items) if entry.action.chooser == pool.kind][:most]
 
     def _closure(self) -> tuple[set[str], list[Group]]:
         """The pools that compete for the same waiting actions as those that changed, and these actions' groups."""

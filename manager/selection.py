@@ -192,7 +192,7 @@ class Selector:
 
     def _candidate(self, entry: Entry, option: Option) -> Candidate:
         action = entry.action
-        name = action.key if action.key is not None else next(iter(action.cost), "")
+        name = action.chooser
         cap = None if entry.child or not self._caps else self._caps.get((action.task, name))
         for kind, pool, _, _ in option.needs:
             if kind == name:

@@ -29,6 +29,8 @@ class Size:
     nodes: int = 5
     cores: int = 1280
     gpus: int = 0
+    #: Whether services may be restored ahead of their use.
+    prefetch: bool = True
 
     def spec(self, workload: Workload, policy: str, *, strict: bool = False) -> ManagerSpec:
         return cluster(
@@ -39,6 +41,7 @@ class Size:
             quotas=workload.quotas,
             policy=policy,
             strict=strict,
+            prefetch=self.prefetch,
         )
 
     @property
@@ -89,14 +92,15 @@ def simulate(
 def adopted(base: ManagerSpec, spec: ManagerSpec) -> ManagerSpec:
     """A gateway's nodes, quotas, weights and caps, with the workload's services and the policy under test.
 
-    Queues are as long as the workload needs: a simulated trajectory does not try again.
+    It prefetches unless either says no. Queues are as long as the workload needs: a simulated trajectory does not
+    try again.
     """
     return replace(
         base,
         quotas={**spec.quotas, **base.quotas},
         services={**spec.services, **base.services},
         tasks={**spec.tasks, **{name: replace(task, max_queued=10**9) for name, task in base.tasks.items()}},
-        scheduler=spec.scheduler,
+        scheduler=replace(spec.scheduler, prefetch=spec.scheduler.prefetch and base.scheduler.prefetch),
     )
 
 

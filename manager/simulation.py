@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from manager.action import Action
+from manager.arrivals import Arrivals, chunk_of
 from manager.assembly import build_core
 from manager.config import ManagerSpec
 from manager.errors import Unsatisfiable
@@ -20,6 +21,8 @@ from manager.events import (
     Event,
     Execute,
     Finished,
+    Prefetch,
+    PrefetchEnded,
     Refuse,
     Resize,
     Settle,
@@ -33,6 +36,7 @@ from manager.lease import Lease
 from manager.ledger import Ledger
 from manager.outcome import Outcome, Settlement, State
 from manager.trace import Step, Trajectory
+from manager.views import prefetches_view
 
 #: Steps between two checks of all the core's invariants.
 CHECK_EVERY = 512
@@ -46,6 +50,8 @@ class Physics:
     worker_cost_s: float = 0.3
     #: Seconds that a resized action stands still.
     resize_cost_s: float = 0.02
+    #: How many times as long work takes while a service is restored beside it (the limit of ``bench.model``).
+    prefetch_slowdown: float = 1.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +85,9 @@ class Run:
     ledger: Ledger
     resizes: int = 0
     restores: int = 0
+    #: Services restored ahead of their first use, and how many of them were used.
+    prefetches: int = 0
+    prefetch_hits: int = 0
     #: Actions that gave up: in baselines only.
     failures: int = 0
 
@@ -136,6 +145,7 @@ class Simulation:
         self._records: list[Record] = []
         self._resizes = 0
         self._restores = 0
+        self._arrivals = Arrivals()
         self.steps = 0
 
     def run(self) -> Run:
@@ -160,6 +170,8 @@ class Simulation:
             ledger=self._ledger,
             resizes=self._resizes,
             restores=self._restores,
+            prefetches=self._arrivals.count,
+            prefetch_hits=prefetches_view(self._core).get("hits", 0),
         )
 
     def _finish(self) -> None:
@@ -233,6 +245,8 @@ class Simulation:
                 self._execute(command.action, command.lease)
             case Resize():
                 self._resize(command.action, command.lease)
+            case Prefetch():
+                self._prefetch(command)
             case Settle():
                 self._settle(command.settlement)
             case WakeAt():
@@ -248,28 +262,53 @@ class Simulation:
         step = self._trajectories[index].steps[number]
         grant = lease.grants.get(step.key or "")
         workers = 0 if grant is None else max(grant.units, grant.workers)
-        restore_s = self._restore_s(action, lease)
-        running = _Running(action, step, lease, workers, restore_s, self._now_s + restore_s, self._now_s)
+        ready_s = self._ready_s(action, lease)
+        running = _Running(action, step, lease, workers, ready_s - self._now_s, ready_s, self._now_s)
         running.resized_s = self._now_s
         self._running[action.id] = running
-        self._schedule_end(running)
+        self._slow(running)
 
-    def _restore_s(self, action: Action, lease: Lease) -> float:
-        restore_s = 0.0
-        for grant in lease.grants.values():
-            if grant.restore and action.service is not None:
-                self._restores += 1
-                restore_s = max(restore_s, self._spec.services[action.service].restore_s_by_dop[grant.units])
-        return restore_s
+    def _ready_s(self, action: Action, lease: Lease) -> float:
+        """When the action's service is in place: what travels to its devices already goes first."""
+        chunk = chunk_of(lease)
+        if action.service is None or chunk is None:
+            return self._now_s
+        if not any(grant.restore for grant in lease.grants.values()):
+            return self._arrivals.of(action.service, lease, self._now_s)
+        self._restores += 1
+        return self._arrivals.busy_until_s(lease.node, chunk, self._now_s) + self._restore_s(action.service, chunk[1])
+
+    def _restore_s(self, service: str, units: int) -> float:
+        return self._spec.services[service].restore_s_by_dop[units]
+
+    def _prefetch(self, command: Prefetch) -> None:
+        """A service travels beside what computes, once the running action's own has arrived."""
+        beside = [running for running in self._running.values() if _holds(running.lease, command)]
+        from_s = max([self._now_s, *(running.since_s for running in beside)])
+        restore_s = self._restore_s(command.service, command.chunk[1])
+        arrives_s = self._arrivals.add(command.node, command.service, command.chunk, from_s, restore_s)
+        self._push(arrives_s, PrefetchEnded(number=command.number, done=True))
+        for running in beside:
+            self._account(running)
+            self._slow(running)
+
+    def _slow(self, running: _Running) -> None:
+        """Plan the end of an action that works more slowly while anything travels to its devices."""
+        chunk, slowdown = chunk_of(running.lease), self._physics.prefetch_slowdown
+        if chunk is not None:
+            from_s = max(self._now_s, running.since_s)
+            beside_s = max(0.0, self._arrivals.busy_until_s(running.lease.node, chunk, self._now_s) - from_s)
+            left_s = (1.0 - running.done) * self._duration_s(running)
+            running.since_s = from_s + min(beside_s * (1 - 1 / slowdown), left_s * (slowdown - 1))
+        running.version += 1
+        self._schedule_end(running)
 
     def _resize(self, action: Action, lease: Lease) -> None:
         """Account the work done with the old units; the action stands still for a moment and goes on."""
         running = self._running[action.id]
         self._ledger.change(lease, self._now_s)
         self._resizes += 1
-        if self._now_s > running.since_s:
-            running.done += (self._now_s - running.since_s) / self._duration_s(running)
-            running.since_s = self._now_s
+        self._account(running)
         running.area += running.units * (self._now_s - running.resized_s)
         running.resized_s = self._now_s
         running.lease = lease
@@ -277,6 +316,12 @@ class Simulation:
         running.lost_s += self._physics.resize_cost_s
         running.version += 1
         self._schedule_end(running)
+
+    def _account(self, running: _Running) -> None:
+        """Note the work that was done with the present units."""
+        if self._now_s > running.since_s:
+            running.done += (self._now_s - running.since_s) / self._duration_s(running)
+            running.since_s = self._now_s
 
     def _duration_s(self, running: _Running) -> float:
         """Seconds of the whole work with the present units."""
@@ -325,3 +370,13 @@ class Simulation:
             self._push(self._now_s + steps[number + 1].think_s, (index, number + 1))
         else:
             self._push(self._now_s, TrajectoryEnded(trajectory=self._trajectories[index].id))
+
+
+def _holds(lease: Lease, command: Prefetch) -> bool:
+    chunk = chunk_of(lease)
+    return (
+        chunk is not None
+        and lease.node == command.node
+        and chunk[0] <= command.chunk[0]
+        and sum(command.chunk) <= sum(chunk)
+    )

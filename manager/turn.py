@@ -137,6 +137,9 @@ class Turn:
         if self._house.spec.strict:  # one queue for everything: nothing starts but the candidates
             return [candidate.entry.action for candidate in self._candidates.values()]
         entries = self._queued(group for group in self._groups if self._place(group) is not None)
+        if any(len(group.demand) > 1 for group in self._groups):
+            # What another kind's policy chooses for is not this one's to start, though it needs this pool as well.
+            entries = [entry for entry in entries if entry.action.chooser == self._pool.kind]
         self._eligible = {entry.id: entry for entry in entries}
         return [entry.action for entry in entries]
 

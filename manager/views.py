@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import struct
+from collections import Counter
 from collections.abc import Mapping
 
 from manager.config import TaskSpec
@@ -41,6 +42,14 @@ def resources_view(core: Core) -> dict[str, object]:
             for pool in house.resources
         },
     }
+
+
+def prefetches_view(core: Core) -> dict[str, int]:
+    """How services that were brought in ahead have fared: started, under_way, hits, wasted, failed."""
+    counts = Counter[str]()
+    for pool in core.house.resources:
+        counts.update(pool.prefetches)
+    return dict(counts)
 
 
 def queue_view(core: Core, limit: int, cursor: str | None) -> dict[str, object]:

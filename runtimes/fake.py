@@ -48,8 +48,11 @@ class ScriptedRuntime:
         self._script: Script = script if callable(script) else lambda _: step
         self._gates: dict[str, asyncio.Event] = {}
         self._beginnings: dict[str, asyncio.Event] = {}
+        self._asked: dict[str, asyncio.Event] = {}
         self._closed = asyncio.Event()
-        #: What happened, in order: (verb, id of the action or trajectory).
+        #: Whether services can be brought in ahead of their use.
+        self.has_room = True
+        #: What happened, in order: (verb, id of the action or trajectory, or name of the function or service).
         self.seen: list[tuple[str, str]] = []
         self.running: dict[str, Execution] = {}
         self.leases: dict[str, list[Lease]] = {}
@@ -75,6 +78,14 @@ class ScriptedRuntime:
             del self.running[action_id]
             self.seen.append(("end", action_id))
 
+    async def prefetch(
+        self, function: FunctionSpec, service: str, chunk: tuple[int, int], evict: tuple[str, ...]
+    ) -> bool:
+        """Say whether there is room, as scripted by ``has_room``."""
+        self.seen.append(("prefetch", service))
+        self._asking(service).set()
+        return self.has_room
+
     async def resize(self, action: Action, lease: Lease) -> None:
         self.seen.append(("resize", action.id))
         self.leases.setdefault(action.id, []).append(lease)
@@ -88,6 +99,10 @@ class ScriptedRuntime:
     async def begun(self, action_id: str) -> None:
         """Wait until an action's own work has begun."""
         await self._begun(action_id).wait()
+
+    async def asked_ahead(self, service: str) -> None:
+        """Wait until a service was to be brought in ahead of its use."""
+        await self._asking(service).wait()
 
     def let_go(self, action_id: str) -> None:
         """Let a held action end."""
@@ -118,3 +133,6 @@ class ScriptedRuntime:
 
     def _begun(self, action_id: str) -> asyncio.Event:
         return self._beginnings.setdefault(action_id, asyncio.Event())
+
+    def _asking(self, service: str) -> asyncio.Event:
+        return self._asked.setdefault(service, asyncio.Event())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from manager.action import Action
 from manager.clock import Clock, MonotonicClock
@@ -80,4 +80,18 @@ class Runtime(Protocol):
 
     async def close(self) -> None:
         """Release everything; idempotent."""
+        ...
+
+
+@runtime_checkable
+class Prefetcher(Protocol):
+    """A runtime that can bring in what a function needs while something else computes in the same place."""
+
+    async def prefetch(
+        self, function: FunctionSpec, service: str, chunk: tuple[int, int], evict: tuple[str, ...]
+    ) -> bool:
+        """Make ``service`` resident on ``chunk`` once ``evict`` is gone there; False where there is no room.
+
+        Nothing else is evicted, and what computes is not disturbed but by the bytes that travel.
+        """
         ...

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from manager.config import NodeSpec, ServiceSpec
 from manager.lease import Grant
 from manager.resources.chunk import Chunk, Chunks, power_at_least
-from manager.resources.pool import Ask, Headroom, Pool
+from manager.resources.forecast import Forecast
+from manager.resources.pool import Ahead, Ask, Headroom, Pool
+from manager.resources.prefetches import Prefetches
 from manager.resources.residency import Copy, Residency
 from manager.scheduler.policy import ChunkView
 
@@ -90,7 +92,11 @@ class GpuPool(Pool):
         super().__init__("gpu", "gpu")
         self._chunks = Chunks()
         self._residency = Residency(services)
+        self._prefetches = Prefetches(self._residency)
         self._by_holder: dict[str, Chunk] = {}
+        #: What each holder computes with, and the holders beside which a service was brought in already.
+        self._in_use: dict[str, Copy] = {}
+        self._accompanied: set[str] = set()
         #: Node name -> (first device in the pool's indices, number of devices).
         self._regions: dict[str, tuple[int, int]] = {}
         self._next_start = 0
@@ -130,6 +136,7 @@ class GpuPool(Pool):
         self._chunks.remove_region(start)
         for device in range(start, start + count):
             self._residency.remove_device(device)
+        self._prefetches.forget(range(start, start + count))
 
     def headroom(self) -> Headroom:
         sizes: dict[str, Counter[int]] = {name: Counter() for name in self._regions}
@@ -152,6 +159,8 @@ class GpuPool(Pool):
         self._chunks.allocate(chunk)
         self._enter(ask.holder, size)
         self._by_holder[ask.holder] = chunk
+        if ask.service is not None:
+            self._in_use[ask.holder] = Copy(ask.service, chunk)
         restore, evicted = self._make_resident(ask.service, chunk)
         node = self.node_of(chunk)
         return Grant(
@@ -165,6 +174,8 @@ class GpuPool(Pool):
     def release(self, holder: str, now_s: float) -> None:
         self._leave(holder)
         self._chunks.release(self._by_holder.pop(holder))
+        self._in_use.pop(holder, None)
+        self._accompanied.discard(holder)
 
     def report(self, node: str, copies: Iterable[tuple[str, int, int]]) -> None:
         """Believe what a node says is resident; chunks in use are about to change and are left as they are."""
@@ -174,8 +185,8 @@ class GpuPool(Pool):
         busy = {device for start, size in self._by_holder.values() for device in range(start, start + size)}
         idle = [device for device in range(first, first + count) if device not in busy]
         found = [Copy(service, (first + start, size)) for service, start, size in copies]
-        touching = {copy for copy in self._residency.on(idle) if busy.isdisjoint(copy.devices)}
-        self._residency.believe((copy for copy in found if busy.isdisjoint(copy.devices)), touching)
+        touching = {copy for copy in self._residency.on(idle) if self._settled(copy, busy)}
+        self._residency.believe((copy for copy in found if self._settled(copy, busy)), touching)
 
     def learn(self, services: Mapping[str, ServiceSpec]) -> None:
         """Services that are new, or of another size than before."""
@@ -183,6 +194,39 @@ class GpuPool(Pool):
 
     def restore_s(self, service: str, units: int) -> float:
         return self._residency.restore_s(service, power_at_least(units))
+
+    @property
+    def prefetches(self) -> Mapping[str, int]:
+        return self._prefetches.counts()
+
+    def forecast(self) -> Forecast | None:
+        if self._accompanied.issuperset(self._by_holder):
+            return None
+        return Forecast(self._chunks.copy(), self._residency.chunks_of(), self._residency.restore_s)
+
+    def prefetch(self, service: str, chunk: Chunk, spared: Collection[str]) -> Ahead | None:
+        """Once for each holder, and only within its chunk."""
+        holder = next((name for name, held in self._by_holder.items() if _inside(chunk, held)), None)
+        if holder is None or holder in self._accompanied:
+            return None
+        copy, in_use = Copy(service, chunk), set(self._in_use.values())
+
+        def kept(other: Copy) -> bool:
+            return other in in_use or other.service in spared or self._prefetches.under_way(other)
+
+        victims = self._prefetches.begin(copy, kept)
+        if victims is None:
+            return None
+        self._accompanied.add(holder)
+        names = tuple(dict.fromkeys(victim.service for victim in victims))
+        for other in self._residency.on(copy.devices):
+            if other.service in names and other not in in_use:
+                self._residency.evict(other)
+        node = self.node_of(chunk)
+        return Ahead(node, (chunk[0] - self._regions[node][0], chunk[1]), names)
+
+    def prefetched(self, service: str, chunk: Chunk, done: bool) -> None:
+        self._prefetches.end(Copy(service, chunk), done)
 
     def chunk_of(self, holder: str) -> Chunk:
         """The chunk of a holder, in the pool's indices."""
@@ -197,6 +241,7 @@ class GpuPool(Pool):
         super().check()
         self._chunks.check(self._by_holder.values())
         self._residency.check()
+        self._prefetches.check()
 
     def describe(self) -> dict[str, object]:
         return {
@@ -206,6 +251,7 @@ class GpuPool(Pool):
             "devices": self._residency.describe(),
             "restores": self.restores,
             "hits": self.hits,
+            "prefetches": self.prefetches,
         }
 
     def _chosen(self, ask: Ask, size: int) -> Chunk | None:
@@ -235,6 +281,10 @@ class GpuPool(Pool):
     def _allowed(self, chunk: Chunk, node: str) -> bool:
         return not node or self.node_of(chunk) == node
 
+    def _settled(self, copy: Copy, busy: Collection[int]) -> bool:
+        """Whether nothing computes or arrives where the copy lies: reports of it lag behind otherwise."""
+        return not any(device in busy for device in copy.devices) and not self._prefetches.under_way_to(copy.devices)
+
     def _make_resident(self, service: str | None, chunk: Chunk) -> tuple[bool, tuple[str, ...]]:
         """Whether the service must be restored, and the services of which every copy on the chunk goes first."""
         if service is None:
@@ -247,6 +297,11 @@ class GpuPool(Pool):
             if not warm and victim.service in names:
                 self._residency.evict(victim)
         self._residency.restore(copy)
+        self._prefetches.use(copy, warm)
         self.hits += warm
         self.restores += not warm
         return not warm, names
+
+
+def _inside(chunk: Chunk, outer: Chunk) -> bool:
+    return outer[0] <= chunk[0] and sum(chunk) <= sum(outer)

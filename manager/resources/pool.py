@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from manager.config import NodeSpec
 from manager.lease import Grant
+from manager.resources.forecast import Forecast
 from manager.scheduler.policy import ChunkView
 
 
@@ -47,6 +48,16 @@ class Ask(NamedTuple):
     chunk: tuple[int, int] | None = None
     #: The node it must be on, for actions that also hold something else of a node.
     node: str = ""
+
+
+class Ahead(NamedTuple):
+    """A service that is to be made resident beside what computes."""
+
+    node: str
+    #: (start, size), counted on the node.
+    chunk: tuple[int, int]
+    #: Services of which every copy there goes first.
+    evict: tuple[str, ...]
 
 
 class Pool(ABC):
@@ -124,6 +135,26 @@ class Pool(ABC):
     def restore_s(self, service: str, units: int) -> float:
         """Seconds to make a service resident on ``units``."""
         return 0.0
+
+    @property
+    def prefetches(self) -> Mapping[str, int]:
+        """How services that were brought in ahead have fared, where the pool has places."""
+        return {}
+
+    def forecast(self) -> Forecast | None:
+        """A copy of the places to look ahead with; None where nothing more may be brought in now."""
+        return None
+
+    def prefetch(self, service: str, chunk: tuple[int, int], spared: Collection[str]) -> Ahead | None:
+        """Count on a service beside what computes on ``chunk``; None where it may not be brought in.
+
+        The services in ``spared`` are not evicted for it, nor is anything in use.
+        """
+        return None
+
+    def prefetched(self, service: str, chunk: tuple[int, int], done: bool) -> None:
+        """What `prefetch` promised has arrived, or never will."""
+        raise AssertionError(f"{self.name}: nothing is prefetched")
 
     def chunk_of(self, holder: str) -> tuple[int, int] | None:
         """The place of a holder's units, where the pool has places."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from manager.config import ServiceSpec
@@ -73,6 +73,12 @@ class Residency:
 
     def victims(self, copy: Copy) -> list[Copy]:
         """The least recently used copies whose eviction makes room for ``copy`` on each of its devices."""
+        victims = self.victims_beside(copy, lambda _: False)
+        assert victims is not None, f"{copy} is larger than its devices"
+        return victims
+
+    def victims_beside(self, copy: Copy, kept: Callable[[Copy], bool]) -> list[Copy] | None:
+        """As `victims`, but those that are ``kept`` stay; None where they leave no room."""
         size = self.size_bytes(copy)
         short = {device: self._used(device) + size - self._capacity[device] for device in copy.devices}
         victims: list[Copy] = []
@@ -80,13 +86,12 @@ class Residency:
             return victims
         touching = {other for device in copy.devices for other in self._on_device[device]}
         for other in self._copies:
-            if other in touching and any(short.get(device, 0) > 0 for device in other.devices):
+            if other in touching and any(short.get(device, 0) > 0 for device in other.devices) and not kept(other):
                 victims.append(other)
                 for device in other.devices:
                     if device in short:
                         short[device] -= self.size_bytes(other)
-        assert all(missing <= 0 for missing in short.values()), f"{copy} is larger than its devices"
-        return victims
+        return victims if all(missing <= 0 for missing in short.values()) else None
 
     def restore(self, copy: Copy) -> None:
         """Note that ``copy`` is resident, as the most recently used one."""

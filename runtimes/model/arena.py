@@ -55,14 +55,17 @@ class Slots:
     def used_bytes(self) -> int:
         return sum(slot.size_bytes for slot in self._slots.values())
 
-    def allocate(self, key: SlotKey, size_bytes: int) -> tuple[int, list[SlotKey]]:
-        """An offset for ``key``, and the least recently used idle slots that had to go; raises DoesNotFit."""
+    def allocate(self, key: SlotKey, size_bytes: int, *, push: bool = True) -> tuple[int, list[SlotKey]]:
+        """An offset for ``key``, and the least recently used idle slots that had to go; raises DoesNotFit.
+
+        Without ``push`` nothing goes: it takes a hole, or does not fit.
+        """
         assert key not in self._slots, f"{key} is resident already"
         size_bytes = align(size_bytes, PAGE_BYTES)
         evicted: list[SlotKey] = []
         while (offset := self._hole(size_bytes)) is None:
             idle = [(slot.last_used, other) for other, slot in self._slots.items() if not slot.pinned]
-            if not idle or size_bytes > self.size_bytes:
+            if not push or not idle or size_bytes > self.size_bytes:
                 raise DoesNotFit(f"{size_bytes} bytes do not fit an arena of {self.size_bytes}")
             victim = min(idle)[1]
             self.release(victim)

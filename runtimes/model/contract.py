@@ -55,8 +55,11 @@ class Engine(Protocol):
         """Check one action's input before it joins a batch; raises ActionFailed(invalid_input)."""
         ...
 
-    async def restore(self, service: str, function: FunctionSpec, chunk: Chunk) -> bool:
-        """Make the service resident without computing (prefetch); False where it did not fit beside what computes."""
+    async def restore(self, service: str, function: FunctionSpec, chunk: Chunk, evict: tuple[str, ...]) -> bool:
+        """Make the service resident without computing (prefetch), once ``evict`` is gone there.
+
+        Nothing else is evicted: False where it does not fit beside what is there.
+        """
         ...
 
     async def execute(self, job: Job, restored: Callable[[], None]) -> Answers:

@@ -116,10 +116,10 @@ class DeviceEngine:
                 self._drop(key)
             return tuple(sorted({key[0] for key in victims}))
 
-    def restore(self, place: Placed) -> tuple[Seat, bool, tuple[str, ...]]:
+    def restore(self, place: Placed, *, gentle: bool = False) -> tuple[Seat, bool, tuple[str, ...]]:
         """Seat a service: (seat, whether a copy was begun, evicted services). Returns while the bytes still travel.
 
-        Raises DoesNotFit where what computes now leaves no room.
+        A ``gentle`` restore evicts nothing. Raises DoesNotFit where what may not go leaves no room.
         """
         image = self._await_image(place.image_id)
         key = (place.service, place.dop, place.start)
@@ -129,7 +129,7 @@ class DeviceEngine:
                 return seat, False, ()
             self._drop(key)
             part = shard(image.layout, place.rank, place.dop)
-            offset, evicted = self._arena.slots.allocate(key, part.size_bytes)
+            offset, evicted = self._arena.slots.allocate(key, part.size_bytes, push=not gentle)
             for other in evicted:
                 self._drop(other)
             seat = Seat(place, offset, part, self._arena.restore(image.bytes, part, offset))

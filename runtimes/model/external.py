@@ -86,7 +86,7 @@ class External:
             )
         return Ask(function=function, input=given)
 
-    async def restore(self, service: str, function: FunctionSpec, chunk: Chunk) -> bool:
+    async def restore(self, service: str, function: FunctionSpec, chunk: Chunk, evict: tuple[str, ...]) -> bool:
         await self._wake(self._server(service, function), chunk)
         return True
 

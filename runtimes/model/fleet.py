@@ -70,20 +70,22 @@ class Fleet:
         assert isinstance(results, list)
         return results, [rank.usage for rank in done]
 
-    async def prefetch(self, chunk: Chunk, image: ImageRef, place: Placed) -> bool:
-        """Restore beside what computes; False where it did not fit or a process was lost."""
+    async def prefetch(self, chunk: Chunk, image: ImageRef, place: Placed, evict: tuple[str, ...]) -> bool:
+        """Restore beside what computes, once ``evict`` is gone; False where it does not fit or a process was lost.
+
+        A rank that is slow is waited for, not killed: it computes for somebody else.
+        """
         self._check(chunk)
-        try:
-            await self._attach(chunk, image)
-            await asyncio.gather(
-                *(
-                    self._ask(index, Restore(place=_ranked(place, rank, chunk)), None)
-                    for rank, index in enumerate(_members(chunk))
-                )
-            )
-        except (Refused, Gone):
-            return False
-        return True
+        await self._attach(chunk, image)
+        asked = (
+            self._ask(index, Restore(place=_ranked(place, rank, chunk), evict=evict), None, patient=True)
+            for rank, index in enumerate(_members(chunk))
+        )
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        placed = [isinstance(answer, Done) and answer.value is True for answer in answers]
+        if any(placed) and not all(placed):
+            await self.evict(chunk, (place.service,))  # part of a model is of no use
+        return all(placed)
 
     async def evict(self, chunk: Chunk, services: tuple[str, ...]) -> None:
         """Release the services' slots on the chunk's live devices."""
@@ -139,11 +141,14 @@ class Fleet:
 
     # -- parts
 
-    async def _ask(self, index: int, message: object, on_progress: Callable[[str], None] | None) -> Done:
-        """Ask one device and believe what it reports as resident."""
+    async def _ask(
+        self, index: int, message: object, on_progress: Callable[[str], None] | None, *, patient: bool = False
+    ) -> Done:
+        """Ask one device and believe what it reports as resident. Who is ``patient`` takes no silence for stuck."""
         worker = self.workers[index]
+        stuck_s = None if patient else self._settings.stuck_s
         try:
-            done = await worker.ask(message, stuck_s=self._settings.stuck_s, on_progress=on_progress)
+            done = await worker.ask(message, stuck_s=stuck_s, on_progress=on_progress)
         except Refused as refused:
             self._report(index, refused.failed.resident)
             raise

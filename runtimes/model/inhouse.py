@@ -82,10 +82,10 @@ class InHouse:
             raise ActionFailed(Reason.MODEL_ERROR, error.message, component=error.component) from error
         return Ask(function=function, input=given, admitted=encoded)
 
-    async def restore(self, service: str, function: FunctionSpec, chunk: Chunk) -> bool:
+    async def restore(self, service: str, function: FunctionSpec, chunk: Chunk, evict: tuple[str, ...]) -> bool:
         known = await self.images.look(_key(model_of(function)))
         async with self.images.hold(known) as image:
-            return await self.fleet.prefetch(chunk, image, _placed(service, image))
+            return await self.fleet.prefetch(chunk, image, _placed(service, image), evict)
 
     async def execute(self, job: Job, restored: Callable[[], None]) -> Answers:
         try:

@@ -99,12 +99,9 @@ class ModelRuntime:
             await self.prepare(function)
         return self._services[function.name]
 
-    async def prefetch(self, function: FunctionSpec, chunk: Chunk, service: str = "") -> bool:
-        """Restore a service beside what computes now; False where there was no room. A hint: it never fails."""
-        try:
-            return await self._engine(function).restore(service or model_of(function).service, function, chunk)
-        except ActionFailed:
-            return False
+    async def prefetch(self, function: FunctionSpec, service: str, chunk: Chunk, evict: tuple[str, ...] = ()) -> bool:
+        """Restore a service beside what computes now, once ``evict`` is gone there; False where there was no room."""
+        return await self._engine(function).restore(service, function, chunk, evict)
 
     def residency(self) -> Mapping[str, tuple[Chunk, ...]]:
         """Service -> chunks on which it is really resident."""

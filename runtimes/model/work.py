@@ -79,9 +79,11 @@ class Placed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restore:
-    """Bring a service in without computing: prefetch, or warm-up. Never evicts what is computing."""
+    """Bring a service in beside what computes, where it fits once ``evict`` is gone; answered by whether it did."""
 
     place: Placed
+    #: Services that the manager chose to evict for it; nothing else goes.
+    evict: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

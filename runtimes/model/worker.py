@@ -77,14 +77,23 @@ def _errand(engine: DeviceEngine, asked: object) -> tuple[object, Usage]:
         case Evict():
             return None, Usage(evicted=engine.evict(asked.services))
         case Restore():
-            seat, cold, evicted = engine.restore(asked.place)
-            seat.transfer.finish()
-            return None, Usage(restored=cold, restore_bytes=seat.shard.size_bytes if cold else 0, evicted=evicted)
+            return _restore(engine, asked)
         case Ping():
             pass
         case _:
             raise TypeError(f"a worker does not know {asked!r}")
     return None, Usage()
+
+
+def _restore(engine: DeviceEngine, asked: Restore) -> tuple[object, Usage]:
+    """Whether the service is in place. One that does not fit costs nobody else the place."""
+    evicted = engine.evict(asked.evict) if asked.evict else ()
+    try:
+        seat, cold, _ = engine.restore(asked.place, gentle=True)
+    except DoesNotFit:
+        return False, Usage(evicted=evicted)
+    seat.transfer.finish()
+    return True, Usage(restored=cold, restore_bytes=seat.shard.size_bytes if cold else 0, evicted=evicted)
 
 
 def _run(channel: Channel, engine: DeviceEngine, number: int, asked: Run) -> tuple[object, Usage]:

@@ -28,6 +28,7 @@ from manager.events import (
 from manager.outcome import Outcome, State
 from manager.scheduler.policy import Decision, PoolView, Start
 from manager.scheduler.policy import Resize as Widen
+from manager.scheduler.price import PricePolicy
 from tests.manager.conftest import DONE, Driver, action, node, spec
 
 Drive = Callable[[ManagerSpec], Driver]
@@ -386,3 +387,17 @@ def test_memory_kept_for_a_trajectory_that_gave_up_serves_others(drive: Drive) -
     assert driver.running() == {"a"}, "the memory is kept for the trajectory that came first"
     driver.step(6.0, Tick())
     assert driver.running() == {"a", "small"}
+
+
+def test_devices_do_not_start_what_the_policy_of_the_cores_holds_back() -> None:
+    class Holds:
+        """Starts nothing for now."""
+
+        name = "holds"
+
+        def decide(self, view: PoolView) -> Decision:
+            return Decision(wake_s=view.now_s + 1.0)
+
+    driver = Driver(build_core(spec(node(devices=1)), policies={"cpu": Holds(), "gpu": PricePolicy()}))
+    driver.step(0, submit("a", {"cpu": UnitSet.span(2, 4), "gpu": 1}, key="cpu"))
+    assert not driver.started

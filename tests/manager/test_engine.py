@@ -10,7 +10,7 @@ import pytest
 
 from manager.action import Action, UnitSet
 from manager.assembly import build_core
-from manager.config import QuotaSpec
+from manager.config import QuotaSpec, ServiceSpec
 from manager.engine import Engine, Submission
 from manager.errors import CapacityExceeded, Conflict, Reason, Unsatisfiable
 from manager.executor import Call
@@ -216,3 +216,64 @@ async def test_a_timer_that_rings_early_loses_no_wake_up(rig: Rig) -> None:
         settled = await asyncio.gather(*engine.submit([Submission(action=one, call=call) for one in waiting]))
     assert [one.outcome.state for one in settled] == [State.SUCCEEDED] * 3
     await engine.close()
+
+
+def on_one_device(executor: LocalExecutor) -> Engine:
+    """An engine with one device of 100 bytes and two services of 40."""
+    services = {
+        name: ServiceSpec(name=name, bytes_by_dop={1: 40}, restore_s_by_dop={1: 1.0}) for name in ("first", "second")
+    }
+    return Engine(build_core(replace(spec(node(devices=1)), services=services)), executor)
+
+
+async def test_the_next_service_is_brought_in_while_the_current_action_computes() -> None:
+    runtime = ScriptedRuntime(lambda execution: Step(held=execution.action.id == "a"))
+    executor = LocalExecutor({RuntimeKind.EXEC: runtime})
+    engine = on_one_device(executor)
+    await engine.start()
+    call = Call(function=FUNCTION, input={}, log=Silent())
+    actions = [action("a", {"gpu": 1}, service="first"), action("b", {"gpu": 1}, service="second")]
+    futures = engine.submit([Submission(action=one, call=call) for one in actions])
+    async with asyncio.timeout(5):
+        await runtime.asked_ahead("second")
+        runtime.let_go("a")
+        await asyncio.gather(*futures)
+    leases = {name: lease for name, (lease, *_) in runtime.leases.items()}
+    assert [leases[name].grants["gpu"].restore for name in ("a", "b")] == [True, False]
+    assert engine.prefetches()["hits"] == 1
+    await engine.close()
+
+
+async def test_a_prefetch_that_hangs_holds_nobody_up() -> None:
+    class Hangs(LocalExecutor):
+        """Whose prefetches never end."""
+
+        asked = asyncio.Event()
+
+        async def prefetch(
+            self, function: FunctionSpec, service: str, node: str, chunk: tuple[int, int], evict: tuple[str, ...]
+        ) -> bool:
+            self.asked.set()
+            await asyncio.Event().wait()
+            return True
+
+    runtime = ScriptedRuntime(lambda execution: Step(held=execution.action.id != "c"))
+    executor = Hangs({RuntimeKind.EXEC: runtime})
+    engine = on_one_device(executor)
+    await engine.start()
+    call = Call(function=FUNCTION, input={}, log=Silent())
+    actions = [
+        action("a", {"gpu": 1}, service="first"),
+        action("b", {"gpu": 1}, service="second"),
+        action("c", {"gpu": 1}, service="second"),
+    ]
+    futures = engine.submit([Submission(action=one, call=call) for one in actions])
+    async with asyncio.timeout(5):
+        await executor.asked.wait()
+        runtime.let_go("a")
+        await runtime.begun("b")
+        runtime.let_go("b")
+        settled = await asyncio.gather(*futures)
+        await engine.close()
+    assert [one.outcome.state for one in settled] == [State.SUCCEEDED] * 3
+    assert engine.prefetches() == {"started": 1, "under_way": 0, "hits": 0, "wasted": 0, "failed": 1}

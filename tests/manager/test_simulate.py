@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
+from manager.action import UnitSet
 from manager.baselines import BASELINES
+from manager.config import ServiceSpec
 from manager.errors import InvalidInput
 from manager.knowledge import Learning
 from manager.lease import Grant, Lease
 from manager.ledger import Ledger
 from manager.simulate import Size, preset, run, simulate
-from manager.simulation import Physics
+from manager.simulation import Physics, Run
+from manager.trace import Step, Trajectory
 from manager.workloads import Coding, Workload, coding
 
 SMALL = Size(nodes=2, cores=64, gpus=8)
@@ -96,6 +100,46 @@ def test_learning_comes_close_to_exact_profiles_after_one_step() -> None:
     learned = simulate(workload, "adaptive", SMALL, knowledge=learning)
     oracle = simulate(workload, "adaptive", SMALL)
     assert sum(r.act_s for r in learned.records) <= 1.1 * sum(r.act_s for r in oracle.records)
+
+
+def crowded(*, restore_s: float = 1.0) -> Workload:
+    """Nine models, one after the other, on one device that holds two."""
+    names = [f"judge-{index}" for index in range(9)]
+    services = {
+        name: ServiceSpec(name=name, bytes_by_dop={1: 30 * 10**9}, restore_s_by_dop={1: restore_s}) for name in names
+    }
+    trajectories = tuple(
+        Trajectory(
+            id=name,
+            steps=(Step(think_s=0.0, function="judge", cost={"gpu": UnitSet.fixed(1)}, t_ori_s=4.0, service=name),),
+        )
+        for name in names
+    )
+    return Workload(name="crowded", trajectories=trajectories, services=services)
+
+
+def total(run_: Run) -> tuple[float, float]:
+    """The overhead and the execution of all actions together."""
+    return sum(record.overhead_s for record in run_.records), sum(record.execution_s for record in run_.records)
+
+
+def test_what_is_restored_ahead_of_its_use_is_no_overhead_and_slows_what_computes() -> None:
+    workload, one = crowded(), Size(nodes=1, cores=0, gpus=1)
+    without = simulate(workload, "price", replace(one, prefetch=False))
+    free = simulate(workload, "price", one, physics=Physics(prefetch_slowdown=1.0))
+    dear = simulate(workload, "price", one, physics=Physics(prefetch_slowdown=2.0))
+    assert total(without) == pytest.approx((9.0, 36.0)), "nine restores"
+    assert (free.prefetches, free.prefetch_hits, free.restores) == (8, 8, 1)
+    assert total(free) == pytest.approx((1.0, 36.0))
+    assert total(dear) == pytest.approx((1.0, 40.0)), "each second of a restore costs half a second of work"
+
+
+def test_an_action_waits_for_the_rest_of_what_is_on_its_way() -> None:
+    late = simulate(
+        crowded(restore_s=6.0), "price", Size(nodes=1, cores=0, gpus=1), physics=Physics(prefetch_slowdown=1.0)
+    )
+    assert late.restores == 1
+    assert total(late) == pytest.approx((6.0 + 8 * 2.0, 36.0)), "two of the six seconds are left each time"
 
 
 def test_what_nothing_provides_is_said_before_anything_runs() -> None:

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from manager.action import Action
-from manager.errors import InvalidInput, NotFound, Reason
+from manager.errors import ActionFailed, InvalidInput, NotFound, Reason
 from manager.executor import Call
 from manager.function import FunctionSpec, RuntimeKind
 from manager.lease import Lease
@@ -126,3 +126,32 @@ async def test_the_end_of_a_trajectory_reaches_every_runtime() -> None:
     runtime = ScriptedRuntime()
     await LocalExecutor({RuntimeKind.EXEC: runtime}).end_trajectory("t")
     assert runtime.seen == [("end_trajectory", "t")]
+
+
+async def test_a_prefetch_reaches_a_runtime_that_can_and_its_failure_is_an_answer() -> None:
+    class Broken(ScriptedRuntime):
+        """Cannot bring anything in."""
+
+        async def prefetch(
+            self, function: FunctionSpec, service: str, chunk: tuple[int, int], evict: tuple[str, ...]
+        ) -> bool:
+            raise ActionFailed(Reason.MODEL_ERROR, "no checkpoint", component="fake")
+
+    class Hangs(ScriptedRuntime):
+        """Brings nothing in, ever."""
+
+        async def prefetch(
+            self, function: FunctionSpec, service: str, chunk: tuple[int, int], evict: tuple[str, ...]
+        ) -> bool:
+            await asyncio.Event().wait()
+            return True
+
+    async def answer(runtime: ScriptedRuntime) -> bool:
+        executor = LocalExecutor({RuntimeKind.EXEC: runtime}, deadlines=Deadlines(prepare_s=0.02))
+        return await executor.prefetch(FUNCTION, "judge", "n", (0, 1), ())
+
+    able, full = ScriptedRuntime(), ScriptedRuntime()
+    full.has_room = False
+    assert [await answer(runtime) for runtime in (able, full, Broken(), Hangs())] == [True, False, False, False]
+    assert able.seen == [("prefetch", "judge")]
+    assert not await LocalExecutor({}).prefetch(FUNCTION, "judge", "n", (0, 1), ())

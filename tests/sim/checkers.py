@@ -16,12 +16,18 @@ from manager.events import (
     Finished,
     NodeJoined,
     NodeLost,
+    Prefetch,
+    PrefetchEnded,
     Refuse,
+    ResidencyReported,
     Resize,
     Settle,
     Submitted,
 )
 from manager.lease import Lease
+
+#: A node, and the first device and the number of devices there.
+Place = tuple[str, int, int]
 
 
 class Checker(Protocol):
@@ -228,6 +234,110 @@ class Late:
 
     def end(self) -> None:
         """All was checked as it happened."""
+
+
+class Residents:
+    """A service is found in place only where it was brought, and is brought only beside what computes, one at a time.
+
+    What the core believes may be less than what is there, never more: it is told of every failure and every report.
+    What failed to arrive is not asked for again before an action has restored it there.
+    """
+
+    def __init__(self) -> None:
+        #: (node, first device, size) -> services that may be there, and those that failed to come.
+        self._there: dict[Place, set[str]] = defaultdict(set)
+        self._failed: dict[Place, set[str]] = defaultdict(set)
+        self._under_way: dict[int, Prefetch] = {}
+        #: Those of them on which an action has begun already: it restores what does not arrive.
+        self._begun: set[int] = set()
+        self._busy: dict[str, tuple[str, Place]] = {}
+
+    def see(self, now_s: float, event: Event | None, commands: list[Command]) -> None:
+        match event:
+            case NodeLost():
+                self._lose(event.node)
+            case PrefetchEnded():
+                self._end(event)
+            case ResidencyReported():
+                for service, start, size in event.copies:
+                    self._there[event.node, start, size].add(service)
+            case _:
+                pass
+        for command in commands:
+            match command:
+                case Settle():
+                    self._busy.pop(command.settlement.action.id, None)
+                case Execute():
+                    self._execute(command.action, command.lease)
+                case Prefetch():
+                    self._prefetch(command)
+                case _:
+                    pass
+
+    def end(self) -> None:
+        """All was checked as it happened."""
+
+    def _lose(self, node: str) -> None:
+        for places in (self._there, self._failed):
+            for place in [place for place in places if place[0] == node]:
+                del places[place]
+        self._under_way = {number: one for number, one in self._under_way.items() if one.node != node}
+        self._busy = {key: held for key, held in self._busy.items() if held[1][0] != node}
+
+    def _end(self, event: PrefetchEnded) -> None:
+        prefetch = self._under_way.pop(event.number, None)
+        if prefetch is None:
+            return
+        place = (prefetch.node, *prefetch.chunk)
+        if event.done:
+            self._there[place].add(prefetch.service)
+            return
+        self._failed[place].add(prefetch.service)
+        if event.number not in self._begun:
+            self._there[place].discard(prefetch.service)
+
+    def _execute(self, action: Action, lease: Lease) -> None:
+        grant = lease.grants.get("gpu")
+        if grant is None or grant.chunk is None or action.service is None:
+            return
+        place = (lease.node, *grant.chunk)
+        self._busy[action.id] = action.service, place
+        if lease.batch and lease.batch[0] != action.id:
+            return
+        if grant.restore:
+            self._failed[place].discard(action.service)
+        else:
+            assert action.service in self._there[place], f"{action.id} expects {action.service} at {place}"
+        self._evict(place, grant.evict)
+        self._there[place].add(action.service)
+        self._begun |= {
+            number
+            for number, one in self._under_way.items()
+            if (one.service, one.node, *one.chunk) == (action.service, *place)
+        }
+
+    def _prefetch(self, command: Prefetch) -> None:
+        place = (command.node, *command.chunk)
+        for other in self._under_way.values():
+            assert not _meet(place, (other.node, *other.chunk)), f"{command} beside {other}"
+        beside = [(service, where) for service, where in self._busy.values() if _meet(place, where)]
+        assert beside, f"nothing computes beside {command}"
+        assert (command.service, place) not in beside, f"{command} computes there"
+        assert command.service not in self._failed[place], f"{command} failed there before"
+        self._evict(place, command.evict)
+        self._under_way[command.number] = command
+        self._there[place].add(command.service)
+
+    def _evict(self, place: Place, services: tuple[str, ...]) -> None:
+        """Every idle copy of these services on these devices goes."""
+        for where, held in self._there.items():
+            in_use = {service for service, other in self._busy.values() if other == where}
+            if _meet(where, place):
+                held.difference_update(set(services) - in_use)
+
+
+def _meet(one: Place, other: Place) -> bool:
+    return one[0] == other[0] and one[1] < other[1] + other[2] and other[1] < one[1] + one[2]
 
 
 class FairShares:

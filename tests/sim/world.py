@@ -30,6 +30,8 @@ from manager.events import (
     Finished,
     NodeJoined,
     NodeLost,
+    Prefetch,
+    PrefetchEnded,
     Reconfigured,
     ResidencyReported,
     Resize,
@@ -50,6 +52,7 @@ from tests.sim.checkers import (
     FirstComeFirstServed,
     Late,
     Quotas,
+    Residents,
     Trajectories,
     story,
 )
@@ -95,10 +98,19 @@ class World:
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
         self.orderly = self._random.random() < 0.6
+        #: Whether most actions ask models, so that devices are fought over.
+        self._modelling = self._random.random() < 0.3
         self.spec = self._spec()
         self.core = self._core(seed)
         self.journal = Journal()
-        self._checkers: list[Checker] = [Exclusive(self.spec), Ends(), Quotas(self.spec), Trajectories(), Late()]
+        self._checkers: list[Checker] = [
+            Exclusive(self.spec),
+            Ends(),
+            Quotas(self.spec),
+            Trajectories(),
+            Late(),
+            Residents(),
+        ]
         if self.orderly:
             self._checkers.append(FirstComeFirstServed(self.spec))
         #: (instant, order, event or what makes one).
@@ -174,6 +186,7 @@ class World:
                 strict=chance.random() < 0.1,
                 max_queued=chance.choice((15, 1000)),
                 queue_window=chance.choice((4, 2048)),
+                prefetch=chance.random() < 0.9,
             ),
         )
 
@@ -252,6 +265,8 @@ class World:
 
     def _cost(self) -> dict[str, UnitSet]:
         chance = self._random
+        if self._modelling and chance.random() < 0.7:
+            return {"gpu": UnitSet.of((1, 2, 4)) if chance.random() < 0.5 else UnitSet.fixed(chance.choice((1, 2)))}
         largest = max(node.cores for node in self.spec.nodes)
         kinds = chance.choice(
             (
@@ -325,6 +340,8 @@ class World:
                     self._begin(command)
                 case Abort():
                     self._kill(command)
+                case Prefetch():
+                    self._bring(command)
                 case WakeAt():
                     self._wake_s = command.instant_s
                 case _:
@@ -340,6 +357,12 @@ class World:
             for _ in range(chance.randint(1, 2)):
                 self._at(self._now_s + ran_s * chance.uniform(0, 1), lambda: self._child(key, action))
         self._at(self._now_s + (action.timeout_s if hangs else ran_s), self._outcome(key, hangs))
+
+    def _bring(self, command: Prefetch) -> None:
+        """It arrives sooner or later, or does not; an answer may come twice."""
+        for _ in range(self._random.choice((1, 1, 1, 2))):
+            ended = PrefetchEnded(number=command.number, done=self._random.random() < 0.8)
+            self._at(self._now_s + self._random.choice((0.0, 0.1, 0.4, 3.0)), ended)
 
     def _child(self, key: tuple[str, int], parent: Action) -> Event | None:
         """A running action invokes another and goes on for a while."""

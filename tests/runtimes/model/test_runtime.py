@@ -216,9 +216,28 @@ async def test_a_checkpoint_replaced_on_disk_is_noticed(
 async def test_a_prefetched_service_is_found_in_place(checkpoint: Write, runtime: ModelRuntime) -> None:
     first, second = teacher(checkpoint), function(checkpoint("llama", "lm"), ModelAction.LOGPROBS, (1, 2))
     busy = asyncio.create_task(runtime.execute(execution(first, GIVEN, (0, 2))))
-    assert await runtime.prefetch(second, (0, 2))
+    assert second.model is not None
+    assert await runtime.prefetch(second, second.model.service, (0, 2))
     await busy
     assert (await runtime.execute(execution(second, GIVEN, (0, 2)))).usage["restored"] == 0.0
+
+
+async def test_a_prefetch_evicts_what_the_manager_names_and_nothing_else(
+    checkpoint: Write, settings: ModelSettings, nursery: Nursery
+) -> None:
+    first, second = teacher(checkpoint), function(checkpoint("llama", "lm"), ModelAction.LOGPROBS)
+    assert first.model is not None and second.model is not None
+    sizing = ModelRuntime(settings, nursery=nursery)
+    size = max([(await sizing.footprint(one)).bytes_by_dop[1] for one in (first, second)])
+    await sizing.close()
+    runtime = ModelRuntime(replace(settings, devices=1, device_bytes=int(1.5 * size)), nursery=nursery)
+    await runtime.execute(execution(first, GIVEN))
+    there, wanted = first.model.service, second.model.service
+    assert not await runtime.prefetch(second, wanted, (0, 1))
+    assert set(runtime.residency()) == {there}, "a hint costs nobody the place"
+    assert await runtime.prefetch(second, wanted, (0, 1), evict=(there,))
+    assert set(runtime.residency()) == {wanted}
+    await runtime.close()
 
 
 # -- batches

@@ -1,0 +1,60 @@
+"""The forecast: a pool's places as they will be, played forward in a copy that a look ahead may change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from manager.resources.chunk import Chunk, Chunks, power_at_least
+from manager.resources.chunk_operator import best_fit, take, warm_fit
+from manager.scheduler.policy import ChunkView
+
+
+class Forecast:
+    """Free and resident chunks after some ends and starts that have not happened yet."""
+
+    def __init__(
+        self, chunks: Chunks, resident: Mapping[str, tuple[Chunk, ...]], restore_s: Callable[[str, int], float]
+    ) -> None:
+        """``chunks`` is changed from now on: it must be a copy."""
+        self._chunks = chunks
+        self._resident = dict(resident)
+        self._restore_s = restore_s
+
+    @property
+    def free(self) -> int:
+        return self._chunks.free_units
+
+    def end(self, chunk: Chunk) -> None:
+        """What computes on ``chunk`` is over."""
+        self._chunks.release(chunk)
+
+    def start(self, service: str, units: int, wish: Chunk | None) -> tuple[Chunk, float] | None:
+        """Place an action, on the chunk that its policy wished for: where, and the seconds of the restore.
+
+        None where the place is not free: the policy's wish rests on more than a forecast knows.
+        """
+        size, free = power_at_least(units), self._chunks.free
+        warm = self._resident.get(service, ())
+        chunk = wish or warm_fit(free, size, warm) or best_fit(free, size)
+        if chunk is None or chunk[1] != size or self._chunks.host(chunk) is None:
+            return None
+        self._chunks.allocate(chunk)
+        if not service or chunk in warm:
+            return chunk, 0.0
+        self._resident[service] = tuple(sorted((*warm, chunk)))
+        return chunk, self._restore_s(service, size)
+
+    def fitting(self, minima: Iterable[int]) -> int:
+        """How many actions could start together at their minimum, first come first served."""
+        free = list(self._chunks.free)
+        count = 0
+        for units in minima:
+            place = best_fit(free, power_at_least(units))
+            if place is None:
+                break
+            take(free, place)
+            count += 1
+        return count
+
+    def view(self) -> ChunkView:
+        return ChunkView(free=self._chunks.free, resident=dict(self._resident), restore_s=self._restore_s)
