@@ -332,6 +332,7 @@ class App:
             learned=self.history.describe,
             configure=self.registry.configure,
             sandboxes=self._sandboxes,
+            models=self.hands.model.resources,
             unready=self._unready,
         )
 

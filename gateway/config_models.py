@@ -237,6 +237,11 @@ class SandboxConfig(SandboxSection):
         default="auto", description="auto takes containers where Docker answers, else local processes"
     )
     max_starting: Positive = Field(default=4, description="sandboxes that are started at once")
+    engine_silence_s: Annotated[Seconds, Field(gt=0)] = Field(
+        default=10.0,
+        validation_alias="engine_silence",
+        description="a Docker engine that answers nothing for so long is given up until it answers again",
+    )
 
 
 class ModelsConfig(Section):
@@ -244,6 +249,11 @@ class ModelsConfig(Section):
 
     host_memory_bytes: Bytes | None = Field(
         default=None, validation_alias="host_memory", description="host memory for checkpoints; half of the machine's"
+    )
+    stuck_s: Annotated[Seconds, Field(gt=0)] = Field(
+        default=60.0,
+        validation_alias="stuck",
+        description="a device's process without progress for so long is replaced, and its action tried once more",
     )
     dir: Path | None = Field(
         default=None, description="where relative model paths begin; the YAML file's directory by default"

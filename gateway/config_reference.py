@@ -42,7 +42,7 @@ CHAPTERS = (
 #: Definitions whose other keys another chapter holds: only these are shown.
 _ONLY = {
     "HandlerFunction": ("runtime", "handler", "concurrency", "scale"),
-    "SandboxConfig": ("provider", "max_starting"),
+    "SandboxConfig": ("provider", "max_starting", "engine_silence"),
 }
 
 

@@ -57,6 +57,7 @@ def make_hands(config: GatewayConfig, clock: Clock, on_residency: OnResidency) -
             kind=config.sandbox.provider,
             state_dir=config.server.state_dir / "sandboxes",
             max_starting=config.sandbox.max_starting,
+            engine_silence_s=config.sandbox.engine_silence_s,
         )
     )
     environments = Environments(provider, EnvironmentSettings(default=default), clock)
@@ -86,6 +87,7 @@ def model_settings(config: GatewayConfig) -> ModelSettings:
         devices=devices.count or 0,
         device_bytes=devices.memory_bytes or 0,
         host_bytes=config.models.host_memory_bytes or 0,
+        stuck_s=config.models.stuck_s,
         state_dir=config.server.state_dir / "models",
         node=config.node.name,
     )

@@ -70,5 +70,7 @@ class House:
     configure: Callable[[bytes, bool], Awaitable[dict[str, object]]]
     #: What the sandboxes are and how isolated, in plain words.
     sandboxes: Callable[[], Mapping[str, object]]
+    #: The devices' processes, what is resident on them, and the counts of swaps.
+    models: Callable[[], Mapping[str, object]]
     #: Why the gateway takes no work now; None when it does.
     unready: Callable[[], str | None]

@@ -38,8 +38,9 @@ class AdministrationOperations:
         return json_response(await self._house.configure(document, dry_run))
 
     async def resources(self, request: Request) -> Response:
-        """Pools and who holds what, and in plain words what the sandboxes are."""
-        return json_response({**self._house.engine.resources(), "sandboxes": dict(self._house.sandboxes())})
+        """Pools and who holds what, in plain words what the sandboxes are, and the model processes."""
+        described = {"sandboxes": dict(self._house.sandboxes()), "models": dict(self._house.models())}
+        return json_response({**self._house.engine.resources(), **described})
 
     async def queue(self, request: Request) -> Response:
         """A page of what waits; a cursor stays good when the action that it names has left."""

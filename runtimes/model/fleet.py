@@ -182,8 +182,8 @@ class Fleet:
         if len(ranks) > 1:
             await self._stop(chunk, ranks)
         first = next((error for error in errors if isinstance(error, Refused)), errors[0])
-        if isinstance(first, Refused) and first.failed.broken and len(ranks) == 1:
-            await self.abort(chunk)
+        if len(ranks) == 1 and (first.failed.broken if isinstance(first, Refused) else isinstance(first, Gone)):
+            await self.abort(chunk)  # one that was stuck is still dying: the next try must not be given to it
         if isinstance(first, Refused) and (len(ranks) == 1 or first.failed.reason is Reason.OUT_OF_MEMORY):
             raise first
         if isinstance(first, Gone | Refused):

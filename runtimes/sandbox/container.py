@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import io
+import math
 import tarfile
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
@@ -19,12 +20,15 @@ import requests.exceptions
 import structlog
 
 from manager.errors import CapacityExceeded, InvalidConfig, InvalidInput, NotFound, TangramError, TooLarge, Unsupported
+from runtimes.sandbox.pulse import Pulse
 
 logger = structlog.get_logger("sandbox.engine")
 
 COMPONENT = "sandbox.container"
 #: Seconds after which an engine that did not answer may be asked again.
 RETRY_S = 5.0
+#: Seconds after which an engine that answers not even a ping is given up.
+SILENCE_S = 10.0
 CHUNK_BYTES = 64 * 2**10
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -76,9 +80,9 @@ class Found:
 class Engine:
     """Asynchronous, bounded calls to one engine."""
 
-    def __init__(self, api: docker.APIClient, *, workers: int) -> None:
+    def __init__(self, api: docker.APIClient, *, workers: int, silence_s: float) -> None:
         self._api = api
-        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="docker")
+        self._pulse = Pulse(self._answers, threads=workers, silence_s=silence_s)
         info: Mapping[str, Any] = api.info()
         self.version = str(info.get("ServerVersion", "?"))
         self.cgroup_version = str(info.get("CgroupVersion", "1"))
@@ -91,20 +95,25 @@ class Engine:
         self._pulls: dict[str, asyncio.Task[None]] = {}
 
     @classmethod
-    def connect(cls, *, timeout_s: float, workers: int) -> Engine:
-        """The engine that the environment names; raises Unsupported with the remedy where none answers."""
+    def connect(cls, *, timeout_s: float, workers: int, silence_s: float = SILENCE_S) -> Engine:
+        """The engine that the environment names; raises Unsupported with the remedy where none answers.
+
+        One request may take ``timeout_s``, but is given up after ``silence_s`` in which the engine answers no ping.
+        """
         try:
             api = docker.APIClient(
-                version="auto", timeout=int(timeout_s), num_pools=workers, **docker.utils.kwargs_from_env()
+                version="auto", timeout=math.ceil(silence_s), num_pools=workers, **docker.utils.kwargs_from_env()
             )
-            return cls(api, workers=workers)
+            engine = cls(api, workers=workers, silence_s=silence_s)
         except (docker.errors.DockerException, requests.exceptions.RequestException) as error:
             raise Unsupported(
                 f"no Docker engine answers ({error}); start one: scripts/docker-up", component=COMPONENT
             ) from None
+        api.timeout = int(timeout_s)
+        return engine
 
     async def close(self) -> None:
-        await asyncio.to_thread(self._threads.shutdown, wait=True, cancel_futures=True)
+        await self._pulse.close()
         self._api.close()
 
     async def call(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -122,7 +131,14 @@ class Engine:
                     f"the Docker engine does not answer: {error}", component=COMPONENT, retry_after_s=RETRY_S
                 ) from None
 
-        return await asyncio.get_running_loop().run_in_executor(self._threads, guarded)
+        return await self._pulse.call(guarded)
+
+    def _answers(self, within_s: float) -> bool:
+        try:
+            self._api.get(f"{self._api.base_url}/_ping", timeout=within_s)
+        except (requests.exceptions.RequestException, docker.errors.DockerException, OSError):
+            return False
+        return True
 
     # --- images
 
@@ -207,6 +223,7 @@ class Engine:
             environment=dict(blueprint.env),
             labels=dict(blueprint.labels),
             host_config=host,
+            stop_signal="SIGKILL",  # nothing is to be saved: the machine's end need not wait for it
         )
         return made
 
@@ -337,15 +354,16 @@ class Engine:
 
     def _get_file(self, container: str, path: str, limit_bytes: int) -> bytes:
         stream, info = self._api.get_archive(container, path)
-        if int(info.get("mode", 0)) & 0x8F280000:  # Go's file modes: anything but a regular file
-            raise InvalidInput(f"{path!r} is no regular file", component=COMPONENT)
-        if int(info.get("size", 0)) > limit_bytes:
-            raise TooLarge(f"{path!r} is larger than {limit_bytes} bytes", component=COMPONENT)
-        archive = bytearray()
-        for chunk in stream:
-            archive += chunk
-            if len(archive) > limit_bytes + 2 * tarfile.RECORDSIZE:
+        archive = bytearray(next(stream, b""))  # begun: only then does its end close the connection
+        with closing(stream):
+            if int(info.get("mode", 0)) & 0x8F280000:  # Go's file modes: anything but a regular file
+                raise InvalidInput(f"{path!r} is no regular file", component=COMPONENT)
+            if int(info.get("size", 0)) > limit_bytes:
                 raise TooLarge(f"{path!r} is larger than {limit_bytes} bytes", component=COMPONENT)
+            for chunk in stream:
+                archive += chunk
+                if len(archive) > limit_bytes + 2 * tarfile.RECORDSIZE:
+                    raise TooLarge(f"{path!r} is larger than {limit_bytes} bytes", component=COMPONENT)
         with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
             member = next(iter(tar), None)
             file = None if member is None or not member.isreg() else tar.extractfile(member)

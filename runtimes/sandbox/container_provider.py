@@ -347,7 +347,12 @@ class ContainerHold:
 
     async def remove(self) -> None:
         await self.thaw()
-        await self._engine.remove(self._container)
+        try:
+            await self._engine.remove(self._container)
+        except TangramError:
+            if self._cgroup is not None:  # what it holds of the machine is given back even so
+                await asyncio.to_thread(self._cgroup.kill)
+            raise
         await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
 
 

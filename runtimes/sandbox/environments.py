@@ -7,7 +7,7 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 
 import structlog
@@ -35,8 +35,9 @@ class EnvironmentSettings:
     default: SandboxSpec = field(default_factory=lambda: SandboxSpec(image="tangram-base:bookworm"))
     #: Leave the sandboxes alive when the gateway ends in good order, for the next one to adopt.
     keep_on_close: bool = False
-    #: Seconds between two searches for orphans.
+    #: Seconds between two searches for orphans, and until the next where something may have been left behind.
     reap_every_s: float = 60.0
+    reap_soon_s: float = 5.0
     #: Sandboxes that are removed at the same time.
     max_closing: int = 4
 
@@ -68,6 +69,8 @@ class Environments:
         self._removals: set[asyncio.Task[None]] = set()
         self._closing = asyncio.Semaphore(self.settings.max_closing)
         self._reaper: asyncio.Task[None] | None = None
+        #: Set where a creation or a removal failed: what it left behind is looked for soon.
+        self._suspicion = asyncio.Event()
         self._closed = False
 
     async def start(self, trajectories: Collection[str] | None = None) -> list[str]:
@@ -139,7 +142,7 @@ class Environments:
                 del self._environments[trajectory]
             sandbox, environment.sandbox = environment.sandbox, None
             if sandbox is not None:
-                await sandbox.close()
+                await self._guarded(sandbox.close())
 
     def list(self) -> list[dict[str, object]]:
         """Every environment as plain JSON values."""
@@ -284,7 +287,11 @@ class Environments:
     async def _create(self, spec: SandboxSpec, labels: dict[str, str]) -> Sandbox:
         if self._closed:
             raise Conflict("the gateway is closing", component=COMPONENT)
-        return await self.provider.create(spec, name=secrets.token_hex(8), labels=labels, mounts={})
+        try:
+            return await self.provider.create(spec, name=secrets.token_hex(8), labels=labels, mounts={})
+        except TangramError:
+            self._suspicion.set()
+            raise
 
     def _remove(self, sandbox: Sandbox) -> None:
         async def remove() -> None:
@@ -294,23 +301,28 @@ class Environments:
         self._spawn(remove())
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        async def guarded() -> None:
-            try:
-                await work
-            except (TangramError, OSError) as error:
-                logger.warning("a sandbox was not removed; the reaper will try again", why=str(error))
-
-        task = asyncio.create_task(guarded())
+        task = asyncio.create_task(self._guarded(work))
         self._removals.add(task)
         task.add_done_callback(self._removals.discard)
 
+    async def _guarded(self, removal: Coroutine[None, None, None]) -> None:
+        try:
+            await removal
+        except (TangramError, OSError) as error:
+            logger.warning("a sandbox was not removed; the reaper will try again", why=str(error))
+            self._suspicion.set()
+
     async def _reap_forever(self) -> None:
         while True:
-            await asyncio.sleep(self.settings.reap_every_s)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._suspicion.wait(), self.settings.reap_every_s)
+                await asyncio.sleep(self.settings.reap_soon_s)
+            self._suspicion.clear()
             try:
                 await self._reap()
             except (TangramError, OSError) as error:
                 logger.warning("the search for orphans failed", why=str(error))
+                self._suspicion.set()
 
     async def _reap(self) -> None:
         owned = [environment.sandbox for environment in self._environments.values() if environment.sandbox]

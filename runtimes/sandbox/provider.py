@@ -34,6 +34,8 @@ class ProviderSettings:
     shared_cores: tuple[int, ...] = ()
     #: Seconds that the engine may take for one request.
     engine_timeout_s: float = 120.0
+    #: Seconds after which an engine that answers not even a ping is given up.
+    engine_silence_s: float = 10.0
 
 
 def make_provider(settings: ProviderSettings) -> Provider:
@@ -54,7 +56,11 @@ def _make(settings: ProviderSettings) -> Provider:
             from runtimes.sandbox.container import Engine
             from runtimes.sandbox.container_provider import ContainerProvider
 
-            engine = Engine.connect(timeout_s=settings.engine_timeout_s, workers=settings.max_starting + 4)
+            engine = Engine.connect(
+                timeout_s=settings.engine_timeout_s,
+                workers=settings.max_starting + 4,
+                silence_s=settings.engine_silence_s,
+            )
             return ContainerProvider(
                 engine,
                 state_dir=settings.state_dir,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -33,7 +34,8 @@ class Starting:
         self._threshold = threshold
         self._backoff_s, self._backoff_max_s = backoff_s, backoff_max_s
         self._clock = clock or MonotonicClock()
-        self._failures = 0
+        self._failures, self._why = 0, ""
+        self._closed_s = -math.inf
         self._closed_until_s = 0.0
         #: What is being made now.
         self.names: set[str] = set()
@@ -49,27 +51,31 @@ class Starting:
         async with self._semaphore:
             if self.wait_s > 0:
                 raise CapacityExceeded(
-                    f"{self._failures} sandboxes in a row could not be made; trying again soon",
+                    f"{self._failures} sandboxes in a row could not be made ({self._why}); trying again soon",
                     component="sandbox",
                     retry_after_s=self.wait_s,
                 )
             self.names.add(name)
+            began_s = self._clock.now()
             try:
                 yield
             except (asyncio.CancelledError, *CALLERS_FAULT):
                 raise
-            except Exception:
-                self._failed()
+            except Exception as error:
+                self._failed(began_s, str(error))
                 raise
             else:
                 self._failures = 0
             finally:
                 self.names.discard(name)
 
-    def _failed(self) -> None:
-        self._failures += 1
+    def _failed(self, began_s: float, why: str) -> None:
+        if began_s <= self._closed_s:
+            return  # what was under way when the gate closed tells nothing new
+        self._failures, self._why = self._failures + 1, why
         beyond = self._failures - self._threshold
         if beyond >= 0:
             pause_s = min(self._backoff_max_s, self._backoff_s * 2**beyond)
-            self._closed_until_s = self._clock.now() + pause_s
+            self._closed_s = self._clock.now()
+            self._closed_until_s = self._closed_s + pause_s
             logger.warning("no sandboxes are made for a while", failures=self._failures, pause_s=pause_s)

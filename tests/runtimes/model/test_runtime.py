@@ -292,16 +292,17 @@ async def test_a_crashed_rank_is_replaced_and_the_action_retried_once(checkpoint
     assert host["reads"] == 1, "the host image survives"
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 async def test_a_stuck_rank_is_found_by_the_deadline_and_the_action_retried(
-    checkpoint: Write, settings: ModelSettings, nursery: Nursery
+    checkpoint: Write, settings: ModelSettings, nursery: Nursery, ranks: int
 ) -> None:
     runtime = ModelRuntime(replace(settings, stuck_s=1.0), nursery=nursery)
     asked = teacher(checkpoint, batch_tokens=128)
     await runtime.prepare(asked)
-    task = asyncio.create_task(runtime.execute(execution(asked, LONG, (0, 2))))
-    os.kill(await running_on(runtime, task, 1), signal.SIGSTOP)
+    task = asyncio.create_task(runtime.execute(execution(asked, LONG, (0, ranks))))
+    os.kill(await running_on(runtime, task, ranks - 1), signal.SIGSTOP)
     assert len(value(await task)["sums"]) == 400  # type: ignore[arg-type]
-    assert restarts(runtime)[:2] == [1, 1]
+    assert restarts(runtime)[:ranks] == [1] * ranks
     await runtime.close()
 
 

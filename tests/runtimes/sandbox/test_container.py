@@ -186,7 +186,7 @@ def test_egress_rules_are_closed_by_default() -> None:
 def bare(docker: str) -> Iterator[str]:
     """An image without python3."""
     name = f"tangram-test:bare-{secrets.token_hex(4)}"
-    made = engine("create", docker, "/bin/sh", "-c", "rm -f /usr/bin/python*")
+    made = engine("create", "--network", "none", docker, "/bin/sh", "-c", "rm -f /usr/bin/python*")
     engine("start", "-a", made)
     engine("commit", made, name)
     engine("rm", made)

@@ -203,7 +203,7 @@ class TestStarting:
         for _ in range(2):
             with pytest.raises(TangramError, match="broken"):
                 await fail(TangramError("broken"))
-        with pytest.raises(CapacityExceeded) as caught:
+        with pytest.raises(CapacityExceeded, match=r"2 sandboxes in a row could not be made \(broken\)") as caught:
             await fail(TangramError("broken"))
         assert caught.value.retry_after_s == 1.0
         clock.advance_to(1.5)
@@ -216,6 +216,25 @@ class TestStarting:
         with pytest.raises(TangramError, match="broken"):
             await fail(TangramError("broken"))
         assert starting.wait_s == 0.0
+
+    async def test_what_was_under_way_when_the_gate_closed_counts_once(self) -> None:
+        clock = VirtualClock()
+        starting = Starting(8, threshold=1, backoff_s=1.0, clock=clock)
+        inside, breaks = asyncio.Semaphore(0), asyncio.Event()
+
+        async def fail(name: str) -> None:
+            async with starting.slot(name):
+                inside.release()
+                await breaks.wait()
+                raise TangramError("broken")
+
+        going = [asyncio.create_task(fail(str(index))) for index in range(8)]
+        for _ in going:
+            await inside.acquire()
+        clock.advance_to(5.0)
+        breaks.set()
+        await asyncio.gather(*going, return_exceptions=True)
+        assert starting.wait_s == 1.0
 
     async def test_the_callers_mistakes_do_not_count(self) -> None:
         starting = Starting(1, threshold=1, clock=VirtualClock())
