@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from gateway.config import GatewayConfig
@@ -43,10 +44,11 @@ class Hands:
         return None if function.model is None else await self.model.footprint(function)
 
     async def close(self) -> None:
-        """End every runtime, then the sandboxes, then the engine that made them."""
-        await self.executor.close()
-        await self.environments.close()
-        await self.provider.close()
+        """End every runtime, then the sandboxes, then the engine that made them, even where one of them fails."""
+        async with AsyncExitStack() as closers:
+            closers.push_async_callback(self.provider.close)
+            closers.push_async_callback(self.environments.close)
+            closers.push_async_callback(self.executor.close)
 
 
 def make_hands(config: GatewayConfig, clock: Clock, on_residency: OnResidency) -> Hands:

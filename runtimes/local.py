@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
 from manager.action import Action
@@ -137,9 +138,10 @@ class LocalExecutor:
                 logger.error("the end of trajectory %s failed", trajectory, exc_info=failure)
 
     async def close(self) -> None:
-        """Close every runtime."""
-        for runtime in self._runtimes.values():
-            await runtime.close()
+        """Close every runtime, even where one of them fails."""
+        async with AsyncExitStack() as closers:
+            for runtime in self._runtimes.values():
+                closers.push_async_callback(runtime.close)
 
 
 @dataclass(slots=True, kw_only=True)

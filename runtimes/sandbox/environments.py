@@ -326,7 +326,7 @@ class Environments:
 
     async def _reap(self) -> None:
         owned = [environment.sandbox for environment in self._environments.values() if environment.sandbox]
-        ready = [sandbox for pool in self._pools.values() for sandbox in pool.sandboxes]
+        ready = [sandbox for pool in self._pools.values() for sandbox in pool.living()]
         living = {sandbox.id for sandbox in [*owned, *ready, *self._ephemeral.values()]}
         removed = await self.provider.reap(living.union(*(others() for others in self._spared)))
         if removed:

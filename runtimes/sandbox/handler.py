@@ -172,7 +172,9 @@ class _Pool:
         while self._waiting:
             self._refuse(ActionFailed(Reason.ENVIRONMENT_LOST, "the handler runtime closes", component=COMPONENT))
         ending, self.instances = self.instances, []
-        await asyncio.gather(*(instance.close() for instance in ending))
+        for failure in await asyncio.gather(*(instance.close() for instance in ending), return_exceptions=True):
+            if failure is not None:
+                _LOG.warning("handler.instance_not_removed", error=repr(failure))
 
     def _serve(self) -> None:
         for instance in self.instances:

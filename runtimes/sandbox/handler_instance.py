@@ -116,8 +116,8 @@ class Instance:
         try:
             process = await sandbox.spawn(_command(function, settings, place))
         except BaseException:
-            await sandbox.close()
             living.discard(sandbox.id)
+            await sandbox.close()
             raise
         instance = cls(function, settings, sandbox, process, living)
         try:
@@ -175,8 +175,10 @@ class Instance:
         with contextlib.suppress(asyncio.CancelledError):
             await self._reader
         self._fail(ActionFailed(Reason.ENVIRONMENT_LOST, "the instance was closed", component=COMPONENT))
-        await self._sandbox.close()
-        self._living.discard(self._sandbox.id)
+        try:
+            await self._sandbox.close()
+        finally:
+            self._living.discard(self._sandbox.id)  # what could not be removed is the reaper's
 
     async def _imported(self) -> None:
         limit_s = self._settings.start_timeout_s

@@ -37,9 +37,13 @@ class WarmPool:
     def idle(self) -> int:
         return len(self._idle)
 
-    @property
-    def sandboxes(self) -> tuple[Sandbox, ...]:
-        return tuple(self._idle)
+    def living(self) -> list[Sandbox]:
+        """Those that lie ready; what died meanwhile is let go of, and replaced in the background."""
+        living = [sandbox for sandbox in self._idle if sandbox.alive]
+        if len(living) < len(self._idle):
+            self._idle = deque(living)
+            self._wanted.set()
+        return living
 
     @property
     def target(self) -> int:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import json
+import os
+import signal
+from collections.abc import AsyncIterator, Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +18,7 @@ from manager.function import Background, FunctionSpec, Isolation, RuntimeKind, S
 from manager.lease import Grant, Lease
 from runtimes.sandbox.environments import Environments, EnvironmentSettings
 from runtimes.sandbox.pool import DEMAND_S, WarmPool
+from runtimes.sandbox.process import ProcessHold
 from runtimes.sandbox.provider import ProviderSettings, make_provider
 from runtimes.sandbox.resident import ResidentSandbox
 from runtimes.sandbox.runtime import ExecRuntime
@@ -114,6 +118,33 @@ class TestTrajectories:
             assert await say(elsewhere, "echo on") == b"on\n"
         await elsewhere.close()
 
+    async def test_what_could_not_be_removed_is_looked_for_soon(
+        self, local: Provider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        environments = Environments(local, EnvironmentSettings(reap_every_s=3600, reap_soon_s=0.01))
+        await environments.start()
+        await environments.ensure("t")
+        removes, reaped = ProcessHold.remove, asyncio.Event()
+
+        async def fails(hold: ProcessHold) -> None:
+            monkeypatch.setattr(ProcessHold, "remove", removes)
+            raise CapacityExceeded("the engine does not answer")
+
+        async def reap(living: Collection[str]) -> int:
+            removed = await reaps(living)
+            reaped.set()
+            return removed
+
+        reaps = local.reap
+        monkeypatch.setattr(ProcessHold, "remove", fails)
+        monkeypatch.setattr(local, "reap", reap)
+        await environments.end("t")
+        assert list((tmp_path / "state" / "sandboxes").iterdir())
+        async with asyncio.timeout(DEADLINE_S):
+            await reaped.wait()
+        assert not list((tmp_path / "state" / "sandboxes").iterdir())
+        await environments.close()
+
     async def test_the_next_gateway_adopts_what_was_kept(self, local: Provider) -> None:
         first = Environments(local, EnvironmentSettings(keep_on_close=True))
         await say(await first.ensure("kept"), "echo kept > file")
@@ -142,12 +173,30 @@ class TestWarmPool:
         pool = environments.pool(spec)
         async with asyncio.timeout(DEADLINE_S):
             await pool.filled()
-            ready = {sandbox.id for sandbox in pool.sandboxes}
+            ready = {sandbox.id for sandbox in pool.living()}
             claimed = await environments.ensure("t", spec)
             assert claimed.id in ready
             await pool.filled()
         assert pool.idle == 2
-        assert claimed.id not in {sandbox.id for sandbox in pool.sandboxes}
+        assert claimed.id not in {sandbox.id for sandbox in pool.living()}
+
+    async def test_one_that_died_while_it_lay_ready_is_removed_and_replaced(
+        self, environments: Environments, tmp_path: Path
+    ) -> None:
+        spec = SandboxSpec(image="any", warm=Warm(min=1, max=1))
+        await environments.warm(spec)
+        pool = environments.pool(spec)
+        async with asyncio.timeout(DEADLINE_S):
+            await pool.filled()
+            (ready,) = pool.living()
+            assert isinstance(ready, ResidentSandbox)
+            (record,) = (tmp_path / "state" / "sandboxes").glob("*/record.json")
+            os.kill(json.loads(record.read_text())["pid"], signal.SIGKILL)
+            await ready.lost.wait()
+            await environments._reap()
+            assert not record.exists()
+            await pool.filled()
+        assert [sandbox.alive for sandbox in pool.living()] == [True]
 
     async def test_a_claimed_sandbox_is_adopted_as_its_trajectorys(self, local: Provider) -> None:
         first = Environments(local, EnvironmentSettings(keep_on_close=True))

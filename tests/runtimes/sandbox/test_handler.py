@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from manager.errors import ActionFailed, InvalidConfig, Reason
+from manager.errors import ActionFailed, CapacityExceeded, InvalidConfig, Reason
 from manager.function import FunctionSpec, HandlerSpec, RuntimeKind, SandboxSpec
 from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.handler import HandlerRuntime
 from runtimes.sandbox.handler_instance import HandlerSettings
-from runtimes.sandbox.process import ProcessProvider
+from runtimes.sandbox.process import ProcessHold, ProcessProvider
 from runtimes.sandbox.starting import Starting
 from tests.runtimes.recorder import execution_of
 
@@ -379,6 +379,24 @@ async def test_the_search_for_orphans_leaves_instances_alone(
     await environments.close()
     await runtime.close()
     assert runtime.sandboxes == set()
+
+
+async def test_an_instance_that_could_not_be_removed_is_the_reapers(
+    provider: ProcessProvider, runtime: HandlerRuntime, function: Function, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environments = Environments(provider)
+    environments.spare(lambda: runtime.sandboxes)
+    assert await call(runtime, function("def score(event, context): return 1")) == 1
+    with monkeypatch.context() as broken:
+
+        async def fails(hold: ProcessHold) -> None:
+            raise CapacityExceeded("the engine does not answer")
+
+        broken.setattr(ProcessHold, "remove", fails)
+        await runtime.close()
+    assert runtime.sandboxes == set()
+    await environments._reap()
+    await environments.close()
 
 
 async def test_a_missing_directory_is_refused_at_registration(runtime: HandlerRuntime, tmp_path: Path) -> None:
