@@ -1,257 +1,200 @@
 """The model bench: restore, swap, overlap and prefetch on one device, and exactness on every family and DoP.
 
     python -m bench.model --device cpu --quick --json
-    python -m bench.model --device cuda --json          # a random 8B checkpoint in bfloat16
+    python -m bench.model --device cuda --directory /dev/shm --budget 540 --json     # a random 8B model in bfloat16
 
-The limits of the two devices differ where the hardware does: a host has no copy engine, so that on ``cpu`` a restore
-and a computation can at best take turns on the same cores, and the limits say that they lose nothing by overlapping.
+It needs torch, transformers, safetensors and numpy, nothing else of the project's dependencies. The limits of the two
+devices differ where the hardware does: a host has no copy engine, so that on ``cpu`` a restore and a computation can
+at best take turns on the same cores, and the limits say that they lose nothing by overlapping.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
 import os
 import shutil
-import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from statistics import median
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 
-from bench.model_checkpoints import SHAPES, write_checkpoint
+from bench.model_checkpoints import SHAPES
 from bench.model_exactness import differences
 from bench.model_ipc import store_copies
+from bench.model_rig import Rig, median_ratio
 from bench.report import Report, parser
-from manager.function import ModelAction
-from runtimes.model.checkpoint import open_checkpoint
-from runtimes.model.engine import DeviceEngine
-from runtimes.model.image import build_layout, fill
-from runtimes.model.layout import Layout
 from runtimes.model.skeleton import Head
-from runtimes.model.work import ImageRef, Item, Placed, Run
 
 GIB = 2**30
+#: Largest plain copy on CUDA: its rate is what counts, and torch rounds pinned memory up to a power of two.
+CEILING_BYTES_MAX = 4 * GIB
 
 
-class Bench:
-    """One device with two models of the same size: a language model and a reward model."""
+class Sections:
+    """Runs the parts of the bench one after the other: one that fails, or has no time left, does not end the rest."""
 
-    def __init__(self, device: str, size: str, rounds: int, directory: Path, report: Report) -> None:
-        self.cuda = device == "cuda"
-        self.device = "cuda:0" if self.cuda else "cpu"
-        self.rounds, self.report = rounds, report
-        self.shape = SHAPES[size]
-        dtype = "bfloat16" if self.cuda else "float32"
-        self.paths = {
-            head: write_checkpoint(directory, "qwen3", head, self.shape, dtype=dtype, device=self.device, seed=seed)
-            for seed, head in enumerate((Head.LM, Head.SCORE))
-        }
-        self.images = {head: self._image(head) for head in self.paths}
-        arena = 2 * max(image.layout.size_bytes for image in self.images.values()) + 2**20
-        self.engine = DeviceEngine(
-            self.device, arena, copy_bytes=64 * 2**20, threads=torch.get_num_threads(), collective_s=30
-        )
-        for head, image in self.images.items():
-            took = self.timed(lambda image=image: self.engine.attach(image))  # type: ignore[misc]
-            report.figure(f"attach_{head}_s", took)
-        tokens = torch.randint(1, self.shape["vocab_size"], (8, 512 if self.cuda else 64)).tolist()
-        self.ids = [tuple(row) for row in tokens]
+    def __init__(self, report: Report, budget_s: float) -> None:
+        self._report, self._ends_s = report, time.monotonic() + budget_s
 
-    def _image(self, head: Head) -> ImageRef:
-        checkpoint = open_checkpoint(self.paths[head])
-        layout = build_layout(checkpoint, head)
-        descriptor = os.memfd_create("bench")
-        os.ftruncate(descriptor, layout.size_bytes)
-        path = f"/proc/{os.getpid()}/fd/{descriptor}"
-        self.report.figure(f"read_{head}_s", self.timed(lambda: fill(checkpoint, layout, path, 8)))
-        return ImageRef(id=str(head), path=path, layout=layout)
-
-    # -- measuring
-
-    def timed(self, act: Callable[[], object]) -> float:
-        """Seconds of one act, the device idle before and after."""
+    def run(self, name: str, part: Callable[[], object]) -> None:
+        began = time.monotonic()
+        if began >= self._ends_s:
+            self._missing(name, "the time was up")
+            return
+        try:
+            part()
+        except Exception as error:  # noqa: BLE001  # on a machine seen once, half of the figures are better than none
+            self._missing(name, f"{type(error).__name__}: {error}")
         gc.collect()
-        self._settle()
-        began = time.perf_counter()
-        act()
-        self._settle()
-        return time.perf_counter() - began
+        print(f"{name}: {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
 
-    def _settle(self) -> None:
-        if self.cuda:
-            torch.cuda.synchronize()
+    def _missing(self, name: str, why: str) -> None:
+        self._report.check(f"{name}_ran", 0, 1, "higher")
+        self._report.note(f"{name} is missing: {why}")
 
-    # -- acts
 
-    def place(self, head: Head) -> Placed:
-        return Placed(service=str(head), image_id=str(head), dop=1, rank=0, start=0)
+def restores(rig: Rig) -> None:
+    """Restore against the plain copy of as many bytes, and evict, in turns."""
+    size = rig.images[Head.LM].layout.size_bytes
+    plain_bytes = min(size, CEILING_BYTES_MAX) if rig.cuda else size
+    copy = rig.plain_copy(plain_bytes)
+    plain_s, restore_s, evict_s = [], [], []
+    rig.compute(Head.LM)
+    for _ in rig.rounds():
+        plain_s.append(rig.timed(copy) * size / plain_bytes)
+        evict_s.append(rig.timed(rig.engine.evict))
+        restore_s.append(rig.timed(lambda: rig.restore(Head.LM)))
+        rig.restore_and_bind(Head.LM)  # so that evict has a model to park
+    report = rig.report
+    report.figure("model_bytes", size)
+    report.figure("rounds", len(plain_s) - 1)
+    report.figure("plain_copy_gib_per_s", size / median(plain_s[1:]) / GIB)
+    report.figure("restore_gib_per_s", size / median(restore_s[1:]) / GIB)
+    report.figure("restore_s", median(restore_s[1:]))
+    if rig.cuda:
+        report.check("restore_over_h2d_ceiling", median_ratio(plain_s, restore_s), 0.90, "higher")
+    else:
+        report.check("restore_over_memcpy", median_ratio(restore_s, plain_s), 1.25, "lower")
+    report.check("evict_ms", median(evict_s[1:]) * 1e3, 1.0, "lower")
 
-    def restore(self, head: Head) -> None:
-        self.engine.restore(self.place(head))[0].transfer.finish()
 
-    def restore_and_bind(self, head: Head) -> None:
-        seat = self.engine.restore(self.place(head))[0]
-        seat.transfer.finish()
-        self.engine.bind(self.engine.skeleton(seat.place), seat)
+def loading(rig: Rig) -> None:
+    """`from_pretrained`, its weights really in place, against restore and bind; the page cache is warm."""
+    loaded_s, bound_s = [], []
+    for _ in rig.rounds():
+        loaded_s.append(rig.timed(rig.from_pretrained))
+        rig.engine.evict()
+        bound_s.append(rig.timed(lambda: rig.restore_and_bind(Head.LM)))
+    rig.report.figure("from_pretrained_s", median(loaded_s[1:]))
+    rig.report.figure("restore_and_bind_s", median(bound_s[1:]))
+    limit = 6.0 if rig.cuda else 4.0
+    rig.report.check("from_pretrained_over_restore", median_ratio(loaded_s, bound_s), limit, "higher")
+    model = rig.from_pretrained()
+    restored = dict(rig.engine.skeleton(rig.place(Head.LM)).model.named_parameters())
+    wrong = sum(not torch.equal(theirs, restored[name]) for name, theirs in model.named_parameters())
+    rig.report.check("wrong_weights", wrong, 0, "lower")
+    del model
+    gc.collect()
+    if rig.cuda:
+        torch.cuda.empty_cache()
 
-    def compute(self, head: Head) -> list[object]:
-        action = ModelAction.LOGPROBS if head is Head.LM else ModelAction.SCORE
-        asked = Run(
-            place=self.place(head),
-            items=tuple(Item(ids=ids, action=action) for ids in self.ids),
-            budget_tokens=len(self.ids) * len(self.ids[0]),
-        )
-        return self.engine.run(asked, restored=lambda: None, progress=lambda: None)[0]
 
-    # -- measurements
+def swaps(rig: Rig) -> None:
+    """Swap A for B against the restore of B alone, in turns."""
+    alone_s, swap_s = [], []
 
-    def restores(self) -> float:
-        """Restore against the plain copy of as many bytes, in turns; returns the seconds of a restore."""
-        layout = self.images[Head.LM].layout
-        plain_s, restore_s, evict_s = [], [], []
-        copy = self._plain_copy(layout)
-        for _ in range(self.rounds + 1):
-            plain_s.append(self.timed(copy))
-            evict_s.append(self.timed(self.engine.evict))
-            restore_s.append(self.timed(lambda: self.restore(Head.LM)))
-            self.compute(Head.LM)
-        plain, restore = statistics.median(plain_s[1:]), statistics.median(restore_s[1:])
-        self.report.figure("model_bytes", layout.size_bytes)
-        self.report.figure("plain_copy_gib_per_s", layout.size_bytes / plain / GIB)
-        self.report.figure("restore_gib_per_s", layout.size_bytes / restore / GIB)
-        self.report.figure("restore_s", restore)
-        if self.cuda:
-            self.report.check("restore_over_h2d_ceiling", plain / restore, 0.90, "higher")
-        else:
-            self.report.check("restore_over_memcpy", restore / plain, 1.25, "lower")
-        self.report.check("evict_ms", statistics.median(evict_s[1:]) * 1e3, 1.0, "lower")
-        return restore
+    def swap() -> None:
+        rig.engine.evict([str(Head.LM)])
+        rig.restore_and_bind(Head.SCORE)
 
-    def _plain_copy(self, layout: Layout) -> Callable[[], object]:
-        """The ceiling: one copy of the same bytes, from pinned memory on CUDA."""
-        source = torch.empty(layout.size_bytes, dtype=torch.uint8, pin_memory=self.cuda).fill_(1)
-        target = torch.empty(layout.size_bytes, dtype=torch.uint8, device=self.device).fill_(0)
-        return lambda: target.copy_(source, non_blocking=True)
+    for _ in rig.rounds():
+        rig.engine.evict()
+        alone_s.append(rig.timed(lambda: rig.restore_and_bind(Head.SCORE)))
+        rig.engine.evict()
+        rig.restore_and_bind(Head.LM)
+        swap_s.append(rig.timed(swap))
+    rig.report.check("swap_over_restore", median_ratio(swap_s, alone_s), 1.1, "lower")
 
-    def loading(self) -> None:
-        """`from_pretrained`, its weights really materialised, against restore and bind. The page cache is warm."""
-        from transformers import AutoModelForCausalLM
 
-        def load() -> None:
-            model: Any = AutoModelForCausalLM.from_pretrained(self.paths[Head.LM], **_device_map(self.cuda))
-            if not self.cuda:
-                for parameter in model.parameters():
-                    parameter.data = parameter.data.clone()  # it maps lazily: touch every byte
-            elif next(model.parameters()).device.type == "cpu":
-                model.to(self.device)
+def overlaps(rig: Rig) -> None:
+    """A cold action against the longer of restore and compute, and what a prefetch costs a running action."""
+    restore_s, cold_s, warm_s, beside_s = [], [], [], []
+    expected, wrong = rig.compute(Head.LM), 0
+    for _ in rig.rounds():
+        rig.engine.evict()
+        restore_s.append(rig.timed(lambda: rig.restore(Head.LM)))
+        rig.engine.evict()
+        cold: list[object] = []
+        cold_s.append(rig.timed(lambda found=cold: found.extend(rig.compute(Head.LM))))  # type: ignore[misc]
+        wrong += cold != expected
+        warm_s.append(rig.timed(lambda: rig.compute(Head.LM)))
+        beside_s.append(rig.computed_beside_a_prefetch())
+    longer_s = [max(pair) for pair in zip(restore_s, warm_s, strict=True)]
+    turns_s = [sum(pair) for pair in zip(restore_s, warm_s, strict=True)]
+    report = rig.report
+    report.figure("compute_s", median(warm_s[1:]))
+    report.figure("cold_action_s", median(cold_s[1:]))
+    limit = 1.15 if rig.cuda else 1.15 * median_ratio(turns_s, longer_s)
+    report.check("cold_over_max_restore_compute", median_ratio(cold_s, longer_s), limit, "lower")
+    limit = 1.05 if rig.cuda else 1.15 * median_ratio(turns_s, warm_s)
+    report.check("prefetch_slowdown", median_ratio(beside_s, warm_s), limit, "lower")
+    report.check("wrong_cold_actions", wrong, 0, "lower")
 
-        loaded_s, bound_s = [], []
-        for _ in range(self.rounds):
-            loaded_s.append(self.timed(load))
-            self.engine.evict()
-            bound_s.append(self.timed(lambda: self.restore_and_bind(Head.LM)))
-        loaded, bound = statistics.median(loaded_s), statistics.median(bound_s)
-        self.report.figure("from_pretrained_s", loaded)
-        self.report.figure("restore_and_bind_s", bound)
-        self.report.check("from_pretrained_over_restore", loaded / bound, 6.0 if self.cuda else 4.0, "higher")
-        gc.collect()
-        if self.cuda:
-            torch.cuda.empty_cache()
 
-    def swaps(self) -> None:
-        """Swap A for B against the restore of B alone, in turns."""
-        alone, swap = [], []
-        for _ in range(self.rounds + 1):
-            self.engine.evict()
-            alone.append(self.timed(lambda: self.restore_and_bind(Head.SCORE)))
-            self.engine.evict()
-            self.restore_and_bind(Head.LM)
-            swap.append(self.timed(self._swap))
-        ratio = statistics.median(swap[1:]) / statistics.median(alone[1:])
-        self.report.check("swap_over_restore", ratio, 1.1, "lower")
+def parking(rig: Rig) -> None:
+    """What a service that was used and evicted keeps on the device, beyond the arena."""
+    rig.engine.evict()
+    rig.engine.release_cache()
+    before = rig.device_bytes()
+    for head in rig.images:
+        rig.compute(head)
+    rig.engine.evict()
+    rig.engine.release_cache()
+    gc.collect()
+    rig.report.check("parked_bytes", (rig.device_bytes() - before) / len(rig.images), 0, "lower")
 
-    def _swap(self) -> None:
-        self.engine.evict([str(Head.LM)])
-        self.restore_and_bind(Head.SCORE)
 
-    def overlaps(self, restore_s: float) -> None:
-        """A cold action against the longer of restore and compute, and what a prefetch costs a running action."""
-        warm, cold, both = [], [], []
-        for _ in range(self.rounds + 1):
-            self.engine.evict()
-            cold.append(self.timed(lambda: self.compute(Head.LM)))
-            warm.append(self.timed(lambda: self.compute(Head.LM)))
-            both.append(self.timed(self._compute_beside_a_prefetch))
-        compute_s, cold_s, both_s = (statistics.median(taken[1:]) for taken in (warm, cold, both))
-        longer = max(restore_s, compute_s)
-        serial = (restore_s + compute_s) / longer
-        self.report.figure("compute_s", compute_s)
-        self.report.figure("cold_action_s", cold_s)
-        self.report.check(
-            "cold_over_max_restore_compute", cold_s / longer, 1.15 if self.cuda else 1.15 * serial, "lower"
-        )
-        limit = 1.05 if self.cuda else 1.15 * (restore_s + compute_s) / compute_s
-        self.report.check("prefetch_slowdown", both_s / compute_s, limit, "lower")
+def host_memory(rig: Rig) -> None:
+    """One image serves every DoP: its bytes against those of the checkpoint."""
+    files = sum(file.stat().st_size for file in rig.paths[Head.LM].glob("*.safetensors"))
+    rig.report.check("host_bytes_over_model", rig.images[Head.LM].layout.size_bytes / files, 1.05, "lower")
 
-    def _compute_beside_a_prefetch(self) -> None:
-        other = threading.Thread(target=lambda: self.engine.restore(self.place(Head.SCORE)))
-        other.start()
-        self.compute(Head.LM)
-        other.join()
 
-    def parking(self) -> None:
-        """What a service that was used and evicted keeps on the device, beyond the arena."""
-        self.engine.evict()
-        self.engine.release_cache()
-        before = self._device_bytes()
-        for head in self.images:
-            self.compute(head)
-        self.engine.evict()
-        self.engine.release_cache()
-        gc.collect()
-        self.report.check("parked_bytes", (self._device_bytes() - before) / len(self.images), 0, "lower")
+def store(rig: Rig, rounds: int) -> None:
+    """The other way to pin, for comparison."""
+    rig.report.figure("ipc_store", dict(store_copies(rig.images[Head.LM], rig.engine.backend, rounds)))
 
-    def _device_bytes(self) -> int:
-        """Bytes held on the device: by torch's allocator on CUDA; on ``cpu`` by weights that lie outside the arena."""
-        if self.cuda:
-            return int(torch.cuda.memory_allocated())
-        models = [self.engine.skeleton(self.place(head)).model for head in self.images]
-        storages = [weight.untyped_storage() for model in models for weight in model.parameters()]
-        distinct = {storage.data_ptr(): storage.nbytes() for storage in storages if storage.device.type == "cpu"}
-        return int(sum(distinct.values()) - max(distinct.values(), default=0))
+
+def exactness(directory: Path, report: Report) -> None:
+    """Every family against plain transformers and every DoP against one, on ``cpu`` devices."""
+    found = differences(directory)
+    report.check("family_max_abs_diff", found.family, 1e-5, "lower")
+    report.check("dop_max_abs_diff", found.dop, 1e-5, "lower")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    command = parser("model")
-    command.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    command.add_argument("--size", choices=tuple(SHAPES), help="of the timed model; small on cpu, 8b on cuda")
-    options = command.parse_args(argv)
+    options = _options(argv)
     size = options.size or ("8b" if options.device == "cuda" else "tiny" if options.quick else "small")
     report = Report("model")
     report.figure("torch", torch.__version__)
     report.figure("device", torch.cuda.get_device_name() if options.device == "cuda" else "cpu")
     report.figure("size", size)
-    directory = Path(tempfile.mkdtemp(prefix="bench-model-"))
+    directory = Path(tempfile.mkdtemp(prefix="bench-model-", dir=options.directory))
+    rounds = 5 if options.quick else 9
+    sections = Sections(report, options.budget)
     try:
-        bench = Bench(options.device, size, 5 if options.quick else 9, directory, report)
-        restore_s = bench.restores()
-        bench.loading()
-        bench.swaps()
-        bench.overlaps(restore_s)
-        bench.parking()
-        report.figure("ipc_store", dict(store_copies(bench.images[Head.LM], bench.device, bench.rounds)))
-        files = sum(file.stat().st_size for file in bench.paths[Head.LM].glob("*.safetensors"))
-        report.check("host_bytes_over_model", bench.images[Head.LM].layout.size_bytes / files, 1.05, "lower")
-        found = differences(directory)
-        report.check("family_max_abs_diff", found.family, 1e-5, "lower")
-        report.check("dop_max_abs_diff", found.dop, 1e-5, "lower")
+        rig = Rig(options.device, size, rounds, directory, report)
+        for part in (restores, loading, swaps, overlaps, parking, host_memory):
+            sections.run(part.__name__, lambda part=part: part(rig))  # type: ignore[misc]
+        sections.run("store", lambda: store(rig, rounds))
+        sections.run("exactness", lambda: exactness(directory, report))
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     if options.device == "cpu":
@@ -259,11 +202,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return report.print(as_json=options.json)
 
 
-def _device_map(cuda: bool) -> dict[str, object]:
-    """``device_map="cuda"`` needs accelerate; without it the model is loaded on the host and moved."""
-    from importlib.util import find_spec
-
-    return {"device_map": "cuda"} if cuda and find_spec("accelerate") else {}
+def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+    command = parser("model")
+    command.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    command.add_argument("--size", choices=tuple(SHAPES), help="of the timed model; small on cpu, 8b on cuda")
+    command.add_argument("--directory", type=Path, help="for the checkpoints, 33 GB with 8b; a temporary one")
+    command.add_argument("--budget", type=float, default=3600.0, help="seconds after which no further part is begun")
+    return command.parse_args(argv)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from runtimes.model.backend import Backend
 from runtimes.model.image import Image
 from runtimes.model.work import ImageRef
 
@@ -19,19 +20,19 @@ GIB = 2**30
 ANSWER_S = 120
 
 
-def store_copies(image: ImageRef, device: str, rounds: int) -> Mapping[str, float]:
+def store_copies(image: ImageRef, backend: Backend, rounds: int) -> Mapping[str, float]:
     """Seconds to start the owner of an arena, rate of copying into it, and whether it saw the bytes (1 or 0)."""
     import torch.multiprocessing
 
     context: Any = torch.multiprocessing.get_context("spawn")
     to_owner, from_owner = context.Queue(), context.Queue()
-    size = image.layout.size_bytes
+    size, device = image.layout.size_bytes, backend.name
     began = time.perf_counter()
     owner = context.Process(target=own_arena, args=(to_owner, from_owner, size, device))
     owner.start()
     arena = from_owner.get(timeout=ANSWER_S)
     started_s = time.perf_counter() - began
-    source = Image(image.path, image.layout, pin=device != "cpu")
+    source = Image(image.path, image.layout, backend)
     taken = []
     for _ in range(rounds):
         began = time.perf_counter()

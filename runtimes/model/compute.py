@@ -19,6 +19,9 @@ from runtimes.model.work import Generated, Item, Sampling
 #: Tokens whose next-token distribution exists at once in `logprobs`: [2048, vocabulary / DoP] is the largest tensor.
 HEAD_TOKENS = 2048
 
+#: How those say it who do not go through torch's own allocator: the host's, CUDA's runtime, cuBLAS, NCCL.
+_OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
 
 @dataclass(slots=True, kw_only=True)
 class Bound:
@@ -31,22 +34,43 @@ class Bound:
     arrived: Callable[[], None]
 
 
-def compute(bound: Bound, items: Sequence[Item], budget_tokens: int, progress: Callable[[], None]) -> list[object]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Sequences that are computed together, on the device already."""
+
+    action: ModelAction
+    members: tuple[Item, ...]
+    #: Where their results belong.
+    positions: tuple[int, ...]
+    #: [sequence, token], padded; 1 in the mask where a token is real.
+    tokens: Tensor
+    mask: Tensor
+    lengths: Tensor
+
+
+def stage(model: Any, items: Sequence[Item], budget_tokens: int, device: str) -> list[Batch]:
+    """Pack the sequences, one kind of action at a time, and send them to the device."""
+    batches = []
+    for action in dict.fromkeys(item.action for item in items):
+        mine = [index for index, item in enumerate(items) if item.action is action]
+        for batch in _packed([items[index] for index in mine], budget_tokens):
+            positions = tuple(mine[position] for position in batch)
+            batches.append(_send(model, action, tuple(items[i] for i in positions), positions, device))
+    return batches
+
+
+def compute(bound: Bound, batches: Sequence[Batch], progress: Callable[[], None]) -> list[object]:
     """One result for each sequence, in their order; ``progress`` is called as batches (and tokens) are done.
 
     score: a float, or a list of floats where the head has several labels. logprobs: log p(token | the ones before)
     for every token but the first. embed: a unit vector. generate: a `Generated`.
     """
-    results: list[object] = [None] * len(items)
+    results: dict[int, object] = {}
     with torch.inference_mode():
-        for action in dict.fromkeys(item.action for item in items):
-            mine = [index for index, item in enumerate(items) if item.action is action]
-            for batch in _packed([items[index] for index in mine], budget_tokens):
-                members = [items[mine[position]] for position in batch]
-                for position, value in zip(batch, _batch(bound, action, members, progress), strict=True):
-                    results[mine[position]] = value
-                progress()
-    return results
+        for batch in batches:
+            results |= dict(zip(batch.positions, _act(bound, batch, progress), strict=True))
+            progress()
+    return [results[position] for position in range(len(results))]
 
 
 def _packed(items: Sequence[Item], budget_tokens: int) -> list[list[int]]:
@@ -54,39 +78,54 @@ def _packed(items: Sequence[Item], budget_tokens: int) -> list[list[int]]:
     return pack([len(item.ids) for item in items], budget_tokens, extra)
 
 
-def _batch(
-    bound: Bound, action: ModelAction, members: Sequence[Item], progress: Callable[[], None]
-) -> Sequence[object]:
-    ids = [member.ids for member in members]
-    if action is ModelAction.SCORE:
-        return _score(bound, ids)
-    if action is ModelAction.LOGPROBS:
-        return _logprobs(bound, ids)
-    if action is ModelAction.EMBED:
-        return _embed(bound, ids)
-    return _generate(bound, members, progress)
+def _send(model: Any, action: ModelAction, members: tuple[Item, ...], positions: tuple[int, ...], device: str) -> Batch:
+    """Pad on the left what is continued, everything else on the right."""
+    filler = 0 if model.config.model_type in FAMILIES else getattr(model.config, "pad_token_id", None) or 0
+    longest = max(len(member.ids) for member in members)
+    tokens, mask = [], []
+    for member in members:
+        ids, gap = member.ids, longest - len(member.ids)
+        left = gap if action is ModelAction.GENERATE else 0
+        tokens.append([*[filler] * left, *ids, *[filler] * (gap - left)])
+        mask.append([*[0] * left, *[1] * len(ids), *[0] * (gap - left)])
+    return Batch(
+        action=action,
+        members=members,
+        positions=positions,
+        tokens=torch.tensor(tokens, device=device),
+        mask=torch.tensor(mask, device=device),
+        lengths=torch.tensor([len(member.ids) for member in members], device=device),
+    )
 
 
-def _score(bound: Bound, ids: Sequence[Sequence[int]]) -> list[object]:
+def _act(bound: Bound, batch: Batch, progress: Callable[[], None]) -> Sequence[object]:
+    if batch.action is ModelAction.SCORE:
+        return _score(bound, batch)
+    if batch.action is ModelAction.LOGPROBS:
+        return _logprobs(bound, batch)
+    if batch.action is ModelAction.EMBED:
+        return _embed(bound, batch)
+    return _generate(bound, batch, progress)
+
+
+def _score(bound: Bound, batch: Batch) -> list[object]:
     """The value of the head at the last token of a decoder, or the classifier's own forward elsewhere."""
     model = bound.model
     if model.config.model_type in FAMILIES:
-        tokens, lengths = _pad_right(ids, bound.device)
-        hidden = _hidden(model, tokens)
-        logits = model.score(hidden[torch.arange(len(ids), device=bound.device), lengths - 1])
+        hidden = _hidden(model, batch.tokens)
+        last = torch.arange(len(batch.members), device=bound.device)
+        logits = model.score(hidden[last, batch.lengths - 1])
     else:
-        tokens, lengths = _pad_right(ids, bound.device, model.config.pad_token_id or 0)
-        logits = model(input_ids=tokens, attention_mask=_mask(tokens, lengths)).logits
+        logits = model(input_ids=batch.tokens, attention_mask=batch.mask).logits
     values = logits.float().cpu()
     return [row.item() if row.numel() == 1 else row.tolist() for row in values]
 
 
-def _logprobs(bound: Bound, ids: Sequence[Sequence[int]]) -> list[object]:
+def _logprobs(bound: Bound, batch: Batch) -> list[object]:
     """Vocabulary-parallel: three scalars a token cross the ranks, and [tokens, vocabulary] is never whole."""
-    tokens, lengths = _pad_right(ids, bound.device)
-    hidden = _hidden(bound.model, tokens)
-    real = torch.arange(tokens.shape[1] - 1, device=bound.device)[None] < (lengths - 1)[:, None]
-    states, targets = hidden[:, :-1][real], tokens[:, 1:][real]
+    hidden = _hidden(bound.model, batch.tokens)
+    real = batch.mask[:, 1:].bool()
+    states, targets = hidden[:, :-1][real], batch.tokens[:, 1:][real]
     bound.arrived()
     weight = bound.model.get_output_embeddings().weight
     blocks = [
@@ -94,7 +133,7 @@ def _logprobs(bound: Bound, ids: Sequence[Sequence[int]]) -> list[object]:
         for i in range(0, len(targets), HEAD_TOKENS)
     ]
     flat = torch.cat(blocks).cpu() if blocks else torch.empty(0)
-    lengths_out = [len(sequence) - 1 for sequence in ids]
+    lengths_out = [len(member.ids) - 1 for member in batch.members]
     return [part.tolist() for part in torch.split(flat, lengths_out)]
 
 
@@ -111,22 +150,19 @@ def _block_logprobs(group: Group, states: Tensor, targets: Tensor, weight: Tenso
     return logprobs
 
 
-def _embed(bound: Bound, ids: Sequence[Sequence[int]]) -> list[object]:
+def _embed(bound: Bound, batch: Batch) -> list[object]:
     """Mean of the last hidden states over the real tokens, scaled to length one."""
-    model = bound.model
-    tokens, lengths = _pad_right(ids, bound.device, getattr(model.config, "pad_token_id", None) or 0)
-    mask = _mask(tokens, lengths)
-    hidden = model(input_ids=tokens, attention_mask=mask).last_hidden_state.float()
-    mean = (hidden * mask[..., None]).sum(1) / lengths[:, None]
+    hidden = bound.model(input_ids=batch.tokens, attention_mask=batch.mask).last_hidden_state.float()
+    mean = (hidden * batch.mask[..., None]).sum(1) / batch.lengths[:, None]
     return list(functional.normalize(mean, dim=-1).cpu().tolist())
 
 
-def _generate(bound: Bound, members: Sequence[Item], progress: Callable[[], None]) -> list[object]:
+def _generate(bound: Bound, batch: Batch, progress: Callable[[], None]) -> list[object]:
     """Token by token with a key-value cache, left-padded; a sequence stops at an end token or at its bound."""
     from transformers import DynamicCache
 
+    members, tokens, mask = batch.members, batch.tokens, batch.mask
     samplings = [_sampling(member) for member in members]
-    tokens, mask = _pad_left([member.ids for member in members], bound.device)
     cache = DynamicCache(config=bound.model.config)
     draws = [torch.Generator().manual_seed(sampling.seed) for sampling in samplings]
     made: list[list[int]] = [[] for _ in members]
@@ -187,25 +223,8 @@ def _hidden(model: Any, tokens: Tensor) -> Tensor:
     return hidden
 
 
-def _pad_right(ids: Sequence[Sequence[int]], device: str, filler: int = 0) -> tuple[Tensor, Tensor]:
-    longest = max(map(len, ids))
-    tokens = torch.tensor([[*sequence, *[filler] * (longest - len(sequence))] for sequence in ids])
-    return tokens.to(device), torch.tensor([len(sequence) for sequence in ids], device=device)
-
-
-def _pad_left(ids: Sequence[Sequence[int]], device: str) -> tuple[Tensor, Tensor]:
-    longest = max(map(len, ids))
-    tokens = torch.tensor([[*[0] * (longest - len(sequence)), *sequence] for sequence in ids])
-    mask = torch.tensor([[0] * (longest - len(sequence)) + [1] * len(sequence) for sequence in ids])
-    return tokens.to(device), mask.to(device)
-
-
-def _mask(tokens: Tensor, lengths: Tensor) -> Tensor:
-    return (torch.arange(tokens.shape[1], device=tokens.device)[None] < lengths[:, None]).long()
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the device (or, on ``cpu``, the allocator) ran out of memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return isinstance(error, RuntimeError) and any(story in str(error) for story in _OUT_OF_MEMORY)

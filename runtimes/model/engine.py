@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from runtimes.model.arena import Arena, Fences, SlotKey, Transfer, bind
-from runtimes.model.compute import Bound, compute
+from runtimes.model.arena import Arena, DoesNotFit, Fences, SlotKey, bind
+from runtimes.model.backend import Backend, Transfer
+from runtimes.model.compute import Bound, compute, stage
 from runtimes.model.image import Image
 from runtimes.model.layout import Shard, shard
 from runtimes.model.parallel import Group, Team, install
@@ -47,35 +48,30 @@ class Skeleton:
     #: The buffers as built, on the host: a parked service keeps nothing on the device.
     buffers: Mapping[str, torch.Tensor]
     bound: Seat | None = None
+    #: Where in the arena its parameters point; a service that comes back to the same place finds them there.
+    offset: int | None = None
+    parked: bool = True
 
     def park(self) -> None:
         """Let go of the device: the arena's views are forgotten with the seat, the buffers fall back to the host."""
-        self.bound = None
+        self.bound, self.parked = None, True
         place_buffers(self.model, self.buffers, "cpu")
 
 
 class DeviceEngine:
     """Everything that one device does. `run` belongs to one thread; the rest may be called from another meanwhile."""
 
-    def __init__(self, device: str, arena_bytes: int, *, copy_bytes: int, threads: int, collective_s: float) -> None:
-        self.device = device
-        self._threads = threads
+    def __init__(self, backend: Backend, arena_bytes: int, *, threads: int, collective_s: float) -> None:
+        self.backend = backend
         self._collective_s = collective_s
-        self.enter_thread()
         torch.set_num_threads(threads)
-        self._arena = Arena(arena_bytes, device, copy_bytes)
+        self._arena = Arena(arena_bytes, backend)
         self._images: dict[str, Image | Exception] = {}
         self._changed = threading.Condition()
         self._seats: dict[SlotKey, Seat] = {}
         self._skeletons: dict[tuple[str, int, int], Skeleton] = {}
         self._groups: dict[tuple[int, int], tuple[str, Group]] = {}
         self._cores: tuple[int, ...] = ()
-
-    def enter_thread(self) -> None:
-        """To be called by every thread that works for the device: CUDA's current device belongs to a thread, and a
-        stray one would make a context of half a gigabyte on device 0."""
-        if self.device != "cpu":
-            torch.cuda.set_device(self.device)
 
     # -- images
 
@@ -85,7 +81,7 @@ class DeviceEngine:
             return
         made: Image | Exception
         try:
-            made = Image(reference.path, reference.layout, pin=self.device != "cpu")
+            made = Image(reference.path, reference.layout, self.backend)
         except (OSError, RuntimeError) as error:
             made = error
         with self._changed:
@@ -119,7 +115,8 @@ class DeviceEngine:
     def restore(self, place: Placed, *, gentle: bool = False) -> tuple[Seat, bool, tuple[str, ...]]:
         """Seat a service: (seat, whether a copy was begun, evicted services). Returns while the bytes still travel.
 
-        A ``gentle`` restore evicts nothing. Raises DoesNotFit where what may not go leaves no room.
+        A ``gentle`` restore evicts nothing, and leaves room on the way to the device for what computes beside it.
+        Raises DoesNotFit where what may not go leaves no room.
         """
         image = self._await_image(place.image_id)
         key = (place.service, place.dop, place.start)
@@ -127,12 +124,14 @@ class DeviceEngine:
             seat = self._seats.get(key)
             if seat is not None and seat.place == place:
                 return seat, False, ()
+            if self._arena.slots.is_pinned(key):
+                raise DoesNotFit(f"{place.service} computes with other weights")
             self._drop(key)
             part = shard(image.layout, place.rank, place.dop)
             offset, evicted = self._arena.slots.allocate(key, part.size_bytes, push=not gentle)
             for other in evicted:
                 self._drop(other)
-            seat = Seat(place, offset, part, self._arena.restore(image.bytes, part, offset))
+            seat = Seat(place, offset, part, self._arena.restore(image.bytes, part, offset, gentle=gentle))
             self._seats[key] = seat
             return seat, True, tuple(other[0] for other in evicted)
 
@@ -147,15 +146,18 @@ class DeviceEngine:
         evicted = self.evict(asked.evict) if asked.evict else ()
         evict_s = time.perf_counter() - began
         key = (asked.place.service, asked.place.dop, asked.place.start)
+        skeleton = self.skeleton(asked.place)
+        # What is small goes to the device first: behind the weights it would wait for the last of them.
+        batches = stage(skeleton.model, asked.items, asked.budget_tokens, self.backend.name)
+        self._unpark(skeleton)
         seat, cold, pushed = self._pin(asked.place, key)
-        herald = _Herald(seat, restored, self.enter_thread)
+        herald = _Herald(seat, restored, self.backend.enter_thread)
         try:
-            skeleton = self.skeleton(asked.place)
             skeleton.team.group = self._group(asked)
             self.bind(skeleton, seat)
             self._use_cores(asked.cores)
             skeleton.fences.beat = pulse = _Pulse(progress)
-            results = self._compute(asked, skeleton, seat, pulse)
+            results = compute(self._bound(skeleton, seat), batches, pulse)
         finally:
             herald.join()
             with self._changed:
@@ -173,19 +175,21 @@ class DeviceEngine:
 
     def release_cache(self) -> None:
         """After out of memory: evict whatever is idle and give the allocator's spare blocks back."""
-        self.evict()
-        if self.device != "cpu":
-            torch.cuda.empty_cache()
+        with self._changed:
+            self.evict()
+            for skeleton in self._skeletons.values():
+                if skeleton.bound is None:
+                    skeleton.park()
+        self.backend.trim()
 
-    def _compute(self, asked: Run, skeleton: Skeleton, seat: Seat, progress: Callable[[], None]) -> list[object]:
+    def _bound(self, skeleton: Skeleton, seat: Seat) -> Bound:
         end = seat.shard.size_bytes
-        bound = Bound(
+        return Bound(
             model=skeleton.model,
             group=skeleton.team.group,
-            device=self.device,
+            device=self.backend.name,
             arrived=lambda: seat.transfer.wait(end),
         )
-        return compute(bound, asked.items, asked.budget_tokens, progress)
 
     def _pin(self, place: Placed, key: SlotKey) -> tuple[Seat, bool, tuple[str, ...]]:
         with self._changed:
@@ -197,8 +201,11 @@ class DeviceEngine:
         """Forget a seat; whichever model was bound to it is parked."""
         self._arena.slots.release(key)
         seat = self._seats.pop(key, None)
+        if seat is None:
+            return
+        seat.transfer.drop()
         for skeleton in self._skeletons.values():
-            if seat is not None and skeleton.bound is seat:
+            if skeleton.bound is seat:
                 skeleton.park()
 
     def _await_image(self, image_id: str) -> Image:
@@ -222,18 +229,29 @@ class DeviceEngine:
             part = shard(layout, place.rank, place.dop)
             buffers = {name: buffer for name, buffer in model.named_buffers() if name not in part.views}
             found = Skeleton(model, Fences(model, part, layout.tied), team, buffers)
-            self._skeletons = {k: v for k, v in self._skeletons.items() if k[0] in self._images}
-            self._skeletons[key] = found
+            with self._changed:
+                kept = {k: v for k, v in self._skeletons.items() if k[0] in self._images}
+                self._skeletons = {**kept, key: found}
         return found
 
     def bind(self, skeleton: Skeleton, seat: Seat) -> None:
         """Point the model's parameters at its seat; a no-op where they are."""
-        if skeleton.bound is not seat:
-            layout = self._await_image(seat.place.image_id).layout
-            bind(skeleton.model, self._arena, seat.shard, seat.offset, layout.tied)
-            place_buffers(skeleton.model, skeleton.buffers, self.device)
-            skeleton.bound = seat
-            skeleton.fences.transfer = seat.transfer
+        with self._changed:
+            if skeleton.bound is not seat:
+                if skeleton.offset != seat.offset:
+                    layout = self._await_image(seat.place.image_id).layout
+                    bind(skeleton.model, self._arena, seat.shard, seat.offset, layout.tied)
+                    skeleton.offset = seat.offset
+                self._unpark(skeleton)
+                skeleton.bound = seat
+                skeleton.fences.transfer = seat.transfer
+
+    def _unpark(self, skeleton: Skeleton) -> None:
+        """Bring the buffers to the device, where they are not there."""
+        with self._changed:
+            if skeleton.parked:
+                place_buffers(skeleton.model, skeleton.buffers, self.backend.name)
+                skeleton.parked = False
 
     def _group(self, asked: Run) -> Group:
         """The chunk's group, kept across swaps and met anew when any of its processes is new."""
@@ -243,13 +261,13 @@ class DeviceEngine:
         chunk = (place.start, place.dop)
         name, group = self._groups.get(chunk, ("", None))
         if group is None or name != asked.group:
-            group = Group.join(Path(asked.group), place.rank, place.dop, self.device, self._collective_s)
+            group = Group.join(Path(asked.group), place.rank, place.dop, self.backend, self._collective_s)
             self._groups[chunk] = (asked.group, group)
         return group
 
     def _use_cores(self, cores: tuple[int, ...]) -> None:
         """Compute on the granted cores only (``cpu`` devices): affinity of every thread, and as many threads."""
-        if self.device != "cpu" or cores == self._cores or not cores:
+        if self.backend.name != "cpu" or cores == self._cores or not cores:
             return
         torch.set_num_threads(len(cores))
         for thread in Path("/proc/self/task").iterdir():
@@ -282,7 +300,10 @@ class _Herald:
 
     def _wait(self) -> None:
         self._enter_thread()
-        self._seat.transfer.finish()
+        try:
+            self._seat.transfer.finish()
+        except Exception:  # noqa: BLE001  # the computation meets the same error, and answers with it
+            return
         self.arrived_s = time.perf_counter()
         self._restored()
 

@@ -182,9 +182,11 @@ class Fleet:
         if len(ranks) > 1:
             await self._stop(chunk, ranks)
         first = next((error for error in errors if isinstance(error, Refused)), errors[0])
-        if len(ranks) == 1 and (first.failed.broken if isinstance(first, Refused) else isinstance(first, Gone)):
+        broken = first.failed.broken if isinstance(first, Refused) else isinstance(first, Gone)
+        if len(ranks) == 1 and broken:
             await self.abort(chunk)  # one that was stuck is still dying: the next try must not be given to it
-        if isinstance(first, Refused) and (len(ranks) == 1 or first.failed.reason is Reason.OUT_OF_MEMORY):
+        sound = len(ranks) == 1 and not broken
+        if isinstance(first, Refused) and (sound or first.failed.reason is Reason.OUT_OF_MEMORY):
             raise first
         if isinstance(first, Gone | Refused):
             raise ChunkBroken(str(first)) from first
@@ -218,7 +220,7 @@ class Fleet:
             "threads": self._settings.device_threads,
             "collective_s": self._settings.collective_s,
         }
-        return Process(nursery, "worker", options, fresh=device.kind == "cuda", start_s=self._settings.start_s)
+        return Process(nursery, "worker", options, environment=device.environment, start_s=self._settings.start_s)
 
 
 class _Countdown:

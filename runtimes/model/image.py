@@ -7,21 +7,18 @@ import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
 
 import torch
 from torch import nn
 
 from manager.errors import InvalidConfig
+from runtimes.model.backend import Backend
 from runtimes.model.checkpoint import Checkpoint, Tensor
 from runtimes.model.layout import ALIGN_BYTES, PAGE_BYTES, Layout, Piece, align
 from runtimes.model.plan import Plan, plan_of
 from runtimes.model.skeleton import Head, build_skeleton, weight_dtype
 
 _COMPONENT = "model.image"
-
-#: torch leaves these calls untyped.
-_cuda: Any = torch.cuda
 
 _TORCH_DTYPE: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
@@ -78,25 +75,19 @@ def fill(checkpoint: Checkpoint, layout: Layout, path: str, threads: int) -> Non
 
 
 class Image:
-    """An image mapped into this process; pinned for a CUDA context where one asks for it."""
+    """An image mapped into this process, and pinned for its device."""
 
-    def __init__(self, path: str, layout: Layout, *, pin: bool) -> None:
+    def __init__(self, path: str, layout: Layout, backend: Backend) -> None:
         self.layout = layout
-        self._map = map_image(path, layout.size_bytes)
-        self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._pinned = pin
-        if pin:
-            # Registration pins the shared pages for this process's context: no second copy is made.
-            _check_cuda(_cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), layout.size_bytes, 0))
+        self.bytes = torch.frombuffer(map_image(path, layout.size_bytes), dtype=torch.uint8)
+        self._backend = backend
+        backend.pin(self.bytes)
 
     def close(self) -> None:
-        """Unpin and unmap; the memory is freed when the last process has done so. Idempotent."""
-        if self._pinned:
-            self._pinned = False
-            _check_cuda(_cuda.cudart().cudaHostUnregister(self.bytes.data_ptr()))
-        self.bytes = torch.empty(0, dtype=torch.uint8)
-        with suppress(BufferError):  # a copy in flight still holds a view: the mapping goes with its last reference
-            self._map.close()
+        """Unpin and forget: the mapping goes with the last tensor that lies in it. Idempotent."""
+        if self.bytes.nbytes:
+            held, self.bytes = self.bytes, torch.empty(0, dtype=torch.uint8)
+            self._backend.unpin(held)
 
 
 def map_image(path: str, size_bytes: int) -> mmap.mmap:
@@ -182,8 +173,3 @@ def _read_into(tensor: Tensor, buffer: memoryview) -> None:
                     component=_COMPONENT,
                 )
             done += count
-
-
-def _check_cuda(code: Any) -> None:
-    if int(code) != 0:
-        raise RuntimeError(f"the CUDA driver refused to pin or unpin an image (error {code})")

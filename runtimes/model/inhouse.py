@@ -44,7 +44,7 @@ class InHouse:
         settings.state_dir.mkdir(parents=True, exist_ok=True)
         self._meeting = Path(tempfile.mkdtemp(prefix="groups-", dir=settings.state_dir))
         self.fleet = Fleet(discover(settings), nursery, settings, self._meeting, on_residency)
-        self._clerk = Process(nursery, "clerk", {}, fresh=False, start_s=settings.start_s)
+        self._clerk = Process(nursery, "clerk", {}, start_s=settings.start_s)
         self.images = HostImages(settings, self._clerk, self.fleet.forget_image)
         self._restore_rate = settings.restore_bytes_per_s
 

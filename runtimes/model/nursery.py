@@ -14,6 +14,7 @@ import selectors
 import signal
 import socket
 import sys
+from typing import Any
 
 MESSAGE_BYTES_MAX = 65536
 _PR_SET_PDEATHSIG = 1
@@ -72,18 +73,18 @@ def _serve(control: socket.socket, children: set[int]) -> bool:
     return True
 
 
-def _become(control: socket.socket, message: dict[str, object], descriptor: int) -> None:
+def _become(control: socket.socket, message: dict[str, Any], descriptor: int) -> None:
     """In the child: never returns."""
     status = 1
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         control.close()
         role, options = str(message["role"]), message["options"]
-        if message["fresh"]:
+        if message["environment"] is not None:
             os.set_inheritable(descriptor, True)
-            arguments = [role, str(descriptor), json.dumps(options)]
-            os.execv(sys.executable, [sys.executable, "-m", "runtimes.model.nursery", "--child", *arguments])
-        assert isinstance(options, dict)
+            arguments = [sys.executable, "-m", "runtimes.model.nursery", "--child", role, str(descriptor)]
+            environment = {**os.environ, **message["environment"]}
+            os.execve(sys.executable, [*arguments, json.dumps(options)], environment)
         child(role, descriptor, options)
         status = 0
     finally:

@@ -11,6 +11,7 @@ import torch.distributed
 import torch.nn.functional as functional
 from torch import Tensor, nn
 
+from runtimes.model.backend import Backend
 from runtimes.model.layout import Layout
 from runtimes.model.plan import plan_of
 
@@ -27,16 +28,11 @@ class Group:
         self._group = process_group
 
     @classmethod
-    def join(cls, file: Path, rank: int, size: int, device: str, timeout_s: float) -> Group:
+    def join(cls, file: Path, rank: int, size: int, backend: Backend, timeout_s: float) -> Group:
         """Meet the peers at a rendezvous file (made for this set of processes only); blocks until all are there."""
-        timeout = datetime.timedelta(seconds=timeout_s)
         store = dist.FileStore(str(file), size)
-        store.set_timeout(timeout)
-        if device == "cpu":
-            return cls(rank, size, dist.ProcessGroupGloo(store, rank, size, timeout))
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return cls(rank, size, dist.ProcessGroupNCCL(store, rank, size, options))
+        store.set_timeout(datetime.timedelta(seconds=timeout_s))
+        return cls(rank, size, backend.group(store, rank, size, timeout_s))
 
     def sum(self, value: Tensor) -> Tensor:
         """Sum over the ranks, in place."""

@@ -43,10 +43,10 @@ class Nursery:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
 
-    def fork(self, role: str, options: Mapping[str, object], *, fresh: bool) -> socket.socket:
-        """Start a process and return our end of its socket; a ``fresh`` one is a new interpreter."""
+    def fork(self, role: str, options: Mapping[str, object], environment: Mapping[str, str] | None) -> socket.socket:
+        """Start a process and return our end of its socket; with an ``environment`` of its own, a new interpreter."""
         ours, theirs = socket.socketpair()
-        message = {"do": "fork", "role": role, "options": options, "fresh": fresh}
+        message = {"do": "fork", "role": role, "options": options, "environment": environment}
         try:
             self._send(message, [theirs.fileno()])
         except OSError:
@@ -112,10 +112,16 @@ class Process:
     """One model process, started on demand. Replacing it gives it a new ``incarnation``."""
 
     def __init__(
-        self, nursery: Nursery, role: str, options: Mapping[str, object], *, fresh: bool, start_s: float
+        self,
+        nursery: Nursery,
+        role: str,
+        options: Mapping[str, object],
+        *,
+        environment: Mapping[str, str] | None = None,
+        start_s: float,
     ) -> None:
         self._nursery, self._role, self._options = nursery, role, options
-        self._fresh, self._start_s = fresh, start_s
+        self._environment, self._start_s = environment, start_s
         self.incarnation = 0
         self.pid: int | None = None
         self.restarts = 0
@@ -137,22 +143,25 @@ class Process:
             if self._writer is not None:
                 return
             await self.close()
-            connection = self._nursery.fork(self._role, self._options, fresh=self._fresh)
+            connection = self._nursery.fork(self._role, self._options, self._environment)
             reader, writer = await asyncio.open_connection(sock=connection)
-            try:
-                hello = await asyncio.wait_for(wire.read(reader), self._start_s)
-            except (TimeoutError, OSError, asyncio.IncompleteReadError) as error:
-                writer.close()
-                raise ActionFailed(
-                    Reason.MODEL_ERROR,
-                    f"the {self._role} process did not start ({type(error).__name__}); see the gateway's stderr",
-                    component=_COMPONENT,
-                ) from error
-            assert isinstance(hello, Hello)
+            hello = await self._first_word(reader, writer)
             self.restarts += self.incarnation > 0
             self.incarnation, self.pid, self._writer = next(_INCARNATIONS), hello.pid, writer
             self.attached.clear()
             self._listening = asyncio.create_task(self._listen(reader), name=f"model {self._role} {hello.pid}")
+
+    async def _first_word(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Hello:
+        """Who it is; raises ActionFailed with its reason for not starting, or that it gave none."""
+        try:
+            word = await asyncio.wait_for(wire.read(reader), self._start_s)
+            story = f": {word.message}" if isinstance(word, Failed) else ""
+        except (TimeoutError, OSError, asyncio.IncompleteReadError) as error:
+            word, story = None, f" ({type(error).__name__}); see the gateway's stderr"
+        if isinstance(word, Hello):
+            return word
+        writer.close()
+        raise ActionFailed(Reason.MODEL_ERROR, f"the {self._role} process did not start{story}", component=_COMPONENT)
 
     async def ask(
         self, message: object, *, stuck_s: float | None = None, on_progress: Callable[[str], None] | None = None

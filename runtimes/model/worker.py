@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from manager.errors import Reason, Unsupported
 from runtimes.model.arena import DoesNotFit
+from runtimes.model.backend import Dropped, make_backend
 from runtimes.model.compute import is_out_of_memory
 from runtimes.model.engine import DeviceEngine
 from runtimes.model.wire import Channel
@@ -36,10 +37,16 @@ WAITING_MAX = 1024
 def serve(
     connection: socket.socket, device: str, arena_bytes: int, copy_bytes: int, threads: int, collective_s: float
 ) -> None:
-    """Serve the device until the gateway goes away."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the ranks of a chunk are on one machine
+    """Serve the device until the gateway goes away; a device that cannot be had is told in the first frame."""
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(variable, "lo")  # the ranks of a chunk are on one machine
     channel = Channel(connection)
-    engine = DeviceEngine(device, arena_bytes, copy_bytes=copy_bytes, threads=threads, collective_s=collective_s)
+    try:
+        backend = make_backend(device, copy_bytes, threads)
+        engine = DeviceEngine(backend, arena_bytes, threads=threads, collective_s=collective_s)
+    except Exception as error:  # noqa: BLE001  # no driver, no memory, a torch without CUDA: the gateway tells it
+        channel.send(Failed(request=0, kind=type(error).__name__, message=f"{device}: {error}"))
+        return
     runs: queue.Queue[Request] = queue.Queue(WAITING_MAX)
     errands: queue.Queue[Request] = queue.Queue(WAITING_MAX)
     threading.Thread(target=_read, args=(channel, runs, errands), name="reader", daemon=True).start()
@@ -62,7 +69,7 @@ def _read(channel: Channel, runs: queue.Queue[Request], errands: queue.Queue[Req
 
 
 def _run_errands(channel: Channel, engine: DeviceEngine, errands: queue.Queue[Request]) -> None:
-    engine.enter_thread()
+    engine.backend.enter_thread()
     while True:
         number, asked = errands.get()
         _answer(channel, engine, number, lambda a=asked: _errand(engine, a))  # type: ignore[misc]
@@ -90,9 +97,9 @@ def _restore(engine: DeviceEngine, asked: Restore) -> tuple[object, Usage]:
     evicted = engine.evict(asked.evict) if asked.evict else ()
     try:
         seat, cold, _ = engine.restore(asked.place, gentle=True)
-    except DoesNotFit:
+        seat.transfer.finish()
+    except (DoesNotFit, Dropped):
         return False, Usage(evicted=evicted)
-    seat.transfer.finish()
     return True, Usage(restored=cold, restore_bytes=seat.shard.size_bytes if cold else 0, evicted=evicted)
 
 
@@ -128,7 +135,6 @@ def _failure(engine: DeviceEngine, number: int, error: Exception) -> Failed:
         kind=type(error).__name__,
         message=message,
         reason=reason,
-        # A CUDA error may stick to the context for ever; on the host an exception leaves nothing behind.
-        broken=engine.device != "cpu" and isinstance(error, RuntimeError) and reason is not Reason.OUT_OF_MEMORY,
+        broken=reason is not Reason.OUT_OF_MEMORY and not engine.backend.survives(error),
         resident=engine.resident(),
     )

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import pytest
 
-from manager.errors import InvalidConfig
+from manager.errors import ActionFailed, InvalidConfig
 from manager.function import ModelAction
-from runtimes.model.devices import discover
-from runtimes.model.process import Nursery
+from runtimes.model import devices
+from runtimes.model.devices import Device, Gpu, discover, nvml, used_bytes, visible_gpus
+from runtimes.model.process import Nursery, Process
 from runtimes.model.runtime import ModelRuntime
 from runtimes.model.settings import GIB, ModelSettings
 from tests.runtimes.model.asking import execution, function
@@ -24,11 +27,94 @@ def test_the_number_of_devices_is_a_power_of_two(declared: int, made: int) -> No
     assert {device.arena_bytes for device in found} == {2 * GIB}
 
 
+@dataclass(frozen=True)
+class FakeDriver:
+    """NVML of a machine with these GPUs."""
+
+    known: Sequence[Gpu]
+
+    def gpus(self) -> Sequence[Gpu]:
+        return self.known
+
+    def used_bytes(self, uuid: str) -> int | None:
+        return next((gpu.memory_bytes // 2 for gpu in self.known if gpu.uuid == uuid), None)
+
+
+GPUS = [Gpu(uuid=f"GPU-{letter}{letter}-{index}", name="H200", memory_bytes=100) for index, letter in enumerate("abcd")]
+
+
+@pytest.mark.parametrize("kind", ["cuda", "auto"])
+def test_cuda_devices_are_those_of_the_driver_each_alone_in_its_process(kind: Literal["cuda", "auto"]) -> None:
+    found = discover(ModelSettings(device=kind, arena_share=0.5), FakeDriver(GPUS), visible="0,1,2,3")
+    assert [device.kind for device in found] == ["cuda"] * 4
+    assert [device.index for device in found] == [0, 1, 2, 3]
+    assert {device.arena_bytes for device in found} == {50}
+    assert [device.torch_name for device in found] == ["cuda:0"] * 4
+    assert [device.environment for device in found] == [{"CUDA_VISIBLE_DEVICES": gpu.uuid} for gpu in GPUS]
+
+
+@pytest.mark.parametrize(
+    ("setting", "left"),
+    [
+        (None, "abcd"),
+        ("2,0", "ca"),
+        (" 1 , 3 ", "bd"),
+        ("GPU-cc-2,GPU-a", "ca"),
+        ("", ""),
+        ("-1", ""),
+        ("NoDevFiles", ""),
+        ("0,9,1", "a"),
+        ("1,-1,2", "b"),
+        ("0,0", ""),
+        ("0,GPU-aa", ""),
+        ("GPU-", ""),
+        ("MIG-1", ""),
+    ],
+)
+def test_what_cuda_would_not_see_is_no_device(setting: str | None, left: str) -> None:
+    assert [gpu.uuid[4] for gpu in visible_gpus(GPUS, setting)] == list(left)
+
+
+def test_the_environment_decides_what_is_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    found = discover(ModelSettings(), FakeDriver(GPUS))
+    assert [device.uuid for device in found] == [GPUS[3].uuid, GPUS[1].uuid]
+
+
+def test_a_gpu_divided_by_mig_is_refused_by_name() -> None:
+    divided = FakeDriver([replace(GPUS[0], divided=True), GPUS[1]])
+    with pytest.raises(InvalidConfig, match=r"GPU-aa-0 is divided by MIG.*CUDA_VISIBLE_DEVICES"):
+        discover(ModelSettings(), divided)
+    assert len(discover(ModelSettings(), divided, visible="1")) == 1
+
+
 def test_cuda_is_refused_where_there_is_none() -> None:
-    if any(device.kind == "cuda" for device in discover(ModelSettings())):
-        pytest.skip("there is a CUDA device here")
     with pytest.raises(InvalidConfig, match="use device: cpu"):
-        discover(ModelSettings(device="cuda"))
+        discover(ModelSettings(device="cuda"), FakeDriver([]))
+
+
+def test_the_memory_of_a_lost_device_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "nvml", lambda: FakeDriver(GPUS))
+    known, lost = (Device(index=0, kind="cuda", name="", arena_bytes=1, uuid=uuid) for uuid in (GPUS[0].uuid, "GPU-x"))
+    assert used_bytes(known) == 50
+    assert used_bytes(lost) is None
+
+
+def test_without_a_driver_there_are_no_gpus() -> None:
+    if nvml().gpus():
+        pytest.skip("there is a CUDA device here")
+    assert [device.kind for device in discover(ModelSettings())] == ["cpu"]
+
+
+@pytest.mark.model
+async def test_a_device_that_cannot_be_had_is_told_by_its_process(nursery: Nursery) -> None:
+    """A process of its own environment: there is no such GPU, and most likely no CUDA in torch either."""
+    options = {"device": "cuda:0", "arena_bytes": 4096, "copy_bytes": 4096, "threads": 1, "collective_s": 1.0}
+    worker = Process(nursery, "worker", options, environment={"CUDA_VISIBLE_DEVICES": "GPU-none"}, start_s=120)
+    with pytest.raises(ActionFailed, match=r"the worker process did not start: cuda:0: .*(CUDA|NVIDIA)"):
+        await worker.start()
+    assert not worker.alive
+    await worker.close()
 
 
 @pytest.mark.model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ import torch  # noqa: E402  # torch may be missing
 
 from manager.errors import InvalidConfig, Unsupported  # noqa: E402
 from manager.function import ModelAction  # noqa: E402
+from runtimes.model.arena import DoesNotFit  # noqa: E402
+from runtimes.model.backend import Backend, Cuda, Dropped, Host  # noqa: E402
 from runtimes.model.checkpoint import open_checkpoint  # noqa: E402
 from runtimes.model.engine import DeviceEngine  # noqa: E402
 from runtimes.model.image import build_layout, fill  # noqa: E402
@@ -22,13 +25,14 @@ from runtimes.model.skeleton import Head  # noqa: E402
 from runtimes.model.work import Generated, ImageRef, Item, Placed, Run, Sampling  # noqa: E402
 from tests.runtimes.model.checkpoints import FAMILIES, IDS, plain, plain_logprobs, plain_score, write  # noqa: E402
 from tests.runtimes.model.conftest import Write  # noqa: E402
+from tests.runtimes.model.fake_cuda import FakeCuda  # noqa: E402
 
 
 class OneDevice:
     """A device engine in this process, with the images that it needs."""
 
-    def __init__(self) -> None:
-        self.engine = DeviceEngine("cpu", 64 * 2**20, copy_bytes=4096, threads=1, collective_s=10)
+    def __init__(self, backend: Backend) -> None:
+        self.engine = DeviceEngine(backend, 64 * 2**20, threads=1, collective_s=10)
         self._descriptors: list[int] = []
 
     def place(self, path: Path, head: str) -> Placed:
@@ -48,13 +52,27 @@ class OneDevice:
         return self.engine.run(asked, restored=lambda: None, progress=lambda: None)[0]
 
     def close(self) -> None:
+        self.engine.backend.close()
         for descriptor in self._descriptors:
             os.close(descriptor)
 
 
 @pytest.fixture
 def device() -> Iterator[OneDevice]:
-    made = OneDevice()
+    made = OneDevice(Host(4096, threads=1))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def cuda() -> FakeCuda:
+    return FakeCuda(patience_s=60)
+
+
+@pytest.fixture
+def lazy(cuda: FakeCuda) -> Iterator[OneDevice]:
+    """A device on which no weight is there before it was waited for."""
+    made = OneDevice(Cuda("cpu", 4096, cuda))
     yield made
     made.close()
 
@@ -153,6 +171,72 @@ def test_a_cut_restore_still_computes_right(checkpoint: Write, device: OneDevice
         device.engine.evict()
         rows = device.run(place, items(ModelAction.LOGPROBS))
         assert rows[0] == pytest.approx(plain_logprobs(path, IDS[0]), abs=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("action", [ModelAction.LOGPROBS, ModelAction.SCORE, ModelAction.GENERATE])
+def test_every_module_waits_for_its_own_weights(
+    family: str, action: ModelAction, checkpoint: Write, device: OneDevice, lazy: OneDevice
+) -> None:
+    head = "score" if action is ModelAction.SCORE else "lm"
+    path = checkpoint(family, head)
+    sampling = Sampling(max_new_tokens=3) if action is ModelAction.GENERATE else None
+    asked = [Item(ids=tuple(ids), action=action, sampling=sampling) for ids in IDS]
+    assert lazy.run(lazy.place(path, head), asked) == device.run(device.place(path, head), asked)
+
+
+def test_tied_weights_are_waited_for_too(tmp_path: Path, device: OneDevice, lazy: OneDevice) -> None:
+    path = write(tmp_path, "qwen3", "lm", tie_word_embeddings=True)
+    asked = items(ModelAction.LOGPROBS)
+    assert lazy.run(lazy.place(path, "lm"), asked) == device.run(device.place(path, "lm"), asked)
+
+
+def test_an_image_is_pinned_while_it_is_attached(checkpoint: Write, lazy: OneDevice, cuda: FakeCuda) -> None:
+    place = lazy.place(checkpoint("llama", "lm"), "lm")
+    assert len(cuda.runtime.registered) == 1
+    lazy.engine.detach(place.image_id)
+    assert not cuda.runtime.registered
+
+
+def test_an_image_that_cannot_be_pinned_is_the_error_of_whoever_needs_it(
+    checkpoint: Write, lazy: OneDevice, cuda: FakeCuda
+) -> None:
+    cuda.runtime.code = 2
+    place = lazy.place(checkpoint("llama", "lm"), "lm")
+    with pytest.raises(RuntimeError, match="refused to pin"):
+        lazy.run(place, items(ModelAction.LOGPROBS))
+
+
+def test_an_evicted_service_leaves_no_buffer_and_comes_back_exact(checkpoint: Write, device: OneDevice) -> None:
+    places = [device.place(checkpoint(family, "lm"), "lm") for family in ("llama", "qwen3", "mistral")]
+    first = [device.run(place, items(ModelAction.LOGPROBS)) for place in places]
+    for _ in range(2):
+        for place, expected in zip(reversed(places), reversed(first), strict=True):
+            device.engine.evict()
+            assert device.run(place, items(ModelAction.LOGPROBS)) == expected
+
+
+def test_a_service_that_is_evicted_while_it_arrives_is_given_up(checkpoint: Write, lazy: OneDevice) -> None:
+    seat = lazy.engine.restore(lazy.place(checkpoint("llama", "lm"), "lm"), gentle=True)[0]
+    lazy.engine.evict()
+    with pytest.raises(Dropped):
+        seat.transfer.finish()
+
+
+def test_other_weights_are_not_restored_over_those_that_compute(checkpoint: Write, device: OneDevice) -> None:
+    place = device.place(checkpoint("llama", "lm"), "lm")
+    replaced = replace(place, image_id=device.place(checkpoint("llama", "lm", 1), "lm").image_id)
+    met: list[BaseException] = []
+
+    def prefetch() -> None:
+        try:
+            device.engine.restore(replaced)
+        except DoesNotFit as error:
+            met.append(error)
+
+    asked = Run(place=place, items=tuple(items(ModelAction.LOGPROBS)), budget_tokens=20)
+    device.engine.run(asked, restored=prefetch, progress=lambda: None)
+    assert met
 
 
 def test_the_image_is_hardly_larger_than_the_model(checkpoint: Write) -> None:
