@@ -64,27 +64,35 @@ def build(
     paths: Sequence[Path] = (),
     env: Mapping[str, str] | None = None,
     hands: MakeHands = make_hands,
+    wall: Callable[[], float] | None = None,
 ) -> App:
     """A gateway that is not started yet; raises InvalidConfig where it may not serve as configured.
 
-    ``paths`` and ``env`` are what the configuration was read from, for reloads without a body.
+    ``paths`` and ``env`` are what the configuration was read from, for reloads without a body; ``wall`` is the time of
+    day, where it is not this machine's.
     """
     check_bind(config.server.host, config.server.token)
-    return App(config, paths=paths, env=env, hands=hands)
+    return App(config, paths=paths, env=env, hands=hands, wall=wall or WallClock())
 
 
 class App:
     """One gateway: `start`, then `serve` until it is told to stop; `stop` may be called from anywhere on its loop."""
 
     def __init__(
-        self, config: GatewayConfig, *, paths: Sequence[Path], env: Mapping[str, str] | None, hands: MakeHands
+        self,
+        config: GatewayConfig,
+        *,
+        paths: Sequence[Path],
+        env: Mapping[str, str] | None,
+        hands: MakeHands,
+        wall: Callable[[], float],
     ) -> None:
         self.config = config
         self._paths = paths
         self._env = env
         self._make_hands = hands
         self._clock = MonotonicClock()
-        self._wall = WallClock()
+        self._wall = wall
         self._log = structlog.get_logger("gateway")
         self._stopping = asyncio.Event()
         self._closing = asyncio.Event()

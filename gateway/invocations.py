@@ -144,7 +144,7 @@ class Invocations:
                 invocation.callers += 1
                 verdicts.append(invocation)
             except TangramError as error:
-                verdicts.append(error)
+                verdicts.append(error.with_traceback(None))  # which would hold the input, and be held by it
         if any(request.durable for request in requests):
             await self._make_durable(fresh)
             verdicts = [_unless_refused(verdict) for verdict in verdicts]
@@ -335,9 +335,9 @@ class Invocations:
         settlement = done.result()
         assert invocation.function is not None
         record = invocation.record
-        wait_s = next_try_s(invocation.function, record.attempt, settlement.outcome, self._chance())
-        age_s = self._age_left_s(record)
-        if wait_s is not None and not self._admission.draining and (age_s is None or wait_s < age_s):
+        left_s = self._age_left_s(record)
+        wait_s = next_try_s(invocation.function, record.attempt, settlement.outcome, self._chance(), left_s)
+        if wait_s is not None and not self._admission.draining:
             self._try_again(invocation, settlement, wait_s)
             return
         waited = record.state is State.QUEUED

@@ -11,11 +11,14 @@ INFRASTRUCTURE = frozenset({Reason.ENVIRONMENT_LOST, Reason.NODE_LOST, Reason.GA
 INFRASTRUCTURE_ATTEMPTS = 3
 
 
-def next_try_s(function: FunctionSpec, attempt: int, outcome: Outcome, chance: float) -> float | None:
+def next_try_s(
+    function: FunctionSpec, attempt: int, outcome: Outcome, chance: float, left_s: float | None = None
+) -> float | None:
     """Seconds until try ``attempt + 1``, or None when it is over.
 
     Exponential backoff with full jitter (``chance`` is uniform in [0, 1)), never sooner than the Retry-After
-    of an upstream.
+    of an upstream, and never as late as ``left_s``, the age that is left. Without one an upstream may ask for no
+    longer than the function waits anyway.
     """
     reason = outcome.reason
     if reason is None or reason is Reason.CANCELLED:
@@ -27,4 +30,6 @@ def next_try_s(function: FunctionSpec, attempt: int, outcome: Outcome, chance: f
         return None
     ceiling_s = min(spec.backoff_max_s, spec.backoff_s * 2.0 ** min(attempt - 1, 32))
     waited_s = ceiling_s * chance if spec.jitter == "full" else ceiling_s
-    return max(waited_s, outcome.retry_after_s or 0.0)
+    wait_s = max(waited_s, outcome.retry_after_s or 0.0)
+    bound_s = max(spec.backoff_max_s, function.queue_timeout_s) if left_s is None else left_s
+    return wait_s if wait_s < bound_s else None

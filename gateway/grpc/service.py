@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from traceback import clear_frames
 from typing import Any, TypeVar
 
 import structlog
@@ -159,6 +160,7 @@ class GatewayService(GatewayBase):
             yield
         except TangramError as error:
             self._house.metrics.refused("grpc", error.code)
+            clear_frames(error.__traceback__)  # as in `gateway.http.door`
             status = status_error(error)
             await stream.send_trailing_metadata(
                 status=status.status, status_message=status.message, metadata=trailers(error)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from traceback import clear_frames
+
 import structlog
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -55,6 +57,9 @@ class Door:
             response = self._failed(error, scope)
             if started:
                 raise
+            # The frames that it came through hold the request's body, often with the error itself: in a circle, which
+            # would stay until the collector comes. Under an overload of large requests that is too late.
+            clear_frames(error.__traceback__)
             await response(scope, receive, send)
 
     def _failed(self, error: Exception, scope: Scope) -> Response:

@@ -78,14 +78,23 @@ class _Deed(BaseHTTPRequestHandler):
 
 
 def faulty(
-    directory: Path, deeds: Deeds, server: Mapping[str, object] | None = None, **functions: dict[str, Any]
+    directory: Path,
+    deeds: Deeds,
+    server: Mapping[str, object] | None = None,
+    scheduler: Mapping[str, object] | None = None,
+    **functions: dict[str, Any],
 ) -> GatewayProcess:
-    """A gateway over local processes with a deed that may be done once and one that may be repeated."""
+    """A gateway over local processes with a deed that may be done once and one that may be repeated.
+
+    ``functions`` are deeds of their own: what they change of the first.
+    """
     request = {"method": "GET", "url": deeds.url + "/do?name={name}"}
     named = {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}}
     deed: dict[str, Any] = {"runtime": "api", "request": request, "input": named, "cost": {"cpu": 1}, "timeout": "20s"}
-    described = document("process", directory / "state", once=deed, again=deed | {"idempotent": True}, **functions)
+    others = {name: deed | changes for name, changes in functions.items()}
+    described = document("process", directory / "state", once=deed, again=deed | {"idempotent": True}, **others)
     described["server"] = {**described["server"], **(server or {})}
+    described["scheduler"] = dict(scheduler or {})
     return GatewayProcess(directory, described)
 
 

@@ -157,10 +157,10 @@ def scripted_hands(runtime: ScriptedRuntime, directory: Path) -> Callable[..., H
 
 
 @asynccontextmanager
-async def serving(bench: Bench) -> AsyncIterator[Running]:
+async def serving(bench: Bench, wall: Callable[[], float] | None = None) -> AsyncIterator[Running]:
     """A gateway, from its start to its end."""
     runtime = ScriptedRuntime(step_of)
-    app = build(bench.config(), hands=scripted_hands(runtime, bench.directory))
+    app = build(bench.config(), hands=scripted_hands(runtime, bench.directory), wall=wall)
     await app.start()
     task = asyncio.create_task(app.serve())
     token = app.config.server.token

@@ -59,6 +59,9 @@ def test_a_try_is_repeated_only_for_its_reasons_and_within_its_count() -> None:
     assert next_try_s(spec, 1, failed(Reason.UPSTREAM), 0.5) == 1.0
     assert next_try_s(spec, 2, failed(Reason.UPSTREAM), 0.5) == 2.0
     assert next_try_s(spec, 2, failed(Reason.UPSTREAM, retry_after_s=30.0), 0.5) == 30.0
+    assert next_try_s(spec, 2, failed(Reason.UPSTREAM, retry_after_s=1e9), 0.5) is None, "nobody waits for ever"
+    assert next_try_s(spec, 2, failed(Reason.UPSTREAM, retry_after_s=30.0), 0.5, left_s=20.0) is None
+    assert next_try_s(spec, 2, failed(Reason.UPSTREAM, retry_after_s=7200.0), 0.5, left_s=86400.0) == 7200.0
     assert next_try_s(spec, 3, failed(Reason.UPSTREAM), 0.5) is None
     assert next_try_s(spec, 1, failed(Reason.HANDLER_ERROR), 0.5) is None
     assert next_try_s(spec, 1, failed(Reason.ENVIRONMENT_LOST), 0.5) is None
