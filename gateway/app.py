@@ -36,6 +36,7 @@ from gateway.restart import Restart
 from gateway.retention import RetentionSpec, prune_for_ever
 from gateway.starts import RecordedStarts
 from gateway.store import Durability, Store, StoreSpec
+from gateway.takeover import Takeover
 from gateway.trajectories import Trajectories
 from gateway.view import plain
 from manager.assembly import build_core
@@ -219,12 +220,16 @@ class App:
             now=self._clock.now,
             wall=self._wall,
         )
+        takeover = Takeover(self.hands.environments)
+        self.invocations.on_detach.append(takeover.detached)
+        self.invocations.on_durable.append(takeover.settled)
         self.restart = Restart(
             invocations=self.invocations,
             functions=self.registry,
             store=self.store,
             logs=self.logs,
             admission=self.admission,
+            takeover=takeover,
             wall=self._wall,
         )
         self._engine = Engine(

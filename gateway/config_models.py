@@ -217,6 +217,11 @@ class SandboxSection(Section):
     idle_ttl_s: Seconds | None = Field(
         default=None, validation_alias="idle_ttl", description="a trajectory ends after this time without an action"
     )
+    unattended_s: Seconds | None = Field(
+        default=None,
+        validation_alias="unattended",
+        description="a durable call's command runs on so long without its gateway, for the next to take over",
+    )
     warm: WarmSection | None = Field(default=None, description="sandboxes kept ready")
 
     def spec(self, defaults: SandboxSection) -> SandboxSpec:

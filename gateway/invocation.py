@@ -78,6 +78,8 @@ class Invocation:
     refusal: TangramError | None = None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     retry: asyncio.TimerHandle | None = None
+    #: Whether its present try was begun by an earlier gateway.
+    resumed: bool = False
 
 
 def ended(record: Record) -> Invocation:

@@ -10,7 +10,9 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import structlog
@@ -18,13 +20,14 @@ import structlog
 from gateway.admission import Admission, Held
 from gateway.inputs import Inputs
 from gateway.invocation import Invocation, Request, ended
+from gateway.keys import Keys
 from gateway.logs import Logs
 from gateway.record import Attempt, Mode, Record, new_id, seq_of
 from gateway.retries import next_try_s
 from gateway.store import Filter, Store, require
 from manager.action import Action
 from manager.engine import Engine, Submission
-from manager.errors import Conflict, InvalidInput, KeyReused, Reason, StorageUnavailable, TangramError
+from manager.errors import Conflict, InvalidInput, Reason, StorageUnavailable, TangramError
 from manager.executor import Call
 from manager.formulation import formulate
 from manager.function import FunctionSpec
@@ -97,11 +100,14 @@ class Invocations:
         self._engine: Engine | None = None
         self._living: dict[int, Invocation] = {}
         self._by_action: dict[str, Invocation] = {}
-        self._keys: dict[str, tuple[bytes, Invocation]] = {}
+        self._keys = Keys(store, spec.idempotency_ttl_s, wall)
         self._log = structlog.get_logger("gateway.invocations")
         self._closing = False
         #: Called with each ended record (callbacks).
         self.on_end: list[Callable[[Record], None]] = []
+        #: Called when one goes on without its caller, and when the end of such a one is durable (takeover).
+        self.on_detach: list[Callable[[Invocation], None]] = []
+        self.on_durable: list[Callable[[Invocation], None]] = []
 
     def bind(self, engine: Engine) -> None:
         self._engine = engine
@@ -137,7 +143,7 @@ class Invocations:
             if index % BREATH == 0:
                 await asyncio.sleep(0)
             try:
-                invocation = await self._latch(request) if request.key is not None else None
+                invocation = await self._keys.latch(request, self._living) if request.key is not None else None
                 if invocation is None:
                     invocation = self._accept(request)
                     fresh.append(invocation)
@@ -181,7 +187,7 @@ class Invocations:
         invocation = Invocation(record=record, function=function, input=request.input, log=log, action=action)
         self.enter(invocation)
         if request.key is not None:
-            self._claim(request, invocation)
+            self._keys.claim(request, invocation)
         self._store.create(record)
         return invocation
 
@@ -206,40 +212,10 @@ class Invocations:
         except StorageUnavailable as error:
             for invocation in fresh:
                 invocation.refusal, invocation.record.callback = error, None
-                if invocation.key is not None:
-                    self._store.drop_key(invocation.key, invocation.record.seq)
+                self._keys.refuse(invocation)
                 if not invocation.record.terminal:
                     invocation.record.end(State.FAILED, Reason.INTERNAL, error.message, self._wall())
                     self.finish(invocation, waited=True)
-
-    # Idempotency
-
-    async def _latch(self, request: Request) -> Invocation | None:
-        """The invocation that has this key already; raises KeyReused when its body was another."""
-        key = request.scoped_key
-        claim = self._keys.get(key)
-        if claim is None:
-            stored = await self._store.key(key)
-            claim = self._keys.get(key)  # somebody may have claimed it while the store was read
-            if claim is None and stored is not None:
-                digest, seq = stored
-                record = await self._store.get(seq)
-                if record is not None:
-                    claim = (digest, self._living.get(seq) or ended(record))
-        if claim is None:
-            return None
-        digest, invocation = claim
-        if digest != request.digest:
-            raise KeyReused(
-                f"Idempotency-Key {request.key!r} was used with another body", invocation_id=invocation.record.id
-            )
-        return invocation
-
-    def _claim(self, request: Request, invocation: Invocation) -> None:
-        invocation.key = request.scoped_key
-        self._keys[invocation.key] = (request.digest, invocation)
-        expires_s = self._wall() + self._spec.idempotency_ttl_s
-        self._store.save_key(invocation.key, request.digest, invocation.record.seq, expires_s)
 
     # Submit
 
@@ -249,7 +225,7 @@ class Invocations:
         parent = self._living.get(seq_of(record.parent)) if record.parent is not None else None
         action = formulate(
             function,
-            id=record.id if record.attempt == 1 else f"{record.id}.{record.attempt}",
+            id=record.action_id,
             input=input,
             trajectory=record.trajectory,
             task=record.task,
@@ -283,13 +259,33 @@ class Invocations:
         if not ready:
             return
         for invocation, settled in zip(ready, self.engine.submit(submissions), strict=True):
-            settled.add_done_callback(lambda done, which=invocation: self._settled(which, done))  # type: ignore[misc]
+            settled.add_done_callback(partial(self._settled, invocation))
 
-    def _submission(self, invocation: Invocation) -> Submission:
+    def resume(self, invocation: Invocation) -> bool:
+        """Take up the present try, which an earlier gateway began; False where that cannot be."""
+        record = invocation.record
+        assert record.started_s is not None
+        began_s = self._now() - max(0.0, self._wall() - record.started_s)
+        invocation.resumed = True
+        settled = None
+        with suppress(TangramError):
+            submission = self._submission(invocation, submitted_s=began_s - (record.queue_s or 0.0))
+            node = record.node or ""
+            settled = self.engine.resume(submission, units=record.units, node=node, started_s=began_s)
+        if settled is None:
+            self._by_action.pop(record.action_id, None)
+            invocation.resumed, invocation.action_id = False, None
+            return False
+        settled.add_done_callback(partial(self._settled, invocation))
+        return True
+
+    def _submission(self, invocation: Invocation, submitted_s: float | None = None) -> Submission:
         record, function = invocation.record, invocation.function
         assert function is not None
         assert invocation.log is not None
         action = invocation.action or self._formulate(record, function, invocation.input)
+        if submitted_s is not None:
+            action = replace(action, submitted_s=submitted_s)
         invocation.action = None
         invocation.action_id = action.id
         self._by_action[action.id] = invocation
@@ -300,6 +296,7 @@ class Invocations:
             log=invocation.log,
             traceparent=traceparent if isinstance(traceparent, str) else None,
             context={"invocation_id": record.id},
+            lasting=record.detached,
         )
         return Submission(action=action, call=call)
 
@@ -314,7 +311,9 @@ class Invocations:
         if record.state is State.QUEUED:
             record.move(State.RUNNING)
             self._admission.leave(record.function, record.task)
-        record.started_s, record.queue_s, record.node = self._wall(), queue_s, lease.node
+        if not invocation.resumed:
+            record.started_s, record.queue_s = self._wall(), queue_s
+        record.node = lease.node
         record.units = {kind: grant.units for kind, grant in lease.grants.items()}
         self._store.save(record)
         self._observer.moved(record)
@@ -359,6 +358,7 @@ class Invocations:
             execution_s=settlement.execution_s,
         )
         self.requeue(invocation, attempt)
+        invocation.resumed = False
         if invocation.log is not None:
             invocation.log.write("system", f"try {attempt.number} ended: {outcome.reason}; next in {wait_s:.3f} s")
         invocation.retry = asyncio.get_running_loop().call_later(wait_s, self.submit, [invocation])
@@ -412,14 +412,20 @@ class Invocations:
     def _drop(self, invocation: Invocation) -> None:
         if self._living.pop(invocation.record.seq, None) is not None:
             self._held.give(len(invocation.record.input or b""))
-        if invocation.key is not None:
-            self._keys.pop(invocation.key, None)
+        self._keys.leave(invocation)
         self._logs.close(invocation.record.seq)
         if not invocation.record.detached:
             invocation.ended.set()
             return
         # Who waits for durable work is told its end only when a restart could not tell another.
-        self._store.committed().add_done_callback(lambda done: _tell(done, invocation))
+        self._store.committed().add_done_callback(lambda done: self._tell(done, invocation))
+
+    def _tell(self, done: asyncio.Future[None], invocation: Invocation) -> None:
+        # The store tells of a failing disk itself, and keeps the record for another try.
+        if not done.cancelled() and done.exception() is None:
+            for on_durable in self.on_durable:
+                on_durable(invocation)
+        invocation.ended.set()
 
     # Look up, wait, cancel
 
@@ -469,6 +475,8 @@ class Invocations:
         """Let it go on without its caller, durably from now on."""
         invocation.record.detached = True
         self._store.save(invocation.record)
+        for on_detach in self.on_detach:
+            on_detach(invocation)
         await self._store.commit()
 
     def _stop(self, invocation: Invocation, message: str) -> bool:
@@ -489,9 +497,3 @@ def _unless_refused(verdict: Invocation | TangramError) -> Invocation | TangramE
     if isinstance(verdict, Invocation) and isinstance(verdict.refusal, StorageUnavailable):
         return verdict.refusal
     return verdict
-
-
-def _tell(done: asyncio.Future[None], invocation: Invocation) -> None:
-    if not done.cancelled():
-        done.exception()  # the store tells of a failing disk itself, and keeps the record for another try
-    invocation.ended.set()

@@ -13,13 +13,13 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 
 import structlog
 
 from gateway import wire
-from gateway.store import LogRow, Store
+from gateway.store import LogRow, Store, Written
 from manager.errors import CapacityExceeded
 
 #: Characters of one record; longer writes become several.
@@ -27,7 +27,8 @@ RECORD_CHARS = 16 * 1024
 #: What a record costs beside its text when the limit is counted.
 RECORD_OVERHEAD_BYTES = 64
 PAGE_RECORDS = 256
-STREAMS = ("stdout", "stderr", "log", "system")
+OUTPUT = ("stdout", "stderr")
+STREAMS = (*OUTPUT, "log", "system")
 #: The stream of the record that says that a log is full, that some records are missing, that retention removed it.
 TRUNCATED, DROPPED, EXPIRED = "truncated", "dropped", "expired"
 
@@ -61,6 +62,8 @@ class InvocationLog:
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._missing = 0
+        #: Bytes of each stream that will be written once more and are on record already.
+        self._known_bytes: dict[str, int] = {}
         self.end = 0
         self.finished = False
         self.truncated = False
@@ -72,6 +75,17 @@ class InvocationLog:
         elif not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._write, stream, data)
 
+    def restore(self, written: Sequence[Written]) -> None:
+        """Go on where an earlier gateway stopped; the text of recent records will come once more and is passed over."""
+        self.end = max((each.end for each in written), default=0)
+        self.truncated = any(each.stream == TRUNCATED for each in written)
+        self._room_bytes -= sum(each.text_bytes + each.records * RECORD_OVERHEAD_BYTES for each in written)
+        self._known_bytes = {each.stream: each.recent_bytes for each in written if each.stream in OUTPUT}
+
+    def pass_over_nothing(self) -> None:
+        """What comes is new: another try begins."""
+        self._known_bytes.clear()
+
     def finish(self) -> None:
         """Nothing more will come: followers read to the end and stop."""
         self.finished = True
@@ -79,6 +93,8 @@ class InvocationLog:
 
     def _write(self, stream: str, data: str) -> None:
         stream = stream if stream in STREAMS else "log"
+        if self._known_bytes.get(stream):
+            data = self._new(stream, data)
         for start in range(0, len(data), RECORD_CHARS):
             if self.truncated or self.finished:
                 return
@@ -89,6 +105,13 @@ class InvocationLog:
                 self._append(TRUNCATED, f"the log reached its limit of {self._limit_bytes} bytes; the rest is dropped")
                 return
             self._append(stream, piece)
+
+    def _new(self, stream: str, data: str) -> str:
+        """The part that is not on record."""
+        text = data.encode("utf-8", "replace")
+        known_bytes = min(len(text), self._known_bytes[stream])
+        self._known_bytes[stream] -= known_bytes
+        return text[known_bytes:].decode("utf-8", "replace")
 
     def _append(self, stream: str, data: str) -> None:
         if self._missing:
@@ -158,10 +181,13 @@ class Logs:
         self._living[seq] = log
         return log
 
-    async def resume(self, seq: int, limit_bytes: int) -> InvocationLog:
-        """The sink of an invocation that outlived the gateway: its records go on where they stopped."""
+    async def resume(self, seq: int, limit_bytes: int, since_s: float) -> InvocationLog:
+        """The sink of an invocation that outlived the gateway: its records go on where they stopped.
+
+        What was said since ``since_s`` is taken to be said once more, by a command that is taken over.
+        """
         log = self.open(seq, limit_bytes)
-        log.end = await self._store.logs_end(seq)
+        log.restore(await self._store.logs_written(seq, since_s))
         return log
 
     def close(self, seq: int) -> None:

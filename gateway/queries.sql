@@ -62,8 +62,10 @@ SELECT records - 1, expired_s, 'expired', 'this log was removed by age or size (
 FROM expired_logs WHERE seq = ?1 AND records > ?2
 ORDER BY position LIMIT ?3;
 
--- name: logs_end
-SELECT coalesce(max(position) + 1, 0) FROM log_records WHERE seq = ?;
+-- name: logs_written
+SELECT stream, count(*) AS records, max(position) + 1 AS end, sum(length(CAST(data AS BLOB))) AS bytes,
+    sum(CASE WHEN time_s >= ? THEN length(CAST(data AS BLOB)) ELSE 0 END) AS recent_bytes
+FROM log_records WHERE seq = ? GROUP BY stream;
 
 -- name: counts
 SELECT state, count(*) FROM invocations GROUP BY state;

@@ -112,6 +112,11 @@ class Record:
     def terminal(self) -> bool:
         return self.state.terminal
 
+    @property
+    def action_id(self) -> str:
+        """The id of the present try's action."""
+        return self.id if self.attempt == 1 else f"{self.id}.{self.attempt}"
+
     def move(self, state: State) -> None:
         """Change the state; an illegal move is our own bug."""
         assert state in LEGAL_MOVES[self.state], f"invocation {self.id} cannot go from {self.state} to {state}"

@@ -14,6 +14,7 @@ from gateway.invocations import GONE, Functions, Invocations
 from gateway.logs import Logs
 from gateway.record import Attempt, Mode, Record
 from gateway.store import Store
+from gateway.takeover import Takeover
 from manager.errors import NotFound, Reason, StorageUnavailable
 from manager.function import FunctionSpec
 from manager.outcome import State
@@ -32,6 +33,7 @@ class Restart:
         store: Store,
         logs: Logs,
         admission: Admission,
+        takeover: Takeover,
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._invocations = invocations
@@ -39,29 +41,37 @@ class Restart:
         self._store = store
         self._logs = logs
         self._admission = admission
+        self._takeover = takeover
         self._wall = wall
         self._log = structlog.get_logger("gateway.restart")
 
     async def recover(self) -> Mapping[str, int]:
         """Decide on what an earlier gateway left unfinished, in order; returns how many went which way.
 
-        Queued ones run; a running one runs again when its function is idempotent, else it is ``lost``; one whose
-        caller went down with its connection is cancelled.
+        One whose command its sandbox still holds goes on; else queued ones run, and a running one runs again when its
+        function is idempotent, else it is ``lost``; one whose caller went down with its connection is cancelled.
         """
         again: list[Invocation] = []
-        counts = {"queued": 0, "rerun": 0, "lost": 0, "cancelled": 0}
+        counts = {"queued": 0, "resumed": 0, "rerun": 0, "lost": 0, "cancelled": 0}
+        self._takeover.look()
         for record in await self._store.unfinished():
             counts[await self._take_over(record, again)] += 1
+        await self._takeover.let_go()
         self._invocations.submit(again)
         return counts
 
     async def _take_over(self, record: Record, again: list[Invocation]) -> str:
         function = self._function(record.function)
-        log = await self._logs.resume(record.seq, 0 if function is None else function.log_limit_bytes)
+        limit_bytes = 0 if function is None else function.log_limit_bytes
+        log = await self._logs.resume(record.seq, limit_bytes, record.started_s or record.accepted_s)
         given = wire.loads_object(record.input or b"{}")
         invocation = Invocation(record=record, function=function, input=given, log=log)
         was_queued = record.state is State.QUEUED
         self._invocations.enter(invocation)
+        if self._takeover.holds(invocation) and self._invocations.resume(invocation):
+            self._takeover.take(invocation)
+            return "resumed"
+        log.pass_over_nothing()
         if not record.detached:
             record.end(State.CANCELLED, Reason.CANCELLED, f"{RESTARTED} and {GONE}", self._wall())
         elif function is None:
@@ -99,20 +109,22 @@ class Restart:
         await self._invocations.engine.drain(grace_s)
         self._invocations.detach_scheduler()
         for invocation in self._invocations.living:
-            self._leave_behind(invocation)
+            await self._leave_behind(invocation)
         try:
             await self._store.commit()
         except StorageUnavailable as error:
             self._log.error("the next gateway finds the record as it was", reason=error.message)
         return len(self._invocations.living)
 
-    def _leave_behind(self, invocation: Invocation) -> None:
-        """What is detached stays as it is for the next gateway; what is attached, or may not run again, ends here."""
+    async def _leave_behind(self, invocation: Invocation) -> None:
+        """What is detached stays as it is, or runs on, for the next gateway; else what may not run again ends here."""
         record = invocation.record
         assert invocation.function is not None
         waited = record.state is State.QUEUED
-        if record.detached and (waited or invocation.function.idempotent):
-            return
+        if record.detached:
+            self._logs.close(record.seq)  # what its command says from now on is the next gateway's
+            if waited or await self._takeover.leave(invocation) or invocation.function.idempotent:
+                return
         if waited:
             message = "the gateway was shut down before it started"
             record.end(State.CANCELLED, Reason.CANCELLED, message, self._wall())

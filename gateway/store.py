@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import NamedTuple
 
 import structlog
 
@@ -68,6 +69,18 @@ class LogRow:
     time_s: float
     stream: str
     data: str
+
+
+class Written(NamedTuple):
+    """What a log holds of one stream."""
+
+    stream: str
+    records: int
+    #: The position after the last one.
+    end: int
+    text_bytes: int
+    #: Bytes of the records since the instant that was asked for.
+    recent_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -353,10 +366,9 @@ class Store:
         rows = await self.read("logs", (seq, position, limit))
         return [LogRow(seq=seq, **dict(row)) for row in rows]
 
-    async def logs_end(self, seq: int) -> int:
-        """The position after the last log record."""
-        rows = await self.read("logs_end", (seq,))
-        return int(rows[0][0])
+    async def logs_written(self, seq: int, since_s: float) -> list[Written]:
+        """What the log holds of each stream."""
+        return [Written(*row) for row in await self.read("logs_written", (since_s, seq))]
 
     async def document(self, name: str) -> str | None:
         rows = await self.read("document", (name,))

@@ -23,6 +23,7 @@ from manager.events import (
     Reconfigured,
     Refuse,
     ResidencyReported,
+    Resumed,
     Submitted,
     Tick,
     TrajectoryEnded,
@@ -173,6 +174,8 @@ class Core:
         match event:
             case Submitted():
                 self._submit(event)
+            case Resumed():
+                self._resume(event)
             case Finished():
                 self._finish(event)
             case CancelRequested():
@@ -215,6 +218,22 @@ class Core:
         if parent is not None:
             house.families.add(parent.id, entry)
         self._lanes.line_up(entry)
+
+    def _resume(self, event: Resumed) -> None:
+        """Refused where its units, or the turn of its trajectory, are not to be had any more."""
+        action, house = event.action, self._house
+        entry = Entry(action, (0.0, self._seq + 1, 0), self._seq + 1, idempotent=event.idempotent)
+        known = action.id in house.queue or action.id in house.executing
+        asks = house.executing.asks(entry, event.node, event.units)
+        if known or asks is None or not self._lanes.can_resume(action, event.node):
+            message = f"action {action.id} cannot be resumed: what it held is not free"
+            house.commands.append(Refuse(action_id=action.id, error=Conflict(message, component="core")))
+            return
+        self._seq += 1
+        self.accepted += 1
+        entry.key = (self._stamp(action), *entry.key[1:])
+        self._lanes.resume(entry, event.node)
+        self._scheduling.starter.resume(entry, event.node, asks, event.started_s)
 
     def _stamp(self, action: Action) -> float:
         """The fair share's order; the strict reading knows no fairness but the order of submission."""

@@ -33,6 +33,7 @@ from manager.events import (
     Refuse,
     ResidencyReported,
     Resize,
+    Resumed,
     Settle,
     Submitted,
     TrajectoryEnded,
@@ -166,6 +167,21 @@ class Engine:
                 events.append(Submitted(action=action, idempotent=submission.call.function.idempotent))
         self._feed(events)
         return futures
+
+    def resume(
+        self, submission: Submission, *, units: Mapping[str, int], node: str, started_s: float
+    ) -> asyncio.Future[Settlement] | None:
+        """Take up an action that runs since ``started_s`` (on the engine's clock); its runtime joins it.
+
+        None where what it was granted, ``units`` by resource kind, cannot be had: then nothing has happened.
+        """
+        action, function = submission.action, submission.call.function
+        future: asyncio.Future[Settlement] = asyncio.get_running_loop().create_future()
+        assert action.id not in self._jobs, f"action {action.id} is queued or running"
+        self._jobs[action.id] = _Job(submission.call, future)
+        resumed = Resumed(action=action, idempotent=function.idempotent, units=units, node=node, started_s=started_s)
+        self._feed([resumed])
+        return future if action.id in self._jobs else None
 
     def cancel(self, action_id: str, message: str = "") -> bool:
         """Cancel a queued or running action; False where there is none. Its future gives the end."""

@@ -22,6 +22,20 @@ class Submitted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed:
+    """An action that was started before this core was made runs on: it enters with its units, past the queue."""
+
+    action: Action
+    idempotent: bool = False
+    #: What it was granted; it gets as many units, of its own again.
+    units: Mapping[str, int]
+    #: Where it runs; empty where it holds nothing of a node.
+    node: str
+    #: The instant at which it was started.
+    started_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
     """The executor is done with an action: its processes are gone and its units may be given away."""
 
@@ -108,6 +122,7 @@ class Tick:
 
 Event = (
     Submitted
+    | Resumed
     | Finished
     | CancelRequested
     | TrajectoryOpened

@@ -62,9 +62,30 @@ class Executing:
             load = self.loads[pool] = Load()
         return load
 
+    def asks(self, entry: Entry, node: str, units: Mapping[str, int]) -> list[tuple[Pool, Ask]] | None:
+        """What an action that runs already asks of each pool to run on; None where it is not to be had."""
+        asks: list[tuple[Pool, Ask]] = []
+        for kind, count in units.items():
+            pool, ask = self._resources.find(kind, node), Ask(holder=entry.id, units=count, node=node)
+            if pool is None or not (pool.timed or pool.accepts(ask)):
+                return None
+            asks.append((pool, ask))
+        memory_bytes = _own_memory(entry) if node else 0
+        has_room = memory_bytes == 0 or (node in self._nodes and memory_bytes <= self._nodes[node].free_bytes)
+        return asks if has_room else None
+
+    def resume(
+        self, entry: Entry, node: str, asks: Sequence[tuple[Pool, Ask]], started_s: float, now_s: float
+    ) -> Lease:
+        """Acquire everything for an action that runs since ``started_s``; what was consumed then is not any more."""
+        grants: dict[str, Grant] = {}
+        for pool, ask in asks:
+            grants[pool.kind] = pool.resume(ask, started_s, now_s)
+            self._hold(pool, entry, now_s)
+        return self._settle_in(entry, node, grants, started_s)
+
     def start(self, entry: Entry, node: str, asks: Sequence[tuple[Pool, Ask]], workers: int, now_s: float) -> Lease:
         """Acquire everything for one action; all of it must fit. ``workers`` are for a malleable one's key resource."""
-        action = entry.action
         grants: dict[str, Grant] = {}
         for pool, ask in asks:
             grant = pool.acquire(ask, now_s)
@@ -72,12 +93,7 @@ class Executing:
                 grant = replace(grant, workers=workers)
             grants[pool.kind] = grant
             self._hold(pool, entry, now_s)
-        memory_bytes = _own_memory(entry) if node else 0
-        if memory_bytes:
-            self._nodes[node].hold(action.id, memory_bytes)
-        where = node or next((grant.pool.partition(":")[2] for grant in grants.values() if grant.chunk), "")
-        lease = Lease(action_id=action.id, node=where, grants=grants, memory_bytes=memory_bytes)
-        return self._enter(entry, lease, now_s)
+        return self._settle_in(entry, node, grants, now_s)
 
     def join(self, entry: Entry, leader: Entry, now_s: float) -> Lease:
         """Let ``entry`` run on the units of ``leader``, in one batch."""
@@ -200,6 +216,16 @@ class Executing:
         assert lease is not None
         key = entry.action.key
         return entry.action.duration_s(lease.units(key) if key is not None else 1)
+
+    def _settle_in(self, entry: Entry, node: str, grants: dict[str, Grant], started_s: float) -> Lease:
+        """Hold its memory, and make its lease of what it was granted."""
+        memory_bytes = _own_memory(entry) if node else 0
+        if memory_bytes:
+            self._nodes[node].hold(entry.id, memory_bytes)
+        where = node or next((grant.pool.partition(":")[2] for grant in grants.values() if grant.chunk), "")
+        return self._enter(
+            entry, Lease(action_id=entry.id, node=where, grants=grants, memory_bytes=memory_bytes), started_s
+        )
 
     def _enter(self, entry: Entry, lease: Lease, now_s: float) -> Lease:
         assert entry.id not in self._running, f"{entry.id} runs already"

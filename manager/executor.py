@@ -30,6 +30,8 @@ class Call:
     #: W3C trace context of the caller, passed on.
     traceparent: str | None = None
     context: Mapping[str, str] = field(default_factory=dict)
+    #: Whether its work, once begun, outlasts this process where it can: the next gateway takes it over.
+    lasting: bool = False
 
 
 class Executor(Protocol):

@@ -70,6 +70,8 @@ class SandboxSpec:
     isolation: Isolation = Isolation.ANY
     background: Background = Background.FREEZE
     idle_ttl_s: float = 1800.0
+    #: Seconds that a command of an asynchronous or keyed call runs on without its gateway; 0 ends it at once.
+    unattended_s: float = 600.0
     warm: Warm = Warm()
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from manager.action import demand_of
+from manager.action import Action, demand_of
 from manager.events import EndTrajectory, TrajectoryOpened, TrajectoryPlaced
 from manager.house import House
 from manager.offering import Offering
 from manager.queue import Entry
+from manager.resources.nodes import Node
 from manager.trajectories import Trajectory
 
 
@@ -42,6 +43,29 @@ class Lanes:
             self._offer(entry, trajectory)
         else:
             trajectory.lane.append(entry)
+
+    def can_resume(self, action: Action, node: str) -> bool:
+        """Whether an action that runs on ``node`` already may have the turn of its trajectory, which lives there."""
+        if action.trajectory is None:
+            return True
+        house = self._house
+        trajectory = house.trajectories.get(action.trajectory)
+        if trajectory is None or not trajectory.at_rest or trajectory.ending:
+            return False
+        if not self._offering.needs_place(action):
+            return True
+        if trajectory.node:
+            return trajectory.node == node
+        return node in house.nodes and trajectory.memory_bytes <= house.nodes[node].free_bytes
+
+    def resume(self, entry: Entry, node: str) -> None:
+        """It has the turn, and its trajectory its place."""
+        trajectory = self.of(entry)
+        if trajectory is None:
+            return
+        trajectory.active = entry
+        if not trajectory.node and self._offering.needs_place(entry.action):
+            self._pin(trajectory, self._house.nodes[node])
 
     def again(self, entry: Entry, lost: Entry) -> None:
         """Offer the next attempt of an action whose node was lost."""
@@ -102,17 +126,21 @@ class Lanes:
                 if house.nodes.ever(trajectory.demand, trajectory.memory_bytes):
                     return trajectory.opened_seq
                 continue  # only a new node could serve it: it must not hold up the others
-            node.hold(trajectory.name, trajectory.memory_bytes)
-            trajectory.node = node.spec.name
-            house.trajectories.wait_no_more(trajectory)
-            if trajectory.explicit:
-                house.commands.append(TrajectoryPlaced(trajectory=trajectory.name, node=trajectory.node))
+            self._pin(trajectory, node)
             for entry in trajectory.homeless:
                 self._offering.offer(entry, trajectory.node)
             trajectory.homeless.clear()
             if trajectory.at_rest:
                 house.trajectories.rest(trajectory, house.now_s)
         return None
+
+    def _pin(self, trajectory: Trajectory, node: Node) -> None:
+        """Hold its memory where it lives from now on."""
+        node.hold(trajectory.name, trajectory.memory_bytes)
+        trajectory.node = node.spec.name
+        self._house.trajectories.wait_no_more(trajectory)
+        if trajectory.explicit:
+            self._house.commands.append(TrajectoryPlaced(trajectory=trajectory.name, node=trajectory.node))
 
     def close(self, trajectory: Trajectory) -> None:
         """Its memory returns and its environment goes; nothing of it runs or waits."""

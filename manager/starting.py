@@ -41,6 +41,12 @@ class Starter:
         for mate in mates:
             self._execute(mate)
 
+    def resume(self, entry: Entry, node: str, asks: Sequence[tuple[Pool, Ask]], started_s: float) -> None:
+        """Lease an action that runs already what it was granted at its start."""
+        self._house.executing.resume(entry, node, asks, started_s, self._house.now_s)
+        self._house.fair.started(entry.action, entry.key[0])
+        self._execute(entry)
+
     def lend(self, child: Entry, parent: Entry) -> None:
         """Start a child on the units of its waiting parent."""
         self._house.executing.borrow(child, parent, self._house.now_s)
@@ -63,10 +69,10 @@ class Starter:
         house.fair.started(entry.action, entry.key[0])
 
     def _execute(self, entry: Entry) -> None:
-        house, action, lease = self._house, entry.action, entry.lease
+        action, lease = entry.action, entry.lease
         assert lease is not None
-        queue_s = max(0.0, house.now_s - action.submitted_s)
-        house.commands.append(Execute(action=action, lease=lease, queue_s=queue_s))
+        queue_s = max(0.0, entry.started_s - action.submitted_s)
+        self._house.commands.append(Execute(action=action, lease=lease, queue_s=queue_s))
 
     def _mates(self, entry: Entry, asks: Sequence[tuple[Pool, Ask]]) -> list[Entry]:
         """Waiting actions of the same service that join the batch, first come first, up to its tokens."""

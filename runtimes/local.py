@@ -150,8 +150,8 @@ class _Watched(Execution):
 
     on_phase: Callable[[], None] = field(default=lambda: None)
 
-    def begin(self) -> None:
-        Execution.begin(self)
+    def begin(self, ran_s: float = 0.0) -> None:
+        Execution.begin(self, ran_s)
         self.on_phase()
 
     def end(self) -> None:
@@ -194,7 +194,8 @@ class _Watch:
             return
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._loop.call_later(self._phase()[0], self._missed)
+        ran_s = self._execution.execution_s if self._execution.ended_s is None else 0.0
+        self._timer = self._loop.call_later(max(0.0, self._phase()[0] - ran_s), self._missed)
 
     def _phase(self) -> tuple[float, str]:
         """Seconds that the present phase may take, and what is said of one that takes longer."""

@@ -28,9 +28,10 @@ class Execution:
     began_s: float | None = None
     ended_s: float | None = None
 
-    def begin(self) -> None:
+    def begin(self, ran_s: float = 0.0) -> None:
+        """``ran_s``: seconds that it has run already, under an earlier gateway."""
         if self.began_s is None:
-            self.began_s = self.clock.now()
+            self.began_s = self.clock.now() - ran_s
 
     def end(self) -> None:
         if self.began_s is not None and self.ended_s is None:

@@ -123,6 +123,15 @@ class QuotaPool(Pool):
         self._tokens -= ask.units
         return Grant(pool=self.name, units=ask.units)
 
+    def resume(self, ask: Ask, started_s: float, now_s: float) -> Grant:
+        """What it consumed at its start is not consumed again: it counts in the window of that instant."""
+        self._enter(ask.holder, ask.units)
+        if started_s + self._spec.period_s > now_s:
+            self._window = deque(sorted([*self._window, (started_s, ask.units)]))
+            self._in_window += ask.units
+        self._tokens -= max(0.0, ask.units - max(0.0, now_s - started_s) * self._rate)
+        return Grant(pool=self.name, units=ask.units)
+
     def release(self, holder: str, now_s: float) -> None:
         self._leave(holder)
 

@@ -93,6 +93,10 @@ class Pool(ABC):
     def acquire(self, ask: Ask, now_s: float) -> Grant:
         """Give ``ask.units`` to a new holder; they must fit."""
 
+    def resume(self, ask: Ask, started_s: float, now_s: float) -> Grant:
+        """Give ``ask.units`` to a holder that was started earlier, under another core; they must fit."""
+        return self.acquire(ask, now_s)
+
     @abstractmethod
     def release(self, holder: str, now_s: float) -> None:
         """Take back all that ``holder`` holds."""

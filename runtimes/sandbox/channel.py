@@ -21,11 +21,12 @@ from runtimes.sandbox.protocol import (
     encode_json,
     error_of,
     files_of,
+    held_of,
     lost,
     result_of,
     run_request,
 )
-from runtimes.sandbox.sandbox import Command, CommandResult, FileStat, OnOutput
+from runtimes.sandbox.sandbox import Command, CommandResult, FileStat, Held, OnOutput
 
 #: Seconds beyond a command's own bounds after which a silent runner is taken for dead.
 SILENCE_S = 5.0
@@ -66,6 +67,8 @@ class Channel(asyncio.BufferedProtocol):
         self.peer_pid = 0
         #: Whether the runner knew the token already (it is no new one).
         self.known = False
+        #: The commands of an earlier gateway that nobody has claimed yet.
+        self.held: dict[str, Held] = {}
 
     @classmethod
     async def open(cls, link: Link, hello: Mapping[str, object], *, within_s: float) -> Channel:
@@ -89,13 +92,18 @@ class Channel(asyncio.BufferedProtocol):
     # --- requests
 
     async def run(self, command: Command, on_output: OnOutput | None = None) -> CommandResult:
-        """Execute to the end. Cancelling kills the command's processes before it lets go."""
+        """Execute to the end, or claim it where it is held. Cancelling kills its processes before it lets go."""
         execution = Execution(self, command, on_output)
-        number = self._begin(wire.RUN, run_request(command, marker=secrets.token_hex(8), interactive=False), execution)
+        claimed = self.held.pop(command.claim, None) is not None
+        if claimed:
+            number = self._begin(wire.CLAIM, {"claim": command.claim}, execution)
+        else:
+            request = run_request(command, marker=secrets.token_hex(8), interactive=False)
+            number = self._begin(wire.RUN, request, execution)
         patience_s = command.timeout_s + command.kill_grace_s + wire.UNKILLABLE_S + SILENCE_S
         try:
             async with asyncio.timeout(patience_s if math.isfinite(patience_s) else None):
-                if command.stdin:
+                if command.stdin and not claimed:
                     await execution.stdin.feed(number, command.stdin)
                     await execution.stdin.end(number)
                 return execution.result(await asyncio.shield(execution.end))
@@ -142,12 +150,18 @@ class Channel(asyncio.BufferedProtocol):
         except ProtocolError as error:
             raise self._betrayed(error) from None
 
+    def keep(self, claims: str, *, lasting: bool) -> None:
+        """Whether the commands whose claims begin so are kept for the next gateway; there is no answer."""
+        if not lasting:
+            self.held = {claim: held for claim, held in self.held.items() if not claim.startswith(claims)}
+        self._write(encode_json(wire.KEEP, 0, {"claim": claims, "lasting": lasting}))
+
     async def sweep(self) -> None:
         """Kill every process in the sandbox but the runner."""
         await self._ask(wire.SWEEP, {}, Answer(0))
 
     def close(self) -> None:
-        """Hang up. The runner then ends what this side had running."""
+        """Hang up. The runner then ends what this side had running and is not lasting."""
         if self._transport is not None:
             self._transport.abort()
         self.connection_lost(None)
@@ -189,7 +203,9 @@ class Channel(asyncio.BufferedProtocol):
     def _receive(self, kind: int, number: int, payload: bytes) -> None:
         if kind == wire.READY:
             if not self._ready.done():
-                self._ready.set_result(decode_json(payload))
+                answer = decode_json(payload)
+                self.held = held_of(answer)
+                self._ready.set_result(answer)
             return
         conversation = self._conversations.get(number)
         if conversation is None:

@@ -158,7 +158,8 @@ class ContainerProvider:
         self, spec: SandboxSpec, name: str, labels: Mapping[str, str], mounts: Mapping[str, str]
     ) -> ResidentSandbox:
         directory = self._root / name
-        record = Record(name=name, token=secrets.token_hex(16), spec=spec, labels=dict(labels))
+        runner = spec.image not in self._bare
+        record = Record(name=name, token=secrets.token_hex(16), spec=spec, labels=dict(labels), runner=runner)
         container = ""
         try:
             await asyncio.to_thread(_lay_out, directory, record)
@@ -172,6 +173,8 @@ class ContainerProvider:
             except NoRunner as error:
                 await self._engine.remove(container)
                 container = await self._engine.create(self._without_runner(blueprint, record, error))
+                record = replace(record, runner=False)
+                await asyncio.to_thread(record.write, directory)
                 found = await self._engine.start(container)
             if egress is not None:
                 await egress.enforce(found.pid)
@@ -222,13 +225,15 @@ class ContainerProvider:
     def _bare_blueprint(self, blueprint: Blueprint) -> Blueprint:
         return replace(blueprint, argv=IDLE)
 
-    async def _assemble(self, found: Found, record: Record, directory: Path) -> ResidentSandbox:
+    async def _assemble(
+        self, found: Found, record: Record, directory: Path, *, adopted: bool = False
+    ) -> ResidentSandbox:
         """Speak to a started container and take hold of it."""
         spec = record.spec
         line: Line
-        if spec.image in self._bare:
+        if not record.runner:
             line = ExecLine(self._engine, found.id, spec)
-            await line.settle_in()
+            await (line.end_left() if adopted else line.settle_in())
         else:
             try:
                 line = await self._connect(found, record, directory)
@@ -263,6 +268,7 @@ class ContainerProvider:
             "base": "",
             "env": {},
             "orphan_s": spec.idle_ttl_s,
+            "unattended_s": spec.unattended_s,
         }
         return await Channel.open(SocketLink(directory / "run", peer_pid=found.pid), hello, within_s=START_S)
 
@@ -270,7 +276,7 @@ class ContainerProvider:
         if not found.running:
             raise lost("it is not running")
         await self._hold(found).thaw()
-        return await self._assemble(found, record, self._root / record.name)
+        return await self._assemble(found, record, self._root / record.name, adopted=True)
 
     def _hold(self, found: Found) -> ContainerHold:
         cgroup = None if self._hierarchy is None or not found.pid else self._hierarchy.of_process(found.pid)

@@ -18,13 +18,15 @@ from manager.function import Isolation, SandboxSpec
 from runtimes.sandbox.pool import WarmPool
 from runtimes.sandbox.protocol import lost
 from runtimes.sandbox.records import spec_as_json
-from runtimes.sandbox.sandbox import Provider, Sandbox
+from runtimes.sandbox.sandbox import Held, Provider, Sandbox
 
 logger = structlog.get_logger("sandbox.environments")
 
 COMPONENT = "sandbox"
 TRAJECTORY = "tangram.trajectory"
 PURPOSE = "tangram.purpose"
+#: Seconds that the sandbox of a single action waits at most for the action's end to be on record.
+SPENT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +65,12 @@ class Environments:
         self._clock = clock or MonotonicClock()
         self._environments: dict[str, Environment] = {}
         self._ephemeral: dict[str, Sandbox] = {}
+        #: Sandboxes of single actions that an earlier gateway began, until they are claimed or let go.
+        self._inherited: list[Sandbox] = []
+        #: Those of single actions whose end is not on record yet, by what their claims begin with.
+        self._spent: dict[str, Sandbox] = {}
+        #: Ids of those that were left to the next gateway.
+        self._left: set[str] = set()
         self._mourned: set[str] = set()
         self._spared: list[Callable[[], Collection[str]]] = []
         self._pools: dict[str, WarmPool] = {}
@@ -76,12 +84,14 @@ class Environments:
     async def start(self, trajectories: Collection[str] | None = None) -> list[str]:
         """Adopt what an earlier gateway left (of these trajectories; None: of all), remove the rest, watch for orphans.
 
-        Returns the trajectories that live on, with their files.
+        Returns the trajectories that live on, with their files. What runs in them runs on until `let_go`.
         """
         for sandbox, labels in await self.provider.adopt():
             trajectory = labels.get(TRAJECTORY)
             if trajectory is not None and (trajectories is None or trajectory in trajectories):
                 await self._adopt(trajectory, sandbox)
+            elif sandbox.held:
+                self._inherited.append(sandbox)
             else:
                 self._remove(sandbox)
         await self._reap()
@@ -89,15 +99,65 @@ class Environments:
         return list(self._environments)
 
     async def _adopt(self, trajectory: str, sandbox: Sandbox) -> None:
-        """Its processes go on as they do between two actions, so before any action comes."""
-        try:
-            await sandbox.quiesce(sandbox.spec.background)
-        except TangramError as failure:
-            logger.warning("not adopted", trajectory=trajectory, why=failure.message)
-            self._remove(sandbox)
+        """Where no action runs its processes go on as they do between two, so before any action comes."""
+        if not any(held.running for held in sandbox.held.values()) and not await self._quiesced(sandbox):
             return
         self._environments[trajectory] = Environment(trajectory, sandbox=sandbox, made_s=time.time())
         logger.info("sandbox adopted", trajectory=trajectory, sandbox=sandbox.id)
+
+    async def _quiesced(self, sandbox: Sandbox) -> bool:
+        try:
+            await sandbox.quiesce(sandbox.spec.background)
+            return True
+        except TangramError as failure:
+            logger.warning("not adopted", sandbox=sandbox.id, why=failure.message)
+            self._remove(sandbox)
+            return False
+
+    # --- commands that outlast a gateway
+
+    def held(self) -> dict[str, Held]:
+        """The commands of an earlier gateway that can be claimed, by claim."""
+        return {claim: held for sandbox in [*self._owned(), *self._inherited] for claim, held in sandbox.held.items()}
+
+    async def let_go(self, taken: Collection[str]) -> None:
+        """End every held command whose claim begins with none of these: nobody comes for it any more."""
+        for sandbox in self._owned():
+            held = dict(sandbox.held)
+            for claim in held:
+                if not claim.startswith(tuple(taken)):
+                    sandbox.keep(claim, lasting=False)
+            if any(each.running for each in held.values()) and not sandbox.held:
+                await self._quiesced(sandbox)
+        for sandbox in [one for one in self._inherited if not _claimed(one, taken)]:
+            self._inherited.remove(sandbox)
+            self._remove(sandbox)
+
+    async def leave(self, claims: str) -> bool:
+        """Leave the action whose claims begin so to the next gateway, as it runs; False where that cannot be."""
+        if not self.settings.keep_on_close:
+            return False
+        for sandbox in [*self._owned(), *self._ephemeral.values(), *self._spent.values()]:
+            if sandbox.attends(claims):
+                self._spent.pop(claims, None)
+                self._left.add(sandbox.id)
+                await sandbox.release()
+                return True
+        return False
+
+    def prolong(self, claims: str) -> None:
+        """The action whose claims begin so has become one that outlasts this gateway."""
+        for sandbox in [*self._owned(), *self._ephemeral.values()]:
+            sandbox.keep(claims, lasting=True)
+
+    def acknowledge(self, trajectory: str | None, claims: str) -> None:
+        """How the action whose claims begin so has ended is on record: nobody needs to keep it any more."""
+        sandbox = None if trajectory is None else self.get(trajectory)
+        if sandbox is not None:
+            sandbox.keep(claims, lasting=False)
+        spent = self._spent.pop(claims, None)
+        if spent is not None:
+            self._remove(spent)
 
     def mourn(self, trajectories: Collection[str]) -> None:
         """Know of trajectories whose sandbox died with an earlier gateway: the next action of each is told."""
@@ -188,15 +248,28 @@ class Environments:
     # --- actions without a trajectory, and sandboxes that lie ready
 
     @asynccontextmanager
-    async def ephemeral(self, spec: SandboxSpec | None = None) -> AsyncIterator[Sandbox]:
-        """A sandbox for one action; it is removed behind the caller's back."""
-        sandbox = await self._obtain(self._known(spec), {PURPOSE: "ephemeral"})
+    async def ephemeral(self, spec: SandboxSpec | None = None, claims: str = "") -> AsyncIterator[Sandbox]:
+        """A sandbox for one action; it is removed behind the caller's back.
+
+        It is the one that an earlier gateway made, where that holds a command whose claim begins with ``claims``.
+        """
+        sandbox = self._inherit(claims) or await self._obtain(self._known(spec), {PURPOSE: "ephemeral"})
         self._ephemeral[sandbox.id] = sandbox
         try:
             yield sandbox
         finally:
             del self._ephemeral[sandbox.id]
-            self._remove(sandbox)
+            if claims and sandbox.attends(claims):
+                self._spent[claims] = sandbox
+                asyncio.get_running_loop().call_later(SPENT_S, self.acknowledge, None, claims)
+            else:
+                self._remove(sandbox)
+
+    def _inherit(self, claims: str) -> Sandbox | None:
+        found = next((one for one in self._inherited if claims and _claimed(one, (claims,))), None)
+        if found is not None:
+            self._inherited.remove(found)
+        return found
 
     async def warm(self, spec: SandboxSpec | None) -> None:
         """Check that such sandboxes can be made, and keep as many ready as they ask for."""
@@ -229,6 +302,8 @@ class Environments:
         for pool in self._pools.values():
             for sandbox in await pool.close():
                 self._remove(sandbox)
+        for claims in list(self._spent):
+            self.acknowledge(None, claims)
         for environment in self._environments.values():
             if environment.sandbox is None:
                 continue
@@ -324,13 +399,22 @@ class Environments:
                 logger.warning("the search for orphans failed", why=str(error))
                 self._suspicion.set()
 
+    def _owned(self) -> tuple[Sandbox, ...]:
+        """The sandboxes of the trajectories."""
+        return tuple([each.sandbox for each in self._environments.values() if each.sandbox is not None])
+
     async def _reap(self) -> None:
-        owned = [environment.sandbox for environment in self._environments.values() if environment.sandbox]
         ready = [sandbox for pool in self._pools.values() for sandbox in pool.living()]
-        living = {sandbox.id for sandbox in [*owned, *ready, *self._ephemeral.values()]}
-        removed = await self.provider.reap(living.union(*(others() for others in self._spared)))
+        ours = [*self._owned(), *ready, *self._ephemeral.values(), *self._inherited, *self._spent.values()]
+        living = {sandbox.id for sandbox in ours}
+        removed = await self.provider.reap(living.union(self._left, *(others() for others in self._spared)))
         if removed:
             logger.warning("orphaned sandboxes removed", count=removed)
+
+
+def _claimed(sandbox: Sandbox, taken: Collection[str]) -> bool:
+    """Whether it holds a command whose claim begins with one of these."""
+    return any(claim.startswith(tuple(taken)) for claim in sandbox.held)
 
 
 def _key(spec: SandboxSpec) -> str:

@@ -13,7 +13,7 @@ from manager.errors import CapacityExceeded, InvalidInput, NotFound, TangramErro
 from manager.function import SandboxSpec
 from runtimes.sandbox.container import Engine
 from runtimes.sandbox.protocol import lost
-from runtimes.sandbox.sandbox import Command, CommandResult, FileStat, OnOutput, Process
+from runtimes.sandbox.sandbox import Command, CommandResult, FileStat, Held, OnOutput, Process
 
 COMPONENT = "sandbox.container"
 #: Signals every process that carries the action's marker, whatever session or parent it has taken.
@@ -23,6 +23,16 @@ for p in /proc/[0-9]*; do
 done; true
 """
 SWEEP_SCRIPT = "kill -9 -1"
+#: The markers of commands that run: what was brought in from outside has no parent here.
+LEFT_SCRIPT = """
+for p in /proc/[0-9]*; do
+  case $p in /proc/1|/proc/$$) continue;; esac
+  case "$(tr '\\t\\n' '  ' <$p/status 2>/dev/null)" in *" PPid: 0 "*)
+    tr '\\0' '\\n' <$p/environ 2>/dev/null |
+      while read -r v; do case $v in TANGRAM_ACTION=*) echo "${v#*=}";; esac; done;;
+  esac
+done
+"""
 LIST_SCRIPT = """
 cd "$1" || exit 66
 for f in * .[!.]* ..?*; do [ -e "$f" ] || [ -L "$f" ] || continue; stat -c '%s %f %n' "$f"; done
@@ -39,6 +49,15 @@ class ExecLine:
         self._container = container
         self._spec = spec
         self.lost = asyncio.Event()
+        #: Nothing can be claimed: the output of a ``docker exec`` goes to whom it was started for, and to nobody else.
+        self.held: Mapping[str, Held] = {}
+
+    async def end_left(self) -> None:
+        """End the commands that an earlier gateway had running, which nobody hears any more."""
+        user = self._spec.user
+        _, markers = await self._script(LEFT_SCRIPT, user=user)
+        for marker in markers.decode("ascii", "replace").split():
+            await self._script(SIGNAL_SCRIPT, marker, "KILL", user=user)
 
     async def settle_in(self) -> None:
         """Make the working directory the user's."""
@@ -112,6 +131,9 @@ class ExecLine:
                 )
             )
         return sorted(found, key=lambda entry: entry.path)
+
+    def keep(self, claims: str, *, lasting: bool) -> None:
+        """A ``docker exec`` ends with its gateway."""
 
     async def sweep(self) -> None:
         await self._script(SWEEP_SCRIPT, user="0")

@@ -221,6 +221,7 @@ class ProcessProvider:
             "base": "" if self._means.bubblewrap is not None else str(directory / "work"),
             "env": dict(spec.env),
             "orphan_s": spec.idle_ttl_s,
+            "unattended_s": spec.unattended_s,
         }
         return await Channel.open(SocketLink(directory / "run", peer_pid=pid), hello, within_s=START_S)
 

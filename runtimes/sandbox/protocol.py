@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from manager.errors import ActionFailed, InvalidInput, NotFound, Reason, TangramError, TooLarge
 from runtimes.sandbox.runner import FRAME_MAX_BYTES, HEADER
-from runtimes.sandbox.sandbox import Command, CommandResult, FileStat
+from runtimes.sandbox.sandbox import Command, CommandResult, FileStat, Held
 
 COMPONENT = "sandbox"
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
@@ -79,6 +79,7 @@ def run_request(command: Command, *, marker: str, interactive: bool) -> dict[str
         "timeout_s": command.timeout_s if math.isfinite(command.timeout_s) else None,
         "grace_s": command.kill_grace_s,
         "limit": None if interactive else command.output_limit_bytes,
+        **({"claim": command.claim, "lasting": command.lasting} if command.claim else {}),
     }
 
 
@@ -103,6 +104,17 @@ def result_of(answer: Mapping[str, object], stdout: bytes, stderr: bytes) -> Com
         )
     except (TypeError, ValueError, IndexError) as error:
         raise ProtocolError(f"an end that does not fit: {error}") from None
+
+
+def held_of(answer: Mapping[str, object]) -> dict[str, Held]:
+    """The commands that a READY says can be claimed; raises ProtocolError when it does not fit."""
+    held = answer.get("held", {})
+    try:
+        if not isinstance(held, dict):
+            raise TypeError("held")
+        return {str(claim): Held(_number(ran_s), running is True) for claim, (ran_s, running) in held.items()}
+    except (TypeError, ValueError) as error:
+        raise ProtocolError(f"a greeting that does not fit: {error}") from None
 
 
 def files_of(answer: Mapping[str, object], directory: str) -> list[FileStat]:

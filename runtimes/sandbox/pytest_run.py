@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +18,8 @@ from runtimes.runtime import Execution, Result
 from runtimes.sandbox import pytest_plugin
 from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.pytest_report import Report, Request, judge, notes
-from runtimes.sandbox.runtime import LogLines, Stage
-from runtimes.sandbox.sandbox import Command, CommandResult, Sandbox
+from runtimes.sandbox.runtime import LogLines, Stage, begin
+from runtimes.sandbox.sandbox import Command, CommandResult, Sandbox, claims_of
 
 COMPONENT = "pytest"
 
@@ -80,7 +79,7 @@ class PytestRuntime:
     async def execute(self, execution: Execution) -> Result:
         plan = plan_of(execution, self._settings)
         async with self._stage.enter(execution) as sandbox:
-            execution.begin()
+            begin(execution, sandbox)
             try:
                 return await _Run(execution, sandbox, plan, self._settings).result()
             finally:
@@ -104,7 +103,8 @@ class _Run:
         self._sandbox = sandbox
         self._plan = plan
         self._settings = settings
-        self._report = Report(secrets.token_hex(16))
+        self._claims = claims_of(execution.action.id, execution.action.attempt)
+        self._report = Report(sandbox.secret(self._claims))
         self._lines = LogLines(execution.call.log)
         self._tail = b""
         self._notes: list[str] = []
@@ -195,6 +195,8 @@ class _Run:
             stdin=json.dumps(told).encode(),
             timeout_s=timeout_s,
             output_limit_bytes=self._settings.output_max_bytes,
+            claim=f"{self._claims}{self._runs}",
+            lasting=self._execution.call.lasting,
         )
 
     def _on_output(self, stream: str, data: bytes) -> None:

@@ -23,6 +23,10 @@ class Record:
     #: The runner's process and its start in ticks since boot (process sandboxes).
     pid: int = 0
     started: int = 0
+    #: False for a container without python3, which is spoken to through ``docker exec``.
+    runner: bool = True
+    #: Processes ended for want of memory that some action was told of.
+    oom_told: int = 0
     #: False while it is being made: then ``pid`` is what was started, and the next gateway removes it.
     ready: bool = True
 

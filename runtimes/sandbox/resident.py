@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +16,8 @@ from manager.errors import ActionFailed, Conflict, InvalidInput, Reason, TooLarg
 from manager.function import Background, SandboxSpec
 from runtimes.sandbox.protocol import COMPONENT, lost, out_of_memory
 from runtimes.sandbox.records import Record
-from runtimes.sandbox.sandbox import Command, CommandResult, FileStat, OnOutput, Process
+from runtimes.sandbox.runner import ENDED_MAX
+from runtimes.sandbox.sandbox import Command, CommandResult, FileStat, Held, OnOutput, Process
 
 logger = structlog.get_logger("sandbox")
 
@@ -27,7 +30,12 @@ class Line(Protocol):
     @property
     def lost(self) -> asyncio.Event: ...
 
+    @property
+    def held(self) -> Mapping[str, Held]: ...
+
     async def run(self, command: Command, on_output: OnOutput | None = None) -> CommandResult: ...
+
+    def keep(self, claims: str, *, lasting: bool) -> None: ...
 
     async def spawn(self, command: Command) -> Process: ...
 
@@ -88,7 +96,10 @@ class ResidentSandbox:
         self._hold = hold
         self._shared_cores = tuple(shared_cores)
         self._frozen = False
-        self._oom_seen = hold.oom_kills()
+        #: The claims of commands under way, and whether they are lasting.
+        self._attended: dict[str, bool] = {}
+        #: The claims of lasting ones that have ended, until that is on record.
+        self._unsettled: deque[str] = deque(maxlen=ENDED_MAX)
         self._closed = False
         self._loss_told = False
         self._condemned = ""
@@ -116,19 +127,45 @@ class ResidentSandbox:
     def loss_told(self) -> bool:
         return self._loss_told
 
+    @property
+    def held(self) -> Mapping[str, Held]:
+        return self._line.held
+
     async def run(self, command: Command, on_output: OnOutput | None = None) -> CommandResult:
         await self.thaw()
+        if command.claim:
+            self._attended[command.claim] = command.lasting
         try:
             result = await self._line.run(command, on_output)
+            if self._attended.get(command.claim):
+                self._unsettled.append(command.claim)
         except ActionFailed as failure:
             raise await self._explained(failure) from None
+        finally:
+            self._attended.pop(command.claim, None)
         if result.exit_code == 0:
             return result
         kills = self._hold.oom_kills()
-        if kills > self._oom_seen:
-            self._oom_seen = kills
+        if kills > self._record.oom_told:
+            self._note(replace(self._record, oom_told=kills))
             return out_of_memory(result, self._hold.peak_memory_bytes())
         return result
+
+    def keep(self, claims: str, *, lasting: bool) -> None:
+        attended = [claim for claim in self._attended if claim.startswith(claims)]
+        self._attended.update(dict.fromkeys(attended, lasting))
+        if not lasting:
+            unsettled = [claim for claim in self._unsettled if not claim.startswith(claims)]
+            self._unsettled = deque(unsettled, maxlen=ENDED_MAX)
+        if self.alive and (attended or not lasting):
+            self._line.keep(claims, lasting=lasting)
+
+    def attends(self, claims: str) -> bool:
+        kept = [*(claim for claim, lasting in self._attended.items() if lasting), *self._unsettled]
+        return self._spec.unattended_s > 0 and self.alive and any(claim.startswith(claims) for claim in kept)
+
+    def secret(self, purpose: str) -> str:
+        return hmac.new(self._record.token.encode(), purpose.encode(), "sha256").hexdigest()[:32]
 
     async def spawn(self, command: Command) -> Process:
         await self.thaw()
@@ -171,8 +208,7 @@ class ResidentSandbox:
         return await self._line.list_files(path)
 
     async def relabel(self, labels: Mapping[str, str]) -> None:
-        self._record = replace(self._record, labels=dict(labels))
-        self._record.write(self._directory)
+        self._note(replace(self._record, labels=dict(labels)))
 
     async def snapshot(self, name: str) -> str:
         self._require()
@@ -194,7 +230,7 @@ class ResidentSandbox:
 
     async def release(self) -> None:
         """Let go of it without ending it: the next gateway of the same state directory adopts it."""
-        if not self._closed and not self._line.lost.is_set():
+        if not self._closed and not self._line.lost.is_set() and not any(self._attended.values()):
             await self.quiesce(self._spec.background)
         self._closed = True
         self._line.close()
@@ -203,6 +239,11 @@ class ResidentSandbox:
         if not path or "\0" in path or len(path.encode("utf-8", "replace")) > PATH_MAX_BYTES:
             raise InvalidInput("a path of 1 to 4096 bytes without NUL is needed", component=COMPONENT)
         await self.thaw()
+
+    def _note(self, record: Record) -> None:
+        """What the next gateway must know of it."""
+        self._record = record
+        record.write(self._directory)
 
     def _require(self) -> None:
         if self._closed:
@@ -214,7 +255,7 @@ class ResidentSandbox:
 
     async def _explained(self, failure: ActionFailed) -> ActionFailed:
         """The loss of the sandbox with its cause; what is left of it is removed at once."""
-        if failure.reason is not Reason.ENVIRONMENT_LOST:
+        if failure.reason is not Reason.ENVIRONMENT_LOST or self._closed:
             return failure
         self._loss_told = True
         cause = self._condemned or await self._hold.cause_of_death()

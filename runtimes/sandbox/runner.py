@@ -8,6 +8,9 @@ PID 1 of the sandbox's process namespace, or else the subreaper of everything st
 A frame is ``length:u32 type:u8 id:u32`` in network order, then ``length`` bytes: JSON for requests and ends, raw bytes
 for data. The first connection's HELLO sets the token, before any foreign code can run; later connections must know it.
 
+A command outlives its gateway where it was asked to, for ``unattended_s`` at most: what it says and how it ends is kept
+until the next gateway claims it by the name that it was given, or tells that it need not be kept.
+
 Commands run as the sandbox's user, never as the runner: it takes on the user's ids around ``posix_spawn`` (a vfork),
 which leaves the child no privilege to return to and makes the runner itself untraceable.
 """
@@ -38,7 +41,7 @@ CHUNK_BYTES = 64 * 2**10
 WINDOW_BYTES = 256 * 2**10
 
 # From the gateway.
-HELLO, RUN, STDIN, KILL, READ, WRITE, LIST, SWEEP = range(1, 9)
+HELLO, RUN, STDIN, KILL, READ, WRITE, LIST, SWEEP, CLAIM, KEEP = range(1, 11)
 # To the gateway.
 READY, STDOUT, STDERR, EXIT, ACK, DONE, ERROR = range(65, 72)
 
@@ -48,6 +51,9 @@ TICK_S = 0.01
 #: Seconds after SIGKILL at which a process that will not die is reported instead of awaited.
 UNKILLABLE_S = 5.0
 DRAINS_MAX = 128
+#: Ended commands that can still be claimed, and the bytes that they said; of the last one everything.
+ENDED_MAX = 16
+ENDED_MAX_BYTES = 4 * 2**20
 STRANGERS_MAX = 8
 #: What a gateway begins with that attaches, and what it wants to hear then.
 MARK_BYTES, ANSWER_BYTES = 32, 16
@@ -99,11 +105,38 @@ class Identity:
             os.setgroups([0])
 
 
+class Output:
+    """What a command has said so far, in order."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+        self.pieces: list[int] = []  # their bytes; of standard error counted below zero
+
+    def add(self, stream: int, data: bytes) -> None:
+        self.data += data
+        count = len(data) if stream == STDOUT else -len(data)
+        if self.pieces and (self.pieces[-1] > 0) == (count > 0):
+            self.pieces[-1] += count
+        else:
+            self.pieces.append(count)
+
+    def __iter__(self) -> Iterator[tuple[int, bytes]]:
+        start = 0
+        for count in self.pieces:
+            end = start + abs(count)
+            for at in range(start, end, CHUNK_BYTES):
+                yield STDOUT if count > 0 else STDERR, bytes(self.data[at : min(end, at + CHUNK_BYTES)])
+            start = end
+
+
 class Job:
     """One command under way: its pipes, its clocks, and which processes belong to it."""
 
     def __init__(self, number: int, request: dict[str, Any], bystanders: set[int]) -> None:
-        self.number = number
+        self.number = number  # below zero while no gateway listens
+        self.claim: str = request.get("claim", "")
+        self.lasting: bool = request.get("lasting", False)
+        self.output = Output()
         self.pid = 0
         self.streams: dict[int, int] = {}  # our end of the pipe -> STDOUT or STDERR
         self.stdin = -1
@@ -123,6 +156,12 @@ class Job:
         self.status: int | None = None
         self.cpu_s = 0.0
         self.peak_kib = 0
+        self.ended_s: float | None = None
+        self.account = b""  # how it ended
+
+    @property
+    def ran_s(self) -> float:
+        return (time.monotonic() if self.ended_s is None else self.ended_s) - self.started_s
 
 
 class Connection:
@@ -199,6 +238,7 @@ class Runner:
         self.handlers: dict[int, Callable[[int], None]] = {}
         self.jobs: dict[int, Job] = {}
         self.by_pid: dict[int, Job] = {}
+        self.ended: dict[str, Job] = {}  # those that the next gateway may still claim
         self.drains: dict[int, None] = {}  # output of what outlived its command, read and dropped
         self.uploads: dict[int, Upload] = {}
         self.sweeps: dict[int, float] = {}  # asked for, and when to give up on what will not die
@@ -257,23 +297,37 @@ class Runner:
         return patience_s
 
     @property
+    def unattended_s(self) -> float:
+        """Seconds without a gateway after which nothing is kept for the next one."""
+        unattended_s: float = self.config.get("unattended_s", 0.0)
+        return unattended_s
+
+    @property
+    def alone_s(self) -> float:
+        """Seconds without a gateway. Of one that attached we see no end: only its silence tells."""
+        missed = self.gateway is None or self.attachment is not None
+        return time.monotonic() - self.alone_since_s if missed else 0.0
+
+    @property
     def rest_s(self) -> float:
         """The longest sleep."""
         return 60.0 if self.attachment is None else min(60.0, self.patience_s / 4)
 
     def forsaken(self) -> bool:
-        """Of a gateway that attached we see no end: only its silence tells, and while we were frozen it kept none."""
+        """Whether no gateway will come any more; while we were frozen none could keep silence."""
         now = time.monotonic()
         if self.attachment is not None:
             self.alone_since_s += max(0.0, now - self.looked_s - self.rest_s)
             self.looked_s = now
-        return (self.gateway is None or self.attachment is not None) and now - self.alone_since_s > self.patience_s
+        return self.alone_s > self.patience_s and not self.claimable()
 
     def next_deadline_s(self) -> float:
         if self.sweeps or any(job.kill_s is not None for job in self.jobs.values()):
             return TICK_S
         now = time.monotonic()
         due = [job.deadline_s - now for job in self.jobs.values() if job.deadline_s is not None]
+        if self.claimable():
+            due.append(self.unattended_s - self.alone_s)
         return max(0.0, min([self.rest_s, *due]))
 
     def on_clock(self) -> None:
@@ -286,6 +340,8 @@ class Runner:
                 self.end(job, job.grace_s)
         if self.sweeps:
             self.sweep(now)
+        if self.alone_s > self.unattended_s and self.claimable():
+            self.keep("", lasting=False)
 
     # --- the gateway
 
@@ -372,7 +428,8 @@ class Runner:
         self.gateway = connection
         if not known:
             self.settle_in()
-        self.send(READY, 0, _json({"protocol": PROTOCOL, "known": known, "pid": self.pid, "uid": os.getuid()}))
+        held = {job.claim: [job.ran_s, job.ended_s is None] for job in self.claimable()}
+        self.send(READY, 0, _json({"protocol": PROTOCOL, "known": known, "pid": self.pid, "held": held}))
 
     def settle_in(self) -> None:
         """Make the working directory the user's, before any command runs."""
@@ -386,7 +443,7 @@ class Runner:
             pass  # from here on the kernel calls the runner undumpable: nobody inside can trace or read it
 
     def drop(self, connection: Connection) -> None:
-        """Hang up; whatever the gateway had running has nobody left to answer to."""
+        """Hang up; what the gateway had running goes on where it shall outlast it and has all its input."""
         if connection is self.attached:
             self.attached = None
         else:
@@ -399,7 +456,10 @@ class Runner:
             self.gateway = None
             self.alone_since_s = time.monotonic()
             for job in list(self.jobs.values()):
-                self.end(job, 0.0)
+                self.renumber(job, -job.pid)
+                if not job.lasting or (job.stdin >= 0 and not job.input_ended):
+                    job.lasting = False
+                    self.end(job, 0.0)
             for upload in self.uploads.values():
                 upload.abandon()
             self.uploads.clear()
@@ -407,7 +467,7 @@ class Runner:
 
     def send(self, kind: int, number: int, payload: bytes) -> None:
         gateway = self.gateway
-        if gateway is None:
+        if gateway is None or number < 0:
             return
         gateway.send(kind, number, payload)
         self.hold_back(gateway)
@@ -446,7 +506,12 @@ class Runner:
             if kind == RUN:
                 self.run(number, request)
             elif kind == KILL and number in self.jobs:
+                self.jobs[number].lasting = False
                 self.end(self.jobs[number], request["grace_s"])
+            elif kind == CLAIM:
+                self.claim(number, request["claim"])
+            elif kind == KEEP:
+                self.keep(request["claim"], lasting=request["lasting"])
             elif kind == READ:
                 self.read(number, request)
             elif kind == WRITE:
@@ -498,7 +563,7 @@ class Runner:
                     os.close(fd)
             if not isinstance(error, OSError):
                 raise
-            self.refuse(number, argv[0], error)
+            self.refuse(job, argv[0], error)
             return
         finally:
             os.close(out[1])
@@ -545,10 +610,10 @@ class Runner:
             if self.oom >= 0:
                 os.pwrite(self.oom, self.oom_score, 0)
 
-    def refuse(self, number: int, name: str, error: OSError) -> None:
+    def refuse(self, job: Job, name: str, error: OSError) -> None:
         """A program that cannot be started is a result, with a shell's exit codes."""
-        self.send(STDERR, number, f"{name}: {os.strerror(error.errno or 0)}\n".encode())
-        self.send(EXIT, number, _json({"code": 127 if error.errno == errno.ENOENT else 126}))
+        self.say(job, STDERR, f"{name}: {os.strerror(error.errno or 0)}\n".encode())
+        self.conclude(job, {"code": 127 if error.errno == errno.ENOENT else 126})
 
     def feed(self, number: int, data: bytes) -> None:
         """Standard input of a command, or the body of an upload; empty ends it."""
@@ -612,8 +677,43 @@ class Runner:
             data = data[:room]
             job.kept[stream] += len(data)
         if data:
-            self.send(stream, job.number, data)
+            self.say(job, stream, data)
         return True
+
+    def say(self, job: Job, stream: int, data: bytes) -> None:
+        if job.claim:
+            job.output.add(stream, data)
+        self.send(stream, job.number, data)
+
+    # --- commands that outlast their gateway
+
+    def claimable(self) -> list[Job]:
+        return [job for job in [*self.jobs.values(), *self.ended.values()] if job.lasting]
+
+    def claim(self, number: int, claim: str) -> None:
+        """Tell from its beginning what a command of an earlier gateway has said, and from now on what it says."""
+        for job in self.claimable():
+            if job.claim == claim:
+                self.renumber(job, number)
+                for stream, data in job.output:
+                    self.send(stream, number, data)
+                if job.account:
+                    self.send(EXIT, number, job.account)
+                return
+        raise Refused("not_found", f"there is no {claim!r} to be claimed")
+
+    def keep(self, prefix: str, *, lasting: bool) -> None:
+        """Whether what is claimed by names with this prefix outlasts its gateway; if not, and unheard, it is ended."""
+        for job in [*self.jobs.values(), *self.ended.values()]:
+            if job.claim.startswith(prefix):
+                job.lasting = lasting
+                if not lasting and self.ended.pop(job.claim, None) is None and job.number < 0:
+                    self.end(job, job.grace_s if self.gateway is None else 0.0)
+
+    def renumber(self, job: Job, number: int) -> None:
+        if self.jobs.pop(job.number, None) is not None:
+            self.jobs[number] = job
+        job.number = number
 
     # --- ends
 
@@ -676,7 +776,19 @@ class Runner:
             os.close(job.stdin)
         del self.jobs[job.number]
         self.by_pid.pop(job.pid, None)
-        self.send(EXIT, job.number, _json(_account(job, survivors)))
+        self.conclude(job, _account(job, survivors))
+
+    def conclude(self, job: Job, account: dict[str, Any]) -> None:
+        """Tell how it ended; it can be claimed until too much else has ended."""
+        job.ended_s, job.account = time.monotonic(), _json(account)
+        self.send(EXIT, job.number, job.account)
+        if job.lasting:
+            self.ended[job.claim] = job
+        while len(self.ended) > ENDED_MAX or (len(self.ended) > 1 and self.ended_bytes() > ENDED_MAX_BYTES):
+            del self.ended[next(iter(self.ended))]
+
+    def ended_bytes(self) -> int:
+        return sum(len(job.output.data) for job in self.ended.values())
 
     def members(self, job: Job) -> list[int]:
         """Living processes that the job started, by whatever detour: double forks and new sessions included."""

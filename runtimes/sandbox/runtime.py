@@ -7,6 +7,7 @@ import base64
 import codecs
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 
 from manager.action import Action
 from manager.errors import ActionFailed, InvalidConfig, InvalidInput, Reason, TangramError, Unsupported
@@ -15,7 +16,7 @@ from manager.function import Background, FunctionSpec
 from manager.lease import Lease
 from runtimes.runtime import Execution, Result
 from runtimes.sandbox.environments import Environments
-from runtimes.sandbox.sandbox import Command, CommandResult, OnOutput, Sandbox
+from runtimes.sandbox.sandbox import Command, CommandResult, OnOutput, Sandbox, claims_of
 
 COMPONENT = "sandbox"
 #: Seconds between the end of a command's time and the caller's deadline for it.
@@ -37,7 +38,8 @@ class Stage:
         async with AsyncExitStack() as stack:
             try:
                 if action.trajectory is None:
-                    sandbox = await stack.enter_async_context(self.environments.ephemeral(spec))
+                    claims = claims_of(action.id, action.attempt)
+                    sandbox = await stack.enter_async_context(self.environments.ephemeral(spec, claims))
                 else:
                     sandbox = await self.environments.ensure(action.trajectory, spec)
             except TangramError as error:
@@ -77,7 +79,10 @@ class ExecRuntime:
 
     async def execute(self, execution: Execution) -> Result:
         function = execution.call.function
-        command = command_of(execution.call.input, function, timeout_s=execution.action.timeout_s)
+        action = execution.action
+        command = command_of(execution.call.input, function, timeout_s=action.timeout_s)
+        claim = f"{claims_of(action.id, action.attempt)}1"
+        command = replace(command, claim=claim, lasting=execution.call.lasting)
         lines = LogLines(execution.call.log)
         async with self._stage.enter(execution) as sandbox:
             try:
@@ -96,6 +101,15 @@ class ExecRuntime:
         """The environments are closed by who made them."""
 
 
+def begin(execution: Execution, sandbox: Sandbox) -> None:
+    """Start its clock; what an earlier gateway began has run since then, and its time may be over already."""
+    claims = claims_of(execution.action.id, execution.action.attempt)
+    ran_s = sum(held.ran_s for claim, held in sandbox.held.items() if claim.startswith(claims))
+    execution.begin(ran_s)
+    if ran_s >= execution.action.timeout_s - DEADLINE_MARGIN_S:
+        execution.end()
+
+
 async def carry_out(
     execution: Execution, sandbox: Sandbox, command: Command, on_output: OnOutput | None = None
 ) -> CommandResult:
@@ -104,8 +118,9 @@ async def carry_out(
     The sandbox ends a command that exceeds its timeout, and what it has printed is kept; so the execution counts as
     over a moment before the caller's own deadline, which would cancel it and lose that.
     """
-    execution.begin()
-    over = asyncio.get_running_loop().call_later(max(0.0, command.timeout_s - DEADLINE_MARGIN_S), execution.end)
+    begin(execution, sandbox)
+    left_s = command.timeout_s - DEADLINE_MARGIN_S - execution.execution_s
+    over = asyncio.get_running_loop().call_later(max(0.0, left_s), execution.end)
     try:
         return await sandbox.run(command, on_output)
     finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from manager.function import Background, SandboxSpec
 
@@ -29,6 +29,10 @@ class Command:
     kill_grace_s: float = 2.0
     #: Bytes kept of each stream; the rest is read and dropped, and the mark set.
     output_limit_bytes: int = 1 * 2**20
+    #: The name by which the next gateway can claim it: `claims_of` its action, and a number. Empty: nobody can.
+    claim: str = ""
+    #: Whether it goes on when this gateway is gone, for ``unattended_s`` of the sandbox at most.
+    lasting: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +51,19 @@ class CommandResult:
     duration_s: float = 0.0
     cpu_s: float = 0.0
     peak_memory_bytes: int = 0
+
+
+class Held(NamedTuple):
+    """A command of an earlier gateway that can be claimed."""
+
+    #: Seconds that it has run, or ran.
+    ran_s: float
+    running: bool
+
+
+def claims_of(action_id: str, attempt: int) -> str:
+    """What the claims of all commands of one try of an action begin with."""
+    return f"{action_id}.{attempt}/"
 
 
 class Process(Protocol):
@@ -106,8 +123,31 @@ class Sandbox(Protocol):
         """Whether its death was reported to somebody (an action that ended with environment_lost)."""
         ...
 
+    @property
+    def held(self) -> Mapping[str, Held]:
+        """The commands of an earlier gateway that can still be claimed, by claim."""
+        ...
+
     async def run(self, command: Command, on_output: OnOutput | None = None) -> CommandResult:
-        """Execute to the end; cancelling kills the process tree, setsid children included."""
+        """Execute to the end; cancelling kills the process tree, setsid children included.
+
+        A command that is `held` is claimed instead: its output comes from its beginning, and nothing is run twice.
+        """
+        ...
+
+    def keep(self, claims: str, *, lasting: bool) -> None:
+        """Whether commands whose claims begin so are kept for the next gateway, running or ended.
+
+        Held ones that are not to be kept are ended.
+        """
+        ...
+
+    def attends(self, claims: str) -> bool:
+        """Whether `release` would leave a lasting command with such a claim to the next gateway, running or ended."""
+        ...
+
+    def secret(self, purpose: str) -> str:
+        """32 hexadecimal digits that nobody inside can know, and the next gateway knows too."""
         ...
 
     async def spawn(self, command: Command) -> Process:
@@ -148,7 +188,10 @@ class Sandbox(Protocol):
         ...
 
     async def release(self) -> None:
-        """Let go of it without ending it, for `Provider.adopt` of the next gateway; idempotent."""
+        """Let go of it without ending it, for `Provider.adopt` of the next gateway; idempotent.
+
+        What runs in it and is lasting goes on; what waits for it here is told environment_lost.
+        """
         ...
 
     async def close(self) -> None:

@@ -57,23 +57,6 @@ def test_a_trajectory_goes_on_with_its_files_after_a_kill_and_after_sigterm(gate
     assert runner_pids(gateway) == []
 
 
-def test_a_command_that_ran_when_the_gateway_was_killed_is_ended_and_its_record_says_lost(
-    gateway: GatewayProcess,
-) -> None:
-    with Client(gateway.url) as client:
-        output(client, "echo kept > note")
-        accepted = client.submit("shell", {"command": "echo begun; exec sleep 1000"}, trajectory="t")
-        queued = client.submit("shell", {"command": "cat note; ps -e | grep -c sleep"}, trajectory="t")
-        lines = client.logs(accepted.id, follow=True)
-        assert next(line.text for line in lines if line.stream == "stdout").strip() == "begun"
-    gateway.kill()
-    gateway.start()
-    end = record(gateway, accepted.id)
-    assert (end["state"], end["reason"]) == ("lost", "gateway_restart")
-    after = record(gateway, queued.id)
-    assert (after["state"], after["result"]["stdout"]) == ("succeeded", "kept\n0\n"), after
-
-
 def test_a_sandbox_that_died_with_its_gateway_is_told_once_and_never_passed_over(gateway: GatewayProcess) -> None:
     with Client(gateway.url) as client:
         output(client, "echo kept > note")

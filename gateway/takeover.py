@@ -1,0 +1,61 @@
+"""Takeover: which commands that run in sandboxes are whose, from one gateway to the next."""
+
+from __future__ import annotations
+
+from gateway.invocation import Invocation
+from gateway.record import Record
+from gateway.trajectories import INSIDE
+from manager.outcome import State
+from runtimes.sandbox.environments import Environments
+from runtimes.sandbox.sandbox import claims_of
+
+
+class Takeover:
+    """Joins the records of an earlier gateway to what its sandboxes still hold, and leaves to the next what runs."""
+
+    def __init__(self, environments: Environments) -> None:
+        self._environments = environments
+        #: What the claims of each held try begin with.
+        self._held: set[str] = set()
+        self._taken: set[str] = set()
+
+    def look(self) -> None:
+        """See what the adopted sandboxes hold."""
+        self._held = {claim.rpartition("/")[0] + "/" for claim in self._environments.held()}
+
+    def holds(self, invocation: Invocation) -> bool:
+        """Whether a living sandbox holds the present try, of which the record says that it has begun."""
+        record = invocation.record
+        begun = record.detached and record.state is State.RUNNING
+        return begun and _inside(invocation) and _claims(record) in self._held
+
+    def take(self, invocation: Invocation) -> None:
+        """It goes on under this gateway."""
+        self._taken.add(_claims(invocation.record))
+
+    async def let_go(self) -> None:
+        """End what was not taken."""
+        await self._environments.let_go(self._taken)
+        self._held.clear()
+
+    async def leave(self, invocation: Invocation) -> bool:
+        """Leave a running command to the next gateway, as it runs; False where that cannot be."""
+        return _inside(invocation) and await self._environments.leave(_claims(invocation.record))
+
+    def detached(self, invocation: Invocation) -> None:
+        """It goes on without its caller, and from now on without this gateway too."""
+        if _inside(invocation):
+            self._environments.prolong(_claims(invocation.record))
+
+    def settled(self, invocation: Invocation) -> None:
+        """Its end is durable: no sandbox needs to keep it."""
+        if _inside(invocation):
+            self._environments.acknowledge(invocation.record.trajectory, _claims(invocation.record))
+
+
+def _inside(invocation: Invocation) -> bool:
+    return invocation.function is not None and invocation.function.runtime in INSIDE
+
+
+def _claims(record: Record) -> str:
+    return claims_of(record.action_id, record.attempt)
