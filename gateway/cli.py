@@ -30,7 +30,7 @@ VERBS: Mapping[str, str] = {
     "dlq": "gateway.cli_dead_letters:dlq",
     "trajectories": "gateway.cli_state:trajectories",
     "tasks": "gateway.cli_state:tasks",
-    "top": "gateway.cli_state:top",
+    "top": "gateway.cli_top:top",
     "plan": "gateway.cli_simulate:plan",
     "simulate": "gateway.cli_simulate:simulate",
     "trace": "gateway.cli_simulate:trace",

@@ -1,18 +1,14 @@
-"""Verbs that show the gateway's state: functions, trajectories, tasks, top."""
+"""Verbs that show the gateway's state: functions, trajectories, tasks."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
 
-from gateway.cli_output import Duration, json_option, print_json, print_table, server_options, show_seconds
+from gateway.cli_output import json_option, print_json, print_table, server_options, show_seconds
 from gateway.client import Client
-
-#: Waiting actions that `top` shows.
-QUEUE_SHOWN = 20
 
 
 @click.group()
@@ -48,7 +44,7 @@ def show_function(name: str, server: str, token: str, as_json: bool) -> None:
         print_json(found)
         return
     learned = found.pop("learned", {})
-    _print_tree(found)
+    print_tree(found)
     if learned:
         click.echo()
         print_table(
@@ -78,7 +74,7 @@ def list_trajectories(server: str, token: str, as_json: bool) -> None:
     """List the living trajectories."""
     with Client(server, token=token) as client:
         found = client.trajectories()
-    _print_rows(found, as_json)
+    print_rows(found, as_json)
 
 
 @trajectories.command("end")
@@ -99,43 +95,10 @@ def tasks(server: str, token: str, as_json: bool) -> None:
     """RL tasks: their weights, bounds, and use in core-seconds, gpu-seconds, units of quotas and seconds of slots."""
     with Client(server, token=token) as client:
         found = client.tasks()
-    _print_rows(found, as_json)
+    print_rows(found, as_json)
 
 
-@click.command()
-@click.option("--interval", "interval_s", type=Duration(), help="Show it again and again.")
-@server_options
-@json_option
-def top(interval_s: float | None, server: str, token: str, as_json: bool) -> None:
-    """What the machine is doing: resources, who holds them, and what waits for what."""
-    with Client(server, token=token) as client:
-        while True:
-            resources, queue = client.resources(), client.queue(QUEUE_SHOWN)
-            waiting = sum(int(task["queued"]) for task in client.tasks())
-            if as_json:
-                print_json({"resources": resources, "waiting": waiting, "queue": queue})
-            else:
-                if interval_s is not None:
-                    click.clear()
-                _print_top(resources, waiting, queue)
-            if interval_s is None:
-                return
-            time.sleep(interval_s)
-
-
-def _print_top(resources: Mapping[str, Any], waiting: int, queue: Sequence[Mapping[str, Any]]) -> None:
-    for section, value in resources.items():
-        if isinstance(value, Mapping) and value and all(isinstance(each, Mapping) for each in value.values()):
-            click.echo(section)
-            _print_rows([{"name": name, **each} for name, each in value.items()], as_json=False)
-        else:
-            _print_tree({section: value})
-        click.echo()
-    click.echo(f"queue: {waiting} waiting")
-    _print_rows(queue, as_json=False)
-
-
-def _print_rows(rows: Sequence[Mapping[str, Any]], as_json: bool) -> None:
+def print_rows(rows: Sequence[Mapping[str, Any]], as_json: bool) -> None:
     """A table whose columns are the rows' own scalar fields."""
     if as_json:
         print_json(list(rows))
@@ -166,7 +129,7 @@ def _amount(amount: object) -> str:
     return f"{amount:.4g}" if isinstance(amount, float) else str(amount)
 
 
-def _print_tree(value: object, indent: int = 0) -> None:
+def print_tree(value: object, indent: int = 0) -> None:
     """Nested mappings, one key to a line; what is empty is left out."""
     if not isinstance(value, Mapping):
         click.echo(" " * indent + str(value))
@@ -176,7 +139,7 @@ def _print_tree(value: object, indent: int = 0) -> None:
             continue
         if isinstance(inner, Mapping):
             click.echo(f"{' ' * indent}{key}:")
-            _print_tree(inner, indent + 2)
+            print_tree(inner, indent + 2)
         else:
             shown = ", ".join(map(str, inner)) if isinstance(inner, list) else inner
             click.echo(f"{' ' * indent}{key}: {shown}")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from manager.errors import ActionFailed, Reason
@@ -19,6 +20,22 @@ _COMPONENT = "model.fleet"
 
 class ChunkBroken(Exception):
     """A rank died, was stuck, or left its peers alone: the chunk's processes have been replaced."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """What one device did since the start, and does now."""
+
+    executions: int = 0
+    #: Executions that had to restore their service first.
+    swaps: int = 0
+    #: The service that computes, and its chunk.
+    running: tuple[str, Chunk] | None = None
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the executions that found their service in place; 0 where there were none."""
+        return 0.0 if not self.executions else 1 - self.swaps / self.executions
 
 
 class Fleet:
@@ -39,6 +56,7 @@ class Fleet:
         self.workers = [self._worker(device, nursery) for device in devices]
         self._turns = [asyncio.Lock() for _ in devices]
         self._resident: list[tuple[Resident, ...]] = [() for _ in devices]
+        self.tallies = [Tally() for _ in devices]
 
     # -- work
 
@@ -54,6 +72,7 @@ class Fleet:
         async with AsyncExitStack() as turns:
             for index in _members(chunk):
                 await turns.enter_async_context(self._turns[index])
+                turns.enter_context(self._running(index, run.place.service, chunk))
             await self._attach(chunk, image)
             counted = _Countdown(chunk[1], restored)
             group = self._group(chunk)
@@ -66,6 +85,9 @@ class Fleet:
             except asyncio.CancelledError:
                 await self._stop(chunk, ranks)
                 raise
+        for index, rank in zip(_members(chunk), done, strict=True):
+            self.tallies[index].executions += 1
+            self.tallies[index].swaps += rank.usage.restored
         results = done[0].value
         assert isinstance(results, list)
         return results, [rank.usage for rank in done]
@@ -157,6 +179,14 @@ class Fleet:
             raise
         self._report(index, done.resident)
         return done
+
+    @contextmanager
+    def _running(self, index: int, service: str, chunk: Chunk) -> Iterator[None]:
+        self.tallies[index].running = service, chunk
+        try:
+            yield
+        finally:
+            self.tallies[index].running = None
 
     def _report(self, index: int, resident: tuple[Resident, ...] | None) -> None:
         if resident is not None and resident != self._resident[index]:

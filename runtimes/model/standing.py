@@ -71,6 +71,10 @@ def _devices(engine: InHouse) -> list[dict[str, object]]:
             "alive": worker.alive,
             "pid": worker.pid,
             "restarts": worker.restarts,
+            "running": None if tally.running is None else {"service": tally.running[0], "chunk": [*tally.running[1]]},
+            "executions": tally.executions,
+            "swaps": tally.swaps,
+            "hit_rate": round(tally.hit_rate, 4),
             "arena_bytes": device.arena_bytes,
             "resident_bytes": sum(slot.size_bytes for slot in fleet.slots(device.index)),
             "used_bytes": used_bytes(device),
@@ -79,5 +83,5 @@ def _devices(engine: InHouse) -> list[dict[str, object]]:
                 for slot in fleet.slots(device.index)
             ],
         }
-        for device, worker in zip(fleet.devices, fleet.workers, strict=True)
+        for device, worker, tally in zip(fleet.devices, fleet.workers, fleet.tallies, strict=True)
     ]

@@ -76,7 +76,9 @@ def test_a_killed_or_stopped_worker_costs_its_action_one_more_try_and_others_not
             assert len(end["result"]["sums"]) == ROWS
             assert end["result"]["sums"][-1] == pytest.approx(expected, abs=1e-2)
         after = devices(client)
-        assert after[0] == before[0] | {"resident": after[0]["resident"], "resident_bytes": after[0]["resident_bytes"]}
+        assert [(each["pid"], each["alive"], each["restarts"]) for each in (before[0], after[0])] == [
+            (before[0]["pid"], True, 0)
+        ] * 2
         assert after[1]["restarts"] == before[1]["restarts"] + 1
         assert after[1]["pid"] != before[1]["pid"]
     assert balanced(series(gateway))
