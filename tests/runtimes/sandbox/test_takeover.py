@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -65,6 +66,9 @@ def box() -> Iterator[Box]:
         argv = [sys.executable, "-I", "-S", wire.__file__, place]
         process = subprocess.Popen(argv)
         yield Box(directory, process)
+        for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+            with suppress(ProcessLookupError):
+                os.killpg(int(child), signal.SIGKILL)  # what a test left running would outlive its runner
         process.kill()
         process.wait(DEADLINE_S)
 
