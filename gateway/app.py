@@ -187,6 +187,7 @@ class App:
         self.history = History.from_json(orjson.loads(saved)) if saved else History()
         self.hands = self._make_hands(self.config, self._clock, self._report_residency)
         self._closers.push_async_callback(self.hands.close)
+        self.hands.model.on_footprint = self._learn_footprint
         self.trajectories = Trajectories(self.store, self.hands.environments)
         self._adopted = await self.trajectories.adopt()
         self.registry = Registry(
@@ -318,6 +319,12 @@ class App:
             return  # a model is being prepared: the engine is told of all that is resident once it starts
         copies = [(service, start, size) for service, chunks in resident.items() for start, size in chunks]
         self.engine.report_residency(self.config.node.name, copies)
+
+    def _learn_footprint(self, service: ServiceSpec) -> None:
+        """A model's restore takes longer or shorter than the scheduler believes."""
+        self._services[service.name] = service
+        if self._engine is not None:
+            self.engine.reconfigure(services={service.name: service})
 
     def _function_bounds(self) -> dict[str, int]:
         return {name: spec.max_queued for name, spec in self.config.functions.items()}

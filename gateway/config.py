@@ -239,8 +239,10 @@ class _Assembly:
         models = models.model_copy(update={"dir": self._absolute("models", models.dir)})
         topology = self._absolute("node", node.cpu.topology)
         node = node.model_copy(update={"cpu": node.cpu.model_copy(update={"topology": topology})})
+        functions = self._functions(resources, sandbox, models)
+        self._engine_problems(functions, node)
         return GatewayConfig(
-            functions=self._functions(resources, sandbox, models),
+            functions=functions,
             tasks={"default": TaskSpec()} | {name: task.spec() for name, task in tasks.items()},
             quotas={n: spec for n, each in resources.items() if isinstance(spec := each.spec(), QuotaSpec)},
             concurrency={n: spec for n, each in resources.items() if isinstance(spec := each.spec(), ConcurrencySpec)},
@@ -304,6 +306,20 @@ class _Assembly:
             for path, message in problems:
                 self._refuse(entry, message, path)
         return functions
+
+    def _engine_problems(self, functions: Mapping[str, FunctionSpec], node: NodeConfig) -> None:
+        """What an external engine frees by sleeping goes to the driver; the arenas of our own models keep theirs."""
+        models = {name: function.model for name, function in functions.items() if function.model is not None}
+        own = sorted(name for name, model in models.items() if not model.engine_url)
+        if not own or node.devices.kind == "cpu":
+            return
+        for name in models.keys() - own:
+            message = (
+                f"an external engine needs devices of its own, and this gateway's own models ({', '.join(own)}) hold "
+                "the memory of every device of the node for good: serve it from a gateway of its own, or call it as an "
+                "api function with a concurrency resource as its cost"
+            )
+            self._refuse(self.entries["functions"][name], message, ("model", "engine"))
 
     def _resource_problems(self, resources: Mapping[str, Resource]) -> None:
         for name, path, message in resource_problems(resources, self.entries["resources"]):

@@ -239,7 +239,11 @@ class HandlerFunction(FunctionBase):
 
 
 class EngineSection(Section):
-    """An external, OpenAI-compatible engine instead of the in-house one."""
+    """An external, OpenAI-compatible engine instead of the in-house one.
+
+    It needs devices of its own: a gateway whose node has GPUs serves either external engines or its own models.
+    Where the engine computes was decided when it was started; the chunk of its action says when it may be awake.
+    """
 
     url: str = Field(pattern=r"^https?://", description="base URL")
     sleep: str = Field(default="", description="path posted to evict the model")

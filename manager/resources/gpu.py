@@ -249,6 +249,7 @@ class GpuPool(Pool):
             "regions": {name: {"start": start, "devices": count} for name, (start, count) in self._regions.items()},
             "chunks": {holder: list(chunk) for holder, chunk in self._by_holder.items()},
             "devices": self._residency.describe(),
+            "services": self._residency.describe_services(),
             "restores": self.restores,
             "hits": self.hits,
             "prefetches": self.prefetches,

@@ -123,6 +123,16 @@ class Residency:
                     self.evict(victim)
                 self.restore(copy)
 
+    def describe_services(self) -> dict[str, object]:
+        """What each service takes of a device and how long its restore takes, by DoP."""
+        return {
+            name: {
+                "bytes_by_dop": {str(dop): size for dop, size in spec.bytes_by_dop.items()},
+                "restore_s_by_dop": {str(dop): seconds for dop, seconds in spec.restore_s_by_dop.items()},
+            }
+            for name, spec in sorted(self._services.items())
+        }
+
     def describe(self) -> list[dict[str, object]]:
         return [
             {

@@ -13,6 +13,9 @@ from runtimes.model.request import ModelInput
 #: (start, size) in device indices of the node.
 Chunk = tuple[int, int]
 
+#: Told whenever what a service costs is known better than before.
+OnFootprint = Callable[[ServiceSpec], None]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:

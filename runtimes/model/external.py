@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
@@ -17,9 +17,10 @@ import httpx
 from manager.config import ServiceSpec
 from manager.errors import ActionFailed, InvalidConfig, Reason
 from manager.function import FunctionSpec, ModelAction, ModelSpec
-from runtimes.model.contract import Answers, Ask, Chunk, Job
+from runtimes.model.contract import Answers, Ask, Chunk, Job, OnFootprint
 from runtimes.model.devices import discover
 from runtimes.model.request import ModelInput, model_of
+from runtimes.model.restores import Restores, has_moved
 from runtimes.model.settings import ModelSettings
 
 _COMPONENT = "model.external"
@@ -31,11 +32,12 @@ _BLAMES_INPUT = frozenset({400, 413, 422})
 
 @dataclass(slots=True)
 class _Server:
-    """One server: where it is awake, and how long waking took."""
+    """One server: what it is known to cost, and where it is awake."""
 
     model: ModelSpec
+    #: As the scheduler knows it; None before it is prepared.
+    told: ServiceSpec | None = None
     chunk: Chunk | None = None
-    wake_s: float = 0.0
     moving: asyncio.Lock = field(default_factory=asyncio.Lock)
     calls: int = 0
     quiet: asyncio.Event = field(default_factory=asyncio.Event)
@@ -44,9 +46,11 @@ class _Server:
 class External:
     """Implements `contract.Engine` by HTTP calls."""
 
-    def __init__(self, settings: ModelSettings, on_residency: Callable[[], None]) -> None:
+    def __init__(self, settings: ModelSettings, on_residency: Callable[[], None], on_footprint: OnFootprint) -> None:
         self._settings = settings
         self._on_residency = on_residency
+        self._on_footprint = on_footprint
+        self._wakes = Restores(settings.restore_bytes_per_s)
         self._servers: dict[str, _Server] = {}
         self._client: httpx.AsyncClient | None = None
 
@@ -69,11 +73,12 @@ class External:
                 component=_COMPONENT,
             ) from error
         whole = min(device.arena_bytes for device in await asyncio.to_thread(discover, self._settings))
-        return ServiceSpec(
+        server.told = ServiceSpec(
             name=model.service,
             bytes_by_dop=dict.fromkeys(units, whole),
-            restore_s_by_dop=dict.fromkeys(units, server.wake_s),
+            restore_s_by_dop=dict.fromkeys(units, self._wake_s(model.service)),
         )
+        return server.told
 
     async def admit(self, function: FunctionSpec, given: ModelInput) -> Ask:
         """The server checks lengths and vocabulary; what it cannot take at all is refused here."""
@@ -162,9 +167,23 @@ class External:
             if server.chunk is None and server.model.wake_path:
                 began = time.monotonic()
                 await self._call(server.model, "POST", server.model.wake_path)
-                server.wake_s = time.monotonic() - began
+                self._learn(server, time.monotonic() - began)
             server.chunk = chunk
         self._on_residency()
+
+    def _learn(self, server: _Server, seconds: float) -> None:
+        """Keep what a wake took, whatever the number of devices; tell it where the estimate has moved."""
+        service, told = server.model.service, server.told
+        self._wakes.add(service, 1, 0, seconds)
+        if told is None:
+            return
+        now = dict.fromkeys(told.restore_s_by_dop, self._wake_s(service))
+        if has_moved(told.restore_s_by_dop, now):
+            server.told = replace(told, restore_s_by_dop=now)
+            self._on_footprint(server.told)
+
+    def _wake_s(self, service: str) -> float:
+        return self._wakes.estimate(service, {1: 0})[1]
 
     async def _sleep(self, server: _Server) -> None:
         """Wait for the calls in flight (a sleeping server would abort them), then let go of the memory."""

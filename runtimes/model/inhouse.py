@@ -7,17 +7,19 @@ import math
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from manager.config import ServiceSpec
 from manager.errors import ActionFailed, InvalidConfig, InvalidInput, Reason, TangramError, Unsupported
 from manager.function import FunctionSpec, ModelAction, ModelSpec
-from runtimes.model.contract import Answers, Ask, Chunk, Job
+from runtimes.model.contract import Answers, Ask, Chunk, Job, OnFootprint
 from runtimes.model.devices import discover
 from runtimes.model.fleet import ChunkBroken, Fleet
 from runtimes.model.layout import Layout, shard
 from runtimes.model.process import Gone, Nursery, Process, Refused
 from runtimes.model.request import ModelInput, model_of
+from runtimes.model.restores import Restores, has_moved
 from runtimes.model.settings import ModelSettings
 from runtimes.model.store import HostImages, Known, ModelKey, ask_clerk
 from runtimes.model.tokens import check_ids
@@ -39,14 +41,23 @@ ATTEMPTS = 2
 class InHouse:
     """Implements `contract.Engine` on this node's devices."""
 
-    def __init__(self, settings: ModelSettings, nursery: Nursery, on_residency: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        settings: ModelSettings,
+        nursery: Nursery,
+        on_residency: Callable[[], None],
+        on_footprint: OnFootprint = lambda _: None,
+    ) -> None:
         self._settings = settings
         settings.state_dir.mkdir(parents=True, exist_ok=True)
         self._meeting = Path(tempfile.mkdtemp(prefix="groups-", dir=settings.state_dir))
         self.fleet = Fleet(discover(settings), nursery, settings, self._meeting, on_residency)
         self._clerk = Process(nursery, "clerk", {}, start_s=settings.start_s)
         self.images = HostImages(settings, self._clerk, self.fleet.forget_image)
-        self._restore_rate = settings.restore_bytes_per_s
+        self._restores = Restores(settings.restore_bytes_per_s)
+        #: Services as the scheduler knows them, by name.
+        self._told: dict[str, ServiceSpec] = {}
+        self._on_footprint = on_footprint
 
     # -- the contract
 
@@ -68,6 +79,7 @@ class InHouse:
         await self.fleet.start()
         async with self.images.hold(known):
             pass
+        self._told[service.name] = service
         return service
 
     async def admit(self, function: FunctionSpec, given: ModelInput) -> Ask:
@@ -98,7 +110,7 @@ class InHouse:
             raise
         except TangramError as error:
             raise ActionFailed(Reason.MODEL_ERROR, error.message, component=error.component) from error
-        self._learn(usages)
+        self._learn(job, usages)
         return Answers(values=await self._values(job, known, results), usage=_usage(usages, len(job.asks)))
 
     async def evict(self, service: str, chunk: Chunk) -> None:
@@ -196,13 +208,15 @@ class InHouse:
         return texts
 
     def _service(self, function: FunctionSpec, layout: Layout) -> ServiceSpec:
-        """Bytes on each device and restore seconds, for every DoP that the function may ask for."""
-        units = function.cost["gpu"]
-        sizes = {dop: shard(layout, 0, dop).size_bytes for dop in units}
+        """Bytes on each device and restore seconds, for every DoP that a function of this service may ask for."""
+        name, told = model_of(function).service, self._told.get(model_of(function).service)
+        sizes = {dop: shard(layout, 0, dop).size_bytes for dop in function.cost["gpu"]}
+        if told is not None:
+            sizes = {**told.bytes_by_dop, **sizes}
         return ServiceSpec(
-            name=model_of(function).service,
+            name=name,
             bytes_by_dop=sizes,
-            restore_s_by_dop={dop: size / self._restore_rate for dop, size in sizes.items()},
+            restore_s_by_dop=self._restores.estimate(name, sizes),
             batch_tokens=model_of(function).batch_tokens,
         )
 
@@ -216,11 +230,18 @@ class InHouse:
                     component=_COMPONENT,
                 )
 
-    def _learn(self, usages: Sequence[Usage]) -> None:
-        """Keep the measured restore rate, smoothed, for the scheduler's estimate."""
-        for usage in usages:
-            if usage.restored and usage.restore_s > 0:
-                self._restore_rate += 0.3 * (usage.restore_bytes / usage.restore_s - self._restore_rate)
+    def _learn(self, job: Job, usages: Sequence[Usage]) -> None:
+        """Keep what a restore took, and tell the scheduler where its estimates have moved."""
+        seconds = max((usage.restore_s for usage in usages if usage.restored), default=0.0)
+        mine, dop = self._told.get(job.service), job.chunk[1]
+        if mine is None or dop not in mine.bytes_by_dop or seconds <= 0:
+            return
+        self._restores.add(job.service, dop, mine.bytes_by_dop[dop], seconds)
+        for told in list(self._told.values()):
+            now = self._restores.estimate(told.name, told.bytes_by_dop)
+            if has_moved(told.restore_s_by_dop, now):
+                self._told[told.name] = replace(told, restore_s_by_dop=now)
+                self._on_footprint(self._told[told.name])
 
 
 def _key(model: ModelSpec) -> ModelKey:

@@ -11,7 +11,7 @@ from manager.errors import ActionFailed, InvalidInput, Reason
 from manager.function import FunctionSpec
 from manager.lease import Lease
 from runtimes.model.batch import Batch, Member
-from runtimes.model.contract import Ask, Chunk, Engine
+from runtimes.model.contract import Ask, Chunk, Engine, OnFootprint
 from runtimes.model.devices import require_torch
 from runtimes.model.external import External
 from runtimes.model.inhouse import InHouse
@@ -39,19 +39,25 @@ class ModelRuntime:
     ) -> None:
         self.settings = settings or ModelSettings()
         self.on_residency = on_residency
+        #: Told whenever a service's footprint is known better than before.
+        self.on_footprint: OnFootprint | None = None
         self.standing = Standing()
         self._own_nursery = nursery is None
         self._nursery = nursery or Nursery()
         self._in_house: InHouse | None = None
-        self._external = External(self.settings, self._report)
-        self._services: dict[str, ServiceSpec] = {}
+        self._external = External(self.settings, self._report, self._learn)
+        #: Functions that are ready, and what each service costs: functions may share one.
+        self._ready: set[str] = set()
+        self._footprints: dict[str, ServiceSpec] = {}
         self._batches: dict[tuple[str, ...], Batch] = {}
 
     # -- Runtime
 
     async def prepare(self, function: FunctionSpec) -> None:
         """Check the checkpoint, read it into host memory and start the devices' processes."""
-        self._services[function.name] = await self._engine(function).prepare(function)
+        service = await self._engine(function).prepare(function)
+        self._footprints[service.name] = service
+        self._ready.add(function.name)
 
     async def execute(self, execution: Execution) -> Result:
         """Run one action on its chunk, together with the other members of its batch where the lease names some."""
@@ -94,10 +100,10 @@ class ModelRuntime:
     # -- beyond the protocol
 
     async def footprint(self, function: FunctionSpec) -> ServiceSpec:
-        """Bytes on each device and restore seconds by DoP, as the manager wants them."""
-        if function.name not in self._services:
+        """Bytes on each device by DoP, and restore seconds by DoP as far as they were measured, for the manager."""
+        if function.name not in self._ready:
             await self.prepare(function)
-        return self._services[function.name]
+        return self._footprints[model_of(function).service]
 
     async def prefetch(self, function: FunctionSpec, service: str, chunk: Chunk, evict: tuple[str, ...] = ()) -> bool:
         """Restore a service beside what computes now, once ``evict`` is gone there; False where there was no room."""
@@ -119,7 +125,7 @@ class ModelRuntime:
             return self._external
         if self._in_house is None:
             require_torch()
-            self._in_house = InHouse(self.settings, self._nursery, self._report)
+            self._in_house = InHouse(self.settings, self._nursery, self._report, self._learn)
         return self._in_house
 
     async def _admit(self, execution: Execution, engine: Engine) -> Ask:
@@ -167,6 +173,11 @@ class ModelRuntime:
     def _forget(self, key: tuple[str, ...], batch: Batch | None) -> None:
         if self._batches.get(key) is batch:
             del self._batches[key]
+
+    def _learn(self, service: ServiceSpec) -> None:
+        self._footprints[service.name] = service
+        if self.on_footprint is not None:
+            self.on_footprint(service)
 
     def _report(self) -> None:
         if self.on_residency is not None:

@@ -320,3 +320,23 @@ def test_a_policy_is_chosen_for_all_or_by_resource(tmp_path: Path) -> None:
         "gpu": ("fixed", {"dop": 2.0}),
     }
     assert loaded(tmp_path, "scheduler: {policy: paper}").scheduler.spec().policies["default"].name == "paper"
+
+
+ENGINES = """\
+functions:
+  own: {runtime: model, model: {path: models/reward, action: score}}
+  theirs: {runtime: model, model: {path: served, action: score, engine: {url: "http://127.0.0.1:8000"}}}
+"""
+
+
+def test_an_external_engine_beside_own_models_is_refused_where_there_may_be_gpus(tmp_path: Path) -> None:
+    reward = tmp_path / "models" / "reward"
+    reward.mkdir(parents=True)
+    (reward / "config.json").write_text("{}")
+    (reward / "model.safetensors").write_bytes(SAFETENSORS)
+    (problem,) = problems(tmp_path, ENGINES)
+    assert "functions.theirs.model.engine: an external engine needs devices of its own" in problem and "own" in problem
+    (tmp_path / "tangram.yaml").write_text(ENGINES + "node: {devices: {kind: cpu}}\n")
+    assert set(load([tmp_path], {}).functions) == {"own", "theirs"}, "arenas of cpu devices are in nobody's way"
+    (tmp_path / "tangram.yaml").write_text("".join(line for line in ENGINES.splitlines(True) if "own:" not in line))
+    assert set(load([tmp_path], {}).functions) == {"theirs"}

@@ -12,6 +12,7 @@ import yaml
 from gateway.app import build
 from gateway.config import GatewayConfig
 from gateway.config_models import ModelsConfig, NodeConfig, SandboxConfig, ServerConfig
+from runtimes.model.settings import ModelSettings
 
 pytest.importorskip("torch")
 from tests.runtimes.model import checkpoints  # it imports torch
@@ -38,7 +39,11 @@ async def test_a_model_that_is_applied_while_the_gateway_runs_is_weighed_by_the_
             answer = await client.post("/v1/functions/judge/invocations", json={"token_ids": [[7, 3, 99]]})
             assert answer.status_code == 200, answer.text
             assert len(answer.json()["result"]["scores"]) == 1
-            devices = (await client.get("/v1/resources")).json()["pools"]["gpu"]["devices"]
+            gpu = (await client.get("/v1/resources")).json()["pools"]["gpu"]
+            devices, (service,) = gpu["devices"], gpu["services"].values()
+            assert service["bytes_by_dop"]["1"] == devices[0]["used_bytes"]
+            assumed_s = service["bytes_by_dop"]["1"] / ModelSettings().restore_bytes_per_s
+            assert service["restore_s_by_dop"]["1"] not in (0.0, assumed_s), "the core knows what was measured"
             assert [device["resident"][0]["dop"] for device in devices] == [1]
             assert 0 < devices[0]["used_bytes"] <= 64 * 2**20
     finally:

@@ -20,7 +20,8 @@ import pytest
 pytest.importorskip("torch")
 pytestmark = pytest.mark.model
 
-from manager.errors import ActionFailed, InvalidConfig, Reason, Unsupported  # noqa: E402  # torch may be missing
+from manager.config import ServiceSpec  # noqa: E402  # torch may be missing
+from manager.errors import ActionFailed, InvalidConfig, Reason, Unsupported  # noqa: E402
 from manager.function import FunctionSpec, ModelAction  # noqa: E402
 from runtimes.model.process import Nursery  # noqa: E402
 from runtimes.model.runtime import ModelRuntime  # noqa: E402
@@ -238,6 +239,33 @@ async def test_a_prefetch_evicts_what_the_manager_names_and_nothing_else(
     assert await runtime.prefetch(second, wanted, (0, 1), evict=(there,))
     assert set(runtime.residency()) == {wanted}
     await runtime.close()
+
+
+async def test_the_footprint_follows_what_restores_take(
+    checkpoint: Write, settings: ModelSettings, nursery: Nursery
+) -> None:
+    runtime = ModelRuntime(replace(settings, restore_bytes_per_s=1.0), nursery=nursery)
+    told: list[ServiceSpec] = []
+    runtime.on_footprint = told.append
+    asked = teacher(checkpoint, (1, 2))
+    before = await runtime.footprint(asked)
+    assert before.restore_s_by_dop == before.bytes_by_dop, "as assumed: a byte a second"
+    usage = (await runtime.execute(execution(asked, GIVEN))).usage
+    after = await runtime.footprint(asked)
+    assert told == [after]
+    assert after.restore_s_by_dop[1] == usage["restore_s"]
+    assert after.restore_s_by_dop[2] < before.restore_s_by_dop[2], "by the rate of the one that was measured"
+    await runtime.execute(execution(asked, GIVEN))
+    assert told == [after], "no restore, nothing to learn"
+    await runtime.close()
+
+
+async def test_functions_that_share_a_service_share_its_footprint(checkpoint: Write, runtime: ModelRuntime) -> None:
+    narrow = teacher(checkpoint, (1,))
+    wide = replace(teacher(checkpoint, (2, 4)), name="wide")
+    await runtime.prepare(narrow)
+    await runtime.prepare(wide)
+    assert set((await runtime.footprint(narrow)).bytes_by_dop) == {1, 2, 4}
 
 
 # -- batches
