@@ -17,9 +17,10 @@ from gateway.store import Store
 from manager.errors import StorageUnavailable
 from manager.outcome import State
 
-#: Most that one deletion takes while the writer waits for it: records, or bytes of log text.
-PRUNE_ROWS = 1000
-PRUNE_LOG_BYTES = 16 * 2**20
+#: Most that one deletion takes while the writer, and whoever waits to be accepted, waits for it (some milliseconds):
+#: records, or bytes of log text.
+PRUNE_ROWS = 200
+PRUNE_LOG_BYTES = 4 * 2**20
 
 Queries = Mapping[str, str]
 

@@ -23,6 +23,7 @@ import structlog
 
 from gateway import wire
 from gateway.record import Record
+from gateway.store_checkpoint import Checkpoints
 from gateway.store_file import REMEDY, make_ready, queries
 from manager.errors import NotFound, StorageUnavailable
 from manager.outcome import State
@@ -49,6 +50,8 @@ class StoreSpec:
     log_backlog_bytes: int = 32 * 2**20
     #: Seconds between two tries to write after the disk refused.
     retry_s: float = 1.0
+    #: Seconds in which commits gather in the write-ahead log before they are copied into the file.
+    checkpoint_s: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +141,7 @@ class Store:
         self._queries = queries()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="store-writer")
         self._readers = ThreadPoolExecutor(2, thread_name_prefix="store-reader")
+        self._checkpoints = Checkpoints(spec.path, spec.checkpoint_s, self._between)
         self._local = threading.local()
         self._connection: sqlite3.Connection | None = None
         self._read_connections: list[sqlite3.Connection] = []
@@ -175,6 +179,7 @@ class Store:
         except StorageUnavailable as error:
             self._log.error("records lost at close", reason=error.message)
         self._stop_timer()
+        await self._checkpoints.close()
         await asyncio.get_running_loop().run_in_executor(self._writer, self._close)
         self._readers.shutdown(wait=True)
         self._writer.shutdown(wait=True)
@@ -289,6 +294,7 @@ class Store:
         if self.failure is not None:
             self._log.warning("the disk takes records again", after=self.failure)
         self.failure = None
+        self._checkpoints.committed()
         self.commits += 1
         self.rows_written += len(batch.records)
         for waiter in batch.waiters:
@@ -411,6 +417,11 @@ class Store:
             return await loop.run_in_executor(self._writer, self._alter, connection, work)
         except sqlite3.Error as error:
             raise StorageUnavailable(f"the record cannot be changed: {error}", component="store") from None
+
+    def _between(self, work: Callable[[sqlite3.Connection], object]) -> None:
+        """Run ``work`` in the writer's thread, between two transactions; nobody waits for it."""
+        if self._connection is not None:
+            self._writer.submit(work, self._connection)
 
     def _alter(
         self, connection: sqlite3.Connection, work: Callable[[sqlite3.Connection, Mapping[str, str]], int]

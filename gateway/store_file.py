@@ -40,6 +40,7 @@ def make_ready(connection: sqlite3.Connection, path: Path, *, synchronous: str) 
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute(f"PRAGMA synchronous = {synchronous}")
     connection.execute("PRAGMA journal_size_limit = 67108864")
+    connection.execute("PRAGMA wal_autocheckpoint = 0")  # `gateway.store_checkpoint` does, outside of any commit
     if version < newest:
         missing = "".join(steps[step] for step in range(version + 1, newest + 1))
         connection.executescript(f"BEGIN IMMEDIATE; {missing} PRAGMA user_version = {newest}; COMMIT;")

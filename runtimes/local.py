@@ -144,11 +144,15 @@ class LocalExecutor:
                 closers.push_async_callback(runtime.close)
 
 
+def _unheard() -> None:
+    """Nobody listens."""
+
+
 @dataclass(slots=True, kw_only=True)
 class _Watched(Execution):
     """An execution that tells when its phase changes, so that the right deadline is armed."""
 
-    on_phase: Callable[[], None] = field(default=lambda: None)
+    on_phase: Callable[[], None] = field(default=_unheard)
 
     def begin(self, ran_s: float = 0.0) -> None:
         Execution.begin(self, ran_s)
@@ -224,6 +228,7 @@ class _Watch:
     def _finish(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        self._execution.on_phase = _unheard  # else both would hold each other until the collector comes
         if not self._over.done():
             self._over.set_result(None)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from gateway.grpc.generated import tangram_pb2 as pb
+from gateway.http.server import Connection
 from tests.gateway.conftest import Bench, Running, function, serving, until
 from tests.gateway.grpc.peer import framed, head, peer
 from tests.gateway.http.test_odd_names import ask
@@ -31,7 +32,7 @@ def collector() -> Iterator[None]:
 
 
 def circles() -> list[str]:
-    """What is in a circle by now and holds a request's body."""
+    """What is in a circle by now and is our own, or holds a request's body."""
     gc.garbage.clear()
     gc.collect()
     holders = [
@@ -40,8 +41,10 @@ def circles() -> list[str]:
         for held in gc.get_referents(each)
         if isinstance(held, bytes | str | bytearray) and len(held) >= len(BALLAST)
     ]
+    kinds = [type(each) for each in gc.garbage if type(each) is not Connection]
+    ours = [kind.__qualname__ for kind in kinds if kind.__module__.startswith(("gateway.", "manager.", "runtimes."))]
     gc.garbage.clear()
-    return holders
+    return holders + ours
 
 
 async def post(gateway: Running, path: str, body: object, header: str = "X-Unheard-Of: 1", verb: str = "POST") -> int:

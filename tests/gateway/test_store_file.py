@@ -68,7 +68,8 @@ async def test_a_file_of_version_1_is_upgraded_in_place_and_loses_nothing(
 
 async def test_a_gateway_serves_from_an_old_file_and_runs_what_waited_in_it(tmp_path: Path) -> None:
     write(tmp_path / "state" / "tangram.sqlite", VERSION_1.read_text(encoding="utf-8"))
-    async with serving(Bench(tmp_path)) as gateway:
+    kept = {"retention": {"records_age": "100000d", "logs_age": "100000d"}}
+    async with serving(Bench(tmp_path, server=kept)) as gateway:
         # Its max_age is long over: it ends typed, and is not lost.
         waited = (await gateway.http.get("/v1/invocations/00000000002-0123456789ab?wait=5s")).json()
         assert (waited["state"], waited["reason"], waited["dead"]) == ("timed_out", "queue_timeout", True)
