@@ -235,6 +235,26 @@ class SandboxSection(Section):
         return SandboxSpec(**given)  # type: ignore[arg-type]
 
 
+class DockerSection(Section):
+    """The Docker engine that makes container sandboxes, on this machine or on another."""
+
+    host: str = Field(
+        default="",
+        pattern=r"^((unix|tcp|ssh)://.+)?$",
+        description="unix:///path, tcp://host:port or ssh://user@host; by default DOCKER_HOST or the usual socket",
+    )
+    transport: Literal["auto", "socket", "attach"] = Field(
+        default="auto",
+        description="how sandboxes are spoken to: over a socket in a directory that the engine mounts, or attached "
+        "through the engine; auto takes the socket where the engine is seen to share the state directory",
+    )
+    copy_limit_bytes: Bytes = Field(
+        default=256 * 2**20,
+        validation_alias="copy_limit",
+        description="most bytes of a handler's directory, which is copied to an engine that cannot mount it",
+    )
+
+
 class SandboxConfig(SandboxSection):
     """How sandboxes are made, and the defaults of every function's ``sandbox`` section."""
 
@@ -247,6 +267,7 @@ class SandboxConfig(SandboxSection):
         validation_alias="engine_silence",
         description="a Docker engine that answers nothing for so long is given up until it answers again",
     )
+    docker: DockerSection = Field(default=DockerSection(), description="the engine")
 
 
 class ModelsConfig(Section):

@@ -35,6 +35,7 @@ CHAPTERS = (
     ("CpuConfig", "node.cpu"),
     ("DevicesConfig", "node.devices"),
     ("SandboxConfig", "sandbox"),
+    ("DockerSection", "sandbox.docker"),
     ("ModelsConfig", "models"),
     ("SchedulerConfig", "scheduler"),
     ("PolicySection", "scheduler.policy, with constants"),
@@ -42,7 +43,7 @@ CHAPTERS = (
 #: Definitions whose other keys another chapter holds: only these are shown.
 _ONLY = {
     "HandlerFunction": ("runtime", "handler", "concurrency", "scale"),
-    "SandboxConfig": ("provider", "max_starting", "engine_silence"),
+    "SandboxConfig": ("provider", "max_starting", "engine_silence", "docker"),
 }
 
 

@@ -18,7 +18,7 @@ from runtimes.runtime import Runtime
 from runtimes.sandbox.environments import Environments, EnvironmentSettings
 from runtimes.sandbox.handler import HandlerRuntime
 from runtimes.sandbox.handler_instance import HandlerSettings
-from runtimes.sandbox.provider import ProviderSettings, make_provider
+from runtimes.sandbox.provider import DockerSettings, ProviderSettings, make_provider
 from runtimes.sandbox.pytest_run import PytestRuntime
 from runtimes.sandbox.runtime import ExecRuntime
 from runtimes.sandbox.sandbox import Provider
@@ -60,6 +60,11 @@ def make_hands(config: GatewayConfig, clock: Clock, on_residency: OnResidency) -
             state_dir=config.server.state_dir / "sandboxes",
             max_starting=config.sandbox.max_starting,
             engine_silence_s=config.sandbox.engine_silence_s,
+            docker=DockerSettings(
+                host=config.sandbox.docker.host,
+                transport=config.sandbox.docker.transport,
+                copy_limit_bytes=config.sandbox.docker.copy_limit_bytes,
+            ),
         )
     )
     environments = Environments(provider, EnvironmentSettings(default=default), clock)

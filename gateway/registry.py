@@ -19,7 +19,7 @@ from manager.function import FunctionSpec
 #: Sections that are read once, at the start.
 FIXED_SECTIONS = ("server", "node", "sandbox", "models", "scheduler")
 #: Keys of those sections that only fill in functions, and may therefore change.
-_SANDBOX_RUNS_ON = ("provider", "max_starting", "engine_silence_s")
+_SANDBOX_RUNS_ON = ("provider", "max_starting", "engine_silence_s", "docker")
 #: Functions whose preparation runs at once.
 PREPARE_CONCURRENCY = 4
 

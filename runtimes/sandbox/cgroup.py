@@ -76,6 +76,7 @@ class Cgroup:
     def __init__(self, version: int, places: Mapping[str, Path]) -> None:
         self.version = version
         self.places = places
+        self._background = False
 
     @property
     def writable(self) -> bool:
@@ -102,10 +103,11 @@ class Cgroup:
             _write(self.places["cpu"] / "cpu.max", f"{quota_us} {PERIOD_US}")
         else:
             _write(self.places["cpu"] / "cpu.cfs_quota_us", str(quota_us))
-        if background:
-            self.set_weight(background=True)
+        if background != self._background:
+            self.set_weight(background=background)
 
     def set_weight(self, *, background: bool) -> None:
+        self._background = background
         if self.version == 2:
             _write(self.places["cpu"] / "cpu.weight", str(WEIGHT_BACKGROUND if background else WEIGHT_ACTION))
         else:

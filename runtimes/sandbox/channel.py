@@ -53,12 +53,12 @@ class Conversation(Protocol):
 class Channel(asyncio.BufferedProtocol):
     """Requests to a runner, each with its own number; every one of them ends, if only with the channel."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: int | None = None) -> None:
         self._decoder = Decoder()
         self._buffer = memoryview(bytearray(wire.CHUNK_BYTES))
         self._conversations: dict[int, Conversation] = {}
         self._transport: asyncio.Transport | None = None
-        self._number = secrets.randbits(31)
+        self._number = secrets.randbits(31) if first is None else first
         self._writable = asyncio.Event()
         self._writable.set()
         self._ready: asyncio.Future[Mapping[str, object]] = asyncio.get_running_loop().create_future()
@@ -69,12 +69,21 @@ class Channel(asyncio.BufferedProtocol):
         self.known = False
         #: The commands of an earlier gateway that nobody has claimed yet.
         self.held: dict[str, Held] = {}
+        #: The last command of this gateway, if any, that the runner took on an earlier channel.
+        self.taken: int | None = None
+        #: Whether the runner is not to be believed any more.
+        self.betrayed = False
 
     @classmethod
-    async def open(cls, link: Link, hello: Mapping[str, object], *, within_s: float) -> Channel:
-        """Greet the runner at the other end of a link, starting up perhaps; raises ActionFailed(environment_lost)."""
+    async def open(
+        cls, link: Link, hello: Mapping[str, object], *, within_s: float, first: int | None = None
+    ) -> Channel:
+        """Greet the runner at the other end of a link, starting up perhaps; raises ActionFailed(environment_lost).
+
+        Numbers go on from ``first``, where this channel takes the place of another.
+        """
         deadline_s = time.monotonic() + within_s
-        channel = cls()
+        channel = cls(first)
         channel.peer_pid = await link.join(channel, deadline_s=deadline_s)
         channel._write(encode_json(wire.HELLO, 0, hello))
         try:
@@ -87,6 +96,8 @@ class Channel(asyncio.BufferedProtocol):
             channel.close()
             raise lost(f"the runner speaks protocol {answer.get('protocol')}, not {wire.PROTOCOL}")
         channel.known = answer.get("known") is True
+        taken = answer.get("taken")
+        channel.taken = taken if isinstance(taken, int) else None
         return channel
 
     # --- requests
@@ -222,6 +233,7 @@ class Channel(asyncio.BufferedProtocol):
             raise ProtocolError(f"a frame of kind {kind}")
 
     def _betrayed(self, error: ProtocolError) -> ActionFailed:
+        self.betrayed = True
         if self._transport is not None:
             self._transport.abort()
         return lost(f"the sandbox's runner does not keep the protocol: {error}")
@@ -246,6 +258,11 @@ class Channel(asyncio.BufferedProtocol):
         self._conversations[number] = conversation
         self._write(frame)
         return number
+
+    @property
+    def number(self) -> int:
+        """The last number that was given."""
+        return self._number
 
     def _next(self) -> int:
         self._number = (self._number + 1) % 2**31

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import io
-import math
-import tarfile
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import docker
 import docker.errors
 import docker.types
-import docker.utils
-import docker.utils.socket
-import requests.exceptions
 import structlog
 
-from manager.errors import CapacityExceeded, InvalidConfig, InvalidInput, NotFound, TangramError, TooLarge, Unsupported
+from manager.errors import CapacityExceeded, InvalidConfig, InvalidInput, NotFound, TangramError, TooLarge
+from runtimes.sandbox.archive import ARCHIVE_SLACK_BYTES, pack_tree, packed_file, unpacked_file
+from runtimes.sandbox.cgroup import PERIOD_US, SHARES_ACTION, SHARES_BACKGROUND
+from runtimes.sandbox.container_client import AWAY, Connection
+from runtimes.sandbox.engine_address import EngineAddress
 from runtimes.sandbox.pulse import Pulse
 
 logger = structlog.get_logger("sandbox.engine")
@@ -60,6 +60,8 @@ class Blueprint:
     disk_bytes: int
     network: str
     hosts: Mapping[str, str]
+    #: Whether its standard input stays open, for one attached gateway after the other.
+    attached: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +71,9 @@ class Found:
     id: str
     labels: Mapping[str, str]
     running: bool
-    #: Its first process as the engine's host sees it; 0 when it is not running.
+    #: Its first process as this machine knows it; 0 when it is not running, or runs where its processes are not ours.
     pid: int = 0
+    paused: bool = False
     out_of_memory: bool = False
     exit_code: int = 0
     #: Where its own layer lies on the engine's host; empty where the driver does not tell.
@@ -80,14 +83,13 @@ class Found:
 class Engine:
     """Asynchronous, bounded calls to one engine."""
 
-    def __init__(self, api: docker.APIClient, *, workers: int, silence_s: float) -> None:
-        self._api = api
-        self._pulse = Pulse(self._answers, threads=workers, silence_s=silence_s)
-        info: Mapping[str, Any] = api.info()
+    def __init__(self, connection: Connection, *, workers: int, silence_s: float) -> None:
+        self._connection = connection
+        self._api = connection.api
+        self._pulse = Pulse(connection.answers, threads=workers, silence_s=silence_s)
+        info = connection.info
         self.version = str(info.get("ServerVersion", "?"))
         self.cgroup_version = str(info.get("CgroupVersion", "1"))
-        #: Where the engine keeps its layers, on its own machine.
-        self.root = str(info.get("DockerRootDir", ""))
         self.seccomp = any("seccomp" in option for option in info.get("SecurityOptions") or ())
         filesystem = {str(pair[0]): str(pair[1]) for pair in info.get("DriverStatus") or ()}
         #: Whether a container's own layer can be bounded (overlay2 on xfs with project quotas).
@@ -95,50 +97,51 @@ class Engine:
         self._pulls: dict[str, asyncio.Task[None]] = {}
 
     @classmethod
-    def connect(cls, *, timeout_s: float, workers: int, silence_s: float = SILENCE_S) -> Engine:
-        """The engine that the environment names; raises Unsupported with the remedy where none answers.
+    def connect(
+        cls, host: str = "", *, state_dir: Path, timeout_s: float, workers: int, silence_s: float = SILENCE_S
+    ) -> Engine:
+        """The engine that ``host`` or else the environment names; raises Unsupported where none answers. Blocks.
 
         One request may take ``timeout_s``, but is given up after ``silence_s`` in which the engine answers no ping.
+        An engine behind ssh has a socket in ``state_dir``.
         """
-        try:
-            api = docker.APIClient(
-                version="auto", timeout=math.ceil(silence_s), num_pools=workers, **docker.utils.kwargs_from_env()
-            )
-            engine = cls(api, workers=workers, silence_s=silence_s)
-        except (docker.errors.DockerException, requests.exceptions.RequestException) as error:
-            raise Unsupported(
-                f"no Docker engine answers ({error}); start one: scripts/docker-up", component=COMPONENT
-            ) from None
-        api.timeout = int(timeout_s)
-        return engine
+        connection = Connection.open(host, state_dir=state_dir, timeout_s=silence_s, workers=workers)
+        connection.api.timeout = int(timeout_s)
+        return cls(connection, workers=workers, silence_s=silence_s)
+
+    @property
+    def address(self) -> EngineAddress:
+        return self._connection.address
+
+    def shares(self, directory: Path) -> bool:
+        """Whether a socket in this directory joins processes here and in the engine's containers. Blocks."""
+        return self._connection.shares(directory)
+
+    def attach_path(self, container: str) -> str:
+        """The path of the HTTP request that attaches to a container's three streams."""
+        return f"/v{self._api.api_version}/containers/{container}/attach?stream=1&stdin=1&stdout=1&stderr=1"
 
     async def close(self) -> None:
         await self._pulse.close()
-        self._api.close()
+        self._connection.close()
 
     async def call(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """``function`` in one of the engine's threads; what it raises is a TangramError."""
 
         def guarded() -> T:
             try:
+                self._connection.ensure()
                 return function(*args, **kwargs)
             except docker.errors.NotFound as error:
                 raise NotFound(str(error.explanation), component=COMPONENT) from None
             except docker.errors.APIError as error:
                 raise _typed(error) from None
-            except (requests.exceptions.RequestException, docker.errors.DockerException, OSError) as error:
+            except AWAY as error:
                 raise CapacityExceeded(
                     f"the Docker engine does not answer: {error}", component=COMPONENT, retry_after_s=RETRY_S
                 ) from None
 
         return await self._pulse.call(guarded)
-
-    def _answers(self, within_s: float) -> bool:
-        try:
-            self._api.get(f"{self._api.base_url}/_ping", timeout=within_s)
-        except (requests.exceptions.RequestException, docker.errors.DockerException, OSError):
-            return False
-        return True
 
     # --- images
 
@@ -223,7 +226,9 @@ class Engine:
             environment=dict(blueprint.env),
             labels=dict(blueprint.labels),
             host_config=host,
+            stdin_open=blueprint.attached,
             stop_signal="SIGKILL",  # nothing is to be saved: the machine's end need not wait for it
+            detach=True,  # else standard input would end with the first who attaches
         )
         return made
 
@@ -244,11 +249,24 @@ class Engine:
             id=state["Id"],
             labels=state["Config"].get("Labels") or {},
             running=bool(state["State"]["Running"]),
-            pid=int(state["State"]["Pid"]),
+            paused=bool(state["State"]["Paused"]),
+            pid=_known_here(int(state["State"]["Pid"]), state["Id"]),
             out_of_memory=bool(state["State"]["OOMKilled"]),
             exit_code=int(state["State"]["ExitCode"]),
             layer=str(((state.get("GraphDriver") or {}).get("Data") or {}).get("UpperDir") or ""),
         )
+
+    async def running(self, container: str) -> bool:
+        """False when there is no such container any more, too."""
+        try:
+            return (await self.inspect(container)).running
+        except NotFound:
+            return False
+
+    async def layer_bytes(self, container: str) -> int:
+        """What a container has written, as the engine measures it; it may take its time. 0 when it is gone."""
+        found = await self.call(self._api.containers, all=True, size=True, filters={"id": container})
+        return sum(int(item.get("SizeRw", 0)) for item in found)
 
     async def list(self, label: str) -> list[Found]:
         """Every container with this label, running or not, in one cheap call."""
@@ -268,14 +286,15 @@ class Engine:
             if "already in progress" not in error.message:
                 raise
 
-    async def limit_cores(self, container: str, cores: Sequence[int]) -> None:
+    async def limit_cores(self, container: str, cores: Sequence[int], *, background: bool = False) -> None:
         """The slow way to grant cores, for engines whose cgroups cannot be seen."""
         await self.call(
             self._api.update_container,
             container,
             cpuset_cpus=",".join(map(str, cores)),
-            cpu_period=100_000,
-            cpu_quota=100_000 * len(cores),
+            cpu_period=PERIOD_US,
+            cpu_quota=PERIOD_US * len(cores),
+            cpu_shares=SHARES_BACKGROUND if background else SHARES_ACTION,
         )
 
     async def pause(self, container: str) -> None:
@@ -341,12 +360,18 @@ class Engine:
         return None
 
     async def put_file(self, container: str, directory: str, name: str, data: bytes, *, mode: int, uid: int) -> None:
-        archive = io.BytesIO()
-        with tarfile.open(fileobj=archive, mode="w") as tar:
-            entry = tarfile.TarInfo(name)
-            entry.size, entry.mode, entry.uid, entry.gid = len(data), mode, uid, uid
-            tar.addfile(entry, io.BytesIO(data))
-        await self.call(self._api.put_archive, container, directory, archive.getvalue())
+        await self.call(self._api.put_archive, container, directory, packed_file(name, data, mode=mode, uid=uid))
+
+    async def put_tree(self, container: str, source: Path, target: str, *, limit_bytes: int) -> None:
+        """Copy a directory of this machine in, for reading; raises InvalidConfig when it holds more than the limit."""
+
+        def copy() -> None:
+            with tempfile.TemporaryFile() as archive:
+                pack_tree(source, target, archive, limit_bytes)
+                archive.seek(0)
+                self._api.put_archive(container, "/", archive)
+
+        await self.call(copy)
 
     async def get_file(self, container: str, path: str, *, limit_bytes: int) -> bytes:
         """Raises NotFound, TooLarge, and InvalidInput when it is no regular file."""
@@ -362,14 +387,18 @@ class Engine:
                 raise TooLarge(f"{path!r} is larger than {limit_bytes} bytes", component=COMPONENT)
             for chunk in stream:
                 archive += chunk
-                if len(archive) > limit_bytes + 2 * tarfile.RECORDSIZE:
+                if len(archive) > limit_bytes + ARCHIVE_SLACK_BYTES:
                     raise TooLarge(f"{path!r} is larger than {limit_bytes} bytes", component=COMPONENT)
-        with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-            member = next(iter(tar), None)
-            file = None if member is None or not member.isreg() else tar.extractfile(member)
-            if file is None:
-                raise InvalidInput(f"{path!r} is no regular file", component=COMPONENT)
-            return file.read()
+        return unpacked_file(archive, path)
+
+
+def _known_here(pid: int, container: str) -> int:
+    """``pid`` where it is the container's on this machine, too: on another one it may be anybody's."""
+    try:
+        membership = Path(f"/proc/{pid}/cgroup").read_text(encoding="utf-8")
+    except OSError:
+        return 0
+    return pid if container in membership else 0
 
 
 def _feed(sock: Any, data: bytes) -> None:

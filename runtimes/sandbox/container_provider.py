@@ -15,28 +15,24 @@ import structlog
 
 from manager.errors import ActionFailed, InvalidConfig, NotFound, TangramError, Unsupported
 from manager.function import Network, SandboxSpec
-from runtimes.sandbox.cgroup import Cgroup, Hierarchy
-from runtimes.sandbox.channel import Channel
+from runtimes.sandbox.cgroup import Hierarchy
 from runtimes.sandbox.container import Blueprint, Engine, Found, NoRunner
+from runtimes.sandbox.container_hold import ContainerHold
 from runtimes.sandbox.disk import DiskWatch
 from runtimes.sandbox.exec_line import ExecLine
-from runtimes.sandbox.link import SocketLink
 from runtimes.sandbox.network import Egress
 from runtimes.sandbox.protocol import lost
 from runtimes.sandbox.records import Record, read_records
 from runtimes.sandbox.resident import Line, ResidentSandbox
 from runtimes.sandbox.sandbox import ProviderInfo, Sandbox
 from runtimes.sandbox.starting import Starting
+from runtimes.sandbox.transport import Attaching, SharedDirectory, Transport
 
 logger = structlog.get_logger("sandbox.container")
 
 COMPONENT = "sandbox.container"
-START_S = 30.0
-RUNNER = Path(__file__).with_name("runner.py")
-INSIDE = "/.tangram"
 GATEWAY, NAME = "tangram.gateway", "tangram.sandbox"
 INTERNAL_NETWORK = "tangram-internal"
-SNAPSHOTS = "tangram-snapshot"
 #: The runner's own; a command that runs as another user than root has none of them.
 CAPABILITIES = ("SETUID", "SETGID", "KILL", "CHOWN")
 #: What keeps a container without python3 alive; as PID 1 it reaps what is orphaned.
@@ -56,9 +52,14 @@ class ContainerProvider:
         gateway_id: str,
         starting: Starting,
         shared_cores: Sequence[int],
+        transport: str = SharedDirectory.name,
+        copy_limit_bytes: int = 0,
         hierarchy: Hierarchy | None = None,
     ) -> None:
         self._engine = engine
+        self._transport = transport
+        attaching = Attaching(engine, copy_limit_bytes)
+        self._transports: Mapping[str, Transport] = {each.name: each for each in (SharedDirectory(), attaching)}
         self._root = state_dir / "sandboxes"
         self._label = f"{gateway_id}-{_state_id(state_dir)}"
         self._starting = starting
@@ -74,7 +75,7 @@ class ContainerProvider:
         engine = self._engine
         return ProviderInfo(
             kind="container",
-            engine=f"docker {engine.version} (cgroup v{engine.cgroup_version})",
+            engine=f"docker {engine.version} (cgroup v{engine.cgroup_version}), {self._transport} transport",
             isolation="a container without network and capabilities, with no-new-privileges; the kernel is shared",
             limits={
                 "filesystem": True,
@@ -85,7 +86,7 @@ class ContainerProvider:
                 "pids": True,
                 "cores": True,
                 "freeze": True,
-                "disk": engine.bounds_disk or os.access(engine.root, os.R_OK),
+                "disk": True,
                 "image": True,
                 "seccomp": engine.seccomp,
                 "snapshot": True,
@@ -99,6 +100,10 @@ class ContainerProvider:
             raise InvalidConfig("sandbox.allow needs network: egress", component=COMPONENT)
         if spec.allow:
             Egress.check()
+            if self._transport != SharedDirectory.name:
+                raise Unsupported(
+                    "network: egress with an allow list needs an engine on this machine", component=COMPONENT
+                )
         await self._engine.require_image(spec.image)
 
     async def create(
@@ -158,8 +163,10 @@ class ContainerProvider:
         self, spec: SandboxSpec, name: str, labels: Mapping[str, str], mounts: Mapping[str, str]
     ) -> ResidentSandbox:
         directory = self._root / name
-        runner = spec.image not in self._bare
-        record = Record(name=name, token=secrets.token_hex(16), spec=spec, labels=dict(labels), runner=runner)
+        token, runner = secrets.token_hex(16), spec.image not in self._bare
+        record = Record(
+            name=name, token=token, spec=spec, labels=dict(labels), runner=runner, transport=self._transport
+        )
         container = ""
         try:
             await asyncio.to_thread(_lay_out, directory, record)
@@ -167,12 +174,12 @@ class ContainerProvider:
             if spec.network is Network.INTERNAL:
                 await self._engine.internal_network(INTERNAL_NETWORK)
             blueprint = self._blueprint(record, directory, mounts, egress)
-            container = await self._engine.create(blueprint)
+            container = await self._made(blueprint, mounts)
             try:
                 found = await self._engine.start(container)
             except NoRunner as error:
                 await self._engine.remove(container)
-                container = await self._engine.create(self._without_runner(blueprint, record, error))
+                container = await self._made(self._without_runner(blueprint, record, error), mounts)
                 record = replace(record, runner=False)
                 await asyncio.to_thread(record.write, directory)
                 found = await self._engine.start(container)
@@ -186,6 +193,15 @@ class ContainerProvider:
             await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
             raise
 
+    async def _made(self, blueprint: Blueprint, mounts: Mapping[str, str]) -> str:
+        container = await self._engine.create(blueprint)
+        try:
+            await self._transports[self._transport].furnish(container, mounts)
+        except BaseException:
+            await self._engine.remove(container)
+            raise
+        return container
+
     def _blueprint(
         self, record: Record, directory: Path, mounts: Mapping[str, str], egress: Egress | None
     ) -> Blueprint:
@@ -194,17 +210,13 @@ class ContainerProvider:
         blueprint = Blueprint(
             name=record.name,
             image=spec.image,
-            argv=("python3", "-I", "-S", f"{INSIDE}/runner.py", f"{INSIDE}/run"),
+            argv=IDLE,
             user="0",
             workdir="/",
             env=spec.env,
             labels={GATEWAY: self._label, NAME: record.name, **record.labels},
-            binds={
-                str(RUNNER): (f"{INSIDE}/runner.py", "ro"),
-                str(directory / "run"): (f"{INSIDE}/run", "rw"),
-                **{source: (target, "ro") for source, target in mounts.items()},
-            },
-            capabilities=CAPABILITIES if os.geteuid() == 0 else (*CAPABILITIES, "DAC_OVERRIDE"),
+            binds={},
+            capabilities=CAPABILITIES,
             memory_bytes=spec.memory_bytes,
             pids=spec.pids + PIDS_OF_OURS,
             shm_bytes=spec.shm_bytes,
@@ -212,6 +224,7 @@ class ContainerProvider:
             network=networks[spec.network],
             hosts={} if egress is None else egress.hosts,
         )
+        blueprint = self._transports[self._transport].equip(blueprint, directory, mounts)
         return self._bare_blueprint(blueprint) if spec.image in self._bare else blueprint
 
     def _without_runner(self, blueprint: Blueprint, record: Record, error: NoRunner) -> Blueprint:
@@ -223,7 +236,7 @@ class ContainerProvider:
         return self._bare_blueprint(blueprint)
 
     def _bare_blueprint(self, blueprint: Blueprint) -> Blueprint:
-        return replace(blueprint, argv=IDLE)
+        return replace(blueprint, argv=IDLE, attached=False)
 
     async def _assemble(
         self, found: Found, record: Record, directory: Path, *, adopted: bool = False
@@ -236,45 +249,38 @@ class ContainerProvider:
             await (line.end_left() if adopted else line.settle_in())
         else:
             try:
-                line = await self._connect(found, record, directory)
+                line = await self._transports[record.transport].line(found, record, directory)
             except ActionFailed as failure:
                 state = await self._engine.inspect(found.id)
                 if not state.running:
                     message = f"the runner does not start in {spec.image!r}: its python3 must be 3.8 or newer"
                     raise Unsupported(message, component=COMPONENT) from failure
                 raise
-        cgroup = None if self._hierarchy is None else self._hierarchy.of_process(found.pid)
         sandbox = ResidentSandbox(
             record=record,
             directory=directory,
             line=line,
-            hold=ContainerHold(self._engine, found.id, directory, cgroup),
+            hold=self._hold(found),
             shared_cores=self._shared_cores,
         )
-        if self._watches_disk(found):
-            self._disk.add(sandbox, Path(found.layer), spec.disk_bytes)
+        self._watch_disk(sandbox, found)
         return sandbox
 
-    def _watches_disk(self, found: Found) -> bool:
-        """Whether a layer must be measured from here, because the engine does not bound it."""
-        return not self._engine.bounds_disk and found.layer != "" and os.access(found.layer, os.R_OK)
-
-    async def _connect(self, found: Found, record: Record, directory: Path) -> Channel:
-        spec = record.spec
-        hello = {
-            "token": record.token,
-            "user": spec.user,
-            "workdir": spec.workdir,
-            "base": "",
-            "env": {},
-            "orphan_s": spec.idle_ttl_s,
-            "unattended_s": spec.unattended_s,
-        }
-        return await Channel.open(SocketLink(directory / "run", peer_pid=found.pid), hello, within_s=START_S)
+    def _watch_disk(self, sandbox: ResidentSandbox, found: Found) -> None:
+        """Where the engine does not bound its layer: from here, or else by asking the engine."""
+        if self._engine.bounds_disk:
+            return
+        limit_bytes = sandbox.spec.disk_bytes
+        if found.pid and found.layer and os.access(found.layer, os.R_OK):
+            self._disk.add(sandbox, Path(found.layer), limit_bytes)
+        else:
+            self._disk.add_remote(sandbox, lambda: self._engine.layer_bytes(found.id), limit_bytes)
 
     async def _adopt(self, found: Found, record: Record) -> ResidentSandbox:
         if not found.running:
             raise lost("it is not running")
+        if found.paused:  # by a gateway that saw no cgroup
+            await self._engine.unpause(found.id)
         await self._hold(found).thaw()
         return await self._assemble(found, record, self._root / record.name, adopted=True)
 
@@ -296,70 +302,6 @@ class ContainerProvider:
         task = asyncio.create_task(remove())
         self._abandoned.add(task)
         task.add_done_callback(self._abandoned.discard)
-
-
-class ContainerHold:
-    """The grip on a container: its cgroup where it can be seen, else the engine."""
-
-    def __init__(self, engine: Engine, container: str, directory: Path, cgroup: Cgroup | None) -> None:
-        self._engine = engine
-        self._container = container
-        self._directory = directory
-        self._cgroup = cgroup
-
-    async def set_cores(self, cores: Sequence[int], *, background: bool = False) -> None:
-        if self._cgroup is None:
-            await self._engine.limit_cores(self._container, cores)
-            return
-        try:
-            self._cgroup.set_cores(cores, background=background)
-        except FileNotFoundError:
-            raise lost("the container is gone; its files and processes are lost") from None
-
-    async def freeze(self) -> None:
-        if self._cgroup is None or not self._cgroup.freezable:
-            await self._engine.pause(self._container)
-        else:
-            with suppress(FileNotFoundError):
-                self._cgroup.freeze()
-
-    async def thaw(self) -> None:
-        if self._cgroup is not None and self._cgroup.freezable:
-            with suppress(FileNotFoundError):
-                self._cgroup.thaw()
-        elif self._cgroup is None:
-            with suppress(TangramError):  # it was not paused
-                await self._engine.unpause(self._container)
-
-    def oom_kills(self) -> int:
-        return 0 if self._cgroup is None else self._cgroup.oom_kills()
-
-    def peak_memory_bytes(self) -> int:
-        return 0 if self._cgroup is None else self._cgroup.peak_memory_bytes()
-
-    async def cause_of_death(self) -> str:
-        try:
-            found = await self._engine.inspect(self._container)
-        except NotFound:
-            return "the container was removed"
-        except TangramError as error:
-            return error.message
-        if found.out_of_memory:
-            return "out_of_memory"
-        return "its runner fell silent" if found.running else f"its first process ended with status {found.exit_code}"
-
-    async def snapshot(self, name: str) -> str:
-        return await self._engine.commit(self._container, f"{SNAPSHOTS}:{name}", {"tangram.snapshot": name})
-
-    async def remove(self) -> None:
-        await self.thaw()
-        try:
-            await self._engine.remove(self._container)
-        except TangramError:
-            if self._cgroup is not None:  # what it holds of the machine is given back even so
-                await asyncio.to_thread(self._cgroup.kill)
-            raise
-        await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
 
 
 def _lay_out(directory: Path, record: Record) -> None:

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import structlog
+
+from manager.errors import TangramError
 
 logger = structlog.get_logger("sandbox.disk")
 
@@ -35,11 +38,13 @@ class Watched(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a sandbox's own files lie on this machine, and how much they may be."""
+    """A sandbox's own files, and how much they may be."""
 
-    path: Path
-    limit_bytes: int
     sandbox: Watched
+    limit_bytes: int
+    measure: Callable[[], Awaitable[int]]
+    #: Where they lie on this machine; None where they lie on another.
+    path: Path | None = None
 
 
 class DiskWatch:
@@ -53,15 +58,25 @@ class DiskWatch:
 
     def add(self, sandbox: Watched, path: Path, limit_bytes: int) -> None:
         """Watch it until it ends."""
-        self._places.append(Place(path, limit_bytes, sandbox))
-        if self._task is None:
-            self._task = asyncio.create_task(self._watch())
+
+        async def measure() -> int:
+            return await asyncio.to_thread(used_bytes, path, limit_bytes)
+
+        self._watch_place(Place(sandbox, limit_bytes, measure, path))
+
+    def add_remote(self, sandbox: Watched, measure: Callable[[], Awaitable[int]], limit_bytes: int) -> None:
+        """Watch one whose files ``measure`` knows alone: looked after every `MEASURE_S`, however fast it grows."""
+        self._watch_place(Place(sandbox, limit_bytes, measure))
 
     async def check(self) -> None:
         """Measure all of them now, and end those above their bound."""
         self._places = [place for place in self._places if place.sandbox.alive]
         for place in self._places:
-            used = await asyncio.to_thread(used_bytes, place.path, place.limit_bytes)
+            try:
+                used = await place.measure()
+            except TangramError as error:
+                logger.warning("a sandbox's disk cannot be measured", why=error.message)
+                continue
             if used > place.limit_bytes:
                 logger.warning("a sandbox exceeds its disk", used_bytes=used, limit_bytes=place.limit_bytes)
                 await place.sandbox.condemn(f"its disk bound of {place.limit_bytes} bytes is exceeded")
@@ -71,6 +86,11 @@ class DiskWatch:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
+
+    def _watch_place(self, place: Place) -> None:
+        self._places.append(place)
+        if self._task is None:
+            self._task = asyncio.create_task(self._watch())
 
     async def _watch(self) -> None:
         while True:
@@ -88,9 +108,9 @@ class DiskWatch:
 
     def _free_now(self) -> int:
         """Free bytes of the file system, the first that can be asked."""
-        for place in self._places:
+        for path in [place.path for place in self._places if place.path is not None]:
             with suppress(OSError):
-                status = os.statvfs(place.path)
+                status = os.statvfs(path)
                 return status.f_bavail * status.f_frsize
         return 0
 

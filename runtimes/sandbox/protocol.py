@@ -98,6 +98,7 @@ def result_of(answer: Mapping[str, object], stdout: bytes, stderr: bytes) -> Com
             stdout_truncated=bool(truncated[0]),
             stderr_truncated=bool(truncated[1]),
             timed_out=answer.get("timed_out") is True,
+            out_of_memory=answer.get("out_of_memory") is True,
             duration_s=_number(answer.get("duration_s", 0.0)),
             cpu_s=_number(answer.get("cpu_s", 0.0)),
             peak_memory_bytes=_whole(answer.get("peak_bytes", 0)),
@@ -146,6 +147,12 @@ def error_of(answer: Mapping[str, object]) -> TangramError:
 def lost(message: str, *, result: object = None) -> ActionFailed:
     """The end of every action whose sandbox died under it."""
     return ActionFailed(Reason.ENVIRONMENT_LOST, message, component=COMPONENT, result=result)
+
+
+def cut_off(message: str, *, result: object = None) -> ActionFailed:
+    """The end of an action whose sandbox is out of reach, and perhaps lives on."""
+    message = f"{message}; the sandbox may live on"
+    return ActionFailed(Reason.NODE_LOST, message, component=COMPONENT, result=result)
 
 
 def out_of_memory(result: CommandResult, peak_memory_bytes: int) -> CommandResult:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import structlog
@@ -15,7 +15,21 @@ from runtimes.sandbox.starting import Starting
 
 logger = structlog.get_logger("sandbox")
 
+#: Most bytes that are copied into a container in place of a mount.
+COPY_LIMIT_BYTES = 256 * 2**20
 KINDS = ("auto", "container", "process")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DockerSettings:
+    """Which Docker engine is used, and how its containers are spoken to."""
+
+    #: As in DOCKER_HOST; empty takes that, or the usual socket.
+    host: str = ""
+    #: ``auto`` takes ``socket`` where the engine is seen to share the state directory, else ``attach``.
+    transport: str = "auto"
+    #: Most bytes of a handler's directory that are copied to an engine that cannot mount it.
+    copy_limit_bytes: int = COPY_LIMIT_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +50,7 @@ class ProviderSettings:
     engine_timeout_s: float = 120.0
     #: Seconds after which an engine that answers not even a ping is given up.
     engine_silence_s: float = 10.0
+    docker: DockerSettings = field(default_factory=DockerSettings)
 
 
 def make_provider(settings: ProviderSettings) -> Provider:
@@ -56,17 +71,25 @@ def _make(settings: ProviderSettings) -> Provider:
             from runtimes.sandbox.container import Engine
             from runtimes.sandbox.container_provider import ContainerProvider
 
+            chosen = settings.docker
             engine = Engine.connect(
+                chosen.host,
+                state_dir=settings.state_dir,
                 timeout_s=settings.engine_timeout_s,
                 workers=settings.max_starting + 4,
                 silence_s=settings.engine_silence_s,
             )
+            transport = chosen.transport
+            if transport == "auto":
+                transport = "socket" if engine.shares(settings.state_dir) else "attach"
             return ContainerProvider(
                 engine,
                 state_dir=settings.state_dir,
                 gateway_id=settings.gateway_id,
                 starting=starting,
                 shared_cores=shared_cores,
+                transport=transport,
+                copy_limit_bytes=chosen.copy_limit_bytes,
             )
         except (Unsupported, ImportError) as error:
             if settings.kind == "container":

@@ -29,6 +29,8 @@ class Record:
     oom_told: int = 0
     #: False while it is being made: then ``pid`` is what was started, and the next gateway removes it.
     ready: bool = True
+    #: How its runner is spoken to (`runtimes.sandbox.transport`).
+    transport: str = "socket"
 
     def write(self, directory: Path) -> None:
         """Durable enough for a gateway's crash; readable by the owner alone, for the token's sake."""

@@ -61,6 +61,9 @@ ENTRIES_MAX = 10000
 OOM_SCORE = b"500"
 
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+#: What the kernel tells of the memory of our own cgroup (v2, v1), where the sandbox has one.
+MEMORY_EVENTS = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
+MEMORY_PEAKS = ("/sys/fs/cgroup/memory.peak", "/sys/fs/cgroup/memory/memory.max_usage_in_bytes")
 #: Where reading and writing is no file access: the kernel's own trees.
 KERNEL_TREES = ("/proc", "/sys", "/dev")
 
@@ -250,6 +253,8 @@ class Runner:
         self.identities: dict[str, Identity] = {}
         self.pid = os.getpid()
         self.alone_since_s = self.looked_s = time.monotonic()
+        self.sequence = 0  # the gateway's own, over all of its connections
+        self.taken: int | None = None  # the last of its numbers under which a command came
         self.shell = "/bin/bash" if os.access("/bin/bash", os.X_OK) else "/bin/sh"
         self.environment = dict(os.environ)
         try:
@@ -258,6 +263,7 @@ class Runner:
             self.listing = -1
         self.null = os.open("/dev/null", os.O_RDWR)
         self.oom, self.oom_score = _own_oom_score()
+        self.memory_kills = _memory_kills()
         self.attachment: Attachment | None = None
         self.attached: Connection | None = None
         if directory is None:
@@ -428,8 +434,11 @@ class Runner:
         self.gateway = connection
         if not known:
             self.settle_in()
+        if hello.get("sequence", 0) != self.sequence:
+            self.sequence, self.taken = hello.get("sequence", 0), None
         held = {job.claim: [job.ran_s, job.ended_s is None] for job in self.claimable()}
-        self.send(READY, 0, _json({"protocol": PROTOCOL, "known": known, "pid": self.pid, "held": held}))
+        ready = {"protocol": PROTOCOL, "known": known, "pid": self.pid, "held": held, "taken": self.taken}
+        self.send(READY, 0, _json(ready))
 
     def settle_in(self) -> None:
         """Make the working directory the user's, before any command runs."""
@@ -504,6 +513,7 @@ class Runner:
         request = json.loads(payload) if payload else {}
         try:
             if kind == RUN:
+                self.taken = number
                 self.run(number, request)
             elif kind == KILL and number in self.jobs:
                 self.jobs[number].lasting = False
@@ -776,7 +786,7 @@ class Runner:
             os.close(job.stdin)
         del self.jobs[job.number]
         self.by_pid.pop(job.pid, None)
-        self.conclude(job, _account(job, survivors))
+        self.conclude(job, {**_account(job, survivors), **self.shortage(job)})
 
     def conclude(self, job: Job, account: dict[str, Any]) -> None:
         """Tell how it ended; it can be claimed until too much else has ended."""
@@ -789,6 +799,13 @@ class Runner:
 
     def ended_bytes(self) -> int:
         return sum(len(job.output.data) for job in self.ended.values())
+
+    def shortage(self, job: Job) -> dict[str, Any]:
+        """Whether the kernel ended a process of the sandbox for want of memory, if the command did not end well."""
+        if not job.status or not self.config.get("own_cgroup") or (kills := _memory_kills()) <= self.memory_kills:
+            return {}
+        self.memory_kills = kills
+        return {"out_of_memory": True, "peak_bytes": max(job.peak_kib * 1024, _memory_peak_bytes())}
 
     def members(self, job: Job) -> list[int]:
         """Living processes that the job started, by whatever detour: double forks and new sessions included."""
@@ -1069,6 +1086,27 @@ def _sentence(error: OSError) -> str:
 
 def _json(value: dict[str, Any]) -> bytes:
     return _ENCODER.encode(value).encode()
+
+
+def _memory_kills() -> int:
+    for path in MEMORY_EVENTS:
+        try:
+            with open(path, "rb") as file:
+                words = file.read().split()
+            return int(words[words.index(b"oom_kill") + 1])
+        except (OSError, ValueError):
+            continue
+    return 0
+
+
+def _memory_peak_bytes() -> int:
+    for path in MEMORY_PEAKS:
+        try:
+            with open(path, "rb") as file:
+                return int(file.read())
+        except (OSError, ValueError):
+            continue
+    return 0
 
 
 def _own_oom_score() -> tuple[int, bytes]:

@@ -1,4 +1,4 @@
-"""One gateway for a module of end-to-end tests, on containers and on local processes."""
+"""One gateway for a module of end-to-end tests, on local processes, on containers, and on a remote engine's."""
 
 from __future__ import annotations
 
@@ -8,17 +8,21 @@ from pathlib import Path
 import pytest
 
 from gateway.client import Client
+from tests.conftest import REMOTE
 from tests.e2e.gateway import GatewayProcess, document
 
 
-@pytest.fixture(scope="module", params=["process", "container"])
+@pytest.fixture(scope="module", params=["process", "container", REMOTE])
 def gateway(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess]:
-    """A serving gateway; the container one needs Docker (see the root conftest)."""
-    provider = str(request.param)
-    if provider == "container":
+    """A serving gateway; the container ones need Docker (see the root conftest)."""
+    kind = str(request.param)
+    directory: Path = tmp_path_factory.mktemp(f"e2e-{kind}")
+    described = document("process" if kind == "process" else "container", directory / "state")
+    if kind == "remote":
+        described["sandbox"]["docker"] = {"host": request.getfixturevalue("remote_engine").host}
+    elif kind == "container":
         request.getfixturevalue("docker")
-    directory: Path = tmp_path_factory.mktemp(f"e2e-{provider}")
-    process = GatewayProcess(directory, document(provider, directory / "state"))
+    process = GatewayProcess(directory, described)
     process.start()
     yield process
     assert process.stop() == 0, "\n".join(process.log[-30:])

@@ -86,7 +86,7 @@ async def test_where_the_cgroup_cannot_be_seen_the_engine_is_asked(
     docker: str, spec: SandboxSpec, tmp_path: Path
 ) -> None:
     provider = ContainerProvider(
-        Engine.connect(timeout_s=60, workers=2),
+        Engine.connect(state_dir=tmp_path, timeout_s=60, workers=2),
         state_dir=tmp_path,
         gateway_id="blind",
         starting=Starting(1),

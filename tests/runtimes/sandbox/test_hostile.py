@@ -172,9 +172,15 @@ class TestEscape:
                 Command(shell="echo begun; while [ ! -e done ]; do sleep 0.01; done; exit 7"), lambda *_: begun.set()
             )
         )
+        attached = (await sh(sandbox, "test -S /.tangram/run/s", user="root")).exit_code != 0
+        if attached:  # there is no socket to speak to, and the runner's own streams are out of reach
+            forge = (
+                "for fd in (0, 1):\n  try: open(f'/proc/1/fd/{fd}', 'wb', 0).write(b'x')\n"
+                "  except OSError as error: print(repr(b''))\nraise SystemExit(1)"
+            )
         async with asyncio.timeout(DEADLINE_S):
             await begun.wait()
-            assert (await python(sandbox, forge, user="root")).stdout == b"b''\n" * 3
+            assert (await python(sandbox, forge, user="root")).stdout == b"b''\n" * (2 if attached else 3)
             assert (await python(sandbox, forge)).exit_code == 1  # the sandbox's user does not even reach it
             await sandbox.write_file("done", b"")
             assert (await victim).exit_code == 7
