@@ -336,7 +336,7 @@ class Invocations:
         record = invocation.record
         left_s = self._age_left_s(record)
         wait_s = next_try_s(invocation.function, record.attempt, settlement.outcome, self._chance(), left_s)
-        if wait_s is not None and not self._admission.draining:
+        if wait_s is not None and (record.detached or not self._admission.draining):
             self._try_again(invocation, settlement, wait_s)
             return
         waited = record.state is State.QUEUED
@@ -361,7 +361,8 @@ class Invocations:
         invocation.resumed = False
         if invocation.log is not None:
             invocation.log.write("system", f"try {attempt.number} ended: {outcome.reason}; next in {wait_s:.3f} s")
-        invocation.retry = asyncio.get_running_loop().call_later(wait_s, self.submit, [invocation])
+        if not self._admission.draining:  # else the next gateway tries
+            invocation.retry = asyncio.get_running_loop().call_later(wait_s, self.submit, [invocation])
 
     def requeue(self, invocation: Invocation, attempt: Attempt) -> None:
         """Put a finished try on record and let it wait for the next."""

@@ -111,6 +111,24 @@ async def test_a_gateway_that_is_told_to_stop_leaves_what_waits_for_the_next(tmp
         assert [(await ended(second, each))["reason"] for each in running] == ["gateway_restart"] * len(running)
 
 
+async def test_a_try_that_fails_while_the_gateway_drains_is_not_the_last_one(tmp_path: Path) -> None:
+    failing = {"held": True, "reason": "handler_error"}
+    async with serving(Bench(tmp_path, server={"drain_grace": "5s"})) as first:
+        accepted = (await first.invoke(failing, mode="async", function="retried")).json()["id"]
+        await first.executing(accepted)
+        first.app.stop()
+        first.runtime.let_go(accepted)
+    async with serving(Bench(tmp_path)) as second:
+        for attempt in (2, 3):
+            await second.executing(f"{accepted}.{attempt}")
+            second.runtime.let_go(f"{accepted}.{attempt}")
+        record = await ended(second, accepted)
+        assert (record["state"], record["attempt"], record["dead"]) == ("failed", 3, True)
+        tries = record["attempts"]
+        assert isinstance(tries, list)
+        assert [each["reason"] for each in tries] == ["handler_error"] * 2, "each try is on record, none twice"
+
+
 def test_one_gateway_at_a_time_serves_from_a_state_directory(tmp_path: Path) -> None:
     held = lock_state(tmp_path)
     with pytest.raises(Conflict, match="another gateway"):
