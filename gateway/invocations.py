@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Protocol
 
 import structlog
@@ -259,7 +258,8 @@ class Invocations:
         if not ready:
             return
         for invocation, settled in zip(ready, self.engine.submit(submissions), strict=True):
-            settled.add_done_callback(partial(self._settled, invocation))
+            if settled.done() and self._answered(invocation.action_id) is not None:
+                self._refuse(invocation, settled.exception())
 
     def resume(self, invocation: Invocation) -> bool:
         """Take up the present try, which an earlier gateway began; False where that cannot be."""
@@ -273,11 +273,9 @@ class Invocations:
             node = record.node or ""
             settled = self.engine.resume(submission, units=record.units, node=node, started_s=began_s)
         if settled is None:
-            self._by_action.pop(record.action_id, None)
-            invocation.resumed, invocation.action_id = False, None
-            return False
-        settled.add_done_callback(partial(self._settled, invocation))
-        return True
+            self._answered(record.action_id)
+            invocation.resumed = False
+        return settled is not None
 
     def _submission(self, invocation: Invocation, submitted_s: float | None = None) -> Submission:
         record, function = invocation.record, invocation.function
@@ -319,19 +317,10 @@ class Invocations:
         self._observer.moved(record)
 
     def settled(self, settlement: Settlement) -> None:
-        """Taken from the submission's future instead: it also tells a refusal."""
-
-    def _settled(self, invocation: Invocation, done: asyncio.Future[Settlement]) -> None:
-        if invocation.action_id is not None:
-            self._by_action.pop(invocation.action_id, None)
-            invocation.action_id = None
-        if self._closing or invocation.record.terminal:
+        """The action has ended: so has its invocation, or it waits for another try."""
+        invocation = self._answered(settlement.action.id)
+        if invocation is None:
             return
-        error = None if done.cancelled() else done.exception()
-        if done.cancelled() or error is not None:
-            self._refuse(invocation, error)
-            return
-        settlement = done.result()
         assert invocation.function is not None
         record = invocation.record
         left_s = self._age_left_s(record)
@@ -344,6 +333,14 @@ class Invocations:
         if record.mode is Mode.ASYNC and record.state in (State.FAILED, State.TIMED_OUT, State.LOST):
             record.dead = True
         self.finish(invocation, waited=waited)
+
+    def _answered(self, action_id: str | None) -> Invocation | None:
+        """Whose action it was; None where the answer comes too late for the record."""
+        invocation = None if action_id is None else self._by_action.pop(action_id, None)
+        if invocation is None:
+            return None
+        invocation.action_id = None
+        return None if self._closing or invocation.record.terminal else invocation
 
     def _try_again(self, invocation: Invocation, settlement: Settlement, wait_s: float) -> None:
         record, outcome = invocation.record, settlement.outcome
@@ -450,7 +447,9 @@ class Invocations:
 
     async def wait(self, invocation: Invocation, timeout_s: float | None = None) -> bool:
         """Wait for the end, at most ``timeout_s``; whether it has ended."""
-        if not invocation.ended.is_set():
+        if timeout_s is None:
+            await invocation.ended.wait()
+        elif not invocation.ended.is_set():
             try:
                 async with asyncio.timeout(timeout_s):
                     await invocation.ended.wait()

@@ -3,33 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from gateway.record import Record
+from gateway.tally import Tallies, Tally
 from manager.history import Learned
 from manager.outcome import State
-
-#: Upper bounds in seconds: from a no-op to an hour.
-BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1200, 3600)
-#: Most functions that get a label of their own; later ones share ``other``.
-FUNCTIONS_MAX = 1000
-OTHER = "other"
-
-
-@dataclass(slots=True)
-class _Function:
-    """The children of one function, looked up once."""
-
-    accepted: Counter
-    queued: Gauge
-    running: Gauge
-    queue: Histogram
-    overhead: Histogram
-    execution: Histogram
 
 
 class Metrics:
@@ -37,60 +19,39 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        name, registry = ("function",), self.registry
-        self._accepted = Counter("tangram_invocations_accepted", "Invocations accepted", name, registry=registry)
-        self._ended = Counter(
-            "tangram_invocations_ended",
-            "Invocations ended, by state and reason",
-            ("function", "state", "reason"),
-            registry=registry,
-        )
-        self._queued = Gauge("tangram_invocations_queued", "Invocations that wait", name, registry=registry)
-        self._running = Gauge("tangram_invocations_running", "Invocations that run", name, registry=registry)
-        parts = {"queue": "waiting", "overhead": "being made ready and cleaned up", "execution": "executing"}
-        self._parts = {
-            part: Histogram(
-                f"tangram_act_{part}_seconds",
-                f"The part of the ACT spent {spent}",
-                name,
-                registry=registry,
-                buckets=BUCKETS_S,
-            )
-            for part, spent in parts.items()
-        }
+        self._tallies = Tallies()
+        self.registry.register(self._tallies)
         self._requests = Counter(
             "tangram_requests_refused", "Requests refused at a door, by code", ("door", "code"), registry=self.registry
         )
-        self._functions: dict[str, _Function] = {}
         self._living: dict[str, State] = {}
 
     def accepted(self, record: Record) -> None:
-        counts = self._function(record.function)
-        counts.accepted.inc()
+        tally = self._tallies.of(record.function)
+        tally.accepted += 1
         self._living[record.id] = record.state
-        (counts.queued if record.state is State.QUEUED else counts.running).inc()
+        _count(tally, record.state, 1)
 
     def moved(self, record: Record) -> None:
         """It was started, or waits for another try."""
         before = self._living.get(record.id)
         if before is None or before is record.state:
             return
-        counts = self._function(record.function)
-        (counts.queued if before is State.QUEUED else counts.running).dec()
+        tally = self._tallies.of(record.function)
+        _count(tally, before, -1)
         if record.terminal:
             del self._living[record.id]
             return
         self._living[record.id] = record.state
-        (counts.queued if record.state is State.QUEUED else counts.running).inc()
+        _count(tally, record.state, 1)
 
     def settled(self, record: Record) -> None:
         self.moved(record)
-        counts = self._function(record.function)
-        reason = "" if record.reason is None else record.reason.value
-        self._ended.labels(self._label(record.function), record.state.value, reason).inc()
-        counts.queue.observe(record.queue_s or 0.0)
-        counts.overhead.observe(record.overhead_s or 0.0)
-        counts.execution.observe(record.execution_s or 0.0)
+        tally = self._tallies.of(record.function)
+        tally.ended[record.state.value, "" if record.reason is None else record.reason.value] += 1
+        tally.queue.observe(record.queue_s or 0.0)
+        tally.overhead.observe(record.overhead_s or 0.0)
+        tally.execution.observe(record.execution_s or 0.0)
 
     def refused(self, door: str, code: str) -> None:
         """A request was refused at a door."""
@@ -116,22 +77,12 @@ class Metrics:
         """The exposition in the text format."""
         return generate_latest(self.registry)
 
-    def _label(self, function: str) -> str:
-        return function if function in self._functions or len(self._functions) < FUNCTIONS_MAX else OTHER
 
-    def _function(self, function: str) -> _Function:
-        label = self._label(function)
-        counts = self._functions.get(label)
-        if counts is None:
-            counts = self._functions[label] = _Function(
-                self._accepted.labels(label),
-                self._queued.labels(label),
-                self._running.labels(label),
-                self._parts["queue"].labels(label),
-                self._parts["overhead"].labels(label),
-                self._parts["execution"].labels(label),
-            )
-        return counts
+def _count(tally: Tally, state: State, more: int) -> None:
+    if state is State.QUEUED:
+        tally.queued += more
+    else:
+        tally.running += more
 
 
 class _Watch(Collector):

@@ -45,7 +45,7 @@ class StoreSpec:
     path: Path
     durability: Durability = Durability.PROCESS
     #: Longest time for which a change that nobody waits for stays in memory only.
-    lazy_s: float = 0.02
+    lazy_s: float = 0.05
     #: Bytes of log text that may wait for the disk; beyond them log records are dropped, and say so.
     log_backlog_bytes: int = 32 * 2**20
     #: Seconds between two tries to write after the disk refused.

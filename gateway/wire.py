@@ -88,7 +88,7 @@ def instant(wall_s: float | None) -> str | None:
     """RFC 3339 in UTC with milliseconds."""
     if wall_s is None:
         return None
-    return datetime.fromtimestamp(wall_s, UTC).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3] + "Z"
+    return datetime.fromtimestamp(wall_s, UTC).isoformat(timespec="milliseconds").removesuffix("+00:00") + "Z"
 
 
 def milliseconds(seconds: float | None) -> float | None:

@@ -269,7 +269,7 @@ class Core:
         if event.services is not None:
             house.services = {**house.services, **event.services}
             self._pools.services(house.resources, event.services)
-        house.fair.reconfigure(frozenset(pool.kind for pool in house.resources if pool.timed))
+        house.fair.reconfigure(frozenset(pool.kind for pool in house.resources.timed))
         house.all_dirty()
 
     # -- time
@@ -277,12 +277,11 @@ class Core:
     def _advance(self, now_s: float) -> None:
         house = self._house
         house.now_s = max(house.now_s, now_s)
-        for pool in house.resources:
-            if pool.timed:
-                free = pool.free
-                pool.advance(house.now_s)
-                if pool.free > free:
-                    house.dirty.add(pool.name)
+        for pool in house.resources.timed:
+            free = pool.free
+            pool.advance(house.now_s)
+            if pool.free > free:
+                house.dirty.add(pool.name)
 
     def _lend(self) -> bool:
         """Children that are still waiting run on what their parents hold, one at a time; whether any was started."""
@@ -312,7 +311,7 @@ class Core:
 
     def _awaited(self) -> set[str]:
         """Pools whose units return with time and for which something waits."""
-        timed = {pool.name for pool in self._house.resources if pool.timed}
+        timed = {pool.name for pool in self._house.resources.timed}
         if not timed:
             return timed
         return timed & {name for group in self._house.queue.groups() for name in group.demand}

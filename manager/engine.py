@@ -150,7 +150,10 @@ class Engine:
     # -- actions
 
     def submit(self, submissions: Sequence[Submission]) -> list[asyncio.Future[Settlement]]:
-        """Queue actions; each future gives its settlement, or raises the TangramError with which it was refused."""
+        """Queue actions; each future gives its settlement, or raises the TangramError with which it was refused.
+
+        One that is refused is so before this returns; none has ended by then.
+        """
         loop = asyncio.get_running_loop()
         futures: list[asyncio.Future[Settlement]] = []
         events: list[Event] = []

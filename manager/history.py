@@ -12,6 +12,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 
 from manager.outcome import Settlement, State
 
@@ -78,10 +79,9 @@ class Fit:
         self.weight = self.weight * _FADE + 1.0
         self.widths = self.widths * _FADE + width
         self.width_squares = self.width_squares * _FADE + width * width
-        for index, serial in enumerate(_GRID):
-            implied = log - math.log((1.0 - serial) / units + serial)
-            self.sums[index] = self.sums[index] * _FADE + implied
-            self.squares[index] = self.squares[index] * _FADE + implied * implied
+        implied = [log - speed for speed in _log_speeds(units)]
+        self.sums = [total * _FADE + one for total, one in zip(self.sums, implied, strict=True)]
+        self.squares = [total * _FADE + one * one for total, one in zip(self.squares, implied, strict=True)]
 
     @property
     def serial_fraction(self) -> float | None:
@@ -94,6 +94,12 @@ class Fit:
     def _variance(self, total: float, square: float) -> float:
         mean = total / self.weight
         return max(0.0, square / self.weight - mean * mean)
+
+
+@lru_cache(maxsize=1024)
+def _log_speeds(units: float) -> tuple[float, ...]:
+    """The logarithm of duration(units) / T_ori for each serial fraction of the grid."""
+    return tuple(math.log((1.0 - serial) / units + serial) for serial in _GRID)
 
 
 @dataclass(slots=True)

@@ -30,6 +30,7 @@ class Scheduling:
     def run(self) -> None:
         """Start what can start and resize what the policies want, until nothing changes (bounded)."""
         self._count_arrivals()
+        self._pass_over_hopeless()
         for pool, wake_s in list(self._house.wakes.items()):
             if wake_s <= self._house.now_s:
                 del self._house.wakes[pool]
@@ -47,6 +48,23 @@ class Scheduling:
             names = house.pools_of(group) if arrived else ()
             for name in names:
                 house.executing.load(name).arrivals.add(house.now_s, arrived * len(group.demand) / len(names))
+
+    def _pass_over_hopeless(self) -> None:
+        """Look at no group for its arrivals alone where nothing that could serve it has or can make a free unit.
+
+        It is looked at when one of its pools has changed. Under load this spares most submissions their pass.
+        """
+        house = self._house
+        if not house.spec.strict:
+            house.dirty_groups = {group for group in house.dirty_groups if group.live and self._hopeful(group)}
+
+    def _hopeful(self, group: Group) -> bool:
+        house = self._house
+        names = house.pools_of(group)
+        for name in names:
+            if house.resources[name].free > 0 or house.executing.malleable(name):
+                return True
+        return not names
 
     def _round(self) -> None:
         house = self._house

@@ -82,8 +82,8 @@ class LocalExecutor:
                 component=COMPONENT,
             )
         execution = _Watched(action=action, lease=lease, call=call, clock=self._clock)
-        task = asyncio.get_running_loop().create_task(runtime.execute(execution), name=f"execute {action.id}")
-        watch = _Watch(task, execution, self._deadlines)
+        watch = _Watch(execution, self._deadlines)
+        task = watch.begin(runtime)
         self._running[action.id] = runtime
         try:
             await watch.end()
@@ -164,37 +164,51 @@ class _Watched(Execution):
 
 
 class _Watch:
-    """The deadlines of one execution: to get ready, to run, to come to an end, and to die."""
+    """The work of one execution, and its deadlines: to get ready, to run, to come to an end, and to die."""
 
-    def __init__(self, task: asyncio.Task[Result], execution: _Watched, deadlines: Deadlines) -> None:
-        self._task = task
+    def __init__(self, execution: _Watched, deadlines: Deadlines) -> None:
         self._execution = execution
         self._deadlines = deadlines
         self._loop = asyncio.get_running_loop()
+        #: Made anew whenever a cancellation takes its waiter away.
         self._over: asyncio.Future[None] = self._loop.create_future()
+        #: None before it begins, and once it is over: an error's traceback leads here, and must not lead back.
+        self._task: asyncio.Task[Result] | None = None
         self._timer: asyncio.TimerHandle | None = None
         #: The message of the deadline that was missed; empty where none was.
         self.overrun = ""
         self._killing = False
-        execution.on_phase = self._arm
-        task.add_done_callback(lambda _: self._finish())
+
+    def begin(self, runtime: Runtime) -> asyncio.Task[Result]:
+        """Set it to work."""
+        name = f"execute {self._execution.action.id}"
+        task = self._task = self._loop.create_task(self._work(runtime), name=name)
+        self._execution.on_phase = self._arm
         self._arm()
+        return task
+
+    async def _work(self, runtime: Runtime) -> Result:
+        try:
+            return await runtime.execute(self._execution)
+        finally:
+            self._finish()
 
     async def end(self) -> None:
         """Until the work is over, or was killed and will not die."""
-        await asyncio.shield(self._over)
+        await self._over
 
     async def kill(self) -> None:
         """Cancel the work and wait for its end (bounded); further cancellations change nothing."""
         self._kill()
-        while not self._over.done():
+        while self._task is not None:
+            self._over = self._loop.create_future()
             try:
-                await asyncio.shield(self._over)
+                await self._over
             except asyncio.CancelledError:
                 continue
 
     def _arm(self) -> None:
-        if self._killing or self._over.done():
+        if self._killing or self._task is None:
             return
         if self._timer is not None:
             self._timer.cancel()
@@ -217,15 +231,17 @@ class _Watch:
         self._kill()
 
     def _kill(self) -> None:
-        if self._killing or self._over.done():
+        if self._killing or self._task is None:
             return
         self._killing = True
         if self._timer is not None:
             self._timer.cancel()
+        self._task.add_done_callback(lambda _: self._finish())  # one that never began does not tell its end itself
         self._task.cancel()
         self._timer = self._loop.call_later(self._deadlines.kill_s, self._finish)
 
     def _finish(self) -> None:
+        self._task = None
         if self._timer is not None:
             self._timer.cancel()
         self._execution.on_phase = _unheard  # else both would hold each other until the collector comes

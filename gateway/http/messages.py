@@ -20,6 +20,8 @@ from manager.errors import TangramError, TooLarge
 
 JSON = "application/json"
 PROBLEM = "application/problem+json"
+#: Seconds for which a caller is taken to be there without a look.
+UNWATCHED_S = 0.1
 
 
 async def read_body(request: Request, house: House, limit_bytes: int | None = None) -> bytes:
@@ -132,14 +134,24 @@ def result_response(record: Record) -> Response:
 
 
 async def attend(request: Request, invocations: Invocations, invocation: Invocation, wait_s: float | None) -> bool:
-    """Wait for the end while the caller is there; whether it has ended. A caller that goes leaves it."""
+    """Wait for the end while the caller is there; whether it has ended. A caller that goes leaves it.
+
+    Who goes within `UNWATCHED_S` is found gone after it: most calls have ended by then, and need no watcher.
+    """
     if invocation.ended.is_set():
         return True
-    watcher = asyncio.get_running_loop().create_task(watch(request, invocations, invocation))
+    loop, watchers = asyncio.get_running_loop(), list[asyncio.Task[None]]()
+
+    def begin() -> None:
+        watchers.append(loop.create_task(watch(request, invocations, invocation)))
+
+    timer = loop.call_later(UNWATCHED_S, begin)
     try:
         return await invocations.wait(invocation, wait_s)
     finally:
-        watcher.cancel()
+        timer.cancel()
+        for watcher in watchers:
+            watcher.cancel()
 
 
 async def watch(request: Request, invocations: Invocations, invocation: Invocation) -> None:

@@ -202,17 +202,22 @@ class Resources:
         self._pools: dict[str, Pool] = {}
         #: Kinds of which an action takes all units on one node.
         self._node_kinds: dict[str, dict[str, Pool]] = {}
+        #: Pools whose units return with time.
+        self.timed: tuple[Pool, ...] = ()
         for pool in pools:
             self.add(pool)
 
     def add(self, pool: Pool) -> None:
         assert pool.name not in self._pools, f"two pools are named {pool.name}"
         self._pools[pool.name] = pool
+        if pool.timed:
+            self.timed += (pool,)
         if pool.node:
             self._node_kinds.setdefault(pool.kind, {})[pool.node] = pool
 
     def remove(self, name: str) -> None:
         pool = self._pools.pop(name)
+        self.timed = tuple(one for one in self.timed if one is not pool)
         if pool.node:
             del self._node_kinds[pool.kind][pool.node]
 
