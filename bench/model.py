@@ -150,15 +150,15 @@ def overlaps(rig: Rig) -> None:
 
 def parking(rig: Rig) -> None:
     """What a service that was used and evicted keeps on the device, beyond the arena."""
-    rig.engine.evict()
-    rig.engine.release_cache()
-    before = rig.device_bytes()
-    for head in rig.images:
-        rig.compute(head)
-    rig.engine.evict()
-    rig.engine.release_cache()
-    gc.collect()
-    rig.report.check("parked_bytes", (rig.device_bytes() - before) / len(rig.images), 0, "lower")
+    held = []
+    for _ in range(2):  # what the first time leaves behind (workspaces of the libraries) is no service's
+        for head in rig.images:
+            rig.compute(head)
+        rig.engine.evict()
+        rig.engine.release_cache()
+        gc.collect()
+        held.append(rig.device_bytes())
+    rig.report.check("parked_bytes", max(held[1] - held[0], rig.parked_buffer_bytes()), 0, "lower")
 
 
 def host_memory(rig: Rig) -> None:

@@ -28,7 +28,7 @@ def store_copies(image: ImageRef, backend: Backend, rounds: int) -> Mapping[str,
     to_owner, from_owner = context.Queue(), context.Queue()
     size, device = image.layout.size_bytes, backend.name
     began = time.perf_counter()
-    owner = context.Process(target=own_arena, args=(to_owner, from_owner, size, device))
+    owner = context.Process(target=own_arena, args=(to_owner, from_owner, size, device), daemon=True)
     owner.start()
     arena = from_owner.get(timeout=ANSWER_S)
     started_s = time.perf_counter() - began

@@ -153,6 +153,11 @@ class Rig:
             model.to(self.device)
         return model
 
+    def parked_buffer_bytes(self) -> int:
+        """Bytes of buffers that models which are not resident keep on a device that is not the host."""
+        models = [self.engine.skeleton(self.place(head)).model for head in self.images]
+        return sum(buffer.nbytes for model in models for buffer in model.buffers() if buffer.device.type == "cuda")
+
     def device_bytes(self) -> int:
         """Bytes held on the device: by torch's allocator on CUDA; on ``cpu`` by weights that lie outside the arena."""
         if self.cuda:

@@ -304,7 +304,8 @@ class Cuda:
 
     def _check(self, code: Any, what: str) -> None:
         if int(code) != 0:
-            raise RuntimeError(f"the CUDA driver refused to {what} an image (error {int(code)})")
+            story = self._cuda.cudart().cudaGetErrorString(code)
+            raise RuntimeError(f"CUDA refused to {what} an image: {story} (error {int(code)})")
 
 
 class CudaTransfer:

@@ -146,6 +146,7 @@ class DeviceEngine:
         evicted = self.evict(asked.evict) if asked.evict else ()
         evict_s = time.perf_counter() - began
         key = (asked.place.service, asked.place.dop, asked.place.start)
+        self._await_image(asked.place.image_id, progress)
         skeleton = self.skeleton(asked.place)
         # What is small goes to the device first: behind the weights it would wait for the last of them.
         batches = stage(skeleton.model, asked.items, asked.budget_tokens, self.backend.name)
@@ -208,10 +209,16 @@ class DeviceEngine:
             if skeleton.bound is seat:
                 skeleton.park()
 
-    def _await_image(self, image_id: str) -> Image:
+    def _await_image(self, image_id: str, beat: Callable[[], None] | None = None) -> Image:
+        """The image, once it is attached; ``beat`` is called while it is not: pinning a large one takes long."""
+        deadline_s = time.perf_counter() + ATTACH_S
         with self._changed:
-            if not self._changed.wait_for(lambda: image_id in self._images, timeout=ATTACH_S):
-                raise TimeoutError(f"the image {image_id} was not attached within {ATTACH_S:.0f} s")
+            while image_id not in self._images:
+                if time.perf_counter() > deadline_s:
+                    raise TimeoutError(f"the image {image_id} was not attached within {ATTACH_S:.0f} s")
+                self._changed.wait(PULSE_S)
+                if beat is not None:
+                    beat()
             image = self._images[image_id]
         if isinstance(image, Exception):
             raise image

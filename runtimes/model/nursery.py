@@ -36,8 +36,7 @@ _PRELOAD = (
 def main() -> None:
     """Serve the socket whose descriptor is the first argument: fork and kill on demand."""
     control = socket.socket(fileno=int(sys.argv[1]))
-    for module in _PRELOAD:
-        importlib.import_module(module)
+    _preload()
     children: set[int] = set()
     with selectors.DefaultSelector() as selector:
         selector.register(control, selectors.EVENT_READ)
@@ -53,6 +52,11 @@ def child(role: str, descriptor: int, options: dict[str, object]) -> None:
     connection = socket.socket(fileno=descriptor)
     module = importlib.import_module(f"runtimes.model.{role}")
     module.serve(connection, **options)
+
+
+def _preload() -> None:
+    for module in _PRELOAD:
+        importlib.import_module(module)
 
 
 def _serve(control: socket.socket, children: set[int]) -> bool:
@@ -101,6 +105,7 @@ def _reap(children: set[int]) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "--child":
+        _preload()  # before it says hello: later, a slow disk would make it look stuck
         child(sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4]))
     else:
         main()

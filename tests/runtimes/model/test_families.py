@@ -198,6 +198,20 @@ def test_an_image_is_pinned_while_it_is_attached(checkpoint: Write, lazy: OneDev
     assert not cuda.runtime.registered
 
 
+def test_a_run_that_waits_for_its_image_gives_signs_of_life(checkpoint: Write, device: OneDevice) -> None:
+    place = device.place(checkpoint("llama", "lm"), "lm")
+    image = device.engine._images.pop(place.image_id)
+    lives: list[int] = []
+
+    def live() -> None:
+        lives.append(1)
+        device.engine._images[place.image_id] = image
+
+    asked = Run(place=place, items=tuple(items(ModelAction.LOGPROBS)), budget_tokens=1000)
+    device.engine.run(asked, restored=lambda: None, progress=live)
+    assert lives
+
+
 def test_an_image_that_cannot_be_pinned_is_the_error_of_whoever_needs_it(
     checkpoint: Write, lazy: OneDevice, cuda: FakeCuda
 ) -> None:
