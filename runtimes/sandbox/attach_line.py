@@ -32,7 +32,11 @@ class AttachLine:
     Every command can be claimed over the next connection, so that a cut costs time and nothing else.
     """
 
-    def __init__(self, attach: Callable[[int], Awaitable[Channel]], running: Callable[[], Awaitable[bool]]) -> None:
+    def __init__(
+        self, attach: Callable[[int], Awaitable[Channel]], running: Callable[[], Awaitable[bool]], *, outlasting: bool
+    ) -> None:
+        #: Whether commands may outlast this gateway.
+        self._outlasting = outlasting
         #: Opens a channel whose numbers go on from the last one's.
         self._attach = attach
         #: Asks the engine whether the container lives.
@@ -44,10 +48,10 @@ class AttachLine:
 
     @classmethod
     async def begin(
-        cls, attach: Callable[[int], Awaitable[Channel]], running: Callable[[], Awaitable[bool]]
+        cls, attach: Callable[[int], Awaitable[Channel]], running: Callable[[], Awaitable[bool]], *, outlasting: bool
     ) -> AttachLine:
         """Attach for the first time; raises ActionFailed(environment_lost)."""
-        line = cls(attach, running)
+        line = cls(attach, running, outlasting=outlasting)
         await line._attached()
         return line
 
@@ -57,14 +61,15 @@ class AttachLine:
 
     async def run(self, command: Command, on_output: OnOutput | None = None) -> CommandResult:
         claim = command.claim or f"attached/{secrets.token_hex(8)}"
-        asked, shown = replace(command, claim=claim, lasting=True), Shown(on_output)
+        asked = replace(command, claim=claim, lasting=command.lasting and self._outlasting)
+        shown = Shown(on_output)
         channel, number = await self._attached(), None
         while True:
             if claim not in channel.held:
                 number = (channel.number + 1) % NUMBERS  # it is given before anything else can happen
             try:
                 result = await channel.run(asked, shown.again())
-                if not command.lasting:
+                if not asked.lasting:
                     channel.keep(claim, lasting=False)
                 return result
             except ActionFailed as failure:
@@ -72,7 +77,7 @@ class AttachLine:
 
     def keep(self, claims: str, *, lasting: bool) -> None:
         if self._channel is not None:
-            self._channel.keep(claims, lasting=lasting)
+            self._channel.keep(claims, lasting=lasting and self._outlasting)
 
     async def spawn(self, command: Command) -> Process:
         return await (await self._attached()).spawn(command)

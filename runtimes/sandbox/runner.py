@@ -293,8 +293,9 @@ class Runner:
                 handler = self.handlers.get(fd)
                 if handler is not None:
                     handler(fd)
+            self.excuse_freezing()
             self.on_clock()
-            if self.forsaken():
+            if self.alone_s > self.patience_s and not self.claimable():
                 return
 
     @property
@@ -317,15 +318,15 @@ class Runner:
     @property
     def rest_s(self) -> float:
         """The longest sleep."""
-        return 60.0 if self.attachment is None else min(60.0, self.patience_s / 4)
+        silences_s = () if self.attachment is None else (self.patience_s / 4, self.unattended_s / 4)
+        return min([60.0, *(silence_s for silence_s in silences_s if silence_s > 0)])
 
-    def forsaken(self) -> bool:
-        """Whether no gateway will come any more; while we were frozen none could keep silence."""
+    def excuse_freezing(self) -> None:
+        """While we were frozen no gateway could be heard."""
         now = time.monotonic()
         if self.attachment is not None:
             self.alone_since_s += max(0.0, now - self.looked_s - self.rest_s)
-            self.looked_s = now
-        return self.alone_s > self.patience_s and not self.claimable()
+        self.looked_s = now
 
     def next_deadline_s(self) -> float:
         if self.sweeps or any(job.kill_s is not None for job in self.jobs.values()):
@@ -346,8 +347,11 @@ class Runner:
                 self.end(job, job.grace_s)
         if self.sweeps:
             self.sweep(now)
-        if self.alone_s > self.unattended_s and self.claimable():
-            self.keep("", lasting=False)
+        if self.alone_s > self.unattended_s:
+            if self.attached is not None and self.attached is self.gateway:
+                self.drop(self.attached)
+            if self.claimable():
+                self.keep("", lasting=False)
 
     # --- the gateway
 
@@ -436,6 +440,7 @@ class Runner:
             self.settle_in()
         if hello.get("sequence", 0) != self.sequence:
             self.sequence, self.taken = hello.get("sequence", 0), None
+            self.part_with_unlasting()
         held = {job.claim: [job.ran_s, job.ended_s is None] for job in self.claimable()}
         ready = {"protocol": PROTOCOL, "known": known, "pid": self.pid, "held": held, "taken": self.taken}
         self.send(READY, 0, _json(ready))
@@ -466,8 +471,8 @@ class Runner:
             self.alone_since_s = time.monotonic()
             for job in list(self.jobs.values()):
                 self.renumber(job, -job.pid)
-                if not job.lasting or (job.stdin >= 0 and not job.input_ended):
-                    job.lasting = False
+                if not self.outlives(job) or (job.stdin >= 0 and not job.input_ended):
+                    job.lasting, job.claim = False, ""
                     self.end(job, 0.0)
             for upload in self.uploads.values():
                 upload.abandon()
@@ -516,7 +521,7 @@ class Runner:
                 self.taken = number
                 self.run(number, request)
             elif kind == KILL and number in self.jobs:
-                self.jobs[number].lasting = False
+                self.jobs[number].lasting, self.jobs[number].claim = False, ""
                 self.end(self.jobs[number], request["grace_s"])
             elif kind == CLAIM:
                 self.claim(number, request["claim"])
@@ -697,8 +702,19 @@ class Runner:
 
     # --- commands that outlast their gateway
 
+    def outlives(self, job: Job) -> bool:
+        """Whether a command goes on when its connection ends. One over which we are attached to may end any time."""
+        return job.lasting or (self.attachment is not None and job.claim != "")
+
     def claimable(self) -> list[Job]:
-        return [job for job in [*self.jobs.values(), *self.ended.values()] if job.lasting]
+        return [job for job in [*self.jobs.values(), *self.ended.values()] if self.outlives(job)]
+
+    def part_with_unlasting(self) -> None:
+        """Another gateway has attached than the one whose commands go on over any number of its connections."""
+        for job in [job for job in self.claimable() if not job.lasting]:
+            if self.ended.pop(job.claim, None) is None:
+                self.end(job, 0.0)
+            job.claim = ""
 
     def claim(self, number: int, claim: str) -> None:
         """Tell from its beginning what a command of an earlier gateway has said, and from now on what it says."""
@@ -718,6 +734,7 @@ class Runner:
             if job.claim.startswith(prefix):
                 job.lasting = lasting
                 if not lasting and self.ended.pop(job.claim, None) is None and job.number < 0:
+                    job.claim = ""
                     self.end(job, job.grace_s if self.gateway is None else 0.0)
 
     def renumber(self, job: Job, number: int) -> None:
@@ -792,7 +809,7 @@ class Runner:
         """Tell how it ended; it can be claimed until too much else has ended."""
         job.ended_s, job.account = time.monotonic(), _json(account)
         self.send(EXIT, job.number, job.account)
-        if job.lasting:
+        if self.outlives(job):
             self.ended[job.claim] = job
         while len(self.ended) > ENDED_MAX or (len(self.ended) > 1 and self.ended_bytes() > ENDED_MAX_BYTES):
             del self.ended[next(iter(self.ended))]

@@ -106,7 +106,7 @@ class Attaching:
         async def running() -> bool:
             return await self.engine.running(found.id)
 
-        return await AttachLine.begin(attach, running)
+        return await AttachLine.begin(attach, running, outlasting=record.spec.unattended_s > 0)
 
 
 def greeting(record: Record) -> dict[str, object]:

@@ -9,20 +9,29 @@ from pathlib import Path
 import pytest
 
 from gateway.client import Client
+from tests.conftest import REMOTE
 from tests.e2e.gateway import GatewayProcess, document
 from tests.faults.world import at_rest, record, sandboxes, until
 
 
-@pytest.fixture
-def gateway(tmp_path: Path, docker: str) -> Iterator[GatewayProcess]:
+@pytest.fixture(params=[pytest.param("container", marks=pytest.mark.docker), REMOTE])
+def engine(request: pytest.FixtureRequest, docker: str) -> str:
+    """The address of an engine; empty is the machine's own."""
     assert docker
-    made = GatewayProcess(tmp_path, document("container", tmp_path / "state"))
+    return str(request.getfixturevalue("remote_engine").host) if request.param == "remote" else ""
+
+
+@pytest.fixture
+def gateway(tmp_path: Path, engine: str) -> Iterator[GatewayProcess]:
+    described = document("container", tmp_path / "state")
+    described["sandbox"]["docker"] = {"host": engine}
+    made = GatewayProcess(tmp_path, described)
     made.start()
     yield made
     made.stop()
 
 
-def test_containers_are_adopted_after_a_kill_and_a_killed_one_is_told(gateway: GatewayProcess) -> None:
+def test_containers_are_adopted_after_a_kill_and_a_killed_one_is_told(gateway: GatewayProcess, engine: str) -> None:
     with Client(gateway.url) as client:
         client.invoke("shell", {"command": "echo kept > note"}, trajectory="t")
     gateway.kill()
@@ -33,7 +42,8 @@ def test_containers_are_adopted_after_a_kill_and_a_killed_one_is_told(gateway: G
         lines = client.logs(accepted.id, follow=True)
         assert next(line.text for line in lines if line.stream == "stdout").strip() == "begun"
         (sandbox,) = sandboxes(gateway)
-        subprocess.run(["docker", "kill", f"tangram-{sandbox.name}"], capture_output=True, check=True)
+        host = ["--host", engine] if engine else []
+        subprocess.run(["docker", *host, "kill", f"tangram-{sandbox.name}"], capture_output=True, check=True)
         end = record(gateway, accepted.id)
         assert (end["state"], end["reason"]) == ("failed", "environment_lost"), end
         client.end_trajectory("t")

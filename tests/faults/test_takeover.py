@@ -12,9 +12,11 @@ from typing import Any
 
 import httpx
 import pytest
+import yaml
 
 from gateway.client import Client
 from runtimes.sandbox.environments import TRAJECTORY
+from tests.conftest import REMOTE
 from tests.e2e.gateway import GatewayProcess, document
 from tests.faults.world import HTTP, at_rest, record, sandboxes, until
 
@@ -29,20 +31,22 @@ SLEEP = "echo begun; exec sleep 1000"
 GATED = "echo begun; echo run >> runs; until [ -e go ]; do sleep 0.02; done; cat runs"
 
 
-@pytest.fixture(params=["process", pytest.param("container", marks=pytest.mark.docker)])
+@pytest.fixture(params=["process", pytest.param("container", marks=pytest.mark.docker), REMOTE])
 def gateway(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[GatewayProcess]:
     """A gateway of each kind of sandbox, with commands that need no core each."""
     if request.param == "container":
         request.getfixturevalue("docker")
     seat = {"runtime": "exec", "cost": {"seats": 1}, "timeout": "60s", "log_limit": "4Mi"}
     described = document(
-        request.param,
+        "process" if request.param == "process" else "container",
         tmp_path / "state",
         long=seat,
         brief=seat | {"timeout": "2s"},
         forsaken=seat | {"sandbox": {"unattended": "0s"}},
         again=seat | {"idempotent": True},
     )
+    if request.param == "remote":
+        described["sandbox"]["docker"] = {"host": request.getfixturevalue("remote_engine").host}
     described["resources"] = {"seats": {"kind": "concurrency", "limit": 16}}
     described["server"]["drain_grace"] = "200ms"
     made = GatewayProcess(tmp_path, described)
@@ -80,7 +84,18 @@ def inside(gateway: GatewayProcess, trajectory: str, *argv: str) -> str:
     box = next(each for each in sandboxes(gateway) if each.labels[TRAJECTORY] == trajectory)
     work = gateway.directory / "state" / "sandboxes" / "sandboxes" / box.name / "work"
     if not work.is_dir():
-        argv = ("docker", "exec", "-u", "1000", "-w", "/workspace", f"tangram-{box.name}", *argv)
+        host = yaml.safe_load((gateway.directory / "tangram.yaml").read_text())["sandbox"].get("docker", {})
+        argv = (
+            "docker",
+            *(("--host", host["host"]) if host else ()),
+            "exec",
+            "-u",
+            "1000",
+            "-w",
+            "/workspace",
+            f"tangram-{box.name}",
+            *argv,
+        )
     done = subprocess.run(argv, cwd=work if work.is_dir() else None, capture_output=True, text=True, check=False)
     return done.stdout
 

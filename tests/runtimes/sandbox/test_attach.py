@@ -9,7 +9,9 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -37,6 +39,7 @@ class PipeEngine:
     def __init__(self) -> None:
         self.head = HEAD
         self.attached: list[asyncio.StreamWriter] = []
+        self.serving: set[asyncio.Task[None]] = set()
         self.heard = bytearray()
         self.arrived = asyncio.Event()
         self.said = asyncio.Event()
@@ -52,7 +55,7 @@ class PipeEngine:
             sys.executable, "-I", "-S", str(RUNNER), "--attached",
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
         )  # fmt: skip
-        made.server = await asyncio.start_unix_server(made.serve, socket)
+        made.server = await asyncio.start_unix_server(made.accept, socket)
         made.pump = asyncio.create_task(made.carry())
         return made
 
@@ -66,6 +69,11 @@ class PipeEngine:
 
     async def running(self, container: str) -> bool:
         return self.alive
+
+    def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.create_task(self.serve(reader, writer))
+        self.serving.add(task)
+        task.add_done_callback(self.serving.discard)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         assert self.runner.stdin is not None
@@ -81,6 +89,8 @@ class PipeEngine:
                     self.runner.stdin.write(data)
         self.attached.remove(writer)
         writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
 
     def cut(self) -> None:
         for writer in self.attached:
@@ -101,6 +111,9 @@ class PipeEngine:
         await self.runner.wait()
         await self.pump
         self.server.close()
+        while self.serving:
+            self.cut()
+            await asyncio.wait(self.serving)
         await self.server.wait_closed()
 
 
@@ -117,11 +130,18 @@ def link(engine: PipeEngine, *, token: str = "token", life_s: float = 60.0) -> A
 
 
 async def attach(
-    engine: PipeEngine, tmp_path: Path, *, life_s: float = 60.0, orphan_s: float = 600.0, first: int | None = None
+    engine: PipeEngine,
+    tmp_path: Path,
+    *,
+    life_s: float = 60.0,
+    orphan_s: float = 600.0,
+    unattended_s: float = 600.0,
+    first: int | None = None,
+    sequence: int = 1,
 ) -> Channel:
     hello = {
         "token": "token", "user": str(os.getuid()), "workdir": str(tmp_path), "env": {},
-        "orphan_s": orphan_s, "unattended_s": orphan_s, "sequence": 0 if first is None else 1,
+        "orphan_s": orphan_s, "unattended_s": unattended_s, "sequence": sequence,
     }  # fmt: skip
     return await Channel.open(link(engine, life_s=life_s), hello, within_s=DEADLINE_S, first=first)
 
@@ -130,7 +150,20 @@ async def begin_line(engine: PipeEngine, tmp_path: Path) -> AttachLine:
     async def again(first: int) -> Channel:
         return await attach(engine, tmp_path, first=first)
 
-    return await AttachLine.begin(again, lambda: engine.running("c"))
+    return await AttachLine.begin(again, lambda: engine.running("c"), outlasting=True)
+
+
+def children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+async def gone(pid: int) -> None:
+    """Wait for the end of a process."""
+    ended, fd = asyncio.Event(), os.pidfd_open(pid)
+    asyncio.get_running_loop().add_reader(fd, ended.set)
+    await ended.wait()
+    asyncio.get_running_loop().remove_reader(fd)
+    os.close(fd)
 
 
 @given(
@@ -154,6 +187,18 @@ def test_a_new_gateway_is_noticed_wherever_the_one_before_was_cut(
         kept += data
         start, turn = start + size, turn + 1
     assert (begun in (1, 2), kept) == (True, rest)
+
+
+def test_silence_while_it_was_frozen_is_not_the_gateways(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, now_s = wire.Runner.__new__(wire.Runner), [1000.0]
+    monkeypatch.setattr("runtimes.sandbox.runner.time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    runner.attachment, runner.gateway = Attachment(), None
+    runner.config = {"orphan_s": 1800.0, "unattended_s": 60.0}
+    runner.alone_since_s = runner.looked_s = now_s[0]
+    for step_s, alone_s in ((10.0, 10.0), (3600.0, 25.0), (15.0, 40.0)):  # it looks every 15 s unless it is frozen
+        now_s[0] += step_s
+        runner.excuse_freezing()
+        assert runner.alone_s == alone_s
 
 
 async def test_a_command_runs_over_the_attached_streams(engine: PipeEngine, tmp_path: Path) -> None:
@@ -290,6 +335,36 @@ class TestLine:
             await running
         assert (caught.value.reason, caught.value.result) == (Reason.NODE_LOST, {"stdout": "begun\n", "stderr": ""})
         assert not line.lost.is_set()
+
+    async def test_another_gateway_finds_only_what_shall_outlast_the_one_before(
+        self, engine: PipeEngine, line: AttachLine, tmp_path: Path
+    ) -> None:
+        begun = [asyncio.Event(), asyncio.Event()]
+        command = Command(shell="echo begun; while [ ! -e go ]; do sleep 0.01; done; exit 3", cwd=str(tmp_path))
+        both = [
+            asyncio.create_task(line.run(replace(command, claim=claim, lasting=lasting), lambda *_, e=event: e.set()))
+            for claim, lasting, event in (("a", True, begun[0]), ("b", False, begun[1]))
+        ]
+        await asyncio.gather(*(event.wait() for event in begun))
+        line.close()
+        await asyncio.gather(*both, return_exceptions=True)
+        other = await attach(engine, tmp_path, first=0, sequence=2)
+        assert list(other.held) == ["a"]
+        (tmp_path / "go").touch()
+        assert (await other.run(replace(command, claim="a"))).exit_code == 3
+        other.close()
+
+    async def test_nothing_runs_on_for_a_gateway_that_is_not_heard_of(self, engine: PipeEngine, tmp_path: Path) -> None:
+        channel = await attach(engine, tmp_path, orphan_s=600.0, unattended_s=0.3)
+        begun = asyncio.Event()
+        command = Command(shell="echo begun; exec sleep 1000", claim="a", lasting=True)
+        running = asyncio.create_task(channel.run(command, lambda *_: begun.set()))
+        await begun.wait()
+        (child,) = children(engine.runner.pid)
+        await gone(child)
+        channel.close()
+        await asyncio.gather(running, return_exceptions=True)
+        assert (await attach(engine, tmp_path)).held == {}
 
     async def test_an_end_is_told_from_a_cut(self, engine: PipeEngine, line: AttachLine, tmp_path: Path) -> None:
         begun = asyncio.Event()
