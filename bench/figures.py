@@ -6,7 +6,7 @@ Constants were chosen on seed 1; the figures are medians over other seeds.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from bench.report import Report, median, parser
 from manager.bound import lower_bound
@@ -166,9 +166,21 @@ def mixed_figures(report: Report, seeds: Sequence[int], batch: int) -> None:
     report.figure("mixed_act_s", {name: dict(row) for name, row in rows.items()})
 
 
+#: The parts of a full run, by name.
+PARTS: Mapping[str, Callable[[Report, Sequence[int]], None]] = {
+    "coding": lambda report, seeds: coding_figures(report, seeds, (768, 1280, 1536)),
+    "burst": lambda report, seeds: burst_figures(report, seeds, 1280),
+    "unprofiled": lambda report, seeds: unprofiled_figures(report, seeds[0], 1280),
+    "mopd": lambda report, seeds: mopd_figures(report, seeds, (1024, 2048, 3072)),
+    "share": lambda report, seeds: share_figures(report, seeds[0], 1024),
+    "mixed": lambda report, seeds: mixed_figures(report, seeds, 1200),
+}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     flags = parser("figures")
     flags.add_argument("--seeds", default="", help="comma-separated, instead of the built-in ones")
+    flags.add_argument("--only", default="", help=f"comma-separated parts of the whole: {', '.join(PARTS)}")
     options = flags.parse_args(argv)
     seeds = tuple(int(seed) for seed in options.seeds.split(",") if seed) or SEEDS
     report = Report("figures")
@@ -180,12 +192,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         report.note("--quick: small batches, which are not under load; its checks say little")
         report.print(as_json=options.json)
         return 0
-    coding_figures(report, seeds, (768, 1280, 1536))
-    burst_figures(report, seeds, 1280)
-    unprofiled_figures(report, seeds[0], 1280)
-    mopd_figures(report, seeds, (1024, 2048, 3072))
-    share_figures(report, seeds[0], 1024)
-    mixed_figures(report, seeds, 1200)
+    chosen = [name for name in options.only.split(",") if name] or list(PARTS)
+    unknown = [name for name in chosen if name not in PARTS]
+    if unknown:
+        flags.error(f"--only: no part is named {', '.join(unknown)}; known are {', '.join(PARTS)}")
+    for name in chosen:
+        PARTS[name](report, seeds)
     report.note(
         "The paper reports 3.1x to 27.7x over Kubernetes and up to 101.8x over ServerlessLLM. Ratios at light load "
         "follow from elasticity and reproduce; the largest ones measure how badly a baseline collapses once it is "
