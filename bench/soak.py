@@ -1,147 +1,206 @@
-"""The soak: actions without end while runners, containers and (asked for) the engine itself are killed at random.
+"""The soak: actions without end while runners, containers, workers, the engine and the gateway are killed at random.
 
-``python -m bench.soak [--minutes 10] [--kill-engine] [--seed 1] [--json]``: afterwards nothing may be leaked, and
-every action must have had a typed end.
+``python -m bench.soak [--minutes 10] [--provider container] [--kinds runner,engine] [--seed 1] [--json]``: afterwards
+nothing may be left behind, and everything accepted must have come to a typed end. The engine is the soak's own.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-import random
+import importlib.util
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections import Counter
-from contextlib import suppress
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import httpx
+
+from bench.durable import upstream
+from bench.gateway import IMAGE, ROOT
+from bench.private_docker import private_docker
 from bench.report import Report, parser
-from bench.sandbox import House, house
-from manager.errors import TangramError
+from bench.soak_census import Census, descriptors
+from bench.soak_faults import KINDS, Faults
+from bench.soak_gateway import SoakGateway, at_rest, balanced
+from bench.soak_traffic import Traffic
 
-SCRIPTS = Path(__file__).parents[1] / "scripts"
-TRAJECTORIES = 12
-#: What an agent does, and what goes wrong with it.
-DEEDS: tuple[dict[str, object], ...] = (
-    {"argv": ["true"]},
-    {"command": "echo x >> file; wc -l < file"},
-    {"command": "sleep 0.3"},
-    {"command": "sleep 500 >/dev/null 2>&1 &"},
-    {"command": "head -c 3000000 /dev/urandom"},
-    {"command": "trap '' TERM; (setsid sleep 100 &); sleep 100"},
-    {"command": "exit 3"},
-    {"argv": ["python3", "-c", "x = bytearray(10**11)"]},
-    {"command": ":(){ :|:& };: ; sleep 50"},
-)
-
-
-class Soak:
-    """Counts what happens until the time is over."""
-
-    def __init__(self, parts: House, seed: int, until_s: float) -> None:
-        self._house = parts
-        self._random = random.Random(seed)
-        self._until_s = until_s
-        self.ends: Counter[str] = Counter()
-        self.kills: Counter[str] = Counter()
-
-    @property
-    def over(self) -> bool:
-        return time.monotonic() >= self._until_s
-
-    async def live(self, trajectory: str) -> None:
-        """One trajectory's actions, now and then cancelled or ended and begun anew."""
-        while not self.over:
-            deed = self._random.choice(DEEDS)
-            acting = asyncio.ensure_future(self._house.act(trajectory, deed, timeout_s=1.5))
-            if self._random.random() < 0.05:
-                await asyncio.wait([acting], timeout=self._random.random())
-                self._house.engine.cancel(f"bench-{self._house.count}", "soak")
-            outcome = (await acting).outcome
-            self.ends[outcome.state.value if outcome.reason is None else outcome.reason.value] += 1
-            if self._random.random() < 0.03:
-                await self._house.engine.end_trajectory(trajectory)
-
-    async def kill(self, *, engine: bool) -> None:
-        """A runner or a container every other second; the engine every half minute."""
-        engine_due_s = time.monotonic() + 20
-        while not self.over:
-            await asyncio.sleep(2 * self._random.random())
-            living = [str(entry["sandbox"]) for entry in self._house.environments.list()]
-            if engine and time.monotonic() > engine_due_s:
-                await asyncio.to_thread(_kill_engine)
-                engine_due_s = time.monotonic() + 30
-                self.kills["engine"] += 1
-            elif living:
-                how = self._random.choice(("runner", "container"))
-                await asyncio.to_thread(_kill_one, self._random.choice(living), how)
-                self.kills[how] += 1
+#: The share of the time in which the gateway itself is spared, so that what leaks in it has time to show.
+SPARED = 0.6
+WARM_UP_S = 20.0
+#: Longest time until everything is at rest: an engine's silence, and twice the search for orphans.
+REST_S = 150.0
+#: Connections to the engine that a gateway may hold more of than at first: one for each of its threads.
+ENGINE_CONNECTIONS = 9
+CHECKPOINT = """
+import sys
+from pathlib import Path
+from bench.model_checkpoints import TINY, write_checkpoint
+print(write_checkpoint(Path(sys.argv[1]), "llama", "score", TINY, dtype="float32", device="cpu", seed=0))
+"""
 
 
-def _kill_one(sandbox: str, how: str) -> None:
-    name = f"tangram-{sandbox}"
-    if how == "container":
-        subprocess.run(["docker", "rm", "-f", name], capture_output=True, check=False)
-        return
-    found = subprocess.run(["docker", "inspect", "-f", "{{.State.Pid}}", name], capture_output=True, check=False)
-    if found.returncode == 0 and int(found.stdout) > 0:
-        with suppress(ProcessLookupError):
-            os.kill(int(found.stdout), signal.SIGKILL)
+@dataclass(slots=True, kw_only=True)
+class World:
+    """The gateway, those who use it, those who break it, and who counts what they leave behind."""
 
+    gateway: SoakGateway
+    traffic: Traffic
+    faults: Faults
+    census: Census
+    #: What there was before the gateway was started.
+    empty: Mapping[str, int]
+    #: Readings of the metrics, and those in which accepted was not queued + running + terminal.
+    readings: int = 0
+    unbalanced: list[str] = field(default_factory=list)
 
-def _kill_engine() -> None:
-    """As a crash would; the containers live on (live restore) and the engine comes back."""
-    with suppress(ProcessLookupError):
-        os.kill(int(Path("/var/run/docker.pid").read_text(encoding="ascii")), signal.SIGKILL)
-    subprocess.run([SCRIPTS / "docker-up"], capture_output=True, check=True, timeout=120)
-
-
-def _leaks() -> dict[str, int]:
-    """Containers, runners and control groups on this machine that are a sandbox's."""
-    listed = subprocess.run(["docker", "ps", "-aq", "--no-trunc"], capture_output=True, text=True, check=True)
-    containers = set(listed.stdout.split())
-    runners = 0
-    for process in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(OSError):
-            runners += b"/.tangram/runner.py" in process.read_bytes()
-    groups = [group for group in Path("/sys/fs/cgroup").glob("**/docker/*") if group.is_dir() and len(group.name) == 64]
-    orphaned = {group.name for group in groups} - containers
-    return {"containers": len(containers), "runners": runners, "cgroups": len(orphaned)}
-
-
-async def soak(report: Report, *, minutes: float, engine: bool, seed: int) -> None:
-    before = _leaks()
-    async with house() as parts:
-        await parts.environments.start()
-        run = Soak(parts, seed, time.monotonic() + 60 * minutes)
+    async def phase(self, seconds: float, kinds: tuple[str, ...]) -> None:
+        """Traffic and faults side by side, under the eyes of an auditor."""
+        say(f"{seconds:.0f} s of traffic, breaking {', '.join(kinds) or 'nothing'}")
+        audit = asyncio.create_task(self._audit())
         async with asyncio.TaskGroup() as group:
-            group.create_task(run.kill(engine=engine))
-            for index in range(TRAJECTORIES):
-                group.create_task(run.live(f"soak-{index}"))
-        for index in range(TRAJECTORIES):
-            with suppress(TangramError):
-                await parts.engine.end_trajectory(f"soak-{index}")
-        report.figure("pools_after", str(parts.engine.resources())[:2000])
-    after = _leaks()
-    report.figure("actions", sum(run.ends.values()))
-    report.figure("ends", dict(sorted(run.ends.items())))
-    report.figure("kills", dict(sorted(run.kills.items())))
-    for name, count in after.items():
-        report.check(f"leaked_{name}", count - before[name], limit=0, better="lower")
-    report.check("untyped_ends", run.ends["internal"], limit=0, better="lower")
+            group.create_task(self.traffic.run(seconds))
+            if kinds:
+                group.create_task(self.faults.run(seconds, kinds))
+        audit.cancel()
+        await asyncio.gather(audit, return_exceptions=True)
+
+    async def _audit(self) -> None:
+        while True:
+            try:
+                metrics = await self.gateway.metrics()
+            except httpx.HTTPError:  # it is down or stopped
+                metrics = {}
+            if metrics:
+                self.readings += 1
+                if not balanced(metrics):
+                    self.unbalanced.append(str({name: metrics[name] for name in metrics if "_invocations_" in name}))
+            await asyncio.sleep(0.25)
+
+    async def rest(self, wanted: Mapping[str, int] | None) -> dict[str, int]:
+        """Wait until nothing is under way and no more is held than is wanted; what is held then.
+
+        The gauges are looked at first: what they say holds from then on, as nobody asks for anything.
+        """
+        say(f"{self.traffic.ends.total()} ends; waiting until all is at rest")
+        deadline_s, before, told = time.monotonic() + REST_S, None, {"": 0}
+        while True:
+            metrics = await self.gateway.metrics()
+            held = await asyncio.to_thread(self.census.take, self.gateway.pid)
+            calm = at_rest(metrics) and not await self.gateway.trajectories()
+            bound = before if wanted is None else wanted
+            more = {name: count for name, count in held.items() if bound is None or count > bound[name]}
+            if (calm and not more) or time.monotonic() > deadline_s:
+                return {**held, "cores": int(metrics["total"] - metrics["free"])}
+            before = held
+            if more != told:
+                say(f"{'calm' if calm else 'something lives'}, held beyond the first time: {more}")
+                told = more
+            await asyncio.sleep(1.0)
+
+
+@asynccontextmanager
+async def world(provider: str, seed: int, *, scores: bool) -> AsyncIterator[World]:
+    async with AsyncExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tangram-soak-")))
+        docker = stack.enter_context(private_docker(IMAGE)) if provider == "container" else None
+        checkpoint = await asyncio.to_thread(write_checkpoint, directory) if scores else None
+        served = await stack.enter_async_context(upstream())
+        gateway = SoakGateway(
+            directory,
+            provider=provider,
+            upstream=served.port,
+            checkpoint=checkpoint,
+            environment={} if docker is None else docker.environment,
+        )
+        stack.push_async_callback(gateway.close)
+        census = Census(directory, docker)
+        yield World(
+            gateway=gateway,
+            traffic=Traffic(gateway, seed, scores=scores),
+            faults=Faults(gateway, census, docker, seed),
+            census=census,
+            empty=await asyncio.to_thread(census.take, None),
+        )
+
+
+def say(what: str) -> None:
+    print(f"soak: {what}", file=sys.stderr, flush=True)
+
+
+def write_checkpoint(directory: Path) -> Path:
+    """In a process of its own: this one need not have torch in it."""
+    command = [sys.executable, "-c", CHECKPOINT, str(directory)]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    return Path(done.stdout.strip())
+
+
+async def soak(report: Report, *, minutes: float, provider: str, kinds: tuple[str, ...], seed: int) -> None:
+    scores = importlib.util.find_spec("torch") is not None
+    spared = tuple(kind for kind in kinds if kind != "gateway")
+    async with world(provider, seed, scores=scores) as parts:
+        gateway = parts.gateway
+        await gateway.start()
+        await parts.phase(min(WARM_UP_S, 10 * minutes), ())
+        first = await parts.rest(None)
+        wanted, opened = {name: first[name] for name in parts.empty}, descriptors(gateway.pid)
+        await parts.phase(60 * minutes * (SPARED if "gateway" in kinds else 1.0), spared)
+        spared_left = await parts.rest(wanted)
+        report.check("leaked_descriptors", descriptors(gateway.pid) - opened, limit=ENGINE_CONNECTIONS, better="lower")
+        if "gateway" in kinds:
+            await parts.phase(60 * minutes * (1 - SPARED), kinds)
+        left = await parts.rest(wanted)
+        status = await gateway.end(signal.SIGINT)
+        end = await asyncio.to_thread(parts.census.take, None)
+        tell(report, parts, {"first": first, "spared": spared_left, "last": left, "end": end}, status)
+        if not report.ok:
+            report.note("the end of the gateway's log:\n" + gateway.log(6000))
+
+
+def tell(report: Report, parts: World, held: Mapping[str, Mapping[str, int]], status: int) -> None:
+    """What was done, how everything ended, and what is left more than there was at first."""
+    traffic = parts.traffic
+    report.figure("faults", dict(sorted(parts.faults.done.items())))
+    functions = sorted({function for function, _ in traffic.ends})
+    report.figure(
+        "ends", {name: {how: n for (f, how), n in sorted(traffic.ends.items()) if f == name} for name in functions}
+    )
+    report.figure("sent_again", traffic.repeated)
+    report.figure("call_p99_s", round(traffic.call_p99_s, 3))
+    report.figure("readings", parts.readings)
+    report.figure("held", {name: dict(counts) for name, counts in held.items()})
+    first, empty = held["first"], parts.empty
+    for name in first:
+        grown = max(held[when][name] - first[name] for when in ("spared", "last"))
+        report.check(
+            f"leaked_{name}", max(grown, held["end"].get(name, 0) - empty.get(name, 0)), limit=0, better="lower"
+        )
+    for name, found in (("untyped_ends", traffic.untyped), ("hung", traffic.hung), ("unbalanced", parts.unbalanced)):
+        report.check(name, len(found), limit=0, better="lower")
+        for line in found[:5]:
+            report.note(f"{name}: {line}")
+    report.check("exit_status", abs(status), limit=0, better="lower")
 
 
 def main() -> int:
     options = parser("soak")
     options.add_argument("--minutes", type=float, default=10.0)
-    options.add_argument("--kill-engine", action="store_true", help="also kill dockerd (root; nobody else may need it)")
+    options.add_argument("--provider", choices=("container", "process"), default="container")
+    options.add_argument("--kinds", help=f"what is killed, of {','.join(KINDS)}; all of them by default")
     options.add_argument("--seed", type=int, default=1)
     chosen = options.parse_args()
+    possible = KINDS if chosen.provider == "container" else ("runner", "worker", "gateway")
+    kinds = possible if chosen.kinds is None else tuple(chosen.kinds.split(","))
+    if not set(kinds) <= set(possible):
+        options.error(f"--kinds: with {chosen.provider} sandboxes there are {', '.join(possible)}")
     report = Report("soak")
     minutes = min(0.5, chosen.minutes) if chosen.quick else chosen.minutes
-    asyncio.run(soak(report, minutes=minutes, engine=chosen.kill_engine, seed=chosen.seed))
+    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))  # it cleans up after itself then, too
+    asyncio.run(soak(report, minutes=minutes, provider=chosen.provider, kinds=kinds, seed=chosen.seed))
     return report.print(as_json=chosen.json)
 
 

@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import structlog
 
 from gateway.admission import Admission, Held
 from gateway.inputs import Inputs
-from gateway.invocation import Functions, Invocation, Observer, Request, ended
+from gateway.invocation import Invocation, Request, ended
 from gateway.keys import Keys
 from gateway.logs import Logs
 from gateway.record import Attempt, Mode, Record, new_id, seq_of
@@ -25,7 +26,7 @@ from gateway.retries import next_try_s
 from gateway.store import Filter, Store, require
 from manager.action import Action
 from manager.engine import Engine, Submission
-from manager.errors import ActionFailed, Conflict, InvalidInput, Reason, StorageUnavailable, TangramError
+from manager.errors import Conflict, InvalidInput, Reason, StorageUnavailable, TangramError
 from manager.executor import Call
 from manager.formulation import formulate
 from manager.function import FunctionSpec
@@ -36,6 +37,24 @@ from manager.outcome import Settlement, State
 GONE = "its caller went away"
 #: Calls of a batch that are accepted in one turn of the event loop.
 BREATH = 64
+
+
+class Functions(Protocol):
+    """Where registered functions are looked up: `gateway.registry.Registry`."""
+
+    def get(self, name: str) -> FunctionSpec:
+        """The function as it is now; raises NotFound."""
+        ...
+
+
+class Observer(Protocol):
+    """Who counts: `gateway.metrics.Metrics`."""
+
+    def accepted(self, record: Record) -> None: ...
+
+    def moved(self, record: Record) -> None: ...
+
+    def settled(self, record: Record) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,20 +307,14 @@ class Invocations:
             return
         record = invocation.record
         if record.state is State.QUEUED:
+            record.move(State.RUNNING)
             self._admission.leave(record.function, record.task)
         if not invocation.resumed:
-            record.start(queue_s, self._wall(), begun=not invocation.inside)
-        record.grant(lease)
+            record.started_s, record.queue_s = self._wall(), queue_s
+        record.node = lease.node
+        record.units = {kind: grant.units for kind, grant in lease.grants.items()}
         self._store.save(record)
         self._observer.moved(record)
-
-    def begin(self, action_id: str) -> None:
-        """The work of a started action begins; raises ActionFailed where the next gateway is to begin it."""
-        if self._closing:
-            raise ActionFailed(Reason.GATEWAY_RESTART, "the gateway shuts down", component="gateway")
-        record = self._by_action[action_id].record
-        record.begin(self._wall())
-        self._store.save(record)
 
     def settled(self, settlement: Settlement) -> None:
         """The action has ended: so has its invocation, or it waits for another try."""
@@ -354,15 +367,9 @@ class Invocations:
         record.attempts = (*record.attempts, attempt)
         record.attempt += 1
         if record.state is State.RUNNING:
-            self.take_back(invocation)
-        self._store.save(record)
-
-    def take_back(self, invocation: Invocation) -> None:
-        """A started one waits again."""
-        record = invocation.record
-        record.take_back()
-        self._admission.enter(record.function, record.task)
-        self._observer.moved(record)
+            record.move(State.QUEUED)
+            self._admission.enter(record.function, record.task)
+            self._observer.moved(record)
         self._store.save(record)
 
     def _refuse(self, invocation: Invocation, error: BaseException | None) -> None:

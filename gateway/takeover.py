@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gateway.invocation import Invocation
 from gateway.record import Record
+from gateway.trajectories import INSIDE
 from manager.outcome import State
 from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.sandbox import claims_of
@@ -26,7 +27,7 @@ class Takeover:
         """Whether a living sandbox holds the present try, of which the record says that it has begun."""
         record = invocation.record
         begun = record.detached and record.state is State.RUNNING
-        return begun and invocation.inside and _claims(record) in self._held
+        return begun and _inside(invocation) and _claims(record) in self._held
 
     def take(self, invocation: Invocation) -> None:
         """It goes on under this gateway."""
@@ -39,17 +40,21 @@ class Takeover:
 
     async def leave(self, invocation: Invocation) -> bool:
         """Leave a running command to the next gateway, as it runs; False where that cannot be."""
-        return invocation.inside and await self._environments.leave(_claims(invocation.record))
+        return _inside(invocation) and await self._environments.leave(_claims(invocation.record))
 
     def detached(self, invocation: Invocation) -> None:
         """It goes on without its caller, and from now on without this gateway too."""
-        if invocation.inside:
+        if _inside(invocation):
             self._environments.prolong(_claims(invocation.record))
 
     def settled(self, invocation: Invocation) -> None:
         """Its end is durable: no sandbox needs to keep it."""
-        if invocation.inside:
+        if _inside(invocation):
             self._environments.acknowledge(invocation.record.trajectory, _claims(invocation.record))
+
+
+def _inside(invocation: Invocation) -> bool:
+    return invocation.function is not None and invocation.function.runtime in INSIDE
 
 
 def _claims(record: Record) -> str:

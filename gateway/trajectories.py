@@ -6,9 +6,11 @@ from collections.abc import Mapping
 
 from gateway.store import OpenTrajectory, Store
 from manager.engine import Engine
-from manager.function import FunctionSpec
+from manager.function import FunctionSpec, RuntimeKind
 from runtimes.sandbox.environments import Environments
 
+#: Runtimes whose actions work in their trajectory's environment.
+INSIDE = frozenset({RuntimeKind.EXEC, RuntimeKind.PYTEST})
 #: Of an environment that is on no record.
 DEFAULT_TASK = "default"
 
@@ -20,10 +22,6 @@ class Trajectories:
         self._store = store
         self._environments = environments
         self._open: dict[str, OpenTrajectory] = {}
-
-    def knows(self, name: str | None) -> bool:
-        """Whether nothing is to be put on record: it has an environment, or there is no trajectory."""
-        return name is None or name in self._open
 
     def opened(self, name: str, task: str, function: FunctionSpec) -> bool:
         """It has, or is about to get, an environment; whether that is news, to be made durable first."""

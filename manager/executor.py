@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -32,9 +32,6 @@ class Call:
     context: Mapping[str, str] = field(default_factory=dict)
     #: Whether its work, once begun, outlasts this process where it can: the next gateway takes it over.
     lasting: bool = False
-    #: Awaited just before the caller's own work begins, by runtimes that take their time to get ready for it. Raises
-    #: ActionFailed where it must not begin any more.
-    announce: Callable[[], Awaitable[None]] | None = None
 
 
 class Executor(Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -49,8 +50,7 @@ class InHouse:
         on_footprint: OnFootprint = lambda _: None,
     ) -> None:
         self._settings = settings
-        settings.state_dir.mkdir(parents=True, exist_ok=True)
-        self._meeting = Path(tempfile.mkdtemp(prefix="groups-", dir=settings.state_dir))
+        self._meeting = _meeting_place(settings.state_dir)
         self.fleet = Fleet(discover(settings), nursery, settings, self._meeting, on_residency)
         self._clerk = Process(nursery, "clerk", {}, start_s=settings.start_s)
         self.images = HostImages(settings, self._clerk, self.fleet.forget_image)
@@ -242,6 +242,15 @@ class InHouse:
             if has_moved(told.restore_s_by_dop, now):
                 self._told[told.name] = replace(told, restore_s_by_dop=now)
                 self._on_footprint(self._told[told.name])
+
+
+def _meeting_place(state_dir: Path) -> Path:
+    """A directory of our own for rendezvous files; those of processes that were killed are removed."""
+    state_dir.mkdir(parents=True, exist_ok=True)
+    for left in state_dir.glob("groups-*-*"):
+        if not Path("/proc", left.name.split("-")[1]).exists():
+            shutil.rmtree(left, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"groups-{os.getpid()}-", dir=state_dir))
 
 
 def _key(model: ModelSpec) -> ModelKey:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import secrets
 import shutil
+import signal
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -31,6 +32,8 @@ from runtimes.sandbox.transport import Attaching, SharedDirectory, Transport
 logger = structlog.get_logger("sandbox.container")
 
 COMPONENT = "sandbox.container"
+#: Exit status of a first process that was ended by SIGKILL.
+KILLED = 128 + signal.SIGKILL
 GATEWAY, NAME = "tangram.gateway", "tangram.sandbox"
 INTERNAL_NETWORK = "tangram-internal"
 #: The runner's own; a command that runs as another user than root has none of them.
@@ -135,18 +138,15 @@ class ContainerProvider:
         return adopted
 
     async def reap(self, living: Collection[str]) -> int:
-        kept = {*living, *self._starting.names}
-        orphans = [
-            found
-            for found in await self._engine.list(f"{GATEWAY}={self._label}")
-            if found.labels.get(NAME) not in kept | self._starting.names
-        ]
-        for found in orphans:
-            await self._discard(found)
-        for directory, _ in await asyncio.to_thread(read_records, self._root):
-            if directory.name not in kept | self._starting.names:
+        with self._starting.watching() as young:
+            listed = await self._engine.list(f"{GATEWAY}={self._label}")
+            directories = [directory for directory, _ in await asyncio.to_thread(read_records, self._root)]
+            kept = {*living, *young}
+        removed = sum([await self._discard(found) for found in listed if found.labels.get(NAME) not in kept])
+        for directory in directories:
+            if directory.name not in kept:
                 await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
-        return len(orphans)
+        return removed
 
     async def remove_snapshot(self, name: str) -> None:
         await self._engine.remove_image(name)
@@ -252,7 +252,7 @@ class ContainerProvider:
                 line = await self._transports[record.transport].line(found, record, directory)
             except ActionFailed as failure:
                 state = await self._engine.inspect(found.id)
-                if not state.running:
+                if not state.running and state.exit_code != KILLED:
                     message = f"the runner does not start in {spec.image!r}: its python3 must be 3.8 or newer"
                     raise Unsupported(message, component=COMPONENT) from failure
                 raise
@@ -288,9 +288,16 @@ class ContainerProvider:
         cgroup = None if self._hierarchy is None or not found.pid else self._hierarchy.of_process(found.pid)
         return ContainerHold(self._engine, found.id, self._root / found.labels.get(NAME, "unknown"), cgroup)
 
-    async def _discard(self, found: Found) -> None:
-        with suppress(NotFound):
+    async def _discard(self, found: Found) -> bool:
+        """Remove it; one that cannot be removed now stays for the next search and does not hold up this one."""
+        try:
             await self._hold(await self._engine.inspect(found.id)).remove()
+        except NotFound:
+            return False
+        except TangramError as error:
+            logger.warning("not removed", container=found.id[:12], why=error.message)
+            return False
+        return True
 
     def _abandon(self, making: asyncio.Task[ResidentSandbox]) -> None:
         """Remove what nobody waits for any more, once it is there."""

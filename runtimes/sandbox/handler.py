@@ -210,8 +210,14 @@ class _Pool:
             await instance.close()
             return
         self.instances.append(instance)
+        instance.on_death = self._bury
         self._serve()
         self._tidy()
+
+    def _bury(self) -> None:
+        """Remove an instance that died idle, and let those that wait have another in its place."""
+        self._tidy()
+        self._grow()
 
     def _refuse(self, error: Exception) -> None:
         """Tell the action that waits longest that there will be no instance for it."""

@@ -8,7 +8,7 @@ import math
 import secrets
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,8 @@ class Instance:
         self.cores: tuple[int, ...] = ()
         #: Frozen, and without cores of its own.
         self.resting = False
+        #: Told when it dies, whoever is the first to notice.
+        self.on_death: Callable[[], None] = lambda: None
         self._settings = settings
         self._sandbox = sandbox
         self._process = process
@@ -122,6 +124,8 @@ class Instance:
         instance = cls(function, settings, sandbox, process, living)
         try:
             await instance._imported()
+            if instance._death is not None:
+                raise instance._death
         except BaseException:
             await instance.close()
             raise
@@ -283,6 +287,7 @@ class Instance:
         self.alive = False
         if self._death is None:
             self._death = death
+            asyncio.get_running_loop().call_soon(self.on_death)
         if not self._ready.done():
             self._ready.set_exception(death)
             self._ready.exception()  # seen: nobody waits for it after the start

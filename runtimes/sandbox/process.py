@@ -174,8 +174,9 @@ class ProcessProvider:
         return adopted
 
     async def reap(self, living: Collection[str]) -> int:
-        kept = {*living, *self._starting.names}
-        remains = [item for item in await asyncio.to_thread(read_records, self._root) if item[0].name not in kept]
+        with self._starting.watching() as young:
+            found = await asyncio.to_thread(read_records, self._root)
+            remains = [item for item in found if item[0].name not in {*living, *young}]
         for directory, record in remains:
             await self._hold_of(directory, record).remove()
         return len(remains)

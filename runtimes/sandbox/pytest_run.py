@@ -79,7 +79,7 @@ class PytestRuntime:
     async def execute(self, execution: Execution) -> Result:
         plan = plan_of(execution, self._settings)
         async with self._stage.enter(execution) as sandbox:
-            await begin(execution, sandbox)
+            begin(execution, sandbox)
             try:
                 return await _Run(execution, sandbox, plan, self._settings).result()
             finally:

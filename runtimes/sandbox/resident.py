@@ -132,10 +132,10 @@ class ResidentSandbox:
         return self._line.held
 
     async def run(self, command: Command, on_output: OnOutput | None = None) -> CommandResult:
+        await self.thaw()
         if command.claim:
             self._attended[command.claim] = command.lasting
         try:
-            await self.thaw()
             result = await self._line.run(command, on_output)
             if self._attended.get(command.claim):
                 self._unsettled.append(command.claim)

@@ -101,13 +101,10 @@ class ExecRuntime:
         """The environments are closed by who made them."""
 
 
-async def begin(execution: Execution, sandbox: Sandbox) -> None:
+def begin(execution: Execution, sandbox: Sandbox) -> None:
     """Start its clock; what an earlier gateway began has run since then, and its time may be over already."""
     claims = claims_of(execution.action.id, execution.action.attempt)
-    held = [held.ran_s for claim, held in sandbox.held.items() if claim.startswith(claims)]
-    if not held and execution.call.announce is not None:
-        await execution.call.announce()
-    ran_s = sum(held)
+    ran_s = sum(held.ran_s for claim, held in sandbox.held.items() if claim.startswith(claims))
     execution.begin(ran_s)
     if ran_s >= execution.action.timeout_s - DEADLINE_MARGIN_S:
         execution.end()
@@ -121,7 +118,7 @@ async def carry_out(
     The sandbox ends a command that exceeds its timeout, and what it has printed is kept; so the execution counts as
     over a moment before the caller's own deadline, which would cancel it and lose that.
     """
-    await begin(execution, sandbox)
+    begin(execution, sandbox)
     left_s = command.timeout_s - DEADLINE_MARGIN_S - execution.execution_s
     over = asyncio.get_running_loop().call_later(max(0.0, left_s), execution.end)
     try:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 import structlog
 
@@ -39,11 +39,22 @@ class Starting:
         self._closed_until_s = 0.0
         #: What is being made now.
         self.names: set[str] = set()
+        self._watched: list[set[str]] = []
 
     @property
     def wait_s(self) -> float:
         """Seconds until another creation may be tried; 0 when the gate is open."""
         return max(0.0, self._closed_until_s - self._clock.now())
+
+    @contextmanager
+    def watching(self) -> Iterator[set[str]]:
+        """What is being made, or begins to be, within the block: a search must not take it for left behind."""
+        young = set(self.names)
+        self._watched.append(young)
+        try:
+            yield young
+        finally:
+            self._watched = [other for other in self._watched if other is not young]
 
     @asynccontextmanager
     async def slot(self, name: str) -> AsyncIterator[None]:
@@ -55,7 +66,8 @@ class Starting:
                     component="sandbox",
                     retry_after_s=self.wait_s,
                 )
-            self.names.add(name)
+            for names in (self.names, *self._watched):
+                names.add(name)
             began_s = self._clock.now()
             try:
                 yield

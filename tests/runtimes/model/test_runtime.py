@@ -10,6 +10,7 @@ import resource
 import select
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.model
 from manager.config import ServiceSpec  # noqa: E402  # torch may be missing
 from manager.errors import ActionFailed, InvalidConfig, Reason, Unsupported  # noqa: E402
 from manager.function import FunctionSpec, ModelAction  # noqa: E402
+from runtimes.model.inhouse import _meeting_place  # noqa: E402
 from runtimes.model.process import Nursery  # noqa: E402
 from runtimes.model.runtime import ModelRuntime  # noqa: E402
 from runtimes.model.settings import ModelSettings  # noqa: E402
@@ -300,6 +302,14 @@ async def test_a_refused_member_neither_fails_nor_delays_its_batch(
     async with asyncio.timeout(60):
         assert (await good).usage["batch"] == 1.0
     await runtime.close()
+
+
+def test_the_meeting_places_of_killed_processes_are_removed(tmp_path: Path) -> None:
+    dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    for pid in (int(dead.stdout), os.getppid()):
+        (tmp_path / f"groups-{pid}-x").mkdir()
+    ours = _meeting_place(tmp_path)
+    assert {place.name for place in tmp_path.iterdir()} == {f"groups-{os.getppid()}-x", ours.name}
 
 
 # -- what goes wrong

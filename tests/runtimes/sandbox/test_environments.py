@@ -285,6 +285,16 @@ class TestStarting:
         await asyncio.gather(*going, return_exceptions=True)
         assert starting.wait_s == 1.0
 
+    async def test_a_search_sees_what_was_begun_and_made_while_it_looked(self) -> None:
+        starting = Starting(2)
+        async with starting.slot("before"):
+            with starting.watching() as young, starting.watching() as other:
+                async with starting.slot("meanwhile"):
+                    pass
+                assert young == other == {"before", "meanwhile"}
+        async with starting.slot("after"):
+            assert young == {"before", "meanwhile"}
+
     async def test_the_callers_mistakes_do_not_count(self) -> None:
         starting = Starting(1, threshold=1, clock=VirtualClock())
         with pytest.raises(Unsupported):

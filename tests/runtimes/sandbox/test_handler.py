@@ -16,6 +16,7 @@ from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.handler import HandlerRuntime
 from runtimes.sandbox.handler_instance import HandlerSettings
 from runtimes.sandbox.process import ProcessHold, ProcessProvider
+from runtimes.sandbox.resident import ResidentSandbox
 from runtimes.sandbox.starting import Starting
 from tests.runtimes.recorder import execution_of
 
@@ -66,6 +67,12 @@ def function(tmp_path: Path) -> Function:
 async def call(runtime: HandlerRuntime, function: FunctionSpec, id: str = "a1", **input: object) -> object:
     execution, _ = execution_of(function, input, id=id)
     return (await runtime.execute(execution)).value
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let the loop run until it holds; the caller has the deadline."""
+    for _ in iter(condition, True):
+        await asyncio.sleep(0.002)
 
 
 async def test_a_handler_is_imported_once_and_returns_its_value(runtime: HandlerRuntime, function: Function) -> None:
@@ -379,6 +386,22 @@ async def test_the_search_for_orphans_leaves_instances_alone(
     await environments.close()
     await runtime.close()
     assert runtime.sandboxes == set()
+
+
+async def test_an_instance_that_died_idle_makes_room_for_the_next(
+    provider: ProcessProvider, runtime: HandlerRuntime, function: Function, tmp_path: Path
+) -> None:
+    alone = function("def score(event, context): return 1", instances_min=1, instances_max=1)
+    await call(runtime, alone)
+    ((instance,),) = [pool.instances for pool in runtime._pools.values()]
+    async with asyncio.timeout(DEADLINE_S):
+        await until(lambda: instance.resting)
+        (record,) = (tmp_path / "state" / "sandboxes").glob("*/record.json")
+        assert isinstance(instance._sandbox, ResidentSandbox)
+        await instance._sandbox.condemn("its disk bound is exceeded")
+        await until(lambda: not instance.alive)
+        assert await call(runtime, alone) == 1
+        assert not record.exists()
 
 
 async def test_an_instance_that_could_not_be_removed_is_the_reapers(
