@@ -28,7 +28,8 @@ from gateway.house import House, Limits
 from gateway.http.door import Door
 from gateway.http.server import listen, serve
 from gateway.http.stream import GIVE_UP_STALLS
-from gateway.invocations import Invocations, InvocationSpec
+from gateway.invocation import InvocationSpec
+from gateway.invocations import Invocations
 from gateway.logs import Logs, LogSpec
 from gateway.metrics import Metrics
 from gateway.registry import Registry

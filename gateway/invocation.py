@@ -15,6 +15,15 @@ from manager.function import FunctionSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class InvocationSpec:
+    """Bounds of all invocations."""
+
+    idempotency_ttl_s: float = 86400.0
+    #: Age at which asynchronous work that still waits is given up; None for no bound.
+    max_age_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """What a door asks for."""
 

@@ -11,14 +11,14 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 import structlog
 
 from gateway.admission import Admission, Held
 from gateway.inputs import Inputs
-from gateway.invocation import Invocation, Request, ended
+from gateway.invocation import Invocation, InvocationSpec, Request, ended
 from gateway.keys import Keys
 from gateway.logs import Logs
 from gateway.record import Attempt, Mode, Record, new_id, seq_of
@@ -34,6 +34,7 @@ from manager.history import History
 from manager.lease import Lease
 from manager.outcome import Settlement, State
 
+logger = structlog.get_logger("gateway.invocations")
 GONE = "its caller went away"
 #: Calls of a batch that are accepted in one turn of the event loop.
 BREATH = 64
@@ -55,15 +56,6 @@ class Observer(Protocol):
     def moved(self, record: Record) -> None: ...
 
     def settled(self, record: Record) -> None: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InvocationSpec:
-    """Bounds of the sequence."""
-
-    idempotency_ttl_s: float = 86400.0
-    #: Age at which asynchronous work that still waits is given up; None for no bound.
-    max_age_s: float | None = None
 
 
 class Invocations:
@@ -100,7 +92,6 @@ class Invocations:
         self._living: dict[int, Invocation] = {}
         self._by_action: dict[str, Invocation] = {}
         self._keys = Keys(store, spec.idempotency_ttl_s, wall)
-        self._log = structlog.get_logger("gateway.invocations")
         self._closing = False
         #: Called with each ended record (callbacks).
         self.on_end: list[Callable[[Record], None]] = []
@@ -321,6 +312,15 @@ class Invocations:
         invocation = self._answered(settlement.action.id)
         if invocation is None:
             return
+        try:
+            self._end(invocation, settlement)
+        except Exception as error:  # whatever is wrong with us, nobody waits for ever
+            logger.exception("an end was not recorded as it was", invocation=invocation.record.id, error=str(error))
+            if not invocation.record.terminal:
+                self._refuse(invocation, TangramError(f"its end could not be recorded: {error!r}"))
+
+    def _end(self, invocation: Invocation, settlement: Settlement) -> None:
+        """Try again, or take the end of the last try."""
         assert invocation.function is not None
         record = invocation.record
         left_s = self._age_left_s(record)
@@ -390,7 +390,7 @@ class Invocations:
             self._admission.leave(record.function, record.task)
         self._store.save(record)
         self._observer.settled(record)
-        self._log.info(
+        logger.info(
             "settled",
             invocation=record.id,
             trajectory=record.trajectory,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import sqlite3
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import StrEnum
 from typing import Any
@@ -14,7 +14,7 @@ import orjson
 
 from gateway import wire
 from manager.errors import InvalidInput, NotFound, Reason
-from manager.outcome import LEGAL_MOVES, Settlement, State
+from manager.outcome import LEGAL_MOVES, Outcome, Settlement, State
 
 
 class Mode(StrEnum):
@@ -124,11 +124,11 @@ class Record:
 
     def settle(self, settlement: Settlement, now_s: float) -> None:
         """Take the end of the last attempt; the three times are those of that attempt."""
-        outcome = settlement.outcome
+        outcome, result = _written(settlement.outcome)
         self.move(outcome.state)
         self.reason, self.message, self.component = outcome.reason, outcome.message, outcome.component
         self.detail, self.usage, self.retry_after_s = outcome.detail, outcome.usage, outcome.retry_after_s
-        self.result = None if outcome.result is None else wire.dumps(outcome.result)
+        self.result = result
         self.ended_s = now_s
         self.queue_s, self.overhead_s = settlement.queue_s, settlement.overhead_s
         self.execution_s = settlement.execution_s
@@ -251,6 +251,20 @@ class Record:
             body["input"] = None if self.input is None else wire.Encoded(self.input)
             body["result"] = None if self.result is None else wire.Encoded(self.result)
         return body
+
+
+def _written(outcome: Outcome) -> tuple[Outcome, bytes | None]:
+    """The outcome, and its result as JSON; without either of result and detail where they cannot be written."""
+    try:
+        if outcome.detail:
+            wire.dumps(outcome.detail)
+        return outcome, None if outcome.result is None else wire.dumps(outcome.result)
+    except RecursionError:
+        bare = replace(outcome, result=None, detail={})
+    if outcome.state is not State.SUCCEEDED:
+        return bare, None
+    message = "its result is nested too deeply to be written"
+    return replace(bare, state=State.FAILED, reason=Reason.OUTPUT_LIMIT, message=message, component="gateway"), None
 
 
 def new_id(seq: int) -> str:

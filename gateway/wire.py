@@ -15,6 +15,9 @@ from manager.errors import InvalidInput
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}")
 KEY = re.compile(r"[\x21-\x7e]{1,255}")
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+#: Levels of nesting of an input. What carries it on wraps it, and nothing of JSON writes more than 254.
+DEPTH_MAX = 200
+_WRAPS = 254 - DEPTH_MAX
 _DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,6})?)(ms|s|m|h|d)?")
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, None: 1.0}
 
@@ -27,7 +30,10 @@ class Encoded:
 
 
 def dumps(value: object) -> bytes:
-    """Compact JSON. What JSON cannot hold becomes text, and text that is no Unicode is repaired, never refused."""
+    """Compact JSON. What JSON cannot hold becomes text, and text that is no Unicode is repaired, never refused.
+
+    Raises RecursionError for what is nested a thousand levels deep.
+    """
     try:
         return orjson.dumps(value, default=_fragment, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_PASSTHROUGH_DATACLASS)
     except (TypeError, ValueError):
@@ -48,7 +54,23 @@ def loads_object(data: bytes | str) -> dict[str, object]:
     value = loads(data) if data else {}
     if not isinstance(value, dict):
         raise InvalidInput(f"the body must be a JSON object, not {_kind(value)}", detail={"path": "$"})
+    if _too_deep(data, value):
+        raise InvalidInput(f"the body is nested deeper than {DEPTH_MAX} levels", detail={"path": "$"})
     return value
+
+
+def _too_deep(data: bytes | str, value: object) -> bool:
+    """Whether it is nested deeper than `DEPTH_MAX`; looked at closely only where there are brackets enough."""
+    brackets = data.count("{") + data.count("[") if isinstance(data, str) else data.count(b"{") + data.count(b"[")
+    if brackets <= DEPTH_MAX:
+        return False
+    for _ in range(_WRAPS):
+        value = [value]
+    try:
+        orjson.dumps(value)
+    except TypeError:
+        return True
+    return False
 
 
 def name(text: str, what: str) -> str:

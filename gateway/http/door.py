@@ -38,7 +38,8 @@ class Door:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            raise RuntimeError(f"no door for {scope['type']}")
+            await send({"type": "websocket.close"})  # before it was accepted: a 403
+            return
         scope["app"] = self  # makes Starlette raise for a wrong method instead of answering in plain text
         started = False
 

@@ -157,9 +157,11 @@ def scripted_hands(runtime: ScriptedRuntime, directory: Path) -> Callable[..., H
 
 
 @asynccontextmanager
-async def serving(bench: Bench, wall: Callable[[], float] | None = None) -> AsyncIterator[Running]:
+async def serving(
+    bench: Bench, wall: Callable[[], float] | None = None, runtime: ScriptedRuntime | None = None
+) -> AsyncIterator[Running]:
     """A gateway, from its start to its end."""
-    runtime = ScriptedRuntime(step_of)
+    runtime = runtime or ScriptedRuntime(step_of)
     app = build(bench.config(), hands=scripted_hands(runtime, bench.directory), wall=wall)
     await app.start()
     task = asyncio.create_task(app.serve())

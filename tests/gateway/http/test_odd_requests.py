@@ -1,0 +1,180 @@
+"""Requests of odd form: bodies that are hardly JSON, and HTTP at its edges; each is answered, nobody else notices."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gateway.record import Record, _written
+from gateway.wire import DEPTH_MAX
+from manager.errors import Reason
+from manager.outcome import Outcome, Settlement, State
+from runtimes.fake import ScriptedRuntime, Step
+from runtimes.runtime import Execution
+from tests.gateway.conftest import DEADLINE_S, Bench, Running, serving, until
+from tests.gateway.grpc.peer import Peer
+
+INVOKE = "/v1/functions/echo/invocations"
+
+
+def nested(levels: int) -> bytes:
+    """An object of so many levels."""
+    return b'{"a":' * levels + b"1" + b"}" * levels
+
+
+async def post(gateway: Running, body: bytes, query: str = "") -> tuple[int, dict[str, object]]:
+    answer = await gateway.http.post(f"{INVOKE}{query}", content=body)
+    return answer.status_code, answer.json()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"   ",
+        b"null",
+        b"[]",
+        b'"text"',
+        b"{",
+        b'{"a":NaN}',
+        b'{"a":' + b"9" * 5000 + b"}",
+        b'{"a":"\\ud800"}',
+        b"\xef\xbb\xbf{}",
+        '{"a":1}'.encode("utf-16"),
+        b'{"a":"\xff"}',
+        b"{}" * 2,
+        nested(DEPTH_MAX + 1),
+        nested(1020),
+        nested(100_000),
+        b'{"a":' + b"[" * 1000 + b"]" * 1000 + b"}",
+    ],
+)
+async def test_what_is_no_json_object_is_refused_before_any_work(gateway: Running, body: bytes) -> None:
+    for query in ("", "?mode=async", "?mode=stream"):
+        status, problem = await post(gateway, body, query)
+        assert (status, problem["code"], problem["errors"]) == (422, "invalid_input", {"path": "$"})
+    assert gateway.runtime.leases == {}
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{}", b'{"a":1,"a":2}', b'{"a":"\\u0000"}', nested(DEPTH_MAX), b'{"a":[' + b"[]," * 500 + b"[]]}"]
+)
+async def test_what_is_one_comes_back_as_it_was(gateway: Running, body: bytes) -> None:
+    status, record = await post(gateway, body)
+    assert (status, record["result"]) == (200, json.loads(body or b"{}"))
+    assert (await gateway.http.get(f"/v1/invocations/{record['id']}")).json()["input"] == record["result"]
+
+
+class Deep(ScriptedRuntime):
+    """Answers with more levels than anything writes."""
+
+    def __init__(self) -> None:
+        super().__init__(self._step)
+
+    @staticmethod
+    def _step(execution: Execution) -> Step:
+        value: object = 1
+        for _ in range(5000):
+            value = [value]
+        return Step(result=value, reason=Reason.UPSTREAM if execution.call.input else None)
+
+
+async def test_a_result_that_cannot_be_written_is_an_end_with_a_reason(tmp_path: Path) -> None:
+    async with serving(Bench(tmp_path), runtime=Deep()) as gateway:
+        status, record = await post(gateway, b"{}")
+        assert (status, record["state"], record["reason"], record["result"]) == (200, "failed", "output_limit", None)
+        assert "nested too deeply" in str(record["message"])
+        status, problem = await post(gateway, b'{"a":1}')
+        assert (status, problem["code"]) == (502, "upstream"), "another reason stays, without the result"
+        assert gateway.app.invocations.living == ()
+        stored = await gateway.app.store.get(int(str(record["id"])[:11], 16))
+        assert stored is not None
+        assert stored.reason is Reason.OUTPUT_LIMIT
+
+
+async def test_an_end_that_we_fail_to_record_is_an_end_all_the_same(
+    gateway: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def settle(record: Record, settlement: Settlement, now_s: float) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(Record, "settle", settle)
+    status, problem = await post(gateway, b"{}")
+    assert (status, problem["code"]) == (500, "internal")
+    assert gateway.app.invocations.living == () and gateway.app.admission.queued == 0
+
+
+def test_a_detail_that_cannot_be_written_is_left_out() -> None:
+    value: object = 1
+    for _ in range(5000):
+        value = [value]
+    outcome = Outcome(state=State.FAILED, reason=Reason.MODEL_ERROR, message="why", detail={"deep": value})
+    written, result = _written(outcome)
+    assert (written, result) == (replace(outcome, detail={}), None)
+
+
+async def raw(gateway: Running, data: bytes) -> bytes:
+    """What comes back until the connection is closed or silent after a whole answer."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.app.http_port)
+    writer.write(data)
+    try:
+        return await asyncio.wait_for(reader.read(-1), DEADLINE_S)
+    finally:
+        writer.transport.abort()
+
+
+CLOSE = b"Host: x\r\nConnection: close\r\n"
+CHUNKED = b"Transfer-Encoding: chunked\r\n"
+POST = f"POST {INVOKE} HTTP/1.1\r\n".encode() + CLOSE
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        (b"GET /v1/functions HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+         b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n", 403),
+        (POST + CHUNKED + b"\r\nzz\r\n{}\r\n0\r\n\r\n", 400),
+        (POST + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}", 400),
+        (POST + CHUNKED + b"\r\n1\r\n{\r\n1\r\n}\r\n0\r\n\r\n", 200),
+        (b"GET /healthz HTTP/1.0\r\n\r\n", 200),
+        (b"GET /healthz HTTP/1.1\r\n\r\n", 400),
+        (b"GET http://elsewhere/healthz HTTP/1.1\r\n" + CLOSE + b"\r\n", 404),
+        (b"OPTIONS * HTTP/1.1\r\n" + CLOSE + b"\r\n", 404),
+        (b"TRACE /healthz HTTP/1.1\r\n" + CLOSE + b"\r\n", 405),
+        (b"HEAD /healthz HTTP/1.1\r\n" + CLOSE + b"\r\n", 200),
+        (b"CONNECT x:1 HTTP/1.1\r\n" + CLOSE + b"\r\n", 404),
+        (b"M\xe4TH /healthz HTTP/1.1\r\n" + CLOSE + b"\r\n", 400),
+        (b"GET /" + b"a" * 60_000 + b" HTTP/1.1\r\n" + CLOSE + b"\r\n", 404),
+        (b"GET /v1/functions/\xff\xfe HTTP/1.1\r\n" + CLOSE + b"\r\n", 400),
+        (b"GET /v1/invocations?" + b"p=1&" * 10_000 + b" HTTP/1.1\r\n" + CLOSE + b"\r\n", 200),
+    ],
+)  # fmt: skip
+async def test_http_at_its_edges_is_answered(gateway: Running, request_: bytes, status: int) -> None:
+    answer = await raw(gateway, request_)
+    assert answer.startswith(b"HTTP/1.1 %d" % status), answer[:200]
+    assert (await gateway.http.get("/healthz")).status_code == 200
+    assert gateway.app.invocations.living == ()
+
+
+async def test_a_body_is_asked_for_and_requests_that_come_at_once_are_answered_in_turn(gateway: Running) -> None:
+    asked = await raw(gateway, POST + b"Expect: 100-continue\r\nContent-Length: 2\r\n\r\n{}")
+    assert asked.startswith(b"HTTP/1.1 100") and b"HTTP/1.1 200" in asked
+    get = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
+    assert (await raw(gateway, get * 30 + get.replace(b"x\r\n", CLOSE[6:]))).count(b"HTTP/1.1 200") == 31
+
+
+async def test_calls_of_one_http2_connection_are_bounded(tmp_path: Path) -> None:
+    async with serving(Bench(tmp_path, server={"streams_max": 2})) as gateway:
+        reader, writer = await asyncio.open_connection("127.0.0.1", gateway.app.http_port)
+        greedy = Peer(reader, writer)
+        head = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", INVOKE.encode()), (b":authority", b"x")]
+        whole = await greedy.ask(head, b"{}")
+        assert whole.headers[":status"] == "200"
+        streams = [greedy.send(head, b'{"held": true}') for _ in range(3)]
+        assert (await greedy.answer(streams[-1])).closed
+        writer.transport.abort()
+        assert (await gateway.http.get("/healthz")).status_code == 200
+        await until(lambda: gateway.app.invocations.living == ())
