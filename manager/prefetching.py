@@ -63,7 +63,7 @@ class Prefetching:
     def _look_ahead(self, pool: Pool) -> None:
         waiting = self._scheduling.eligible(pool, WINDOW)
         about = (frozenset(self._house.executing.holders(pool.name)), [action.id for action in waiting])
-        forecast = pool.forecast()
+        forecast = pool.forecast(self._house.now_s)
         if forecast is None or not waiting or self._looked.get(pool.name) == about:
             return
         self._looked[pool.name] = about

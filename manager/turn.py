@@ -102,7 +102,7 @@ class Turn:
             eligible=Lazy(self._show_eligible),
             arrival_rate=load.arrivals.at(now_s),
             utilisation=load.utilisation(now_s),
-            chunks=pool.chunk_view(),
+            chunks=pool.chunk_view(now_s),
             worker_cost_s=house.option(pool.kind, "worker_cost_s", 0.0),
         )
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
+from dataclasses import replace
 
 from manager.resources.chunk import Chunk, Chunks, power_at_least
 from manager.resources.chunk_operator import best_fit, take, warm_fit
@@ -12,13 +13,11 @@ from manager.scheduler.policy import ChunkView
 class Forecast:
     """Free and resident chunks after some ends and starts that have not happened yet."""
 
-    def __init__(
-        self, chunks: Chunks, resident: Mapping[str, tuple[Chunk, ...]], restore_s: Callable[[str, int], float]
-    ) -> None:
-        """``chunks`` is changed from now on: it must be a copy."""
+    def __init__(self, chunks: Chunks, seen: ChunkView) -> None:
+        """``chunks`` is changed from now on: it must be a copy. ``seen`` is how the pool looks now."""
         self._chunks = chunks
-        self._resident = dict(resident)
-        self._restore_s = restore_s
+        self._seen = seen
+        self._resident = dict(seen.resident)
 
     @property
     def free(self) -> int:
@@ -42,7 +41,7 @@ class Forecast:
         if not service or chunk in warm:
             return chunk, 0.0
         self._resident[service] = tuple(sorted((*warm, chunk)))
-        return chunk, self._restore_s(service, size)
+        return chunk, self._seen.restore_s(service, size)
 
     def fitting(self, minima: Iterable[int]) -> int:
         """How many actions could start together at their minimum, first come first served."""
@@ -57,4 +56,5 @@ class Forecast:
         return count
 
     def view(self) -> ChunkView:
-        return ChunkView(free=self._chunks.free, resident=dict(self._resident), restore_s=self._restore_s)
+        """As the policy sees it; what would be evicted is judged by what is resident now."""
+        return replace(self._seen, free=self._chunks.free, resident=dict(self._resident))

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from manager.config import NodeSpec, ServiceSpec
 from manager.lease import Grant
 from manager.resources.chunk import Chunk, Chunks, power_at_least
+from manager.resources.demand import Demand
 from manager.resources.forecast import Forecast
 from manager.resources.pool import Ahead, Ask, Headroom, Pool
 from manager.resources.prefetches import Prefetches
@@ -93,6 +94,7 @@ class GpuPool(Pool):
         self._chunks = Chunks()
         self._residency = Residency(services)
         self._prefetches = Prefetches(self._residency)
+        self._demand = Demand()
         self._by_holder: dict[str, Chunk] = {}
         #: What each holder computes with, and the holders beside which a service was brought in already.
         self._in_use: dict[str, Copy] = {}
@@ -161,6 +163,7 @@ class GpuPool(Pool):
         self._by_holder[ask.holder] = chunk
         if ask.service is not None:
             self._in_use[ask.holder] = Copy(ask.service, chunk)
+            self._demand.use(ask.service, now_s)
         restore, evicted = self._make_resident(ask.service, chunk)
         node = self.node_of(chunk)
         return Grant(
@@ -199,10 +202,10 @@ class GpuPool(Pool):
     def prefetches(self) -> Mapping[str, int]:
         return self._prefetches.counts()
 
-    def forecast(self) -> Forecast | None:
+    def forecast(self, now_s: float) -> Forecast | None:
         if self._accompanied.issuperset(self._by_holder):
             return None
-        return Forecast(self._chunks.copy(), self._residency.chunks_of(), self._residency.restore_s)
+        return Forecast(self._chunks.copy(), self.chunk_view(now_s))
 
     def prefetch(self, service: str, chunk: Chunk, spared: Collection[str]) -> Ahead | None:
         """Once for each holder, and only within its chunk."""
@@ -232,9 +235,13 @@ class GpuPool(Pool):
         """The chunk of a holder, in the pool's indices."""
         return self._by_holder[holder]
 
-    def chunk_view(self) -> ChunkView:
+    def chunk_view(self, now_s: float) -> ChunkView:
         return ChunkView(
-            free=self._chunks.free, resident=self._residency.chunks_of(), restore_s=self._residency.restore_s
+            free=self._chunks.free,
+            resident=self._residency.chunks_of(),
+            restore_s=self._residency.restore_s,
+            evicts=self._evicts,
+            recent=lambda service: self._demand.recent(service, now_s),
         )
 
     def check(self) -> None:
@@ -278,6 +285,9 @@ class GpuPool(Pool):
             return places[0]
         service = ask.service
         return min(places, key=lambda chunk: (len(self._residency.victims(Copy(service, chunk))), chunk))
+
+    def _evicts(self, service: str, chunk: Chunk) -> list[tuple[str, int]]:
+        return [(victim.service, victim.chunk[1]) for victim in self._residency.victims(Copy(service, chunk))]
 
     def _allowed(self, chunk: Chunk, node: str) -> bool:
         return not node or self.node_of(chunk) == node

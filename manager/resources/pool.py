@@ -145,7 +145,7 @@ class Pool(ABC):
         """How services that were brought in ahead have fared, where the pool has places."""
         return {}
 
-    def forecast(self) -> Forecast | None:
+    def forecast(self, now_s: float) -> Forecast | None:
         """A copy of the places to look ahead with; None where nothing more may be brought in now."""
         return None
 
@@ -164,7 +164,7 @@ class Pool(ABC):
         """The place of a holder's units, where the pool has places."""
         return None
 
-    def chunk_view(self) -> ChunkView | None:
+    def chunk_view(self, now_s: float) -> ChunkView | None:
         """The places of the pool, where its units are not interchangeable."""
         return None
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from manager.action import Action
-from manager.resources.chunk_operator import best_fit, take, warm_fit
+from manager.resources.chunk_operator import take, warm_fit
 from manager.scheduler.durations import UNKNOWN_S, is_elastic, key_units, kind_of, shape_of
 from manager.scheduler.policy import ChunkView, Decision, Hold, PoolView, Start
+from manager.scheduler.rank import shortest_first
 
 Chunk = tuple[int, int]
+
+#: Another copy of a service is taken to be busy at least this often when it is needed.
+LEAST_BUSY = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +33,16 @@ class Option:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DevicePrice:
-    """Each candidate takes the cheapest of: a warm free chunk, a cold start on a free one, a busy warm one later."""
+    """Each action takes the cheapest of: a warm free chunk, a cold start on a free one, a busy warm one later.
+
+    A cold start costs its restore, and those that will follow for what it evicts, less those that its copy will save.
+    Shorter actions of a task take the turns of its longer ones, within an ageing bound.
+    """
 
     c: float = 4.0
-    a_s: float = 1.0
-    #: Candidates considered in one decision; the others are asked about at the next event.
+    a_s: float = 0.2
+    age_max_s: float = 120.0
+    #: Actions considered in one decision; the others are asked about at the next event.
     window: int = 256
 
     def decide(self, view: PoolView) -> Decision:
@@ -40,7 +50,8 @@ class DevicePrice:
         waiting = view.eligible or [candidate.action for candidate in view.candidates]
         if not waiting or not view.chunks.free:
             return Decision()
-        return _Pass(view, view.chunks, self.c, self.a_s).run(waiting[: self.window])
+        order = shortest_first(waiting, view.now_s, self.age_max_s)
+        return _Pass(view, view.chunks, self.c, self.a_s).run(order[: self.window])
 
 
 class _Pass:
@@ -51,7 +62,8 @@ class _Pass:
         self._kind = kind_of(view.name)
         self._restore_s = chunks.restore_s
         self._free = list(chunks.free)
-        self._warm: Mapping[str, Sequence[Chunk]] = chunks.resident
+        self._warm = dict(chunks.resident)
+        self._worth = _Worth(chunks, view.utilisation)
         #: Seconds until a busy chunk is free again, promises of this decision included. An overdue action is expected
         #: to take as long again as it has taken, so that nobody waits for ever for one that hangs.
         self._busy_s: dict[Chunk, float] = {
@@ -69,12 +81,12 @@ class _Pass:
         holds: list[Hold] = []
         for action in waiting:
             self._behind -= 1
-            option = min(self._options(action), key=lambda one: one.cost_s, default=None)
+            option = self._cheapest(action)
             if option is None:
                 continue
             wait_s = option.wait_s or 0.0
             if option.wait_s is None:
-                take(self._free, option.chunk)
+                self._start(action, option.chunk)
                 starts.append(Start(action_id=action.id, units=option.units, chunk=option.chunk))
             else:
                 until_s = self._view.now_s + wait_s
@@ -83,40 +95,94 @@ class _Pass:
             self._busy_s[option.chunk] = wait_s + option.busy_s
         return Decision(starts=starts, holds=holds)
 
-    def _options(self, action: Action) -> Iterator[Option]:
-        price = self._scale * (max(0, self._behind) + self._coming)
-        service = action.service or ""
-        warm = self._warm.get(service, ())
-        limit = self._limits.get(action.id, self._view.total)
-        for units, duration_s in self._durations(action):
-            if units > limit:
-                break
-            place = warm_fit(self._free, units, warm)
-            if place is not None:
-                yield Option(duration_s * (1 + price * units), units, place, None, duration_s)
-                continue
-            place = self._cold_place(units)
-            if place is not None:
-                cold_s = duration_s + (self._restore_s(service, units) if service else 0.0)
-                yield Option(cold_s * (1 + price * units), units, place, None, cold_s)
-            yield from self._later(units, duration_s, price, warm)
+    def _start(self, action: Action, chunk: Chunk) -> None:
+        """Take the chunk, where the service will be warm from now on."""
+        take(self._free, chunk)
+        warm = self._warm.get(action.service or "", ())
+        if action.service and chunk not in warm:
+            self._warm[action.service] = (*warm, chunk)
 
-    def _later(self, units: int, duration_s: float, price: float, warm: Sequence[Chunk]) -> Iterator[Option]:
-        """Wait for the first busy chunk on which the service is resident."""
+    def _cheapest(self, action: Action) -> Option | None:
+        price = self._scale * (max(0, self._behind) + self._coming)
+        limit = self._limits.get(action.id, self._view.total)
+        best: Option | None = None
+        # Wide ones first: they are mostly the cheapest, and the others need not be looked at closely then.
+        for units, duration_s in reversed(self._durations(action)):
+            floor_s = duration_s * (1 + price * units)
+            if units > limit or (best is not None and floor_s >= best.cost_s):
+                continue
+            for option in self._options(action.service or "", units, duration_s, price):
+                if best is None or option.cost_s < best.cost_s:
+                    best = option
+        return best
+
+    def _options(self, service: str, units: int, duration_s: float, price: float) -> Iterator[Option]:
+        """The ways to run for ``duration_s`` on a chunk of ``units``."""
+        warm = self._warm.get(service, ())
+        scale = 1 + price * units
+        place = warm_fit(self._free, units, warm)
+        if place is not None:
+            yield Option(duration_s * scale, units, place, None, duration_s)
+            return
+        place, move_s = self._cold_place(service, units)
+        if place is not None:
+            cold_s = duration_s + self._restore_s(service, units)
+            yield Option((cold_s + move_s) * scale, units, place, None, cold_s)
         busy = [(self._busy_s[chunk], chunk) for chunk in warm if chunk[1] == units and chunk in self._busy_s]
         if busy:
             wait_s, chunk = min(busy)
-            yield Option(wait_s + duration_s * (1 + price * units), units, chunk, wait_s, duration_s)
+            yield Option(wait_s + duration_s * scale, units, chunk, wait_s, duration_s)
 
-    def _durations(self, action: Action) -> Iterator[tuple[int, float]]:
+    def _cold_place(self, service: str, units: int) -> tuple[Chunk | None, float]:
+        """The free place whose eviction hurts least, in the smallest free chunk among equals; what it costs later."""
+        places = [
+            (self._worth.of_move(service, (start, units)), size, start)
+            for first, size in self._free
+            if size >= units
+            for start in range(first, first + size, units)
+        ]
+        if not places:
+            return None, 0.0
+        move_s, _, start = min(places)
+        return (start, units), move_s
+
+    def _durations(self, action: Action) -> list[tuple[int, float]]:
+        """Seconds by admissible count, ascending."""
         unit_set = key_units(action, self._kind)
         assert unit_set is not None, f"action {action.id} does not use {self._kind}"
         if not is_elastic(action, self._kind):
-            yield unit_set.minimum, action.duration_s(unit_set.minimum) or UNKNOWN_S
-            return
+            return [(unit_set.minimum, action.duration_s(unit_set.minimum) or UNKNOWN_S)]
         shape = shape_of(unit_set, action.elasticity)
-        yield from zip(shape.units, (shape.factors * (action.t_ori_s or UNKNOWN_S)).tolist(), strict=True)
+        return list(zip(shape.units, (shape.factors * (action.t_ori_s or UNKNOWN_S)).tolist(), strict=True))
 
-    def _cold_place(self, units: int) -> Chunk | None:
-        """The free place whose eviction hurts least: no service that waits, and as few copies as possible."""
-        return best_fit(self._free, units)
+
+class _Worth:
+    """What resident copies are worth: the restores that they are likely to save.
+
+    A copy saves one if its service is used again soon while all other copies of it are busy: with r recent uses, n
+    other copies and a fraction u of the devices in use that is 1 - exp(-r u^n) likely.
+    """
+
+    def __init__(self, chunks: ChunkView, utilisation: float) -> None:
+        self._chunks = chunks
+        self._busy = max(LEAST_BUSY, utilisation)
+        self._moves: dict[tuple[str, Chunk], float] = {}
+
+    def of_move(self, service: str, place: Chunk) -> float:
+        """Seconds of restores that having ``service`` on ``place`` will cost others, less those that it will save."""
+        if not service:
+            return 0.0
+        found = self._moves.get((service, place))
+        if found is None:
+            resident = self._chunks.resident
+            lost_s = sum(
+                self._saved_s(other, size, len(resident.get(other, ())) - 1)
+                for other, size in self._chunks.evicts(service, place)
+            )
+            found = lost_s - self._saved_s(service, place[1], len(resident.get(service, ())))
+            self._moves[service, place] = found
+        return found
+
+    def _saved_s(self, service: str, size: int, others: int) -> float:
+        likely = 1.0 - math.exp(-self._chunks.recent(service) * self._busy ** max(0, others))
+        return self._chunks.restore_s(service, size) * likely

@@ -37,6 +37,14 @@ class Waiting:
     limit: int
 
 
+def _nothing_goes(service: str, chunk: tuple[int, int]) -> Sequence[tuple[str, int]]:
+    return ()
+
+
+def _never_used(service: str) -> float:
+    return 0.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkView:
     """The places of a pool whose units are not interchangeable (devices): read-only."""
@@ -47,6 +55,10 @@ class ChunkView:
     resident: Mapping[str, tuple[tuple[int, int], ...]]
     #: Seconds to restore a service that is not resident on a chunk of ``size`` devices.
     restore_s: Callable[[str, int], float]
+    #: Copies that go where a service is restored on a chunk, each as (service, size).
+    evicts: Callable[[str, tuple[int, int]], Sequence[tuple[str, int]]] = _nothing_goes
+    #: Uses of a service in the last seconds, smoothed.
+    recent: Callable[[str], float] = _never_used
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

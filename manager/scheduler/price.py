@@ -32,7 +32,7 @@ class PricePolicy:
     c: float = 4.0
     #: Seconds of arrivals to come that are counted, for cores and for devices.
     a_s: float = 8.0
-    device_a_s: float = 1.0
+    device_a_s: float = 0.2
     #: A rigid action at most this long goes before the others.
     short_s: float = 5.0
     #: An action that has waited this long is overtaken no more.
@@ -43,7 +43,7 @@ class PricePolicy:
     def decide(self, view: PoolView) -> Decision:
         """Short rigid actions first, then the others in FCFS order, each at its cheapest count."""
         if view.chunks is not None:
-            return DevicePrice(c=self.c, a_s=self.device_a_s).decide(view)
+            return DevicePrice(c=self.c, a_s=self.device_a_s, age_max_s=self.age_max_s).decide(view)
         waiting = view.eligible or [candidate.action for candidate in view.candidates]
         if not waiting:
             return Decision()

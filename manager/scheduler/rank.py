@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from manager.action import Action
+from manager.scheduler.durations import UNKNOWN_S
 from manager.scheduler.policy import Running
 
 
@@ -33,6 +34,24 @@ def ranked(waiting: Sequence[Action], kind: str, now_s: float, short_s: float, a
     if now_s - oldest.submitted_s >= age_max_s:
         return Ranked((), waiting)
     return Ranked(first, (action for action in waiting if not is_short(action, kind, short_s)))
+
+
+def shortest_first(waiting: Sequence[Action], now_s: float, age_max_s: float) -> list[Action]:
+    """Within a task the shortest first, by what is known of them; the turns of the tasks stay as they are.
+
+    What has waited for ``age_max_s`` goes before everything else, in FCFS order.
+    """
+    aged = [action for action in waiting if now_s - action.submitted_s >= age_max_s]
+    young = [action for action in waiting if now_s - action.submitted_s < age_max_s] if aged else waiting
+    by_task: dict[str, list[Action]] = {}
+    for action in young:
+        by_task.setdefault(action.task, []).append(action)
+    turns = {task: iter(sorted(actions, key=_expected_s)) for task, actions in by_task.items()}
+    return [*aged, *(next(turns[action.task]) for action in young)]
+
+
+def _expected_s(action: Action) -> float:
+    return UNKNOWN_S if action.t_ori_s is None else action.t_ori_s
 
 
 def is_short(action: Action, kind: str, short_s: float) -> bool:

@@ -76,7 +76,8 @@ def test_what_is_there_is_not_brought_again(drive: Drive) -> None:
 
 def test_each_device_is_told_of_the_action_that_it_will_serve(drive: Drive) -> None:
     driver = drive(world(2))
-    driver.step(0, ask("x", "a"), ask("y", "b", t_ori_s=20.0), ask("u", "c"), ask("v", "d"))
+    driver.step(0, ask("x", "a"), ask("y", "b", t_ori_s=20.0))
+    driver.step(0, ask("u", "c"), ask("v", "d"))
     where = {driver.started[id].lease.grants["gpu"].chunk: id for id in "xy"}
     first = next(chunk for chunk, id in where.items() if id == "x")
     assert first is not None

@@ -86,14 +86,14 @@ def test_what_a_node_reports_is_believed() -> None:
     gpus.acquire(Ask(holder="x", units=1, service="a"), 0.0)
     gpus.release("x", 0.0)
     gpus.report("n0", [("b", 1, 1)])
-    assert gpus.chunk_view().resident == {"b": ((1, 1),)}
+    assert gpus.chunk_view(0.0).resident == {"b": ((1, 1),)}
 
 
 def test_a_report_does_not_touch_chunks_in_use() -> None:
     gpus = pool(2)
     gpus.acquire(Ask(holder="x", units=1, service="a"), 0.0)
     gpus.report("n0", [])
-    assert gpus.chunk_view().resident == {"a": ((0, 1),)}
+    assert gpus.chunk_view(0.0).resident == {"a": ((0, 1),)}
 
 
 def test_no_chunk_crosses_a_node_and_its_grant_counts_devices_there() -> None:
@@ -121,6 +121,26 @@ def test_a_service_that_grew_takes_the_place_of_the_least_recently_used() -> Non
         gpus.release(holder, 1.0)
     gpus.learn({"c": ServiceSpec(name="c", bytes_by_dop={1: 70}, restore_s_by_dop={1: 1.0})})
     gpus.check()
-    assert set(gpus.chunk_view().resident) == {"c"}
+    assert set(gpus.chunk_view(0.0).resident) == {"c"}
     gpus.learn({"new": ServiceSpec(name="new", bytes_by_dop={1: 50}, restore_s_by_dop={1: 1.0})})
     assert gpus.acquire(Ask(holder="z", units=1, service="new"), 2.0).evict == ("c",)
+
+
+def test_what_a_restore_would_evict_is_told_beforehand() -> None:
+    gpus = pool(2)
+    for holder, service, chunk in (("x", "a", (0, 1)), ("y", "c", (0, 1)), ("z", "c", (1, 1))):
+        gpus.acquire(Ask(holder=holder, units=1, service=service, chunk=chunk), 1.0)
+        gpus.release(holder, 1.0)
+    view = gpus.chunk_view(1.0)
+    assert (view.evicts("b", (0, 1)), view.evicts("b", (1, 1))) == ([("a", 1)], [])
+    assert gpus.acquire(Ask(holder="w", units=1, service="b", chunk=(0, 1)), 1.0).evict == ("a",)
+
+
+def test_uses_are_counted_by_service_and_fade() -> None:
+    gpus = pool(2)
+    for holder, service in (("x", "a"), ("y", "a"), ("z", "c")):
+        gpus.acquire(Ask(holder=holder, units=1, service=service), 1.0)
+        gpus.release(holder, 1.0)
+    now, later = gpus.chunk_view(1.0), gpus.chunk_view(31.0)
+    assert (now.recent("a"), now.recent("c"), now.recent("b")) == (2.0, 1.0, 0.0)
+    assert later.recent("a") < 0.01

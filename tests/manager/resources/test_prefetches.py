@@ -64,10 +64,10 @@ def test_an_action_is_accompanied_once() -> None:
     run(gpus, "x", "b", (0, 2))
     assert bring(gpus, "c", (0, 1))
     assert not bring(gpus, "a", (1, 1))
-    assert gpus.forecast() is None
+    assert gpus.forecast(0.0) is None
     gpus.release("x", 1.0)
     run(gpus, "y", "b", (1, 1))
-    assert gpus.forecast() is not None
+    assert gpus.forecast(0.0) is not None
     assert bring(gpus, "a", (1, 1)), "another action, another chance"
 
 
@@ -89,7 +89,7 @@ def test_idle_copies_go_for_it_but_not_those_that_somebody_waits_for() -> None:
     run(gpus, "y", "b")
     assert not bring(gpus, "a", spared=frozenset({"c"}))
     assert gpus.prefetch("a", (0, 1), frozenset()) == Ahead("n0", (0, 1), ("c",))
-    assert set(gpus.chunk_view().resident) == {"a", "b"}
+    assert set(gpus.chunk_view(0.0).resident) == {"a", "b"}
 
 
 def test_what_failed_is_not_counted_on_nor_tried_again_until_an_action_restored_it() -> None:
@@ -97,7 +97,7 @@ def test_what_failed_is_not_counted_on_nor_tried_again_until_an_action_restored_
     run(gpus, "x", "a")
     assert bring(gpus, "b")
     gpus.prefetched("b", (0, 1), False)
-    assert "b" not in gpus.chunk_view().resident
+    assert "b" not in gpus.chunk_view(0.0).resident
     gpus.release("x", 1.0)
     run(gpus, "y", "a")
     assert not bring(gpus, "b")
@@ -118,7 +118,7 @@ def test_what_an_action_has_begun_on_stays_when_it_fails_to_arrive() -> None:
     gpus.release("x", 1.0)
     assert run(gpus, "y", "b")
     gpus.prefetched("b", (0, 1), False)
-    assert "b" in gpus.chunk_view().resident, "the action restores it itself"
+    assert "b" in gpus.chunk_view(0.0).resident, "the action restores it itself"
     assert (gpus.prefetches["hits"], gpus.prefetches["failed"]) == (0, 1)
 
 
@@ -141,10 +141,10 @@ def test_a_report_that_lags_behind_does_not_undo_what_is_under_way() -> None:
     assert bring(gpus, "b")
     gpus.release("x", 1.0)
     gpus.report("n0", [("a", 0, 1)])
-    assert "b" in gpus.chunk_view().resident
+    assert "b" in gpus.chunk_view(0.0).resident
     gpus.prefetched("b", (0, 1), True)
     gpus.report("n0", [("a", 0, 1)])
-    assert "b" not in gpus.chunk_view().resident, "now it should be there, and is not"
+    assert "b" not in gpus.chunk_view(0.0).resident, "now it should be there, and is not"
 
 
 def test_a_lost_node_takes_what_was_under_way_with_it() -> None:
@@ -155,6 +155,6 @@ def test_a_lost_node_takes_what_was_under_way_with_it() -> None:
     gpus.leave("n0")
     gpus.join(NodeSpec(name="n0", numa=(), memory_bytes=0, devices=2, device_bytes=100))
     gpus.prefetched("b", (0, 1), True)
-    assert gpus.chunk_view().resident == {}
+    assert gpus.chunk_view(0.0).resident == {}
     assert gpus.prefetches["wasted"] == 1
     gpus.check()

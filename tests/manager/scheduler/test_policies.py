@@ -183,3 +183,40 @@ def test_an_overdue_chunk_is_busy_and_worth_less_the_longer_it_runs() -> None:
 
     assert not decision(started_s=0.0).starts
     assert decision(started_s=-60.0).starts[0].chunk == (4, 4)
+
+
+def test_a_cold_start_spares_the_service_that_is_used_more() -> None:
+    resident: dict[str, tuple[tuple[int, int], ...]] = {"hot": ((0, 8),), "rare": ((8, 8),)}
+
+    def chosen(recent: dict[str, float]) -> tuple[int, int] | None:
+        view = devices([(0, 8), (8, 8)], [teacher("t", "new")], resident=resident, recent=recent, capacity=1)
+        return PricePolicy().decide(view).starts[0].chunk
+
+    assert chosen({"hot": 9.0, "rare": 0.1}) == (8, 8)
+    assert chosen({"hot": 0.1, "rare": 9.0}) == (0, 8), "it is the use that counts"
+
+
+def test_the_last_copy_is_spared_where_another_service_has_several() -> None:
+    resident = {"many": ((0, 8), (16, 8), (24, 8)), "single": ((8, 8),)}
+    recent = {"many": 0.5, "single": 0.5}
+    view = devices([(0, 8), (8, 8)], [teacher("t", "new")], resident=resident, recent=recent, capacity=1)
+    assert PricePolicy().decide(view).starts[0].chunk == (0, 8)
+
+
+def test_a_service_in_demand_gets_a_second_copy_before_the_wait_is_as_long_as_its_restore() -> None:
+    busy = [replace(running(teacher("r", "s"), 4, ends_in_s=0.2), chunk=(0, 4))]
+
+    def decision(recent: float) -> Decision:
+        resident = {"s": ((0, 4),)}
+        return PricePolicy().decide(
+            devices([(4, 4)], [teacher("t", "s")], busy, resident=resident, restore_s=4.0, recent={"s": recent})
+        )
+
+    assert not decision(0.1).starts
+    assert decision(9.0).starts[0].chunk == (4, 4), "it will be needed again"
+
+
+def test_on_devices_shorter_requests_of_a_task_go_first() -> None:
+    waiting = [teacher("long", "s", 9.0), teacher("short", "s", 1.0)]
+    starts = PricePolicy().decide(devices([(0, 1)], waiting, resident={"s": ((0, 1),)})).starts
+    assert [start.action_id for start in starts] == ["short"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from manager.action import Action, Amdahl, UnitSet
 from manager.scheduler.policy import ChunkView, Decision, PoolView, Running, Waiting
@@ -88,12 +88,29 @@ def devices(
     free: Sequence[tuple[int, int]],
     waiting: Sequence[Action],
     running_now: Sequence[Running] = (),
-    resident: dict[str, tuple[tuple[int, int], ...]] | None = None,
+    resident: Mapping[str, tuple[tuple[int, int], ...]] | None = None,
     restore_s: float = 1.0,
+    recent: Mapping[str, float] | None = None,
+    capacity: int = 100,
 ) -> PoolView:
-    """Chunks of devices; restoring a service takes ``restore_s`` over the size of the chunk."""
+    """Chunks of devices; restoring a service takes ``restore_s`` over the size of the chunk.
+
+    Any place holds ``capacity`` services; those that are resident there in the same size go in order of their names.
+    """
     units = sum(size for _, size in free)
-    view = ChunkView(free=tuple(free), resident=resident or {}, restore_s=lambda _, size: restore_s / size)
+    warm: Mapping[str, tuple[tuple[int, int], ...]] = resident or {}
+
+    def evicts(_: str, chunk: tuple[int, int]) -> list[tuple[str, int]]:
+        there = sorted(name for name, chunks in warm.items() if chunk in chunks)
+        return [(name, chunk[1]) for name in there[: max(0, len(there) + 1 - capacity)]]
+
+    view = ChunkView(
+        free=tuple(free),
+        resident=warm,
+        restore_s=lambda _, size: restore_s / size,
+        evicts=evicts,
+        recent=lambda service: (recent or {}).get(service, 0.0),
+    )
     return PoolView(
         name="gpu",
         now_s=0.0,

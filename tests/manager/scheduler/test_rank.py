@@ -1,0 +1,49 @@
+"""The order of starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manager.action import Action
+from manager.scheduler.rank import shortest_first
+from tests.manager.scheduler.world import teacher
+
+DRAWN = st.lists(
+    st.tuples(st.sampled_from(("red", "blue")), st.none() | st.floats(0.1, 9.0), st.floats(0.0, 200.0)), max_size=30
+)
+
+
+def requests(drawn: Sequence[tuple[str, float | None, float]]) -> list[Action]:
+    return [
+        replace(teacher(f"t{index}", "s"), task=task, t_ori_s=t_ori_s, submitted_s=submitted_s)
+        for index, (task, t_ori_s, submitted_s) in enumerate(drawn)
+    ]
+
+
+@given(DRAWN)
+def test_each_task_keeps_its_turns_and_uses_them_for_its_shortest(
+    drawn: list[tuple[str, float | None, float]],
+) -> None:
+    waiting = requests(drawn)
+    order = shortest_first(waiting, 0.0, 1e9)
+    assert [action.task for action in order] == [action.task for action in waiting]
+    for task in ("red", "blue"):
+        expected = [action.t_ori_s or 1.0 for action in order if action.task == task]
+        assert expected == sorted(expected)
+    assert sorted(action.id for action in order) == sorted(action.id for action in waiting)
+
+
+@given(DRAWN)
+def test_what_has_waited_too_long_goes_first_and_in_order(drawn: list[tuple[str, float | None, float]]) -> None:
+    waiting = requests(drawn)
+    aged = [action for action in waiting if action.submitted_s <= 100.0]
+    assert shortest_first(waiting, 200.0, 100.0)[: len(aged)] == aged
+
+
+def test_nothing_known_changes_nothing() -> None:
+    waiting = requests([("red", None, 0.0)] * 4)
+    assert shortest_first(waiting, 0.0, 1e9) == waiting
