@@ -70,9 +70,11 @@ async def _bounded(method: Any, house: House, stream: Stream[Any, Any]) -> None:
 
     grpclib has no such bounds. It reads five bytes that tell a message's form and length, and then so many through
     ``recv_data``: the one place where a message can be refused early is there, on the stream it keeps in ``_stream``.
+    Nor has it one for a peer that asks and does not read: ``send_data`` would wait for it as long as it likes.
     """
     raw = stream._stream
-    receive = raw.recv_data
+    receive, send = raw.recv_data, raw.send_data
+    stall_s = house.logs.spec.stall_s
 
     async def recv_data(size: int) -> bytes:
         if size > house.limits.body_bytes + ENVELOPE_BYTES:
@@ -92,7 +94,16 @@ async def _bounded(method: Any, house: House, stream: Stream[Any, Any]) -> None:
             raise Unsupported("compressed messages are not read here: send them as they are", component="grpc")
         return data
 
-    raw.recv_data = recv_data  # type: ignore[method-assign]
+    async def send_data(data: bytes, end_stream: bool = False) -> None:
+        try:
+            async with asyncio.timeout(stall_s):
+                await send(data, end_stream)
+        except TimeoutError:
+            house.logs.followers_dropped += 1
+            message = f"what was sent was not read within {stall_s:g} s: a log can be resumed after its last offset"
+            raise TooSlow(message, component="grpc") from None
+
+    raw.recv_data, raw.send_data = recv_data, send_data  # type: ignore[method-assign]
     try:
         await method(stream)
     except TangramError as error:

@@ -17,7 +17,7 @@ from grpclib.exceptions import GRPCError
 from gateway.grpc import connection
 from gateway.grpc.generated import tangram_pb2 as pb
 from gateway.grpc.generated.tangram_grpc import GatewayStub
-from tests.gateway.conftest import DEADLINE_S, Bench, Running, serving, until
+from tests.gateway.conftest import DEADLINE_S, Bench, Running, function, serving, until
 from tests.gateway.grpc.peer import INVOKE, Answer, Peer, echo, framed, head, peer
 
 OK, INVALID, DEADLINE, UNIMPLEMENTED, UNAVAILABLE = "0", "3", "4", "12", "14"
@@ -251,6 +251,32 @@ async def test_a_detached_call_goes_on_without_its_caller(gateway: Running) -> N
     gateway.runtime.let_go(invocation_id)
     record = (await gateway.http.get(f"/v1/invocations/{invocation_id}?wait=5s")).json()
     assert record["state"] == "succeeded"
+
+
+@pytest.mark.parametrize("method", ["Invoke", "InvokeStream", "TailLogs"])
+async def test_who_asks_and_does_not_read_is_told_so_and_waited_for_no_longer(tmp_path: Path, method: str) -> None:
+    loud = {"loud": function("loud", log_limit_bytes=2**24)}
+    bench = Bench(tmp_path, functions=loud, server={"logs": {"stall": "200ms"}})
+    async with serving(bench) as gateway, peer(gateway) as lazy:
+        # More than the 64 KiB that a peer takes before it says that it has read any of it.
+        given = {"log": "x" * 200_000, "held": method == "InvokeStream"}
+        headers = head({":path": f"/tangram.v1.Gateway/{method}"})
+        if method == "TailLogs":
+            said = (await gateway.invoke(given, function="loud")).json()["id"]
+            asked = framed(pb.TailLogsRequest(id=said).SerializeToString())
+            answer = await lazy.answer(lazy.send(headers, asked))
+        else:
+            small = framed(pb.InvokeRequest(function="loud", input_json=b"{}").SerializeToString())
+            assert (await lazy.ask(head(), small)).status == OK
+            stream = lazy.send(headers, None, end=False)
+            await lazy.pour(
+                stream, framed(pb.InvokeRequest(function="loud", input_json=orjson.dumps(given)).SerializeToString())
+            )
+            answer = await lazy.answer(stream)
+        assert (answer.status, answer.headers["tangram-code"]) == (DEADLINE, "too_slow")
+        assert "resumed" in answer.headers["grpc-message"]
+        assert gateway.app.logs.followers == 0 and gateway.app.logs.followers_dropped == 1
+        await until(lambda: gateway.app.invocations.living == ())
 
 
 async def test_a_follower_that_vanishes_follows_no_more(gateway: Running) -> None:
