@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from traceback import clear_frames
 
 import structlog
@@ -20,8 +21,12 @@ from gateway.http.invocations import InvocationOperations
 from gateway.http.messages import JSON, problem_response
 from gateway.http.openapi import document
 from gateway.http.operation import Operation, json_answer
+from gateway.http.stream import GIVE_UP_STALLS
 from gateway.http.trajectories import TrajectoryOperations
 from manager.errors import NotFound, TangramError
+
+#: What any connection takes at once, whether its peer reads or not.
+SMALL_BYTES = 16 * 1024
 
 
 class Door:
@@ -46,7 +51,10 @@ class Door:
         async def noting(message: Message) -> None:
             nonlocal started
             started = True
-            await send(message)
+            if len(message.get("body", b"")) <= SMALL_BYTES:
+                await send(message)
+            else:
+                await self._send_within_bounds(send, message)
 
         try:
             if scope["path"] not in self._open:
@@ -62,6 +70,14 @@ class Door:
             # would stay until the collector comes. Under an overload of large requests that is too late.
             clear_frames(error.__traceback__)
             await response(scope, receive, send)
+
+    async def _send_within_bounds(self, send: Send, message: Message) -> None:
+        """Send; raises ClientDisconnect when the caller, though it is there, does not read."""
+        try:
+            async with asyncio.timeout(GIVE_UP_STALLS * self._house.logs.spec.stall_s):
+                await send(message)
+        except TimeoutError:
+            raise ClientDisconnect() from None
 
     def _failed(self, error: Exception, scope: Scope) -> Response:
         if isinstance(error, TangramError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import struct
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -57,6 +58,14 @@ def framed(data: bytes, flag: int = 0) -> bytes:
 def echo() -> bytes:
     """The simplest call."""
     return framed(pb.InvokeRequest(function="echo", input_json=b"{}").SerializeToString())
+
+
+def random_frame(chance: random.Random) -> bytes:
+    """A frame of HTTP/2, well formed in its first nine bytes at best."""
+    payload = chance.randbytes(chance.choice((0, 1, 4, 5, 8, 40)))
+    kind, flags, stream = chance.randrange(14), chance.randrange(256), chance.choice((0, 1, 2, 3, 2**31 - 1))
+    length = len(payload) if chance.random() < 0.8 else chance.randrange(2**14)
+    return length.to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big") + payload
 
 
 class Peer:

@@ -18,7 +18,7 @@ from gateway.grpc import connection
 from gateway.grpc.generated import tangram_pb2 as pb
 from gateway.grpc.generated.tangram_grpc import GatewayStub
 from tests.gateway.conftest import DEADLINE_S, Bench, Running, function, serving, until
-from tests.gateway.grpc.peer import INVOKE, Answer, Peer, echo, framed, head, peer
+from tests.gateway.grpc.peer import INVOKE, Answer, Peer, echo, framed, head, peer, random_frame
 
 OK, INVALID, DEADLINE, UNIMPLEMENTED, UNAVAILABLE = "0", "3", "4", "12", "14"
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
@@ -142,14 +142,7 @@ async def test_random_frames_close_their_own_connection_at_most(gateway: Running
     for _ in range(60):
         async with peer(gateway) as opened:
             for _ in range(chance.randint(1, 6)):
-                payload = chance.randbytes(chance.choice((0, 1, 4, 5, 8, 40)))
-                kind, flags, stream = (
-                    chance.randrange(14),
-                    chance.randrange(256),
-                    chance.choice((0, 1, 2, 3, 2**31 - 1)),
-                )
-                length = len(payload) if chance.random() < 0.8 else chance.randrange(2**14)
-                opened.send_raw(length.to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big") + payload)
+                opened.send_raw(random_frame(chance))
             opened.writer.write_eof()
             await asyncio.wait_for(opened.reader.read(-1), DEADLINE_S)
     await lives(gateway)

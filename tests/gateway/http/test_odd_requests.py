@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from gateway.http import door, server
 from gateway.record import Record, _written
 from gateway.wire import DEPTH_MAX
 from manager.errors import Reason
@@ -16,7 +20,7 @@ from manager.outcome import Outcome, Settlement, State
 from runtimes.fake import ScriptedRuntime, Step
 from runtimes.runtime import Execution
 from tests.gateway.conftest import DEADLINE_S, Bench, Running, serving, until
-from tests.gateway.grpc.peer import Peer
+from tests.gateway.grpc.peer import Peer, random_frame
 
 INVOKE = "/v1/functions/echo/invocations"
 
@@ -166,15 +170,50 @@ async def test_a_body_is_asked_for_and_requests_that_come_at_once_are_answered_i
     assert (await raw(gateway, get * 30 + get.replace(b"x\r\n", CLOSE[6:]))).count(b"HTTP/1.1 200") == 31
 
 
+HEAD = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", INVOKE.encode()), (b":authority", b"x")]
+
+
+@asynccontextmanager
+async def http2(gateway: Running) -> AsyncIterator[Peer]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.app.http_port)
+    try:
+        yield Peer(reader, writer)
+    finally:
+        writer.transport.abort()
+
+
 async def test_calls_of_one_http2_connection_are_bounded(tmp_path: Path) -> None:
     async with serving(Bench(tmp_path, server={"streams_max": 2})) as gateway:
-        reader, writer = await asyncio.open_connection("127.0.0.1", gateway.app.http_port)
-        greedy = Peer(reader, writer)
-        head = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", INVOKE.encode()), (b":authority", b"x")]
-        whole = await greedy.ask(head, b"{}")
-        assert whole.headers[":status"] == "200"
-        streams = [greedy.send(head, b'{"held": true}') for _ in range(3)]
-        assert (await greedy.answer(streams[-1])).closed
-        writer.transport.abort()
+        async with http2(gateway) as greedy:
+            assert (await greedy.ask(HEAD, b"{}")).headers[":status"] == "200"
+            streams = [greedy.send(HEAD, b'{"held": true}') for _ in range(3)]
+            assert (await greedy.answer(streams[-1])).closed
         assert (await gateway.http.get("/healthz")).status_code == 200
         await until(lambda: gateway.app.invocations.living == ())
+
+
+async def test_random_frames_close_their_own_connection_at_most(gateway: Running) -> None:
+    chance = random.Random(6)
+    for _ in range(60):
+        async with http2(gateway) as opened:
+            for _ in range(chance.randint(1, 6)):
+                opened.send_raw(random_frame(chance))
+            opened.writer.write_eof()
+            await asyncio.wait_for(opened.reader.read(-1), DEADLINE_S)
+    assert (await gateway.http.get("/healthz")).status_code == 200
+    await until(lambda: gateway.app._connections["http"].open == 1)
+    assert (gateway.app.invocations.living, gateway.app.held.bytes) == ((), 0)
+
+
+async def test_who_asks_over_http2_and_does_not_read_is_waited_for_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door, "GIVE_UP_STALLS", 1)
+    monkeypatch.setattr(server, "KEEP_ALIVE_S", 0.1)  # its connection is idle then, and closed as any other
+    async with serving(Bench(tmp_path, server={"logs": {"stall": "200ms"}})) as gateway:
+        said = (await gateway.invoke({"x": "y" * 400_000})).json()["id"]
+        async with http2(gateway) as lazy:
+            head = [(b":method", b"GET"), *HEAD[1:2], (b":path", f"/v1/invocations/{said}".encode()), *HEAD[3:]]
+            answer = await lazy.ask(head, None)
+            assert answer.headers[":status"] == "200" and len(answer.data) < 400_000
+            assert answer.closed
