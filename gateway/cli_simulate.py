@@ -22,6 +22,7 @@ from manager.errors import TangramError
 from manager.plan import plan as plan_snapshot
 from manager.results import SimulationResult
 from manager.simulate import FINDABLE, Size, preset, run
+from manager.simulation import Physics
 from manager.trace import read_trace, write_trace
 from manager.workloads import PRESETS, Workload
 
@@ -79,6 +80,13 @@ def _explained(answer: Mapping[str, object]) -> Iterable[str]:
 @click.option("--policy", "names", multiple=True, help=f"repeatable; also the baselines {', '.join(BASELINES)}")
 @click.option("--learned", is_flag=True, help="hide all profiles: the policies know what history tells them")
 @click.option("--no-prefetch", is_flag=True, help="no model is restored ahead of its use")
+@click.option(
+    "--batch-marginal",
+    default=1.0,
+    show_default=True,
+    type=click.FloatRange(0.0, 1.0),
+    help="what a further member adds to a batch of a model's queue mates, as a fraction of what it takes alone",
+)
 @click.option("--bound", is_flag=True, help="a lower bound on the mean ACT of every possible schedule")
 @click.option("--find", type=click.Choice(FINDABLE), help="the fewest of these that reach --target-act")
 @click.option("--target-act", metavar="SECONDS", help="mean ACT of a trajectory, such as 2s")
@@ -96,6 +104,7 @@ def simulate(
     names: tuple[str, ...],
     learned: bool,
     no_prefetch: bool,
+    batch_marginal: float,
     bound: bool,
     find: str | None,
     target_act: str | None,
@@ -112,6 +121,7 @@ def simulate(
             [name for text in names or DEFAULT_POLICIES for name in text.split("+")],
             size,
             base=_configured(configs, size, chosen) if configs else None,
+            physics=Physics(batch_marginal=batch_marginal),
             learned=learned,
             with_bound=bound,
             find=find,

@@ -19,7 +19,8 @@ def recorded(records: Iterable[InvocationResult], functions: Mapping[str, Mappin
     """Trajectories from succeeded invocations and the functions' descriptions; times count from the first arrival.
 
     An invocation without a trajectory is one of its own. Think times are the pauses between an end and the next
-    acceptance. T_ori is inferred from the granted units by the function's elasticity (Amdahl's law where learned).
+    acceptance. T_ori is inferred from the granted units by the function's elasticity (Amdahl's law where learned); a
+    batch is shared out evenly among its members, so that together they take as long again.
     Invocations of functions that are no longer registered are left out.
     """
     lanes: dict[str, list[InvocationResult]] = {}
@@ -58,7 +59,8 @@ def _step(record: InvocationResult, function: Mapping[str, Any], think_s: float)
     cost = parse_cost(function.get("cost") or {}, f"function {record.function}: cost")
     key = function.get("key")
     elasticity = _elasticity(function) if key is not None else None
-    duration_s = max(SHORTEST_S, record.execution_s)
+    members = max(1.0, record.usage.get("batch", 1.0))
+    duration_s = max(SHORTEST_S, record.execution_s / members)
     units = record.units.get(key, 1) if key is not None else 1
     work_s = duration_s if elasticity is None else duration_s * elasticity.efficiency(units) * units
     return Step(
@@ -70,6 +72,7 @@ def _step(record: InvocationResult, function: Mapping[str, Any], think_s: float)
         elasticity=elasticity,
         service=record.function if function.get("model") is not None else None,
         malleable=function.get("runtime") == "pytest" and key == "cpu",
+        batch_tokens=int(record.usage.get("tokens", 0.0) / members) if function.get("model") is not None else 0,
     )
 
 

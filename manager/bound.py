@@ -16,7 +16,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +42,8 @@ WORKERS = (2, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 20, 24, 32, 48, 64, 128, 256)
 #: The price of a unit-second at first, and the least one that a price can come back from.
 FIRST_PRICE = 0.05
 LEAST_PRICE = 1e-6
+#: Work that costs nothing is no work.
+_LEAST_MARGINAL = 1e-6
 #: Serial fractions are rounded down to a multiple of this: fewer tables, and still a lower bound.
 SERIAL_GRAIN = 0.005
 
@@ -65,15 +67,28 @@ def lower_bound(
     quotas: Mapping[str, QuotaSpec] | None = None,
     *,
     worker_cost_s: float = 0.0,
+    batch_marginal: float = 1.0,
     rounds: int = 20,
 ) -> Bound:
     """Bounds for ``capacity`` units by kind (quota kinds in ``quotas``); ``rounds`` of improving the prices.
 
     ``worker_cost_s``: unit-seconds that each worker of a malleable action costs, in every schedule.
+    ``batch_marginal``: the fraction of its own duration that a member adds to a batch, at the least.
     """
     infinite_s = sum(fastest_s(step) for trajectory in trajectories for step in trajectory.steps)
+    if batch_marginal < 1.0:
+        trajectories = [_shared(trajectory, batch_marginal) for trajectory in trajectories]
     dual = Dual(trajectories, capacity, quotas or {}, worker_cost_s)
     return Bound(infinite_s=infinite_s, area_s=area_bound(trajectories, capacity), price_s=dual.best(rounds))
+
+
+def _shared(trajectory: Trajectory, marginal: float) -> Trajectory:
+    """With steps that may share a batch as short as the least that each adds to one."""
+    steps = [
+        replace(step, t_ori_s=step.t_ori_s * max(marginal, _LEAST_MARGINAL)) if step.batch_tokens else step
+        for step in trajectory.steps
+    ]
+    return replace(trajectory, steps=tuple(steps))
 
 
 def fastest_s(step: Step) -> float:

@@ -84,6 +84,7 @@ def simulate(
     if base is not None:
         spec = adopted(base, spec)
     _check_kinds(workload, spec)
+    _check_sizes(workload, spec)
     if policy in BASELINES:
         return run_baseline(policy, workload, spec)
     return Simulation(spec, workload.trajectories, physics=physics, knowledge=knowledge).run()
@@ -133,7 +134,13 @@ def run(
     if with_bound:
         costs = physics or Physics()
         quotas = workload.quotas if base is None else {**workload.quotas, **base.quotas}
-        bound = lower_bound(workload.trajectories, capacity, quotas, worker_cost_s=costs.worker_cost_s)
+        bound = lower_bound(
+            workload.trajectories,
+            capacity,
+            quotas,
+            worker_cost_s=costs.worker_cost_s,
+            batch_marginal=costs.batch_marginal,
+        )
     found = None
     if find is not None:
         if target_act_s is None or base is not None:
@@ -207,3 +214,18 @@ def _check_kinds(workload: Workload, spec: ManagerSpec) -> None:
                     f"trajectory {trajectory.id}: nothing provides {missing[0]}; the cluster has {have}",
                     component="simulate",
                 )
+
+
+def _check_sizes(workload: Workload, spec: ManagerSpec) -> None:
+    """A service that is larger than a device at some DoP could not be restored there."""
+    room = min((node.device_bytes for node in spec.nodes if node.devices), default=0)
+    steps = (step for trajectory in workload.trajectories for step in trajectory.steps)
+    asked = {step.service: step.cost["gpu"] for step in steps if step.service is not None and "gpu" in step.cost}
+    for name, units in asked.items():
+        sizes = spec.services[name].bytes_by_dop if name in spec.services else {}
+        large = [dop for dop in units if sizes.get(dop, 0) > room]
+        if large:
+            raise InvalidInput(
+                f"service {name} on {large[0]} devices takes {sizes[large[0]]} bytes of each, which has {room}",
+                component="simulate",
+            )

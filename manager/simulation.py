@@ -44,14 +44,18 @@ CHECK_EVERY = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Physics:
-    """What elasticity costs on real machines, as measured (see ``bench.rollouts``)."""
+    """What elasticity costs on real machines; each says where it is measured."""
 
-    #: Core-seconds that each worker process of a test run adds.
+    #: Core-seconds that each worker process of a test run adds (``bench.pytest_width``, its further workers).
     worker_cost_s: float = 0.3
-    #: Seconds that a resized action stands still.
+    #: Seconds that a resized action stands still (more than a cgroup write takes in ``bench.sandbox``).
     resize_cost_s: float = 0.02
     #: How many times as long work takes while a service is restored beside it (the limit of ``bench.model``).
     prefetch_slowdown: float = 1.05
+    #: What a further member adds to a batch, as a fraction of what it takes alone: 1 where one sequence keeps a device
+    #: busy, as the log-probabilities of a whole rollout do; near 0 where launching is all that a short one costs. The
+    #: runtime computes a batch in forward passes of ``batch_tokens`` each and answers all members at its end.
+    batch_marginal: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +110,8 @@ class _Running:
     #: Instant from which the work goes on at the present units, and the fraction done before.
     since_s: float
     started_s: float
+    #: When its service was in place.
+    ready_s: float
     done: float = 0.0
     #: Unit-seconds held until the last resize.
     area: float = 0.0
@@ -231,6 +237,7 @@ class Simulation:
                 malleable=step.malleable,
                 service=step.service,
                 profile_key=step.profile_key,
+                batch_tokens=step.batch_tokens,
                 submitted_s=self._now_s,
                 timeout_s=1e9,
                 queue_timeout_s=1e9,
@@ -262,8 +269,9 @@ class Simulation:
         step = self._trajectories[index].steps[number]
         grant = lease.grants.get(step.key or "")
         workers = 0 if grant is None else max(grant.units, grant.workers)
-        ready_s = self._ready_s(action, lease)
-        running = _Running(action, step, lease, workers, ready_s - self._now_s, ready_s, self._now_s)
+        leads = not lease.batch or lease.batch[0] == action.id
+        ready_s = self._ready_s(action, lease) if leads else self._running[lease.batch[0]].ready_s
+        running = _Running(action, step, lease, workers, ready_s - self._now_s, ready_s, self._now_s, ready_s)
         running.resized_s = self._now_s
         self._running[action.id] = running
         self._slow(running)
@@ -324,15 +332,23 @@ class Simulation:
             running.since_s = self._now_s
 
     def _duration_s(self, running: _Running) -> float:
-        """Seconds of the whole work with the present units."""
+        """Seconds of the whole work with the present units: of its batch, where it is part of one."""
+        if running.lease.batch:
+            return self._batch_s(running.lease)
         step = running.step
-        if step.key is None or step.elasticity is None:
-            return step.t_ori_s
+        work_s = _work_s(step, running.lease)
+        if step.key is None or not step.malleable:
+            return work_s
         units = running.lease.units(step.key)
         assert 0 < units <= running.workers, f"{running.action.id}: {units} units for {running.workers} workers"
-        work_s = step.t_ori_s / (step.elasticity.efficiency(units) * units)
-        workers_s = self._physics.worker_cost_s * running.workers / units if step.malleable else 0.0
-        return work_s + workers_s
+        return work_s + self._physics.worker_cost_s * running.workers / units
+
+    def _batch_s(self, lease: Lease) -> float:
+        """All members end together, when the last forward pass has."""
+        places = (self._places[member] for member in lease.batch)
+        works_s = [_work_s(self._trajectories[index].steps[number], lease) for index, number in places]
+        longest_s = max(works_s)
+        return longest_s + self._physics.batch_marginal * (sum(works_s) - longest_s)
 
     def _schedule_end(self, running: _Running) -> None:
         left_s = max(0.0, 1.0 - running.done) * self._duration_s(running)
@@ -370,6 +386,14 @@ class Simulation:
             self._push(self._now_s + steps[number + 1].think_s, (index, number + 1))
         else:
             self._push(self._now_s, TrajectoryEnded(trajectory=self._trajectories[index].id))
+
+
+def _work_s(step: Step, lease: Lease) -> float:
+    """Seconds of a step alone on the units of a lease."""
+    if step.key is None or step.elasticity is None:
+        return step.t_ori_s
+    units = lease.units(step.key)
+    return step.t_ori_s / (step.elasticity.efficiency(units) * units)
 
 
 def _holds(lease: Lease, command: Prefetch) -> bool:

@@ -23,6 +23,7 @@ STEP_KEYS = frozenset(
         "service",
         "malleable",
         "profile_key",
+        "batch_tokens",
     }
 )
 
@@ -46,6 +47,8 @@ class Step:
     malleable: bool = False
     #: The caller's key for learning, for example the suite.
     profile_key: str = ""
+    #: What it adds to a batch of its service; 0 where it runs alone.
+    batch_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +172,7 @@ def _step(step: _Reader) -> Step:
         service=step.text("service") if step.values.get("service") is not None else None,
         malleable=malleable,
         profile_key=step.text("profile_key", ""),
+        batch_tokens=int(step.number("batch_tokens", 0)),
     )
 
 
@@ -242,4 +246,6 @@ def _step_json(step: Step) -> dict[str, object]:
         line["service"] = step.service
     if step.profile_key:
         line["profile_key"] = step.profile_key
+    if step.batch_tokens:
+        line["batch_tokens"] = step.batch_tokens
     return line

@@ -18,6 +18,8 @@ from manager.trace import Step, Trajectory
 GIB = 2**30
 #: Bytes a second from a pinned host image into one device, as measured on PCIe 5.
 RESTORE_BYTES_PER_S = 50e9
+#: Tokens of one forward pass, as a gateway has it by default: queue mates share a batch up to it.
+BATCH_TOKENS = 16384
 #: Speed-up lost by tensor parallelism.
 TENSOR_PARALLEL = EfficiencyTable(((1, 1.0), (2, 0.92), (4, 0.82), (8, 0.65)))
 DEVICE_UNITS = UnitSet.of((1, 2, 4, 8))
@@ -81,6 +83,8 @@ class Teachers:
     request_sigma: float = 0.5
     #: Popularity of the n-th teacher is n ** -skew.
     skew: float = 0.5
+    #: Tokens of a request, for batches of queue mates; 0: each runs alone, as whole rollouts fill a device.
+    request_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +106,8 @@ class Search:
     judge_median_s: float = 3.0
     judge_sigma: float = 0.4
     judge_bytes: int = 64 * 10**9
+    #: Tokens of a judge's request, as for `Teachers.request_tokens`.
+    judge_tokens: int = 0
 
 
 class _Draw:
@@ -185,6 +191,7 @@ def mopd(batch: int, seed: int, parameters: Teachers | None = None) -> Workload:
             t_ori_s=draw.lognormal(p.request_median_s, p.request_sigma),
             elasticity=TENSOR_PARALLEL,
             service=f"teacher-{draw.index(weights)}",
+            batch_tokens=p.request_tokens,
         )
         trajectories.append(Trajectory(id=f"mopd-{index:05d}", task="mopd", steps=(step,)))
     services = {f"teacher-{index}": service(f"teacher-{index}", p.bytes_per_service) for index in range(p.services)}
@@ -225,6 +232,7 @@ def _searcher(p: Search, draw: _Draw, index: int) -> Trajectory:
         t_ori_s=draw.lognormal(p.judge_median_s, p.judge_sigma),
         elasticity=TENSOR_PARALLEL,
         service="judge",
+        batch_tokens=p.judge_tokens,
     )
     return Trajectory(id=f"search-{index:05d}", task="search", arrival_s=arrival_s, steps=(*calls, judge))
 
@@ -233,7 +241,7 @@ def service(name: str, total_bytes: int) -> ServiceSpec:
     """A model service whose parameters are split over the devices of its chunk."""
     by_dop = {dop: total_bytes // dop for dop in DEVICE_UNITS}
     restore_s = {dop: held / RESTORE_BYTES_PER_S for dop, held in by_dop.items()}
-    return ServiceSpec(name=name, bytes_by_dop=by_dop, restore_s_by_dop=restore_s)
+    return ServiceSpec(name=name, bytes_by_dop=by_dop, restore_s_by_dop=restore_s, batch_tokens=BATCH_TOKENS)
 
 
 def merged(name: str, *parts: Workload) -> Workload:

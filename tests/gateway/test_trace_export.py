@@ -16,6 +16,7 @@ from manager.workloads import Workload
 
 FUNCTIONS: dict[str, Any] = {
     "shell": {"name": "shell", "runtime": "exec", "cost": {"cpu": 1}, "sandbox": {"memory_bytes": 1024}},
+    "judge": {"name": "judge", "runtime": "model", "cost": {"gpu": 1}, "model": {"path": "m"}},
     "tests": {
         "name": "tests",
         "runtime": "pytest",
@@ -61,6 +62,14 @@ def test_pauses_become_thinking_and_granted_units_become_work() -> None:
     assert read_trace(write_trace([trajectory])) == [trajectory]
     workload = Workload(name="replay", trajectories=(trajectory,))
     assert run(workload, ["adaptive"], Size(nodes=1, cores=8)).rows[0].act_s > 0
+
+
+def test_a_batch_is_shared_out_among_its_members() -> None:
+    usage = {"batch": 4.0, "tokens": 2000.0}
+    (trajectory,) = recorded([record("i1", "judge", 0.0, 2.0, 2.0, units={"gpu": 1}, usage=usage)], FUNCTIONS)
+    assert (trajectory.steps[0].t_ori_s, trajectory.steps[0].batch_tokens) == (0.5, 500)
+    (alone,) = recorded([record("i1", "shell", 0.0, 2.0, 2.0, usage={"tokens": 9.0})], FUNCTIONS)
+    assert (alone.steps[0].t_ori_s, alone.steps[0].batch_tokens) == (2.0, 0)
 
 
 def test_no_history_is_an_empty_trace() -> None:

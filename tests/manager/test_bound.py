@@ -11,7 +11,7 @@ from manager.bound import lower_bound, shortest_remaining
 from manager.cluster import cluster
 from manager.simulation import Physics, Simulation
 from manager.trace import Step, Trajectory
-from manager.workloads import Search, coding, deepsearch, mopd
+from manager.workloads import Search, Teachers, coding, deepsearch, mopd
 
 FREE = Physics(worker_cost_s=0.0, resize_cost_s=0.0)
 
@@ -90,6 +90,18 @@ def test_presets_stay_above_their_bounds(seed: int) -> None:
         run = Simulation(spec, workload.trajectories, physics=FREE).run()
         bound = lower_bound(workload.trajectories, capacity, rounds=8)
         assert bound.best_s <= sum(record.act_s for record in run.records)
+
+
+@pytest.mark.parametrize("marginal", [0.0, 0.2, 1.0])
+def test_batches_do_not_beat_the_bound_that_knows_of_them(marginal: float) -> None:
+    workload = mopd(80, 1, Teachers(services=1, rollout_median_s=1.0, request_tokens=1000))
+    spec = cluster(cores=0, nodes=1, devices=2, services=workload.services)
+    run = Simulation(spec, workload.trajectories, physics=Physics(batch_marginal=marginal)).run()
+    act_s = sum(record.act_s for record in run.records)
+    bound = lower_bound(workload.trajectories, {"gpu": 2}, batch_marginal=marginal, rounds=8)
+    assert bound.best_s <= act_s
+    if marginal == 0.0:
+        assert lower_bound(workload.trajectories, {"gpu": 2}, rounds=8).best_s > act_s, "each alone would take longer"
 
 
 def test_a_tight_quota_leaves_the_bound_valid() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -17,7 +18,7 @@ from manager.ledger import Ledger
 from manager.simulate import Size, preset, run, simulate
 from manager.simulation import Physics, Run
 from manager.trace import Step, Trajectory
-from manager.workloads import Coding, Workload, coding
+from manager.workloads import BATCH_TOKENS, Coding, Teachers, Workload, coding, mopd, service
 
 SMALL = Size(nodes=2, cores=64, gpus=8)
 POLICIES = ("adaptive", "price", "paper", "fixed:4")
@@ -140,6 +141,55 @@ def test_an_action_waits_for_the_rest_of_what_is_on_its_way() -> None:
     )
     assert late.restores == 1
     assert total(late) == pytest.approx((6.0 + 8 * 2.0, 36.0)), "two of the six seconds are left each time"
+
+
+def judged(works_s: Sequence[float], *, tokens: int) -> Workload:
+    """Requests to one model on one device: the first alone, the others behind it."""
+    services = {"judge": service("judge", 64 * 10**9), "other": service("other", 64 * 10**9)}
+    trajectories = [
+        Trajectory(
+            id=f"t{index}",
+            arrival_s=min(index, 1) * 0.5,
+            steps=(
+                Step(
+                    think_s=0.0,
+                    function="judge",
+                    cost={"gpu": UnitSet.fixed(1)},
+                    t_ori_s=work_s,
+                    service="judge" if index else "other",
+                    batch_tokens=tokens,
+                ),
+            ),
+        )
+        for index, work_s in enumerate(works_s)
+    ]
+    return Workload(name="judged", trajectories=tuple(trajectories), services=services)
+
+
+@pytest.mark.parametrize(("marginal", "batch_s"), [(1.0, 6.0), (0.5, 4.5), (0.0, 3.0)])
+def test_the_members_of_a_batch_end_together_after_what_each_adds(marginal: float, batch_s: float) -> None:
+    workload = judged([4.0, 1.0, 2.0, 3.0], tokens=1000)
+    run_ = simulate(
+        workload, "price", Size(nodes=1, cores=0, gpus=1, prefetch=False), physics=Physics(batch_marginal=marginal)
+    )
+    records = {record.trajectory: record for record in run_.records}
+    first, *batch = (records[f"t{index}"] for index in range(4))
+    assert {(round(one.ended_s, 9), round(one.execution_s, 9)) for one in batch} == {
+        (round(first.ended_s + 1.28 + batch_s, 9), batch_s)
+    }
+    assert all(one.overhead_s == pytest.approx(1.28) for one in batch), "all wait for the restore"
+
+
+def test_requests_without_tokens_or_beyond_the_pass_run_alone() -> None:
+    for tokens in (0, BATCH_TOKENS):
+        run_ = simulate(judged([4.0, 1.0, 2.0, 3.0], tokens=tokens), "price", Size(nodes=1, cores=0, gpus=1))
+        assert sorted(record.execution_s for record in run_.records) == pytest.approx([1.0, 2.0, 3.0, 4.0])
+
+
+def test_a_service_that_no_device_holds_is_told_by_name() -> None:
+    workload = mopd(4, 1, Teachers(bytes_per_service=150 * 10**9))
+    with pytest.raises(InvalidInput, match="on 1 devices takes 150000000000 bytes of each, which has 80000000000"):
+        run(workload, ["price"], Size(nodes=1, cores=0, gpus=8))
 
 
 def test_what_nothing_provides_is_said_before_anything_runs() -> None:

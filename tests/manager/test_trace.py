@@ -33,6 +33,7 @@ LINE = {
             "t_ori_s": 2.0,
             "efficiency": {"1": 1.0, "2": 0.9},
             "service": "judge",
+            "batch_tokens": 700,
         },
     ],
 }
@@ -53,6 +54,8 @@ def test_the_documented_line_is_read() -> None:
         tests.malleable and tests.elasticity is not None and tests.elasticity.efficiency(2) == pytest.approx(1 / 1.05)
     )
     assert judge.service == "judge" and not judge.malleable and judge.cost["gpu"].choices == (1, 2, 4)
+    assert (tests.batch_tokens, judge.batch_tokens) == (0, 700)
+    assert read_trace(write_trace([trajectory])) == [trajectory]
 
 
 @pytest.mark.parametrize(

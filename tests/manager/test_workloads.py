@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import statistics
+from pathlib import Path
 
 import pytest
 
-from manager.workloads import CODING_BURST, PRESETS, Coding, coding, mopd
+from manager.function import ModelAction, ModelSpec
+from manager.workloads import BATCH_TOKENS, CODING_BURST, PRESETS, Coding, coding, mopd
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))
@@ -33,6 +35,11 @@ def test_a_burst_asks_for_all_rewards_within_seconds() -> None:
 def test_suites_repeat_where_tasks_do() -> None:
     keys = {trajectory.steps[-1].profile_key for trajectory in coding(64, 1, Coding(suites=4)).trajectories}
     assert len(keys) == 4
+
+
+def test_a_batch_is_as_large_as_a_gateways_own() -> None:
+    assert ModelSpec(path=Path("m"), action=ModelAction.SCORE).batch_tokens == BATCH_TOKENS
+    assert {service.batch_tokens for service in mopd(1, 1).services.values()} == {BATCH_TOKENS}
 
 
 def test_every_teacher_that_is_asked_exists() -> None:

@@ -1,4 +1,8 @@
-"""With reservation no action starts later than under strict first come first served, on the same decisions."""
+"""With reservation no action starts later than under strict first come first served, on the same decisions.
+
+Where an action may run is one of these decisions: its trajectory lives on a node, or the nodes are as good as one for
+it. Were it free to choose, an action that starts earlier could take the room of a wider one on another node.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +15,15 @@ from hypothesis import strategies as st
 from manager.action import Action, UnitSet
 from manager.assembly import build_core
 from manager.config import ConcurrencySpec, ManagerSpec, NodeSpec, QuotaSpec, SchedulerSpec
-from manager.events import Event, Execute, Finished, Submitted, Tick, WakeAt
+from manager.events import Event, Execute, Finished, Submitted, Tick, TrajectoryOpened, WakeAt
 from manager.outcome import Outcome, State
 from manager.scheduler.policy import PolicySpec
 
+CORES = (4, 3, 3)
 SPEC = ManagerSpec(
-    nodes=(NodeSpec(name="n", numa=(tuple(range(4)),), memory_bytes=1),),
+    nodes=tuple(
+        NodeSpec(name=f"n{index}", numa=(tuple(range(cores)),), memory_bytes=64) for index, cores in enumerate(CORES)
+    ),
     quotas={"search": QuotaSpec(limit=2, period_s=3.0)},
     concurrency={"parser": ConcurrencySpec(limit=2)},
     scheduler=SchedulerSpec(policies={"default": PolicySpec(name="fixed")}),
@@ -32,17 +39,31 @@ COSTS: list[dict[str, int]] = [
     {"parser": 2},
 ]
 
+#: Of any node, without a trajectory.
+ANYWHERE = [cost for cost in COSTS if cost.get("cpu", 1) == 1] + [{"search": 1, "cpu": 1}]
+
 #: (arrival, cost, duration) of each action.
 Jobs = list[tuple[int, dict[str, int], int]]
 
 
-def starts(spec: ManagerSpec, jobs: Jobs) -> dict[str, float]:
-    """When each action starts, every job running for its fixed duration."""
+def starts(spec: ManagerSpec, jobs: Jobs, *, pinned: bool) -> dict[str, float]:
+    """When each action starts, every job running for its fixed duration; ``pinned``: in a trajectory of its own."""
     core = build_core(spec)
+    if pinned:
+        core.step(
+            [TrajectoryOpened(trajectory=f"t{index}", memory_bytes=2, ttl_s=1e9) for index in range(len(jobs))], 0
+        )
     agenda: list[tuple[float, int, Event]] = []
     for index, (arrival_s, cost, _) in enumerate(jobs):
-        sets = {kind: UnitSet.fixed(units) for kind, units in cost.items()}
-        action = Action(id=str(index), function="f", cost=sets, submitted_s=float(arrival_s), queue_timeout_s=1e9)
+        action = Action(
+            id=str(index),
+            function="f",
+            trajectory=f"t{index}" if pinned else None,
+            trajectory_ttl_s=1e9,
+            cost={kind: UnitSet.fixed(units) for kind, units in cost.items()},
+            submitted_s=float(arrival_s),
+            queue_timeout_s=1e9,
+        )
         heapq.heappush(agenda, (float(arrival_s), index, Submitted(action=action)))
     started: dict[str, float] = {}
     count = len(jobs)
@@ -65,11 +86,33 @@ def starts(spec: ManagerSpec, jobs: Jobs) -> dict[str, float]:
     return started
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 12), st.sampled_from(COSTS), st.integers(1, 9)), min_size=1, max_size=25))
-def test_no_action_starts_later_than_under_strict_order(jobs: Jobs) -> None:
+def check(jobs: Jobs, *, pinned: bool) -> None:
     jobs = sorted(jobs, key=lambda job: job[0])
-    strict = starts(replace(SPEC, scheduler=replace(SPEC.scheduler, strict=True)), jobs)
-    reserved = starts(SPEC, jobs)
+    strict = starts(replace(SPEC, scheduler=replace(SPEC.scheduler, strict=True)), jobs, pinned=pinned)
+    reserved = starts(SPEC, jobs, pinned=pinned)
     assert reserved.keys() == strict.keys() == {str(index) for index in range(len(jobs))}
-    assert all(reserved[action_id] <= strict[action_id] for action_id in reserved)
+    later = {action_id: (at_s, strict[action_id]) for action_id, at_s in reserved.items() if at_s > strict[action_id]}
+    assert not later, f"started at, and in strict order: {later}"
+
+
+def jobs_of(costs: list[dict[str, int]]) -> st.SearchStrategy[Jobs]:
+    return st.lists(st.tuples(st.integers(0, 12), st.sampled_from(costs), st.integers(1, 9)), min_size=1, max_size=25)
+
+
+@settings(max_examples=200, deadline=None)
+@given(jobs_of(COSTS))
+def test_no_action_of_a_trajectory_starts_later_than_under_strict_order(jobs: Jobs) -> None:
+    check(jobs, pinned=True)
+
+
+@settings(max_examples=200, deadline=None)
+@given(jobs_of(ANYWHERE))
+def test_no_action_of_one_core_starts_later_than_under_strict_order_wherever_it_may_run(jobs: Jobs) -> None:
+    check(jobs, pinned=False)
+
+
+def test_trajectories_live_on_all_nodes() -> None:
+    """What the first property is about: more than one node has something to do."""
+    core = build_core(SPEC)
+    core.step([TrajectoryOpened(trajectory=f"t{index}", memory_bytes=2) for index in range(6)], 0.0)
+    assert {trajectory.node for trajectory in core.trajectories} == {node.name for node in SPEC.nodes}
