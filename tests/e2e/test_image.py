@@ -1,10 +1,11 @@
-"""The gateway's own image is built on a base made here, without a network, and serves."""
+"""The gateway's own image is built on a base made here, without a network, and serves: alone, and with an engine."""
 
 from __future__ import annotations
 
 import subprocess
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -30,24 +31,56 @@ while True:
         assert time.monotonic() < deadline, "never ready"
         time.sleep(0.1)
 print(ask("/v1/functions/math_reward/invocations", {"answer": "\\\\boxed{2}", "reference": "2"})["result"]["reward"])
+print(ask("/v1/functions/shell/invocations", {"command": "hostname"})["result"]["stdout"].strip())
+print(ask("/v1/resources")["sandboxes"]["engine"])
 """
 
 
 @pytest.fixture(scope="module")
-def container(docker: str) -> Iterator[str]:
-    name = f"tangram-gateway-test-{uuid.uuid4().hex[:8]}"
+def image(docker: str) -> str:
     run([str(ROOT / "scripts" / "gateway-image"), docker, "tangram-gateway:test"], BUILD_S)
-    # No Docker socket inside: its functions run in local process sandboxes.
-    run(["docker", "run", "--detach", "--network", "none", "--name", name, "tangram-gateway:test"], COMMAND_S)
-    yield name
-    run(["docker", "rm", "--force", "--volumes", name], COMMAND_S)
+    return "tangram-gateway:test"
+
+
+@contextmanager
+def serving(image: str, *options: str) -> Iterator[str]:
+    """The name of a container in which a gateway serves."""
+    name = f"tangram-gateway-test-{uuid.uuid4().hex[:8]}"
+    run(["docker", "run", "--detach", "--network", "none", "--name", name, *options, image], COMMAND_S)
+    try:
+        yield name
+    finally:
+        run(["docker", "rm", "--force", "--volumes", name], COMMAND_S)
+
+
+def ask(container: str) -> list[str]:
+    return run(["docker", "exec", container, "python3", "-c", INSIDE], COMMAND_S).splitlines()
 
 
 @pytest.mark.docker
 @pytest.mark.network
 @pytest.mark.xdist_group("image")
-def test_the_image_serves(container: str) -> None:
-    assert run(["docker", "exec", container, "python3", "-c", INSIDE], COMMAND_S).strip() == "1.0"
+def test_the_image_serves(image: str) -> None:
+    with serving(image) as container:  # no Docker socket inside: its functions run in local process sandboxes
+        reward, _, engine = ask(container)
+        assert (reward, engine) == ("1.0", "plain processes")
+
+
+@pytest.mark.docker
+@pytest.mark.network
+@pytest.mark.xdist_group("image")
+def test_given_an_engine_it_makes_containers_beside_its_own(image: str) -> None:
+    """The engine sees none of its files, and it sees none of their processes: it attaches."""
+    with serving(image, "--volume", "/var/run/docker.sock:/var/run/docker.sock") as container:
+        reward, hostname, engine = ask(container)
+        assert (reward, hostname) == ("1.0", "sandbox")
+        assert engine.endswith("attach transport")
+        state = run(["docker", "exec", container, "cat", "/var/lib/tangram/sandboxes/state-id"], COMMAND_S)
+        ours = ["docker", "ps", "--all", "--quiet", "--filter", f"label=tangram.gateway=tangram-{state}"]
+        assert run(ours, COMMAND_S)
+        run(["docker", "kill", "--signal", "INT", container], COMMAND_S)
+        assert run(["docker", "wait", container], COMMAND_S).strip() == "0"
+        assert run(ours, COMMAND_S) == ""
 
 
 def run(command: list[str], seconds: float) -> str:
