@@ -18,6 +18,7 @@ import pytest
 
 from manager.errors import ActionFailed, InvalidConfig, Reason, Unsupported
 from manager.function import Background, Network, SandboxSpec
+from runtimes.sandbox.container import _known_here
 from runtimes.sandbox.container_provider import ContainerProvider
 from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.provider import DockerSettings, ProviderSettings, make_provider
@@ -125,6 +126,13 @@ async def test_nothing_of_this_machine_is_in_the_container(
     assert (await sh(sandbox, "ls -d /.tangram || ls /proc/1/cwd")).exit_code != 0
     [found] = await provider._engine.list(f"tangram.sandbox={sandbox.id}")
     assert (await provider._engine.inspect(found.id)).pid == 0  # whose it is here, nobody knows
+
+
+def test_a_process_id_of_another_machine_is_nobodys_here() -> None:
+    """To freeze or to confine by it would hit whoever has that number on this machine."""
+    own = Path("/proc/self/cgroup").read_text(encoding="utf-8").split("\n", 1)[0]
+    assert _known_here(os.getpid(), "f" * 64) == 0
+    assert _known_here(os.getpid(), own) == os.getpid()
 
 
 async def test_cores_and_freezing_are_the_engines_business(
