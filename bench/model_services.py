@@ -2,7 +2,8 @@
 
     python -m bench.model_services --quick --json
 
-The whole way of an action is real: formulation, the engine with its GPU pool, leases, processes, swaps.
+Everything is real: a gateway with its own processes, asked over HTTP. The load is a share of what the devices were
+measured to do just before, so that a slow or busy machine shows the same picture, only slower.
 """
 
 from __future__ import annotations
@@ -14,29 +15,20 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+from bench.gateway import GATEWAY, process
 from bench.model_checkpoints import TINY, write_checkpoint
-from bench.report import Report, median, parser, percentile
-from manager.action import EfficiencyTable, UnitSet
-from manager.assembly import build_core
-from manager.clock import MonotonicClock
-from manager.config import ManagerSpec, NodeSpec, SchedulerSpec
-from manager.engine import Engine, Submission
-from manager.executor import Call
-from manager.formulation import formulate
-from manager.function import DurationSpec, FunctionSpec, ModelAction, ModelSpec, RuntimeKind
-from manager.history import History
-from manager.outcome import Settlement, State
-from manager.scheduler.policy import PolicySpec
-from runtimes.local import LocalExecutor
-from runtimes.model.runtime import ModelRuntime
-from runtimes.model.settings import ModelSettings
+from bench.report import Figure, Report, median, parser, percentile
+from gateway.client import AsyncClient, InvocationResult
 from runtimes.model.skeleton import Head
 
 SERVICES = 10
@@ -45,6 +37,11 @@ DEVICES = 4
 FIT = 2
 #: Zipf's exponent of the popularity.
 SKEW = 1.1
+#: Offered load, as a share of what the machine does one action at a time on as many devices as it has cores.
+LOAD = 0.6
+ACTIONS_MAX = 2000
+#: Rounds over all services that measure a warm action and a cold one.
+CALIBRATIONS = 3
 SHAPE = {
     **TINY,
     "hidden_size": 256,
@@ -53,156 +50,209 @@ SHAPE = {
     "head_dim": 32,
     "vocab_size": 4096,
 }
+CONFIG = """
+version: 1
+server: {{state_dir: {directory}/state, port: 0, grpc_port: 0}}
+sandbox: {{provider: process}}
+node: {{devices: {{kind: cpu, count: {devices}, memory: {device_bytes}}}}}
+functions:
+"""
+FUNCTION = """
+  {name}:
+    runtime: model
+    model: {{path: {path}, action: {action}}}
+    cost: {{gpu: {{choices: [1, 2]}}}}
+    elasticity: {{key: gpu, table: {{1: 1.0, 2: 0.6}}}}
+    duration: {{profile: learned, initial: 50ms}}
+"""
 
 
-class NoLog:
-    """Drops what a runtime logs."""
+@dataclass(slots=True)
+class Killed:
+    """The device whose process was killed, when (wall clock), and how long it was without one."""
 
-    def write(self, stream: str, data: str) -> None:
-        pass
+    device: int
+    instant_s: float
+    back_s: float = 0.0
+
+    def hit(self, one: InvocationResult) -> bool:
+        """Whether the action was running then, on whichever device."""
+        assert one.started_at is not None
+        assert one.ended_at is not None
+        return one.started_at.timestamp() <= self.instant_s <= one.ended_at.timestamp()
 
 
 @dataclass(slots=True)
 class Load:
-    """The engine under load, and what it takes to submit to it."""
+    """The gateway under load."""
 
-    engine: Engine
-    runtime: ModelRuntime
-    functions: list[FunctionSpec]
-    clock: MonotonicClock
-    history: History
+    client: AsyncClient
     draw: random.Random
+    names: Sequence[str]
+    weights: Sequence[float]
+    answers: list[InvocationResult] = field(default_factory=list)
+    killed: Killed | None = None
 
-    def submit(self, number: int) -> asyncio.Future[Settlement]:
-        """One action of a service chosen by popularity."""
-        weights = [1 / (rank + 1) ** SKEW for rank in range(len(self.functions))]
-        function = self.draw.choices(self.functions, weights)[0]
+    async def one(self, name: str) -> InvocationResult:
+        """One action of one service: a few sequences of token ids."""
         length = self.draw.randint(16, 96)
         rows = [[self.draw.randrange(1, 4096) for _ in range(length)] for _ in range(self.draw.randint(1, 8))]
-        given: Mapping[str, object] = {"token_ids": rows}
-        action = formulate(
-            function,
-            id=f"action-{number}",
-            input=given,
-            trajectory=None,
-            task="default",
-            history=self.history,
-            now_s=self.clock.now(),
-        )
-        call = Call(function=function, input=given, log=NoLog())
-        return self.engine.submit([Submission(action=action, call=call)])[0]
+        return await self.client.invoke(name, {"token_ids": rows})
 
-    async def run(self, actions: int, rate_per_s: float) -> list[Settlement]:
-        """Poisson arrivals; the process of device 1 is killed when half of them have come."""
-        futures = []
+    async def calibrate(self) -> tuple[float, float]:
+        """Seconds of a warm and of a cold action, each alone, weighed by popularity."""
+        warm: dict[str, list[float]] = {name: [] for name in self.names}
+        cold: dict[str, list[float]] = {name: [] for name in self.names}
+        for _ in range(CALIBRATIONS):
+            for name in self.names:
+                for _ in range(2):
+                    answer = (await self.one(name)).raise_for_failure()
+                    (cold if answer.usage["restored"] else warm)[name].append(answer.act_s - answer.queue_s)
+        return self._weighed(warm), self._weighed(cold)
+
+    def _weighed(self, times: Mapping[str, Sequence[float]]) -> float:
+        known = [(weight, median(times[name])) for name, weight in zip(self.names, self.weights, strict=True)]
+        known = [(weight, value) for weight, value in known if value == value]
+        return sum(weight * value for weight, value in known) / sum(weight for weight, _ in known)
+
+    async def run(self, actions: int, rate_per_s: float) -> None:
+        """Poisson arrivals; when half of them have come, the next process that computes is killed."""
+        asked = []
+        killing: asyncio.Task[None] | None = None
         for number in range(actions):
-            futures.append(self.submit(number))
+            name = self.draw.choices(self.names, self.weights)[0]
+            asked.append(asyncio.create_task(self.one(name)))
             if number == actions // 2:
-                self.kill(device=1)
+                killing = asyncio.create_task(self.kill())
             await asyncio.sleep(self.draw.expovariate(rate_per_s))
-        return await asyncio.gather(*futures)
+        self.answers = await asyncio.gather(*asked)
+        assert killing is not None
+        await killing
 
-    def kill(self, device: int) -> None:
-        pid = self.devices()[device]["pid"]
-        assert isinstance(pid, int)
-        os.kill(pid, signal.SIGKILL)
+    async def kill(self) -> None:
+        """SIGKILL the process of a device that computes, and wait until another one is in its place."""
+        device = await self._device(lambda each: each["running"] is not None)
+        os.kill(device["pid"], signal.SIGKILL)
+        self.killed = killed = Killed(device["index"], time.time())
+        await self._device(lambda each: each["index"] == killed.device and each["alive"] and each["restarts"] > 0)
+        killed.back_s = time.time() - killed.instant_s
 
-    def devices(self) -> list[dict[str, object]]:
-        devices = self.runtime.resources()["devices"]
-        assert isinstance(devices, list)
-        return devices
-
-
-async def measure(directory: Path, actions: int, rate_per_s: float, report: Report) -> None:
-    functions = [_function(directory, index) for index in range(SERVICES)]
-    size = max(sum(f.stat().st_size for f in path.glob("*.safetensors")) for path in map(_path, functions))
-    settings = ModelSettings(
-        device="cpu",
-        devices=DEVICES,
-        device_bytes=int(size * (FIT + 0.3)),
-        host_bytes=int(size * SERVICES * 1.2),
-        state_dir=directory / "state",
-    )
-    runtime = ModelRuntime(settings)
-    services = [await runtime.footprint(function) for function in functions]
-    node = NodeSpec(name="local", numa=((0,),), memory_bytes=2**30, devices=DEVICES, device_bytes=settings.device_bytes)
-    spec = ManagerSpec(
-        nodes=(node,),
-        services={service.name: service for service in services},
-        scheduler=SchedulerSpec(policies={"default": PolicySpec(), "gpu": PolicySpec(name="price")}),
-    )
-    clock, history = MonotonicClock(), History()
-    engine = Engine(build_core(spec), LocalExecutor({RuntimeKind.MODEL: runtime}, clock), clock=clock, history=history)
-    runtime.on_residency = lambda resident: engine.report_residency(
-        "local", [(service, *chunk) for service, chunks in resident.items() for chunk in chunks]
-    )
-    await engine.start()
-    load = Load(engine, runtime, functions, clock, history, random.Random(0))
-    settled = await load.run(actions, rate_per_s)
-    _report(report, settled, load)
-    await engine.close()
-    await runtime.close()
+    async def _device(self, wanted: Any) -> dict[str, Any]:
+        async with asyncio.timeout(60):
+            while True:
+                for device in (await self.client.resources())["models"]["devices"]:
+                    if wanted(device):
+                        return dict(device)
+                await asyncio.sleep(0.005)
 
 
-def _report(report: Report, settled: Sequence[Settlement], load: Load) -> None:
-    done = [one for one in settled if one.outcome.state is State.SUCCEEDED]
-    runtime = load.runtime.resources()
-    report.figure("actions", len(settled))
-    for name in ("executions", "hit_rate", "swaps", "evictions", "restored_bytes"):
-        value = runtime[name]
-        assert isinstance(value, int | float)
+async def measure(directory: Path, options: Any, report: Report) -> None:
+    config = _configure(directory)
+    async with (
+        process(GATEWAY, str(config)) as server,
+        AsyncClient(f"http://127.0.0.1:{server['http']}") as client,
+    ):
+        weights = [1 / (rank + 1) ** SKEW for rank in range(SERVICES)]
+        load = Load(client, random.Random(0), [f"service-{index}" for index in range(SERVICES)], weights)
+        warm_s, cold_s = await load.calibrate()
+        before = (await client.resources())["models"]
+        cores = len(os.sched_getaffinity(0))
+        rate_per_s = LOAD * min(cores, DEVICES) / warm_s
+        actions = min(ACTIONS_MAX, max(100, int(rate_per_s * (15 if options.quick else 90))))
+        report.figure("warm_action_ms", warm_s * 1e3)
+        report.figure("cold_action_ms", cold_s * 1e3)
+        report.figure("offered_per_s", rate_per_s)
+        began_s = time.monotonic()
+        await load.run(actions, rate_per_s)
+        report.figure("took_s", time.monotonic() - began_s)
+        resources = await client.resources()
+    _report(report, load, before, resources)
+
+
+def _configure(directory: Path) -> Path:
+    """Ten checkpoints, rewards and teachers in turns, and the YAML that names them."""
+    functions, size = "", 0
+    for index in range(SERVICES):
+        head, action = ((Head.SCORE, "score"), (Head.LM, "logprobs"))[index % 2]
+        path = write_checkpoint(directory, "qwen3", head, SHAPE, dtype="float32", device="cpu", seed=index)
+        size = max(size, sum(file.stat().st_size for file in path.glob("*.safetensors")))
+        functions += FUNCTION.format(name=f"service-{index}", path=path, action=action)
+    config = directory / "tangram.yaml"
+    head_lines = CONFIG.format(directory=directory, devices=DEVICES, device_bytes=int(size * (FIT + 0.3)))
+    config.write_text(head_lines + functions)
+    return config
+
+
+def _report(report: Report, load: Load, before: Mapping[str, Any], resources: Mapping[str, Any]) -> None:
+    models, gpu = resources["models"], resources["pools"]["gpu"]
+    done = [one for one in load.answers if one.ok]
+    grown = {name: models[name] - before[name] for name in ("executions", "swaps", "evictions", "restored_bytes")}
+    report.figure("actions", len(load.answers))
+    for name, value in grown.items():
         report.figure(name, value)
-    report.figure("restarts", sum(int(str(device["restarts"])) for device in load.devices()))
-    report.figure("batched", sum(one.outcome.usage.get("batch", 1) > 1 for one in done))
-    report.figure(
-        "units", {str(k): v for k, v in sorted(Counter(int(o.outcome.usage["devices"]) for o in done).items())}
-    )
-    report.figure(
-        "act",
-        {
-            part: {"p50_ms": median(times) * 1e3, "p95_ms": percentile(times, 0.95) * 1e3}
-            for part, times in (
-                ("queue", [one.queue_s for one in done]),
-                ("overhead", [one.overhead_s for one in done]),
-                ("execution", [one.execution_s for one in done]),
-                ("act", [one.act_s for one in done]),
-            )
-        },
-    )
-    failures = Counter(f"{one.outcome.reason}: {one.outcome.message}" for one in settled if one not in done)
-    for story, count in failures.items():
+    report.figure("hit_rate", 1 - grown["swaps"] / grown["executions"])
+    resident = list(accumulate(sorted(load.weights, reverse=True)))[DEVICES * FIT - 1] / sum(load.weights)
+    report.figure("share_of_what_fits", resident)
+    report.figure("prefetches", dict(gpu["prefetches"]))
+    report.figure("in_a_batch", sum(one.usage["batch"] > 1 for one in done))
+    report.figure("units", {str(k): v for k, v in sorted(Counter(one.units["gpu"] for one in done).items())})
+    report.figure("act", _times(load, done))
+    report.figure("services", {name: _service(load, name) for name in load.names})
+    report.figure("devices", {str(each["index"]): _device(each) for each in models["devices"]})
+    killed = load.killed
+    assert killed is not None
+    report.figure("killed", {"device": killed.device, "back_s": killed.back_s})
+    for story, count in Counter(f"{one.reason}: {one.message}" for one in load.answers if not one.ok).items():
         report.note(f"{count} failed with {story}")
-    report.check("failed_actions", len(settled) - len(done), 0, "lower")
-    report.check("restarts_after_kill", sum(int(str(d["restarts"])) for d in load.devices()), 1, "higher")
+    restarts = {each["index"]: each["restarts"] for each in models["devices"]}
+    report.check("failed_actions", len(load.answers) - len(done), 0, "lower")
+    report.check("restarts_of_the_killed", restarts.pop(killed.device), 1, "higher")
+    if max(restarts.values()):
+        report.note("another device shared a chunk with the killed one, and was replaced with it")
 
 
-def _function(directory: Path, index: int) -> FunctionSpec:
-    head = (Head.SCORE, Head.LM)[index % 2]
-    path = write_checkpoint(directory, "qwen3", head, SHAPE, dtype="float32", device="cpu", seed=index)
-    return FunctionSpec(
-        name=f"service-{index}",
-        runtime=RuntimeKind.MODEL,
-        cost={"gpu": UnitSet.of((1, 2))},
-        key="gpu",
-        elasticity=EfficiencyTable(((1, 1.0), (2, 0.6))),
-        duration=DurationSpec(initial_s=0.05),
-        timeout_s=60,
-        model=ModelSpec(path=path, action=ModelAction.SCORE if head is Head.SCORE else ModelAction.LOGPROBS),
-    )
+def _times(load: Load, done: Sequence[InvocationResult]) -> dict[str, Figure]:
+    """Where the time of actions went, in milliseconds."""
+    assert load.killed is not None
+    groups = {
+        "all": done,
+        "warm": [one for one in done if not one.usage["restored"]],
+        "cold": [one for one in done if one.usage["restored"]],
+        "running_at_the_kill": [one for one in done if load.killed.hit(one)],
+    }
+    table: dict[str, Figure] = {}
+    for group, members in groups.items():
+        row: dict[str, Figure] = {"actions": len(members)}
+        for part in ("queue", "overhead", "execution", "act"):
+            times = [getattr(one, f"{part}_s") * 1e3 for one in members]
+            row |= {f"{part}_p50_ms": median(times), f"{part}_p95_ms": percentile(times, 0.95)}
+        table[group] = row
+    return table
 
 
-def _path(function: FunctionSpec) -> Path:
-    assert function.model is not None
-    return function.model.path
+def _service(load: Load, name: str) -> dict[str, Figure]:
+    mine = [one for one in load.answers if one.function == name and one.ok]
+    cold = sum(bool(one.usage["restored"]) for one in mine)
+    return {
+        "actions": len(mine),
+        "found_in_place": 1 - cold / len(mine) if mine else None,
+        "act_p50_ms": median([one.act_s * 1e3 for one in mine]),
+        "act_p95_ms": percentile([one.act_s * 1e3 for one in mine], 0.95),
+    }
+
+
+def _device(device: Mapping[str, Any]) -> dict[str, Figure]:
+    return {name: device[name] for name in ("executions", "swaps", "hit_rate", "restarts", "resident_bytes")} | {
+        "holds": " ".join(f"{Path(slot['service']).name}x{slot['chunk'][1]}" for slot in device["resident"])
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parser("model_services").parse_args(argv)
     report = Report("model_services")
     directory = Path(tempfile.mkdtemp(prefix="bench-services-"))
-    actions, rate_per_s = (200, 10.0) if options.quick else (1000, 10.0)
     try:
-        asyncio.run(measure(directory, actions, rate_per_s, report))
+        asyncio.run(measure(directory, options, report))
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     return report.print(as_json=options.json)
