@@ -67,7 +67,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise _invalid(path, "is not a directory", "point model.path at a Hugging Face checkpoint directory")
     mark = fingerprint(path)
     config = _read_json(path / "config.json", "a Hugging Face checkpoint has one next to its weights")
-    if "quantization_config" in config:
+    if config.get("quantization_config") is not None:
         method = config["quantization_config"]
         name = method.get("quant_method", "unknown") if isinstance(method, Mapping) else "unknown"
         raise Unsupported(
@@ -78,6 +78,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
     tensors: dict[str, Tensor] = {}
     for file in weight_files(path):
         tensors.update(_read_header(file))
+    layers = config.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > len(tensors):
+        raise _invalid(
+            path / "config.json",
+            f"asks for {layers} layers where there are {len(tensors)} tensors",
+            "config.json and the weights belong to different models",
+        )
     return Checkpoint(path=path, config=config, tensors=tensors, fingerprint=mark)
 
 
@@ -135,7 +142,7 @@ def _read_header(file: Path) -> Iterator[tuple[str, Tensor]]:
         raw = stream.read(header_bytes)
     try:
         header = json.loads(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _invalid(file, "has a header that is no JSON", again) from error
     if not isinstance(header, dict):
         raise _invalid(file, "has a header that is no JSON object", again)
@@ -171,7 +178,7 @@ def _read_json(file: Path, remedy: str) -> Mapping[str, object]:
         value = json.loads(file.read_bytes())
     except FileNotFoundError as error:
         raise _invalid(file, "is missing", remedy) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise _invalid(file, f"cannot be read as JSON ({error})", "download the checkpoint again") from error
     if not isinstance(value, dict):
         raise _invalid(file, "is no JSON object", "download the checkpoint again")

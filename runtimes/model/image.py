@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -11,14 +12,15 @@ from contextlib import suppress
 import torch
 from torch import nn
 
-from manager.errors import InvalidConfig
+from manager.errors import InvalidConfig, Unsupported
 from runtimes.model.backend import Backend
 from runtimes.model.checkpoint import Checkpoint, Tensor
 from runtimes.model.layout import ALIGN_BYTES, PAGE_BYTES, Layout, Piece, align
 from runtimes.model.plan import Plan, plan_of
-from runtimes.model.skeleton import Head, build_skeleton, weight_dtype
+from runtimes.model.skeleton import FAMILIES, Head, build_skeleton, weight_dtype
 
 _COMPONENT = "model.image"
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 _TORCH_DTYPE: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
@@ -38,6 +40,7 @@ def build_layout(checkpoint: Checkpoint, head: Head, dtype: str = "") -> Layout:
     """Lay out the parameters in the model's own (layer) order; raises InvalidConfig naming what is missing."""
     dtype = weight_dtype(checkpoint, dtype)
     model = build_skeleton(checkpoint.config, head, dtype, checkpoint.path)
+    _check_layers(checkpoint)
     plan = plan_of(model)
     first_name: dict[int, str] = {}
     tied: dict[str, str] = {}
@@ -117,7 +120,13 @@ def _piece(checkpoint: Checkpoint, model: nn.Module, plan: Plan, name: str, valu
             "is this the checkpoint for this action?",
             component=_COMPONENT,
         )
-    found = checkpoint.tensors[source].shape
+    found, kind = checkpoint.tensors[source].shape, checkpoint.tensors[source].dtype
+    if value.is_floating_point() != _TORCH_DTYPE[kind].is_floating_point:
+        raise Unsupported(
+            f"{checkpoint.path}: {source} is {kind} where the model computes with {value.dtype}: a quantised weight, "
+            "which means nothing without its scales; use the unquantised checkpoint",
+            component=_COMPONENT,
+        )
     if found != tuple(value.shape):
         raise InvalidConfig(
             f"{checkpoint.path}: {source} has the shape {found} where config.json asks for {tuple(value.shape)}",
@@ -133,6 +142,20 @@ def _piece(checkpoint: Checkpoint, model: nn.Module, plan: Plan, name: str, valu
         transposed=placement.transposed,
         cut=placement.cut,
     )
+
+
+def _check_layers(checkpoint: Checkpoint) -> None:
+    """Every layer of a known decoder is used: a model cut short computes something else without a word."""
+    config = checkpoint.config
+    if config.get("model_type") not in FAMILIES:
+        return
+    held = 1 + max((int(found[1]) for name in checkpoint.tensors if (found := _LAYER.search(name))), default=-1)
+    if held > int(str(config.get("num_hidden_layers", held))):
+        raise InvalidConfig(
+            f"{checkpoint.path}: there are weights of {held} layers where config.json asks for "
+            f"{config['num_hidden_layers']}; config.json and the weights belong to different models",
+            component=_COMPONENT,
+        )
 
 
 def _aliases(model: nn.Module, name: str) -> Iterator[str]:

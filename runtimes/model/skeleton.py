@@ -65,9 +65,10 @@ def build_skeleton(config: Mapping[str, object], head: Head, dtype: str, origin:
     try:
         with _EmptyOnMeta(), torch.no_grad():
             model: nn.Module = auto.from_config(parsed, dtype=getattr(torch, dtype), **options)
-    except (ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # models check their configurations in whatever way they like
         raise InvalidConfig(
-            f"{origin}: no {head} model can be made from its config.json ({error})", component=_COMPONENT
+            f"{origin}: no {head} model can be made from its config.json ({type(error).__name__}: {error})",
+            component=_COMPONENT,
         ) from error
     model.tie_weights()  # type: ignore[operator]  # a method of PreTrainedModel, which nn.Module does not declare
     return model.eval().requires_grad_(False)

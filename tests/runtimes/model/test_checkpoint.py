@@ -65,6 +65,7 @@ def test_an_index_cannot_lead_out_of_the_checkpoint(directory: Path) -> None:
         (struct.pack("<Q", 2**60) + b"{}", "claims a header"),
         (struct.pack("<Q", 4) + b"{{{{", "no JSON"),
         (struct.pack("<Q", 2) + b"[]", "no JSON object"),
+        (struct.pack("<Q", 10**5) + b"[" * 10**5, "no JSON"),
     ],
 )
 def test_a_corrupt_header_is_refused(directory: Path, content: bytes, story: str) -> None:
@@ -89,6 +90,17 @@ def test_an_entry_that_contradicts_itself_is_refused(directory: Path, changes: d
 def test_a_quantised_checkpoint_is_refused_by_its_method(directory: Path) -> None:
     (directory / "config.json").write_text('{"quantization_config": {"quant_method": "awq"}}')
     with pytest.raises(Unsupported, match="awq"):
+        open_checkpoint(directory)
+
+
+def test_a_checkpoint_that_says_it_is_not_quantised_is_sound(directory: Path) -> None:
+    (directory / "config.json").write_text('{"quantization_config": null}')
+    assert open_checkpoint(directory).tensors
+
+
+def test_more_layers_than_tensors_are_refused_before_anything_is_built(directory: Path) -> None:
+    (directory / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 1000000000}')
+    with pytest.raises(InvalidConfig, match="asks for 1000000000 layers where there are 1 tensors"):
         open_checkpoint(directory)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -261,6 +263,33 @@ def test_the_image_is_hardly_larger_than_the_model(checkpoint: Write) -> None:
 def test_a_model_without_the_head_is_refused_by_the_missing_weight(checkpoint: Write) -> None:
     with pytest.raises(InvalidConfig, match=r"score\.weight that LlamaForSequenceClassification needs is missing"):
         build_layout(open_checkpoint(checkpoint("llama", "lm")), Head.SCORE)
+
+
+@pytest.mark.parametrize(
+    ("changes", "story"),
+    [
+        ({"num_hidden_layers": 1, "layer_types": None}, "weights of 2 layers where config.json asks for 1"),
+        ({"num_attention_heads": 0}, "ZeroDivisionError"),
+        ({"pad_token_id": 10**9}, "Padding_idx"),
+        ({"hidden_size": -4}, "negative dimension"),
+    ],
+)
+def test_a_config_that_fits_no_model_is_refused(
+    changes: dict[str, object], story: str, checkpoint: Write, tmp_path: Path
+) -> None:
+    path = Path(shutil.copytree(checkpoint("qwen3", "lm"), tmp_path / "changed"))
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(InvalidConfig, match=story):
+        build_layout(open_checkpoint(path), Head.LM)
+
+
+def test_whole_numbers_are_no_weights(checkpoint: Write) -> None:
+    opened = open_checkpoint(checkpoint("llama", "lm"))
+    name = "model.layers.0.mlp.up_proj.weight"
+    quantised = {**opened.tensors, name: replace(opened.tensors[name], dtype="I32")}
+    with pytest.raises(Unsupported, match=rf"{name} is I32.*quantised"):
+        build_layout(replace(opened, tensors=quantised), Head.LM)
 
 
 def test_an_unverified_family_is_refused_for_logprobs_by_name(tmp_path: Path) -> None:
