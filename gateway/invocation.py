@@ -6,12 +6,16 @@ import asyncio
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from gateway.logs import InvocationLog
 from gateway.record import Mode, Record
 from manager.action import Action
 from manager.errors import TangramError
-from manager.function import FunctionSpec
+from manager.function import FunctionSpec, RuntimeKind
+
+#: Runtimes whose actions work in their trajectory's environment, or in a sandbox made for them.
+INSIDE = frozenset({RuntimeKind.EXEC, RuntimeKind.PYTEST})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +71,24 @@ class Request:
         return {name: value for name, value in given.items() if value is not None}
 
 
+class Functions(Protocol):
+    """Where registered functions are looked up: `gateway.registry.Registry`."""
+
+    def get(self, name: str) -> FunctionSpec:
+        """The function as it is now; raises NotFound."""
+        ...
+
+
+class Observer(Protocol):
+    """Who counts: `gateway.metrics.Metrics`."""
+
+    def accepted(self, record: Record) -> None: ...
+
+    def moved(self, record: Record) -> None: ...
+
+    def settled(self, record: Record) -> None: ...
+
+
 @dataclass(eq=False, slots=True, kw_only=True)
 class Invocation:
     """A living invocation, or the record of an ended one with the same face."""
@@ -89,6 +111,11 @@ class Invocation:
     retry: asyncio.TimerHandle | None = None
     #: Whether its present try was begun by an earlier gateway.
     resumed: bool = False
+
+    @property
+    def inside(self) -> bool:
+        """Whether its work is done in a sandbox, which takes its time to be ready and may outlast the gateway."""
+        return self.function is not None and self.function.runtime in INSIDE
 
 
 def ended(record: Record) -> Invocation:

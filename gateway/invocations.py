@@ -12,13 +12,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Protocol
 
 import structlog
 
 from gateway.admission import Admission, Held
 from gateway.inputs import Inputs
-from gateway.invocation import Invocation, InvocationSpec, Request, ended
+from gateway.invocation import Functions, Invocation, InvocationSpec, Observer, Request, ended
 from gateway.keys import Keys
 from gateway.logs import Logs
 from gateway.record import Attempt, Mode, Record, new_id, seq_of
@@ -26,7 +25,7 @@ from gateway.retries import next_try_s
 from gateway.store import Filter, Store, require
 from manager.action import Action
 from manager.engine import Engine, Submission
-from manager.errors import Conflict, InvalidInput, Reason, StorageUnavailable, TangramError
+from manager.errors import ActionFailed, Conflict, InvalidInput, Reason, StorageUnavailable, TangramError
 from manager.executor import Call
 from manager.formulation import formulate
 from manager.function import FunctionSpec
@@ -38,24 +37,6 @@ logger = structlog.get_logger("gateway.invocations")
 GONE = "its caller went away"
 #: Calls of a batch that are accepted in one turn of the event loop.
 BREATH = 64
-
-
-class Functions(Protocol):
-    """Where registered functions are looked up: `gateway.registry.Registry`."""
-
-    def get(self, name: str) -> FunctionSpec:
-        """The function as it is now; raises NotFound."""
-        ...
-
-
-class Observer(Protocol):
-    """Who counts: `gateway.metrics.Metrics`."""
-
-    def accepted(self, record: Record) -> None: ...
-
-    def moved(self, record: Record) -> None: ...
-
-    def settled(self, record: Record) -> None: ...
 
 
 class Invocations:
@@ -285,7 +266,6 @@ class Invocations:
             log=invocation.log,
             traceparent=traceparent if isinstance(traceparent, str) else None,
             context={"invocation_id": record.id},
-            lasting=record.detached,
         )
         return Submission(action=action, call=call)
 
@@ -298,14 +278,20 @@ class Invocations:
             return
         record = invocation.record
         if record.state is State.QUEUED:
-            record.move(State.RUNNING)
             self._admission.leave(record.function, record.task)
         if not invocation.resumed:
-            record.started_s, record.queue_s = self._wall(), queue_s
-        record.node = lease.node
-        record.units = {kind: grant.units for kind, grant in lease.grants.items()}
+            record.start(queue_s, self._wall(), begun=not invocation.inside)
+        record.grant(lease)
         self._store.save(record)
         self._observer.moved(record)
+
+    def begin(self, action_id: str) -> None:
+        """The work of a started action begins; raises ActionFailed where the next gateway is to begin it."""
+        if self._closing:
+            raise ActionFailed(Reason.GATEWAY_RESTART, "the gateway shuts down", component="gateway")
+        record = self._by_action[action_id].record
+        record.begin(self._wall())
+        self._store.save(record)
 
     def settled(self, settlement: Settlement) -> None:
         """The action has ended: so has its invocation, or it waits for another try."""
@@ -367,9 +353,15 @@ class Invocations:
         record.attempts = (*record.attempts, attempt)
         record.attempt += 1
         if record.state is State.RUNNING:
-            record.move(State.QUEUED)
-            self._admission.enter(record.function, record.task)
-            self._observer.moved(record)
+            self.take_back(invocation)
+        self._store.save(record)
+
+    def take_back(self, invocation: Invocation) -> None:
+        """A started one waits again."""
+        record = invocation.record
+        record.take_back()
+        self._admission.enter(record.function, record.task)
+        self._observer.moved(record)
         self._store.save(record)
 
     def _refuse(self, invocation: Invocation, error: BaseException | None) -> None:

@@ -14,6 +14,7 @@ import orjson
 
 from gateway import wire
 from manager.errors import InvalidInput, NotFound, Reason
+from manager.lease import Lease
 from manager.outcome import LEGAL_MOVES, Outcome, Settlement, State
 
 
@@ -67,7 +68,7 @@ class Attempt:
 
 @dataclass(slots=True, kw_only=True)
 class Record:
-    """One invocation. Only `move` and `settle` change it, along `LEGAL_MOVES`; instants are wall-clock seconds."""
+    """One invocation. Its state changes along `LEGAL_MOVES` only; instants are wall-clock seconds."""
 
     seq: int
     id: str
@@ -113,6 +114,11 @@ class Record:
         return self.state.terminal
 
     @property
+    def begun(self) -> bool:
+        """Whether the caller's own work may have begun in the present try; until then it is being made ready."""
+        return self.overhead_s is not None
+
+    @property
     def action_id(self) -> str:
         """The id of the present try's action."""
         return self.id if self.attempt == 1 else f"{self.id}.{self.attempt}"
@@ -121,6 +127,26 @@ class Record:
         """Change the state; an illegal move is our own bug."""
         assert state in LEGAL_MOVES[self.state], f"invocation {self.id} cannot go from {self.state} to {state}"
         self.state = state
+
+    def start(self, queue_s: float, now_s: float, *, begun: bool) -> None:
+        """The present try was leased; ``begun``: its runtime does not tell when its own work begins."""
+        if self.state is State.QUEUED:
+            self.move(State.RUNNING)
+        self.started_s, self.queue_s, self.overhead_s = now_s, queue_s, 0.0 if begun else None
+
+    def grant(self, lease: Lease) -> None:
+        """What it holds, and where."""
+        self.node = lease.node
+        self.units = {kind: grant.units for kind, grant in lease.grants.items()}
+
+    def begin(self, now_s: float) -> None:
+        """Its own work begins."""
+        self.overhead_s = 0.0 if self.started_s is None else max(0.0, now_s - self.started_s)
+
+    def take_back(self) -> None:
+        """It waits again: what it was leased for has not begun, or its try has ended."""
+        self.move(State.QUEUED)
+        self.overhead_s = None
 
     def settle(self, settlement: Settlement, now_s: float) -> None:
         """Take the end of the last attempt; the three times are those of that attempt."""
@@ -133,8 +159,7 @@ class Record:
         self.queue_s, self.overhead_s = settlement.queue_s, settlement.overhead_s
         self.execution_s = settlement.execution_s
         if settlement.lease is not None:
-            self.node = settlement.lease.node
-            self.units = {kind: grant.units for kind, grant in settlement.lease.grants.items()}
+            self.grant(settlement.lease)
 
     def end(self, state: State, reason: Reason, message: str, now_s: float) -> None:
         """End it without an execution: refused, cancelled between two tries, or lost with the gateway."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 import structlog
 
 from gateway import wire
 from gateway.admission import Admission
-from gateway.invocation import Invocation
-from gateway.invocations import GONE, Functions, Invocations
+from gateway.invocation import Functions, Invocation
+from gateway.invocations import GONE, Invocations
 from gateway.logs import Logs
 from gateway.record import Attempt, Mode, Record
 from gateway.store import Store
@@ -48,8 +49,9 @@ class Restart:
     async def recover(self) -> Mapping[str, int]:
         """Decide on what an earlier gateway left unfinished, in order; returns how many went which way.
 
-        One whose command its sandbox still holds goes on; else queued ones run, and a running one runs again when its
-        function is idempotent, else it is ``lost``; one whose caller went down with its connection is cancelled.
+        One whose command its sandbox still holds goes on; else what was queued, or was being made ready, runs, and what
+        ran runs again when its function is idempotent, else it is ``lost``; one whose caller went down with its
+        connection is cancelled.
         """
         again: list[Invocation] = []
         counts = {"queued": 0, "resumed": 0, "rerun": 0, "lost": 0, "cancelled": 0}
@@ -72,6 +74,9 @@ class Restart:
             self._takeover.take(invocation)
             return "resumed"
         log.pass_over_nothing()
+        if record.detached and function is not None and not was_queued and self._takeover.never_began(invocation):
+            self._invocations.take_back(invocation)
+            was_queued = True
         if not record.detached:
             record.end(State.CANCELLED, Reason.CANCELLED, f"{RESTARTED} and {GONE}", self._wall())
         elif function is None:
@@ -108,6 +113,8 @@ class Restart:
         self._admission.draining = True
         await self._invocations.engine.drain(grace_s)
         self._invocations.detach_scheduler()
+        with suppress(StorageUnavailable):
+            await self._store.commit()  # what was about to begin has begun: nothing else will
         for invocation in self._invocations.living:
             await self._leave_behind(invocation)
         try:
@@ -123,6 +130,9 @@ class Restart:
         waited = record.state is State.QUEUED
         if record.detached:
             self._logs.close(record.seq)  # what its command says from now on is the next gateway's
+            if not waited and not record.begun:
+                self._invocations.take_back(invocation)
+                waited = True
             if waited or await self._takeover.leave(invocation) or invocation.function.idempotent:
                 return
         if waited:

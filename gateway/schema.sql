@@ -89,3 +89,8 @@ CREATE TABLE expired_logs (
     records INTEGER NOT NULL,         -- how many there were
     expired_s REAL NOT NULL
 ) STRICT;
+
+-- version: 3
+
+-- From here on overhead_s of a running action tells that its own work has begun; of those of before nobody knows.
+UPDATE invocations SET overhead_s = 0 WHERE state = 'running' AND overhead_s IS NULL;

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
+from gateway.invocation import INSIDE
 from gateway.invocations import Invocations
 from gateway.store import Store
-from gateway.trajectories import INSIDE, Trajectories
+from gateway.trajectories import Trajectories
 from manager.action import Action
 from manager.executor import Call, Executor
 from manager.function import FunctionSpec
@@ -15,9 +19,10 @@ from manager.outcome import Outcome
 class RecordedStarts:
     """An executor that lets durable work begin only when its start is on disk, so that a killed gateway can tell.
 
-    So it is with a trajectory's first environment. An idempotent action, and one whose caller waits on the
-    connection, begin at once: neither is ever run twice by mistake. While the disk refuses, durable work waits here in
-    its lease: it is neither lost nor failed for that.
+    What is done in a sandbox is put on record as begun at the last moment, when its sandbox is ready: before, it can
+    be queued again whatever it is, and of a trajectory's first environment nothing is lost. An idempotent action, and
+    one whose caller waits on the connection, begin at once: neither is ever run twice by mistake. While the disk
+    refuses, durable work waits here in its lease: it is neither lost nor failed for that.
     """
 
     def __init__(self, executor: Executor, invocations: Invocations, store: Store, trajectories: Trajectories) -> None:
@@ -27,15 +32,25 @@ class RecordedStarts:
         self._trajectories = trajectories
 
     async def execute(self, action: Action, lease: Lease, call: Call) -> Outcome:
-        fresh = (
-            action.trajectory is not None
-            and call.function.runtime in INSIDE
-            and self._trajectories.opened(action.trajectory, action.task, call.function)
-        )
-        once = not call.function.idempotent and self._invocations.outlives_caller(action.id)
-        if fresh or once:
+        inside = call.function.runtime in INSIDE
+        if inside:
+            call = replace(call, announce=partial(self._announce, action, call.function))
+        once = self._once(action, call.function)
+        if once and (not inside or self._store.failure is not None):
             await self._store.durable()
         return await self._executor.execute(action, lease, call)
+
+    async def _announce(self, action: Action, function: FunctionSpec) -> bool:
+        """Its sandbox is ready, and nothing was done in it yet."""
+        if action.trajectory is not None and self._trajectories.opened(action.trajectory, action.task, function):
+            await self._store.durable()
+        self._invocations.begin(action.id)
+        if self._once(action, function):
+            await self._store.durable()
+        return self._invocations.outlives_caller(action.id)
+
+    def _once(self, action: Action, function: FunctionSpec) -> bool:
+        return not function.idempotent and self._invocations.outlives_caller(action.id)
 
     async def resize(self, action: Action, lease: Lease) -> None:
         await self._executor.resize(action, lease)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from gateway.invocation import Invocation
 from gateway.record import Record
-from gateway.trajectories import INSIDE
 from manager.outcome import State
 from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.sandbox import claims_of
@@ -27,7 +26,14 @@ class Takeover:
         """Whether a living sandbox holds the present try, of which the record says that it has begun."""
         record = invocation.record
         begun = record.detached and record.state is State.RUNNING
-        return begun and _inside(invocation) and _claims(record) in self._held
+        return begun and invocation.inside and _claims(record) in self._held
+
+    def never_began(self, invocation: Invocation) -> bool:
+        """Whether the present try is certain not to have begun, whatever the record feared."""
+        record = invocation.record
+        if not invocation.inside or not record.begun:
+            return not record.begun
+        return record.trajectory is not None and self._environments.never_began(record.trajectory, _claims(record))
 
     def take(self, invocation: Invocation) -> None:
         """It goes on under this gateway."""
@@ -40,21 +46,17 @@ class Takeover:
 
     async def leave(self, invocation: Invocation) -> bool:
         """Leave a running command to the next gateway, as it runs; False where that cannot be."""
-        return _inside(invocation) and await self._environments.leave(_claims(invocation.record))
+        return invocation.inside and await self._environments.leave(_claims(invocation.record))
 
     def detached(self, invocation: Invocation) -> None:
         """It goes on without its caller, and from now on without this gateway too."""
-        if _inside(invocation):
+        if invocation.inside:
             self._environments.prolong(_claims(invocation.record))
 
     def settled(self, invocation: Invocation) -> None:
         """Its end is durable: no sandbox needs to keep it."""
-        if _inside(invocation):
+        if invocation.inside:
             self._environments.acknowledge(invocation.record.trajectory, _claims(invocation.record))
-
-
-def _inside(invocation: Invocation) -> bool:
-    return invocation.function is not None and invocation.function.runtime in INSIDE
 
 
 def _claims(record: Record) -> str:

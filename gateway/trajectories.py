@@ -6,11 +6,9 @@ from collections.abc import Mapping
 
 from gateway.store import OpenTrajectory, Store
 from manager.engine import Engine
-from manager.function import FunctionSpec, RuntimeKind
+from manager.function import FunctionSpec
 from runtimes.sandbox.environments import Environments
 
-#: Runtimes whose actions work in their trajectory's environment.
-INSIDE = frozenset({RuntimeKind.EXEC, RuntimeKind.PYTEST})
 #: Of an environment that is on no record.
 DEFAULT_TASK = "default"
 

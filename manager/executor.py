@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -30,8 +30,9 @@ class Call:
     #: W3C trace context of the caller, passed on.
     traceparent: str | None = None
     context: Mapping[str, str] = field(default_factory=dict)
-    #: Whether its work, once begun, outlasts this process where it can: the next gateway takes it over.
-    lasting: bool = False
+    #: Awaited just before the caller's own work begins, by runtimes that take their time to get ready for it: whether
+    #: it goes on when this process is gone, for the next one to take over. Raises ActionFailed where it must not begin.
+    announce: Callable[[], Awaitable[bool]] | None = None
 
 
 class Executor(Protocol):

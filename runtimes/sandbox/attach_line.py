@@ -59,6 +59,10 @@ class AttachLine:
     def held(self) -> Mapping[str, Held]:
         return {} if self._channel is None else self._channel.held
 
+    @property
+    def begun(self) -> frozenset[str] | None:
+        return None if self._channel is None else self._channel.begun
+
     async def run(self, command: Command, on_output: OnOutput | None = None) -> CommandResult:
         claim = command.claim or f"attached/{secrets.token_hex(8)}"
         asked = replace(command, claim=claim, lasting=command.lasting and self._outlasting)

@@ -16,6 +16,7 @@ from runtimes.sandbox.link import Link
 from runtimes.sandbox.protocol import (
     Decoder,
     ProtocolError,
+    begun_of,
     decode_json,
     encode,
     encode_json,
@@ -69,6 +70,8 @@ class Channel(asyncio.BufferedProtocol):
         self.known = False
         #: The commands of an earlier gateway that nobody has claimed yet.
         self.held: dict[str, Held] = {}
+        #: The claims of lasting commands begun earlier, of whose end there may be no record; None where unknown.
+        self.begun: frozenset[str] | None = None
         #: The last command of this gateway, if any, that the runner took on an earlier channel.
         self.taken: int | None = None
         #: Whether the runner is not to be believed any more.
@@ -215,7 +218,7 @@ class Channel(asyncio.BufferedProtocol):
         if kind == wire.READY:
             if not self._ready.done():
                 answer = decode_json(payload)
-                self.held = held_of(answer)
+                self.held, self.begun = held_of(answer), begun_of(answer)
                 self._ready.set_result(answer)
             return
         conversation = self._conversations.get(number)

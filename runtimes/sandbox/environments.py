@@ -120,6 +120,11 @@ class Environments:
         """The commands of an earlier gateway that can be claimed, by claim."""
         return {claim: held for sandbox in [*self._owned(), *self._inherited] for claim, held in sandbox.held.items()}
 
+    def never_began(self, trajectory: str, claims: str) -> bool:
+        """Whether the trajectory's sandbox is certain that no command of the action with these claims has begun."""
+        sandbox = self.get(trajectory)
+        return sandbox is not None and sandbox.never_began(claims)
+
     async def let_go(self, taken: Collection[str]) -> None:
         """End every held command whose claim begins with none of these: nobody comes for it any more."""
         for sandbox in self._owned():

@@ -51,6 +51,7 @@ class ExecLine:
         self.lost = asyncio.Event()
         #: Nothing can be claimed: the output of a ``docker exec`` goes to whom it was started for, and to nobody else.
         self.held: Mapping[str, Held] = {}
+        self.begun: frozenset[str] | None = None
 
     async def end_left(self) -> None:
         """End the commands that an earlier gateway had running, which nobody hears any more."""

@@ -118,6 +118,14 @@ def held_of(answer: Mapping[str, object]) -> dict[str, Held]:
         raise ProtocolError(f"a greeting that does not fit: {error}") from None
 
 
+def begun_of(answer: Mapping[str, object]) -> frozenset[str] | None:
+    """The lasting commands that a READY says were begun; None where it cannot tell; ProtocolError when misfit."""
+    begun = answer.get("begun")
+    if begun is not None and not isinstance(begun, list):
+        raise ProtocolError("a greeting that does not fit: begun")
+    return None if begun is None else frozenset(map(str, begun))
+
+
 def files_of(answer: Mapping[str, object], directory: str) -> list[FileStat]:
     """The runner's listing; raises ProtocolError when it does not fit."""
     entries = answer.get("entries")

@@ -79,9 +79,9 @@ class PytestRuntime:
     async def execute(self, execution: Execution) -> Result:
         plan = plan_of(execution, self._settings)
         async with self._stage.enter(execution) as sandbox:
-            begin(execution, sandbox)
+            lasting = await begin(execution, sandbox)
             try:
-                return await _Run(execution, sandbox, plan, self._settings).result()
+                return await _Run(execution, sandbox, plan, self._settings, lasting=lasting).result()
             finally:
                 execution.end()
 
@@ -98,8 +98,11 @@ class PytestRuntime:
 class _Run:
     """One action under way: pytest once, and again for the tests that a crash left over."""
 
-    def __init__(self, execution: Execution, sandbox: Sandbox, plan: Plan, settings: PytestSettings) -> None:
+    def __init__(
+        self, execution: Execution, sandbox: Sandbox, plan: Plan, settings: PytestSettings, *, lasting: bool
+    ) -> None:
         self._execution = execution
+        self._lasting = lasting
         self._sandbox = sandbox
         self._plan = plan
         self._settings = settings
@@ -196,7 +199,7 @@ class _Run:
             timeout_s=timeout_s,
             output_limit_bytes=self._settings.output_max_bytes,
             claim=f"{self._claims}{self._runs}",
-            lasting=self._execution.call.lasting,
+            lasting=self._lasting,
         )
 
     def _on_output(self, stream: str, data: bytes) -> None:

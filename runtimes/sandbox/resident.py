@@ -33,6 +33,9 @@ class Line(Protocol):
     @property
     def held(self) -> Mapping[str, Held]: ...
 
+    @property
+    def begun(self) -> frozenset[str] | None: ...
+
     async def run(self, command: Command, on_output: OnOutput | None = None) -> CommandResult: ...
 
     def keep(self, claims: str, *, lasting: bool) -> None: ...
@@ -132,10 +135,10 @@ class ResidentSandbox:
         return self._line.held
 
     async def run(self, command: Command, on_output: OnOutput | None = None) -> CommandResult:
-        await self.thaw()
         if command.claim:
             self._attended[command.claim] = command.lasting
         try:
+            await self.thaw()
             result = await self._line.run(command, on_output)
             if self._attended.get(command.claim):
                 self._unsettled.append(command.claim)
@@ -163,6 +166,10 @@ class ResidentSandbox:
     def attends(self, claims: str) -> bool:
         kept = [*(claim for claim, lasting in self._attended.items() if lasting), *self._unsettled]
         return self._spec.unattended_s > 0 and self.alive and any(claim.startswith(claims) for claim in kept)
+
+    def never_began(self, claims: str) -> bool:
+        begun = self._line.begun if self._spec.unattended_s > 0 and self.alive else None
+        return begun is not None and not any(claim.startswith(claims) for claim in begun)
 
     def secret(self, purpose: str) -> str:
         return hmac.new(self._record.token.encode(), purpose.encode(), "sha256").hexdigest()[:32]

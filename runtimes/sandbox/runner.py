@@ -54,6 +54,8 @@ DRAINS_MAX = 128
 #: Ended commands that can still be claimed, and the bytes that they said; of the last one everything.
 ENDED_MAX = 16
 ENDED_MAX_BYTES = 4 * 2**20
+#: Claims of which the next gateway is told that they were begun; where there were more, it is told nothing.
+BEGUN_MAX = 64
 STRANGERS_MAX = 8
 #: What a gateway begins with that attaches, and what it wants to hear then.
 MARK_BYTES, ANSWER_BYTES = 32, 16
@@ -242,6 +244,8 @@ class Runner:
         self.jobs: dict[int, Job] = {}
         self.by_pid: dict[int, Job] = {}
         self.ended: dict[str, Job] = {}  # those that the next gateway may still claim
+        self.begun: dict[str, None] = {}  # claims, until it is on record what became of them
+        self.forgetful = False
         self.drains: dict[int, None] = {}  # output of what outlived its command, read and dropped
         self.uploads: dict[int, Upload] = {}
         self.sweeps: dict[int, float] = {}  # asked for, and when to give up on what will not die
@@ -443,6 +447,7 @@ class Runner:
             self.part_with_unlasting()
         held = {job.claim: [job.ran_s, job.ended_s is None] for job in self.claimable()}
         ready = {"protocol": PROTOCOL, "known": known, "pid": self.pid, "held": held, "taken": self.taken}
+        ready["begun"] = None if self.forgetful else list(self.begun)
         self.send(READY, 0, _json(ready))
 
     def settle_in(self) -> None:
@@ -527,6 +532,8 @@ class Runner:
                 self.claim(number, request["claim"])
             elif kind == KEEP:
                 self.keep(request["claim"], lasting=request["lasting"])
+                if not request["lasting"]:
+                    self.begun = {claim: None for claim in self.begun if not claim.startswith(request["claim"])}
             elif kind == READ:
                 self.read(number, request)
             elif kind == WRITE:
@@ -559,6 +566,8 @@ class Runner:
 
     def run(self, number: int, request: dict[str, Any]) -> None:
         job = Job(number, request, self.children())
+        if job.lasting:
+            self.bear_in_mind(job.claim)
         identity = self.identity(request["user"])
         environment = {"PATH": DEFAULT_PATH, "HOME": identity.home, "USER": identity.name, "LOGNAME": identity.name}
         environment.update(self.environment)
@@ -733,9 +742,18 @@ class Runner:
         for job in [*self.jobs.values(), *self.ended.values()]:
             if job.claim.startswith(prefix):
                 job.lasting = lasting
-                if not lasting and self.ended.pop(job.claim, None) is None and job.number < 0:
+                if lasting:
+                    self.bear_in_mind(job.claim)
+                elif self.ended.pop(job.claim, None) is None and job.number < 0:
                     job.claim = ""
                     self.end(job, job.grace_s if self.gateway is None else 0.0)
+
+    def bear_in_mind(self, claim: str) -> None:
+        """It was begun; of every other lasting command it is certain that it was not."""
+        self.begun[claim] = None
+        if len(self.begun) > BEGUN_MAX:
+            del self.begun[next(iter(self.begun))]
+            self.forgetful = True
 
     def renumber(self, job: Job, number: int) -> None:
         if self.jobs.pop(job.number, None) is not None:

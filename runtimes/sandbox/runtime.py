@@ -82,7 +82,7 @@ class ExecRuntime:
         action = execution.action
         command = command_of(execution.call.input, function, timeout_s=action.timeout_s)
         claim = f"{claims_of(action.id, action.attempt)}1"
-        command = replace(command, claim=claim, lasting=execution.call.lasting)
+        command = replace(command, claim=claim)
         lines = LogLines(execution.call.log)
         async with self._stage.enter(execution) as sandbox:
             try:
@@ -101,13 +101,21 @@ class ExecRuntime:
         """The environments are closed by who made them."""
 
 
-def begin(execution: Execution, sandbox: Sandbox) -> None:
-    """Start its clock; what an earlier gateway began has run since then, and its time may be over already."""
+async def begin(execution: Execution, sandbox: Sandbox) -> bool:
+    """Start its clock; whether its commands are lasting.
+
+    What an earlier gateway began has run since then, and its time may be over already.
+    """
     claims = claims_of(execution.action.id, execution.action.attempt)
-    ran_s = sum(held.ran_s for claim, held in sandbox.held.items() if claim.startswith(claims))
+    held = [held.ran_s for claim, held in sandbox.held.items() if claim.startswith(claims)]
+    lasting = bool(held)
+    if not held and execution.call.announce is not None:
+        lasting = await execution.call.announce()
+    ran_s = sum(held)
     execution.begin(ran_s)
     if ran_s >= execution.action.timeout_s - DEADLINE_MARGIN_S:
         execution.end()
+    return lasting
 
 
 async def carry_out(
@@ -118,7 +126,7 @@ async def carry_out(
     The sandbox ends a command that exceeds its timeout, and what it has printed is kept; so the execution counts as
     over a moment before the caller's own deadline, which would cancel it and lose that.
     """
-    begin(execution, sandbox)
+    command = replace(command, lasting=await begin(execution, sandbox))
     left_s = command.timeout_s - DEADLINE_MARGIN_S - execution.execution_s
     over = asyncio.get_running_loop().call_later(max(0.0, left_s), execution.end)
     try:

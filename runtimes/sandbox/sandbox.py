@@ -146,6 +146,13 @@ class Sandbox(Protocol):
         """Whether `release` would leave a lasting command with such a claim to the next gateway, running or ended."""
         ...
 
+    def never_began(self, claims: str) -> bool:
+        """Whether it is certain that an earlier gateway began no lasting command with such a claim.
+
+        Until what was begun is acknowledged by `keep`, and only of those of whose end there may be no record.
+        """
+        ...
+
     def secret(self, purpose: str) -> str:
         """32 hexadecimal digits that nobody inside can know, and the next gateway knows too."""
         ...

@@ -135,5 +135,5 @@ def test_a_killed_or_stopped_runner_is_a_typed_reason_and_leaves_nothing(gateway
         assert (end["state"], end["reason"]) == ("failed", "environment_lost"), end
         client.end_trajectory("t")
     until(lambda: at_rest(gateway), "the gateway is at rest")
-    assert not Path(f"/proc/{pid}").exists()
+    until(lambda: not Path(f"/proc/{pid}").exists(), "the runner is gone, and reaped by whom it was left to")
     assert runner_pids(gateway) == []

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gateway.app import lock_state
 from manager.errors import Conflict
+from runtimes.sandbox.environments import Environments
+from runtimes.sandbox.sandbox import Sandbox
 from tests.gateway.conftest import Bench, Running, serving, until
 
 
@@ -78,6 +81,73 @@ async def test_after_a_kill_a_sync_call_is_not_run_for_a_caller_that_is_gone(tmp
         record = await ended(second, invocation_id)
         assert record["state"] == "cancelled"
         assert not [verb for verb, _ in second.runtime.seen if verb == "execute"]
+
+
+class Slow:
+    """A provider whose sandboxes are not ready before they are let go."""
+
+    def __init__(self, gateway: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.making, self.gate = asyncio.Event(), asyncio.Event()
+        self._create = gateway.app.hands.provider.create
+        monkeypatch.setattr(gateway.app.hands.provider, "create", self.create)
+
+    async def create(self, *args: Any, **kwargs: Any) -> Sandbox:
+        self.making.set()
+        await self.gate.wait()
+        return await self._create(*args, **kwargs)
+
+
+@pytest.mark.parametrize("trajectory", [None, "t"])
+async def test_what_was_being_made_ready_at_a_kill_is_queued_again_whatever_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trajectory: str | None
+) -> None:
+    headers = {} if trajectory is None else {"X-Trajectory-Id": trajectory}
+    async with serving(Bench(tmp_path / "first")) as first:
+        slow = Slow(first, monkeypatch)
+        body = {"command": "echo ran"}
+        accepted = await first.invoke(body, mode="async", function="shell", headers=headers)
+        await slow.making.wait()
+        await first.app.store.commit()
+        assert (await first.http.get(f"/v1/invocations/{accepted.json()['id']}")).json()["state"] == "running"
+        bench = crash(tmp_path / "first", tmp_path / "second")
+        slow.gate.set()
+    async with serving(bench) as second:
+        record = await ended(second, accepted.json()["id"])
+        assert (record["state"], record["reason"], record["attempt"]) == ("succeeded", None, 1), record
+
+
+async def test_what_is_being_made_ready_when_it_is_told_to_stop_waits_for_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(tmp_path)
+    async with serving(bench) as first:
+        slow = Slow(first, monkeypatch)
+        accepted = await first.invoke({"command": "echo ran"}, mode="async", function="shell")
+        await slow.making.wait()
+    async with serving(bench) as second:
+        record = await ended(second, accepted.json()["id"])
+        assert (record["state"], record["attempt"]) == ("succeeded", 1), record
+
+
+@pytest.mark.parametrize("certain", [False, True])
+async def test_what_has_begun_and_is_not_held_is_never_run_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, certain: bool
+) -> None:
+    async with serving(Bench(tmp_path / "first")) as first:
+        headers = {"X-Trajectory-Id": "t"}
+        body = {"command": "until [ -e never ]; do sleep 0.01; done"}
+        accepted = await first.invoke(body, mode="async", function="shell", headers=headers)
+        invocation_id = accepted.json()["id"]
+        await until(lambda: first.app.invocations.living[0].record.begun)
+        await first.app.store.commit()
+        bench = crash(tmp_path / "first", tmp_path / "second")
+        await first.http.post(f"/v1/invocations/{invocation_id}/cancel")
+    if certain:  # a sandbox that lives, and knows of none of its commands
+        monkeypatch.setattr(Environments, "never_began", lambda *_: True)
+    async with serving(bench) as second:
+        record = await ended(second, invocation_id)
+        again = ("failed", "environment_lost")  # it is begun again, where there is no sandbox any more
+        assert (record["state"], record["reason"]) == (again if certain else ("lost", "gateway_restart")), record
 
 
 async def test_a_key_still_latches_on_after_a_restart(tmp_path: Path) -> None:

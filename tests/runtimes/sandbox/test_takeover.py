@@ -25,6 +25,7 @@ from runtimes.sandbox.sandbox import Command, CommandResult
 DEADLINE_S = 20.0
 #: Says that it began, waits for the test, and says that it ended.
 GATED = "echo one; echo two >&2; echo run >> runs; until [ -e go ]; do sleep 0.01; done; echo three; exit 7"
+SLEEP = "echo begun; exec sleep 1000"
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +151,43 @@ async def test_it_can_be_claimed_again_until_its_end_is_acknowledged(box: Box) -
     await channel.sweep()
     channel.close()
     assert not await holds(box)
+
+
+async def test_what_was_begun_is_told_until_it_is_acknowledged_whatever_became_of_it(box: Box) -> None:
+    channel = await box.connect()
+    assert channel.begun == frozenset()
+    box.open_gate()
+    await channel.run(command(claim="ended.1/1"))
+    await channel.run(command(claim="attended.1/1", lasting=False))
+    killed = asyncio.create_task(channel.run(command(SLEEP, "killed.1/1")))
+    await asyncio.sleep(0)
+    killed.cancel()
+    await asyncio.gather(killed, return_exceptions=True)
+    channel.close()
+    channel = await box.connect(unattended_s=0.0)
+    assert channel.begun == frozenset({"ended.1/1", "killed.1/1"})
+    assert set(channel.held) == {"ended.1/1"}
+    channel.close()
+    channel = await box.connect()
+    assert not channel.held
+    assert channel.begun == frozenset({"ended.1/1", "killed.1/1"}), "what is not kept any more was begun all the same"
+    for claims in ("ended.1/", "killed.1/"):
+        channel.keep(claims, lasting=False)
+    await channel.sweep()
+    channel.close()
+    channel = await box.connect()
+    assert channel.begun == frozenset()
+    channel.close()
+
+
+async def test_of_more_than_it_can_bear_in_mind_nothing_is_certain(box: Box) -> None:
+    channel = await box.connect()
+    for number in range(wire.BEGUN_MAX + 1):
+        await channel.run(command("true", f"{number}.1/1"))
+    channel.close()
+    channel = await box.connect()
+    assert channel.begun is None
+    channel.close()
 
 
 async def test_what_is_not_lasting_ends_with_its_gateway(box: Box) -> None:
