@@ -59,8 +59,8 @@ logger = logging.getLogger("manager.engine")
 
 #: Seconds until a timer that rang too early is looked at again.
 EARLY_S = 0.001
-#: Waiting actions of one page of the queue, where nothing else is asked for.
-QUEUE_PAGE = 100
+#: Waiting actions, and living trajectories, of one page where nothing else is asked for.
+QUEUE_PAGE, TRAJECTORIES_PAGE = 100, 1000
 
 
 class Listener(Protocol):
@@ -276,8 +276,9 @@ class Engine:
         """How many wait, and a page of them in order of service with what for; raises InvalidInput for a bad cursor."""
         return queue_view(self._core, limit, cursor)
 
-    def trajectories(self) -> list[dict[str, object]]:
-        return trajectories_view(self._core)
+    def trajectories(self, limit: int = TRAJECTORIES_PAGE, cursor: str | None = None) -> dict[str, object]:
+        """A page of the living trajectories, by name."""
+        return trajectories_view(self._core, limit, cursor)
 
     def trajectory(self, name: str) -> dict[str, object] | None:
         """One living trajectory; None where there is none of that name."""

@@ -93,9 +93,14 @@ def _place_of(cursor: str) -> tuple[Key, int]:
     return (stamp, seq, child_seq), own_seq
 
 
-def trajectories_view(core: Core) -> list[dict[str, object]]:
-    """Every living trajectory."""
-    return [trajectory_view(core, trajectory) for trajectory in core.trajectories]
+def trajectories_view(core: Core, limit: int, cursor: str | None) -> dict[str, object]:
+    """``limit`` living trajectories by name; ``cursor`` is the ``next_cursor`` of the page before."""
+    behind = (each for each in core.trajectories if cursor is None or each.name > cursor)
+    page = heapq.nsmallest(limit + 1, behind, key=lambda trajectory: trajectory.name)
+    return {
+        "trajectories": [trajectory_view(core, trajectory) for trajectory in page[:limit]],
+        "next_cursor": page[limit - 1].name if len(page) > limit else None,
+    }
 
 
 def trajectory_view(core: Core, trajectory: Trajectory) -> dict[str, object]:

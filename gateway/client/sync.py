@@ -231,7 +231,14 @@ class Client:
 
     def trajectories(self) -> Sequence[dict[str, Any]]:
         """Living trajectories."""
-        return list((self._send(requests.get_json("/v1/trajectories")))["trajectories"])
+        found: list[dict[str, Any]] = []
+        params: dict[str, str] = {}
+        while True:
+            page = self._send(requests.get_json("/v1/trajectories", params))
+            found += page["trajectories"]
+            if page["next_cursor"] is None:
+                return found
+            params = {"cursor": page["next_cursor"]}
 
     def end_trajectory(self, id: str) -> None:
         """End a trajectory with everything in it; raises NotFound."""

@@ -8,7 +8,19 @@ from starlette.responses import Response
 from gateway import wire
 from gateway.house import House
 from gateway.http.messages import json_response, read_body
-from gateway.http.operation import FLAG, NAME, Answer, Link, Operation, json_answer, links, path_parameter, query, ref
+from gateway.http.operation import (
+    FLAG,
+    LIMIT,
+    NAME,
+    Answer,
+    Link,
+    Operation,
+    json_answer,
+    links,
+    path_parameter,
+    query,
+    ref,
+)
 from gateway.store import LIST_LIMIT_MAX
 from gateway.view import function_json
 from manager.engine import QUEUE_PAGE
@@ -125,7 +137,7 @@ class AdministrationOperations:
                 tag="scheduler",
                 parameters=(
                     query("cursor", "next_cursor of the page before", NAME),
-                    query("limit", "Actions of a page", {"type": "integer", "minimum": 1, "maximum": LIST_LIMIT_MAX}),
+                    query("limit", "Actions of a page", LIMIT),
                 ),
                 answers={200: json_answer("A page", ref("QueuePage"), links("/next_cursor", "cursor", "getQueue"))},
                 problems=(422,),

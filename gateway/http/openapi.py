@@ -142,7 +142,9 @@ def schemas() -> dict[str, Schema]:
 def _pages() -> dict[str, Schema]:
     invocations: Schema = {"type": "array", "items": ref("Invocation")}
     queue: Schema = {"type": "array", "items": {"type": "object"}}
+    trajectories: Schema = {"type": "array", "items": ref("Trajectory")}
     return {
+        "TrajectoryPage": _object({"trajectories": trajectories, "next_cursor": MAYBE}),
         "InvocationPage": _object({"invocations": invocations, "next_cursor": MAYBE}),
         "QueuePage": _object({"waiting": {"type": "integer"}, "queue": queue, "next_cursor": MAYBE}),
     }

@@ -9,6 +9,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.store import LIST_LIMIT_MAX
+
 Endpoint = Callable[[Request], Awaitable[Response]]
 #: A JSON Schema. Any: its values nest without end.
 Schema = Mapping[str, Any]
@@ -17,6 +19,7 @@ TEXT: Schema = {"type": "string"}
 NAME: Schema = {"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}$"}
 KEY: Schema = {"type": "string", "pattern": "^[!-~]{1,255}$"}
 DURATION: Schema = {"type": "string", "pattern": r"^\d{1,9}(\.\d{1,6})?(ms|s|m|h|d)?$", "examples": ["30s"]}
+LIMIT: Schema = {"type": "integer", "minimum": 1, "maximum": LIST_LIMIT_MAX}
 FLAG: Schema = {"type": "string", "enum": ["true", "false", "1", "0"]}
 
 

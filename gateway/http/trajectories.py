@@ -8,7 +8,21 @@ from starlette.responses import Response
 from gateway import wire
 from gateway.house import House
 from gateway.http.messages import json_response, read_body
-from gateway.http.operation import FLAG, TEXT, Answer, Operation, json_answer, links, path_parameter, query, ref
+from gateway.http.operation import (
+    FLAG,
+    LIMIT,
+    NAME,
+    TEXT,
+    Answer,
+    Operation,
+    json_answer,
+    links,
+    path_parameter,
+    query,
+    ref,
+)
+from gateway.store import LIST_LIMIT_MAX
+from manager.engine import TRAJECTORIES_PAGE
 from manager.errors import InvalidInput, NotFound
 from runtimes.sandbox.sandbox import FileStat, Sandbox
 
@@ -41,7 +55,10 @@ class TrajectoryOperations:
         return json_response(self._view(wire.name(request.path_params["id"], "trajectory")))
 
     async def find(self, request: Request) -> Response:
-        return json_response({"trajectories": self._house.engine.trajectories()})
+        params = request.query_params
+        limit = wire.whole(params.get("limit", str(TRAJECTORIES_PAGE)), "limit", minimum=1, maximum=LIST_LIMIT_MAX)
+        cursor = wire.name(params["cursor"], "cursor") if "cursor" in params else None
+        return json_response(self._house.engine.trajectories(limit, cursor))
 
     async def delete(self, request: Request) -> Response:
         """End it: its actions are cancelled, its sandbox removed, its memory given back."""
@@ -112,11 +129,16 @@ class TrajectoryOperations:
                 method="GET",
                 path="/v1/trajectories",
                 endpoint=self.find,
-                summary="Living trajectories",
+                summary="Living trajectories, by name",
                 tag="trajectories",
+                parameters=(
+                    query("cursor", "next_cursor of the page before", NAME),
+                    query("limit", "Trajectories of a page", LIMIT),
+                ),
+                problems=(422,),
                 answers={
                     200: json_answer(
-                        "All of them", {"type": "object"}, links("/trajectories/0/trajectory", "id", "getTrajectory")
+                        "A page", ref("TrajectoryPage"), links("/trajectories/0/trajectory", "id", "getTrajectory")
                     )
                 },
             ),

@@ -67,6 +67,11 @@ class Rig:
         call = Call(function=FUNCTION, input={}, log=Silent())
         return self.engine.submit([Submission(action=action, call=call) for action in actions])
 
+    def living(self) -> list[dict[str, object]]:
+        page = self.engine.trajectories()["trajectories"]
+        assert isinstance(page, list)
+        return page
+
     def waiting(self) -> list[dict[str, object]]:
         queue = self.engine.queue()["queue"]
         assert isinstance(queue, list)
@@ -152,14 +157,14 @@ async def test_a_waiting_action_times_out_by_the_timer(rig: Rig) -> None:
 async def test_a_trajectory_is_opened_ended_and_its_memory_returns(rig: Rig) -> None:
     await rig.engine.open_trajectory("t", "default", FUNCTION)
     await rig.engine.open_trajectory("t", "default", FUNCTION)
-    (view,) = rig.engine.trajectories()
+    (view,) = rig.living()
     assert (view["trajectory"], view["state"], view["memory_bytes"]) == ("t", "idle", 400)
     rig.steps["a"] = Step(hangs=True)
     (future,) = rig.submit(action("a", trajectory="t"))
     await rig.ear.until_started("a")
     assert await rig.engine.end_trajectory("t")
     assert (await rig.end(future)).outcome.state is State.CANCELLED
-    assert rig.engine.trajectories() == []
+    assert rig.living() == []
     assert ("end_trajectory", "t") in rig.runtime.seen
     assert not await rig.engine.end_trajectory("t")
 

@@ -10,8 +10,8 @@ import pytest
 from manager.config import ConcurrencySpec, ManagerSpec, QuotaSpec
 from manager.core import Core
 from manager.errors import InvalidInput
-from manager.events import CancelRequested, Finished, NodeLost, Submitted
-from manager.views import queue_view, tasks_view
+from manager.events import CancelRequested, Finished, NodeLost, Submitted, TrajectoryEnded, TrajectoryOpened
+from manager.views import queue_view, tasks_view, trajectories_view
 from tests.manager.conftest import DONE, Driver, action, node, spec
 
 
@@ -78,3 +78,23 @@ def test_what_a_task_used_is_told_in_the_units_of_the_resources(drive: Callable[
     assert row["core_s"] == 6.0
     (other,) = [view for view in tasks_view(driver.core) if view["task"] == "default"]
     assert (other["core_s"], other["quota_units"]) == (0.0, {})
+
+
+def test_trajectories_come_in_pages_by_name(drive: Callable[[ManagerSpec], Driver]) -> None:
+    driver = drive(spec())
+    for name in ("c", "a", "e", "b", "d"):
+        driver.step(0.0, TrajectoryOpened(trajectory=name))
+    seen: list[str] = []
+    cursor: str | None = None
+    while True:
+        view = trajectories_view(driver.core, 2, cursor)
+        rows = view["trajectories"]
+        assert isinstance(rows, list) and len(rows) <= 2
+        seen += [row["trajectory"] for row in rows]
+        following = view["next_cursor"]
+        if following is None:
+            break
+        assert isinstance(following, str)
+        cursor = following
+        driver.step(1.0, TrajectoryEnded(trajectory=cursor))  # what it names may have left
+    assert seen == ["a", "b", "c", "d", "e"]

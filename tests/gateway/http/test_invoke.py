@@ -8,7 +8,10 @@ from pathlib import Path
 import httpx
 import orjson
 import pytest
+from grpclib.client import Channel
 
+from gateway.grpc.generated import tangram_pb2 as pb
+from gateway.grpc.generated.tangram_grpc import GatewayStub
 from manager.errors import Reason
 from tests.gateway.conftest import DEADLINE_S, Bench, Running, serving, until
 
@@ -121,6 +124,27 @@ async def test_the_same_key_latches_on_and_another_body_is_refused(gateway: Runn
     assert (await first).json()["id"] == invocation_id
     later = await gateway.invoke({"held": True}, headers=key)
     assert later.json()["id"] == invocation_id
+    assert [verb for verb, _ in gateway.runtime.seen].count("execute") == 1
+
+
+async def test_a_key_latches_on_in_every_mode_and_on_every_door(gateway: Running) -> None:
+    key, body = {"Idempotency-Key": "k-1"}, {"held": True, "log": "once"}
+    calls = [asyncio.create_task(gateway.invoke(body, headers=key, mode=mode)) for mode in ("stream", "sync", "stream")]
+    await until(lambda: bool(gateway.runtime.running))
+    (invocation_id,) = gateway.runtime.running
+    accepted = await gateway.invoke(body, headers=key, mode="async")
+    gateway.runtime.let_go(invocation_id)
+    calls.append(asyncio.create_task(gateway.invoke(body, headers=key, mode="stream")))
+    channel = Channel("127.0.0.1", gateway.app.grpc_port)
+    request = pb.InvokeRequest(function="echo", input_json=orjson.dumps(body), idempotency_key="k-1")
+    ends = await asyncio.gather(GatewayStub(channel).Invoke(request), GatewayStub(channel).Submit(request))
+    channel.close()
+    answers = [await call for call in calls]
+    assert [answer.headers["x-invocation-id"] for answer in answers] == [invocation_id] * 4
+    assert {accepted.json()["id"], *(end.id for end in ends)} == {invocation_id}
+    for answer in (answers[0], answers[3]):
+        lines = [orjson.loads(line) for line in answer.text.splitlines()]
+        assert [line["stream"] for line in lines] == ["accepted", "stdout", "result"]
     assert [verb for verb, _ in gateway.runtime.seen].count("execute") == 1
 
 
