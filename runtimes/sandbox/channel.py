@@ -6,12 +6,13 @@ import asyncio
 import math
 import secrets
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Mapping
-from typing import Protocol, cast
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import cast
 
 from manager.errors import ActionFailed, TooLarge
 from runtimes.sandbox import runner as wire
+from runtimes.sandbox.conversation import STREAM_NAMES, Answer, Conversation, Execution, RemoteProcess
 from runtimes.sandbox.link import Link
 from runtimes.sandbox.protocol import (
     Decoder,
@@ -24,31 +25,15 @@ from runtimes.sandbox.protocol import (
     files_of,
     held_of,
     lost,
-    result_of,
     run_request,
 )
 from runtimes.sandbox.sandbox import Command, CommandResult, FileStat, Held, OnOutput
+from runtimes.sandbox.streams import Streams
 
 #: Seconds beyond a command's own bounds after which a silent runner is taken for dead.
 SILENCE_S = 5.0
 #: Seconds for an answer that needs no waiting.
 ANSWER_S = 30.0
-#: Bytes of a long-lived process's output kept for a slow reader before the connection is paused.
-UNREAD_MAX_BYTES = 1 * 2**20
-
-_NAMES = {wire.STDOUT: "stdout", wire.STDERR: "stderr"}
-
-
-class Conversation(Protocol):
-    """One numbered exchange on a channel."""
-
-    def data(self, stream: int, data: bytes) -> None: ...
-
-    def taken(self, count: int | None) -> None:
-        """The runner passed ``count`` bytes of standard input on; None: nothing more is read."""
-        ...
-
-    def ended(self, answer: Mapping[str, object] | Exception) -> None: ...
 
 
 class Channel(asyncio.BufferedProtocol):
@@ -76,6 +61,8 @@ class Channel(asyncio.BufferedProtocol):
         self.taken: int | None = None
         #: Whether the runner is not to be believed any more.
         self.betrayed = False
+        self._link: Link | None = None
+        self._token = ""
 
     @classmethod
     async def open(
@@ -88,6 +75,7 @@ class Channel(asyncio.BufferedProtocol):
         deadline_s = time.monotonic() + within_s
         channel = cls(first)
         channel.peer_pid = await link.join(channel, deadline_s=deadline_s)
+        channel._link, channel._token = link, str(hello["token"])
         channel._write(encode_json(wire.HELLO, 0, hello))
         try:
             async with asyncio.timeout(max(0.1, deadline_s - time.monotonic())):
@@ -125,7 +113,7 @@ class Channel(asyncio.BufferedProtocol):
             self.close()
             raise lost("the runner has fallen silent") from None
         except asyncio.CancelledError:
-            await self._kill(number, execution.end)
+            await self.kill(number, execution.end)
             raise
         finally:
             self._conversations.pop(number, None)
@@ -134,7 +122,16 @@ class Channel(asyncio.BufferedProtocol):
         """Start a long-lived process; what it is fed and what it says flows under back-pressure."""
         process = RemoteProcess(self)
         request = run_request(command, marker=secrets.token_hex(8), interactive=True)
-        process.number = self._begin(wire.RUN, request, process)
+        if self._link is not None and self._link.several:
+            with suppress(ActionFailed):  # an older runner takes no connection more: it passes everything on itself
+                process.streams = await Streams.open(self._link, self._token, process.said)
+                request["streams"] = process.streams.name
+        try:
+            process.number = self._begin(wire.RUN, request, process)
+        except BaseException:
+            if process.streams is not None:
+                process.streams.close()
+            raise
         if command.stdin:
             await process.write_stdin(command.stdin)
         return process
@@ -153,8 +150,8 @@ class Channel(asyncio.BufferedProtocol):
         for start in range(0, len(data), wire.CHUNK_BYTES):
             if answer.end.done():
                 break
-            await self._send(encode(wire.STDIN, number, bytes(view[start : start + wire.CHUNK_BYTES])))
-        await self._send(encode(wire.STDIN, number))
+            await self.send(encode(wire.STDIN, number, bytes(view[start : start + wire.CHUNK_BYTES])))
+        await self.send(encode(wire.STDIN, number))
         await self._await_answer(number, answer)
 
     async def list_files(self, path: str) -> list[FileStat]:
@@ -224,7 +221,7 @@ class Channel(asyncio.BufferedProtocol):
         conversation = self._conversations.get(number)
         if conversation is None:
             return
-        if kind in _NAMES:
+        if kind in STREAM_NAMES:
             conversation.data(kind, payload)
         elif kind == wire.ACK:
             conversation.taken(wire.HEADER.unpack(payload)[0] if len(payload) == wire.HEADER.size else None)
@@ -275,7 +272,7 @@ class Channel(asyncio.BufferedProtocol):
         if self._transport is not None and not self.lost.is_set():
             self._transport.write(frame)
 
-    async def _send(self, frame: bytes) -> None:
+    async def send(self, frame: bytes) -> None:
         self._write(frame)
         if not self._writable.is_set():
             await self._writable.wait()
@@ -293,7 +290,7 @@ class Channel(asyncio.BufferedProtocol):
         finally:
             self._conversations.pop(number, None)
 
-    async def _kill(self, number: int, end: asyncio.Future[Mapping[str, object]]) -> None:
+    async def kill(self, number: int, end: asyncio.Future[Mapping[str, object]]) -> None:
         """SIGKILL its tree and wait until it is gone; a runner that cannot is hung up on."""
         if end.done():
             return
@@ -301,182 +298,3 @@ class Channel(asyncio.BufferedProtocol):
         done, _ = await asyncio.wait([end], timeout=wire.UNKILLABLE_S + SILENCE_S)
         if not done:
             self.close()
-
-
-class Stdin:
-    """Standard input under the runner's window."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-        self._window = wire.WINDOW_BYTES
-        self._opened = asyncio.Event()
-        self._opened.set()
-        self.refused = False
-
-    async def feed(self, number: int, data: bytes) -> None:
-        view = memoryview(data)
-        while view and not self.refused:
-            await self._opened.wait()
-            piece = bytes(view[: min(self._window, wire.CHUNK_BYTES)])
-            view = view[len(piece) :]
-            self._window -= len(piece)
-            if self._window <= 0:
-                self._opened.clear()
-            await self._channel._send(encode(wire.STDIN, number, piece))
-
-    async def end(self, number: int) -> None:
-        await self._channel._send(encode(wire.STDIN, number))
-
-    def taken(self, count: int | None) -> None:
-        if count is None:
-            self.refused = True
-        else:
-            self._window += count
-        self._opened.set()
-
-    def refuse(self) -> None:
-        self.taken(None)
-
-
-class Answer:
-    """A request with one end, and perhaps data before it."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self.end: asyncio.Future[Mapping[str, object]] = asyncio.get_running_loop().create_future()
-        self.chunks: list[bytes] = []
-        self._room = limit_bytes
-
-    def data(self, stream: int, data: bytes) -> None:
-        self._room -= len(data)
-        if self._room < 0:
-            raise ProtocolError("more than was asked for")
-        self.chunks.append(data)
-
-    def taken(self, count: int | None) -> None:
-        raise ProtocolError("an acknowledgement of nothing")
-
-    def ended(self, answer: Mapping[str, object] | Exception) -> None:
-        _resolve(self.end, answer)
-
-
-class Execution:
-    """A command under way whose output is kept, and shown as it comes."""
-
-    def __init__(self, channel: Channel, command: Command, on_output: OnOutput | None) -> None:
-        self.end: asyncio.Future[Mapping[str, object]] = asyncio.get_running_loop().create_future()
-        self.stdin = Stdin(channel)
-        self._on_output = on_output
-        self._room = {wire.STDOUT: command.output_limit_bytes, wire.STDERR: command.output_limit_bytes}
-        self._kept: dict[int, list[bytes]] = {wire.STDOUT: [], wire.STDERR: []}
-
-    def data(self, stream: int, data: bytes) -> None:
-        data = data[: self._room[stream]]  # the runner keeps the bound; it is not taken on trust
-        self._room[stream] -= len(data)
-        if data:
-            self._kept[stream].append(data)
-            if self._on_output is not None:
-                self._on_output(_NAMES[stream], data)
-
-    def taken(self, count: int | None) -> None:
-        self.stdin.taken(count)
-
-    def ended(self, answer: Mapping[str, object] | Exception) -> None:
-        self.stdin.refuse()
-        if isinstance(answer, ActionFailed):
-            answer = lost(answer.message, result=self._partial())
-        _resolve(self.end, answer)
-
-    def result(self, answer: Mapping[str, object]) -> CommandResult:
-        try:
-            return result_of(answer, b"".join(self._kept[wire.STDOUT]), b"".join(self._kept[wire.STDERR]))
-        except ProtocolError as error:
-            raise lost(f"the sandbox's runner does not keep the protocol: {error}") from None
-
-    def _partial(self) -> dict[str, str]:
-        return {_NAMES[stream]: b"".join(kept).decode("utf-8", "replace") for stream, kept in self._kept.items()}
-
-
-class RemoteProcess:
-    """A long-lived command (`runtimes.sandbox.sandbox.Process`)."""
-
-    def __init__(self, channel: Channel) -> None:
-        self.number = 0
-        self._channel = channel
-        self._end: asyncio.Future[Mapping[str, object]] = asyncio.get_running_loop().create_future()
-        self._end.add_done_callback(_retrieve)
-        self._stdin = Stdin(channel)
-        self._unread: deque[tuple[str, bytes]] = deque()
-        self._unread_bytes = 0
-        self._arrived = asyncio.Event()
-        self._reading = False
-        self._dropping = False
-
-    def data(self, stream: int, data: bytes) -> None:
-        if self._dropping:
-            return
-        self._unread.append((_NAMES[stream], data))
-        self._unread_bytes += len(data)
-        self._arrived.set()
-        if self._unread_bytes > UNREAD_MAX_BYTES:
-            self._channel.pause_reading()
-
-    def taken(self, count: int | None) -> None:
-        self._stdin.taken(count)
-
-    def ended(self, answer: Mapping[str, object] | Exception) -> None:
-        self._stdin.refuse()
-        _resolve(self._end, answer)
-        self._arrived.set()
-
-    async def write_stdin(self, data: bytes) -> None:
-        await self._stdin.feed(self.number, data)
-        if self._stdin.refused:
-            raise lost("the process reads no more")
-
-    async def close_stdin(self) -> None:
-        await self._stdin.end(self.number)
-
-    async def chunks(self) -> AsyncIterator[tuple[str, bytes]]:
-        self._reading = True
-        while True:
-            while self._unread:
-                name, data = self._unread.popleft()
-                self._unread_bytes -= len(data)
-                if self._unread_bytes <= UNREAD_MAX_BYTES // 2:
-                    self._channel.resume_reading()
-                yield name, data
-            if self._end.done():
-                return
-            self._arrived.clear()
-            await self._arrived.wait()
-
-    async def wait(self) -> CommandResult:
-        if not self._reading:
-            self._drop()
-        return result_of(await asyncio.shield(self._end), b"", b"")
-
-    async def kill(self) -> None:
-        self._drop()
-        await self._channel._kill(self.number, self._end)
-
-    def _drop(self) -> None:
-        """Nobody reads any more: the connection must go on for the others."""
-        self._dropping = True
-        self._unread.clear()
-        self._unread_bytes = 0
-        self._channel.resume_reading()
-
-
-def _resolve(future: asyncio.Future[Mapping[str, object]], answer: Mapping[str, object] | Exception) -> None:
-    if future.done():
-        return
-    if isinstance(answer, Exception):
-        future.set_exception(answer)
-        future.exception()  # seen: a caller that was cancelled does not come back for it
-    else:
-        future.set_result(answer)
-
-
-def _retrieve(future: asyncio.Future[Mapping[str, object]]) -> None:
-    if not future.cancelled():
-        future.exception()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ from runtimes.sandbox.provider import DockerSettings, ProviderSettings, make_pro
 from runtimes.sandbox.sandbox import Provider, Sandbox
 from tests.conftest import REMOTE
 from tests.remote_engine import RemoteEngine
+from tests.runtimes.sandbox.box import Box, running_box
 
 
 def unique(name: str) -> str:
@@ -60,3 +61,9 @@ async def sandbox(provider: Provider, spec: SandboxSpec) -> AsyncIterator[Sandbo
     made = await provider.create(spec, name=unique("test"), labels={}, mounts={})
     yield made
     await made.close()
+
+
+@pytest.fixture
+def box() -> Iterator[Box]:
+    with running_box() as box:
+        yield box

@@ -3,75 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import socket
-import subprocess
-import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 
 from runtimes.sandbox import runner as wire
-from runtimes.sandbox.channel import Channel
-from runtimes.sandbox.link import SocketLink
 from runtimes.sandbox.protocol import encode_json
 from runtimes.sandbox.sandbox import Command, CommandResult
+from tests.runtimes.sandbox.box import Box
 
 DEADLINE_S = 20.0
 #: Says that it began, waits for the test, and says that it ended.
 GATED = "echo one; echo two >&2; echo run >> runs; until [ -e go ]; do sleep 0.01; done; echo three; exit 7"
 SLEEP = "echo begun; exec sleep 1000"
-
-
-@dataclass(frozen=True, slots=True)
-class Box:
-    """A runner and its directories."""
-
-    directory: Path
-    process: subprocess.Popen[bytes]
-
-    @property
-    def work(self) -> Path:
-        return self.directory / "work"
-
-    async def connect(self, unattended_s: float = 60.0, token: str = "secret") -> Channel:
-        """A gateway."""
-        hello: dict[str, object] = {
-            "token": token,
-            "user": str(os.getuid()),
-            "workdir": str(self.work),
-            "base": "",
-            "env": {},
-        }
-        hello |= {"orphan_s": 60.0, "unattended_s": unattended_s}
-        return await Channel.open(SocketLink(self.directory), hello, within_s=DEADLINE_S)
-
-    def open_gate(self) -> None:
-        (self.work / "go").touch()
-
-    @property
-    def runs(self) -> int:
-        return (self.work / "runs").read_text().count("run")
-
-
-@pytest.fixture
-def box() -> Iterator[Box]:
-    with TemporaryDirectory(prefix="tangram-runner-") as place:
-        directory = Path(place)
-        (directory / "work").mkdir()
-        argv = [sys.executable, "-I", "-S", wire.__file__, place]
-        process = subprocess.Popen(argv)
-        yield Box(directory, process)
-        for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
-            with suppress(ProcessLookupError):
-                os.killpg(int(child), signal.SIGKILL)  # what a test left running would outlive its runner
-        process.kill()
-        process.wait(DEADLINE_S)
 
 
 def command(shell: str = GATED, claim: str = "a.1/1", **given: object) -> Command:
