@@ -101,6 +101,8 @@ class GpuPool(Pool):
         self._accompanied: set[str] = set()
         #: Node name -> (first device in the pool's indices, number of devices).
         self._regions: dict[str, tuple[int, int]] = {}
+        #: What each node said last, and the devices for which that is still news.
+        self._told: dict[str, tuple[list[Copy], set[int]]] = {}
         self._next_start = 0
         self.restores = 0
         self.hits = 0
@@ -135,6 +137,7 @@ class GpuPool(Pool):
         if node not in self._regions:
             return
         start, count = self._regions.pop(node)
+        self._told.pop(node, None)
         self._chunks.remove_region(start)
         for device in range(start, start + count):
             self._residency.remove_device(device)
@@ -161,6 +164,7 @@ class GpuPool(Pool):
         self._chunks.allocate(chunk)
         self._enter(ask.holder, size)
         self._by_holder[ask.holder] = chunk
+        self._told.get(self.node_of(chunk), ([], set()))[1].difference_update(_devices(chunk))
         if ask.service is not None:
             self._in_use[ask.holder] = Copy(ask.service, chunk)
             self._demand.use(ask.service, now_s)
@@ -176,20 +180,20 @@ class GpuPool(Pool):
 
     def release(self, holder: str, now_s: float) -> None:
         self._leave(holder)
-        self._chunks.release(self._by_holder.pop(holder))
+        chunk = self._by_holder.pop(holder)
+        self._chunks.release(chunk)
         self._in_use.pop(holder, None)
         self._accompanied.discard(holder)
+        self._believe(self.node_of(chunk))
 
     def report(self, node: str, copies: Iterable[tuple[str, int, int]]) -> None:
-        """Believe what a node says is resident; chunks in use are about to change and are left as they are."""
+        """Believe what a node says is resident: where something computes or arrives, once that is over."""
         if node not in self._regions:
             return
         first, count = self._regions[node]
-        busy = {device for start, size in self._by_holder.values() for device in range(start, start + size)}
-        idle = [device for device in range(first, first + count) if device not in busy]
         found = [Copy(service, (first + start, size)) for service, start, size in copies]
-        touching = {copy for copy in self._residency.on(idle) if self._settled(copy, busy)}
-        self._residency.believe((copy for copy in found if self._settled(copy, busy)), touching)
+        self._told[node] = found, set(range(first, first + count))
+        self._believe(node)
 
     def learn(self, services: Mapping[str, ServiceSpec]) -> None:
         """Services that are new, or of another size than before."""
@@ -229,7 +233,10 @@ class GpuPool(Pool):
         return Ahead(node, (chunk[0] - self._regions[node][0], chunk[1]), names)
 
     def prefetched(self, service: str, chunk: Chunk, done: bool) -> None:
-        self._prefetches.end(Copy(service, chunk), done)
+        copy = Copy(service, chunk)
+        if self._prefetches.under_way(copy):
+            self._prefetches.end(copy, done)
+            self._believe(self.node_of(chunk))
 
     def chunk_of(self, holder: str) -> Chunk:
         """The chunk of a holder, in the pool's indices."""
@@ -292,9 +299,18 @@ class GpuPool(Pool):
     def _allowed(self, chunk: Chunk, node: str) -> bool:
         return not node or self.node_of(chunk) == node
 
-    def _settled(self, copy: Copy, busy: Collection[int]) -> bool:
-        """Whether nothing computes or arrives where the copy lies: reports of it lag behind otherwise."""
-        return not any(device in busy for device in copy.devices) and not self._prefetches.under_way_to(copy.devices)
+    def _believe(self, node: str) -> None:
+        """Take in what a node said of devices on which nothing computes or arrives any more."""
+        found, news = self._told.get(node, ([], set()))
+        if not news:
+            return
+        first, count = self._regions[node]
+        unsettled = self._prefetches.reached().union(*(_devices(chunk) for chunk in self._by_holder.values()))
+        settled = set(range(first, first + count)) - unsettled
+        touching = {copy for copy in self._residency.on(news & settled) if settled.issuperset(copy.devices)}
+        told = [copy for copy in found if settled.issuperset(copy.devices) and not news.isdisjoint(copy.devices)]
+        self._residency.believe(told, touching)
+        news -= settled
 
     def _make_resident(self, service: str | None, chunk: Chunk) -> tuple[bool, tuple[str, ...]]:
         """Whether the service must be restored, and the services of which every copy on the chunk goes first."""
@@ -312,6 +328,10 @@ class GpuPool(Pool):
         self.hits += warm
         self.restores += not warm
         return not warm, names
+
+
+def _devices(chunk: Chunk) -> range:
+    return range(chunk[0], sum(chunk))
 
 
 def _inside(chunk: Chunk, outer: Chunk) -> bool:

@@ -30,7 +30,7 @@ class Prefetches:
         That is so where it is resident or failed before, where another one is under way to one of its devices, and
         where what is ``kept`` leaves no room.
         """
-        if copy in self._residency or copy in self._failed or self.under_way_to(copy.devices):
+        if copy in self._residency or copy in self._failed or not self.reached().isdisjoint(copy.devices):
             return None
         victims = self._residency.victims_beside(copy, kept)
         if victims is None:
@@ -46,9 +46,7 @@ class Prefetches:
 
     def end(self, copy: Copy, done: bool) -> None:
         """What was under way has arrived, or has failed and is not counted on any more."""
-        if copy not in self._under_way:
-            return
-        self._under_way.discard(copy)
+        self._under_way.remove(copy)
         awaited, unused = copy in self._awaited, copy in self._unused
         self._awaited.discard(copy)
         if done:
@@ -78,10 +76,9 @@ class Prefetches:
     def under_way(self, copy: Copy) -> bool:
         return copy in self._under_way
 
-    def under_way_to(self, devices: Iterable[int]) -> bool:
-        """Whether a copy is under way to one of these devices."""
-        reached = {device for copy in self._under_way for device in copy.devices}
-        return not reached.isdisjoint(devices)
+    def reached(self) -> set[int]:
+        """The devices to which a copy is under way."""
+        return {device for copy in self._under_way for device in copy.devices}
 
     def forget(self, devices: Iterable[int]) -> None:
         """These devices are gone; to be told when their copies are."""

@@ -248,7 +248,7 @@ class Residents:
         self._there: dict[Place, set[str]] = defaultdict(set)
         self._failed: dict[Place, set[str]] = defaultdict(set)
         self._under_way: dict[int, Prefetch] = {}
-        #: Those of them on which an action has begun already: it restores what does not arrive.
+        #: Those of them that are there whether they arrive or not: an action restores it, or the node says so.
         self._begun: set[int] = set()
         self._busy: dict[str, tuple[str, Place]] = {}
 
@@ -261,6 +261,7 @@ class Residents:
             case ResidencyReported():
                 for service, start, size in event.copies:
                     self._there[event.node, start, size].add(service)
+                    self._begun |= self._coming(service, (event.node, start, size))
             case _:
                 pass
         for command in commands:
@@ -310,10 +311,13 @@ class Residents:
             assert action.service in self._there[place], f"{action.id} expects {action.service} at {place}"
         self._evict(place, grant.evict)
         self._there[place].add(action.service)
-        self._begun |= {
+        self._begun |= self._coming(action.service, place)
+
+    def _coming(self, service: str, place: Place) -> set[int]:
+        return {
             number
             for number, one in self._under_way.items()
-            if (one.service, one.node, *one.chunk) == (action.service, *place)
+            if (one.service, one.node, *one.chunk) == (service, *place)
         }
 
     def _prefetch(self, command: Prefetch) -> None:

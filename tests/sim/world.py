@@ -56,6 +56,7 @@ from tests.sim.checkers import (
     Trajectories,
     story,
 )
+from tests.sim.devices import Devices
 from tests.sim.policies import RandomPolicy
 
 #: Seconds in which submissions fall; the clock may jump far beyond.
@@ -101,6 +102,8 @@ class World:
         #: Whether most actions ask models, so that devices are fought over.
         self._modelling = self._random.random() < 0.3
         self.spec = self._spec()
+        #: What the devices really hold, in worlds whose nodes tell of it.
+        self._devices = Devices(self.spec, self._random) if self._random.random() < 0.5 else None
         self.core = self._core(seed)
         self.journal = Journal()
         self._checkers: list[Checker] = [
@@ -220,7 +223,7 @@ class World:
             self._at(chance.uniform(0, _SPAN_S), TrajectoryEnded(trajectory=f"t{chance.randrange(4)}"))
         if chance.random() < 0.2:
             self._at(chance.uniform(0, _SPAN_S), Reconfigured(tasks={"red": TaskSpec(weight=2.0)}))
-        if chance.random() < 0.3:
+        if self._devices is None and chance.random() < 0.3:
             copies = (("s0", 0, 1), ("s2", 0, 1))
             self._at(chance.uniform(0, _SPAN_S), ResidencyReported(node="n0", copies=copies))
 
@@ -315,9 +318,13 @@ class World:
             if event is not None:
                 events.append(event)
         for event in events or [Tick()]:
-            self._tell(event, self.core.apply([event], self._now_s))
+            report = None if self._devices is None else self._devices.before(event)
+            for each in (event,) if report is None else (report, event):
+                self._tell(each, self.core.apply([each], self._now_s))
         self._tell(None, self.core.schedule(self._now_s))
         self.core.check()
+        if self._devices is not None:
+            self._devices.check(self.core)
         if self.orderly:
             self._check_progress()
         return True
@@ -334,6 +341,8 @@ class World:
             self._running.pop((event.action_id, event.attempt), None)
         for checker in self._checkers:
             checker.see(self._now_s, event, commands)
+        if self._devices is not None:
+            self._devices.obey(commands)
         for command in commands:
             match command:
                 case Execute():
@@ -361,8 +370,12 @@ class World:
     def _bring(self, command: Prefetch) -> None:
         """It arrives sooner or later, or does not; an answer may come twice."""
         for _ in range(self._random.choice((1, 1, 1, 2))):
-            ended = PrefetchEnded(number=command.number, done=self._random.random() < 0.8)
-            self._at(self._now_s + self._random.choice((0.0, 0.1, 0.4, 3.0)), ended)
+            lucky = self._random.random() < 0.8
+            instant_s = self._now_s + self._random.choice((0.0, 0.1, 0.4, 3.0))
+            self._at(instant_s, lambda lucky=lucky: self._brought(command.number, lucky))  # type: ignore[misc]
+
+    def _brought(self, number: int, lucky: bool) -> PrefetchEnded:
+        return PrefetchEnded(number=number, done=lucky and (self._devices is None or self._devices.has_room(number)))
 
     def _child(self, key: tuple[str, int], parent: Action) -> Event | None:
         """A running action invokes another and goes on for a while."""

@@ -1,0 +1,128 @@
+"""Devices: what they really hold in worlds whose nodes tell it, as they do: before they answer for what they did."""
+
+from __future__ import annotations
+
+import random
+
+from manager.config import ManagerSpec
+from manager.core import Core
+from manager.events import Command, Event, Execute, Finished, NodeLost, Prefetch, PrefetchEnded, ResidencyReported
+
+#: (service, first device, size), counted on a node.
+Copy = tuple[str, int, int]
+
+
+class Devices:
+    """The truth. Runs restore what they need, now and then lose everything, and idle copies go for no good reason."""
+
+    def __init__(self, spec: ManagerSpec, chance: random.Random) -> None:
+        self._spec = spec
+        self._chance = chance
+        self._held: dict[str, set[Copy]] = {node.name: set() for node in spec.nodes}
+        #: What runs, by action and try: its node, its copy, and what goes for it.
+        self._runs: dict[tuple[str, int], tuple[str, Copy, tuple[str, ...]]] = {}
+        self._under_way: dict[int, Prefetch] = {}
+
+    def obey(self, commands: list[Command]) -> None:
+        """Begin what the core asks for."""
+        for command in commands:
+            match command:
+                case Execute(action=action, lease=lease):
+                    grant = lease.grants.get("gpu")
+                    leads = not lease.batch or lease.batch[0] == action.id
+                    if grant is not None and grant.chunk is not None and action.service is not None and leads:
+                        copy = (action.service, *grant.chunk)
+                        self._runs[action.id, action.attempt] = lease.node, copy, grant.evict
+                case Prefetch():
+                    self._under_way[command.number] = command
+                case _:
+                    pass
+
+    def before(self, event: Event) -> ResidencyReported | None:
+        """What a node says before ``event``, where it has changed."""
+        match event:
+            case NodeLost():
+                self._lose(event.node)
+            case Finished() if (event.action_id, event.attempt) in self._runs:
+                node, copy, evict = self._runs.pop((event.action_id, event.attempt))
+                self._end(node, copy, evict)
+                return self._report(node)
+            case PrefetchEnded() if event.number in self._under_way:
+                prefetch = self._under_way.pop(event.number)
+                self._evict(prefetch.node, prefetch.chunk, prefetch.evict)
+                if event.done:
+                    self._held[prefetch.node].add((prefetch.service, *prefetch.chunk))
+                return self._report(prefetch.node)
+            case _:
+                pass
+        return None
+
+    def has_room(self, number: int) -> bool:
+        """Whether what is under way fits once it has arrived, beside everything that may not go for it."""
+        prefetch = self._under_way.get(number)
+        if prefetch is None:
+            return False
+        copy, held = (prefetch.service, *prefetch.chunk), self._held[prefetch.node]
+        gone = {
+            one
+            for one in held
+            if one[0] in prefetch.evict and _meet(one, copy) and not self._in_use(prefetch.node, one)
+        }
+        running = {one for node, one, _ in self._runs.values() if node == prefetch.node}
+        return self._fits(prefetch.node, (held - gone) | running | {copy})
+
+    def check(self, core: Core) -> None:
+        """Of devices on which nothing computes or arrives the core believes no more than what is there."""
+        pool = core.house.resources["gpu"].describe()
+        regions, chunks, view = pool["regions"], pool["chunks"], core.house.resources["gpu"].chunk_view()
+        assert isinstance(regions, dict) and isinstance(chunks, dict) and view is not None
+        for node, region in regions.items():
+            first = region["start"]
+            busy = [("", start - first, size) for start, size in chunks.values()]
+            busy += [("", *one.chunk) for one in self._under_way.values() if one.node == node]
+            for service, places in view.resident.items():
+                for start, size in places:
+                    copy = (service, start - first, size)
+                    mine = first <= start < first + region["devices"]
+                    if mine and not any(_meet(copy, other) for other in busy):
+                        assert copy in self._held[node], f"{copy} is not on {node}: {sorted(self._held[node])}"
+
+    def _end(self, node: str, copy: Copy, evict: tuple[str, ...]) -> None:
+        chance, held = self._chance, self._held[node]
+        self._evict(node, (copy[1], copy[2]), evict)
+        if chance.random() < 0.1:
+            held -= {one for one in held if _meet(one, copy)}  # its process was lost
+            return
+        held.add(copy)
+        idle = sorted(one for one in held if one != copy and not self._in_use(node, one))
+        while not self._fits(node, held) or (idle and chance.random() < 0.1):
+            held.remove(idle.pop(chance.randrange(len(idle))))
+
+    def _evict(self, node: str, chunk: tuple[int, int], services: tuple[str, ...]) -> None:
+        held = self._held[node]
+        held -= {one for one in held if one[0] in services and _meet(one, ("", *chunk)) and not self._in_use(node, one)}
+
+    def _in_use(self, node: str, copy: Copy) -> bool:
+        return any((where, one) == (node, copy) for where, one, _ in self._runs.values())
+
+    def _fits(self, node: str, copies: set[Copy]) -> bool:
+        devices = next(one for one in self._spec.nodes if one.name == node)
+        return all(
+            sum(self._bytes(one) for one in copies if one[1] <= device < one[1] + one[2]) <= devices.device_bytes
+            for device in range(devices.devices)
+        )
+
+    def _bytes(self, copy: Copy) -> int:
+        return self._spec.services[copy[0]].bytes_by_dop.get(copy[2], 0)
+
+    def _lose(self, node: str) -> None:
+        self._held[node] = set()
+        self._runs = {key: run for key, run in self._runs.items() if run[0] != node}
+        self._under_way = {number: one for number, one in self._under_way.items() if one.node != node}
+
+    def _report(self, node: str) -> ResidencyReported:
+        return ResidencyReported(node=node, copies=tuple(sorted(self._held[node])))
+
+
+def _meet(one: Copy, other: Copy) -> bool:
+    return one[1] < other[1] + other[2] and other[1] < one[1] + one[2]
