@@ -68,9 +68,13 @@ class Prefetching:
             return
         self._looked[pool.name] = about
         spared = frozenset(action.service for action in waiting if action.service)
-        _Look(self._house, pool, forecast, waiting, lambda *wish: self._ask(pool, spared, *wish)).run()
 
-    def _ask(self, pool: Pool, spared: frozenset[str], action: Action, chunk: Chunk) -> None:
+        def ask(action: Action, chunk: Chunk, sure: bool) -> None:
+            self._ask(pool, action, chunk, lambda service: not sure or service in spared)
+
+        _Look(self._house, pool, forecast, waiting, ask).run()
+
+    def _ask(self, pool: Pool, action: Action, chunk: Chunk, spared: Callable[[str], bool]) -> None:
         """Have a waiting action's service brought in, where the pool can take it.
 
         Nothing that is waited for goes for it: should the policy choose otherwise after all, that would cost twice.
@@ -102,7 +106,7 @@ class _Look:
         pool: Pool,
         forecast: Forecast,
         waiting: Sequence[Action],
-        ask: Callable[[Action, Chunk], None],
+        ask: Callable[[Action, Chunk, bool], None],
     ) -> None:
         self._house = house
         self._pool = pool
@@ -110,6 +114,8 @@ class _Look:
         self._waiting = list(waiting)
         self._ask = ask
         self._behind = sum(group.live for group in house.queue.groups() if pool.name in house.pools_of(group))
+        #: Devices that become free at an instant that is known.
+        self._known: set[int] = set()
         #: Places that have their next action: what follows it is too far ahead.
         self._taken: set[int] = set()
         self._passed_s = 0.0
@@ -119,6 +125,8 @@ class _Look:
         for _ in range(min(ENDS_MAX, len(self._running))):
             ended = self._running.pop(0)
             assert ended.chunk is not None, f"{self._pool.name} has places, {ended} has none"
+            if ended.ends_in_s:
+                self._known.update(range(ended.chunk[0], sum(ended.chunk)))
             self._pass(ended.ends_in_s or 0.0)
             self._forecast.end(ended.chunk)
             for start in self._house.policy(self._pool.kind).decide(self._view()).starts:
@@ -148,7 +156,7 @@ class _Look:
         self._leave(action)
         devices = range(chunk[0], sum(chunk))
         if restore_s > 0 and self._taken.isdisjoint(devices):
-            self._ask(action, chunk)
+            self._ask(action, chunk, self._known.issuperset(devices))
         self._taken.update(devices)
         duration_s = action.duration_s(units)
         self._running.append(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from manager.config import NodeSpec, ServiceSpec
 from manager.lease import Grant
@@ -211,7 +211,7 @@ class GpuPool(Pool):
             return None
         return Forecast(self._chunks.copy(), self.chunk_view(now_s))
 
-    def prefetch(self, service: str, chunk: Chunk, spared: Collection[str]) -> Ahead | None:
+    def prefetch(self, service: str, chunk: Chunk, spared: Callable[[str], bool]) -> Ahead | None:
         """Once for each holder, and only within its chunk."""
         holder = next((name for name, held in self._by_holder.items() if _inside(chunk, held)), None)
         if holder is None or holder in self._accompanied:
@@ -219,7 +219,7 @@ class GpuPool(Pool):
         copy, in_use = Copy(service, chunk), set(self._in_use.values())
 
         def kept(other: Copy) -> bool:
-            return other in in_use or other.service in spared or self._prefetches.under_way(other)
+            return other in in_use or spared(other.service) or self._prefetches.under_way(other)
 
         victims = self._prefetches.begin(copy, kept)
         if victims is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from manager.config import NodeSpec
@@ -149,10 +149,10 @@ class Pool(ABC):
         """A copy of the places to look ahead with; None where nothing more may be brought in now."""
         return None
 
-    def prefetch(self, service: str, chunk: tuple[int, int], spared: Collection[str]) -> Ahead | None:
+    def prefetch(self, service: str, chunk: tuple[int, int], spared: Callable[[str], bool]) -> Ahead | None:
         """Count on a service beside what computes on ``chunk``; None where it may not be brought in.
 
-        The services in ``spared`` are not evicted for it, nor is anything in use.
+        Services that are ``spared`` are not evicted for it, nor is anything in use.
         """
         return None
 

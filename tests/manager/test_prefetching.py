@@ -119,6 +119,18 @@ def test_the_members_of_a_batch_are_one_start(drive: Drive) -> None:
     assert sorted(service for service, _ in prefetches(driver)) == ["c", "d"], "y and z run together"
 
 
+@pytest.mark.parametrize(("known", "expected"), [(True, [("c", (0, 1))]), (False, [])])
+def test_nothing_goes_for_what_follows_an_end_that_nobody_knows(
+    drive: Drive, known: bool, expected: list[tuple[str, tuple[int, int]]]
+) -> None:
+    driver = drive(world())
+    driver.step(0, ask("w", "a"))
+    driver.step(10, finish("w"))
+    driver.step(10, ask("x", "b", t_ori_s=10.0 if known else None))
+    driver.step(11, ask("y", "c"))
+    assert prefetches(driver) == expected, "a would have to go"
+
+
 def test_nothing_is_brought_for_an_action_that_waits_for_something_else(drive: Drive) -> None:
     driver = drive(world())
     driver.step(0, Submitted(action=action("c", {"cpu": 4})), ask("x", "a"))

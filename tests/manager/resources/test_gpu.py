@@ -107,7 +107,7 @@ def test_what_was_reported_of_a_chunk_in_use_is_believed_once_it_is_free() -> No
 def test_what_was_reported_before_a_chunk_was_taken_is_old_news_when_it_is_free() -> None:
     gpus = pool(1)
     gpus.acquire(Ask(holder="x", units=1, service="a"), 0.0)
-    assert gpus.prefetch("c", (0, 1), ()) is not None
+    assert gpus.prefetch("c", (0, 1), lambda _: False) is not None
     gpus.release("x", 1.0)
     gpus.report("n0", [])
     gpus.acquire(Ask(holder="y", units=1, service="b"), 1.0)
