@@ -79,7 +79,7 @@ def _explained(answer: Mapping[str, object]) -> Iterable[str]:
 @click.option("--gpus", default=40, show_default=True, help="devices in nodes of eight")
 @click.option("--policy", "names", multiple=True, help=f"repeatable; also the baselines {', '.join(BASELINES)}")
 @click.option("--learned", is_flag=True, help="hide all profiles: the policies know what history tells them")
-@click.option("--no-prefetch", is_flag=True, help="no model is restored ahead of its use")
+@click.option("--prefetch", is_flag=True, help="models are restored ahead of their use where there is room")
 @click.option(
     "--batch-marginal",
     default=1.0,
@@ -103,7 +103,7 @@ def simulate(
     gpus: int,
     names: tuple[str, ...],
     learned: bool,
-    no_prefetch: bool,
+    prefetch: bool,
     batch_marginal: float,
     bound: bool,
     find: str | None,
@@ -113,7 +113,7 @@ def simulate(
     export_trace: Path | None,
 ) -> None:
     """Play a workload on the very same scheduler under a virtual clock: what if I had other sizes or policies?"""
-    size = Size(nodes=nodes, cores=cores, gpus=gpus, prefetch=not no_prefetch)
+    size = Size(nodes=nodes, cores=cores, gpus=gpus, prefetch=prefetch)
     try:
         chosen = load_workload(workload, batch, seed)
         result = run(

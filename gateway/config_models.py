@@ -337,7 +337,7 @@ class SchedulerConfig(Section):
     trajectories_max: Positive = Field(default=65536, description="most living trajectories; beyond it 503")
     queue_window: Positive = Field(default=2048, description="most waiting actions that a policy is shown")
     prefetch: bool = Field(
-        default=True, description="restore the model that a busy device will serve next, where it has room for both"
+        default=False, description="restore the model that a busy device will serve next, where it has room for both"
     )
 
     def spec(self) -> SchedulerSpec:

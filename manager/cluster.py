@@ -24,7 +24,7 @@ def cluster(
     quotas: Mapping[str, QuotaSpec] | None = None,
     policy: str = "adaptive",
     strict: bool = False,
-    prefetch: bool = True,
+    prefetch: bool = False,
 ) -> ManagerSpec:
     """CPU nodes with ``cores`` in all and device nodes with ``devices`` in all, as even as possible.
 

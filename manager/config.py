@@ -78,7 +78,7 @@ class SchedulerSpec:
     #: Most waiting actions of one pool that a policy is shown.
     queue_window: int = 2048
     #: Whether the next service of a busy chunk is restored beside what computes there, where it leaves room.
-    prefetch: bool = True
+    prefetch: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,7 @@ class Size:
     cores: int = 1280
     gpus: int = 0
     #: Whether services may be restored ahead of their use.
-    prefetch: bool = True
+    prefetch: bool = False
 
     def spec(self, workload: Workload, policy: str, *, strict: bool = False) -> ManagerSpec:
         return cluster(
@@ -93,7 +93,7 @@ def simulate(
 def adopted(base: ManagerSpec, spec: ManagerSpec) -> ManagerSpec:
     """A gateway's nodes, quotas, weights and caps, with the workload's services and the policy under test.
 
-    It prefetches unless either says no. Queues are as long as the workload needs: a simulated trajectory does not
+    It prefetches where either says so. Queues are as long as the workload needs: a simulated trajectory does not
     try again.
     """
     return replace(
@@ -101,7 +101,7 @@ def adopted(base: ManagerSpec, spec: ManagerSpec) -> ManagerSpec:
         quotas={**spec.quotas, **base.quotas},
         services={**spec.services, **base.services},
         tasks={**spec.tasks, **{name: replace(task, max_queued=10**9) for name, task in base.tasks.items()}},
-        scheduler=replace(spec.scheduler, prefetch=spec.scheduler.prefetch and base.scheduler.prefetch),
+        scheduler=replace(spec.scheduler, prefetch=spec.scheduler.prefetch or base.scheduler.prefetch),
     )
 
 

@@ -228,7 +228,9 @@ def on_one_device(executor: LocalExecutor) -> Engine:
     services = {
         name: ServiceSpec(name=name, bytes_by_dop={1: 40}, restore_s_by_dop={1: 1.0}) for name in ("first", "second")
     }
-    return Engine(build_core(replace(spec(node(devices=1)), services=services)), executor)
+    base = spec(node(devices=1))
+    config = replace(base, services=services, scheduler=replace(base.scheduler, prefetch=True))
+    return Engine(build_core(config), executor)
 
 
 async def test_the_next_service_is_brought_in_while_the_current_action_computes() -> None:

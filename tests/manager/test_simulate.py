@@ -125,7 +125,7 @@ def total(run_: Run) -> tuple[float, float]:
 
 
 def test_what_is_restored_ahead_of_its_use_is_no_overhead_and_slows_what_computes() -> None:
-    workload, one = crowded(), Size(nodes=1, cores=0, gpus=1)
+    workload, one = crowded(), Size(nodes=1, cores=0, gpus=1, prefetch=True)
     without = simulate(workload, "price", replace(one, prefetch=False))
     free = simulate(workload, "price", one, physics=Physics(prefetch_slowdown=1.0))
     dear = simulate(workload, "price", one, physics=Physics(prefetch_slowdown=2.0))
@@ -137,7 +137,10 @@ def test_what_is_restored_ahead_of_its_use_is_no_overhead_and_slows_what_compute
 
 def test_an_action_waits_for_the_rest_of_what_is_on_its_way() -> None:
     late = simulate(
-        crowded(restore_s=6.0), "price", Size(nodes=1, cores=0, gpus=1), physics=Physics(prefetch_slowdown=1.0)
+        crowded(restore_s=6.0),
+        "price",
+        Size(nodes=1, cores=0, gpus=1, prefetch=True),
+        physics=Physics(prefetch_slowdown=1.0),
     )
     assert late.restores == 1
     assert total(late) == pytest.approx((6.0 + 8 * 2.0, 36.0)), "two of the six seconds are left each time"

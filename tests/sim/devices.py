@@ -74,7 +74,7 @@ class Devices:
     def check(self, core: Core) -> None:
         """Of devices on which nothing computes or arrives the core believes no more than what is there."""
         pool = core.house.resources["gpu"].describe()
-        regions, chunks, view = pool["regions"], pool["chunks"], core.house.resources["gpu"].chunk_view()
+        regions, chunks, view = pool["regions"], pool["chunks"], core.house.resources["gpu"].chunk_view(core.now_s)
         assert isinstance(regions, dict) and isinstance(chunks, dict) and view is not None
         for node, region in regions.items():
             first = region["start"]

@@ -101,7 +101,7 @@ def test_what_was_reported_of_a_chunk_in_use_is_believed_once_it_is_free() -> No
     gpus.acquire(Ask(holder="x", units=1, service="a"), 0.0)
     gpus.report("n0", [])
     gpus.release("x", 1.0)
-    assert gpus.chunk_view().resident == {}, "its process was lost under it"
+    assert gpus.chunk_view(0.0).resident == {}, "its process was lost under it"
 
 
 def test_what_was_reported_before_a_chunk_was_taken_is_old_news_when_it_is_free() -> None:
@@ -113,7 +113,7 @@ def test_what_was_reported_before_a_chunk_was_taken_is_old_news_when_it_is_free(
     gpus.acquire(Ask(holder="y", units=1, service="b"), 1.0)
     gpus.prefetched("c", (0, 1), True)
     gpus.release("y", 2.0)
-    assert "b" in gpus.chunk_view().resident
+    assert "b" in gpus.chunk_view(0.0).resident
 
 
 def test_a_copy_that_reaches_further_than_the_news_is_believed_when_all_of_it_is_free() -> None:
@@ -122,9 +122,9 @@ def test_a_copy_that_reaches_further_than_the_news_is_believed_when_all_of_it_is
         gpus.acquire(Ask(holder=holder, units=1, service="c", chunk=(device, 1)), 0.0)
     gpus.report("n0", [("a", 0, 2)])
     gpus.release("x", 1.0)
-    assert "a" not in gpus.chunk_view().resident
+    assert "a" not in gpus.chunk_view(0.0).resident
     gpus.release("y", 1.0)
-    assert gpus.chunk_view().resident == {"a": ((0, 2),)}
+    assert gpus.chunk_view(0.0).resident == {"a": ((0, 2),)}
 
 
 def test_no_chunk_crosses_a_node_and_its_grant_counts_devices_there() -> None:
