@@ -31,10 +31,14 @@ from manager.function import Background, FunctionSpec, RuntimeKind, SandboxSpec
 from manager.outcome import Settlement, State
 from runtimes.local import LocalExecutor
 from runtimes.node.topology import discover
+from runtimes.sandbox.cgroup import Hierarchy
+from runtimes.sandbox.container import Engine as DockerEngine
+from runtimes.sandbox.container_provider import ContainerProvider
 from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.provider import ProviderSettings, make_provider
 from runtimes.sandbox.runtime import ExecRuntime
 from runtimes.sandbox.sandbox import Command, Provider, Sandbox
+from runtimes.sandbox.starting import Starting
 
 WORKLOADS = Path(__file__).parents[2] / "shared/workloads"
 IMAGE = "tangram-base:bookworm"
@@ -146,6 +150,51 @@ async def one_command(house: House, report: Report, rounds: int) -> None:
     report.check("docker_exec_over_runner_p50", p50["docker_exec"] / p50["runner"], limit=40, better="higher")
     report.check("docker_exec_over_action_p50", p50["docker_exec"] / p50["action"], limit=20, better="higher")
     report.check("runner_over_spawn_p50", p50["runner"] / p50["spawn"], limit=1.5, better="lower")
+
+
+async def as_if_remote(house: House, report: Report, rounds: int) -> None:
+    """What an engine on another machine costs, but for the network: attached, its cores and its freezing by request."""
+    state_dir = Path(tempfile.mkdtemp(prefix="tangram-bench-"))
+    provider = ContainerProvider(
+        DockerEngine.connect(state_dir=state_dir, timeout_s=60, workers=4),
+        state_dir=state_dir,
+        gateway_id="bench",
+        starting=Starting(1),
+        shared_cores=(),
+        transport="attach",
+        hierarchy=Hierarchy(1, {}),
+    )
+    try:
+        attached = await provider.create(house.function.sandbox or SandboxSpec(), name="attached", labels={}, mounts={})
+        joined = await house.sandbox("one")
+        docker = DockerExec()
+        ways: dict[str, list[float]] = {
+            name: [] for name in ("docker_exec", "socket", "attach", "cores", "freeze_thaw")
+        }
+        every = sorted(os.sched_getaffinity(0))
+        await joined.thaw()
+        await joined.set_cores(every)
+        for round_ in range(rounds):
+            ways["socket"].append(await timed(lambda: joined.run(NOOP)))
+            ways["attach"].append(await timed(lambda: attached.run(NOOP)))
+            if round_ % 5 == 0:
+                started = time.perf_counter()
+                docker.run(container_of(attached), ["true"])
+                ways["docker_exec"].append((time.perf_counter() - started) * 1e3)
+                ways["cores"].append(await timed(lambda: attached.set_cores(every)))
+                started = time.perf_counter()
+                await attached.quiesce(Background.FREEZE)
+                await attached.thaw()
+                ways["freeze_thaw"].append((time.perf_counter() - started) * 1e3)
+        docker.close()
+        report.figure("attached", {name: dict(spread(values)) for name, values in ways.items()})
+        p50 = {name: median(values) for name, values in ways.items()}
+        report.figure("attach_over_socket_p50", round(p50["attach"] / p50["socket"], 3))
+        report.figure("docker_exec_over_attach_p50", round(p50["docker_exec"] / p50["attach"], 1))
+    finally:
+        await provider.reap(())
+        await provider.close()
+        shutil.rmtree(state_dir, ignore_errors=True)
 
 
 async def at_once(house: House, report: Report, rounds: int) -> None:
@@ -342,6 +391,7 @@ def machine_cpu_s() -> float:
 async def measure(report: Report, *, quick: bool) -> None:
     async with house() as parts:
         await one_command(parts, report, rounds=100 if quick else 300)
+        await as_if_remote(parts, report, rounds=100 if quick else 300)
         await grip(parts, report, rounds=200 if quick else 1000)
         await at_once(parts, report, rounds=10 if quick else 30)
         await warm_claims(parts, report, rounds=5 if quick else 10)

@@ -30,6 +30,8 @@ RETRY_S = 5.0
 #: Seconds after which an engine that answers not even a ping is given up.
 SILENCE_S = 10.0
 CHUNK_BYTES = 64 * 2**10
+#: An internal bridge has the machine's address on it by default, and through that all of its services.
+NO_HOST = {"com.docker.network.bridge.inhibit_ipv4": "true"}
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -60,6 +62,8 @@ class Blueprint:
     disk_bytes: int
     network: str
     hosts: Mapping[str, str]
+    #: Name servers; empty takes the engine's.
+    dns: tuple[str, ...] = ()
     #: Whether its standard input stays open, for one attached gateway after the other.
     attached: bool = False
 
@@ -207,6 +211,7 @@ class Engine:
             shm_size=blueprint.shm_bytes,
             network_mode=blueprint.network,
             extra_hosts=dict(blueprint.hosts) or None,
+            dns=list(blueprint.dns) or None,
             log_config=docker.types.LogConfig(type="none"),
             storage_opt={"size": str(blueprint.disk_bytes)} if self.bounds_disk else None,
             ulimits=[
@@ -303,10 +308,32 @@ class Engine:
     async def unpause(self, container: str) -> None:
         await self.call(self._api.unpause, container)
 
-    async def internal_network(self, name: str) -> None:
-        """The bridge without a way out, made once."""
-        if not await self.call(self._api.networks, names=[name]):
-            await self.call(self._api.create_network, name, driver="bridge", internal=True, check_duplicate=True)
+    async def isolated_network(self, name: str) -> None:
+        """A bridge without a way out and without the engine's machine on it, made once; raises InvalidConfig."""
+
+        async def found() -> list[Mapping[str, Any]]:
+            networks = await self.call(self._api.networks, names=[name])
+            return [network for network in networks if network["Name"] == name]
+
+        if not (existing := await found()):
+            try:
+                await self.call(
+                    self._api.create_network,
+                    name,
+                    driver="bridge",
+                    internal=True,
+                    check_duplicate=True,
+                    options=NO_HOST,
+                )
+                return
+            except TangramError:
+                if not (existing := await found()):  # else somebody was faster
+                    raise
+        if not existing[0].get("Internal") or not NO_HOST.items() <= (existing[0].get("Options") or {}).items():
+            raise InvalidConfig(
+                f"the network {name!r} shows the engine's machine to sandboxes: docker network rm {name}",
+                component=COMPONENT,
+            )
 
     # --- docker exec, for images without a runner
 

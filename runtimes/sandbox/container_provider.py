@@ -35,7 +35,9 @@ COMPONENT = "sandbox.container"
 #: Exit status of a first process that was ended by SIGKILL.
 KILLED = 128 + signal.SIGKILL
 GATEWAY, NAME = "tangram.gateway", "tangram.sandbox"
-INTERNAL_NETWORK = "tangram-internal"
+INTERNAL_NETWORK = "tangram-isolated"
+#: The sandbox itself: an engine asks its own machine's name server on behalf of whoever has no way to it.
+NO_NAMES = ("127.0.0.1",)
 #: The runner's own; a command that runs as another user than root has none of them.
 CAPABILITIES = ("SETUID", "SETGID", "KILL", "CHOWN")
 #: What keeps a container without python3 alive; as PID 1 it reaps what is orphaned.
@@ -172,7 +174,7 @@ class ContainerProvider:
             await asyncio.to_thread(_lay_out, directory, record)
             egress = await Egress.resolve(spec) if spec.allow else None
             if spec.network is Network.INTERNAL:
-                await self._engine.internal_network(INTERNAL_NETWORK)
+                await self._engine.isolated_network(INTERNAL_NETWORK)
             blueprint = self._blueprint(record, directory, mounts, egress)
             container = await self._made(blueprint, mounts)
             try:
@@ -223,6 +225,7 @@ class ContainerProvider:
             disk_bytes=spec.disk_bytes,
             network=networks[spec.network],
             hosts={} if egress is None else egress.hosts,
+            dns=NO_NAMES if spec.network is Network.INTERNAL else (),
         )
         blueprint = self._transports[self._transport].equip(blueprint, directory, mounts)
         return self._bare_blueprint(blueprint) if spec.image in self._bare else blueprint

@@ -1,7 +1,18 @@
-"""Control groups of both versions, on plain files; the real ones are under every sandbox test."""
+"""Control groups of both versions, on plain files; the machine's real ones are under every sandbox test.
+
+Version 2 is also tested on a real hierarchy wherever one can be mounted: all of it where it has the controllers, and
+its core (freezing, ending, moving processes) where those of version 1 hold them.
+"""
 
 from __future__ import annotations
 
+import os
+import secrets
+import select
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -109,3 +120,117 @@ def test_bounds_as_they_are(tmp_path: Path, version: int, files: dict[str, str],
 def test_core_lists() -> None:
     assert list(parse_cores("0-3,8,10-11\n")) == [0, 1, 2, 3, 8, 10, 11]
     assert list(parse_cores("\n")) == []
+
+
+DEADLINE_S = 20.0
+CONTROLLERS = ("cpuset", "cpu", "memory", "pids")
+
+
+@pytest.fixture(scope="module")
+def unified(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The mount point of a real hierarchy of version 2."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can make control groups at the top")
+    lines = [line.split(" ") for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    for words in lines:
+        if words[words.index("-") + 1] == "cgroup2" and os.access(words[4], os.W_OK):
+            yield Path(words[4])
+            return
+    place = tmp_path_factory.mktemp("cgroup2")
+    done = subprocess.run(["mount", "-t", "cgroup2", "none", str(place)], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        pytest.skip(f"no cgroup2 can be mounted: {done.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+@pytest.fixture
+def real(unified: Path) -> Iterator[Cgroup]:
+    """An empty group of its own, removed with whatever is in it."""
+    place = unified / f"tangram-test-{secrets.token_hex(4)}"
+    place.mkdir()
+    made = Cgroup(2, dict.fromkeys((*CONTROLLERS, "freezer"), place))
+    yield made
+    made.kill()
+    made.remove()
+    assert not place.exists()
+
+
+@contextmanager
+def process(script: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A shell that waits for a line before it begins."""
+    with subprocess.Popen(["sh", "-c", f"read go; {script}"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as made:
+        try:
+            yield made
+        finally:
+            made.kill()
+
+
+def begin(shell: subprocess.Popen[bytes]) -> None:
+    assert shell.stdin is not None
+    shell.stdin.write(b"go\n")
+    shell.stdin.flush()
+
+
+def settled(cgroup: Cgroup, frozen: bool) -> bool:
+    """Whether the kernel says so within the deadline; it wakes whoever polls the events of a group."""
+    with (cgroup.places["freezer"] / "cgroup.events").open("rb") as events:
+        waiting, deadline_s = select.poll(), time.monotonic() + DEADLINE_S
+        waiting.register(events, select.POLLPRI)
+        while cgroup.frozen() is not frozen and time.monotonic() < deadline_s:
+            waiting.poll(1000)
+            os.pread(events.fileno(), 1, 0)
+    return cgroup.frozen() is frozen
+
+
+def test_a_real_group_freezes_thaws_and_tells(real: Cgroup) -> None:
+    assert real.freezable
+    with process("while :; do echo x; read again; done") as shell:
+        real.enter(shell.pid)
+        assert real.processes() == [shell.pid]
+        begin(shell)
+        assert shell.stdout is not None
+        assert shell.stdout.readline() == b"x\n"
+        real.freeze()
+        assert settled(real, True)
+        begin(shell)
+        assert select.select([shell.stdout], [], [], 0.05)[0] == []
+        real.thaw()
+        assert settled(real, False)
+        assert shell.stdout.readline() == b"x\n"
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_real_group_is_ended_however_it_forks(real: Cgroup, frozen: bool) -> None:
+    with process("while :; do sleep 100 & sleep 0.001; done") as shell:
+        real.enter(shell.pid)
+        begin(shell)
+        deadline_s = time.monotonic() + DEADLINE_S
+        while len(real.processes()) < 20:
+            assert time.monotonic() < deadline_s
+        if frozen:
+            real.freeze()
+        real.kill()
+        assert shell.wait(DEADLINE_S) == -9
+        assert real.processes() == []
+
+
+def test_a_real_group_has_bounds(unified: Path, real: Cgroup) -> None:
+    offered = (unified / "cgroup.controllers").read_text().split()
+    if not set(CONTROLLERS) <= set(offered):
+        pytest.skip(f"version 1 holds the controllers; version 2 has {' '.join(offered) or 'none'} here")
+    with suppress(OSError):
+        (unified / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in CONTROLLERS))
+    if not (real.places["memory"] / "memory.max").exists():
+        pytest.skip("the top group has processes of its own: its controllers are not handed down")
+    real.make(memory_bytes=64 * 2**20, pids=50)
+    core = sorted(os.sched_getaffinity(0))[-1]
+    real.set_cores([core])
+    assert (real.cores(), real.quota_cores(), real.memory_limit_bytes()) == ((core,), 1.0, 64 * 2**20)
+    hog = "exec python3 -c 'x = bytearray(10**9)'"
+    with process(hog) as shell:
+        real.enter(shell.pid)
+        begin(shell)
+        assert shell.wait(DEADLINE_S) == -9
+    assert real.oom_kills() == 1
+    assert real.peak_memory_bytes() > 32 * 2**20

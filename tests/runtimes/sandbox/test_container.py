@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import os
 import secrets
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +20,7 @@ from manager.errors import ActionFailed, Conflict, InvalidConfig, InvalidInput, 
 from manager.function import Background, Network, SandboxSpec
 from runtimes.sandbox.cgroup import Hierarchy
 from runtimes.sandbox.container import Engine
-from runtimes.sandbox.container_provider import ContainerProvider
+from runtimes.sandbox.container_provider import INTERNAL_NETWORK, ContainerProvider
 from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.network import Egress
 from runtimes.sandbox.provider import ProviderSettings, make_provider
@@ -146,9 +149,62 @@ async def test_an_internal_network_joins_sandboxes(containers: Provider, spec: S
     await other.close()
 
 
+async def test_an_internal_network_has_no_way_to_its_machine(containers: Provider, spec: SandboxSpec) -> None:
+    sandbox = await containers.create(replace(spec, network=Network.INTERNAL), name=unique("in"), labels={}, mounts={})
+    with ExitStack() as stack:
+        services = [stack.enter_context(listener) for listener in listeners()]
+        port, names = services[0].getsockname()[1], services[1]
+        addresses = [str(next(subnet_of(INTERNAL_NETWORK).hosts())), *engine_addresses()]
+        assert len(addresses) > 1
+        attempt = (
+            "import socket, sys\nsocket.setdefaulttimeout(0.5)\n"
+            f"for address in {addresses}:\n"
+            f"  try: socket.create_connection((address, {port})); print('reached', address)\n"
+            "  except OSError: print('refused')\n"
+            "try: socket.getaddrinfo('host.example', 80); print('resolved')\nexcept OSError: print('unknown')\n"
+        )
+        said = (await sandbox.run(Command(argv=("python3", "-c", attempt), user="root"))).stdout.decode()
+        assert said.split() == ["refused"] * len(addresses) + ["unknown"]
+        with pytest.raises(BlockingIOError):
+            names.recv(512)
+    await sandbox.close()
+
+
+def subnet_of(network: str) -> ipaddress.IPv4Network:
+    return ipaddress.IPv4Network(engine("network", "inspect", network, "--format", "{{(index .IPAM.Config 0).Subnet}}"))
+
+
+def listeners() -> Iterator[socket.socket]:
+    """A service on every address of this machine, and its name server."""
+    yield socket.create_server(("0.0.0.0", 0))
+    names = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    names.setblocking(False)
+    with suppress(OSError):  # taken: by a real one
+        names.bind(("127.0.0.1", 53))
+    yield names
+
+
+def engine_addresses() -> list[str]:
+    """This machine's own, but for the loopback."""
+    done = subprocess.run(["hostname", "-I"], capture_output=True, text=True, check=True)
+    return [word for word in done.stdout.split() if ":" not in word]
+
+
+async def test_a_network_of_that_name_that_is_not_isolated_is_not_used(containers: Provider, spec: SandboxSpec) -> None:
+    assert isinstance(containers, ContainerProvider)
+    name = unique("tangram-test")
+    engine("network", "create", "--internal", name)
+    with pytest.raises(InvalidConfig, match=f"docker network rm {name}"):
+        await containers._engine.isolated_network(name)
+    engine("network", "rm", name)
+    await containers._engine.isolated_network(name)
+    await containers._engine.isolated_network(name)
+    engine("network", "rm", name)
+
+
 async def test_egress_reaches_what_is_allowed_and_nothing_else(containers: Provider, spec: SandboxSpec) -> None:
-    gateway = engine("network", "inspect", "bridge", "--format", "{{(index .IPAM.Config 0).Gateway}}")
-    if not gateway:
+    gateway = str(next(subnet_of("bridge").hosts()))
+    if gateway not in engine_addresses():
         pytest.skip("this engine has no bridge to the outside")
     try:
         Egress.check()
