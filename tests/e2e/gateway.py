@@ -44,6 +44,7 @@ class GatewayProcess:
         self.directory = directory
         self.log: list[str] = []
         self._environment = environment or {}
+        self._document = document
         self._serving: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._process: subprocess.Popen[str] | None = None
         self.url = ""
@@ -56,6 +57,10 @@ class GatewayProcess:
     def write(self, document: dict[str, Any]) -> None:
         """Replace the configuration file; the gateway reads it at its start or when it is told to."""
         (self.directory / "tangram.yaml").write_text(yaml.safe_dump(document))
+
+    def add(self, **functions: dict[str, Any]) -> None:
+        """Replace the configuration file by itself as it was first written, and these functions."""
+        self.write({**self._document, "functions": {**self._document["functions"], **functions}})
 
     def start(self) -> None:
         """Start and wait for the line that says it serves."""

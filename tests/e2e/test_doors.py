@@ -29,13 +29,12 @@ def test_bad_input_is_refused_with_its_place(client: Client) -> None:
 
 
 def test_a_reload_serves_new_invocations_and_drops_none(gateway: GatewayProcess, client: Client) -> None:
-    provider = client.resources()["sandboxes"]["kind"]
     with client.trajectory("reload", function="shell") as sandbox:
         sandbox.exec("mkfifo go")
         running = client.submit("shell", {"command": "echo up; read word < go; echo $word"}, trajectory="reload")
         next(line for line in client.logs(running.id, follow=True) if line.stream == "stdout")
         added = {"runtime": "exec", "cost": {"cpu": 1}, "timeout": "10s"}
-        gateway.write(document(provider, gateway.directory / "state", added=added))
+        gateway.add(added=added)
         assert "added" in json.dumps(client.apply(dry_run=True))
         assert "added" not in [each["name"] for each in client.functions()]
         client.apply()
@@ -46,10 +45,9 @@ def test_a_reload_serves_new_invocations_and_drops_none(gateway: GatewayProcess,
 
 
 def test_a_bad_reload_changes_nothing_and_names_the_place(gateway: GatewayProcess, client: Client) -> None:
-    provider = client.resources()["sandboxes"]["kind"]
     before = [each["name"] for each in client.functions()]
     greedy = {"runtime": "exec", "cost": {"cpu": 4096}}
-    gateway.write(document(provider, gateway.directory / "state", greedy=greedy))
+    gateway.add(greedy=greedy)
     with pytest.raises(Unsatisfiable, match=r"greedy.*largest, local"):
         client.apply()
     assert [each["name"] for each in client.functions()] == before
