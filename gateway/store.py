@@ -12,7 +12,7 @@ import asyncio
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -320,14 +320,18 @@ class Store:
         sql = self._queries
         try:
             connection.execute("BEGIN IMMEDIATE")
-            connection.executemany(sql["save_invocation"], rows)
-            connection.executemany(sql["save_input"], batch.inputs.items())
-            connection.executemany(sql["save_key"], batch.keys.values())
-            logs = [(log.seq, log.position, log.time_s, log.stream, log.data) for log in batch.logs]
-            connection.executemany(sql["save_log"], logs)
-            if logs:
+            tables: dict[str, Collection[tuple[object, ...]]] = {
+                "save_invocation": rows,
+                "save_input": batch.inputs.items(),
+                "save_key": batch.keys.values(),
+                "save_log": [(log.seq, log.position, log.time_s, log.stream, log.data) for log in batch.logs],
+                "save_document": batch.documents.items(),
+            }
+            for statement, values in tables.items():
+                if values:  # each statement takes a turn with the event loop's thread
+                    connection.executemany(sql[statement], values)
+            if batch.logs:
                 connection.execute(sql["count_log_bytes"], (sum(len(log.data.encode()) for log in batch.logs),))
-            connection.executemany(sql["save_document"], batch.documents.items())
             for name, opened in batch.trajectories.items():
                 if opened is None:
                     connection.execute(sql["delete_trajectory"], (name,))
