@@ -22,6 +22,8 @@ class Census:
         self._docker = docker
         #: Sandboxes seen so far, by name: the control groups of processes are found by it.
         self._seen: set[str] = set()
+        #: Shims that the engine itself forgot, with their empty control groups: they are not counted.
+        self.forgotten = 0
 
     def look(self) -> None:
         """Remember the sandboxes that there are now."""
@@ -31,10 +33,12 @@ class Census:
         """What there is beside the gateway's own process."""
         self.look()
         engine, temporary = self._docker, self._directory / "tmp"
+        forgotten = {} if engine is None else engine.forgotten()
+        self.forgotten = len(forgotten)
         counts = {
-            "processes": len(set(self._processes()) - {gateway}),
+            "processes": len(set(self._processes()) - {gateway, *forgotten.values()}),
             "zombies": sum(parent == gateway and state == "Z" for _, parent, state in _table()),
-            "cgroups": len(list(self._cgroups())),
+            "cgroups": sum(group.name not in forgotten or bool(_members(group)) for group in self._cgroups()),
             "sockets": sum(place.is_socket() for place in self._directory.rglob("*")) + self._bound(),
             "sandbox_directories": len(list(self._sandboxes())),
             "temporary_files": len([*temporary.iterdir(), *self._directory.glob("state/models/groups-*")]),
@@ -49,6 +53,17 @@ class Census:
                 "images": len(engine.docker("images", "--quiet", "--all").split()),
             }
         return counts
+
+    def who(self) -> list[str]:
+        """Those processes in words: id, parent, state and command line."""
+        ours = set(self._processes())
+        said = []
+        for pid, parent, state in _table():
+            with suppress(OSError):
+                if pid in ours:
+                    command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
+                    said.append(f"{pid} of {parent}, {state}: {command[:200]}")
+        return said
 
     def runners(self) -> list[int]:
         """The resident runners, and where bubblewrap leads to one, bubblewrap."""
@@ -92,6 +107,13 @@ class Census:
 def descriptors(pid: int) -> int:
     """Open descriptors of a process."""
     return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
+def _members(group: Path) -> str:
+    """The processes of a control group; nothing where there is no such group any more."""
+    with suppress(OSError):
+        return (group / "cgroup.procs").read_text(encoding="ascii")
+    return ""
 
 
 def _table() -> list[tuple[int, int, str]]:

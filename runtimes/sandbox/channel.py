@@ -103,19 +103,21 @@ class Channel(asyncio.BufferedProtocol):
             request = run_request(command, marker=secrets.token_hex(8), interactive=False)
             number = self._begin(wire.RUN, request, execution)
         patience_s = command.timeout_s + command.kill_grace_s + wire.UNKILLABLE_S + SILENCE_S
+        loop = asyncio.get_running_loop()
+        silence = loop.call_later(patience_s, self._fall_silent) if math.isfinite(patience_s) else None
         try:
-            async with asyncio.timeout(patience_s if math.isfinite(patience_s) else None):
-                if command.stdin and not claimed:
-                    await execution.stdin.feed(number, command.stdin)
-                    await execution.stdin.end(number)
-                return execution.result(await asyncio.shield(execution.end))
-        except TimeoutError:
-            self.close()
-            raise lost("the runner has fallen silent") from None
+            if command.stdin and not claimed:
+                await execution.stdin.feed(number, command.stdin)
+                await execution.stdin.end(number)
+            return execution.result(await execution.end)
         except asyncio.CancelledError:
+            if execution.end.cancelled():  # with us, who waited for it: the command itself has not ended
+                execution.end = loop.create_future()
             await self.kill(number, execution.end)
             raise
         finally:
+            if silence is not None:
+                silence.cancel()
             self._conversations.pop(number, None)
 
     async def spawn(self, command: Command) -> RemoteProcess:
@@ -231,6 +233,12 @@ class Channel(asyncio.BufferedProtocol):
             conversation.ended(error_of(answer) if kind == wire.ERROR else answer)
         else:
             raise ProtocolError(f"a frame of kind {kind}")
+
+    def _fall_silent(self) -> None:
+        """Hang up on a runner that said nothing when it had to."""
+        if self._transport is not None:
+            self._transport.abort()
+        self._fail(lost("the runner has fallen silent"))
 
     def _betrayed(self, error: ProtocolError) -> ActionFailed:
         self.betrayed = True

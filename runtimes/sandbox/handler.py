@@ -12,11 +12,12 @@ from typing import Any
 import structlog
 
 from manager.action import Action
-from manager.errors import ActionFailed, InvalidConfig, Reason
+from manager.errors import ActionFailed, InvalidConfig, Reason, TangramError
 from manager.function import FunctionSpec
 from manager.lease import Lease
 from runtimes.runtime import Execution, Result
 from runtimes.sandbox.handler_instance import COMPONENT, HandlerSettings, ImportFailed, Instance, handler_of
+from runtimes.sandbox.protocol import unmade
 from runtimes.sandbox.sandbox import Provider
 
 _LOG = structlog.get_logger(__name__)
@@ -59,7 +60,10 @@ class HandlerRuntime:
 
     async def execute(self, execution: Execution) -> Result:
         pool = self._pool(execution.call.function)
-        instance = await pool.acquire(execution.lease.cores)
+        try:
+            instance = await pool.acquire(execution.lease.cores)
+        except TangramError as error:
+            raise unmade(error) from error
         try:
             return await instance.invoke(execution)
         finally:

@@ -7,7 +7,16 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from manager.errors import ActionFailed, InvalidInput, NotFound, Reason, TangramError, TooLarge
+from manager.errors import (
+    ActionFailed,
+    InvalidConfig,
+    InvalidInput,
+    NotFound,
+    Reason,
+    TangramError,
+    TooLarge,
+    Unsupported,
+)
 from runtimes.sandbox.runner import FRAME_MAX_BYTES, HEADER
 from runtimes.sandbox.sandbox import Command, CommandResult, FileStat, Held
 
@@ -150,6 +159,19 @@ def error_of(answer: Mapping[str, object]) -> TangramError:
     message = str(answer.get("message", "refused"))[:1000]
     kinds: dict[object, type[TangramError]] = {"not_found": NotFound, "too_large": TooLarge}
     return kinds.get(answer.get("code"), InvalidInput)(message, component=COMPONENT)
+
+
+def unmade(error: TangramError) -> ActionFailed:
+    """An environment that could not be had: the function's fault, or the engine's, which may have recovered soon."""
+    if isinstance(error, ActionFailed):
+        return error
+    theirs = isinstance(error, InvalidConfig | InvalidInput | Unsupported)
+    return ActionFailed(
+        Reason.INVALID_INPUT if theirs else Reason.ENVIRONMENT_LOST,
+        f"no sandbox could be made: {error.message}",
+        component=error.component,
+        retry_after_s=error.retry_after_s,
+    )
 
 
 def lost(message: str, *, result: object = None) -> ActionFailed:

@@ -9,14 +9,19 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
+import structlog
+
 from manager.action import Action
-from manager.errors import ActionFailed, InvalidConfig, InvalidInput, Reason, TangramError, Unsupported
+from manager.errors import ActionFailed, Reason, TangramError
 from manager.executor import LogSink
 from manager.function import Background, FunctionSpec
 from manager.lease import Lease
 from runtimes.runtime import Execution, Result
 from runtimes.sandbox.environments import Environments
+from runtimes.sandbox.protocol import unmade
 from runtimes.sandbox.sandbox import Command, CommandResult, OnOutput, Sandbox, claims_of
+
+logger = structlog.get_logger("sandbox")
 
 COMPONENT = "sandbox"
 #: Seconds between the end of a command's time and the caller's deadline for it.
@@ -43,9 +48,9 @@ class Stage:
                 else:
                     sandbox = await self.environments.ensure(action.trajectory, spec)
             except TangramError as error:
-                raise _unmade(error) from error
+                raise unmade(error) from error
             if action.trajectory is not None:
-                stack.push_async_callback(sandbox.quiesce, Background.FREEZE if spec is None else spec.background)
+                stack.push_async_callback(_rest, sandbox, Background.FREEZE if spec is None else spec.background)
             await stack.enter_async_context(self._occupied(action, sandbox, execution.lease))
             yield sandbox
 
@@ -65,6 +70,14 @@ class Stage:
             yield
         finally:
             del self._busy[action.id]
+
+
+async def _rest(sandbox: Sandbox, background: Background) -> None:
+    """What goes wrong between two actions is not the end of the one before: what it has done is done."""
+    try:
+        await sandbox.quiesce(background)
+    except TangramError as error:
+        logger.warning("a sandbox does not rest", sandbox=sandbox.id, why=error.message)
 
 
 class ExecRuntime:
@@ -153,19 +166,6 @@ class LogLines:
             text = decoder.decode(b"", final=True)
             if text:
                 self._sink.write(stream, text)
-
-
-def _unmade(error: TangramError) -> ActionFailed:
-    """An environment that could not be had: the function's fault, or the engine's, which may have recovered soon."""
-    if isinstance(error, ActionFailed):
-        return error
-    theirs = isinstance(error, InvalidConfig | InvalidInput | Unsupported)
-    return ActionFailed(
-        Reason.INVALID_INPUT if theirs else Reason.ENVIRONMENT_LOST,
-        f"no sandbox could be made: {error.message}",
-        component=error.component,
-        retry_after_s=error.retry_after_s,
-    )
 
 
 def command_of(value: Mapping[str, object], function: FunctionSpec, *, timeout_s: float) -> Command:

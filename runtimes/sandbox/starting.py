@@ -77,7 +77,7 @@ class Starting:
                 self._failed(began_s, str(error))
                 raise
             else:
-                self._failures = 0
+                self._failures, self._closed_until_s = 0, 0.0  # there is one that could be made
             finally:
                 self.names.discard(name)
 

@@ -113,6 +113,49 @@ async def test_a_runner_that_breaks_the_protocol_is_a_lost_environment(tmp_path:
         assert caught.value.reason is Reason.ENVIRONMENT_LOST
 
 
+async def test_a_runner_that_falls_silent_is_given_up_with_what_it_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runtimes.sandbox.channel.SILENCE_S", 0.05)
+    monkeypatch.setattr(wire, "UNKILLABLE_S", 0.05)
+
+    async def whisper(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        _, number, _ = await next_frame(reader)
+        writer.write(encode(wire.STDOUT, number, b"begun"))
+        await reader.read()
+
+    async with speaking(tmp_path, whisper) as channel:
+        with pytest.raises(ActionFailed, match="fallen silent") as caught:
+            await channel.run(Command(shell="x", timeout_s=0.05, kill_grace_s=0.0))
+        assert caught.value.reason is Reason.ENVIRONMENT_LOST
+        assert caught.value.result == {"stdout": "begun", "stderr": ""}
+        assert channel.lost.is_set()
+
+
+async def test_a_cancelled_command_is_killed_before_it_is_let_go(tmp_path: Path) -> None:
+    steps: list[str] = []
+    begun = asyncio.Event()
+
+    async def obey(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        _, number, _ = await next_frame(reader)
+        begun.set()
+        kind, killed, _ = await next_frame(reader)
+        assert (kind, killed) == (wire.KILL, number)
+        steps.append("killed")
+        writer.write(encode_json(wire.EXIT, number, {"code": None, "signal": 9}))
+        await reader.read()
+
+    async with speaking(tmp_path, obey) as channel:
+        running = asyncio.create_task(channel.run(Command(shell="x")))
+        await begun.wait()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        steps.append("let go")
+        assert not channel.lost.is_set()
+    assert steps == ["killed", "let go"]
+
+
 async def test_more_output_than_was_allowed_is_not_kept(tmp_path: Path) -> None:
     async def flood(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         _, number, _ = await next_frame(reader)

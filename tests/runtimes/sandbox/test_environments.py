@@ -19,6 +19,7 @@ from manager.lease import Grant, Lease
 from runtimes.sandbox.environments import Environments, EnvironmentSettings
 from runtimes.sandbox.pool import DEMAND_S, WarmPool
 from runtimes.sandbox.process import ProcessHold
+from runtimes.sandbox.protocol import lost
 from runtimes.sandbox.provider import ProviderSettings, make_provider
 from runtimes.sandbox.resident import ResidentSandbox
 from runtimes.sandbox.runtime import ExecRuntime
@@ -285,6 +286,15 @@ class TestStarting:
         await asyncio.gather(*going, return_exceptions=True)
         assert starting.wait_s == 1.0
 
+    async def test_a_success_opens_the_gate(self) -> None:
+        starting = Starting(2, threshold=1, clock=VirtualClock())
+        async with starting.slot("slow"):
+            with pytest.raises(TangramError):
+                async with starting.slot("x"):
+                    raise TangramError("broken")
+            assert starting.wait_s == 1.0
+        assert starting.wait_s == 0.0
+
     async def test_a_search_sees_what_was_begun_and_made_while_it_looked(self) -> None:
         starting = Starting(2)
         async with starting.slot("before"):
@@ -346,6 +356,18 @@ class TestExecRuntime:
             await runtime.execute(execution)
             said += log.text("stdout")
         assert said == "0\n"
+
+    async def test_an_action_that_has_succeeded_stays_so_though_its_sandbox_does_not_rest(
+        self, environments: Environments, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async def fails(sandbox: ResidentSandbox, background: Background) -> None:
+            raise lost("it died just now")
+
+        monkeypatch.setattr(ResidentSandbox, "quiesce", fails)
+        execution, _ = execution_of(self.function, {"command": "echo done"}, trajectory="t")
+        result = (await ExecRuntime(environments).execute(execution)).value
+        assert isinstance(result, dict)
+        assert result["stdout"] == "done\n"
 
     async def test_bytes_that_are_no_text_come_as_base64_too(self, environments: Environments) -> None:
         execution, _ = execution_of(self.function, {"argv": ["printf", "\\377"]})

@@ -388,6 +388,18 @@ async def test_the_search_for_orphans_leaves_instances_alone(
     assert runtime.sandboxes == set()
 
 
+async def test_an_engine_that_makes_no_sandbox_is_a_typed_end_with_the_time_to_come_again(
+    runtime: HandlerRuntime, provider: ProcessProvider, function: Function, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuses(*_: object, **__: object) -> None:
+        raise CapacityExceeded("the engine does not answer", retry_after_s=3.0)
+
+    monkeypatch.setattr(provider, "create", refuses)
+    with pytest.raises(ActionFailed, match="the engine does not answer") as caught:
+        await call(runtime, function("def score(event, context): return 1"))
+    assert (caught.value.reason, caught.value.retry_after_s) == (Reason.ENVIRONMENT_LOST, 3.0)
+
+
 async def test_an_instance_that_died_idle_makes_room_for_the_next(
     provider: ProcessProvider, runtime: HandlerRuntime, function: Function, tmp_path: Path
 ) -> None:
