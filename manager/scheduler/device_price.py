@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from manager.action import Action
@@ -64,13 +64,12 @@ class _Pass:
         self._free = list(chunks.free)
         self._warm = dict(chunks.resident)
         self._worth = _Worth(chunks, view.utilisation)
-        #: Seconds until a busy chunk is free again, promises of this decision included. An overdue action is expected
-        #: to take as long again as it has taken, so that nobody waits for ever for one that hangs.
-        self._busy_s: dict[Chunk, float] = {
-            r.chunk: r.ends_in_s if r.ends_in_s > 0 else view.now_s - r.started_s
-            for r in view.running
-            if r.chunk is not None and r.ends_in_s is not None
-        }
+        #: Seconds until a device is free, promises of this decision included; absent where that is not known. An overdue
+        #: action is expected to take as long again as it has taken, so that nobody waits for ever for one that hangs.
+        self._free_s = {device: 0.0 for first, size in chunks.free for device in range(first, first + size)}
+        for running in view.running:
+            if running.chunk is not None and running.ends_in_s is not None:
+                self._occupy(running.chunk, running.ends_in_s or view.now_s - running.started_s)
         self._scale = c / view.total
         self._coming = a_s * view.arrival_rate * view.utilisation**4
         self._behind = view.backlog
@@ -92,7 +91,7 @@ class _Pass:
                 until_s = self._view.now_s + wait_s
                 waits_for = f"devices {option.chunk[0]}..{sum(option.chunk) - 1}, warm for {action.service}"
                 holds.append(Hold(action_id=action.id, waits_for=waits_for, until_s=until_s))
-            self._busy_s[option.chunk] = wait_s + option.busy_s
+            self._occupy(option.chunk, wait_s + option.busy_s)
         return Decision(starts=starts, holds=holds)
 
     def _start(self, action: Action, chunk: Chunk) -> None:
@@ -102,6 +101,10 @@ class _Pass:
         if action.service and chunk not in warm:
             self._warm[action.service] = (*warm, chunk)
 
+    def _occupy(self, chunk: Chunk, seconds: float) -> None:
+        for device in range(chunk[0], sum(chunk)):
+            self._free_s[device] = seconds
+
     def _cheapest(self, action: Action) -> Option | None:
         price = self._scale * (max(0, self._behind) + self._coming)
         limit = self._limits.get(action.id, self._view.total)
@@ -109,29 +112,37 @@ class _Pass:
         # Wide ones first: they are mostly the cheapest, and the others need not be looked at closely then.
         for units, duration_s in reversed(self._durations(action)):
             floor_s = duration_s * (1 + price * units)
-            if units > limit or (best is not None and floor_s >= best.cost_s):
+            if best is not None and floor_s >= best.cost_s:
                 continue
-            for option in self._options(action.service or "", units, duration_s, price):
-                if best is None or option.cost_s < best.cost_s:
+            now = self._now(action.service or "", units, duration_s, price) if units <= limit else None
+            later = self._later(action.service or "", units, duration_s, price)
+            for option in (now, later):
+                if option is not None and (best is None or option.cost_s < best.cost_s):
                     best = option
         return best
 
-    def _options(self, service: str, units: int, duration_s: float, price: float) -> Iterator[Option]:
-        """The ways to run for ``duration_s`` on a chunk of ``units``."""
-        warm = self._warm.get(service, ())
+    def _now(self, service: str, units: int, duration_s: float, price: float) -> Option | None:
+        """Run for ``duration_s`` on a free chunk of ``units``: a warm one, else where a restore costs least."""
         scale = 1 + price * units
-        place = warm_fit(self._free, units, warm)
+        place = warm_fit(self._free, units, self._warm.get(service, ()))
         if place is not None:
-            yield Option(duration_s * scale, units, place, None, duration_s)
-            return
+            return Option(duration_s * scale, units, place, None, duration_s)
         place, move_s = self._cold_place(service, units)
-        if place is not None:
-            cold_s = duration_s + self._restore_s(service, units)
-            yield Option((cold_s + move_s) * scale, units, place, None, cold_s)
-        busy = [(self._busy_s[chunk], chunk) for chunk in warm if chunk[1] == units and chunk in self._busy_s]
-        if busy:
-            wait_s, chunk = min(busy)
-            yield Option(wait_s + duration_s * scale, units, chunk, wait_s, duration_s)
+        if place is None:
+            return None
+        cold_s = duration_s + self._restore_s(service, units)
+        return Option((cold_s + move_s) * scale, units, place, None, cold_s)
+
+    def _later(self, service: str, units: int, duration_s: float, price: float) -> Option | None:
+        """Wait for the first warm chunk of ``units`` of which something is busy."""
+        warm = (chunk for chunk in self._warm.get(service, ()) if chunk[1] == units)
+        waits = [
+            (max(self._free_s.get(device, math.inf) for device in range(chunk[0], sum(chunk))), chunk) for chunk in warm
+        ]
+        wait_s, chunk = min(waits, default=(math.inf, (0, 0)))
+        if wait_s == math.inf:
+            return None
+        return Option(wait_s + duration_s * (1 + price * units), units, chunk, wait_s, duration_s)
 
     def _cold_place(self, service: str, units: int) -> tuple[Chunk | None, float]:
         """The free place whose eviction hurts least, in the smallest free chunk among equals; what it costs later."""

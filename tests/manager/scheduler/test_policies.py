@@ -169,6 +169,14 @@ def test_a_busy_warm_chunk_is_worth_waiting_for() -> None:
     assert not decision.starts and decision.holds[0].until_s == pytest.approx(0.1)
 
 
+def test_a_warm_chunk_is_worth_waiting_for_that_is_wider_than_what_is_free_or_busy_in_part() -> None:
+    for units, free in ((8, [(8, 4)]), (4, [(4, 4), (8, 4)])):
+        busy = [replace(running(teacher("r", "r"), units, ends_in_s=0.1), chunk=(0, units))]
+        view = devices(free, [teacher("t", "s")], busy, resident={"s": ((0, 8),)}, restore_s=4.0)
+        decision = PricePolicy().decide(view)
+        assert not decision.starts and decision.holds[0].waits_for == "devices 0..7, warm for s", units
+
+
 def test_a_hot_service_gets_a_second_copy_when_the_wait_is_long() -> None:
     busy = [replace(running(teacher("r", "s"), 4, ends_in_s=30.0), chunk=(0, 4))]
     view = devices([(4, 4)], [teacher("t", "s")], busy, resident={"s": ((0, 4),)}, restore_s=1.0)
