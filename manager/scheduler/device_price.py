@@ -64,8 +64,8 @@ class _Pass:
         self._free = list(chunks.free)
         self._warm = dict(chunks.resident)
         self._worth = _Worth(chunks, view.utilisation)
-        #: Seconds until a device is free, promises of this decision included; absent where that is not known. An overdue
-        #: action is expected to take as long again as it has taken, so that nobody waits for ever for one that hangs.
+        #: Seconds until a device is free, promises of this decision included; absent where that is not known. An
+        #: overdue action is expected to take as long again as it has, so that nobody waits for ever for one that hangs.
         self._free_s = {device: 0.0 for first, size in chunks.free for device in range(first, first + size)}
         for running in view.running:
             if running.chunk is not None and running.ends_in_s is not None:
