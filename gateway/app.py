@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -44,7 +45,8 @@ from manager.assembly import build_core
 from manager.clock import Clock, MonotonicClock, WallClock
 from manager.config import NodeSpec, ServiceSpec, TaskSpec
 from manager.engine import Engine
-from manager.errors import Conflict, StorageUnavailable
+from manager.errors import Conflict, StorageUnavailable, TangramError
+from manager.events import Reconfigured
 from manager.function import FunctionSpec
 from manager.history import History, Learned
 
@@ -241,6 +243,7 @@ class App:
             clock=self._clock,
             history=self.history,
             listeners=[self.invocations],
+            on_fault=partial(self.stop, keep_environments=True),
         )
         self.invocations.bind(self.engine)
         await self.engine.start()
@@ -250,7 +253,10 @@ class App:
         self._closers.callback(self._save_history)
 
     async def serve(self) -> None:
-        """Start if need be, then serve until SIGTERM, SIGINT or `stop`; then drain and close."""
+        """Start if need be, then serve until SIGTERM, SIGINT or `stop`; then drain and close.
+
+        Raises TangramError where a bug has stopped the scheduler: the next gateway goes on from the record.
+        """
         if self.node is None:
             await self.start()
         gc.set_threshold(*COLLECT_EVERY)
@@ -267,6 +273,8 @@ class App:
             self._closing.set()
             await asyncio.gather(serving, return_exceptions=True)
             await self.close()
+        if self.engine.fault is not None:
+            raise TangramError(f"{self.engine.fault}; the log tells more", component="engine")
 
     def stop(self, keep_environments: bool = False) -> None:
         """Take no new work, let what runs end within the grace, keep the rest for the next gateway.
@@ -280,7 +288,7 @@ class App:
         self._stopping.set()
 
     async def _drain(self) -> None:
-        grace_s = self.config.server.drain_grace_s
+        grace_s = self.config.server.drain_grace_s if self.engine.fault is None else 0.0
         self._log.info("draining", living=len(self.invocations.living), grace_s=grace_s)
         self.grpc.drain()
         left = await self.restart.drain(grace_s)
@@ -307,13 +315,14 @@ class App:
             self._services[service.name] = service
 
     def _switched(self, config: GatewayConfig) -> None:
-        self.engine.reconfigure(
+        changed = Reconfigured(
             tasks=config.tasks,
             quotas=config.quotas,
             concurrency=config.concurrency,
             function_bounds={name: spec.max_queued for name, spec in config.functions.items()},
             services=self._services,
         )
+        self.engine.tell(changed)
         self._log.info("configuration applied", functions=len(config.functions))
 
     def _report_residency(self, resident: Mapping[str, tuple[tuple[int, int], ...]]) -> None:
@@ -326,7 +335,7 @@ class App:
         """A model's restore takes longer or shorter than the scheduler believes."""
         self._services[service.name] = service
         if self._engine is not None:
-            self.engine.reconfigure(services={service.name: service})
+            self.engine.tell(Reconfigured(services={service.name: service}))
 
     def _function_bounds(self) -> dict[str, int]:
         return {name: spec.max_queued for name, spec in self.config.functions.items()}
@@ -364,6 +373,8 @@ class App:
         return described
 
     def _unready(self) -> str | None:
+        if self.engine.fault is not None:
+            return self.engine.fault
         return "draining" if self.admission.draining else self.store.failure
 
     def _watch(self) -> None:

@@ -230,7 +230,8 @@ class Invocations:
         if not ready:
             return
         for invocation, settled in zip(ready, self.engine.submit(submissions), strict=True):
-            if settled.done() and self._answered(invocation.action_id) is not None:
+            kept = invocation.record.detached and self.engine.fault is not None  # for the next gateway
+            if settled.done() and not kept and self._answered(invocation.action_id) is not None:
                 self._refuse(invocation, settled.exception())
 
     def resume(self, invocation: Invocation) -> bool:

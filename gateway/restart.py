@@ -135,7 +135,11 @@ class Restart:
                 waited = True
             if waited or await self._takeover.leave(invocation) or invocation.function.idempotent:
                 return
-        if waited:
+        fault = self._invocations.engine.fault
+        if fault is not None:
+            record.end(State.FAILED, Reason.INTERNAL, fault, self._wall())
+            record.dead = record.mode is Mode.ASYNC
+        elif waited:
             message = "the gateway was shut down before it started"
             record.end(State.CANCELLED, Reason.CANCELLED, message, self._wall())
         else:

@@ -8,13 +8,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from manager.action import Action
 from manager.clock import Clock, MonotonicClock
-from manager.config import ConcurrencySpec, QuotaSpec, ServiceSpec, TaskSpec
 from manager.core import Core
 from manager.errors import CapacityExceeded, Conflict, Draining, Reason, TangramError, Unsatisfiable
 from manager.events import (
@@ -45,6 +43,7 @@ from manager.executor import Call, Executor
 from manager.function import FunctionSpec
 from manager.history import History
 from manager.lease import Lease
+from manager.listener import Listener
 from manager.outcome import Outcome, Settlement, State
 from manager.views import (
     prefetches_view,
@@ -61,14 +60,6 @@ logger = logging.getLogger("manager.engine")
 EARLY_S = 0.001
 #: Waiting actions, and living trajectories, of one page where nothing else is asked for.
 QUEUE_PAGE, TRAJECTORIES_PAGE = 100, 1000
-
-
-class Listener(Protocol):
-    """Whoever wants to know; called from the event loop, must not block and must not raise."""
-
-    def started(self, action: Action, lease: Lease, queue_s: float) -> None: ...
-
-    def settled(self, settlement: Settlement) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,12 +89,16 @@ class Engine:
         clock: Clock | None = None,
         history: History | None = None,
         listeners: Sequence[Listener] = (),
+        on_fault: Callable[[], None] | None = None,
     ) -> None:
         self._core = core
         self._executor = executor
         self._clock = clock or MonotonicClock()
         self._history = history
         self._listeners = list(listeners)
+        self._on_fault = on_fault
+        #: The bug of ours after which the core is asked no more, and every submission is refused; None without one.
+        self.fault: str | None = None
         self._jobs: dict[str, _Job] = {}
         self._tasks: dict[tuple[str, int], asyncio.Task[Outcome]] = {}
         self._abort_messages: dict[tuple[str, int], str] = {}
@@ -138,8 +133,8 @@ class Engine:
         self._core.pause()
         for job_id in list(self._jobs):
             self.cancel(job_id, "the gateway is closing")
-        for prefetch in self._prefetches.values():
-            prefetch.cancel()
+        for work in (*self._prefetches.values(), *(self._tasks.values() if self.fault is not None else ())):
+            work.cancel()
         while under_way := [*self._tasks.values(), *self._chores, *self._prefetches.values()]:
             await asyncio.wait(under_way)
         self._closed = True
@@ -161,8 +156,8 @@ class Engine:
             future: asyncio.Future[Settlement] = loop.create_future()
             futures.append(future)
             action = submission.action
-            if self._closed:
-                self._refuse(future, Draining("the gateway is closed", invocation_id=action.id))
+            if self._closed or self.fault is not None:
+                self._refuse(future, Draining(self.fault or "the gateway is closed", invocation_id=action.id))
             elif action.id in self._jobs:
                 self._refuse(future, Conflict(f"action {action.id} is queued or running", invocation_id=action.id))
             else:
@@ -241,27 +236,12 @@ class Engine:
 
     # -- the world
 
-    def reconfigure(
-        self,
-        *,
-        tasks: Mapping[str, TaskSpec] | None = None,
-        quotas: Mapping[str, QuotaSpec] | None = None,
-        concurrency: Mapping[str, ConcurrencySpec] | None = None,
-        function_bounds: Mapping[str, int] | None = None,
-        services: Mapping[str, ServiceSpec] | None = None,
-    ) -> None:
-        """Change bounds and describe model services; nothing in flight is dropped."""
-        event = Reconfigured(
-            tasks=tasks, quotas=quotas, concurrency=concurrency, function_bounds=function_bounds, services=services
-        )
-        self._feed([event])
-
     def report_residency(self, node: str, copies: Sequence[tuple[str, int, int]]) -> None:
         """What a node's devices really hold, as (service, start, size)."""
         self._feed([ResidencyReported(node=node, copies=tuple(copies))])
 
-    def tell(self, event: NodeLost | NodeJoined) -> None:
-        """A node has come or gone."""
+    def tell(self, event: NodeLost | NodeJoined | Reconfigured) -> None:
+        """A node has come or gone, or there are new bounds and model services; nothing in flight is dropped."""
         self._feed([event])
 
     def resources(self) -> dict[str, object]:
@@ -296,8 +276,14 @@ class Engine:
     # -- events in
 
     def _feed(self, events: list[Event]) -> None:
-        self._obey(self._core.apply(events, self._clock.now()))
-        self._request_pass()
+        if self.fault is not None:
+            return
+        try:
+            self._obey(self._core.apply(events, self._clock.now()))
+        except Exception as error:  # noqa: BLE001 (as in `_schedule`)
+            self._fail(error)
+        else:
+            self._request_pass()
 
     def _request_pass(self) -> None:
         if self._pass is None and not self._closed:
@@ -305,7 +291,31 @@ class Engine:
 
     def _schedule(self) -> None:
         self._pass = None
-        self._obey(self._core.schedule(self._clock.now()))
+        if self.fault is not None:
+            return
+        try:
+            self._obey(self._core.schedule(self._clock.now()))
+        except Exception as error:  # noqa: BLE001 (a lost pass would be a silence for ever)
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """A bug of ours: the core stands between two states, and what it says next may not be believed.
+
+        Whoever waits is told; what runs goes on until `close`, for the next engine may take it over.
+        """
+        self.fault = f"the scheduler failed: {error!r}"
+        logger.critical("the scheduler failed; it is asked no more", exc_info=error)
+        for handle in (self._timer, self._pass):
+            if handle is not None:
+                handle.cancel()
+        told = TangramError(self.fault, component="engine")
+        jobs, self._jobs = self._jobs, {}
+        for job in jobs.values():
+            self._refuse(job.future, told)
+        for waiting in (*self._placing.values(), *self._leaving.values()):
+            _tell(waiting, told)
+        if self._on_fault is not None:
+            self._on_fault()
 
     # -- commands out
 
@@ -401,9 +411,7 @@ class Engine:
             job.future.set_result(settlement)
 
     def _refuse(self, future: asyncio.Future[Settlement], error: TangramError) -> None:
-        if not future.done():
-            future.set_exception(error)
-            future.exception()  # seen: a caller that went away must not make the loop complain
+        _tell(future, error)
 
     def _end_trajectory(self, trajectory: str) -> None:
         placing = self._placing.pop(trajectory, None)
@@ -475,3 +483,9 @@ class Engine:
             self._timer = asyncio.get_running_loop().call_later(EARLY_S, self._woken, instant_s)
         else:
             self._schedule()
+
+
+def _tell(future: asyncio.Future[Settlement] | asyncio.Future[None], error: TangramError) -> None:
+    if not future.done():
+        future.set_exception(error)
+        future.exception()  # seen: a caller that went away must not make the loop complain

@@ -12,12 +12,13 @@ from manager.action import Action, UnitSet
 from manager.assembly import build_core
 from manager.config import QuotaSpec, ServiceSpec
 from manager.engine import Engine, Submission
-from manager.errors import CapacityExceeded, Conflict, Reason, Unsatisfiable
+from manager.errors import CapacityExceeded, Conflict, Draining, Reason, TangramError, Unsatisfiable
 from manager.executor import Call
 from manager.function import FunctionSpec, RuntimeKind, SandboxSpec
 from manager.history import History
 from manager.lease import Lease
 from manager.outcome import Settlement, State
+from manager.scheduler.policy import Decision, PoolView, Start
 from runtimes.fake import ScriptedRuntime, Step
 from runtimes.local import Deadlines, LocalExecutor
 from runtimes.runtime import Execution
@@ -284,3 +285,45 @@ async def test_a_prefetch_that_hangs_holds_nobody_up() -> None:
         await engine.close()
     assert [one.outcome.state for one in settled] == [State.SUCCEEDED] * 3
     assert engine.prefetches() == {"started": 1, "under_way": 0, "hits": 0, "wasted": 0, "failed": 1}
+
+
+@dataclass
+class Broken:
+    """A policy with a bug that shows when it is told to."""
+
+    name: str = "broken"
+    bug: bool = False
+
+    def decide(self, view: PoolView) -> Decision:
+        assert not self.bug, "a bug"
+        return Decision(starts=[Start(action_id=view.candidates[0].action.id, units=1)] if view.candidates else [])
+
+
+async def test_a_bug_in_a_pass_is_told_to_everybody_who_waits_and_nothing_is_scheduled_after_it() -> None:
+    policy, faults = Broken(), list[str]()
+    runtime = ScriptedRuntime(lambda _: Step(hangs=True))
+    executor = LocalExecutor({RuntimeKind.EXEC: runtime}, deadlines=Deadlines(kill_s=0.05))
+    core = build_core(spec(node(cores=2)), policies={"cpu": policy})
+    ear = Ear()
+    engine = Engine(core, executor, listeners=[ear], on_fault=lambda: faults.append("told"))
+    await engine.start()
+    call = Call(function=FUNCTION, input={}, log=Silent())
+
+    def submit(name: str) -> asyncio.Future[Settlement]:
+        return engine.submit([Submission(action=action(name), call=call)])[0]
+
+    running = submit("running")
+    await ear.until_started("running")
+    policy.bug = True
+    waiting = submit("waiting")
+    for future in (running, waiting):
+        async with asyncio.timeout(5):
+            with pytest.raises(TangramError, match=r"the scheduler failed: AssertionError.*a bug"):
+                await future
+    assert faults == ["told"] and engine.fault is not None
+    with pytest.raises(Draining, match="the scheduler failed"):
+        await submit("late")
+    async with asyncio.timeout(5):
+        await engine.close()
+    assert faults == ["told"]
+    await executor.close()

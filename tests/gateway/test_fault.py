@@ -1,0 +1,46 @@
+"""A bug of the scheduler is no silence: callers are told, accepted work is kept, and the process ends."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from gateway.app import build
+from manager.errors import TangramError
+from runtimes.fake import ScriptedRuntime
+from tests.gateway.conftest import DEADLINE_S, Bench, scripted_hands, serving, step_of
+
+
+async def test_after_a_bug_callers_are_answered_the_process_fails_and_the_next_one_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(tmp_path)
+    app = build(bench.config(), hands=scripted_hands(ScriptedRuntime(step_of), bench.directory))
+    await app.start()
+    serving_task = asyncio.create_task(app.serve())
+
+    def bug(now_s: float) -> list[object]:
+        raise AssertionError("a bug")
+
+    monkeypatch.setattr(app.engine._core, "schedule", bug)
+    head = "POST /v1/functions/echo/invocations{} HTTP/1.1\r\nHost: test\r\n"
+    async with asyncio.timeout(DEADLINE_S):
+        accepted = await ask_port(app.http_port, head.format("?mode=async"))
+        with pytest.raises(TangramError, match="the scheduler failed: AssertionError"):
+            await serving_task
+    assert b" 202 " in accepted.partition(b"\r\n")[0]
+    async with serving(Bench(tmp_path)) as second:
+        (record,) = (await second.http.get("/v1/invocations")).json()["invocations"]
+        ended = (await second.http.get(f"/v1/invocations/{record['id']}?wait=5s")).json()
+        assert ended["state"] == "succeeded"
+
+
+async def ask_port(port: int, head: str) -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write((head + "Content-Length: 2\r\nConnection: close\r\n\r\n").encode() + b"{}")
+    answer = await reader.read()
+    writer.close()
+    await writer.wait_closed()
+    return answer
