@@ -44,8 +44,6 @@ class AttachEngine(Protocol):
 class AttachLink:
     """The standard streams of a container's first process (`runtimes.sandbox.link.Link`)."""
 
-    several = False
-
     def __init__(self, engine: AttachEngine, container: str, *, token: str, life_s: float) -> None:
         self._engine = engine
         self._container = container

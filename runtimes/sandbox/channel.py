@@ -7,7 +7,6 @@ import math
 import secrets
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import cast
 
 from manager.errors import ActionFailed, TooLarge
@@ -28,7 +27,6 @@ from runtimes.sandbox.protocol import (
     run_request,
 )
 from runtimes.sandbox.sandbox import Command, CommandResult, FileStat, Held, OnOutput
-from runtimes.sandbox.streams import Streams
 
 #: Seconds beyond a command's own bounds after which a silent runner is taken for dead.
 SILENCE_S = 5.0
@@ -61,8 +59,6 @@ class Channel(asyncio.BufferedProtocol):
         self.taken: int | None = None
         #: Whether the runner is not to be believed any more.
         self.betrayed = False
-        self._link: Link | None = None
-        self._token = ""
 
     @classmethod
     async def open(
@@ -75,7 +71,6 @@ class Channel(asyncio.BufferedProtocol):
         deadline_s = time.monotonic() + within_s
         channel = cls(first)
         channel.peer_pid = await link.join(channel, deadline_s=deadline_s)
-        channel._link, channel._token = link, str(hello["token"])
         channel._write(encode_json(wire.HELLO, 0, hello))
         try:
             async with asyncio.timeout(max(0.1, deadline_s - time.monotonic())):
@@ -103,37 +98,26 @@ class Channel(asyncio.BufferedProtocol):
             request = run_request(command, marker=secrets.token_hex(8), interactive=False)
             number = self._begin(wire.RUN, request, execution)
         patience_s = command.timeout_s + command.kill_grace_s + wire.UNKILLABLE_S + SILENCE_S
-        loop = asyncio.get_running_loop()
-        silence = loop.call_later(patience_s, self._fall_silent) if math.isfinite(patience_s) else None
         try:
-            if command.stdin and not claimed:
-                await execution.stdin.feed(number, command.stdin)
-                await execution.stdin.end(number)
-            return execution.result(await execution.end)
+            async with asyncio.timeout(patience_s if math.isfinite(patience_s) else None):
+                if command.stdin and not claimed:
+                    await execution.stdin.feed(number, command.stdin)
+                    await execution.stdin.end(number)
+                return execution.result(await asyncio.shield(execution.end))
+        except TimeoutError:
+            self.close()
+            raise lost("the runner has fallen silent", result=execution.partial()) from None
         except asyncio.CancelledError:
-            if execution.end.cancelled():  # with us, who waited for it: the command itself has not ended
-                execution.end = loop.create_future()
             await self.kill(number, execution.end)
             raise
         finally:
-            if silence is not None:
-                silence.cancel()
             self._conversations.pop(number, None)
 
     async def spawn(self, command: Command) -> RemoteProcess:
         """Start a long-lived process; what it is fed and what it says flows under back-pressure."""
         process = RemoteProcess(self)
         request = run_request(command, marker=secrets.token_hex(8), interactive=True)
-        if self._link is not None and self._link.several:
-            with suppress(ActionFailed):  # an older runner takes no connection more: it passes everything on itself
-                process.streams = await Streams.open(self._link, self._token, process.said)
-                request["streams"] = process.streams.name
-        try:
-            process.number = self._begin(wire.RUN, request, process)
-        except BaseException:
-            if process.streams is not None:
-                process.streams.close()
-            raise
+        process.number = self._begin(wire.RUN, request, process)
         if command.stdin:
             await process.write_stdin(command.stdin)
         return process
@@ -233,12 +217,6 @@ class Channel(asyncio.BufferedProtocol):
             conversation.ended(error_of(answer) if kind == wire.ERROR else answer)
         else:
             raise ProtocolError(f"a frame of kind {kind}")
-
-    def _fall_silent(self) -> None:
-        """Hang up on a runner that said nothing when it had to."""
-        if self._transport is not None:
-            self._transport.abort()
-        self._fail(lost("the runner has fallen silent"))
 
     def _betrayed(self, error: ProtocolError) -> ActionFailed:
         self.betrayed = True

@@ -11,7 +11,6 @@ from manager.errors import ActionFailed
 from runtimes.sandbox import runner as wire
 from runtimes.sandbox.protocol import ProtocolError, encode, lost, result_of
 from runtimes.sandbox.sandbox import Command, CommandResult, OnOutput
-from runtimes.sandbox.streams import Streams
 
 #: Bytes of a long-lived process's output kept for a slow reader before the connection is paused.
 UNREAD_MAX_BYTES = 1 * 2**20
@@ -126,7 +125,7 @@ class Execution:
     def ended(self, answer: Mapping[str, object] | Exception) -> None:
         self.stdin.refuse()
         if isinstance(answer, ActionFailed):
-            answer = lost(answer.message, result=self._partial())
+            answer = lost(answer.message, result=self.partial())
         _resolve(self.end, answer)
 
     def result(self, answer: Mapping[str, object]) -> CommandResult:
@@ -135,7 +134,8 @@ class Execution:
         except ProtocolError as error:
             raise lost(f"the sandbox's runner does not keep the protocol: {error}") from None
 
-    def _partial(self) -> dict[str, str]:
+    def partial(self) -> dict[str, str]:
+        """What it has said so far."""
         return {STREAM_NAMES[stream]: b"".join(kept).decode("utf-8", "replace") for stream, kept in self._kept.items()}
 
 
@@ -153,11 +153,6 @@ class RemoteProcess:
         self._arrived = asyncio.Event()
         self._reading = False
         self._dropping = False
-        #: Its standard input and output, where they do not pass through the runner.
-        self.streams: Streams | None = None
-
-    def said(self, data: bytes) -> None:
-        self.data(wire.STDOUT, data)
 
     def data(self, stream: int, data: bytes) -> None:
         if self._dropping:
@@ -166,39 +161,23 @@ class RemoteProcess:
         self._unread_bytes += len(data)
         self._arrived.set()
         if self._unread_bytes > UNREAD_MAX_BYTES:
-            (self.streams or self._channel).pause_reading()
+            self._channel.pause_reading()
 
     def taken(self, count: int | None) -> None:
         self._stdin.taken(count)
 
     def ended(self, answer: Mapping[str, object] | Exception) -> None:
         self._stdin.refuse()
-        if self.streams is None:
-            self._conclude(answer)
-            return
-        self.streams.over.add_done_callback(lambda _: self._conclude(answer))
-        if self._dropping or isinstance(answer, Exception):
-            self.streams.close()
-        else:
-            self.streams.linger()
-
-    def _conclude(self, answer: Mapping[str, object] | Exception) -> None:
         _resolve(self._end, answer)
         self._arrived.set()
 
     async def write_stdin(self, data: bytes) -> None:
-        if self.streams is not None:
-            await self.streams.write(data)
-            return
         await self._stdin.feed(self.number, data)
         if self._stdin.refused:
             raise lost("the process reads no more")
 
     async def close_stdin(self) -> None:
-        if self.streams is not None:
-            self.streams.write_eof()
-        else:
-            await self._stdin.end(self.number)
+        await self._stdin.end(self.number)
 
     async def chunks(self) -> AsyncIterator[tuple[str, bytes]]:
         self._reading = True
@@ -207,7 +186,7 @@ class RemoteProcess:
                 name, data = self._unread.popleft()
                 self._unread_bytes -= len(data)
                 if self._unread_bytes <= UNREAD_MAX_BYTES // 2:
-                    (self.streams or self._channel).resume_reading()
+                    self._channel.resume_reading()
                 yield name, data
             if self._end.done():
                 return
@@ -228,7 +207,7 @@ class RemoteProcess:
         self._dropping = True
         self._unread.clear()
         self._unread_bytes = 0
-        (self.streams or self._channel).resume_reading()
+        self._channel.resume_reading()
 
 
 def _resolve(future: asyncio.Future[Mapping[str, object]], answer: Mapping[str, object] | Exception) -> None:

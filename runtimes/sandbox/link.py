@@ -18,9 +18,6 @@ CONNECT_STEP_S = 0.002
 class Link(Protocol):
     """A way to one runner."""
 
-    #: Whether several connections can be had at a time.
-    several: bool
-
     async def join(self, end: asyncio.BufferedProtocol, *, deadline_s: float) -> int:
         """Connect ``end`` with the runner, which may be starting up; both begin at the start of a frame.
 
@@ -32,8 +29,6 @@ class Link(Protocol):
 
 class SocketLink:
     """The runner's Unix socket, in a directory that both sides see."""
-
-    several = True
 
     def __init__(self, directory: Path, *, peer_pid: int = 0) -> None:
         self._directory = directory

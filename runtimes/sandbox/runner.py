@@ -41,7 +41,7 @@ CHUNK_BYTES = 64 * 2**10
 WINDOW_BYTES = 256 * 2**10
 
 # From the gateway.
-HELLO, RUN, STDIN, KILL, READ, WRITE, LIST, SWEEP, CLAIM, KEEP, STREAMS = range(1, 12)
+HELLO, RUN, STDIN, KILL, READ, WRITE, LIST, SWEEP, CLAIM, KEEP = range(1, 11)
 # To the gateway.
 READY, STDOUT, STDERR, EXIT, ACK, DONE, ERROR = range(65, 72)
 
@@ -251,7 +251,6 @@ class Runner:
         self.sweeps: dict[int, float] = {}  # asked for, and when to give up on what will not die
         self.gateway: Connection | None = None
         self.strangers: list[Connection] = []
-        self.streams: dict[str, int] = {}  # connections that wait for the command whose streams they shall be
         self.throttled: Connection | None = None
         self.token = ""
         self.config: dict[str, Any] = {}
@@ -429,9 +428,6 @@ class Runner:
 
     def greet(self, connection: Connection, kind: int, payload: bytes) -> None:
         """Take the first caller's token for the gateway's; a stranger without it is hung up on."""
-        if kind == STREAMS:
-            self.take_streams(connection, json.loads(payload))
-            return
         if kind != HELLO:
             raise ConnectionError
         hello = json.loads(payload)
@@ -453,17 +449,6 @@ class Runner:
         ready = {"protocol": PROTOCOL, "known": known, "pid": self.pid, "held": held, "taken": self.taken}
         ready["begun"] = None if self.forgetful else list(self.begun)
         self.send(READY, 0, _json(ready))
-
-    def take_streams(self, connection: Connection, request: dict[str, Any]) -> None:
-        """Keep a connection of the gateway's until a command gets it for its standard input and output."""
-        if self.token == "" or not _same(request["token"], self.token):
-            raise ConnectionError
-        self.forget(connection.source)
-        self.strangers.remove(connection)
-        while len(self.streams) >= STRANGERS_MAX:
-            os.close(self.streams.pop(next(iter(self.streams))))
-        self.streams[request["name"]] = connection.source
-        connection.send(READY, 0, b"{}")
 
     def settle_in(self) -> None:
         """Make the working directory the user's, before any command runs."""
@@ -498,8 +483,6 @@ class Runner:
                 upload.abandon()
             self.uploads.clear()
             self.sweeps.clear()
-            while self.streams:
-                os.close(self.streams.popitem()[1])
 
     def send(self, kind: int, number: int, payload: bytes) -> None:
         gateway = self.gateway
@@ -594,7 +577,8 @@ class Runner:
         environment.update(request["env"])
         environment["TANGRAM_ACTION"] = request["marker"]
         argv = request["argv"] or [self.shell, "-c", request["shell"]]
-        source, out, err = self.standard_streams(request)
+        out, err = os.pipe(), os.pipe()
+        source = os.pipe() if request["stdin"] else (self.null, -1)
         try:
             job.pid = self.spawn(identity, request["cwd"], argv, environment, (source[0], out[1], err[1]))
         except BaseException as error:
@@ -606,10 +590,12 @@ class Runner:
             self.refuse(job, argv[0], error)
             return
         finally:
-            for fd in {source[0], out[1], err[1]} - {self.null}:
-                os.close(fd)
+            os.close(out[1])
+            os.close(err[1])
+            if source[0] != self.null:
+                os.close(source[0])
         self.jobs[number] = self.by_pid[job.pid] = job
-        job.streams = {fd: stream for fd, stream in ((out[0], STDOUT), (err[0], STDERR)) if fd >= 0}
+        job.streams = {out[0]: STDOUT, err[0]: STDERR}
         for fd in job.streams:
             os.set_blocking(fd, False)
         if source[1] >= 0:
@@ -618,17 +604,6 @@ class Runner:
         self.on_children(self.wakeup)  # a short command has often ended before its vfork lets us go on
         for fd in job.streams:
             self.watch(fd, self.output_handler(job), 0 if self.throttled is not None else select.EPOLLIN)
-
-    def standard_streams(self, request: dict[str, Any]) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
-        """(the end read from, the end written to) of standard input, output and error; -1 where we have no end."""
-        name = request.get("streams", "")
-        if not name:
-            return (os.pipe() if request["stdin"] else (self.null, -1)), os.pipe(), os.pipe()
-        if name not in self.streams:
-            raise Refused("invalid_input", "the connection for its streams is gone")
-        fd = self.streams.pop(name)
-        os.set_blocking(fd, True)
-        return (fd, -1), (-1, fd), os.pipe()
 
     def spawn(
         self, identity: Identity, cwd: str, argv: list[str], environment: dict[str, str], fds: tuple[int, int, int]
