@@ -18,6 +18,8 @@ from runtimes.sandbox.protocol import cut_off, lost
 logger = structlog.get_logger("sandbox.container")
 
 SNAPSHOTS = "tangram-snapshot"
+#: How often an engine that is away is asked to thaw, and the seconds between two times: half a minute in all.
+THAW_TRIES, THAW_STEP_S = 120, 0.25
 
 
 class ContainerHold:
@@ -52,9 +54,17 @@ class ContainerHold:
         if self._freezer is not None:
             with suppress(FileNotFoundError):
                 self._freezer.thaw()
-        else:
-            with suppress(TangramError):  # it was not paused, or whoever runs something in it is told
+            return
+        for tries_left in reversed(range(THAW_TRIES)):
+            try:
                 await self._engine.unpause(self._container)
+                return
+            except CapacityExceeded as error:  # a connection that was cut, or an engine that is away and may come back
+                if not tries_left:
+                    raise cut_off(f"the sandbox cannot be thawed: {error.message}") from None
+                await asyncio.sleep(THAW_STEP_S)
+            except TangramError:
+                return  # it was not paused, or whoever runs something in it is told
 
     def oom_kills(self) -> int:
         return 0 if self._cgroup is None else self._cgroup.oom_kills()
