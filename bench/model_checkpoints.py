@@ -28,6 +28,7 @@ TINY: dict[str, Any] = {
 
 #: Shapes of the timed model, by size. ``8b`` is that of Qwen3-8B.
 SHAPES: dict[str, dict[str, Any]] = {
+    "toy": TINY,
     "tiny": {
         **TINY,
         "vocab_size": 8192,
