@@ -143,7 +143,7 @@ def test_long_commands_under_load_end_as_they_should(
         assert (end["state"], end["attempt"], end["result"]["exit_code"]) == ("succeeded", 1, 3), end
         assert (end["result"]["stdout"], end["result"]["stderr"]) == (told, failed)
         assert (said(gateway, invocation_id), said(gateway, invocation_id, "stderr")) == (told, failed)
-        # From its real start on, not from the restart; the start on record is that of the commit round it is written in.
+        # From its real start on, not from the restart; on record is the start of the commit round it is written in.
         assert end["act_ms"] >= end["execution_ms"] >= 0.9 * 20 * LINES
         assert end["usage"]["cpu_s"] > 0
     assert record(gateway, behind)["result"]["stdout"] == "run\n"
