@@ -10,13 +10,12 @@ from gateway.house import House
 from gateway.http.messages import json_response, read_body
 from gateway.http.operation import (
     FLAG,
-    LIMIT,
-    NAME,
     Answer,
     Link,
     Operation,
     json_answer,
     links,
+    page_of,
     path_parameter,
     query,
     ref,
@@ -135,10 +134,7 @@ class AdministrationOperations:
                 endpoint=self.queue,
                 summary="How many wait, and a page of them in order of service, with what each waits for",
                 tag="scheduler",
-                parameters=(
-                    query("cursor", "next_cursor of the page before", NAME),
-                    query("limit", "Actions of a page", LIMIT),
-                ),
+                parameters=(*page_of("Actions"),),
                 answers={200: json_answer("A page", ref("QueuePage"), links("/next_cursor", "cursor", "getQueue"))},
                 problems=(422,),
             ),

@@ -96,6 +96,11 @@ def query(name: str, about: str, schema: Schema = TEXT) -> Parameter:
     return Parameter(name=name, place="query", about=about, schema=schema)
 
 
+def page_of(what: str) -> tuple[Parameter, Parameter]:
+    """The parameters of whatever is read in pages of ``what``."""
+    return query("cursor", "next_cursor of the page before", NAME), query("limit", f"{what} of a page", LIMIT)
+
+
 def header(name: str, about: str, schema: Schema = TEXT) -> Parameter:
     return Parameter(name=name, place="header", about=about, schema=schema)
 

@@ -10,13 +10,12 @@ from gateway.house import House
 from gateway.http.messages import json_response, read_body
 from gateway.http.operation import (
     FLAG,
-    LIMIT,
-    NAME,
     TEXT,
     Answer,
     Operation,
     json_answer,
     links,
+    page_of,
     path_parameter,
     query,
     ref,
@@ -131,10 +130,7 @@ class TrajectoryOperations:
                 endpoint=self.find,
                 summary="Living trajectories, by name",
                 tag="trajectories",
-                parameters=(
-                    query("cursor", "next_cursor of the page before", NAME),
-                    query("limit", "Trajectories of a page", LIMIT),
-                ),
+                parameters=(*page_of("Trajectories"),),
                 problems=(422,),
                 answers={
                     200: json_answer(
