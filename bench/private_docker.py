@@ -162,21 +162,6 @@ class PrivateDocker:
                     found.append(int(place.name))
         return found
 
-    def forgotten(self) -> dict[str, int]:
-        """Shims that this engine itself left behind: container -> process.
-
-        One that is killed just as it starts a container finds neither task nor container when it comes back, and
-        its shim waits for ever beside empty control groups (containerd 1.6; 1.7 looks for such shims at its start).
-        """
-        known = set(self.docker("ps", "--all", "--quiet", "--no-trunc").split())
-        found = {}
-        for pid in self.processes():
-            with suppress(OSError):
-                words = Path(f"/proc/{pid}/cmdline").read_bytes().decode("utf-8", "replace").split("\0")
-                if words[0].endswith("containerd-shim-runc-v2") and words[words.index("-id") + 1] not in known:
-                    found[words[words.index("-id") + 1]] = pid
-        return found
-
     def cgroups(self) -> list[Path]:
         """The directories of its control groups, its own parent group first."""
         tops = [*Path("/sys/fs/cgroup").glob(f"*/{self.name}"), *Path("/sys/fs/cgroup").glob(self.name)]

@@ -160,15 +160,15 @@ async def soak(report: Report, *, minutes: float, provider: str, kinds: tuple[st
         wanted, opened = {name: first[name] for name in parts.empty}, descriptors(gateway.pid)
         await parts.phase(60 * minutes * (SPARED if "gateway" in kinds else 1.0), spared)
         spared_left = await parts.rest(wanted)
-        report.check("leaked_descriptors", descriptors(gateway.pid) - opened, limit=ENGINE_CONNECTIONS, better="lower")
+        held = descriptors(gateway.pid)
+        report.check("leaked_descriptors", held.total() - opened.total(), limit=ENGINE_CONNECTIONS, better="lower")
+        report.figure("more_descriptors", dict(held - opened))
         if "gateway" in kinds:
             await parts.phase(60 * minutes * (1 - SPARED), kinds)
         left = await parts.rest(wanted)
         status = await gateway.end(signal.SIGINT)
         end = await parts.traceless()
         tell(report, parts, {"first": first, "spared": spared_left, "last": left, "end": end}, status)
-        if parts.census.forgotten:
-            report.note(f"{parts.census.forgotten} shims were forgotten by the engine that was killed as it made them")
         for line in parts.census.who():
             report.note(f"left behind: {line}")
         if not report.ok:

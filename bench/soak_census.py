@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -22,8 +23,6 @@ class Census:
         self._docker = docker
         #: Sandboxes seen so far, by name: the control groups of processes are found by it.
         self._seen: set[str] = set()
-        #: Shims that the engine itself forgot, with their empty control groups: they are not counted.
-        self.forgotten = 0
 
     def look(self) -> None:
         """Remember the sandboxes that there are now."""
@@ -33,12 +32,10 @@ class Census:
         """What there is beside the gateway's own process."""
         self.look()
         engine, temporary = self._docker, self._directory / "tmp"
-        forgotten = {} if engine is None else engine.forgotten()
-        self.forgotten = len(forgotten)
         counts = {
-            "processes": len(set(self._processes()) - {gateway, *forgotten.values()}),
+            "processes": len(set(self._processes()) - {gateway}),
             "zombies": sum(parent == gateway and state == "Z" for _, parent, state in _table()),
-            "cgroups": sum(group.name not in forgotten or bool(_members(group)) for group in self._cgroups()),
+            "cgroups": len(list(self._cgroups())),
             "sockets": sum(place.is_socket() for place in self._directory.rglob("*")) + self._bound(),
             "sandbox_directories": len(list(self._sandboxes())),
             "temporary_files": len([*temporary.iterdir(), *self._directory.glob("state/models/groups-*")]),
@@ -104,16 +101,19 @@ class Census:
         return self._directory.glob("state/sandboxes/sandboxes/*")
 
 
-def descriptors(pid: int) -> int:
-    """Open descriptors of a process."""
-    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
-
-
-def _members(group: Path) -> str:
-    """The processes of a control group; nothing where there is no such group any more."""
-    with suppress(OSError):
-        return (group / "cgroup.procs").read_text(encoding="ascii")
-    return ""
+def descriptors(pid: int) -> Counter[str]:
+    """Open descriptors of a process, by what they are: a kind, where a socket is bound, or a file."""
+    places = Path(f"/proc/{pid}/net/unix").read_text(encoding="utf-8").splitlines()[1:]
+    sockets = {words[6]: "unix " + " ".join(words[7:]) for line in places if (words := line.split())}
+    for kind in ("tcp", "tcp6"):
+        lines = Path(f"/proc/{pid}/net/{kind}").read_text(encoding="utf-8").splitlines()[1:]
+        sockets |= {words[9]: f"{kind} {words[1]}" for line in lines if (words := line.split())}
+    found: Counter[str] = Counter()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):
+            kind, _, inode = str(link.readlink()).partition(":")
+            found[sockets.get(inode.strip("[]"), kind) if kind == "socket" else kind] += 1
+    return found
 
 
 def _table() -> list[tuple[int, int, str]]:

@@ -68,6 +68,8 @@ async def serve(
                 pass  # the peer is gone; Hypercorn handles it everywhere but while it waits for the end
             finally:
                 counted.leave()
+        except asyncio.CancelledError:
+            writer.transport.abort()  # the grace is over; to end as cancelled would be logged as an error of ours
         finally:
             tasks.discard(task)
 

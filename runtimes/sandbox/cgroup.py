@@ -31,6 +31,8 @@ class Hierarchy:
     version: int
     #: Controller -> mount point (v2: all the same).
     mounts: Mapping[str, Path]
+    #: Every mounted hierarchy, those of other controllers included.
+    roots: tuple[Path, ...] = ()
 
     @classmethod
     def discover(cls, mountinfo: str | None = None) -> Hierarchy | None:
@@ -38,18 +40,23 @@ class Hierarchy:
         text = Path("/proc/self/mountinfo").read_text(encoding="utf-8") if mountinfo is None else mountinfo
         mounts: dict[str, Path] = {}
         unified: Path | None = None
+        roots: list[Path] = []
         for line in text.splitlines():
             left, _, right = line.partition(" - ")
             kind, _, options = right.split(" ", 2)
+            if kind not in ("cgroup", "cgroup2"):
+                continue
+            root = Path(left.split(" ")[4])
+            roots.append(root)
             if kind == "cgroup2":
-                unified = Path(left.split(" ")[4])
-            elif kind == "cgroup":
+                unified = root
+            else:
                 for name in options.split(","):
                     if name in CONTROLLERS:
-                        mounts.setdefault(name, Path(left.split(" ")[4]))
+                        mounts.setdefault(name, root)
         if {"cpu", "cpuset", "memory"} <= mounts.keys():
-            return cls(1, mounts)
-        return None if unified is None else cls(2, dict.fromkeys(CONTROLLERS, unified))
+            return cls(1, mounts, tuple(roots))
+        return None if unified is None else cls(2, dict.fromkeys(CONTROLLERS, unified), (unified,))
 
     def of_process(self, pid: int | str) -> Cgroup | None:
         """The group that a process is in; None where it cannot be seen or written from here."""

@@ -14,6 +14,7 @@ from manager.errors import CapacityExceeded, NotFound, TangramError
 from runtimes.sandbox.cgroup import Cgroup
 from runtimes.sandbox.container import Engine
 from runtimes.sandbox.protocol import cut_off, lost
+from runtimes.sandbox.remains import Remains
 
 logger = structlog.get_logger("sandbox.container")
 
@@ -25,11 +26,14 @@ THAW_TRIES, THAW_STEP_S = 120, 0.25
 class ContainerHold:
     """`runtimes.sandbox.resident.Hold`. What is asked of the engine takes tens of milliseconds instead of 20 us."""
 
-    def __init__(self, engine: Engine, container: str, directory: Path, cgroup: Cgroup | None) -> None:
+    def __init__(
+        self, engine: Engine, container: str, directory: Path, cgroup: Cgroup | None, remains: Remains
+    ) -> None:
         self._engine = engine
         self._container = container
         self._directory = directory
         self._cgroup = cgroup
+        self._remains = remains
         #: Where freezing is a write.
         self._freezer = cgroup if cgroup is not None and cgroup.freezable else None
 
@@ -94,6 +98,7 @@ class ContainerHold:
             if self._cgroup is not None:  # what it holds of the machine is given back even so
                 await asyncio.to_thread(self._cgroup.kill)
             raise
+        self._remains.watch(self._container)
         await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
 
 

@@ -23,7 +23,8 @@ from runtimes.sandbox.disk import DiskWatch
 from runtimes.sandbox.exec_line import ExecLine
 from runtimes.sandbox.network import Egress
 from runtimes.sandbox.protocol import lost
-from runtimes.sandbox.records import Record, read_records
+from runtimes.sandbox.records import Record, note_container, noted_container, read_records
+from runtimes.sandbox.remains import Remains
 from runtimes.sandbox.resident import Line, ResidentSandbox
 from runtimes.sandbox.sandbox import ProviderInfo, Sandbox
 from runtimes.sandbox.starting import Starting
@@ -70,6 +71,7 @@ class ContainerProvider:
         self._starting = starting
         self._shared_cores = tuple(shared_cores)
         self._hierarchy = Hierarchy.discover() if hierarchy is None else hierarchy
+        self._remains = Remains(self._hierarchy)
         #: Images found to have no python3.
         self._bare: set[str] = set()
         self._abandoned: set[asyncio.Task[None]] = set()
@@ -147,8 +149,15 @@ class ContainerProvider:
         removed = sum([await self._discard(found) for found in listed if found.labels.get(NAME) not in kept])
         for directory in directories:
             if directory.name not in kept:
-                await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
-        return removed
+                await asyncio.to_thread(self._forget, directory, {found.id for found in listed})
+        return removed + await asyncio.to_thread(self._remains.sweep)
+
+    def _forget(self, directory: Path, listed: Collection[str]) -> None:
+        """Remove what is left of a sandbox; its container the engine may have forgotten."""
+        container = noted_container(directory)
+        if container and container not in listed:
+            self._remains.watch(container)
+        shutil.rmtree(directory, ignore_errors=True)
 
     async def remove_snapshot(self, name: str) -> None:
         await self._engine.remove_image(name)
@@ -177,11 +186,13 @@ class ContainerProvider:
                 await self._engine.isolated_network(INTERNAL_NETWORK)
             blueprint = self._blueprint(record, directory, mounts, egress)
             container = await self._made(blueprint, mounts)
+            await asyncio.to_thread(note_container, directory, container)
             try:
                 found = await self._engine.start(container)
             except NoRunner as error:
                 await self._engine.remove(container)
                 container = await self._made(self._without_runner(blueprint, record, error), mounts)
+                await asyncio.to_thread(note_container, directory, container)
                 record = replace(record, runner=False)
                 await asyncio.to_thread(record.write, directory)
                 found = await self._engine.start(container)
@@ -192,6 +203,7 @@ class ContainerProvider:
             if container:
                 with suppress(TangramError):
                     await self._engine.remove(container)
+                    self._remains.watch(container)
             await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
             raise
 
@@ -246,6 +258,8 @@ class ContainerProvider:
     ) -> ResidentSandbox:
         """Speak to a started container and take hold of it."""
         spec = record.spec
+        if found.pid:
+            self._remains.learn(found.id, found.pid)
         line: Line
         if not record.runner:
             line = ExecLine(self._engine, found.id, spec)
@@ -289,13 +303,19 @@ class ContainerProvider:
 
     def _hold(self, found: Found) -> ContainerHold:
         cgroup = None if self._hierarchy is None or not found.pid else self._hierarchy.of_process(found.pid)
-        return ContainerHold(self._engine, found.id, self._root / found.labels.get(NAME, "unknown"), cgroup)
+        return ContainerHold(
+            self._engine, found.id, self._root / found.labels.get(NAME, "unknown"), cgroup, self._remains
+        )
 
     async def _discard(self, found: Found) -> bool:
         """Remove it; one that cannot be removed now stays for the next search and does not hold up this one."""
         try:
-            await self._hold(await self._engine.inspect(found.id)).remove()
+            known = await self._engine.inspect(found.id)
+            if known.pid:
+                self._remains.learn(known.id, known.pid)
+            await self._hold(known).remove()
         except NotFound:
+            self._remains.watch(found.id)
             return False
         except TangramError as error:
             logger.warning("not removed", container=found.id[:12], why=error.message)

@@ -10,6 +10,8 @@ from pathlib import Path
 from manager.function import Background, Isolation, Network, SandboxSpec, Warm
 
 NAME = "record.json"
+#: Beside it: the id of its container, once there is one.
+CONTAINER = "container"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +50,19 @@ class Record:
             return cls(**{**value, "spec": spec_of_json(value["spec"])})
         except (OSError, ValueError, KeyError, TypeError):
             return None
+
+
+def note_container(directory: Path, container: str) -> None:
+    """Write down which container it is, so that the next gateway knows what to look for when the engine does not."""
+    (directory / CONTAINER).write_text(container, encoding="ascii")
+
+
+def noted_container(directory: Path) -> str:
+    """Empty where none was noted."""
+    try:
+        return (directory / CONTAINER).read_text(encoding="ascii")
+    except OSError:
+        return ""
 
 
 def read_records(root: Path) -> list[tuple[Path, Record | None]]:
