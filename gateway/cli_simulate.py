@@ -81,6 +81,12 @@ def _explained(answer: Mapping[str, object]) -> Iterable[str]:
 @click.option("--learned", is_flag=True, help="hide all profiles: the policies know what history tells them")
 @click.option("--prefetch", is_flag=True, help="models are restored ahead of their use where there is room")
 @click.option(
+    "--replicate/--no-replicate",
+    default=True,
+    show_default=True,
+    help="models in use are copied into free memory of idle devices",
+)
+@click.option(
     "--batch-marginal",
     default=1.0,
     show_default=True,
@@ -104,6 +110,7 @@ def simulate(
     names: tuple[str, ...],
     learned: bool,
     prefetch: bool,
+    replicate: bool,
     batch_marginal: float,
     bound: bool,
     find: str | None,
@@ -113,7 +120,7 @@ def simulate(
     export_trace: Path | None,
 ) -> None:
     """Play a workload on the very same scheduler under a virtual clock: what if I had other sizes or policies?"""
-    size = Size(nodes=nodes, cores=cores, gpus=gpus, prefetch=prefetch)
+    size = Size(nodes=nodes, cores=cores, gpus=gpus, prefetch=prefetch, replicate=replicate)
     try:
         chosen = load_workload(workload, batch, seed)
         result = run(

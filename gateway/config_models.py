@@ -340,6 +340,10 @@ class SchedulerConfig(Section):
         default=False, description="restore the model that a busy device will serve next, where it has room for both"
     )
 
+    replicate: bool = Field(
+        default=True, description="copy models in use into free memory of idle devices; the copies go first"
+    )
+
     def spec(self) -> SchedulerSpec:
         chosen = self.policy if isinstance(self.policy, dict) else {"default": self.policy}
         policies = {
@@ -352,6 +356,7 @@ class SchedulerConfig(Section):
             trajectories_max=self.trajectories_max,
             queue_window=self.queue_window,
             prefetch=self.prefetch,
+            replicate=self.replicate,
         )
 
 

@@ -25,6 +25,7 @@ def cluster(
     policy: str = "adaptive",
     strict: bool = False,
     prefetch: bool = False,
+    replicate: bool = True,
 ) -> ManagerSpec:
     """CPU nodes with ``cores`` in all and device nodes with ``devices`` in all, as even as possible.
 
@@ -42,7 +43,9 @@ def cluster(
         quotas=dict(quotas or {}),
         tasks={"default": TaskSpec(max_queued=10**9)},
         services=dict(services or {}),
-        scheduler=SchedulerSpec(policies=policies(policy), strict=strict, max_queued=10**9, prefetch=prefetch),
+        scheduler=SchedulerSpec(
+            policies=policies(policy), strict=strict, max_queued=10**9, prefetch=prefetch, replicate=replicate
+        ),
     )
 
 

@@ -61,6 +61,8 @@ class ServiceSpec:
     restore_s_by_dop: Mapping[int, float]
     #: Tokens that queued actions may add up to in one batch; 0: no batching.
     batch_tokens: int = 0
+    #: Whether it can be resident on several chunks at once; a server of its own (an external engine) cannot.
+    replicable: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +81,8 @@ class SchedulerSpec:
     queue_window: int = 2048
     #: Whether the next service of a busy chunk is restored beside what computes there, where it leaves room.
     prefetch: bool = False
+    #: Whether services in use are copied into free memory of idle devices.
+    replicate: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -105,6 +105,8 @@ class Engine:
         #: Resizes and trajectory ends under way.
         self._chores: set[asyncio.Task[None]] = set()
         self._prefetches: dict[int, asyncio.Task[bool]] = {}
+        #: The function that asked for each service last: how the service is brought in ahead of its use.
+        self._functions: dict[str, FunctionSpec] = {}
         self._placing: dict[str, asyncio.Future[None]] = {}
         #: Removals of environments under way, and callers that wait for one to begin.
         self._ending: dict[str, asyncio.Future[None]] = {}
@@ -162,6 +164,8 @@ class Engine:
                 self._refuse(future, Conflict(f"action {action.id} is queued or running", invocation_id=action.id))
             else:
                 self._jobs[action.id] = _Job(submission.call, future)
+                if action.service is not None:
+                    self._functions[action.service] = submission.call.function
                 events.append(Submitted(action=action, idempotent=submission.call.function.idempotent))
         self._feed(events)
         return futures
@@ -384,8 +388,8 @@ class Engine:
             task.cancel()
 
     def _prefetch(self, command: Prefetch) -> None:
-        """Have a service restored beside what computes; whatever comes of it, the core is told."""
-        function, number = self._jobs[command.action_id].call.function, command.number
+        """Have a service restored ahead of its use; whatever comes of it, the core is told."""
+        function, number = self._functions[command.service], command.number
         work = self._executor.prefetch(function, command.service, command.node, command.chunk, command.evict)
         task = asyncio.get_running_loop().create_task(work, name=f"prefetch {number} {command.service}")
         self._prefetches[number] = task

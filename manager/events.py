@@ -165,7 +165,10 @@ class Abort:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefetch:
-    """Restore a service on devices where another action computes, beside it; answer with `PrefetchEnded`. A hint."""
+    """Restore a service ahead of its use, beside what computes there or on idle devices; a hint.
+
+    Answer with `PrefetchEnded`.
+    """
 
     number: int
     service: str
@@ -174,8 +177,6 @@ class Prefetch:
     chunk: tuple[int, int]
     #: Services of which every idle copy there goes first.
     evict: tuple[str, ...]
-    #: The waiting action for whose sake it is.
-    action_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,11 @@
-"""Prefetching: what each busy place will serve next is restored beside what computes there, so that it starts warm.
+"""Prefetching: services are brought in ahead of their use, on idle places and beside what computes.
 
-The policy itself says what comes next: it is asked about the very places and the very queue, as they will be when the
-action that ends first has ended, and so on for the next few. A service that it would start cold, on a part of what a
-running action holds, is brought in there while that action computes, if what is in use leaves it room. A running
-action is accompanied once; what failed is not tried again before an action has restored it itself.
+A replica is a copy of a service in use in free memory of an idle place: nothing goes for it, and it goes first. A look
+ahead brings in what each busy place will serve next: the policy itself says what comes, asked about the very places
+and the very queue as they will be when the action that ends first has ended, and so on for the next few. A service
+that it would start cold, on a part of what a running action holds, is brought in there while that action computes, if
+what is in use leaves it room. A running action is accompanied once; what failed is not tried again before an action
+has restored it itself.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from manager.events import Prefetch, PrefetchEnded
 from manager.house import House
 from manager.resources.chunk import Chunk
 from manager.resources.forecast import Forecast
-from manager.resources.pool import Pool
+from manager.resources.pool import Ahead, Pool
 from manager.scheduler.policy import PoolView, Running, Waiting
 from manager.scheduling import Scheduling
 
@@ -38,13 +40,18 @@ class Prefetching:
         self._looked: dict[str, object] = {}
 
     def run(self) -> None:
-        """Ask for what is worth having beside what computes now."""
+        """Ask for what is worth having on idle places and beside what computes now."""
         house = self._house
-        if not house.spec.prefetch or house.spec.strict or house.paused:
+        if house.spec.strict or house.paused:
             return
         for pool in house.resources:
-            if pool.has_places and house.executing.holders(pool.name):
+            if not pool.has_places:
+                continue
+            if house.spec.prefetch and house.executing.holders(pool.name):
                 self._look_ahead(pool)
+            if house.spec.replicate:
+                for chunk, ahead in pool.replicate(house.now_s):
+                    self._bring_in(pool, chunk, ahead)
 
     def end(self, event: PrefetchEnded) -> None:
         """One has arrived or failed; stale answers are ignored."""
@@ -81,20 +88,17 @@ class Prefetching:
         """
         assert action.service is not None
         ahead = pool.prefetch(action.service, chunk, spared)
-        if ahead is None:
-            return
+        if ahead is not None:
+            self._bring_in(pool, chunk, ahead)
+
+    def _bring_in(self, pool: Pool, chunk: Chunk, ahead: Ahead) -> None:
+        """``chunk`` in the pool's indices."""
         self._count += 1
-        self._under_way[self._count] = (pool.name, ahead.node, action.service, chunk)
-        self._house.commands.append(
-            Prefetch(
-                number=self._count,
-                service=action.service,
-                node=ahead.node,
-                chunk=ahead.chunk,
-                evict=ahead.evict,
-                action_id=action.id,
-            )
+        self._under_way[self._count] = (pool.name, ahead.node, ahead.service, chunk)
+        command = Prefetch(
+            number=self._count, service=ahead.service, node=ahead.node, chunk=ahead.chunk, evict=ahead.evict
         )
+        self._house.commands.append(command)
 
 
 class _Look:

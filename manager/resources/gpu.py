@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from manager.config import NodeSpec, ServiceSpec
 from manager.lease import Grant
@@ -12,6 +12,7 @@ from manager.resources.demand import Demand
 from manager.resources.forecast import Forecast
 from manager.resources.pool import Ahead, Ask, Headroom, Pool
 from manager.resources.prefetches import Prefetches
+from manager.resources.replicas import replicas
 from manager.resources.residency import Copy, Residency
 from manager.scheduler.policy import ChunkView
 
@@ -103,6 +104,8 @@ class GpuPool(Pool):
         self._regions: dict[str, tuple[int, int]] = {}
         #: What each node said last, and the devices for which that is still news.
         self._told: dict[str, tuple[list[Copy], set[int]]] = {}
+        #: Whether nothing has changed since replicas were looked for.
+        self._replicated = False
         self._next_start = 0
         self.restores = 0
         self.hits = 0
@@ -127,6 +130,7 @@ class GpuPool(Pool):
         alignment = power_at_least(node.devices)
         start = -(-self._next_start // alignment) * alignment
         self._next_start = start + alignment
+        self._replicated = False
         self._regions[node.name] = (start, node.devices)
         self._chunks.add_region(start, node.devices)
         for device in range(start, start + node.devices):
@@ -163,6 +167,7 @@ class GpuPool(Pool):
         chunk = self._chosen(ask, size) or self._place(ask, size)
         self._chunks.allocate(chunk)
         self._enter(ask.holder, size)
+        self._replicated = False
         self._by_holder[ask.holder] = chunk
         self._told.get(self.node_of(chunk), ([], set()))[1].difference_update(_devices(chunk))
         if ask.service is not None:
@@ -180,6 +185,7 @@ class GpuPool(Pool):
 
     def release(self, holder: str, now_s: float) -> None:
         self._leave(holder)
+        self._replicated = False
         chunk = self._by_holder.pop(holder)
         self._chunks.release(chunk)
         self._in_use.pop(holder, None)
@@ -190,6 +196,7 @@ class GpuPool(Pool):
         """Believe what a node says is resident: where something computes or arrives, once that is over."""
         if node not in self._regions:
             return
+        self._replicated = False
         first, count = self._regions[node]
         found = [Copy(service, (first + start, size)) for service, start, size in copies]
         self._told[node] = found, set(range(first, first + count))
@@ -198,6 +205,7 @@ class GpuPool(Pool):
     def learn(self, services: Mapping[str, ServiceSpec]) -> None:
         """Services that are new, or of another size than before."""
         self._residency.learn(services)
+        self._replicated = False
 
     def restore_s(self, service: str, units: int) -> float:
         return self._residency.restore_s(service, power_at_least(units))
@@ -230,12 +238,25 @@ class GpuPool(Pool):
             if other.service in names and other not in in_use:
                 self._residency.evict(other)
         node = self.node_of(chunk)
-        return Ahead(node, (chunk[0] - self._regions[node][0], chunk[1]), names)
+        return Ahead(service, node, (chunk[0] - self._regions[node][0], chunk[1]), names)
+
+    def replicate(self, now_s: float) -> Sequence[tuple[Chunk, Ahead]]:
+        if self._replicated or not self._chunks.free_units:
+            return ()
+        self._replicated = True
+        found = []
+        for copy in replicas(self._residency, lambda service: self._demand.recent(service, now_s), self._chunks.free):
+            if self._prefetches.begin_spare(copy):
+                node = self.node_of(copy.chunk)
+                local = copy.chunk[0] - self._regions[node][0], copy.chunk[1]
+                found.append((copy.chunk, Ahead(copy.service, node, local, ())))
+        return found
 
     def prefetched(self, service: str, chunk: Chunk, done: bool) -> None:
         copy = Copy(service, chunk)
         if self._prefetches.under_way(copy):
             self._prefetches.end(copy, done)
+            self._replicated = False
             self._believe(self.node_of(chunk))
 
     def chunk_of(self, holder: str) -> Chunk:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from manager.config import NodeSpec
@@ -51,8 +51,9 @@ class Ask(NamedTuple):
 
 
 class Ahead(NamedTuple):
-    """A service that is to be made resident beside what computes."""
+    """A service that is to be made resident before anybody starts it there."""
 
+    service: str
     node: str
     #: (start, size), counted on the node.
     chunk: tuple[int, int]
@@ -156,8 +157,15 @@ class Pool(ABC):
         """
         return None
 
+    def replicate(self, now_s: float) -> Sequence[tuple[tuple[int, int], Ahead]]:
+        """Count on copies of services in use in free memory of idle places: each with its chunk in the pool's indices.
+
+        Nothing goes for them.
+        """
+        return ()
+
     def prefetched(self, service: str, chunk: tuple[int, int], done: bool) -> None:
-        """What `prefetch` promised has arrived, or never will."""
+        """What `prefetch` or `replicate` promised has arrived, or never will."""
         raise AssertionError(f"{self.name}: nothing is prefetched")
 
     def chunk_of(self, holder: str) -> tuple[int, int] | None:

@@ -39,10 +39,21 @@ class Prefetches:
         for victim in victims:
             self._residency.evict(victim)
         self._residency.restore(copy)
+        self._begun(copy)
+        return victims
+
+    def begin_spare(self, copy: Copy) -> bool:
+        """Count on ``copy`` where nothing goes for it, as the first one to go for others; False where it may not be."""
+        if copy in self._residency or copy in self._failed or not self.reached().isdisjoint(copy.devices):
+            return False
+        self._residency.add_unused(copy)
+        self._begun(copy)
+        return True
+
+    def _begun(self, copy: Copy) -> None:
         self._under_way.add(copy)
         self._unused.add(copy)
         self.started += 1
-        return victims
 
     def end(self, copy: Copy, done: bool) -> None:
         """What was under way has arrived, or has failed and is not counted on any more."""

@@ -100,6 +100,32 @@ class Residency:
         for device in copy.devices:
             self._on_device[device][copy] = None
 
+    def add_unused(self, copy: Copy) -> None:
+        """Note that ``copy`` is resident, to go before every one that was used."""
+        self._copies = {copy: None, **self._copies}
+        for device in copy.devices:
+            self._on_device[device][copy] = None
+
+    def widths(self) -> dict[str, int]:
+        """Each resident service with the size of its most recently used chunk."""
+        return {copy.service: copy.chunk[1] for copy in self._copies}
+
+    def room_bytes(self, device: int) -> int:
+        """Free bytes of a device."""
+        return self._capacity[device] - self._used(device)
+
+    def spare_bytes(self) -> int:
+        """Free bytes of all devices beyond what one copy of each known service that is nowhere will need."""
+        resident = {copy.service for copy in self._copies}
+        absent = (spec.bytes_by_dop for name, spec in self._services.items() if name not in resident)
+        coming = sum(min((dop * size for dop, size in by_dop.items()), default=0) for by_dop in absent)
+        return sum(self.room_bytes(device) for device in self._capacity) - coming
+
+    def is_replicable(self, service: str) -> bool:
+        """Whether it may be resident on several chunks at once."""
+        spec = self._services.get(service)
+        return spec is not None and spec.replicable
+
     def evict(self, copy: Copy) -> None:
         del self._copies[copy]
         for device in copy.devices:

@@ -77,6 +77,7 @@ class External:
             name=model.service,
             bytes_by_dop=dict.fromkeys(units, whole),
             restore_s_by_dop=dict.fromkeys(units, self._wake_s(model.service)),
+            replicable=False,
         )
         return server.told
 

@@ -237,7 +237,7 @@ class Late:
 
 
 class Residents:
-    """A service is found in place only where it was brought, and is brought only beside what computes, one at a time.
+    """A service is found in place only where it was brought, one at a time, and evicts only beside what computes.
 
     What the core believes may be less than what is there, never more: it is told of every failure and every report.
     What failed to arrive is not asked for again before an action has restored it there.
@@ -325,7 +325,7 @@ class Residents:
         for other in self._under_way.values():
             assert not _meet(place, (other.node, *other.chunk)), f"{command} beside {other}"
         beside = [(service, where) for service, where in self._busy.values() if _meet(place, where)]
-        assert beside, f"nothing computes beside {command}"
+        assert beside or not command.evict, f"{command} evicts, and nothing computes beside it"
         assert (command.service, place) not in beside, f"{command} computes there"
         assert command.service not in self._failed[place], f"{command} failed there before"
         self._evict(place, command.evict)

@@ -190,6 +190,7 @@ class World:
                 max_queued=chance.choice((15, 1000)),
                 queue_window=chance.choice((4, 2048)),
                 prefetch=chance.random() < 0.9,
+                replicate=chance.random() < 0.7,
             ),
         )
 

@@ -36,7 +36,7 @@ def bring(gpus: GpuPool, service: str, chunk: tuple[int, int] = (0, 1), spared: 
 def test_what_arrives_is_found_by_the_next_action() -> None:
     gpus = pool()
     run(gpus, "x", "a")
-    assert gpus.prefetch("b", (0, 1), nothing) == Ahead("n0", (0, 1), ())
+    assert gpus.prefetch("b", (0, 1), nothing) == Ahead("b", "n0", (0, 1), ())
     gpus.prefetched("b", (0, 1), True)
     gpus.release("x", 1.0)
     assert run(gpus, "y", "b")
@@ -93,7 +93,7 @@ def test_idle_copies_go_for_it_but_not_those_that_somebody_waits_for() -> None:
     gpus.release("x", 0.0)
     run(gpus, "y", "b")
     assert not bring(gpus, "a", spared="c")
-    assert gpus.prefetch("a", (0, 1), nothing) == Ahead("n0", (0, 1), ("c",))
+    assert gpus.prefetch("a", (0, 1), nothing) == Ahead("a", "n0", (0, 1), ("c",))
     assert set(gpus.chunk_view(0.0).resident) == {"a", "b"}
 
 
