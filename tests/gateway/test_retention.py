@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from gateway import retention
-from gateway.record import Mode, Record, new_id
+from gateway.record import Record
 from gateway.retention import RetentionSpec, prune
 from gateway.store import LogRow, Store, StoreSpec
 from manager.errors import Reason
 from manager.outcome import State
+from tests.gateway.records import accepted
 
 NOW_S = 1000.0
 KEEP = RetentionSpec(records_age_s=1e6, logs_age_s=1e6, pause_s=0.0)
@@ -28,24 +29,10 @@ async def store(tmp_path: Path) -> AsyncIterator[Store]:
 
 def record(store: Store, *, ended_s: float | None, dead: bool = False, log: str = "x" * 100) -> Record:
     """An invocation with a log, ended at ``ended_s`` if at all."""
-    seq = store.next_seq()
-    made = Record(
-        seq=seq,
-        id=new_id(seq),
-        function="f",
-        revision="r",
-        task="default",
-        trajectory=None,
-        parent=None,
-        mode=Mode.ASYNC,
-        accepted_s=float(seq),
-        input=b"{}",
-        dead=dead,
-    )
+    made = accepted(store, dead=dead)
     if ended_s is not None:
         made.end(State.FAILED, Reason.INTERNAL, "", ended_s)
-    store.create(made)
-    store.save_log(LogRow(seq=seq, position=0, time_s=1.0, stream="stdout", data=log))
+    store.save_log(LogRow(seq=made.seq, position=0, time_s=1.0, stream="stdout", data=log))
     return made
 
 

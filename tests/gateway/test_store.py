@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from gateway.record import Mode, Record, new_id, seq_of
+from gateway.record import new_id, seq_of
 from gateway.store import Durability, Filter, LogRow, Store, StoreSpec
 from manager.errors import InvalidInput, NotFound, Reason, StorageUnavailable
 from manager.outcome import State
+from tests.gateway.records import accepted
 
 
 def spec(directory: Path, **given: object) -> StoreSpec:
@@ -26,25 +27,6 @@ async def store(tmp_path: Path) -> AsyncIterator[Store]:
     await opened.open()
     yield opened
     await opened.close()
-
-
-def record(store: Store, **given: object) -> Record:
-    seq = store.next_seq()
-    values: dict[str, object] = {
-        "seq": seq,
-        "id": new_id(seq),
-        "function": "f",
-        "revision": "r",
-        "task": "default",
-        "trajectory": None,
-        "parent": None,
-        "mode": Mode.ASYNC,
-        "accepted_s": float(seq),
-        "input": b"{}",
-    }
-    made = Record(**(values | given))  # type: ignore[arg-type]
-    store.create(made)
-    return made
 
 
 def crash_image(directory: Path) -> Path:
@@ -60,7 +42,7 @@ def crash_image(directory: Path) -> Path:
 async def test_a_committed_record_survives_the_death_of_the_process(tmp_path: Path, durability: Durability) -> None:
     store = Store(spec(tmp_path, durability=durability))
     await store.open()
-    kept = record(store, input=b'{"a":1}')
+    kept = accepted(store, input=b'{"a":1}')
     await store.commit()
     image = crash_image(tmp_path)
     await store.close()
@@ -73,7 +55,7 @@ async def test_a_committed_record_survives_the_death_of_the_process(tmp_path: Pa
 
 
 async def test_changes_that_nobody_waits_for_become_one_row_written_once(store: Store) -> None:
-    changed = record(store)
+    changed = accepted(store)
     changed.move(State.RUNNING)
     store.save(changed)
     changed.end(State.LOST, Reason.NODE_LOST, "gone", 5.0)
@@ -85,7 +67,7 @@ async def test_changes_that_nobody_waits_for_become_one_row_written_once(store: 
 
 async def test_a_burst_shares_its_commits(store: Store) -> None:
     async def accept() -> None:
-        record(store)
+        accepted(store)
         await store.commit()
 
     await asyncio.gather(*(accept() for _ in range(200)))
@@ -94,7 +76,7 @@ async def test_a_burst_shares_its_commits(store: Store) -> None:
 
 
 async def test_a_listing_filters_and_pages_newest_first(store: Store) -> None:
-    made = [record(store, function=f"f{n % 2}", trajectory="t" if n < 4 else None) for n in range(6)]
+    made = [accepted(store, function=f"f{n % 2}", trajectory="t" if n < 4 else None) for n in range(6)]
     made[0].end(State.CANCELLED, Reason.CANCELLED, "", 9.0)
     store.save(made[0])
     evens = await store.find(Filter(function="f0"))
@@ -106,13 +88,13 @@ async def test_a_listing_filters_and_pages_newest_first(store: Store) -> None:
 
 
 async def test_a_full_disk_refuses_what_waits_keeps_what_happened_and_recovers(store: Store, tmp_path: Path) -> None:
-    running = record(store)
+    running = accepted(store)
     await store.commit()
     full = sqlite3.connect(tmp_path / "db.sqlite", isolation_level=None)
     full.execute("BEGIN EXCLUSIVE")  # nobody else can write
     assert store._connection is not None
     store._connection.execute("PRAGMA busy_timeout = 1")
-    refused = record(store)
+    refused = accepted(store)
     with pytest.raises(StorageUnavailable):
         await store.commit()
     refused.end(State.FAILED, Reason.INTERNAL, "refused", 2.0)

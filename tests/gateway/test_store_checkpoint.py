@@ -10,30 +10,12 @@ from pathlib import Path
 import pytest
 
 from gateway import store_checkpoint
-from gateway.record import Mode, Record, new_id
 from gateway.store import Store, StoreSpec
 from gateway.store_checkpoint import Checkpoints
 from tests.gateway.conftest import until
+from tests.gateway.records import accepted
 
 NEVER_S = 1e6
-
-
-def record(store: Store, input: bytes = b"{}") -> Record:
-    seq = store.next_seq()
-    made = Record(
-        seq=seq,
-        id=new_id(seq),
-        function="f",
-        revision="r",
-        task="default",
-        trajectory=None,
-        parent=None,
-        mode=Mode.ASYNC,
-        accepted_s=1.0,
-        input=input,
-    )
-    store.create(made)
-    return made
 
 
 async def opened(directory: Path, checkpoint_s: float) -> Store:
@@ -58,7 +40,7 @@ def in_the_file(directory: Path) -> int:
 async def test_no_commit_waits_for_the_file(tmp_path: Path) -> None:
     store = await opened(tmp_path, NEVER_S)
     for _ in range(4):
-        record(store, input=b"x" * 4 * 2**20)  # each more than SQLite's own 1000 pages
+        accepted(store, input=b"x" * 4 * 2**20)  # each more than SQLite's own 1000 pages
         await store.commit()
     assert in_the_file(tmp_path) == 0
     await store.close()
@@ -68,7 +50,7 @@ async def test_no_commit_waits_for_the_file(tmp_path: Path) -> None:
 async def test_what_was_committed_is_in_the_file_soon_also_what_came_while_it_was_copied(tmp_path: Path) -> None:
     store = await opened(tmp_path, 0.001)
     for count in range(1, 20):
-        record(store)
+        accepted(store)
         await store.commit()
         if count % 6 == 0:
             await until(lambda count=count: in_the_file(tmp_path) == count)  # type: ignore[misc]
@@ -83,7 +65,7 @@ async def test_a_large_log_is_copied_to_its_end_between_two_commits(
     store = await opened(tmp_path, NEVER_S)
     asked: list[Callable[[sqlite3.Connection], object]] = []
     checkpoints = Checkpoints(tmp_path / "db.sqlite", 0.001, asked.append)
-    record(store)
+    accepted(store)
     await store.commit()
     checkpoints.committed()
     await until(lambda: bool(asked))
@@ -96,7 +78,7 @@ async def test_the_log_begins_anew_when_all_of_it_is_in_the_file(tmp_path: Path)
     store = await opened(tmp_path, 0.001)
     log, largest = tmp_path / "db.sqlite-wal", 0
     for count in range(1, 41):
-        record(store, input=b"x" * 2**18)
+        accepted(store, input=b"x" * 2**18)
         await store.commit()
         largest = max(largest, log.stat().st_size)
         if count % 5 == 0:
@@ -117,7 +99,7 @@ async def test_a_file_that_cannot_be_copied_to_does_not_disturb_commits(
 
     monkeypatch.setattr(store_checkpoint, "copy", copy)
     store = await opened(tmp_path, 0.001)
-    made = record(store)
+    made = accepted(store)
     await store.commit()
     await until(lambda: tried >= 3)
     assert store.failure is None

@@ -194,18 +194,26 @@ async def test_an_image_without_python_works_through_docker_exec(
     await sandbox.close()
 
 
+@asynccontextmanager
+async def behind_a_wire(
+    engine: RemoteEngine, spec: SandboxSpec, state_dir: Path
+) -> AsyncIterator[tuple[Wire, ResidentSandbox]]:
+    """A sandbox whose engine is reached over a network that can be cut; bounded in time."""
+    async with (
+        Wire.laid(engine.port) as (wire, host),
+        containers(state_dir, host=host) as provider,
+        asyncio.timeout(DEADLINE_S),
+    ):
+        yield wire, await provider.create(spec, name=unique("cut"), labels={}, mounts={})
+
+
 class TestCuts:
     """Connections and engines go; sandboxes stay."""
 
     async def test_a_cut_between_two_commands_is_not_noticed(
         self, remote_engine: RemoteEngine, spec: SandboxSpec, tmp_path: Path
     ) -> None:
-        async with (
-            Wire.laid(remote_engine.port) as (wire, host),
-            containers(tmp_path, host=host) as provider,
-            asyncio.timeout(DEADLINE_S),
-        ):
-            sandbox = await provider.create(spec, name=unique("cut"), labels={}, mounts={})
+        async with behind_a_wire(remote_engine, spec, tmp_path) as (wire, sandbox):
             await sh(sandbox, "echo kept > file; sleep 1000 >/dev/null 2>&1 &")
             for posture in (Background.RUN, Background.FREEZE):
                 await sandbox.quiesce(posture)
@@ -217,12 +225,7 @@ class TestCuts:
     async def test_a_command_goes_on_through_cuts_and_its_engines_death(
         self, remote_engine: RemoteEngine, spec: SandboxSpec, tmp_path: Path
     ) -> None:
-        async with (
-            Wire.laid(remote_engine.port) as (wire, host),
-            containers(tmp_path, host=host) as provider,
-            asyncio.timeout(DEADLINE_S),
-        ):
-            sandbox = await provider.create(spec, name=unique("through"), labels={}, mounts={})
+        async with behind_a_wire(remote_engine, spec, tmp_path) as (wire, sandbox):
             begun = asyncio.Event()
             script = "echo begun; while [ ! -e go ]; do sleep 0.01; done; echo done; exit 3"
             running = asyncio.create_task(sandbox.run(Command(shell=script), lambda *_: begun.set()))
@@ -238,12 +241,7 @@ class TestCuts:
         self, remote_engine: RemoteEngine, spec: SandboxSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("runtimes.sandbox.attach_line.AWAY_S", 0.5)
-        async with (
-            Wire.laid(remote_engine.port) as (wire, host),
-            containers(tmp_path, host=host) as provider,
-            asyncio.timeout(DEADLINE_S),
-        ):
-            sandbox = await provider.create(spec, name=unique("away"), labels={}, mounts={})
+        async with behind_a_wire(remote_engine, spec, tmp_path) as (wire, sandbox):
             await sh(sandbox, "echo kept > file")
             wire.up = False
             wire.cut()
