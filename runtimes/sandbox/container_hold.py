@@ -98,8 +98,12 @@ class ContainerHold:
             if self._cgroup is not None:  # what it holds of the machine is given back even so
                 await asyncio.to_thread(self._cgroup.kill)
             raise
+        await asyncio.to_thread(self._forget)
+
+    def _forget(self) -> None:
+        """The directory last: while it is there the next gateway knows of the container."""
         self._remains.watch(self._container)
-        await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
+        shutil.rmtree(self._directory, ignore_errors=True)
 
 
 @contextmanager

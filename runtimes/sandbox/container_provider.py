@@ -71,7 +71,7 @@ class ContainerProvider:
         self._starting = starting
         self._shared_cores = tuple(shared_cores)
         self._hierarchy = Hierarchy.discover() if hierarchy is None else hierarchy
-        self._remains = Remains(self._hierarchy)
+        self._remains = Remains(self._hierarchy, state_dir / "removed")
         #: Images found to have no python3.
         self._bare: set[str] = set()
         self._abandoned: set[asyncio.Task[None]] = set()
@@ -203,7 +203,7 @@ class ContainerProvider:
             if container:
                 with suppress(TangramError):
                     await self._engine.remove(container)
-                    self._remains.watch(container)
+                    await asyncio.to_thread(self._remains.watch, container)
             await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
             raise
 
@@ -315,7 +315,7 @@ class ContainerProvider:
                 self._remains.learn(known.id, known.pid)
             await self._hold(known).remove()
         except NotFound:
-            self._remains.watch(found.id)
+            await asyncio.to_thread(self._remains.watch, found.id)
             return False
         except TangramError as error:
             logger.warning("not removed", container=found.id[:12], why=error.message)

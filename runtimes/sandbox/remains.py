@@ -3,7 +3,7 @@
 An engine that dies between the making of a container's task and its start (or its end) knows nothing of that task when
 it comes back: it removes the container as one that never ran, and its control groups, the process in them and its shim
 stay for ever (containerd before 1.7). Only what bears the id of a container of ours is touched, and only once the
-engine has said that there is no such container.
+engine has said that there is no such container. Which ones to look after is kept in files, for the next gateway.
 """
 
 from __future__ import annotations
@@ -29,16 +29,23 @@ SHIM = b"containerd-shim"
 
 
 class Remains:
-    """Looks after containers that were removed. `sweep` blocks, the others take microseconds."""
+    """Looks after containers that were removed. `watch` and `sweep` block and may be called in any thread."""
 
-    def __init__(self, hierarchy: Hierarchy | None, *, proc: Path = Path("/proc"), grace_s: float = GRACE_S) -> None:
+    def __init__(
+        self, hierarchy: Hierarchy | None, directory: Path, *, proc: Path = Path("/proc"), grace_s: float = GRACE_S
+    ) -> None:
+        """``directory`` has a file for each container that is looked after."""
         self._hierarchy = hierarchy
+        self._directory = directory
         self._proc = proc
         self._grace_s = grace_s
         #: Where this engine puts a container's groups, below every hierarchy's root: ``{}`` stands for the id.
         self._places: set[str] = set()
         #: Container -> (when it was removed, looks so far).
         self._removed: dict[str, tuple[float, int]] = {}
+        if hierarchy is not None:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._removed = {file.name: (time.monotonic(), 0) for file in directory.iterdir()}
 
     def learn(self, container: str, pid: int) -> None:
         """A container that runs, by its first process: where its engine puts control groups."""
@@ -52,6 +59,7 @@ class Remains:
         """The engine has removed it, or does not know it."""
         if self._hierarchy is not None and len(self._removed) < WATCHED_MAX:
             self._removed[container] = time.monotonic(), 0
+            (self._directory / container).touch()
 
     def sweep(self) -> int:
         """Take away what is left of those removed a while ago; how many had left something."""
@@ -70,6 +78,7 @@ class Remains:
                 self._removed[container] = since_s, looks + 1
             else:
                 del self._removed[container]
+                (self._directory / container).unlink(missing_ok=True)
         return found
 
     def _groups(self, container: str) -> Iterator[Path]:

@@ -59,7 +59,7 @@ def groups(hierarchy: Hierarchy, parent: str, container: str) -> list[Path]:
     return [root / parent / container for root in hierarchy.roots if (root / parent / container).is_dir()]
 
 
-def test_processes_shims_and_groups_of_a_forgotten_container_go(places: tuple[Hierarchy, str]) -> None:
+def test_processes_shims_and_groups_of_a_forgotten_container_go(places: tuple[Hierarchy, str], tmp_path: Path) -> None:
     hierarchy, parent = places
     forgotten, living = secrets.token_hex(32), secrets.token_hex(32)
     shim = ("containerd-shim-runc-v2", "-namespace", "moby", "-id")
@@ -71,7 +71,7 @@ def test_processes_shims_and_groups_of_a_forgotten_container_go(places: tuple[Hi
         }
         for container in (forgotten, living):
             make(hierarchy, parent, container, started["init", container].pid)
-        remains = Remains(hierarchy, grace_s=0.0)
+        remains = Remains(hierarchy, tmp_path, grace_s=0.0)
         remains.learn(living, started["init", living].pid)
         remains.watch(forgotten)
         assert remains.sweep() == 1
@@ -96,7 +96,7 @@ def fake(tmp_path: Path) -> tuple[Hierarchy, Path]:
 
 def test_an_engine_that_lives_is_left_the_time_to_clean_up(tmp_path: Path) -> None:
     hierarchy, proc = fake(tmp_path)
-    remains = Remains(hierarchy, proc=proc)
+    remains = Remains(hierarchy, tmp_path / "removed", proc=proc)
     remains.learn("one", 1)
     remains.watch("two")
     assert remains.sweep() == 0
@@ -105,7 +105,7 @@ def test_an_engine_that_lives_is_left_the_time_to_clean_up(tmp_path: Path) -> No
 
 def test_every_hierarchy_is_looked_into_under_whatever_name_the_engine_gives(tmp_path: Path) -> None:
     hierarchy, proc = fake(tmp_path)
-    remains = Remains(hierarchy, proc=proc, grace_s=0.0)
+    remains = Remains(hierarchy, tmp_path / "removed", proc=proc, grace_s=0.0)
     remains.watch("two")
     assert remains.sweep() == 0, "where to look is not known yet"
     remains.learn("one", 1)
@@ -117,14 +117,24 @@ def test_every_hierarchy_is_looked_into_under_whatever_name_the_engine_gives(tmp
 def test_what_cannot_be_removed_is_given_up_after_some_looks(tmp_path: Path) -> None:
     hierarchy, proc = fake(tmp_path)
     (tmp_path / "cpu/system.slice/docker-two.scope/child").mkdir()
-    remains = Remains(hierarchy, proc=proc, grace_s=0.0)
+    remains = Remains(hierarchy, tmp_path / "removed", proc=proc, grace_s=0.0)
     remains.learn("one", 1)
     remains.watch("two")
     assert [remains.sweep() for _ in range(LOOKS_MAX + 2)] == [1] * LOOKS_MAX + [0, 0]
 
 
-def test_without_control_groups_in_sight_there_is_nothing_to_look_after() -> None:
-    remains = Remains(None, grace_s=0.0)
+def test_without_control_groups_in_sight_there_is_nothing_to_look_after(tmp_path: Path) -> None:
+    remains = Remains(None, tmp_path / "removed", grace_s=0.0)
     remains.learn("one", os.getpid())
     remains.watch("one")
     assert remains.sweep() == 0
+
+
+def test_the_next_gateway_goes_on_looking_and_forgets_what_is_gone(tmp_path: Path) -> None:
+    hierarchy, proc = fake(tmp_path)
+    killed = Remains(hierarchy, tmp_path / "removed", proc=proc, grace_s=0.0)
+    killed.watch("two")
+    following = Remains(hierarchy, tmp_path / "removed", proc=proc, grace_s=0.0)
+    following.learn("one", 1)
+    assert [following.sweep(), following.sweep()] == [1, 0]
+    assert list((tmp_path / "removed").iterdir()) == []
