@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
@@ -54,39 +56,51 @@ class Lasting(LocalExecutor):
         return done
 
 
-def spec(settings: ModelSettings, *, prefetch: bool) -> ManagerSpec:
+def spec(settings: ModelSettings, *, prefetch: bool = False, replicate: bool = False) -> ManagerSpec:
     node = NodeSpec(
         name=settings.node, numa=(), memory_bytes=0, devices=settings.devices, device_bytes=settings.device_bytes
     )
     policies = {"default": PolicySpec(name="price")}
-    return ManagerSpec(nodes=(node,), scheduler=SchedulerSpec(policies=policies, prefetch=prefetch))
+    return ManagerSpec(
+        nodes=(node,), scheduler=SchedulerSpec(policies=policies, prefetch=prefetch, replicate=replicate)
+    )
+
+
+@asynccontextmanager
+async def serving(
+    functions: Sequence[FunctionSpec], settings: ModelSettings, nursery: Nursery, made: ManagerSpec
+) -> AsyncIterator[tuple[Engine, Lasting]]:
+    """An engine over real devices, which knows what the functions need of them."""
+    runtime = ModelRuntime(settings, nursery=nursery)
+    executor = Lasting(runtime)
+    services = {service.name: service for service in [await runtime.footprint(one) for one in functions]}
+    engine = Engine(build_core(replace(made, services=services)), executor)
+    runtime.on_residency = lambda resident: engine.report_residency(
+        settings.node, [(service, *chunk) for service, chunks in resident.items() for chunk in chunks]
+    )
+    await engine.start()
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            yield engine, executor
+    finally:
+        await engine.close()
+        await runtime.close()
+
+
+def asking(function: FunctionSpec, id: str) -> Submission:
+    given = {"token_ids": [[7, 3, 99, 12]]}
+    action = formulate(function, id=id, input=given, trajectory=None, task="default", history=History(), now_s=0.0)
+    return Submission(action=action, call=Call(function=function, input=given, log=NoLog()))
 
 
 async def settled(
     first: FunctionSpec, second: FunctionSpec, settings: ModelSettings, nursery: Nursery, *, prefetch: bool
 ) -> tuple[Settlement, Engine, Lasting]:
     """The end of the second action, which waited for the device of the first; the engine is closed."""
-    runtime = ModelRuntime(settings, nursery=nursery)
-    executor, history = Lasting(runtime), History()
-    services = {service.name: service for service in [await runtime.footprint(one) for one in (first, second)]}
-    engine = Engine(build_core(replace(spec(settings, prefetch=prefetch), services=services)), executor)
-    runtime.on_residency = lambda resident: engine.report_residency(
-        settings.node, [(service, *chunk) for service, chunks in resident.items() for chunk in chunks]
-    )
-    if not prefetch:
-        executor.brought.set()
-    await engine.start()
-    submissions = []
-    for name, asked in (("first", first), ("second", second)):
-        given = {"token_ids": [[7, 3, 99, 12]]}
-        action = formulate(asked, id=name, input=given, trajectory=None, task="default", history=history, now_s=0.0)
-        submissions.append(Submission(action=action, call=Call(function=asked, input=given, log=NoLog())))
-    try:
-        async with asyncio.timeout(DEADLINE_S):
-            ends = await asyncio.gather(*engine.submit(submissions))
-    finally:
-        await engine.close()
-        await runtime.close()
+    async with serving((first, second), settings, nursery, spec(settings, prefetch=prefetch)) as (engine, executor):
+        if not prefetch:
+            executor.brought.set()
+        ends = await asyncio.gather(*engine.submit([asking(first, "first"), asking(second, "second")]))
     return ends[1], engine, executor
 
 
@@ -110,3 +124,19 @@ async def test_a_service_that_was_brought_in_ahead_leaves_no_restore_to_its_acti
     assert end.lease is not None
     assert (end.lease.grants["gpu"].restore, end.outcome.usage["restored"]) == (True, 1.0)
     assert engine.prefetches()["started"] == 0
+
+
+async def test_a_service_in_use_is_copied_to_the_idle_device_and_found_there(
+    checkpoint: Write, settings: ModelSettings, nursery: Nursery
+) -> None:
+    asked = function(checkpoint("qwen3", "lm"), ModelAction.LOGPROBS, (1,))
+    assert asked.model is not None
+    asked = replace(asked, model=replace(asked.model, batch_tokens=1))  # each alone
+    size = replace(settings, devices=2)
+    async with serving((asked,), size, nursery, spec(size, replicate=True)) as (engine, executor):
+        await asyncio.gather(*engine.submit([asking(asked, "first")]))
+        assert executor.answers == [True]
+        ends = await asyncio.gather(*engine.submit([asking(asked, "second"), asking(asked, "third")]))
+    assert [end.outcome.usage["restored"] for end in ends] == [0.0, 0.0]
+    assert {end.lease.grants["gpu"].chunk for end in ends if end.lease is not None} == {(0, 1), (1, 1)}
+    assert engine.prefetches() == {"started": 1, "under_way": 0, "hits": 1, "wasted": 0, "failed": 0}
