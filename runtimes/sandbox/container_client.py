@@ -13,6 +13,7 @@ from typing import Any
 
 import docker
 import docker.errors
+import docker.transport
 import docker.types
 import docker.utils
 import requests.exceptions
@@ -23,6 +24,8 @@ from runtimes.sandbox.engine_forward import SshForward
 
 COMPONENT = "sandbox.container"
 DEFAULT_HOST = "unix:///var/run/docker.sock"
+#: What docker asks requests for where the engine has a socket on this machine.
+SCHEME = "http+docker://"
 #: What goes wrong when an engine is not reached.
 AWAY = (requests.exceptions.RequestException, docker.errors.DockerException, OSError)
 
@@ -34,6 +37,22 @@ class Client(docker.APIClient):
         self, url: Any, proxies: Any, stream: Any, verify: Any, cert: Any
     ) -> Any:  # as `requests.Session` declares it
         return super().merge_environment_settings(url, proxies, stream, self.verify if verify is None else verify, cert)
+
+
+class OnePool(docker.transport.UnixHTTPAdapter):
+    """One pool of connections for all requests. docker keeps one for each address asked, and most have an id in them:
+    a new connection for nearly every request, and several times as many open ones as threads."""
+
+    @classmethod
+    def replace(cls, api: docker.APIClient, connections: int) -> None:
+        """Where ``api`` speaks to a socket of this machine."""
+        given = api.adapters.get(SCHEME)
+        if isinstance(given, docker.transport.UnixHTTPAdapter):
+            api.mount(SCHEME, cls(given.socket_path, given.timeout, pool_connections=1, max_pool_size=connections))
+            given.close()
+
+    def get_connection(self, url: Any, proxies: Any = None) -> Any:
+        return super().get_connection(SCHEME, proxies)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +80,7 @@ class Connection:
                 options = {"base_url": forward.url}
             address = EngineAddress.of(options.get("base_url") or DEFAULT_HOST, _tls(options.get("tls")))
             api = Client(version="auto", timeout=math.ceil(timeout_s), num_pools=workers, **options)
+            OnePool.replace(api, workers)
             return cls(api=api, address=address, info=api.info(), forward=forward)
         except (*AWAY, ValueError) as error:
             if forward is not None:

@@ -15,11 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from docker import errors
 
 from manager.errors import ActionFailed, Conflict, InvalidConfig, InvalidInput, NotFound, Reason, TooLarge, Unsupported
 from manager.function import Background, Network, SandboxSpec
 from runtimes.sandbox.cgroup import Hierarchy
 from runtimes.sandbox.container import Engine
+from runtimes.sandbox.container_client import Connection
 from runtimes.sandbox.container_provider import INTERNAL_NETWORK, ContainerProvider
 from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.network import Egress
@@ -44,6 +46,21 @@ def engine(*words: str) -> str:
 async def test_a_missing_image_names_the_remedy(containers: Provider) -> None:
     with pytest.raises(InvalidConfig, match=r"docker pull localhost:1/nothing:here"):
         await containers.check(SandboxSpec(image="localhost:1/nothing:here"))
+
+
+def test_many_addresses_of_an_engine_are_asked_over_few_connections(docker: str, tmp_path: Path) -> None:
+    def sockets() -> int:
+        return sum(link.is_socket() for link in Path("/proc/self/fd").iterdir())
+
+    before = sockets()
+    connection = Connection.open("", state_dir=tmp_path, timeout_s=DEADLINE_S, workers=2)
+    for number in range(20):
+        with pytest.raises(errors.NotFound):
+            connection.api.inspect_container(f"nobody-{number}")
+    assert connection.answers(DEADLINE_S)
+    assert sockets() - before == 1
+    connection.close()
+    assert sockets() == before
 
 
 async def test_the_death_of_the_runner_is_a_lost_environment(containers: Provider, spec: SandboxSpec) -> None:
