@@ -68,6 +68,13 @@ class ExecLine:
     async def run(self, command: Command, on_output: OnOutput | None = None) -> CommandResult:
         if bool(command.argv) == bool(command.shell):
             raise InvalidInput("give exactly one of argv and shell", component=COMPONENT)
+        if command.stdin and self._engine.address.tls is not None:
+            # Its end cannot be told apart from the connection's: the command would wait for it until its timeout.
+            raise InvalidInput(
+                f"the image {self._spec.image!r} has no python3 and its engine is behind TLS: no standard input there; "
+                "write a file and redirect it",
+                component=COMPONENT,
+            )
         marker = secrets.token_hex(8)
         user = command.user or self._spec.user
         kept = _Kept(command, on_output, asyncio.get_running_loop())

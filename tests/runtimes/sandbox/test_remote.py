@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from manager.errors import ActionFailed, InvalidConfig, Reason, Unsupported
+from manager.errors import ActionFailed, InvalidConfig, InvalidInput, Reason, Unsupported
 from manager.function import Background, Network, SandboxSpec
 from runtimes.sandbox.container import _known_here
 from runtimes.sandbox.container_provider import ContainerProvider
@@ -178,15 +178,21 @@ async def test_a_snapshot_is_forked_there(provider: ContainerProvider, spec: San
     await environments.close()
 
 
-async def test_an_image_without_python_works_through_docker_exec(
-    provider: ContainerProvider, remote_engine: RemoteEngine, spec: SandboxSpec, docker: str
-) -> None:
+@pytest.fixture
+def bare(remote_engine: RemoteEngine, docker: str) -> str:
+    """An image without Python, on the engine."""
     image = f"tangram-test:bare-{secrets.token_hex(4)}"
     made = remote_engine.docker("create", "--network", "none", docker, "/bin/sh", "-c", "rm -f /usr/bin/python*")
     remote_engine.docker("start", "-a", made)
     remote_engine.docker("commit", made, image)
     remote_engine.docker("rm", made)
-    sandbox = await provider.create(replace(spec, image=image), name=unique("bare"), labels={}, mounts={})
+    return image
+
+
+async def test_an_image_without_python_works_through_docker_exec(
+    provider: ContainerProvider, spec: SandboxSpec, bare: str
+) -> None:
+    sandbox = await provider.create(replace(spec, image=bare), name=unique("bare"), labels={}, mounts={})
     assert (await sandbox.run(Command(shell="cat; exit 3", stdin=b"in"))).stdout == b"in"
     await sandbox.write_file("deep/file", b"data")
     assert await sandbox.read_file("deep/file", limit_bytes=4) == b"data"
@@ -305,6 +311,7 @@ async def test_the_engine_may_stand_behind_tls(
     tmp_path: Path,
     certificates: Path,
     monkeypatch: pytest.MonkeyPatch,
+    bare: str,
 ) -> None:
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(certificates / "ca.pem"))
     tls.load_cert_chain(certificates / "server.pem", certificates / "server-key.pem")
@@ -321,6 +328,11 @@ async def test_the_engine_may_stand_behind_tls(
         assert (await sandbox.run(Command(argv=("cat",), stdin=data))).stdout == data
         wire.cut()
         assert (await sh(sandbox, "echo on")).stdout == b"on\n"
+        await sandbox.close()
+        sandbox = await provider.create(replace(spec, image=bare), name=unique("tls"), labels={}, mounts={})
+        assert (await sh(sandbox, "echo on")).stdout == b"on\n"
+        with pytest.raises(InvalidInput, match="no standard input there; write a file"):
+            await sandbox.run(Command(argv=("cat",), stdin=data))
         await sandbox.close()
         await provider.close()
 
