@@ -63,18 +63,18 @@ class Remains:
 
     def sweep(self) -> int:
         """Take away what is left of those removed a while ago; how many had left something."""
-        if not self._places:
-            return 0  # nobody has shown yet where to look
-        found = 0
-        for container, (since_s, looks) in list(self._removed.items()):
-            if time.monotonic() - since_s < self._grace_s:
-                continue
+        now_s = time.monotonic()
+        due = {one: seen for one, seen in list(self._removed.items()) if now_s - seen[0] >= self._grace_s}
+        if not self._places or not due:
+            return 0  # nobody has shown yet where to look, or nothing to look for
+        found, shims = 0, self._shims()
+        for container, (since_s, looks) in due.items():
             left = list(self._groups(container))
-            if left:
+            if left or container in shims:
                 found += 1
                 logger.warning("the engine forgot a container; what is left of it goes", container=container[:12])
-                self._take_away(container, left)
-            if left and looks + 1 < LOOKS_MAX:
+                self._take_away(container, left, shims.get(container, []))
+            if (left or container in shims) and looks + 1 < LOOKS_MAX:
                 self._removed[container] = since_s, looks + 1
             else:
                 del self._removed[container]
@@ -90,9 +90,9 @@ class Remains:
                 if group.is_dir():
                     yield group
 
-    def _take_away(self, container: str, groups: list[Path]) -> None:
+    def _take_away(self, container: str, groups: list[Path], shims: list[int]) -> None:
         """The shim first: as long as it lives it may start what it was asked to."""
-        for pid in self._shims(container):
+        for pid in shims:
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         assert self._hierarchy is not None
@@ -105,9 +105,13 @@ class Remains:
             with suppress(OSError):  # somebody in it is not gone yet: at the next look
                 group.rmdir()
 
-    def _shims(self, container: str) -> Iterator[int]:
+    def _shims(self) -> dict[str, list[int]]:
+        """The shims of this machine by container; one may live on without any group."""
+        found: dict[str, list[int]] = {}
         for place in self._proc.glob("[0-9]*"):
             with suppress(OSError, ValueError, IndexError):
                 words = (place / "cmdline").read_bytes().split(b"\0")
-                if SHIM in words[0].rpartition(b"/")[2] and words[words.index(b"-id") + 1] == container.encode():
-                    yield int(place.name)
+                if SHIM in words[0].rpartition(b"/")[2]:
+                    container = words[words.index(b"-id") + 1].decode("ascii", "replace")
+                    found.setdefault(container, []).append(int(place.name))
+        return found

@@ -94,6 +94,21 @@ def fake(tmp_path: Path) -> tuple[Hierarchy, Path]:
     return Hierarchy(1, {"cpu": roots[0]}, roots), tmp_path / "proc"
 
 
+def test_a_shim_without_groups_goes_as_well(tmp_path: Path) -> None:
+    hierarchy, proc = fake(tmp_path)
+    remains = Remains(hierarchy, tmp_path / "removed", proc=proc, grace_s=0.0)
+    remains.learn("one", 1)
+    with sleeping("containerd-shim-runc-v2", "-id", "three") as shim:
+        place = proc / str(shim.pid)
+        place.mkdir()
+        (place / "cmdline").write_bytes(Path(f"/proc/{shim.pid}/cmdline").read_bytes())
+        remains.watch("three")
+        assert remains.sweep() == 1
+        assert shim.wait(10) == -signal.SIGKILL
+        (place / "cmdline").unlink()
+        assert remains.sweep() == 0
+
+
 def test_an_engine_that_lives_is_left_the_time_to_clean_up(tmp_path: Path) -> None:
     hierarchy, proc = fake(tmp_path)
     remains = Remains(hierarchy, tmp_path / "removed", proc=proc)
