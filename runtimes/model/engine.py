@@ -70,6 +70,8 @@ class DeviceEngine:
         self._changed = threading.Condition()
         self._seats: dict[SlotKey, Seat] = {}
         self._skeletons: dict[tuple[str, int, int], Skeleton] = {}
+        self._building = threading.Lock()
+        self._computing = False
         self._groups: dict[tuple[int, int], tuple[str, Group]] = {}
         self._cores: tuple[int, ...] = ()
 
@@ -142,6 +144,15 @@ class DeviceEngine:
 
         ``restored`` is called (from any thread) when the last weight has arrived, ``progress`` as work is done.
         """
+        self._computing = True
+        try:
+            return self._run(asked, restored, progress)
+        finally:
+            self._computing = False
+
+    def _run(
+        self, asked: Run, restored: Callable[[], None], progress: Callable[[], None]
+    ) -> tuple[list[object], Usage]:
         began = time.perf_counter()
         evicted = self.evict(asked.evict) if asked.evict else ()
         evict_s = time.perf_counter() - began
@@ -224,21 +235,34 @@ class DeviceEngine:
             raise image
         return image
 
+    def make_ready(self, place: Placed) -> None:
+        """Build the model of a service that was restored ahead, unless something computes.
+
+        Not beside it: that would slow it down, and transformers changes torch's default dtype of all threads meanwhile.
+        """
+        with self._building:
+            if not self._computing:
+                self._built(place)
+
     def skeleton(self, place: Placed) -> Skeleton:
         """The model of one rank, built without memory at its first use."""
+        with self._building:
+            return self._built(place)
+
+    def _built(self, place: Placed) -> Skeleton:
         key = (place.image_id, place.dop, place.rank)
-        found = self._skeletons.get(key)
-        if found is None:
-            layout = self._await_image(place.image_id).layout
-            model: Any = build_skeleton(layout.config, Head(layout.head), layout.dtype, Path(place.image_id))
-            team = Team()
-            install(model, layout, team, place.rank, place.dop)
-            part = shard(layout, place.rank, place.dop)
-            buffers = {name: buffer for name, buffer in model.named_buffers() if name not in part.views}
-            found = Skeleton(model, Fences(model, part, layout.tied), team, buffers)
-            with self._changed:
-                kept = {k: v for k, v in self._skeletons.items() if k[0] in self._images}
-                self._skeletons = {**kept, key: found}
+        if key in self._skeletons:
+            return self._skeletons[key]
+        layout = self._await_image(place.image_id).layout
+        model: Any = build_skeleton(layout.config, Head(layout.head), layout.dtype, Path(place.image_id))
+        team = Team()
+        install(model, layout, team, place.rank, place.dop)
+        part = shard(layout, place.rank, place.dop)
+        buffers = {name: buffer for name, buffer in model.named_buffers() if name not in part.views}
+        found = Skeleton(model, Fences(model, part, layout.tied), team, buffers)
+        with self._changed:
+            kept = {k: v for k, v in self._skeletons.items() if k[0] in self._images}
+            self._skeletons = {**kept, key: found}
         return found
 
     def bind(self, skeleton: Skeleton, seat: Seat) -> None:

@@ -98,6 +98,7 @@ def _restore(engine: DeviceEngine, asked: Restore) -> tuple[object, Usage]:
     try:
         seat, cold, _ = engine.restore(asked.place, gentle=True)
         seat.transfer.finish()
+        engine.make_ready(asked.place)
     except (DoesNotFit, Dropped):
         return False, Usage(evicted=evicted)
     return True, Usage(restored=cold, restore_bytes=seat.shard.size_bytes if cold else 0, evicted=evicted)

@@ -334,7 +334,7 @@ async def test_a_crashed_rank_is_replaced_and_the_action_retried_once(checkpoint
 async def test_a_stuck_rank_is_found_by_the_deadline_and_the_action_retried(
     checkpoint: Write, settings: ModelSettings, nursery: Nursery, ranks: int
 ) -> None:
-    runtime = ModelRuntime(replace(settings, stuck_s=1.0), nursery=nursery)
+    runtime = ModelRuntime(replace(settings, stuck_s=3.0), nursery=nursery)
     asked = teacher(checkpoint, batch_tokens=128)
     await runtime.prepare(asked)
     task = asyncio.create_task(runtime.execute(execution(asked, LONG, (0, ranks))))
