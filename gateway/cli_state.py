@@ -48,13 +48,14 @@ def show_function(name: str, server: str, token: str, as_json: bool) -> None:
     if learned:
         click.echo()
         print_table(
-            ("LEARNED KEY", "T_ORI", "ERROR", "SERIAL FRACTION", "RUNS"),
+            ("LEARNED KEY", "T_ORI", "ERROR", "SERIAL FRACTION", "BATCH MARGINAL", "RUNS"),
             [
                 (
                     key or "(all)",
                     show_seconds(each["t_ori_s"]),
                     f"{100 * each['error']:.0f}%",
                     each["serial_fraction"],
+                    each["batch_marginal"],
                     each["observations"],
                 )
                 for key, each in learned.items()

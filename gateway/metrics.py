@@ -123,16 +123,18 @@ class _Estimates(Collector):
         self._read = read
 
     def collect(self) -> Iterator[Metric]:
-        duration, error, serial = (
+        duration, error, serial, marginal = (
             GaugeMetricFamily(name, about, labels=("function",))
             for name, about in (
                 ("tangram_learned_t_ori_seconds", "Learned duration with one unit"),
                 ("tangram_learned_error_ratio", "Typical relative error of the learned duration"),
                 ("tangram_learned_serial_fraction", "Learned share of the work that no further unit makes faster"),
+                ("tangram_learned_batch_marginal", "Learned share of its work that a further member adds to a batch"),
             )
         )
         for function, learned in self._read():
             duration.add_metric((function,), learned.t_ori_s or 0.0)
             error.add_metric((function,), learned.error)
             serial.add_metric((function,), learned.serial_fraction)
-        yield from (duration, error, serial)
+            marginal.add_metric((function,), learned.batch_marginal)
+        yield from (duration, error, serial, marginal)

@@ -7,6 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+#: What a further member is taken to add to a batch, as a fraction of what it takes alone, while nothing is learned: a
+#: whole sequence keeps a device busy. Batches are then expected to end no sooner than one after the other would.
+PRIOR_BATCH_MARGINAL = 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class UnitSet:
@@ -150,6 +154,8 @@ class Action:
     service: str | None = None
     #: Tokens (or any additive size) this action adds to a batch of its service; 0 forbids batching.
     batch_tokens: int = 0
+    #: What it adds to a batch as a further member, as a fraction of what it takes alone (learned).
+    batch_marginal: float = PRIOR_BATCH_MARGINAL
     #: The caller's key for learning (for example the suite); empty where there is none.
     profile_key: str = ""
     #: Seconds on the engine's clock at which it was submitted.

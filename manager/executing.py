@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from manager.batch import Batch, expected_s
 from manager.lease import Grant, Lease
 from manager.outcome import State
 from manager.queue import Entry
@@ -104,11 +106,14 @@ class Executing:
         return self._enter(entry, Lease(action_id=entry.id, node=leader.lease.node, grants=grants), now_s)
 
     def seal(self, leader: Entry, members: list[Entry]) -> None:
-        """Write the batch into the leases of all its members, leader first."""
-        batch = (leader.id, *(member.id for member in members))
-        for entry in (leader, *members):
+        """Write the batch into the leases of all its members, leader first, and when it is expected to end."""
+        entries = (leader, *members)
+        kin = Counter((entry.action.function, entry.action.profile_key) for entry in entries)
+        alone_s = [_alone_s(entry) for entry in entries]
+        batch, ids = Batch(kin, expected_s(alone_s, leader.action.batch_marginal)), tuple(entry.id for entry in entries)
+        for entry in entries:
             assert entry.lease is not None
-            entry.lease = replace(entry.lease, batch=batch)
+            entry.lease, entry.batch = replace(entry.lease, batch=ids), batch
 
     def can_borrow(self, entry: Entry, parent: Entry) -> bool:
         """Whether a child can run on what its waiting parent holds, with what is free of everything else."""
@@ -175,7 +180,7 @@ class Executing:
 
     def remaining(self, entry: Entry, now_s: float) -> float | None:
         """Fraction of the work still to do, by estimate."""
-        duration_s = self._duration_s(entry)
+        duration_s = _duration_s(entry)
         if duration_s is None:
             return None
         passed = max(0.0, now_s - entry.since_s) / duration_s if duration_s > 0 else 1.0
@@ -194,7 +199,7 @@ class Executing:
 
     def _running_view(self, pool: Pool, holder: str, entry: Entry, now_s: float) -> Running:
         remaining = self.remaining(entry, now_s)
-        duration_s = self._duration_s(entry)
+        duration_s = _duration_s(entry)
         lease = entry.lease
         assert lease is not None
         ends_in_s = None
@@ -211,12 +216,6 @@ class Executing:
             workers=max((grant.workers for grant in lease.grants.values() if grant.pool == pool.name), default=0),
         )
 
-    def _duration_s(self, entry: Entry) -> float | None:
-        lease = entry.lease
-        assert lease is not None
-        key = entry.action.key
-        return entry.action.duration_s(lease.units(key) if key is not None else 1)
-
     def _settle_in(self, entry: Entry, node: str, grants: dict[str, Grant], started_s: float) -> Lease:
         """Hold its memory, and make its lease of what it was granted."""
         memory_bytes = _own_memory(entry) if node else 0
@@ -229,7 +228,7 @@ class Executing:
 
     def _enter(self, entry: Entry, lease: Lease, now_s: float) -> Lease:
         assert entry.id not in self._running, f"{entry.id} runs already"
-        entry.lease = lease
+        entry.lease, entry.batch = lease, None
         entry.state = State.RUNNING
         entry.started_s = entry.accounted_s = now_s
         entry.since_s = now_s if entry.action.service is None else now_s + self._restore_s(entry.action.service, lease)
@@ -347,3 +346,14 @@ class Executing:
 def _own_memory(entry: Entry) -> int:
     """Bytes that the action holds itself: those of a trajectory are held for its whole life."""
     return entry.action.memory_bytes if entry.action.trajectory is None else 0
+
+
+def _duration_s(entry: Entry) -> float | None:
+    """Expected seconds of its work with the units that it has: of its batch, where it is part of one."""
+    return _alone_s(entry) if entry.batch is None else entry.batch.expected_s
+
+
+def _alone_s(entry: Entry) -> float | None:
+    lease, key = entry.lease, entry.action.key
+    assert lease is not None
+    return entry.action.duration_s(lease.units(key) if key is not None else 1)

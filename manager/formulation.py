@@ -8,7 +8,7 @@ from manager.action import Action, Amdahl, Elasticity, UnitSet
 from manager.config import ManagerSpec, NodeSpec
 from manager.errors import InvalidInput, Unsatisfiable
 from manager.function import FunctionSpec, RuntimeKind
-from manager.history import History
+from manager.history import History, Learned
 
 #: Longest caller's key for learning.
 _PROFILE_KEY_MAX = 200
@@ -35,7 +35,8 @@ def formulate(
     if timeout_s is not None and not timeout_s > 0:
         raise InvalidInput(f"timeout {timeout_s:g} s is not positive", component="formulation", invocation_id=id)
     profile_key = _profile_key(function, input)
-    t_ori_s, elasticity = _expectation(function, profile_key, history)
+    learned = history.learned(function.name, profile_key, prior_s=function.duration.initial_s)
+    t_ori_s, elasticity = _expectation(function, learned)
     sandbox = function.sandbox
     return Action(
         id=id,
@@ -51,6 +52,7 @@ def formulate(
         malleable=function.runtime is RuntimeKind.PYTEST and function.key == "cpu",
         service=None if function.model is None else function.model.service,
         batch_tokens=_batch_tokens(function, input),
+        batch_marginal=learned.batch_marginal,
         profile_key=profile_key,
         submitted_s=now_s,
         timeout_s=function.timeout_s if timeout_s is None else min(timeout_s, function.timeout_s),
@@ -75,9 +77,8 @@ def check_satisfiable(function: FunctionSpec, spec: ManagerSpec) -> None:
         )
 
 
-def _expectation(function: FunctionSpec, key: str, history: History) -> tuple[float | None, Elasticity | None]:
+def _expectation(function: FunctionSpec, learned: Learned) -> tuple[float | None, Elasticity | None]:
     """(T_ori, elasticity): as declared, else as learned."""
-    learned = history.learned(function.name, key, prior_s=function.duration.initial_s)
     declared = function.duration.profile == "declared" and function.duration.initial_s is not None
     t_ori_s = function.duration.initial_s if declared else learned.t_ori_s
     if function.key is None:

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from manager.action import Amdahl, Elasticity
+from manager.action import PRIOR_BATCH_MARGINAL, Amdahl, Elasticity
 from manager.history import History
 from manager.outcome import Settlement
 from manager.trace import Step
 
 
+class Known(NamedTuple):
+    """What an action shall state of its duration."""
+
+    t_ori_s: float | None
+    elasticity: Elasticity | None
+    batch_marginal: float
+
+
 class Knowledge(Protocol):
     """Gives estimates for actions and takes in how they ended."""
 
-    def of(self, step: Step) -> tuple[float | None, Elasticity | None]:
-        """(T_ori in seconds, elasticity) as the action shall state them."""
+    def of(self, step: Step) -> Known:
+        """What is known of a step before it runs."""
         ...
 
     def observe(self, settlement: Settlement) -> None:
@@ -25,8 +33,11 @@ class Knowledge(Protocol):
 class Oracle:
     """Profiles that are exact."""
 
-    def of(self, step: Step) -> tuple[float | None, Elasticity | None]:
-        return step.t_ori_s, step.elasticity
+    def __init__(self, batch_marginal: float = PRIOR_BATCH_MARGINAL) -> None:
+        self._batch_marginal = batch_marginal
+
+    def of(self, step: Step) -> Known:
+        return Known(step.t_ori_s, step.elasticity, self._batch_marginal)
 
     def observe(self, settlement: Settlement) -> None:
         pass
@@ -38,9 +49,10 @@ class Learning:
     def __init__(self, history: History | None = None) -> None:
         self.history = history or History()
 
-    def of(self, step: Step) -> tuple[float | None, Elasticity | None]:
+    def of(self, step: Step) -> Known:
         learned = self.history.learned(step.function, step.profile_key)
-        return learned.t_ori_s, Amdahl(learned.serial_fraction) if step.key is not None else None
+        elasticity = Amdahl(learned.serial_fraction) if step.key is not None else None
+        return Known(learned.t_ori_s, elasticity, learned.batch_marginal)
 
     def observe(self, settlement: Settlement) -> None:
         self.history.observe(settlement)

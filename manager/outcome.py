@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from manager.action import Action
+from manager.batch import Kin
 from manager.errors import Reason
 from manager.lease import Lease
 
@@ -76,6 +77,8 @@ class Settlement:
     queue_s: float
     overhead_s: float
     execution_s: float
+    #: Members of its batch by function and caller's key, itself included; empty where it was started alone.
+    batch: Mapping[Kin, int] = field(default_factory=dict)
 
     @property
     def act_s(self) -> float:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from manager.action import Action
+from manager.batch import expected_s
 from manager.events import Prefetch, PrefetchEnded
 from manager.house import House
 from manager.resources.chunk import Chunk
@@ -157,12 +158,14 @@ class _Look:
         if placed is None:
             return False
         chunk, restore_s = placed
-        self._leave(action)
+        mates = self._mates(action)
+        self._waiting = [one for one in self._waiting if one is not action and one not in mates]
+        self._behind -= 1 + len(mates)
         devices = range(chunk[0], sum(chunk))
         if restore_s > 0 and self._taken.isdisjoint(devices):
             self._ask(action, chunk, self._known.issuperset(devices))
         self._taken.update(devices)
-        duration_s = action.duration_s(units)
+        duration_s = expected_s([one.duration_s(units) for one in (action, *mates)], action.batch_marginal)
         self._running.append(
             Running(
                 action=action,
@@ -174,20 +177,21 @@ class _Look:
         )
         return True
 
-    def _leave(self, action: Action) -> None:
-        """It waits no more, and neither do those that would join its batch."""
-        self._waiting.remove(action)
-        self._behind -= 1
+    def _mates(self, action: Action) -> list[Action]:
+        """Those that would join its batch."""
         service = self._house.services.get(action.service or "")
         if service is None or not service.batch_tokens or not action.batch_tokens:
-            return
+            return []
         budget = service.batch_tokens - action.batch_tokens
-        for mate in [one for one in self._waiting if one.service == action.service and one.batch_tokens]:
+        mates = []
+        for mate in self._waiting:
+            if mate is action or mate.service != action.service or not mate.batch_tokens:
+                continue
             if mate.batch_tokens > budget:
                 break
             budget -= mate.batch_tokens
-            self._waiting.remove(mate)
-            self._behind -= 1
+            mates.append(mate)
+        return mates
 
     def _view(self) -> PoolView:
         pool, house, free = self._pool, self._house, self._forecast.free

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from manager.action import Action, Demand
+from manager.batch import Batch
 from manager.config import TaskSpec
 from manager.errors import CapacityExceeded, QuotaExceeded, TangramError
 from manager.lease import Lease
@@ -33,6 +34,8 @@ class Entry:
     #: Earlier action of its trajectory must settle first, unless it was invoked by a running one.
     child: bool = False
     lease: Lease | None = None
+    #: What it was started with; None where alone.
+    batch: Batch | None = None
     started_s: float = 0.0
     #: Work done before ``since_s``, as a fraction, and when the units changed last.
     done: float = 0.0

@@ -40,6 +40,7 @@ class Settling:
             queue_s=queue_s,
             overhead_s=ran_s - execution_s,
             execution_s=execution_s,
+            batch={} if entry.batch is None else entry.batch.members,
         )
         self._settle(entry, settlement)
 

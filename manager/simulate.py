@@ -13,7 +13,7 @@ from manager.bound import Bound, lower_bound
 from manager.cluster import cluster, policies
 from manager.config import ManagerSpec
 from manager.errors import InvalidInput
-from manager.knowledge import Knowledge, Learning, Oracle
+from manager.knowledge import Knowledge, Learning
 from manager.results import Row, SimulationResult
 from manager.simulation import Physics, Run, Simulation
 from manager.workloads import PRESETS, Workload, service
@@ -135,7 +135,7 @@ def run(
     for name in names:
         if name not in BASELINES:
             policies(name)
-        knowledge = Learning() if learned else Oracle()
+        knowledge = Learning() if learned else None
         runs[name] = simulate(workload, name, size, base=base, physics=physics, knowledge=knowledge)
     bound: Bound | None = None
     if with_bound:

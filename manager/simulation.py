@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from manager.action import Action
 from manager.arrivals import Arrivals, chunk_of
 from manager.assembly import build_core
+from manager.batch import Work
 from manager.config import ManagerSpec
 from manager.errors import Unsatisfiable
 from manager.events import (
@@ -140,7 +141,7 @@ class Simulation:
         self._core = build_core(spec)
         self._trajectories = trajectories
         self._physics = physics or Physics()
-        self._knowledge = knowledge or Oracle()
+        self._knowledge = knowledge or Oracle(self._physics.batch_marginal)
         self._ledger = Ledger()
         self._events: list[tuple[float, int, Event | tuple[int, int]]] = []
         self._seq = 0
@@ -221,7 +222,7 @@ class Simulation:
         step = trajectory.steps[number]
         action_id = f"{trajectory.id}/{number}"
         self._places[action_id] = (index, number)
-        t_ori_s, elasticity = self._knowledge.of(step)
+        known = self._knowledge.of(step)
         return Submitted(
             action=Action(
                 id=action_id,
@@ -232,12 +233,13 @@ class Simulation:
                 memory_bytes=trajectory.memory_bytes,
                 trajectory_ttl_s=1e9,
                 key=step.key,
-                elasticity=elasticity,
-                t_ori_s=t_ori_s,
+                elasticity=known.elasticity,
+                t_ori_s=known.t_ori_s,
                 malleable=step.malleable,
                 service=step.service,
                 profile_key=step.profile_key,
                 batch_tokens=step.batch_tokens,
+                batch_marginal=known.batch_marginal,
                 submitted_s=self._now_s,
                 timeout_s=1e9,
                 queue_timeout_s=1e9,
@@ -347,8 +349,7 @@ class Simulation:
         """All members end together, when the last forward pass has."""
         places = (self._places[member] for member in lease.batch)
         works_s = [_work_s(self._trajectories[index].steps[number], lease) for index, number in places]
-        longest_s = max(works_s)
-        return longest_s + self._physics.batch_marginal * (sum(works_s) - longest_s)
+        return Work.of(works_s).seconds(self._physics.batch_marginal)
 
     def _schedule_end(self, running: _Running) -> None:
         left_s = max(0.0, 1.0 - running.done) * self._duration_s(running)

@@ -1,0 +1,50 @@
+"""The batch: queue mates of one service that are executed together, and end together when the last pass has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+#: A function and a caller's key: what the history tells requests apart by.
+Kin = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What the members of a batch would take alone: the longest of them, and all others in turn."""
+
+    longest_s: float
+    others_s: float
+
+    @classmethod
+    def of(cls, alone_s: Sequence[float]) -> Work:
+        longest_s = max(alone_s)
+        return cls(longest_s, sum(alone_s) - longest_s)
+
+    @property
+    def size(self) -> float:
+        """How many members as long as the longest it amounts to."""
+        return 1.0 + self.others_s / self.longest_s
+
+    def seconds(self, marginal: float) -> float:
+        """What the batch takes, where a further member adds ``marginal`` of what it would take alone."""
+        return self.longest_s + marginal * self.others_s
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What the core notes of a batch when it starts."""
+
+    #: Members by function and caller's key.
+    members: Mapping[Kin, int] = field(default_factory=dict)
+    #: None where nothing is known of any member.
+    expected_s: float | None = None
+
+
+def expected_s(alone_s: Sequence[float | None], marginal: float) -> float | None:
+    """Expected seconds of a batch by those of its members alone; one of unknown duration counts as their mean."""
+    known = [one for one in alone_s if one is not None]
+    if not known:
+        return None
+    guess = sum(known) / len(known)
+    return Work.of([guess if one is None else one for one in alone_s]).seconds(marginal)
