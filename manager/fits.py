@@ -116,17 +116,26 @@ class BatchFit:
     widths: list[_Width] = field(default_factory=list)
     #: What was found last: it stands while batch sizes hardly differ for a while. None until they did.
     marginal: float | None = None
+    #: Members seen since it was found, each by its share.
+    pending: float = 0.0
 
     def observe(self, units: float, work: Work, own_s: float, duration_s: float, share: float) -> None:
         """A run of which ``share`` counts: a batch, of which one member would take ``own_s`` alone."""
-        log = math.log(max(LEAST_S, duration_s))
-        implied = [log - math.log(work.seconds(marginal) / own_s) for marginal in _GRID]
-        for width in self.widths:
-            width.fade(_BATCH_FADE**share)
-        self.widths = [width for width in self.widths if width.weight >= _LEAST_WEIGHT]
+        log = math.log(max(LEAST_S, duration_s) * own_s)
+        implied = [log - math.log(work.seconds(marginal)) for marginal in _GRID]
         self._width(round(units)).add(math.log(work.size), implied, share)
+        self.pending += share
+        if self.pending >= 1.0 - 1e-9:
+            self._conclude()
+
+    def _conclude(self) -> None:
+        """Once a batch, after its last member: what it changes, and the fading of what was before."""
+        self.pending = 0.0
         if sum(width.deviations(width.sizes, width.size_squares) for width in self.widths) >= _LEAST_SPREAD:
             self.marginal = self._best()
+        for width in self.widths:
+            width.fade(_BATCH_FADE)
+        self.widths = [width for width in self.widths if width.weight >= _LEAST_WEIGHT]
 
     def _best(self) -> float:
         scatter = [
@@ -152,4 +161,4 @@ class BatchFit:
         widths = [_Width(**width) for width in data["widths"]]
         if any(len(width.sums) != len(_GRID) for width in widths):
             return cls()
-        return cls(widths, data["marginal"])
+        return cls(widths, data["marginal"], data["pending"])

@@ -100,16 +100,9 @@ class History:
             return
         units: float = settlement.lease.units(action.key) if action.key is not None else 1
         units = max(1.0, settlement.outcome.usage.get("mean_units", units))
-        members = settlement.batch or {(action.function, action.profile_key): 1}
-        size = sum(members.values())
-        ran = settlement.outcome.usage.get("batch", size)
-        if ran == 1:
-            members = {(action.function, action.profile_key): 1}  # it came too late for its batch
-        elif ran != size:
-            return  # some member did: what the others ran with is not known
-        self.record(
-            action.function, action.profile_key, units, settlement.execution_s, members if action.batch_tokens else {}
-        )
+        members = _ran_with(settlement)
+        if members is not None:
+            self.record(action.function, action.profile_key, units, settlement.execution_s, members)
 
     def record(
         self, function: str, key: str, units: float, duration_s: float, members: Mapping[Kin, int] | None = None
@@ -235,3 +228,20 @@ class History:
         if len(self._profiles) > _KEYS_MAX:
             self._profiles.popitem(last=False)
         return profile
+
+
+def _ran_with(settlement: Settlement) -> Mapping[Kin, int] | None:
+    """Members of the batch that it ran in, by what its runtime tells; empty where it never runs in one.
+
+    None where some came too late for the batch: it is not known which.
+    """
+    action = settlement.action
+    if not action.batch_tokens:
+        return {}
+    alone = {(action.function, action.profile_key): 1}
+    members = settlement.batch or alone
+    size = sum(members.values())
+    ran = settlement.outcome.usage.get("batch", size)
+    if ran == 1:
+        return alone
+    return members if ran == size else None

@@ -127,10 +127,11 @@ async def test_what_was_learned_of_a_function_is_shown_with_its_error(served: Se
         assert (await gateway.invoke({})).status_code == 200
     status, out, _ = await served("functions", "show", "echo")
     assert status == 0
-    assert re.search(r"\(all\) +\S+ +\d+% +(-|0\.\d+) +2", out)
+    assert re.search(r"\(all\) +\S+ +\d+% +(-|0\.\d+) +- +2", out)
     exposition = (await gateway.http.get("/metrics")).text
     assert 'tangram_learned_t_ori_seconds{function="echo"}' in exposition
     assert 'tangram_learned_error_ratio{function="echo"}' in exposition
+    assert 'tangram_learned_batch_marginal{function="echo"}' in exposition
 
 
 async def test_a_configuration_is_compared_then_applied(served: Served, gateway: Running, tmp_path: Path) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+
+import pytest
 
 from manager.action import Action, UnitSet
 from manager.assembly import build_core
@@ -298,6 +301,43 @@ def test_queue_mates_of_a_service_run_as_one_batch_up_to_its_tokens(drive: Drive
     assert driver.running() == {"b1"}, "the chunk is the batch's until its last member ends"
     driver.step(4, finish("b1"))
     assert driver.running() == {"b2", "b3"}
+
+
+@pytest.mark.parametrize("marginal", [0.0, 0.5, 1.0])
+def test_a_batch_is_expected_to_end_when_all_its_members_are_done(drive: Drive, marginal: float) -> None:
+    service = ServiceSpec(name="s", bytes_by_dop={1: 10}, restore_s_by_dop={1: 0.0}, batch_tokens=10)
+    driver = drive(replace(spec(node(devices=1)), services={"s": service}))
+    driver.step(0, submit("first", {"gpu": 1}, service="s", batch_tokens=4))
+    fields = {"service": "s", "batch_tokens": 3, "batch_marginal": marginal}
+    driver.step(1, *(submit(f"b{n}", {"gpu": 1}, t_ori_s=t_s, **fields) for n, t_s in enumerate((5.0, None, 30.0))))
+    driver.step(2, finish("first"))
+    assert driver.started["b0"].lease.batch == ("b0", "b1", "b2")
+    executing, pool = driver.core.house.executing, driver.core.house.resources["gpu"]
+    # b1, of which nothing is known, counts as the mean of the others would: 17.5 s.
+    expected_s = 30.0 + marginal * (5.0 + 17.5)
+    (running,) = executing.view(pool, 12.0)
+    assert running.ends_in_s == pytest.approx(expected_s - 10.0)
+    driver.step(13, finish("b0"))
+    (running,) = executing.view(pool, 13.0)
+    assert running.ends_in_s == pytest.approx(expected_s - 11.0), "who leaves early ends nothing"
+    driver.step(14, finish("b1"), finish("b2"))
+    kin = Counter({("f", ""): 3})
+    assert [driver.settled[id].batch for id in ("first", "b0", "b2")] == [{}, kin, kin]
+
+
+def test_an_action_that_starts_again_alone_forgets_its_batch(drive: Drive) -> None:
+    service = ServiceSpec(name="s", bytes_by_dop={1: 10}, restore_s_by_dop={1: 0.0}, batch_tokens=10)
+    driver = drive(replace(spec(node(devices=1)), services={"s": service}))
+    fields = {"service": "s", "batch_tokens": 4, "t_ori_s": 5.0}
+    driver.step(0, submit("first", {"gpu": 1}, **fields))
+    again = Submitted(action=action("again", {"gpu": 1}, **fields), idempotent=True)
+    driver.step(1, again, submit("once", {"gpu": 1}, **fields))
+    driver.step(2, finish("first"))
+    assert driver.started["again"].lease.batch == ("again", "once")
+    driver.step(3, NodeLost(node="n0"))
+    driver.step(4, NodeJoined(node=node(devices=1)))
+    (running,) = driver.core.house.executing.view(driver.core.house.resources["gpu"], 4.0)
+    assert (running.action.id, running.ends_in_s) == ("again", 5.0)
 
 
 def test_a_paused_core_starts_nothing_but_children(drive: Drive) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from manager.action import Action, Amdahl, UnitSet
+from manager.action import PRIOR_BATCH_MARGINAL, Action, Amdahl, UnitSet
 from manager.config import ConcurrencySpec, QuotaSpec
 from manager.errors import InvalidInput, Unsatisfiable
 from manager.formulation import check_satisfiable, formulate
@@ -51,6 +51,17 @@ def test_what_is_declared_is_not_learned() -> None:
     )
     action = form(declared, {"suite": "slow"})
     assert (action.t_ori_s, action.elasticity) == (5.0, Amdahl(0.5))
+
+
+def test_what_a_further_member_adds_is_carried_whatever_is_declared_of_the_duration() -> None:
+    assert form(TESTS, {}).batch_marginal == PRIOR_BATCH_MARGINAL
+    history = History()
+    for size in (1, 8) * 20:
+        history.record("tests", "", 1, 10.0 * (1 + 0.25 * (size - 1)), {("tests", ""): size})
+    declared = replace(TESTS, duration=DurationSpec(profile="declared", initial_s=5.0))
+    for function in (TESTS, declared):
+        action = formulate(function, id="i", input={}, trajectory=None, task="t", history=history, now_s=1.0)
+        assert action.batch_marginal == pytest.approx(0.25)
 
 
 def test_only_test_runs_over_cores_are_malleable() -> None:

@@ -119,6 +119,17 @@ def test_the_members_of_a_batch_are_one_start(drive: Drive) -> None:
     assert sorted(service for service, _ in prefetches(driver)) == ["c", "d"], "y and z run together"
 
 
+@pytest.mark.parametrize(("marginal", "expected"), [(1.0, [("c", (0, 1)), ("d", (1, 1))]), (0.0, [("c", (0, 1))])])
+def test_the_end_of_a_batch_that_is_yet_to_start_is_foreseen(
+    drive: Drive, marginal: float, expected: list[tuple[str, tuple[int, int]]]
+) -> None:
+    driver = drive(world(2, batch_tokens=100))
+    fields = {"batch_tokens": 10, "batch_marginal": marginal}
+    driver.step(0, ask("x", "a", t_ori_s=10.0), ask("w", "b", t_ori_s=25.0))
+    driver.step(1, ask("y", "c", **fields), ask("z", "c", **fields), ask("u", "d", t_ori_s=20.0))
+    assert prefetches(driver) == expected, "u follows w where y and z take longer than that, else y and z"
+
+
 @pytest.mark.parametrize(("known", "expected"), [(True, [("c", (0, 1))]), (False, [])])
 def test_nothing_goes_for_what_follows_an_end_that_nobody_knows(
     drive: Drive, known: bool, expected: list[tuple[str, tuple[int, int]]]

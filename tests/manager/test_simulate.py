@@ -183,6 +183,17 @@ def test_the_members_of_a_batch_end_together_after_what_each_adds(marginal: floa
     assert all(one.overhead_s == pytest.approx(1.28) for one in batch), "all wait for the restore"
 
 
+@pytest.mark.parametrize("marginal", [0.2, 1.0])
+def test_what_a_further_member_adds_is_learned_in_a_simulation(marginal: float) -> None:
+    learning = Learning()
+    workload = mopd(384, 3, Teachers(rollout_median_s=20.0, request_sigma=0.2, request_tokens=1024))
+    one = Size(nodes=1, cores=0, gpus=2)
+    simulate(workload, "price", one, knowledge=learning, physics=Physics(batch_marginal=marginal))
+    learned = learning.history.learned("teacher")
+    assert abs(learned.batch_marginal - marginal) <= 0.1
+    assert learned.t_ori_s == pytest.approx(0.8, rel=0.3)
+
+
 def test_requests_without_tokens_or_beyond_the_pass_run_alone() -> None:
     for tokens in (0, BATCH_TOKENS):
         run_ = simulate(judged([4.0, 1.0, 2.0, 3.0], tokens=tokens), "price", Size(nodes=1, cores=0, gpus=1))
