@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+from manager.action import Action
 
 #: A function and a caller's key: what the history tells requests apart by.
 Kin = tuple[str, str]
@@ -48,3 +50,17 @@ def expected_s(alone_s: Sequence[float | None], marginal: float) -> float | None
         return None
     guess = sum(known) / len(known)
     return Work.of([guess if one is None else one for one in alone_s]).seconds(marginal)
+
+
+def mates_of(action: Action, alike: Iterable[Action], most_tokens: int) -> list[Action]:
+    """Those of ``alike``, which wait for the same service, that would join its batch: first come, up to its tokens."""
+    budget = most_tokens - action.batch_tokens
+    mates: list[Action] = []
+    for mate in alike:
+        if mate is action:
+            continue
+        if mate.batch_tokens > budget:
+            break
+        budget -= mate.batch_tokens
+        mates.append(mate)
+    return mates

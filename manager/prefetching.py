@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from manager.action import Action
-from manager.batch import expected_s
+from manager.batch import expected_s, mates_of
 from manager.events import Prefetch, PrefetchEnded
 from manager.house import House
 from manager.resources.chunk import Chunk
@@ -182,16 +182,8 @@ class _Look:
         service = self._house.services.get(action.service or "")
         if service is None or not service.batch_tokens or not action.batch_tokens:
             return []
-        budget = service.batch_tokens - action.batch_tokens
-        mates = []
-        for mate in self._waiting:
-            if mate is action or mate.service != action.service or not mate.batch_tokens:
-                continue
-            if mate.batch_tokens > budget:
-                break
-            budget -= mate.batch_tokens
-            mates.append(mate)
-        return mates
+        alike = (one for one in self._waiting if one.service == action.service and one.batch_tokens)
+        return mates_of(action, alike, service.batch_tokens)
 
     def _view(self) -> PoolView:
         pool, house, free = self._pool, self._house, self._forecast.free

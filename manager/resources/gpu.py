@@ -270,6 +270,7 @@ class GpuPool(Pool):
             restore_s=self._residency.restore_s,
             evicts=self._evicts,
             recent=lambda service: self._demand.recent(service, now_s),
+            batch_tokens=self._residency.batch_tokens,
         )
 
     def check(self) -> None:

@@ -71,6 +71,11 @@ class Residency:
         spec = self._services.get(service)
         return 0.0 if spec is None else spec.restore_s_by_dop.get(size, 0.0)
 
+    def batch_tokens(self, service: str) -> int:
+        """Tokens that its queued actions may add up to in one batch; 0 where each runs alone."""
+        spec = self._services.get(service)
+        return 0 if spec is None else spec.batch_tokens
+
     def victims(self, copy: Copy) -> list[Copy]:
         """The least recently used copies whose eviction makes room for ``copy`` on each of its devices."""
         victims = self.victims_beside(copy, lambda _: False)

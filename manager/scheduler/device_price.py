@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from manager.action import Action
+from manager.batch import Work, mates_of
 from manager.resources.chunk_operator import take, warm_fit
 from manager.scheduler.durations import UNKNOWN_S, is_elastic, key_units, kind_of, shape_of
 from manager.scheduler.policy import ChunkView, Decision, Hold, PoolView, Start
@@ -36,6 +37,8 @@ class DevicePrice:
     """Each action takes the cheapest of: a warm free chunk, a cold start on a free one, a busy warm one later.
 
     A cold start costs its restore, and those that will follow for what it evicts, less those that its copy will save.
+    What waits for the same service joins its batch, so a start is priced with the batch's duration: beside that of one
+    alone a restore would seem dear, and under load all would queue for wide warm chunks, which waste devices.
     Shorter actions of a task take the turns of its longer ones, within an ageing bound.
     """
 
@@ -73,14 +76,16 @@ class _Pass:
         self._scale = c / view.total
         self._coming = a_s * view.arrival_rate * view.utilisation**4
         self._behind = view.backlog
+        self._mates = _Mates(view.eligible or [candidate.action for candidate in view.candidates], chunks)
         self._limits = {candidate.action.id: candidate.limit for candidate in view.candidates}
 
     def run(self, waiting: Sequence[Action]) -> Decision:
         starts: list[Start] = []
         holds: list[Hold] = []
         for action in waiting:
-            self._behind -= 1
-            option = self._cheapest(action)
+            batch = self._mates.take(action)
+            self._behind -= len(batch)
+            option = self._cheapest(action, batch) if batch else None
             if option is None:
                 continue
             wait_s = option.wait_s or 0.0
@@ -90,7 +95,7 @@ class _Pass:
             else:
                 until_s = self._view.now_s + wait_s
                 waits_for = f"devices {option.chunk[0]}..{sum(option.chunk) - 1}, warm for {action.service}"
-                holds.append(Hold(action_id=action.id, waits_for=waits_for, until_s=until_s))
+                holds += [Hold(action_id=one.id, waits_for=waits_for, until_s=until_s) for one in batch]
             self._occupy(option.chunk, wait_s + option.busy_s)
         return Decision(starts=starts, holds=holds)
 
@@ -105,12 +110,15 @@ class _Pass:
         for device in range(chunk[0], sum(chunk)):
             self._free_s[device] = seconds
 
-    def _cheapest(self, action: Action) -> Option | None:
+    def _cheapest(self, action: Action, batch: Sequence[Action]) -> Option | None:
+        alone_s = [one.t_ori_s or UNKNOWN_S for one in batch]
+        together = Work.of(alone_s).seconds(action.batch_marginal) / alone_s[0]
         price = self._scale * (max(0, self._behind) + self._coming)
         limit = self._limits.get(action.id, self._view.total)
         best: Option | None = None
         # Wide ones first: they are mostly the cheapest, and the others need not be looked at closely then.
-        for units, duration_s in reversed(self._durations(action)):
+        for units, lone_s in reversed(self._durations(action)):
+            duration_s = lone_s * together
             floor_s = duration_s * (1 + price * units)
             if best is not None and floor_s >= best.cost_s:
                 continue
@@ -165,6 +173,32 @@ class _Pass:
             return [(unit_set.minimum, action.duration_s(unit_set.minimum) or UNKNOWN_S)]
         shape = shape_of(unit_set, action.elasticity)
         return list(zip(shape.units, (shape.factors * (action.t_ori_s or UNKNOWN_S)).tolist(), strict=True))
+
+
+class _Mates:
+    """What waits, by service in FCFS order, until an earlier one takes it into its batch."""
+
+    def __init__(self, waiting: Sequence[Action], chunks: ChunkView) -> None:
+        self._tokens = chunks.batch_tokens
+        self._alike: dict[str, dict[str, Action]] = {}
+        self._taken: set[str] = set()
+        for action in waiting:
+            if action.service and action.batch_tokens:
+                self._alike.setdefault(action.service, {})[action.id] = action
+
+    def take(self, action: Action) -> list[Action]:
+        """The action and those that would join its batch; nothing where it has joined one itself."""
+        if action.id in self._taken:
+            return []
+        alike = self._alike.get(action.service or "", {})
+        most = self._tokens(action.service) if action.service and action.batch_tokens else 0
+        mates = mates_of(action, alike.values(), most) if most else []
+        # Who may take other counts is asked on his own: he may fit where the others do not.
+        batch = [action, *(mate for mate in mates if mate.cost == action.cost)]
+        for one in batch:
+            alike.pop(one.id, None)
+            self._taken.add(one.id)
+        return batch
 
 
 class _Worth:

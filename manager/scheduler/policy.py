@@ -41,6 +41,10 @@ def _nothing_goes(service: str, chunk: tuple[int, int]) -> Sequence[tuple[str, i
     return ()
 
 
+def _runs_alone(service: str) -> int:
+    return 0
+
+
 def _never_used(service: str) -> float:
     return 0.0
 
@@ -59,6 +63,8 @@ class ChunkView:
     evicts: Callable[[str, tuple[int, int]], Sequence[tuple[str, int]]] = _nothing_goes
     #: Uses of a service in the last seconds, smoothed.
     recent: Callable[[str], float] = _never_used
+    #: Tokens that actions of a service may add up to in one batch; 0 where each runs alone.
+    batch_tokens: Callable[[str], int] = _runs_alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
