@@ -113,7 +113,8 @@ class _Pass:
     def _cheapest(self, action: Action, batch: Sequence[Action]) -> Option | None:
         alone_s = [one.t_ori_s or UNKNOWN_S for one in batch]
         together = Work.of(alone_s).seconds(action.batch_marginal) / alone_s[0]
-        price = self._scale * (max(0, self._behind) + self._coming)
+        # n members and those behind wait for the batch: n T + price units T in all, so that each bears an n-th.
+        price = self._scale * (max(0, self._behind) + self._coming) / len(batch)
         limit = self._limits.get(action.id, self._view.total)
         best: Option | None = None
         # Wide ones first: they are mostly the cheapest, and the others need not be looked at closely then.

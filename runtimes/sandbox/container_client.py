@@ -51,6 +51,10 @@ class OnePool(docker.transport.UnixHTTPAdapter):
             api.mount(SCHEME, cls(given.socket_path, given.timeout, pool_connections=1, max_pool_size=connections))
             given.close()
 
+    def drop(self) -> None:
+        """Close what is not in use: the engine is away, and will not know these connections when it comes back."""
+        self.pools.clear()
+
     def get_connection(self, url: Any, proxies: Any = None) -> Any:
         return super().get_connection(SCHEME, proxies)
 
@@ -93,12 +97,19 @@ class Connection:
         if self.forward is not None:
             self.forward.ensure()
 
+    def drop(self) -> None:
+        """Let go of connections to an engine that did not answer."""
+        adapter = self.api.adapters.get(SCHEME)
+        if isinstance(adapter, OnePool):
+            adapter.drop()
+
     def answers(self, within_s: float) -> bool:
         """Whether it answers a ping now."""
         try:
             self.ensure()
             self.api.get(f"{self.api.base_url}/_ping", timeout=within_s)
         except AWAY:
+            self.drop()
             return False
         return True
 
