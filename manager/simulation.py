@@ -355,7 +355,7 @@ class Simulation:
         left_s = max(0.0, 1.0 - running.done) * self._duration_s(running)
         end_s = max(running.since_s, self._now_s) + left_s
         ran_s = end_s - running.started_s
-        area = running.area + running.units * (end_s - self._now_s)
+        area = running.area + running.units * (end_s - running.resized_s)
         outcome = Outcome(
             state=State.SUCCEEDED,
             execution_s=max(0.0, ran_s - running.lost_s),

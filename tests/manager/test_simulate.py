@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 
@@ -12,9 +13,10 @@ from manager.action import UnitSet
 from manager.baselines import BASELINES
 from manager.config import ServiceSpec
 from manager.errors import InvalidInput
-from manager.knowledge import Learning
+from manager.knowledge import Learning, Oracle
 from manager.lease import Grant, Lease
 from manager.ledger import Ledger
+from manager.outcome import Settlement
 from manager.simulate import Size, preset, run, simulate
 from manager.simulation import Physics, Run
 from manager.trace import Step, Trajectory
@@ -133,6 +135,17 @@ def test_what_is_restored_ahead_of_its_use_is_no_overhead_and_slows_what_compute
     assert (free.prefetches, free.prefetch_hits, free.restores) == (8, 8, 1)
     assert total(free) == pytest.approx((1.0, 36.0))
     assert total(dear) == pytest.approx((1.0, 40.0)), "each second of a restore costs half a second of work"
+
+
+def test_what_travels_beside_an_action_does_not_change_the_units_that_it_is_said_to_have_had() -> None:
+    class Watching(Oracle):
+        units: ClassVar[list[float]] = []
+
+        def observe(self, settlement: Settlement) -> None:
+            self.units.append(settlement.outcome.usage["mean_units"])
+
+    simulate(crowded(), "price", Size(nodes=1, cores=0, gpus=1, prefetch=True), knowledge=Watching())
+    assert Watching.units == pytest.approx([1.0] * 9)
 
 
 def test_an_action_waits_for_the_rest_of_what_is_on_its_way() -> None:
