@@ -40,8 +40,11 @@ class Client(docker.APIClient):
 
 
 class OnePool(docker.transport.UnixHTTPAdapter):
-    """One pool of connections for all requests. docker keeps one for each address asked, and most have an id in them:
-    a new connection for nearly every request, and several times as many open ones as threads."""
+    """One pool of connections for all requests.
+
+    docker keeps one for each address asked, and most have an id in them: a new connection for nearly every request,
+    and several times as many open ones as threads.
+    """
 
     @classmethod
     def replace(cls, api: docker.APIClient, connections: int) -> None:

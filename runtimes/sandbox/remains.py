@@ -59,7 +59,8 @@ class Remains:
         """The engine has removed it, or does not know it."""
         if self._hierarchy is not None and len(self._removed) < WATCHED_MAX:
             self._removed[container] = time.monotonic(), 0
-            (self._directory / container).touch()
+            with suppress(OSError):  # a full disk: this gateway knows it all the same
+                (self._directory / container).touch()
 
     def sweep(self) -> int:
         """Take away what is left of those removed a while ago; how many had left something."""
@@ -100,7 +101,8 @@ class Remains:
             mounts = {name: root / place.format(container) for name, root in self._hierarchy.mounts.items()}
             held = Cgroup(self._hierarchy.version, {name: at for name, at in mounts.items() if at.is_dir()})
             if held.places.keys() >= {"cpu", "freezer"}:
-                held.kill()
+                with suppress(OSError):  # not ours to write, where the gateway is not root
+                    held.kill()
         for group in groups:
             with suppress(OSError):  # somebody in it is not gone yet: at the next look
                 group.rmdir()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from runtimes.sandbox.cgroup import Hierarchy
+from runtimes.sandbox.cgroup import Cgroup, Hierarchy
 from runtimes.sandbox.remains import LOOKS_MAX, Remains
 
 
@@ -21,7 +21,7 @@ from runtimes.sandbox.remains import LOOKS_MAX, Remains
 def sleeping(*argv: str) -> Iterator[subprocess.Popen[bytes]]:
     """A process that waits for its end, under the name and with the arguments of ``argv``."""
     name, *rest = argv
-    script = "import time; time.sleep(600)"
+    script = "import signal; signal.pause()"
     process = subprocess.Popen([name, "-c", script, *rest], executable=sys.executable)
     try:
         yield process
@@ -136,6 +136,28 @@ def test_what_cannot_be_removed_is_given_up_after_some_looks(tmp_path: Path) -> 
     remains.learn("one", 1)
     remains.watch("two")
     assert [remains.sweep() for _ in range(LOOKS_MAX + 2)] == [1] * LOOKS_MAX + [0, 0]
+
+
+def test_a_full_disk_does_not_keep_a_container_from_being_looked_after(tmp_path: Path) -> None:
+    hierarchy, proc = fake(tmp_path)
+    remains = Remains(hierarchy, tmp_path / "removed", proc=proc, grace_s=0.0)
+    (tmp_path / "removed").rmdir()  # nothing can be written there
+    remains.learn("one", 1)
+    remains.watch("two")
+    assert remains.sweep() == 1
+
+
+def test_groups_that_are_not_ours_to_write_end_no_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(self: Cgroup) -> None:
+        raise PermissionError("cgroup.kill")
+
+    monkeypatch.setattr(Cgroup, "kill", denied)
+    hierarchy, proc = fake(tmp_path)
+    mounts = {"cpu": tmp_path / "cpu", "freezer": tmp_path / "cpu"}
+    remains = Remains(Hierarchy(1, mounts, hierarchy.roots), tmp_path / "removed", proc=proc, grace_s=0.0)
+    remains.learn("one", 1)
+    remains.watch("two")
+    assert remains.sweep() == 1
 
 
 def test_without_control_groups_in_sight_there_is_nothing_to_look_after(tmp_path: Path) -> None:
