@@ -8,6 +8,7 @@ COPY pyproject.toml constraints.txt README.md /src/
 COPY manager /src/manager
 COPY runtimes /src/runtimes
 COPY gateway /src/gateway
+COPY tangram /src/tangram
 
 # A wheel of pip is a program too: the base needs neither pip nor venv.
 RUN set -eu; \

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("manager", "runtimes", "gateway", "bench", "scripts", "tests", "functions")
+PACKAGES = ("manager", "runtimes", "gateway", "tangram", "bench", "scripts", "tests", "functions")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,119 @@
+"""The wire types: one declaration for each noun that crosses the wire; JSON, documents and results come from them.
+
+Answers may hold fields that are not named here: a newer server tells more. A field that may be left out is `UNSET`,
+which is false, where it was; null is None.
+"""
+
+from msgspec import UNSET, UnsetType
+
+from tangram.types.batches import BatchAnswer, BatchItem, BatchRequest, BatchVerdict
+from tangram.types.files import FileEntry, FileList, FileWritten
+from tangram.types.functions import (
+    ConfigDiff,
+    ConfigFile,
+    ConfigFiles,
+    DurationInfo,
+    FunctionInfo,
+    FunctionList,
+    LearnedInfo,
+    RetryInfo,
+    SandboxInfo,
+    UnitsInfo,
+    WarmInfo,
+)
+from tangram.types.health import Health
+from tangram.types.invocations import Attempt, Invocation, InvocationPage, Purged
+from tangram.types.logs import (
+    LogAccepted,
+    LogEnd,
+    LogHeartbeat,
+    LogLag,
+    LogLine,
+    LogRecord,
+    LogResult,
+    read_log_record,
+)
+from tangram.types.problems import Problem
+from tangram.types.resources import (
+    DeviceInfo,
+    HostImagesInfo,
+    ModelDevice,
+    ModelsInfo,
+    NodeInfo,
+    PlacedModel,
+    PoolInfo,
+    RegionInfo,
+    ResidentInfo,
+    ResourcesInfo,
+    SandboxesInfo,
+    ServiceInfo,
+)
+from tangram.types.scalars import Mode, Reason, State
+from tangram.types.scheduling import (
+    QueueEntry,
+    QueuePage,
+    TaskInfo,
+    TaskList,
+    TrajectoryInfo,
+    TrajectoryOpening,
+    TrajectoryPage,
+)
+
+__all__ = [
+    "UNSET",
+    "Attempt",
+    "BatchAnswer",
+    "BatchItem",
+    "BatchRequest",
+    "BatchVerdict",
+    "ConfigDiff",
+    "ConfigFile",
+    "ConfigFiles",
+    "DeviceInfo",
+    "DurationInfo",
+    "FileEntry",
+    "FileList",
+    "FileWritten",
+    "FunctionInfo",
+    "FunctionList",
+    "Health",
+    "HostImagesInfo",
+    "Invocation",
+    "InvocationPage",
+    "LearnedInfo",
+    "LogAccepted",
+    "LogEnd",
+    "LogHeartbeat",
+    "LogLag",
+    "LogLine",
+    "LogRecord",
+    "LogResult",
+    "Mode",
+    "ModelDevice",
+    "ModelsInfo",
+    "NodeInfo",
+    "PlacedModel",
+    "PoolInfo",
+    "Problem",
+    "Purged",
+    "QueueEntry",
+    "QueuePage",
+    "Reason",
+    "RegionInfo",
+    "ResidentInfo",
+    "ResourcesInfo",
+    "RetryInfo",
+    "SandboxInfo",
+    "SandboxesInfo",
+    "ServiceInfo",
+    "State",
+    "TaskInfo",
+    "TaskList",
+    "TrajectoryInfo",
+    "TrajectoryOpening",
+    "TrajectoryPage",
+    "UnitsInfo",
+    "UnsetType",
+    "WarmInfo",
+    "read_log_record",
+]

@@ -1,0 +1,151 @@
+"""Functions on the wire: how one is defined, and what was learned of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from tangram.types.scalars import AnyReason, Count, JsonObject
+
+
+class UnitsInfo(Struct, frozen=True, kw_only=True):
+    """Admissible unit counts: from ``min`` to ``max``, or those of ``choices``."""
+
+    min: int | UnsetType = UNSET
+    max: int | UnsetType = UNSET
+    choices: tuple[int, ...] | UnsetType = UNSET
+
+
+class DurationInfo(Struct, frozen=True, kw_only=True):
+    """How its duration is foretold."""
+
+    profile: Annotated[str, Meta(description="learned or declared")]
+    key: Annotated[str, Meta(description="The input field whose value keys the learning; empty for none")]
+    initial_s: Annotated[float | None, Meta(description="Seconds with one unit, the prior or the truth")]
+
+
+class RetryInfo(Struct, frozen=True, kw_only=True):
+    """Its tries after a failure."""
+
+    max_attempts: int
+    backoff_s: Annotated[float, Meta(description="Seconds before the second try, doubled with each")]
+    backoff_max_s: float
+    jitter: Annotated[str, Meta(description="full or none")]
+    on: Annotated[tuple[AnyReason, ...], Meta(description="Reasons that are tried again")]
+    on_status: Annotated[tuple[int, ...], Meta(description="HTTP statuses of an api function that are tried again")]
+
+
+class WarmInfo(Struct, frozen=True, kw_only=True):
+    """Bounds of a warm pool, in sandboxes."""
+
+    min: Count
+    max: Count
+
+
+class SandboxInfo(Struct, frozen=True, kw_only=True):
+    """The sandbox of its trajectories, or of a handler's instances."""
+
+    image: str
+    memory_bytes: Count
+    network: Annotated[str, Meta(description="none, internal or egress")]
+    allow: Annotated[tuple[str, ...], Meta(description="With egress: host names and CIDR blocks; empty allows all")]
+    user: str
+    pids: Annotated[int, Meta(description="Most processes at a time")]
+    disk_bytes: Count
+    shm_bytes: Count
+    workdir: str
+    env: Mapping[str, str]
+    isolation: Annotated[str, Meta(description="any, or container")]
+    background: Annotated[str, Meta(description="What its processes do between actions: freeze, run or kill")]
+    idle_ttl_s: Annotated[float, Meta(description="Seconds without an action after which a trajectory ends")]
+    unattended_s: Annotated[float, Meta(description="Seconds that a command runs on without its gateway")]
+    warm: WarmInfo
+
+
+class LearnedInfo(Struct, frozen=True, kw_only=True):
+    """What was learned of a function's durations, by the value of its key."""
+
+    t_ori_s: Annotated[float, Meta(description="Seconds with one unit")]
+    observations: Count
+    error: Annotated[float, Meta(description="Smoothed relative error of the estimate; 0.1 is about 10 %")]
+    serial_fraction: Annotated[float | None, Meta(description="What more units cannot speed up; null if not fitted")]
+    batch_marginal: Annotated[float | None, Meta(description="What a further member adds to a batch; null likewise")]
+
+
+class FunctionInfo(Struct, frozen=True, kw_only=True):
+    """A registered function. What is not set is left out; secrets are references and stay so."""
+
+    name: str
+    runtime: Annotated[str, Meta(description="exec, pytest, handler, model or api")]
+    revision: Annotated[str, Meta(description="Digest of the definition, and of a handler's source")]
+    description: str
+    cost: Annotated[Mapping[str, int | UnitsInfo], Meta(description="Units that it needs, by resource kind")]
+    duration: DurationInfo
+    timeout_s: Annotated[float, Meta(description="Bound of its execution in seconds")]
+    queue_timeout_s: Annotated[float, Meta(description="Bound of its waiting in seconds")]
+    idempotent: bool
+    max_queued: Annotated[int, Meta(description="Invocations of it that may wait")]
+    output_limit_bytes: Count
+    log_limit_bytes: Count
+    retry: RetryInfo
+    key: Annotated[str | UnsetType, Meta(description="Its key elasticity resource")] = UNSET
+    elasticity: Annotated[
+        JsonObject | UnsetType, Meta(description="Declared elasticity: serial_fraction, or points [units, efficiency]")
+    ] = UNSET
+    input_schema: Annotated[JsonObject | UnsetType, Meta(description="JSON Schema of its input")] = UNSET
+    result_schema: Annotated[JsonObject | UnsetType, Meta(description="JSON Schema of its result")] = UNSET
+    sandbox: SandboxInfo | UnsetType = UNSET
+    pytest: Annotated[JsonObject | UnsetType, Meta(description="How tests are run: args, dist, max_workers")] = UNSET
+    handler: Annotated[JsonObject | UnsetType, Meta(description="Where the handler lives, and its instances")] = UNSET
+    model: Annotated[JsonObject | UnsetType, Meta(description="The checkpoint or engine, and what is asked of it")] = (
+        UNSET
+    )
+    request: Annotated[JsonObject | UnsetType, Meta(description="The HTTP call of an api function")] = UNSET
+    learned: Annotated[
+        Mapping[str, LearnedInfo] | UnsetType,
+        Meta(description="What was learned, by the value of its key; left out in listings"),
+    ] = UNSET
+
+
+class FunctionList(Struct, frozen=True, kw_only=True):
+    """Every registered function, by name."""
+
+    functions: tuple[FunctionInfo, ...]
+
+
+class ConfigDiff(Struct, frozen=True, kw_only=True):
+    """What a configuration changes, or would change."""
+
+    added: tuple[str, ...] = ()
+    changed: Annotated[
+        Mapping[str, tuple[str, ...]],
+        Meta(description="Function -> the keys of its definition that differ; source is the handler's code"),
+    ] = {}
+    removed: tuple[str, ...] = ()
+    unchanged: tuple[str, ...] = ()
+    tasks: Annotated[tuple[str, ...], Meta(description="Tasks of which anything differs")] = ()
+    resources: Annotated[tuple[str, ...], Meta(description="Resources of which anything differs")] = ()
+    needs_restart: Annotated[
+        tuple[str, ...], Meta(description="Keys that are read at the start only: such a configuration is refused")
+    ] = ()
+    applied: Annotated[bool, Meta(description="False for a dry run")] = False
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing differs."""
+        return not (self.added or self.changed or self.removed or self.tasks or self.resources or self.needs_restart)
+
+
+class ConfigFile(Struct, frozen=True, kw_only=True):
+    """One file of a configuration."""
+
+    path: Annotated[str, Meta(description="Relative to where the server's own configuration lies")]
+    text: Annotated[str, Meta(description="YAML")]
+
+
+class ConfigFiles(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A configuration as its files."""
+
+    files: tuple[ConfigFile, ...]

@@ -1,0 +1,53 @@
+"""Scalars of the wire: instants, names, states, reasons, and bounded numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+
+from msgspec import Meta
+
+from tangram.types.quantities import KEY_PATTERN, NAME_PATTERN, WAIT_PATTERN
+
+State = Literal["queued", "running", "succeeded", "failed", "timed_out", "cancelled", "lost"]
+#: Why an invocation ended otherwise than well.
+Reason = Literal[
+    "timeout",
+    "queue_timeout",
+    "out_of_memory",
+    "cancelled",
+    "environment_lost",
+    "node_lost",
+    "gateway_restart",
+    "quota",
+    "upstream",
+    "handler_error",
+    "model_error",
+    "invalid_input",
+    "output_limit",
+    "internal",
+]
+#: How the caller attends to the result: it is the response; 202 at once; the response is the log, then the result.
+Mode = Literal["sync", "async", "stream"]
+#: Of a callback that was asked for.
+Delivery = Literal["pending", "delivered", "failed"]
+
+if TYPE_CHECKING:
+    AnyState = State
+    AnyReason = Reason
+else:
+    # What a server answers is read as text, so that an older client takes the word of a newer server for it.
+    AnyState = Annotated[str, Meta(extra_json_schema={"enum": list(get_args(State))})]
+    AnyReason = Annotated[str, Meta(extra_json_schema={"enum": list(get_args(Reason))})]
+
+#: RFC 3339 with its zone, written in UTC.
+Instant = Annotated[datetime, Meta(tz=True)]
+Name = Annotated[str, Meta(pattern=f"^{NAME_PATTERN}$")]
+Key = Annotated[str, Meta(pattern=f"^{KEY_PATTERN}$")]
+#: A duration as text: ``500ms``, ``30s``, ``1h30m``, or a bare number of seconds.
+Wait = Annotated[str, Meta(pattern=f"^{WAIT_PATTERN}$", examples=["30s"])]
+Count = Annotated[int, Meta(ge=0)]
+Milliseconds = Annotated[float, Meta(ge=0)]
+#: Any JSON object.
+JsonObject = Mapping[str, Any]

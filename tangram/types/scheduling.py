@@ -1,0 +1,84 @@
+"""What the scheduler shows on the wire: the queue, tasks and living trajectories."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from tangram.types.scalars import Count, Name
+
+
+class QueueEntry(Struct, frozen=True, kw_only=True):
+    """A waiting action."""
+
+    id: str
+    function: str
+    task: str
+    trajectory: str | None
+    age_s: Annotated[float, Meta(description="Seconds since it was submitted")]
+    cost: Annotated[Mapping[str, tuple[int, int]], Meta(description="Least and most units by resource kind")]
+    waits_for: Annotated[str, Meta(description="What it waits for, in plain words")]
+
+
+class QueuePage(Struct, frozen=True, kw_only=True):
+    """How many actions wait, and some of them in order of service."""
+
+    waiting: Count
+    queue: tuple[QueueEntry, ...]
+    next_cursor: Annotated[str | None, Meta(description="The cursor of the next page; null on the last")]
+
+
+class TaskInfo(Struct, frozen=True, kw_only=True):
+    """An RL task: its share and bounds, what runs, what it used, and how it fared once something was settled."""
+
+    task: str
+    weight: float
+    max_queued: int | None
+    caps: Annotated[Mapping[str, int], Meta(description="Most units at a time, by resource kind")]
+    queued: Count
+    running: Count
+    core_s: Annotated[float, Meta(description="Core-seconds used")]
+    gpu_s: Annotated[float, Meta(description="Device-seconds used")]
+    quota_units: Annotated[Mapping[str, float], Meta(description="Units of quotas used, by resource")]
+    slot_s: Annotated[Mapping[str, float], Meta(description="Slot-seconds of concurrency used, by resource")]
+    settled: Annotated[Mapping[str, int] | UnsetType, Meta(description="Ended actions by state")] = UNSET
+    act_s: Annotated[float | UnsetType, Meta(description="Sum of the action completion times")] = UNSET
+    queue_s: float | UnsetType = UNSET
+    overhead_s: float | UnsetType = UNSET
+    execution_s: float | UnsetType = UNSET
+
+
+class TaskList(Struct, frozen=True, kw_only=True):
+    """Every task that is configured or was seen."""
+
+    tasks: tuple[TaskInfo, ...]
+
+
+class TrajectoryOpening(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A request for a trajectory's environment before its first action."""
+
+    function: Annotated[Name, Meta(description="The registered function whose sandbox it is")]
+    task: Annotated[Name, Meta(description="The RL task that it belongs to")] = "default"
+
+
+class TrajectoryInfo(Struct, frozen=True, kw_only=True):
+    """A living trajectory."""
+
+    trajectory: Name
+    task: str
+    node: Annotated[str, Meta(description="Where its environment is; empty before")]
+    memory_bytes: Count
+    ttl_s: Annotated[float, Meta(description="Seconds without an action after which it ends")]
+    state: Annotated[str, Meta(extra_json_schema={"enum": ["idle", "queued", "running", "waiting", "ending"]})]
+    queued: Annotated[Count, Meta(description="Actions behind the active one")]
+    active: Annotated[str | None, Meta(description="The action whose turn it is")]
+    idle_s: float
+
+
+class TrajectoryPage(Struct, frozen=True, kw_only=True):
+    """Living trajectories, by name."""
+
+    trajectories: tuple[TrajectoryInfo, ...]
+    next_cursor: Annotated[Name | None, Meta(description="The cursor of the next page; null on the last")]
