@@ -17,7 +17,7 @@ from pathlib import Path
 
 from bench.durable_core import old_records, queue_lengths
 from bench.gateway import ECHO, GATEWAY, ROOT, START_S, per_second, process
-from bench.report import Report, arguments, median, percentile
+from bench.report import BenchReport, arguments, median, percentile
 
 ACCEPTED_PER_S, ACCEPT_P99_MS = 1500.0, 50.0
 #: A pass over 100 times the queue, and a write over so many old records, may cost so much more.
@@ -49,14 +49,14 @@ functions:
 """
 
 
-class Client:
+class LoadClient:
     """One keep-alive connection that submits and says how it was answered."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
 
     @classmethod
-    async def open(cls, port: int) -> Client:
+    async def open(cls, port: int) -> LoadClient:
         return cls(*await asyncio.open_connection("127.0.0.1", port))
 
     async def send(self, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
@@ -118,9 +118,9 @@ def configure(directory: Path, port: int, durability: str) -> Path:
 
 async def accepted_per_s(port: int, each: int) -> float:
     """Acceptances a second over `CONNECTIONS` connections, each with its record committed."""
-    clients = [await Client.open(port) for _ in range(CONNECTIONS)]
+    clients = [await LoadClient.open(port) for _ in range(CONNECTIONS)]
 
-    async def run(client: Client) -> None:
+    async def run(client: LoadClient) -> None:
         for _ in range(each):
             await client.submit("waits", b"{}")
 
@@ -134,12 +134,12 @@ async def accepted_per_s(port: int, each: int) -> float:
 
 async def latencies_ms(port: int, rate: float, seconds: float, echo: bool = False) -> list[float]:
     """Milliseconds from the instant at which each call was due, at a steady rate."""
-    clients = [await Client.open(port) for _ in range(CONNECTIONS)]
+    clients = [await LoadClient.open(port) for _ in range(CONNECTIONS)]
     period_s = CONNECTIONS / rate
     begin_s = time.perf_counter() + 0.05
     found: list[float] = []
 
-    async def run(number: int, client: Client) -> None:
+    async def run(number: int, client: LoadClient) -> None:
         due_s = begin_s + number * period_s / CONNECTIONS
         while due_s < begin_s + seconds:
             await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
@@ -170,7 +170,7 @@ async def servers() -> AsyncIterator[dict[str, int]]:
         yield ports
 
 
-async def acceptance(report: Report, *, rounds: int, each: int, seconds: float) -> None:
+async def acceptance(report: BenchReport, *, rounds: int, each: int, seconds: float) -> None:
     """Both durabilities against a bare echo, in turns."""
     rates: dict[str, list[float]] = {"echo": [], "process": [], "power": []}
     p99_ms: dict[str, list[float]] = {name: [] for name in rates}
@@ -195,7 +195,7 @@ async def acceptance(report: Report, *, rounds: int, each: int, seconds: float) 
 # kill -9
 
 
-class Killed:
+class KilledGateway:
     """A gateway that is killed and started again on the same state."""
 
     def __init__(self, config: Path) -> None:
@@ -218,12 +218,12 @@ class Killed:
         await self._server.wait()
 
 
-async def submit_until_killed(gateway: Killed, accepted: dict[str, str], round_: int, goal: int) -> None:
+async def submit_until_killed(gateway: KilledGateway, accepted: dict[str, str], round_: int, goal: int) -> None:
     """Submit over some connections; kill -9 when so many more are accepted."""
     enough, known = asyncio.Event(), len(accepted)
 
     async def run(number: int) -> None:
-        client, count = await Client.open(gateway.port), 0
+        client, count = await LoadClient.open(gateway.port), 0
         with contextlib.suppress(OSError, EOFError):
             while True:
                 name = f"r{round_}c{number}n{count}"
@@ -239,11 +239,11 @@ async def submit_until_killed(gateway: Killed, accepted: dict[str, str], round_:
     await asyncio.gather(*runs)
 
 
-async def kills(report: Report, *, rounds: int, goal: int) -> None:
+async def kills(report: BenchReport, *, rounds: int, goal: int) -> None:
     """Every accepted call has one end, and none was done twice."""
     async with upstream() as world:
         with tempfile.TemporaryDirectory() as directory:
-            gateway = Killed(configure(Path(directory), world.port, "process"))
+            gateway = KilledGateway(configure(Path(directory), world.port, "process"))
             await gateway.start()
             accepted: dict[str, str] = {}
             for round_ in range(rounds):
@@ -259,9 +259,9 @@ async def kills(report: Report, *, rounds: int, goal: int) -> None:
     report.note("after_kills: a call that ran when it was killed ends `lost`, with its reason, and is not done again")
 
 
-async def ends(gateway: Killed, accepted: dict[str, str]) -> Counter[str]:
+async def ends(gateway: KilledGateway, accepted: dict[str, str]) -> Counter[str]:
     """How the accepted calls ended; ``missing`` where there is no record, and the state where there is no end."""
-    client = await Client.open(gateway.port)
+    client = await LoadClient.open(gateway.port)
     states: Counter[str] = Counter()
     for invocation_id in accepted.values():
         status, body = await client.send("GET", f"/v1/invocations/{invocation_id}?wait={DRAIN_S}s")
@@ -270,7 +270,7 @@ async def ends(gateway: Killed, accepted: dict[str, str]) -> Counter[str]:
     return states
 
 
-def measured(report: Report, name: str, limit: float, rows: dict[str, dict[str, float]]) -> None:
+def measured(report: BenchReport, name: str, limit: float, rows: dict[str, dict[str, float]]) -> None:
     """A table of two sizes, and the ratio of the larger to the smaller in its first column."""
     small, large = (next(iter(row.values())) for row in rows.values())
     report.figure(name, {size: dict(row) for size, row in rows.items()})
@@ -279,7 +279,7 @@ def measured(report: Report, name: str, limit: float, rows: dict[str, dict[str, 
 
 def main() -> int:
     given = arguments("durable")
-    report = Report("durable")
+    report = BenchReport("durable")
     rounds, each, seconds = (3, 40, 1.5) if given.quick else (5, 150, 5.0)
     asyncio.run(acceptance(report, rounds=rounds, each=each, seconds=seconds))
     asyncio.run(kills(report, rounds=1 if given.quick else 4, goal=200))

@@ -10,12 +10,12 @@ import time
 from pathlib import Path
 
 from bench.report import median
-from gateway.record import Mode, Record, new_id
-from gateway.store import Store, StoreSpec
+from gateway.invocations.record import Mode, Record, new_id
+from gateway.store.store import Store, StoreSpec
 from manager.action import Action, UnitSet
 from manager.assembly import build_core
 from manager.config import ManagerSpec, NodeSpec, SchedulerSpec, TaskSpec
-from manager.core import Core
+from manager.core.core import Core
 from manager.errors import Reason
 from manager.events import Execute, Finished, Submitted
 from manager.outcome import Outcome, State

@@ -8,12 +8,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from bench.report import Report, median, parser
-from manager.bound import lower_bound
-from manager.knowledge import Knowledge, Learning
-from manager.simulate import Size, simulate
-from manager.simulation import Physics, Run
-from manager.workloads import CODING_BURST, Coding, Search, Workload, coding, mixed, mopd
+from bench.report import BenchReport, median, parser
+from manager.simulation.bound import lower_bound
+from manager.simulation.duration_model import DurationModel, Learning
+from manager.simulation.simulate import Size, simulate
+from manager.simulation.simulator import Physics, SimulationRun
+from manager.simulation.workloads import CODING_BURST, Coding, Search, Workload, coding, mixed, mopd
 
 #: Not the seed that constants were chosen on.
 SEEDS = (11, 12, 13)
@@ -30,13 +30,13 @@ DEVICE_DOPS = (1, 2, 4, 8)
 QUOTAS = {"moderate": 55, "tight": 25}
 
 
-def mean_act_s(run: Run) -> float:
+def mean_act_s(run: SimulationRun) -> float:
     """Mean over trajectories of the sum of their actions' ACTs."""
     return sum(record.act_s for record in run.records) / max(1, run.trajectories)
 
 
 def act_s(
-    workload: Workload, policy: str, size: Size, *, strict: bool = False, knowledge: Knowledge | None = None
+    workload: Workload, policy: str, size: Size, *, strict: bool = False, knowledge: DurationModel | None = None
 ) -> float:
     return mean_act_s(simulate(workload, policy, size, strict=strict, knowledge=knowledge))
 
@@ -57,7 +57,7 @@ def over_seeds(seeds: Sequence[int], measure: Callable[[int], dict[str, float]])
     return {name: median([row[name] for row in rows]) for name in rows[0]}
 
 
-def coding_figures(report: Report, seeds: Sequence[int], batches: Sequence[int]) -> None:
+def coding_figures(report: BenchReport, seeds: Sequence[int], batches: Sequence[int]) -> None:
     """AI coding under load: our policy against the paper's, the best constant DoP, a pod each, and the bound."""
 
     def measure(batch: int) -> Callable[[int], dict[str, float]]:
@@ -82,7 +82,7 @@ def coding_figures(report: Report, seeds: Sequence[int], batches: Sequence[int])
 _NAMED = {"adaptive": ADAPTIVE, "price": PRICE, "paper": PAPER}
 
 
-def burst_figures(report: Report, seeds: Sequence[int], batch: int) -> None:
+def burst_figures(report: BenchReport, seeds: Sequence[int], batch: int) -> None:
     """All rewards at once."""
 
     def measure(seed: int) -> dict[str, float]:
@@ -95,7 +95,7 @@ def burst_figures(report: Report, seeds: Sequence[int], batch: int) -> None:
     report.check(f"burst_{batch}_adaptive_over_best_fixed", row["adaptive"] / row["best_fixed"], 1.05, "lower")
 
 
-def unprofiled_figures(report: Report, seed: int, batch: int) -> None:
+def unprofiled_figures(report: BenchReport, seed: int, batch: int) -> None:
     """No profile at all, after one training step of learning, against exact profiles; tasks repeat as in GRPO."""
     parameters = Coding(suites=max(1, batch // 16))
     learning = Learning()
@@ -107,7 +107,7 @@ def unprofiled_figures(report: Report, seed: int, batch: int) -> None:
     report.check(f"coding_{batch}_unprofiled_over_oracle", learned_s / oracle_s, 1.03, "lower")
 
 
-def mopd_figures(report: Report, seeds: Sequence[int], batches: Sequence[int]) -> None:
+def mopd_figures(report: BenchReport, seeds: Sequence[int], batches: Sequence[int]) -> None:
     """Ten teachers on 40 devices."""
 
     def measure(batch: int) -> Callable[[int], dict[str, float]]:
@@ -131,7 +131,7 @@ def mopd_figures(report: Report, seeds: Sequence[int], batches: Sequence[int]) -
     report.figure("mopd_act_s", {batch: dict(row) for batch, row in rows.items()})
 
 
-def share_figures(report: Report, seeds: Sequence[int], batch: int) -> None:
+def share_figures(report: BenchReport, seeds: Sequence[int], batch: int) -> None:
     """Devices for the ACT of an over-provisioned partition: eight for each service, as latency asks for.
 
     Beside it a partition of four for each, which is what the paper deploys.
@@ -156,7 +156,7 @@ def _devices_act_s(work: Workload, count: int) -> float:
     return act_s(work, PRICE, Size(nodes=1, cores=0, gpus=count))
 
 
-def mixed_figures(report: Report, seeds: Sequence[int], batch: int) -> None:
+def mixed_figures(report: BenchReport, seeds: Sequence[int], batch: int) -> None:
     """Coding, distillation and search together: reservation per resource against one strict queue."""
     limits = {"moderate": 1.4, "tight": 2.5}
     rows: dict[str, dict[str, float]] = {}
@@ -175,7 +175,7 @@ def mixed_figures(report: Report, seeds: Sequence[int], batch: int) -> None:
 
 
 #: The parts of a full run, by name.
-PARTS: Mapping[str, Callable[[Report, Sequence[int]], None]] = {
+PARTS: Mapping[str, Callable[[BenchReport, Sequence[int]], None]] = {
     "coding": lambda report, seeds: coding_figures(report, seeds, (768, 1280, 1536)),
     "burst": lambda report, seeds: burst_figures(report, seeds, 1280),
     "unprofiled": lambda report, seeds: unprofiled_figures(report, seeds[0], 1280),
@@ -191,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags.add_argument("--only", default="", help=f"comma-separated parts of the whole: {', '.join(PARTS)}")
     options = flags.parse_args(argv)
     seeds = tuple(int(seed) for seed in options.seeds.split(",") if seed) or SEEDS
-    report = Report("figures")
+    report = BenchReport("figures")
     if options.quick:
         seeds = seeds[:1]
         coding_figures(report, seeds, (96,))

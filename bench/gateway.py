@@ -19,7 +19,7 @@ from grpclib.health.v1.health_grpc import HealthStub
 from grpclib.health.v1.health_pb2 import HealthCheckRequest
 
 from bench.docker_exec import DockerExec
-from bench.report import Report, arguments, median, percentile
+from bench.report import BenchReport, arguments, median, percentile
 from gateway.grpc.generated import tangram_pb2 as pb
 from gateway.grpc.generated.tangram_grpc import GatewayStub
 
@@ -76,14 +76,14 @@ uvloop.run(main())
 Call = Callable[[], Awaitable[None]]
 
 
-class Connection:
+class BenchConnection:
     """One keep-alive HTTP connection, as thin as a client can be."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
 
     @classmethod
-    async def open(cls, port: int) -> Connection:
+    async def open(cls, port: int) -> BenchConnection:
         return cls(*await asyncio.open_connection("127.0.0.1", port))
 
     async def post(self, path: str, body: bytes, headers: str = "") -> bytes:
@@ -113,9 +113,9 @@ async def timed(call: Call, count: int) -> list[float]:
 
 async def per_second(port: int, path: str, each: int) -> float:
     """Requests a second over `CONNECTIONS` connections."""
-    connections = [await Connection.open(port) for _ in range(CONNECTIONS)]
+    connections = [await BenchConnection.open(port) for _ in range(CONNECTIONS)]
 
-    async def run(connection: Connection) -> None:
+    async def run(connection: BenchConnection) -> None:
         for _ in range(each):
             await connection.post(path, b'{"a":1}')
 
@@ -193,14 +193,14 @@ def workplace() -> Iterator[Path]:
         yield config
 
 
-async def measure(report: Report, *, rounds: int, count: int) -> None:
+async def measure(report: BenchReport, *, rounds: int, count: int) -> None:
     with workplace() as config, docker_exec() as docker:
         async with process(ECHO) as echo, process(GATEWAY, str(config)) as gateway:
             await compare(report, echo, gateway, docker, rounds, count)
 
 
 async def compare(
-    report: Report,
+    report: BenchReport,
     echo: dict[str, object],
     gateway: dict[str, object],
     docker: Call | None,
@@ -208,7 +208,7 @@ async def compare(
     count: int,
 ) -> None:
     echo_port, http_port = int(str(echo["http"])), int(str(gateway["http"]))
-    bare, door = await Connection.open(echo_port), await Connection.open(http_port)
+    bare, door = await BenchConnection.open(echo_port), await BenchConnection.open(http_port)
     channel = Channel("127.0.0.1", int(str(gateway["grpc"])))
     stub, health = GatewayStub(channel), HealthStub(channel)
     message = pb.InvokeRequest(function="noop", input_json=b'{"a":1}')
@@ -263,7 +263,7 @@ async def compare(
 
 def main() -> int:
     given = arguments("gateway")
-    report = Report("gateway")
+    report = BenchReport("gateway")
     rounds, count = (3, 100) if given.quick else (7, 400)
     asyncio.run(measure(report, rounds=rounds, count=count))
     return report.print(as_json=given.json)

@@ -26,10 +26,10 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from bench.gateway import GATEWAY, process
-from bench.model_checkpoints import TINY, write_checkpoint
-from bench.report import Figure, Report, median, parser, percentile
+from bench.model.checkpoints import TINY, write_checkpoint
+from bench.report import BenchReport, Figure, median, parser, percentile
 from gateway.client import AsyncClient, InvocationResult
-from runtimes.model.skeleton import Head
+from runtimes.model.checkpoint.skeleton import Head
 
 SERVICES = 10
 DEVICES = 4
@@ -68,7 +68,7 @@ FUNCTION = """
 
 
 @dataclass(slots=True)
-class Killed:
+class KilledDevice:
     """The device whose process was killed, when (wall clock), and how long it was without one."""
 
     device: int
@@ -83,7 +83,7 @@ class Killed:
 
 
 @dataclass(slots=True)
-class Load:
+class OfferedLoad:
     """The gateway under load."""
 
     client: AsyncClient
@@ -91,7 +91,7 @@ class Load:
     names: Sequence[str]
     weights: Sequence[float]
     answers: list[InvocationResult] = field(default_factory=list)
-    killed: Killed | None = None
+    killed: KilledDevice | None = None
 
     async def one(self, name: str) -> InvocationResult:
         """One action of one service: a few sequences of token ids."""
@@ -133,7 +133,7 @@ class Load:
         """SIGKILL the process of a device that computes, and wait until another one is in its place."""
         device = await self._device(lambda each: each["running"] is not None)
         os.kill(device["pid"], signal.SIGKILL)
-        self.killed = killed = Killed(device["index"], time.time())
+        self.killed = killed = KilledDevice(device["index"], time.time())
         await self._device(lambda each: each["index"] == killed.device and each["alive"] and each["restarts"] > 0)
         killed.back_s = time.time() - killed.instant_s
 
@@ -146,14 +146,14 @@ class Load:
                 await asyncio.sleep(0.005)
 
 
-async def measure(directory: Path, options: Any, report: Report) -> None:
+async def measure(directory: Path, options: Any, report: BenchReport) -> None:
     config = _configure(directory)
     async with (
         process(GATEWAY, str(config)) as server,
         AsyncClient(f"http://127.0.0.1:{server['http']}") as client,
     ):
         weights = [1 / (rank + 1) ** SKEW for rank in range(SERVICES)]
-        load = Load(client, random.Random(0), [f"service-{index}" for index in range(SERVICES)], weights)
+        load = OfferedLoad(client, random.Random(0), [f"service-{index}" for index in range(SERVICES)], weights)
         warm_s, cold_s = await load.calibrate()
         before = (await client.resources())["models"]
         cores = len(os.sched_getaffinity(0))
@@ -183,7 +183,7 @@ def _configure(directory: Path) -> Path:
     return config
 
 
-def _report(report: Report, load: Load, before: Mapping[str, Any], resources: Mapping[str, Any]) -> None:
+def _report(report: BenchReport, load: OfferedLoad, before: Mapping[str, Any], resources: Mapping[str, Any]) -> None:
     models, gpu = resources["models"], resources["pools"]["gpu"]
     done = [one for one in load.answers if one.ok]
     grown = {name: models[name] - before[name] for name in ("executions", "swaps", "evictions", "restored_bytes")}
@@ -211,7 +211,7 @@ def _report(report: Report, load: Load, before: Mapping[str, Any], resources: Ma
         report.note("another device shared a chunk with the killed one, and was replaced with it")
 
 
-def _times(load: Load, done: Sequence[InvocationResult]) -> dict[str, Figure]:
+def _times(load: OfferedLoad, done: Sequence[InvocationResult]) -> dict[str, Figure]:
     """Where the time of actions went, in milliseconds."""
     assert load.killed is not None
     groups = {
@@ -230,7 +230,7 @@ def _times(load: Load, done: Sequence[InvocationResult]) -> dict[str, Figure]:
     return table
 
 
-def _service(load: Load, name: str) -> dict[str, Figure]:
+def _service(load: OfferedLoad, name: str) -> dict[str, Figure]:
     mine = [one for one in load.answers if one.function == name and one.ok]
     cold = sum(bool(one.usage["restored"]) for one in mine)
     return {
@@ -249,7 +249,7 @@ def _device(device: Mapping[str, Any]) -> dict[str, Figure]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parser("model_services").parse_args(argv)
-    report = Report("model_services")
+    report = BenchReport("model_services")
     directory = Path(tempfile.mkdtemp(prefix="bench-services-"))
     try:
         asyncio.run(measure(directory, options, report))

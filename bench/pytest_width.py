@@ -14,16 +14,16 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from bench.report import Figure, Report, arguments, median
+from bench.report import BenchReport, Figure, arguments, median
 from manager.action import Action
 from manager.executor import Call
 from manager.function import FunctionSpec, PytestSpec, RuntimeKind, SandboxSpec
 from manager.lease import Grant, Lease
 from runtimes.runtime import Execution
+from runtimes.sandbox.creation_gate import CreationGate
 from runtimes.sandbox.environments import Environments, EnvironmentSettings
-from runtimes.sandbox.process import ProcessProvider
-from runtimes.sandbox.pytest_run import PytestRuntime
-from runtimes.sandbox.starting import Starting
+from runtimes.sandbox.process.provider import ProcessProvider
+from runtimes.sandbox.pytest.runtime import PytestRuntime
 from scripts.swe_task import download, files_of, unpack
 
 #: Requirement -> what is run of it.
@@ -41,7 +41,7 @@ FUNCTION = FunctionSpec(
 SPEC = SandboxSpec(memory_bytes=2 * 2**30, disk_bytes=4 * 2**30)
 
 
-class Quiet:
+class DiscardedLog:
     """A log that keeps nothing."""
 
     def write(self, stream: str, data: str) -> None:
@@ -65,7 +65,7 @@ async def run_once(
     lease = Lease(action_id="b", node="local", grants={"cpu": Grant(pool="cpu:local", units=cores, cores=ids)})
     action = Action(id="b", function="suite", trajectory=trajectory, timeout_s=FUNCTION.timeout_s)
     value = {"targets": targets, "workers": workers}
-    execution = Execution(action=action, lease=lease, call=Call(function=FUNCTION, input=value, log=Quiet()))
+    execution = Execution(action=action, lease=lease, call=Call(function=FUNCTION, input=value, log=DiscardedLog()))
     result = await runtime.execute(execution)
     assert isinstance(result.value, dict) and result.value["tests"], f"nothing ran: {result.value}"
     return execution.execution_s, result.usage["cpu_s"]
@@ -96,7 +96,7 @@ async def measure_suite(
     }
 
 
-def conclude(report: Report, name: str, widths: dict[str, dict[str, float]]) -> None:
+def conclude(report: BenchReport, name: str, widths: dict[str, dict[str, float]]) -> None:
     """The figures that the cap is chosen from; needs two cores."""
     if "2 cores, 4 workers" not in widths:
         return
@@ -115,10 +115,10 @@ def conclude(report: Report, name: str, widths: dict[str, dict[str, float]]) -> 
     )
 
 
-async def measure(report: Report, *, quick: bool) -> None:
+async def measure(report: BenchReport, *, quick: bool) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)
-        provider = ProcessProvider(state_dir=directory / "state", starting=Starting(2), shared_cores=(0,))
+        provider = ProcessProvider(state_dir=directory / "state", starting=CreationGate(2), shared_cores=(0,))
         environments = Environments(provider, EnvironmentSettings(default=SPEC))
         runtime = PytestRuntime(environments)
         for name in ("generated", *(() if quick else SUITES)):
@@ -137,7 +137,7 @@ async def measure(report: Report, *, quick: bool) -> None:
 
 def main() -> int:
     options = arguments("pytest_width")
-    report = Report("pytest_width")
+    report = BenchReport("pytest_width")
     asyncio.run(measure(report, quick=options.quick))
     return report.print(as_json=options.json)
 

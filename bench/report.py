@@ -37,7 +37,7 @@ class Check:
 
 
 @dataclass(slots=True)
-class Report:
+class BenchReport:
     """What one bench has to say.
 
     >>> report = Report("gateway")

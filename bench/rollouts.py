@@ -20,25 +20,25 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.pytest_width import Quiet, generated
-from bench.report import Report, arguments, median, percentile
+from bench.pytest_width import DiscardedLog, generated
+from bench.report import BenchReport, arguments, median, percentile
 from manager.action import Action, Amdahl, UnitSet
 from manager.assembly import build_core
 from manager.clock import MonotonicClock
-from manager.cluster import policies
 from manager.config import ManagerSpec, NodeSpec, SchedulerSpec
 from manager.engine import Engine, Submission
 from manager.executor import Call
 from manager.function import FunctionSpec, PytestSpec, RuntimeKind, SandboxSpec
 from manager.outcome import State
+from manager.simulation.cluster import policies
 from runtimes.local import LocalExecutor
 from runtimes.node.topology import discover
 from runtimes.runtime import Runtime
+from runtimes.sandbox.creation_gate import CreationGate
 from runtimes.sandbox.environments import Environments, EnvironmentSettings
-from runtimes.sandbox.process import ProcessProvider
-from runtimes.sandbox.pytest_run import PytestRuntime
-from runtimes.sandbox.runtime import ExecRuntime
-from runtimes.sandbox.starting import Starting
+from runtimes.sandbox.exec.runtime import ExecRuntime
+from runtimes.sandbox.process.provider import ProcessProvider
+from runtimes.sandbox.pytest.runtime import PytestRuntime
 
 RECORDED = Path(__file__).parents[2] / "shared/workloads/mini_swe_agent_swebench_dev_steps.jsonl.gz"
 SEED = 1
@@ -134,7 +134,7 @@ def drawn(rng: np.random.Generator, turns: int) -> list[tuple[float, float]]:
 
 
 @dataclass(slots=True)
-class Stage:
+class RolloutStage:
     """An engine with one policy over this machine's cores and real sandboxes."""
 
     engine: Engine
@@ -177,7 +177,7 @@ class Stage:
     async def _act(self, action: Action, function: FunctionSpec, value: dict[str, object]) -> float:
         """Seconds from submission to settlement."""
         submitted_s = self.clock.now()
-        call = Call(function=function, input=value, log=Quiet())
+        call = Call(function=function, input=value, log=DiscardedLog())
         settlement = await self.engine.submit([Submission(action=replace(action, submitted_s=submitted_s), call=call)])[
             0
         ]
@@ -213,8 +213,8 @@ def reward(rollout: Rollout) -> Action:
 
 
 @asynccontextmanager
-async def stage(policy: str, node: NodeSpec, scratch: Path) -> AsyncIterator[Stage]:
-    provider = ProcessProvider(state_dir=scratch, starting=Starting(2), shared_cores=node.numa[0][:1])
+async def stage(policy: str, node: NodeSpec, scratch: Path) -> AsyncIterator[RolloutStage]:
+    provider = ProcessProvider(state_dir=scratch, starting=CreationGate(2), shared_cores=node.numa[0][:1])
     environments = Environments(provider, EnvironmentSettings(default=SPEC))
     runtimes: dict[RuntimeKind, Runtime] = {
         RuntimeKind.EXEC: ExecRuntime(environments),
@@ -225,14 +225,14 @@ async def stage(policy: str, node: NodeSpec, scratch: Path) -> AsyncIterator[Sta
     engine = Engine(build_core(spec), LocalExecutor(runtimes, clock), clock=clock)
     await engine.start()
     try:
-        yield Stage(engine, environments, clock)
+        yield RolloutStage(engine, environments, clock)
     finally:
         await engine.close()
         await environments.close()
         await provider.close()
 
 
-async def measure(report: Report, *, quick: bool) -> None:
+async def measure(report: BenchReport, *, quick: bool) -> None:
     """Each policy in turn, again and again; the median of each figure, and its ratio to adaptive's."""
     chosen = rollouts(6, 3, 0.1, 1.0) if quick else rollouts(24, 5, 0.25, 3.0)
     node = replace(discover().node("local"), memory_bytes=2**50)
@@ -260,7 +260,7 @@ async def measure(report: Report, *, quick: bool) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments("rollouts", argv)
-    report = Report("rollouts")
+    report = BenchReport("rollouts")
     asyncio.run(measure(report, quick=options.quick))
     return report.print(as_json=options.json)
 

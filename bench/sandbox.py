@@ -24,7 +24,7 @@ from pathlib import Path
 import uvloop
 
 from bench.docker_exec import DockerExec
-from bench.report import Report, arguments, median, percentile
+from bench.report import BenchReport, arguments, median, percentile
 from manager.action import Action, UnitSet
 from manager.assembly import build_core
 from manager.config import ManagerSpec
@@ -35,13 +35,13 @@ from manager.outcome import Settlement, State
 from runtimes.local import LocalExecutor
 from runtimes.node.topology import discover
 from runtimes.sandbox.cgroup import Hierarchy
-from runtimes.sandbox.container import Engine as DockerEngine
-from runtimes.sandbox.container_provider import ContainerProvider
+from runtimes.sandbox.creation_gate import CreationGate
+from runtimes.sandbox.docker.engine import DockerEngine as DockerEngine
+from runtimes.sandbox.docker.provider import ContainerProvider
 from runtimes.sandbox.environments import Environments
+from runtimes.sandbox.exec.runtime import ExecRuntime
 from runtimes.sandbox.provider import ProviderSettings, make_provider
-from runtimes.sandbox.runtime import ExecRuntime
 from runtimes.sandbox.sandbox import Command, Provider, Sandbox
-from runtimes.sandbox.starting import Starting
 
 WORKLOADS = Path(__file__).parents[2] / "shared/workloads"
 IMAGE = "tangram-base:bookworm"
@@ -51,7 +51,7 @@ PARALLEL = 32
 TURNS = 3
 
 
-class Quiet:
+class DiscardedOutput:
     """A log sink for those who measure."""
 
     def write(self, stream: str, data: str) -> None:
@@ -59,7 +59,7 @@ class Quiet:
 
 
 @dataclass(slots=True)
-class House:
+class SandboxRig:
     """The parts of a gateway that an exec action passes through."""
 
     provider: Provider
@@ -79,7 +79,7 @@ class House:
             timeout_s=timeout_s,
             submitted_s=time.monotonic(),
         )
-        call = Call(function=self.function, input=input, log=Quiet())
+        call = Call(function=self.function, input=input, log=DiscardedOutput())
         return await self.engine.submit([Submission(action=action, call=call)])[0]
 
     async def sandbox(self, trajectory: str) -> Sandbox:
@@ -87,7 +87,7 @@ class House:
 
 
 @asynccontextmanager
-async def house() -> AsyncIterator[House]:
+async def rig() -> AsyncIterator[SandboxRig]:
     state_dir = Path(tempfile.mkdtemp(prefix="tangram-bench-"))
     provider = make_provider(ProviderSettings(kind="container", state_dir=state_dir))
     environments = Environments(provider)
@@ -98,7 +98,7 @@ async def house() -> AsyncIterator[House]:
     engine = Engine(build_core(ManagerSpec(nodes=(node,))), LocalExecutor({RuntimeKind.EXEC: runtime}))
     await engine.start()
     try:
-        yield House(provider, environments, engine, function)
+        yield SandboxRig(provider, environments, engine, function)
     finally:
         await engine.close()
         await environments.close()
@@ -118,9 +118,9 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"p50_ms": round(median(values), 4), "p95_ms": round(percentile(values, 0.95), 4), "n": len(values)}
 
 
-async def one_command(house: House, report: Report, rounds: int) -> None:
+async def one_command(rig: SandboxRig, report: BenchReport, rounds: int) -> None:
     """The same no-op by every way there is, in turn."""
-    sandbox = await house.sandbox("one")
+    sandbox = await rig.sandbox("one")
     container = container_of(sandbox)
     docker = DockerExec()
     ways: dict[str, list[float]] = {name: [] for name in ("docker_exec", "spawn", "runner", "runner_sh", "action")}
@@ -130,7 +130,7 @@ async def one_command(house: House, report: Report, rounds: int) -> None:
         subprocess.run(["true"], capture_output=True, check=True)  # noqa: ASYNC221
 
     async def action() -> None:
-        settlement = await house.act("one", {"argv": ["true"]})
+        settlement = await rig.act("one", {"argv": ["true"]})
         assert settlement.outcome.state is State.SUCCEEDED, settlement.outcome.message
 
     every = sorted(os.sched_getaffinity(0))
@@ -153,21 +153,21 @@ async def one_command(house: House, report: Report, rounds: int) -> None:
     report.check("runner_over_spawn_p50", p50["runner"] / p50["spawn"], limit=1.5, better="lower")
 
 
-async def as_if_remote(house: House, report: Report, rounds: int) -> None:
+async def as_if_remote(rig: SandboxRig, report: BenchReport, rounds: int) -> None:
     """What an engine on another machine costs, but for the network: attached, its cores and its freezing by request."""
     state_dir = Path(tempfile.mkdtemp(prefix="tangram-bench-"))
     provider = ContainerProvider(
         DockerEngine.connect(state_dir=state_dir, timeout_s=60, workers=4),
         state_dir=state_dir,
         gateway_id="bench",
-        starting=Starting(1),
+        starting=CreationGate(1),
         shared_cores=(),
         transport="attach",
         hierarchy=Hierarchy(1, {}),
     )
     try:
-        attached = await provider.create(house.function.sandbox or SandboxSpec(), name="attached", labels={}, mounts={})
-        joined = await house.sandbox("one")
+        attached = await provider.create(rig.function.sandbox or SandboxSpec(), name="attached", labels={}, mounts={})
+        joined = await rig.sandbox("one")
         docker = DockerExec()
         ways: dict[str, list[float]] = {
             name: [] for name in ("docker_exec", "socket", "attach", "cores", "freeze_thaw")
@@ -198,10 +198,10 @@ async def as_if_remote(house: House, report: Report, rounds: int) -> None:
         shutil.rmtree(state_dir, ignore_errors=True)
 
 
-async def at_once(house: House, report: Report, rounds: int) -> None:
+async def at_once(rig: SandboxRig, report: BenchReport, rounds: int) -> None:
     """32 trajectories at once: the runners', the whole actions' and the daemon's throughput."""
     names = [f"wide-{index}" for index in range(PARALLEL)]
-    sandboxes = list(await asyncio.gather(*(house.sandbox(name) for name in names)))
+    sandboxes = list(await asyncio.gather(*(rig.sandbox(name) for name in names)))
     await asyncio.gather(*(sandbox.thaw() for sandbox in sandboxes))
     containers = [container_of(sandbox) for sandbox in sandboxes]
     seconds = {"runner": 0.0, "docker_exec": 0.0}
@@ -213,10 +213,10 @@ async def at_once(house: House, report: Report, rounds: int) -> None:
     runner_per_s = TURNS * PARALLEL * rounds / seconds["runner"]
     docker_per_s = TURNS * PARALLEL / seconds["docker_exec"]
     started = time.perf_counter()
-    await asyncio.gather(*(repeat(lambda name=name: house.act(name, {"argv": ["true"]}), rounds) for name in names))  # type: ignore[misc]
+    await asyncio.gather(*(repeat(lambda name=name: rig.act(name, {"argv": ["true"]}), rounds) for name in names))  # type: ignore[misc]
     action_per_s = PARALLEL * rounds / (time.perf_counter() - started)
     for name in names:
-        await house.environments.end(name)
+        await rig.environments.end(name)
     figures = {"runner_per_s": runner_per_s, "action_per_s": action_per_s, "docker_exec_per_s": docker_per_s}
     report.figure("at_once_32", {name: round(value, 1) for name, value in figures.items()})
     report.check("parallel_32_over_docker", runner_per_s / docker_per_s, limit=25, better="higher")
@@ -241,9 +241,9 @@ async def repeat(work: Callable[[], Awaitable[object]], rounds: int) -> None:
         await work()
 
 
-async def grip(house: House, report: Report, rounds: int) -> None:
+async def grip(rig: SandboxRig, report: BenchReport, rounds: int) -> None:
     """What taking and giving back cores costs, and freezing and thawing."""
-    sandbox = await house.sandbox("one")
+    sandbox = await rig.sandbox("one")
     cores = sorted(os.sched_getaffinity(0))
     changes: list[float] = []
     freezes: list[float] = []
@@ -260,39 +260,39 @@ async def grip(house: House, report: Report, rounds: int) -> None:
     report.check("freeze_thaw_ms", median(freezes), limit=1.0, better="lower")
 
 
-async def warm_claims(house: House, report: Report, rounds: int) -> None:
+async def warm_claims(rig: SandboxRig, report: BenchReport, rounds: int) -> None:
     """A sandbox from the pool against one made on the spot."""
-    warm = replace(house.function.sandbox or SandboxSpec(), warm=replace(SandboxSpec().warm, min=rounds, max=rounds))
-    pool = house.environments.pool(warm)
+    warm = replace(rig.function.sandbox or SandboxSpec(), warm=replace(SandboxSpec().warm, min=rounds, max=rounds))
+    pool = rig.environments.pool(warm)
     pool.start()
     await pool.filled()
-    claims = [await timed(lambda r=r: house.environments.ensure(f"claim-{r}", warm)) for r in range(rounds)]  # type: ignore[misc]
+    claims = [await timed(lambda r=r: rig.environments.ensure(f"claim-{r}", warm)) for r in range(rounds)]  # type: ignore[misc]
     await pool.filled()
-    creations = [await timed(lambda r=r: house.sandbox(f"cold-{r}")) for r in range(rounds)]  # type: ignore[misc]
+    creations = [await timed(lambda r=r: rig.sandbox(f"cold-{r}")) for r in range(rounds)]  # type: ignore[misc]
     for round_ in range(rounds):
-        await house.environments.end(f"claim-{round_}")
-        await house.environments.end(f"cold-{round_}")
+        await rig.environments.end(f"claim-{round_}")
+        await rig.environments.end(f"cold-{round_}")
     report.figure("a_sandbox", {"claim": dict(spread(claims)), "create": dict(spread(creations))})
     report.check("create_over_claim_p50", median(creations) / median(claims), limit=20, better="higher")
 
 
-async def idle_crowd(house: House, report: Report, rounds: int, crowd: int) -> None:
+async def idle_crowd(rig: SandboxRig, report: BenchReport, rounds: int, crowd: int) -> None:
     """Many idle, frozen sandboxes beside one that works; and what each costs the gateway in memory."""
-    sandbox = await house.sandbox("one")
+    sandbox = await rig.sandbox("one")
     await sandbox.thaw()
     before = [await timed(lambda: sandbox.run(NOOP)) for _ in range(rounds)]
     memory_before, started = resident_bytes(), time.perf_counter()
-    spec = replace(house.function.sandbox or SandboxSpec(), memory_bytes=64 * 2**20)
+    spec = replace(rig.function.sandbox or SandboxSpec(), memory_bytes=64 * 2**20)
     names = [f"idle-{index}" for index in range(crowd)]
-    await asyncio.gather(*(house.environments.ensure(name, spec) for name in names))
+    await asyncio.gather(*(rig.environments.ensure(name, spec) for name in names))
     created_s = time.perf_counter() - started
     for name in names:
-        crowded = house.environments.get(name)
+        crowded = rig.environments.get(name)
         assert crowded is not None
         await crowded.quiesce(Background.FREEZE)
     memory_each = (resident_bytes() - memory_before) / crowd
     during = [await timed(lambda: sandbox.run(NOOP)) for _ in range(rounds)]
-    await asyncio.gather(*(house.environments.end(name) for name in names))
+    await asyncio.gather(*(rig.environments.end(name) for name in names))
     after = [await timed(lambda: sandbox.run(NOOP)) for _ in range(rounds)]
     report.figure("idle", {"none": dict(spread(before)), str(crowd): dict(spread(during)), "gone": dict(spread(after))})
     report.figure("idle_created_per_s", round(crowd / created_s, 2))
@@ -301,7 +301,7 @@ async def idle_crowd(house: House, report: Report, rounds: int, crowd: int) -> N
     report.check("idle_300_slowdown", slowdown, limit=1.2, better="lower")
 
 
-async def humaneval(house: House, report: Report, limit: int | None) -> None:
+async def humaneval(rig: SandboxRig, report: BenchReport, limit: int | None) -> None:
     """Real programs, all submitted at once: is every verdict the recorded one?"""
     path = WORKLOADS / "code_actions_humaneval.jsonl.gz"
     if not path.exists():
@@ -310,15 +310,15 @@ async def humaneval(house: House, report: Report, limit: int | None) -> None:
     with gzip.open(path, "rt", encoding="utf-8") as file:
         programs = [json.loads(line) for line in file][:limit]
     names = [f"eval-{index}" for index in range(PARALLEL)]
-    await asyncio.gather(*(house.sandbox(name) for name in names))
+    await asyncio.gather(*(rig.sandbox(name) for name in names))
     started, cpu, mine = time.perf_counter(), machine_cpu_s(), time.process_time()
-    verdicts = await asyncio.gather(*(verdict(house, names[i % PARALLEL], p) for i, p in enumerate(programs)))
+    verdicts = await asyncio.gather(*(verdict(rig, names[i % PARALLEL], p) for i, p in enumerate(programs)))
     wall_s = time.perf_counter() - started
     capacity_s = wall_s * len(os.sched_getaffinity(0))
     busy_s, mine_s = machine_cpu_s() - cpu, time.process_time() - mine
     wrong = [program["id"] for program, seen in zip(programs, verdicts, strict=True) if seen != program["verdict"]]
     for name in names:
-        await house.environments.end(name)
+        await rig.environments.end(name)
     report.figure("humaneval_programs", len(programs))
     report.figure("humaneval_per_s", round(len(programs) / wall_s, 2))
     report.figure("humaneval_cpu_utilisation", round(busy_s / capacity_s, 3))
@@ -328,11 +328,11 @@ async def humaneval(house: House, report: Report, limit: int | None) -> None:
     report.check("humaneval_verdicts_wrong", len(wrong), limit=0, better="lower")
 
 
-async def verdict(house: House, trajectory: str, program: dict[str, str]) -> str:
+async def verdict(rig: SandboxRig, trajectory: str, program: dict[str, str]) -> str:
     """As the recorded ones were made: 8 s of processor time, 10 s of wall time."""
     limits = "import resource; resource.setrlimit(resource.RLIMIT_CPU, (8, 8))\n"
     input: dict[str, object] = {"argv": ["python3", "-"], "stdin": limits + program["program"]}
-    outcome = (await house.act(trajectory, input, timeout_s=10.0)).outcome
+    outcome = (await rig.act(trajectory, input, timeout_s=10.0)).outcome
     if outcome.state is State.TIMED_OUT:
         return "timeout"
     assert isinstance(outcome.result, dict), outcome.message
@@ -341,7 +341,7 @@ async def verdict(house: House, trajectory: str, program: dict[str, str]) -> str
     return "pass" if outcome.result["exit_code"] == 0 else "fail"
 
 
-async def replay(house: House, report: Report, trajectories: int, actions: int) -> None:
+async def replay(rig: SandboxRig, report: BenchReport, trajectories: int, actions: int) -> None:
     """Recorded agents' commands, in order, trajectories side by side: every action ends."""
     path = WORKLOADS / "mini_swe_agent_swebench_dev_steps.jsonl.gz"
     if not path.exists():
@@ -357,17 +357,17 @@ async def replay(house: House, report: Report, trajectories: int, actions: int) 
 
     async def walk(name: str, commands: Sequence[str]) -> None:
         for command in commands[:actions]:
-            outcome = (await house.act(name, {"command": command}, timeout_s=10.0)).outcome
+            outcome = (await rig.act(name, {"command": command}, timeout_s=10.0)).outcome
             key = outcome.state.value if outcome.reason is None else outcome.reason.value
             ends[key] = ends.get(key, 0) + 1
-        await house.environments.end(name)
+        await rig.environments.end(name)
 
     started = time.perf_counter()
     await asyncio.gather(*(walk(name, commands) for name, commands in chosen.items()))
     report.figure("replay_trajectories", len(chosen))
     report.figure("replay_actions_per_s", round(sum(ends.values()) / (time.perf_counter() - started), 1))
     report.figure("replay_ends", dict(sorted(ends.items())))
-    living = [str(entry["trajectory"]) for entry in house.environments.list()]
+    living = [str(entry["trajectory"]) for entry in rig.environments.list()]
     report.check("replay_leaked", len([name for name in living if name in chosen]), limit=0, better="lower")
 
 
@@ -389,8 +389,8 @@ def machine_cpu_s() -> float:
     return sum(float(field) for index, field in enumerate(fields[:8]) if index not in (3, 4)) / os.sysconf("SC_CLK_TCK")
 
 
-async def measure(report: Report, *, quick: bool) -> None:
-    async with house() as parts:
+async def measure(report: BenchReport, *, quick: bool) -> None:
+    async with rig() as parts:
         await one_command(parts, report, rounds=100 if quick else 300)
         await as_if_remote(parts, report, rounds=100 if quick else 300)
         await grip(parts, report, rounds=200 if quick else 1000)
@@ -403,7 +403,7 @@ async def measure(report: Report, *, quick: bool) -> None:
 
 def main() -> int:
     options = arguments("sandbox")
-    report = Report("sandbox")
+    report = BenchReport("sandbox")
     uvloop.run(measure(report, quick=options.quick))  # the loop that gateways run on
     return report.print(as_json=options.json)
 

@@ -12,14 +12,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bench.report import Report, median, parser, percentile
+from bench.report import BenchReport, median, parser, percentile
 from manager.action import Action, Amdahl, UnitSet
 from manager.assembly import build_core
-from manager.cluster import cluster, policies
 from manager.events import Submitted
-from manager.scheduler.policy import Decision, Policy, PoolView, Running, Waiting
+from manager.scheduler.policy import Decision, Policy, PoolView, RunningView, WaitingView
 from manager.scheduler.registry import make_policy
-from manager.workloads import coding
+from manager.simulation.cluster import cluster, policies
+from manager.simulation.workloads import coding
 
 #: The state that decisions are timed in.
 QUEUED = 1536
@@ -27,7 +27,7 @@ UNITS = 1280
 BURST = 3072
 
 
-class Pool:
+class BenchPool:
     """A pool under load: one thing happens, the policy decides, its decision is carried out."""
 
     def __init__(self, policy: Policy, seed: int) -> None:
@@ -36,7 +36,7 @@ class Pool:
         self._made = 0
         self.now_s = 0.0
         self.free = UNITS
-        self.running: dict[str, Running] = {}
+        self.running: dict[str, RunningView] = {}
         self.queue: dict[str, Action] = {}
         for _ in range(QUEUED):
             self._arrive()
@@ -85,7 +85,7 @@ class Pool:
             total=UNITS,
             free=self.free,
             running=list(self.running.values()),
-            candidates=[Waiting(action=action, limit=max(1, self.free)) for action in fitting],
+            candidates=[WaitingView(action=action, limit=max(1, self.free)) for action in fitting],
             queued=waiting,
             backlog=len(waiting),
             eligible=waiting,
@@ -103,7 +103,7 @@ class Pool:
         for start in decision.starts:
             action = self.queue.pop(start.action_id)
             self.free -= start.units
-            self.running[action.id] = Running(
+            self.running[action.id] = RunningView(
                 action=action,
                 units=start.units,
                 ends_in_s=action.duration_s(start.units),
@@ -114,8 +114,8 @@ class Pool:
         assert self.free >= 0, "the policy gave away more than there is"
 
 
-def _moved(one: Running, ends_in_s: float, units: int | None = None) -> Running:
-    return Running(
+def _moved(one: RunningView, ends_in_s: float, units: int | None = None) -> RunningView:
+    return RunningView(
         action=one.action,
         units=units or one.units,
         ends_in_s=ends_in_s,
@@ -127,7 +127,7 @@ def _moved(one: Running, ends_in_s: float, units: int | None = None) -> Running:
 
 def decision_times_ms(name: str, events: int, seed: int) -> list[float]:
     """Milliseconds of each decision after the pool has filled up."""
-    pool = Pool(make_policy(policies(name)["cpu" if name == "adaptive" else "default"]), seed)
+    pool = BenchPool(make_policy(policies(name)["cpu" if name == "adaptive" else "default"]), seed)
     for _ in range(events // 4):
         pool.next()
     gc.collect()
@@ -165,7 +165,7 @@ def burst_step_ms(seed: int) -> float:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parser("scheduler").parse_args(argv)
-    report = Report("scheduler")
+    report = BenchReport("scheduler")
     events = 100 if options.quick else 1500
     worst = 0.0
     rows: dict[str, dict[str, float]] = {}

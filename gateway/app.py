@@ -18,37 +18,37 @@ import orjson
 import structlog
 
 from gateway import machine
-from gateway.admission import Admission, Held
 from gateway.auth import Guard, check_bind
-from gateway.callbacks import Callbacks, CallbackSpec
-from gateway.config import GatewayConfig
+from gateway.config.load import GatewayConfig
 from gateway.connections import Connections
 from gateway.grpc.server import GrpcServer
-from gateway.hands import Hands, make_hands
-from gateway.house import House, Limits
-from gateway.http.door import Door
+from gateway.http.app import HttpApp
 from gateway.http.server import listen, serve
 from gateway.http.stream import GIVE_UP_STALLS
-from gateway.invocation import InvocationSpec
-from gateway.invocations import Invocations
-from gateway.logs import Logs, LogSpec
+from gateway.invocations.admission import Admission, HeldInputs
+from gateway.invocations.callbacks import CallbackSender, CallbackSpec
+from gateway.invocations.durable_starts import DurableStarts
+from gateway.invocations.invocation import InvocationSpec
+from gateway.invocations.invocations import Invocations
+from gateway.invocations.logs import Logs, LogSpec
+from gateway.invocations.reattach import Reattachment
+from gateway.invocations.restart import Restart
+from gateway.invocations.trajectories import TrajectoryRecovery
 from gateway.metrics import Metrics
 from gateway.registry import Registry
-from gateway.restart import Restart
-from gateway.retention import RetentionSpec, prune_for_ever
-from gateway.starts import RecordedStarts
-from gateway.store import Durability, Store, StoreSpec
-from gateway.takeover import Takeover
-from gateway.trajectories import Trajectories
+from gateway.runtime_factory import Runtimes, make_runtimes
+from gateway.services import Limits, Services
+from gateway.store.retention import RetentionSpec, prune_for_ever
+from gateway.store.store import Durability, Store, StoreSpec
 from gateway.view import plain
 from manager.assembly import build_core
 from manager.clock import Clock, MonotonicClock, WallClock
 from manager.config import NodeSpec, ServiceSpec, TaskSpec
 from manager.engine import Engine
-from manager.errors import Conflict, StorageUnavailable, TangramError
+from manager.errors import CodedError, Conflict, StorageUnavailable
 from manager.events import Reconfigured
 from manager.function import FunctionSpec
-from manager.history import History, Learned
+from manager.learning.history import History, Learned
 
 HISTORY = "history"
 #: Seconds between two savings of the learned durations.
@@ -60,7 +60,7 @@ CLOSE_GRACE_S = 5.0
 #: living invocation, is rare. Nothing of ours is left to it: an invocation that has ended is in no circle.
 COLLECT_EVERY = (2_000, 5, 10_000)
 
-MakeHands = Callable[[GatewayConfig, Clock, Callable[[Mapping[str, tuple[tuple[int, int], ...]]], None]], Hands]
+MakeHands = Callable[[GatewayConfig, Clock, Callable[[Mapping[str, tuple[tuple[int, int], ...]]], None]], Runtimes]
 
 
 def build(
@@ -68,7 +68,7 @@ def build(
     *,
     paths: Sequence[Path] = (),
     env: Mapping[str, str] | None = None,
-    hands: MakeHands = make_hands,
+    hands: MakeHands = make_runtimes,
     wall: Callable[[], float] | None = None,
 ) -> App:
     """A gateway that is not started yet; raises InvalidConfig where it may not serve as configured.
@@ -102,7 +102,7 @@ class App:
         self._stopping = asyncio.Event()
         self._closing = asyncio.Event()
         #: Every model service that was made ready, as the scheduler must know it.
-        self._services: dict[str, ServiceSpec] = {}
+        self._model_services: dict[str, ServiceSpec] = {}
         #: Open connections by door.
         self._connections = {door: Connections(limit=config.server.connections_max) for door in ("http", "grpc")}
         #: What must be let go of, the youngest first.
@@ -153,7 +153,7 @@ class App:
         self.metrics = Metrics()
         await self._start_thinking()
         asked = server.callbacks
-        self.callbacks = Callbacks(
+        self.callbacks = CallbackSender(
             CallbackSpec(
                 allow=asked.allow,
                 secret=asked.secret,
@@ -164,11 +164,11 @@ class App:
             ),
             self.store,
         )
-        self.house = self._house()
+        self.services = self._make_services()
         self._watch()
         self.invocations.on_end.append(self.callbacks.ended)
         recovered = {**await self.restart.recover(), **self._adopted}
-        self.grpc = GrpcServer(self.house, self._connections["grpc"], server.streams_max)
+        self.grpc = GrpcServer(self.services, self._connections["grpc"], server.streams_max)
         await self.grpc.open(self._sockets[1])
         self._closers.push_async_callback(self.grpc.close)
         chores = (
@@ -192,7 +192,7 @@ class App:
         self.hands = self._make_hands(self.config, self._clock, self._report_residency)
         self._closers.push_async_callback(self.hands.close)
         self.hands.model.on_footprint = self._learn_footprint
-        self.trajectories = Trajectories(self.store, self.hands.environments)
+        self.trajectories = TrajectoryRecovery(self.store, self.hands.environments)
         self._adopted = await self.trajectories.adopt()
         self.registry = Registry(
             self.config,
@@ -203,14 +203,14 @@ class App:
             env=self._env,
         )
         await self.registry.start()
-        spec = self.config.manager_spec((self.node,), self._services)
+        spec = self.config.manager_spec((self.node,), self._model_services)
         core = build_core(spec, function_bounds=self._function_bounds())
         self.admission = Admission(
             self._clock.now,
             total_max=self.config.scheduler.max_queued,
             task_max=lambda task: self.registry.config.tasks.get(task, TaskSpec()).max_queued,
         )
-        self.held = Held(self.config.server.inputs_bytes)
+        self.held = HeldInputs(self.config.server.inputs_bytes)
         self.invocations = Invocations(
             spec=InvocationSpec(
                 idempotency_ttl_s=self.config.server.idempotency_ttl_s, max_age_s=self.config.server.max_age_s
@@ -225,7 +225,7 @@ class App:
             now=self._clock.now,
             wall=self._wall,
         )
-        takeover = Takeover(self.hands.environments)
+        takeover = Reattachment(self.hands.environments)
         self.invocations.on_detach.append(takeover.detached)
         self.invocations.on_durable.append(takeover.settled)
         self.restart = Restart(
@@ -239,7 +239,7 @@ class App:
         )
         self._engine = Engine(
             core,
-            RecordedStarts(self.hands.executor, self.invocations, self.store, self.trajectories),
+            DurableStarts(self.hands.executor, self.invocations, self.store, self.trajectories),
             clock=self._clock,
             history=self.history,
             listeners=[self.invocations],
@@ -262,7 +262,7 @@ class App:
         gc.set_threshold(*COLLECT_EVERY)
         connections, streams_max = self._connections["http"], self.config.server.streams_max
         serving = asyncio.create_task(
-            serve(Door(self.house), self._sockets[0], self._closing.wait, CLOSE_GRACE_S, connections, streams_max)
+            serve(HttpApp(self.services), self._sockets[0], self._closing.wait, CLOSE_GRACE_S, connections, streams_max)
         )
         try:
             await asyncio.wait(
@@ -274,7 +274,7 @@ class App:
             await asyncio.gather(serving, return_exceptions=True)
             await self.close()
         if self.engine.fault is not None:
-            raise TangramError(f"{self.engine.fault}; the log tells more", component="engine")
+            raise CodedError(f"{self.engine.fault}; the log tells more", component="engine")
 
     def stop(self, keep_environments: bool = False) -> None:
         """Take no new work, let what runs end within the grace, keep the rest for the next gateway.
@@ -312,7 +312,7 @@ class App:
         await self.hands.prepare(function)
         service = await self.hands.service(function)
         if service is not None:
-            self._services[service.name] = service
+            self._model_services[service.name] = service
 
     def _switched(self, config: GatewayConfig) -> None:
         changed = Reconfigured(
@@ -320,7 +320,7 @@ class App:
             quotas=config.quotas,
             concurrency=config.concurrency,
             function_bounds={name: spec.max_queued for name, spec in config.functions.items()},
-            services=self._services,
+            services=self._model_services,
         )
         self.engine.tell(changed)
         self._log.info("configuration applied", functions=len(config.functions))
@@ -333,16 +333,16 @@ class App:
 
     def _learn_footprint(self, service: ServiceSpec) -> None:
         """A model's restore takes longer or shorter than the scheduler believes."""
-        self._services[service.name] = service
+        self._model_services[service.name] = service
         if self._engine is not None:
             self.engine.tell(Reconfigured(services={service.name: service}))
 
     def _function_bounds(self) -> dict[str, int]:
         return {name: spec.max_queued for name, spec in self.config.functions.items()}
 
-    def _house(self) -> House:
+    def _make_services(self) -> Services:
         server = self.config.server
-        return House(
+        return Services(
             guard=Guard(server.token),
             limits=Limits(
                 body_bytes=server.body_limit_bytes,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from manager.errors import Reason, TangramError
+from manager.errors import CodedError, Reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Face:
     title: str
 
 
-#: By `TangramError.code`: the request itself was refused or failed.
+#: By `CodedError.code`: the request itself was refused or failed.
 FACES: Mapping[str, Face] = {
     "invalid_input": Face(422, "INVALID_ARGUMENT", 65, "The input does not fit"),
     "invalid_config": Face(422, "INVALID_ARGUMENT", 78, "The configuration cannot be used"),
@@ -60,19 +60,19 @@ REASON_FACES: Mapping[Reason, Face] = {
 }
 
 
-class MethodNotAllowed(TangramError):
+class MethodNotAllowed(CodedError):
     """The path exists, but not for this HTTP method; ``detail["allow"]`` lists those that do."""
 
     code = "method_not_allowed"
 
 
-class TooSlow(TangramError):
+class TooSlow(CodedError):
     """A request's body did not arrive in time."""
 
     code = "too_slow"
 
 
-def face(error: TangramError) -> Face:
+def face(error: CodedError) -> Face:
     """The face of a refused request; an unknown code is our own fault."""
     return FACES.get(error.code, FACES["internal"])
 
@@ -82,7 +82,7 @@ def reason_face(reason: Reason | None) -> Face:
     return Face(200, "OK", 0, "Succeeded") if reason is None else REASON_FACES[reason]
 
 
-def problem(error: TangramError) -> dict[str, object]:
+def problem(error: CodedError) -> dict[str, object]:
     """The problem body (RFC 9457) of a refused request, the same on HTTP, in batches and in gRPC's details."""
     shown = face(error)
     body: dict[str, object] = {

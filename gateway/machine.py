@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gateway.config import GatewayConfig
-from gateway.hands import model_settings
+from gateway.config.load import GatewayConfig
+from gateway.runtime_factory import model_settings
 from manager.config import NodeSpec
 from manager.errors import InvalidConfig
-from runtimes.model.devices import discover as discover_devices
+from runtimes.model.device.devices import discover as discover_devices
 from runtimes.node.topology import Topology, discover, from_file
 from runtimes.sandbox.cgroup import parse_cores
 

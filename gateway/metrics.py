@@ -8,9 +8,9 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from gateway.record import Record
-from gateway.tally import Tallies, Tally
-from manager.history import Learned
+from gateway.counters import Counters, FunctionCounters
+from gateway.invocations.record import Record
+from manager.learning.history import Learned
 from manager.outcome import State
 
 
@@ -19,7 +19,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._tallies = Tallies()
+        self._tallies = Counters()
         self.registry.register(self._tallies)
         self._requests = Counter(
             "tangram_requests_refused", "Requests refused at a door, by code", ("door", "code"), registry=self.registry
@@ -78,7 +78,7 @@ class Metrics:
         return generate_latest(self.registry)
 
 
-def _count(tally: Tally, state: State, more: int) -> None:
+def _count(tally: FunctionCounters, state: State, more: int) -> None:
     if state is State.QUEUED:
         tally.queued += more
     else:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import orjson
 
-from gateway import config as gateway_config
-from gateway.config import GatewayConfig, Source
+from gateway.config import load as gateway_config
+from gateway.config.load import ConfigSource, GatewayConfig
 from manager.config import NodeSpec
-from manager.errors import InvalidConfig, NotFound, TangramError, Unsatisfiable, Unsupported
+from manager.errors import CodedError, InvalidConfig, NotFound, Unsatisfiable, Unsupported
 from manager.formulation import check_satisfiable
 from manager.function import FunctionSpec
 
@@ -156,7 +156,7 @@ class Registry:
         sources, problems = gateway_config.read(self._paths)
         return gateway_config.build(sources, self._env, problems=problems)
 
-    def _received(self, document: bytes) -> list[Source]:
+    def _received(self, document: bytes) -> list[ConfigSource]:
         """The files of a request; relative paths begin where the server's own configuration lies."""
         first = self._paths[0] if self._paths else Path.cwd()
         base = (first if first.is_dir() else first.parent).absolute()
@@ -165,7 +165,7 @@ class Registry:
         except orjson.JSONDecodeError:
             body = None
         if not isinstance(body, dict) or "files" not in body:
-            return [Source(path=base / "request.yaml", text=document.decode("utf-8", "replace"))]
+            return [ConfigSource(path=base / "request.yaml", text=document.decode("utf-8", "replace"))]
         files = body["files"]
         if not isinstance(files, list) or len(files) > gateway_config.FILES_MAX or len(body) > 1:
             raise InvalidConfig('write {"files": [{"path": ..., "text": ...}, ...]}', component="registry")
@@ -174,7 +174,7 @@ class Registry:
     async def _make_ready(self, config: GatewayConfig, functions: Iterable[FunctionSpec]) -> None:
         """Check that each function can ever be served, then prepare them; raises one error for all of them."""
         spec = config.manager_spec(self._nodes())
-        errors: list[TangramError] = []
+        errors: list[CodedError] = []
         gate = asyncio.Semaphore(PREPARE_CONCURRENCY)
 
         async def make_ready(function: FunctionSpec) -> None:
@@ -182,7 +182,7 @@ class Registry:
                 check_satisfiable(function, spec)
                 async with gate:
                     await self._prepare(function)
-            except TangramError as error:
+            except CodedError as error:
                 place = config.origins.get(function.name)
                 kind = type(error) if isinstance(error, Unsatisfiable | Unsupported) else InvalidConfig
                 told = f"{place}: functions.{function.name}: {error.message}" if place else error.message
@@ -200,10 +200,10 @@ class Registry:
             raise errors[0]
 
 
-def _source(base: Path, file: object) -> Source:
+def _source(base: Path, file: object) -> ConfigSource:
     if not isinstance(file, dict) or not isinstance(file.get("path"), str) or not isinstance(file.get("text"), str):
         raise InvalidConfig("each of files needs a path and a text", component="registry")
-    return Source(path=base / file["path"], text=file["text"])
+    return ConfigSource(path=base / file["path"], text=file["text"])
 
 
 def _changed_keys(old: FunctionSpec, new: FunctionSpec) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, None: 1
 
 
 @dataclass(frozen=True, slots=True)
-class Encoded:
+class EncodedJson:
     """JSON that is already encoded, for use inside a value given to `dumps`: it is not parsed again."""
 
     data: bytes
@@ -123,8 +123,8 @@ def _kind(value: object) -> str:
 
 
 def _fragment(value: object) -> object:
-    return orjson.Fragment(value.data) if isinstance(value, Encoded) else str(value)
+    return orjson.Fragment(value.data) if isinstance(value, EncodedJson) else str(value)
 
 
 def _plain(value: object) -> object:
-    return orjson.loads(value.data) if isinstance(value, Encoded) else str(value)
+    return orjson.loads(value.data) if isinstance(value, EncodedJson) else str(value)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from manager.config import ManagerSpec
-from manager.core import Core
-from manager.executing import Executing
-from manager.fairness import FairShare
-from manager.house import House
-from manager.queue import Bounds, Queue
+from manager.core.core import Core
+from manager.core.executing import Executing
+from manager.core.fairness import FairShare
+from manager.core.queue import Bounds, Queue
+from manager.core.state import SchedulerState
 from manager.resources.factory import PoolFactory
 from manager.resources.gpu import GpuPool
 from manager.resources.nodes import Nodes
@@ -36,7 +36,7 @@ def build_core(
     for name, concurrency in spec.concurrency.items():
         factory.concurrency(resources, name, concurrency)
     nodes = Nodes(spec.nodes, resources)
-    house = House(
+    state = SchedulerState(
         spec=spec.scheduler,
         tasks=spec.tasks,
         services=spec.services,
@@ -47,7 +47,7 @@ def build_core(
         fair=FairShare(frozenset(spec.quotas)),
         policies={**_policies(spec.scheduler.policies), **(policies or {})},
     )
-    return Core(house, factory)
+    return Core(state, factory)
 
 
 def _policies(specs: Mapping[str, PolicySpec]) -> dict[str, Policy]:

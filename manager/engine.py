@@ -13,8 +13,16 @@ from dataclasses import dataclass
 
 from manager.action import Action
 from manager.clock import Clock, MonotonicClock
-from manager.core import Core
-from manager.errors import CapacityExceeded, Conflict, Draining, Reason, TangramError, Unsatisfiable
+from manager.core.core import Core
+from manager.core.views import (
+    prefetches_view,
+    queue_view,
+    resources_view,
+    tasks_view,
+    trajectories_view,
+    trajectory_view,
+)
+from manager.errors import CapacityExceeded, CodedError, Conflict, Draining, Reason, Unsatisfiable
 from manager.events import (
     Abort,
     CancelRequested,
@@ -41,18 +49,10 @@ from manager.events import (
 )
 from manager.executor import Call, Executor
 from manager.function import FunctionSpec
-from manager.history import History
+from manager.learning.history import History
 from manager.lease import Lease
 from manager.listener import Listener
 from manager.outcome import Outcome, Settlement, State
-from manager.views import (
-    prefetches_view,
-    queue_view,
-    resources_view,
-    tasks_view,
-    trajectories_view,
-    trajectory_view,
-)
 
 logger = logging.getLogger("manager.engine")
 
@@ -203,7 +203,7 @@ class Engine:
         self.check_trajectory(trajectory)
         memory_bytes = 0 if function.sandbox is None else function.sandbox.memory_bytes
         ttl_s = 1800.0 if function.sandbox is None else function.sandbox.idle_ttl_s
-        if not self._core.house.nodes.ever((), memory_bytes):
+        if not self._core.state.nodes.ever((), memory_bytes):
             raise Unsatisfiable(
                 f"no node could ever hold {memory_bytes} bytes for trajectory {trajectory}", component="engine"
             )
@@ -212,7 +212,7 @@ class Engine:
         try:
             await self._ended(trajectory)
             await self._executor.open_trajectory(trajectory, task, function)
-        except (TangramError, asyncio.CancelledError):
+        except (CodedError, asyncio.CancelledError):
             self._feed([TrajectoryEnded(trajectory=trajectory)])
             raise
 
@@ -312,7 +312,7 @@ class Engine:
         for handle in (self._timer, self._pass):
             if handle is not None:
                 handle.cancel()
-        told = TangramError(self.fault, component="engine")
+        told = CodedError(self.fault, component="engine")
         jobs, self._jobs = self._jobs, {}
         for job in jobs.values():
             self._refuse(job.future, told)
@@ -414,7 +414,7 @@ class Engine:
         if not job.future.done():
             job.future.set_result(settlement)
 
-    def _refuse(self, future: asyncio.Future[Settlement], error: TangramError) -> None:
+    def _refuse(self, future: asyncio.Future[Settlement], error: CodedError) -> None:
         _tell(future, error)
 
     def _end_trajectory(self, trajectory: str) -> None:
@@ -489,7 +489,7 @@ class Engine:
             self._schedule()
 
 
-def _tell(future: asyncio.Future[Settlement] | asyncio.Future[None], error: TangramError) -> None:
+def _tell(future: asyncio.Future[Settlement] | asyncio.Future[None], error: CodedError) -> None:
     if not future.done():
         future.set_exception(error)
         future.exception()  # seen: a caller that went away must not make the loop complain

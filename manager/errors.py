@@ -26,7 +26,7 @@ class Reason(StrEnum):
     INTERNAL = "internal"  #: our own fault
 
 
-class TangramError(Exception):
+class CodedError(Exception):
     """Something a caller can be told: what, where and for which invocation.
 
     ``code`` is stable and crosses every wire; ``gateway.errors`` maps it to HTTP, gRPC and exit statuses.
@@ -51,85 +51,85 @@ class TangramError(Exception):
         self.detail: Mapping[str, object] = detail or {}
 
 
-class InvalidInput(TangramError):
+class InvalidInput(CodedError):
     """The input does not fit the function; ``detail["path"]`` is the JSON path at fault."""
 
     code = "invalid_input"
 
 
-class InvalidConfig(TangramError):
+class InvalidConfig(CodedError):
     """The configuration cannot be used; the message names file, line, key path and the remedy."""
 
     code = "invalid_config"
 
 
-class NotFound(TangramError):
+class NotFound(CodedError):
     """No such function, invocation, trajectory or file."""
 
     code = "not_found"
 
 
-class Conflict(TangramError):
+class Conflict(CodedError):
     """The thing is in a state that does not allow the request."""
 
     code = "conflict"
 
 
-class KeyReused(TangramError):
+class KeyReused(CodedError):
     """An Idempotency-Key came again with another body."""
 
     code = "idempotency_key_reused"
 
 
-class TooLarge(TangramError):
+class TooLarge(CodedError):
     """A body, file or batch exceeds its configured bound."""
 
     code = "too_large"
 
 
-class Unauthorized(TangramError):
+class Unauthorized(CodedError):
     """The bearer token is missing or wrong."""
 
     code = "unauthorized"
 
 
-class Unsatisfiable(TangramError):
+class Unsatisfiable(CodedError):
     """No node could ever satisfy this cost; the largest node is named."""
 
     code = "unsatisfiable"
 
 
-class QuotaExceeded(TangramError):
+class QuotaExceeded(CodedError):
     """The caller's, the task's or the function's bound is reached; retry after ``retry_after_s``."""
 
     code = "quota_exceeded"
 
 
-class CapacityExceeded(TangramError):
+class CapacityExceeded(CodedError):
     """The gateway as a whole is full; retry after ``retry_after_s``."""
 
     code = "capacity_exceeded"
 
 
-class Draining(TangramError):
+class Draining(CodedError):
     """The gateway is shutting down and takes no new work."""
 
     code = "draining"
 
 
-class StorageUnavailable(TangramError):
+class StorageUnavailable(CodedError):
     """The record cannot be written (disk full or corrupt): the work was not accepted."""
 
     code = "storage_unavailable"
 
 
-class Unsupported(TangramError):
+class Unsupported(CodedError):
     """This sandbox, device or model cannot do what was asked; the message says which can."""
 
     code = "unsupported"
 
 
-class ActionFailed(TangramError):
+class ActionFailed(CodedError):
     """Raised by a runtime: the action ends with this ``reason``. It becomes an Outcome, never a traceback."""
 
     code = "action_failed"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from manager.action import Action, UnitSet
 from manager.config import ConcurrencySpec, NodeSpec, QuotaSpec, ServiceSpec, TaskSpec
-from manager.errors import TangramError
+from manager.errors import CodedError
 from manager.lease import Lease
 from manager.outcome import Outcome, Settlement
 
@@ -191,7 +191,7 @@ class Refuse:
     """An action was not accepted, before any work."""
 
     action_id: str
-    error: TangramError
+    error: CodedError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

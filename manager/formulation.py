@@ -8,7 +8,7 @@ from manager.action import Action, Amdahl, Elasticity, UnitSet
 from manager.config import ManagerSpec, NodeSpec
 from manager.errors import InvalidInput, Unsatisfiable
 from manager.function import FunctionSpec, RuntimeKind
-from manager.history import History, Learned
+from manager.learning.history import History, Learned
 
 #: Longest caller's key for learning.
 _PROFILE_KEY_MAX = 200

@@ -1,4 +1,4 @@
-"""The function: a registered kind of action, as plain frozen values (parsed from YAML by ``gateway.config``)."""
+"""The function: a registered kind of action, as plain frozen values (parsed from YAML by ``gateway.config.load``)."""
 
 from __future__ import annotations
 

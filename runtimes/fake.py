@@ -14,7 +14,7 @@ from runtimes.runtime import Execution, Result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class ScriptStep:
     """What one action does."""
 
     #: Seconds before the work begins, and of the work itself.
@@ -37,14 +37,14 @@ class Step:
 
 
 #: Chooses the step of an execution.
-Script = Callable[[Execution], Step]
+Script = Callable[[Execution], ScriptStep]
 
 
 class ScriptedRuntime:
     """Executes a script and remembers what it was asked. Waits on the event loop's clock."""
 
-    def __init__(self, script: Script | Step | None = None) -> None:
-        step = script if isinstance(script, Step) else Step()
+    def __init__(self, script: Script | ScriptStep | None = None) -> None:
+        step = script if isinstance(script, ScriptStep) else ScriptStep()
         self._script: Script = script if callable(script) else lambda _: step
         self._gates: dict[str, asyncio.Event] = {}
         self._beginnings: dict[str, asyncio.Event] = {}
@@ -108,7 +108,7 @@ class ScriptedRuntime:
         """Let a held action end."""
         self._gate(action_id).set()
 
-    async def _follow(self, step: Step, execution: Execution) -> Result:
+    async def _follow(self, step: ScriptStep, execution: Execution) -> Result:
         if step.overhead_s:
             await asyncio.sleep(step.overhead_s)
         execution.begin()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from manager.function import FunctionSpec, ModelAction, RuntimeKind
-from runtimes.api_template import RequestTemplate
+from runtimes.api.template import RequestTemplate
 
 _TEXT: Mapping[str, object] = {"type": "string"}
 _TEXTS: Mapping[str, object] = {"type": "array", "items": _TEXT}

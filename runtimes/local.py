@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from manager.action import Action
 from manager.clock import Clock, MonotonicClock
-from manager.errors import ActionFailed, InvalidInput, QuotaExceeded, Reason, TangramError, Unsupported
+from manager.errors import ActionFailed, CodedError, InvalidInput, QuotaExceeded, Reason, Unsupported
 from manager.executor import Call
 from manager.function import FunctionSpec, RuntimeKind
 from manager.lease import Lease
@@ -31,7 +31,7 @@ _STATES: Mapping[Reason, State] = {
 }
 
 #: Errors that a runtime may raise besides ActionFailed.
-_REASONS: Mapping[type[TangramError], Reason] = {
+_REASONS: Mapping[type[CodedError], Reason] = {
     InvalidInput: Reason.INVALID_INPUT,
     Unsupported: Reason.INVALID_INPUT,
     QuotaExceeded: Reason.QUOTA,
@@ -272,7 +272,7 @@ def _outcome(task: asyncio.Task[Result], execution: Execution, overrun: str) -> 
             retry_after_s=error.retry_after_s,
             detail=error.detail,
         )
-    if isinstance(error, TangramError):
+    if isinstance(error, CodedError):
         reason = _REASONS.get(type(error), Reason.INTERNAL)
         return _failure(reason, error.message, execution, component=error.component)
     logger.error("action %s: its runtime raised", execution.action.id, exc_info=error)

@@ -9,6 +9,7 @@ import orjson
 
 from manager.errors import (
     CapacityExceeded,
+    CodedError,
     Conflict,
     Draining,
     InvalidConfig,
@@ -17,14 +18,13 @@ from manager.errors import (
     NotFound,
     QuotaExceeded,
     StorageUnavailable,
-    TangramError,
     TooLarge,
     Unauthorized,
     Unsatisfiable,
     Unsupported,
 )
 
-BY_CODE: Mapping[str, type[TangramError]] = {
+BY_CODE: Mapping[str, type[CodedError]] = {
     each.code: each
     for each in (
         InvalidInput,
@@ -47,26 +47,26 @@ BY_CODE: Mapping[str, type[TangramError]] = {
 REFUSALS = (QuotaExceeded, CapacityExceeded, Draining, StorageUnavailable)
 
 
-class ConnectionFailed(TangramError):
+class ConnectionFailed(CodedError):
     """The gateway cannot be reached, or went away in the middle of an answer."""
 
     code = "connection_failed"
 
 
-def error_of(response: httpx.Response) -> TangramError:
+def error_of(response: httpx.Response) -> CodedError:
     """The exception of a refused request; a body that is no problem of ours becomes a TangramError that quotes it."""
     body = _problem(response)
     if body is None:
         text = response.text[:200]
-        return TangramError(f"{response.request.url} answered {response.status_code}: {text}", component="client")
+        return CodedError(f"{response.request.url} answered {response.status_code}: {text}", component="client")
     return error_from(body, _retry_after_s(response))
 
 
-def error_from(body: Mapping[str, object], retry_after_header_s: float | None = None) -> TangramError:
+def error_from(body: Mapping[str, object], retry_after_header_s: float | None = None) -> CodedError:
     """The exception of a problem body."""
     detail = body.get("errors")
     invocation_id, retry_after_s = body.get("invocation_id"), body.get("retry_after_s")
-    return BY_CODE.get(str(body.get("code")), TangramError)(
+    return BY_CODE.get(str(body.get("code")), CodedError)(
         str(body.get("detail", "")),
         component=str(body.get("component", "gateway")),
         invocation_id=invocation_id if isinstance(invocation_id, str) else None,

@@ -15,7 +15,7 @@ import orjson
 
 from gateway.client.problems import REFUSALS, ConnectionFailed, ended_invocation, error_from, error_of
 from gateway.client.results import FileEntry, InvocationResult
-from manager.errors import TangramError
+from manager.errors import CodedError
 
 _T = TypeVar("_T")
 _BACKOFF_S = 0.2
@@ -29,7 +29,7 @@ class Retries:
     #: Longest single wait; a longer Retry-After is not waited for, the error is raised.
     wait_max_s: float = 30.0
 
-    def wait_s(self, error: TangramError, attempt: int, *, repeatable: bool) -> float | None:
+    def wait_s(self, error: CodedError, attempt: int, *, repeatable: bool) -> float | None:
         """Seconds to wait before try ``attempt + 1``, or None to raise.
 
         Refusals ran nothing. A lost connection may have, so only a ``repeatable`` request is sent again.
@@ -118,7 +118,7 @@ def invoke(
 
 def batch(
     calls: Sequence[BatchCall], wait: str, timeout_s: float | None
-) -> Request[list[InvocationResult | TangramError]]:
+) -> Request[list[InvocationResult | CodedError]]:
     """Many asynchronous invocations; the verdicts come in the order of the calls."""
     written = [
         {
@@ -252,7 +252,7 @@ def read_invocation(response: httpx.Response) -> InvocationResult:
     return InvocationResult.from_json(ended_invocation(response) or read_json(response))
 
 
-def _verdict(body: Mapping[str, Any]) -> InvocationResult | TangramError:
+def _verdict(body: Mapping[str, Any]) -> InvocationResult | CodedError:
     if "problem" in body:
         return error_from(body["problem"])
     return InvocationResult.from_json(body["invocation"])

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from manager.errors import Reason, TangramError
+from manager.errors import CodedError, Reason
 from manager.outcome import State
 
 
@@ -123,7 +123,7 @@ class InvocationResult:
         return self
 
 
-class InvocationFailed(TangramError):
+class InvocationFailed(CodedError):
     """An invocation ended without success; ``invocation`` tells its reason, component and partial result."""
 
     code = "action_failed"

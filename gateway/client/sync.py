@@ -15,7 +15,7 @@ from gateway.client.following import Following
 from gateway.client.problems import ConnectionFailed, error_of, lost
 from gateway.client.requests import BatchCall, Request, Retries
 from gateway.client.results import FileEntry, InvocationResult, LogLine
-from manager.errors import NotFound, TangramError
+from manager.errors import CodedError, NotFound
 
 _T = TypeVar("_T")
 #: Longest silence of an answer that is no invocation, and of a followed log, which has heartbeats.
@@ -123,7 +123,7 @@ class Client:
 
     def submit_all(
         self, calls: Sequence[BatchCall], *, wait: str = "none", timeout_s: float | None = None
-    ) -> list[InvocationResult | TangramError]:
+    ) -> list[InvocationResult | CodedError]:
         """Queue many with one request; the verdict of each, in order: its record, or the error that refused it.
 
         ``wait`` is ``none``, ``any`` or ``all``: for whose end to wait first, at most ``timeout_s``.
@@ -256,7 +256,7 @@ class Client:
         while True:
             try:
                 return self._send_once(request)
-            except TangramError as error:
+            except CodedError as error:
                 wait_s = self._retries.wait_s(error, attempt, repeatable=request.repeatable)
                 if wait_s is None:
                     raise

@@ -1,1 +1,1 @@
-"""The gRPC door: the same house as HTTP, with the same errors."""
+"""The gRPC door: the same operations as HTTP, with the same errors."""

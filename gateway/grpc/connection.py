@@ -21,7 +21,7 @@ from h2.settings import SettingCodes
 
 from gateway.connections import LINGER_S, Connections
 from gateway.grpc.messages import status_error, trailers
-from manager.errors import TangramError
+from manager.errors import CodedError
 
 #: Seconds in which a new connection must say that it speaks HTTP/2.
 GREETING_S = 20.0
@@ -45,15 +45,15 @@ class BoundedServer(Server):
         self.__gc_step__()
         refusal = self._connections.enter("grpc")
         if refusal is not None:
-            return Connection(
+            return GrpcConnection(
                 Refusing(refusal), self._config, self._h2_config, self._streams_max, lambda: None, LINGER_S
             )
         handler = Careful(self._mapping, self._codec, self._status_details_codec, self.__dispatch__)
         self._handlers.add(handler)
-        return Connection(handler, self._config, self._h2_config, self._streams_max, self._connections.leave, None)
+        return GrpcConnection(handler, self._config, self._h2_config, self._streams_max, self._connections.leave, None)
 
 
-class Connection(H2Protocol):
+class GrpcConnection(H2Protocol):
     """One peer. What cannot be read closes it, quietly: anybody can send anything."""
 
     def __init__(
@@ -119,7 +119,7 @@ class Careful(Handler):
 class Refusing(AbstractHandler):
     """Answers every call of a connection too many with the same status."""
 
-    def __init__(self, error: TangramError) -> None:
+    def __init__(self, error: CodedError) -> None:
         self._status: GRPCError = status_error(error)
         self._about = trailers(error)
         self._answers: dict[Stream, asyncio.Task[None]] = {}

@@ -1,4 +1,4 @@
-"""Messages: records, log rows and calls between the house's nouns and protobuf; errors as gRPC statuses."""
+"""Messages: records, log rows and calls between the gateway's nouns and protobuf; errors as gRPC statuses."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from grpclib.exceptions import GRPCError
 from gateway import wire
 from gateway.errors import face, reason_face
 from gateway.grpc.generated import tangram_pb2 as pb
-from gateway.invocation import Request
-from gateway.record import Mode, Record
-from gateway.store import LogRow
-from manager.errors import InvalidInput, TangramError
+from gateway.invocations.invocation import InvocationRequest
+from gateway.invocations.record import Mode, Record
+from gateway.store.store import LogRow
+from manager.errors import CodedError, InvalidInput
 
 
-def read_call(message: pb.InvokeRequest, mode: Mode) -> Request:
+def read_call(message: pb.InvokeRequest, mode: Mode) -> InvocationRequest:
     """The request of one invocation; raises InvalidInput."""
-    return Request(
+    return InvocationRequest(
         function=wire.name(message.function, "function"),
         input=wire.loads_object(message.input_json),
         body=message.input_json or b"{}",
@@ -67,7 +67,7 @@ def log_record(row: LogRow) -> pb.LogRecord:
     return pb.LogRecord(offset=row.position, time_s=row.time_s, stream=row.stream, data=row.data)
 
 
-def status_error(error: TangramError) -> GRPCError:
+def status_error(error: CodedError) -> GRPCError:
     """The status of a refused request; its message begins with the code."""
     return GRPCError(Status[face(error).grpc], f"{error.code}: {error.message}")
 
@@ -80,7 +80,7 @@ def ended_badly(record: Record) -> GRPCError | None:
     return GRPCError(Status[shown.grpc], f"{record.reason}: {record.message}")
 
 
-def trailers(error: TangramError) -> dict[str, str]:
+def trailers(error: CodedError) -> dict[str, str]:
     """Metadata that goes with an error."""
     found = {"tangram-code": error.code, "tangram-component": error.component}
     if error.invocation_id is not None:

@@ -19,8 +19,8 @@ from gateway.errors import TooSlow
 from gateway.grpc.connection import BoundedServer
 from gateway.grpc.messages import status_error
 from gateway.grpc.service import GatewayService
-from gateway.house import House
-from manager.errors import InvalidInput, TangramError, TooLarge, Unsupported
+from gateway.services import Services
+from manager.errors import CodedError, InvalidInput, TooLarge, Unsupported
 
 #: What a message may hold beside the body of an invocation.
 ENVELOPE_BYTES = 64 * 1024
@@ -30,16 +30,16 @@ HEALTH = "/grpc.health.v1.Health/"
 
 
 class GrpcServer:
-    """Serves the house; `open` binds, `close` waits for open calls within a grace."""
+    """The gRPC server; `open` binds, `close` waits for open calls within a grace."""
 
-    def __init__(self, house: House, connections: Connections, streams_max: int) -> None:
+    def __init__(self, services: Services, connections: Connections, streams_max: int) -> None:
         """``streams_max`` bounds the open calls of one connection."""
-        self._house = house
-        service = GatewayService(house)
+        self._services = services
+        service = GatewayService(services)
         self._status = ServiceStatus()
         self._status.set(True)
-        services: list[IServable] = [service, Health({service: [self._status]})]
-        self._server = BoundedServer(ServerReflection.extend(services), connections, streams_max)
+        served: list[IServable] = [service, Health({service: [self._status]})]
+        self._server = BoundedServer(ServerReflection.extend(served), connections, streams_max)
         listen(self._server, RecvRequest, self._let_in)
 
     async def open(self, listener: socket.socket) -> None:
@@ -58,14 +58,14 @@ class GrpcServer:
         if not event.method_name.startswith(HEALTH):
             given = event.metadata.get("authorization")
             try:
-                self._house.guard.check(str(given).encode() if given is not None else None)
-            except TangramError as error:
-                self._house.metrics.refused("grpc", error.code)
+                self._services.guard.check(str(given).encode() if given is not None else None)
+            except CodedError as error:
+                self._services.metrics.refused("grpc", error.code)
                 raise status_error(error) from None
-        event.method_func = partial(_bounded, event.method_func, self._house)
+        event.method_func = partial(_bounded, event.method_func, self._services)
 
 
-async def _bounded(method: Any, house: House, stream: Stream[Any, Any]) -> None:
+async def _bounded(method: Any, services: Services, stream: Stream[Any, Any]) -> None:
     """Refuse a message that is too large before any of it is read, that comes too slowly, or that nobody can read.
 
     grpclib has no such bounds. It reads five bytes that tell a message's form and length, and then so many through
@@ -74,22 +74,22 @@ async def _bounded(method: Any, house: House, stream: Stream[Any, Any]) -> None:
     """
     raw = stream._stream
     receive, send = raw.recv_data, raw.send_data
-    stall_s = house.logs.spec.stall_s
+    stall_s = services.logs.spec.stall_s
 
     async def recv_data(size: int) -> bytes:
-        if size > house.limits.body_bytes + ENVELOPE_BYTES:
-            raise TooLarge(f"the message is larger than {house.limits.body_bytes} bytes", component="grpc")
-        house.held.check(size)
-        house.held.take(size)
+        if size > services.limits.body_bytes + ENVELOPE_BYTES:
+            raise TooLarge(f"the message is larger than {services.limits.body_bytes} bytes", component="grpc")
+        services.held.check(size)
+        services.held.take(size)
         try:
-            async with asyncio.timeout(house.limits.body_s):
+            async with asyncio.timeout(services.limits.body_s):
                 data = await receive(size)
         except TimeoutError:
-            raise TooSlow(f"the message took longer than {house.limits.body_s:g} s", component="grpc") from None
+            raise TooSlow(f"the message took longer than {services.limits.body_s:g} s", component="grpc") from None
         except AssertionError:  # grpclib's word for a client that stopped in the middle
             raise InvalidInput("the message broke off", component="grpc") from None
         finally:
-            house.held.give(size)
+            services.held.give(size)
         if size == PREFIX_BYTES and data[:1] == COMPRESSED:
             raise Unsupported("compressed messages are not read here: send them as they are", component="grpc")
         return data
@@ -99,12 +99,12 @@ async def _bounded(method: Any, house: House, stream: Stream[Any, Any]) -> None:
             async with asyncio.timeout(stall_s):
                 await send(data, end_stream)
         except TimeoutError:
-            house.logs.followers_dropped += 1
+            services.logs.followers_dropped += 1
             message = f"what was sent was not read within {stall_s:g} s: a log can be resumed after its last offset"
             raise TooSlow(message, component="grpc") from None
 
     raw.recv_data, raw.send_data = recv_data, send_data  # type: ignore[method-assign]
     try:
         await method(stream)
-    except TangramError as error:
+    except CodedError as error:
         raise status_error(error) from None

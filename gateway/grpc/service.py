@@ -25,13 +25,13 @@ from gateway.grpc.messages import (
     status_error,
     trailers,
 )
-from gateway.house import House
-from gateway.invocation import Invocation, Request
-from gateway.logs import PAGE_RECORDS
-from gateway.record import Mode, Record
-from gateway.store import LogRow
+from gateway.invocations.invocation import InvocationRequest, LiveInvocation
+from gateway.invocations.logs import PAGE_RECORDS
+from gateway.invocations.record import Mode, Record
+from gateway.services import Services
+from gateway.store.store import LogRow
 from gateway.view import function_json
-from manager.errors import InvalidInput, TangramError
+from manager.errors import CodedError, InvalidInput
 
 Received = TypeVar("Received")
 #: Seconds that a cancel waits for the processes to be gone before it answers.
@@ -41,9 +41,9 @@ CANCEL_WAIT_S = 5.0
 class GatewayService(GatewayBase):
     """One method for each rpc. A client that cancels its call, or whose deadline passes, leaves its invocation."""
 
-    def __init__(self, house: House) -> None:
-        self._house = house
-        self._invocations = house.invocations
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._invocations = services.invocations
         self._log = structlog.get_logger("gateway.grpc")
 
     async def Invoke(self, stream: Stream[pb.InvokeRequest, pb.Invocation]) -> None:  # noqa: N802
@@ -67,7 +67,7 @@ class GatewayService(GatewayBase):
             async with self._attended(call) as started:
                 record = started.record
                 await stream.send_message(pb.InvokeEvent(accepted=invocation(record)))
-                async for page in self._house.logs.follow(record.seq, 0):
+                async for page in self._services.logs.follow(record.seq, 0):
                     for message in _page(page):
                         await stream.send_message(pb.InvokeEvent(log=message))
             await stream.send_message(pb.InvokeEvent(ended=invocation(record)))
@@ -87,7 +87,7 @@ class GatewayService(GatewayBase):
         async with self._answering(stream):
             request = await _request(stream)
             found = await self._invocations.get(request.id)
-            limit_s = self._house.limits.wait_s
+            limit_s = self._services.limits.wait_s
             await self._invocations.wait(found, min(limit_s, seconds(request.timeout_s, "timeout_s") or limit_s))
             await stream.send_message(invocation(found.record))
 
@@ -122,21 +122,21 @@ class GatewayService(GatewayBase):
                     description=spec.description,
                     json=wire.dumps(function_json(spec)),
                 )
-                for spec in self._house.functions.all()
+                for spec in self._services.functions.all()
             ]
             await stream.send_message(pb.ListFunctionsResponse(functions=functions))
 
     async def ApplyConfig(self, stream: Stream[pb.ApplyConfigRequest, pb.ApplyConfigResponse]) -> None:  # noqa: N802
         async with self._answering(stream):
             request = await _request(stream)
-            differences = await self._house.configure(request.document, request.dry_run)
+            differences = await self._services.configure(request.document, request.dry_run)
             await stream.send_message(pb.ApplyConfigResponse(json=wire.dumps(differences)))
 
-    async def _call(self, stream: Stream[pb.InvokeRequest, Any], mode: Mode) -> Request:
+    async def _call(self, stream: Stream[pb.InvokeRequest, Any], mode: Mode) -> InvocationRequest:
         return read_call(await _request(stream), mode)
 
     @asynccontextmanager
-    async def _attended(self, call: Request) -> AsyncIterator[Invocation]:
+    async def _attended(self, call: InvocationRequest) -> AsyncIterator[LiveInvocation]:
         """The accepted invocation; leaving the block before its end leaves the invocation."""
         started = await self._invocations.invoke(call)
         try:
@@ -146,10 +146,10 @@ class GatewayService(GatewayBase):
 
     async def _pages(self, seq: int, position: int, follow: bool) -> AsyncIterator[list[LogRow]]:
         if follow:
-            async for page in self._house.logs.follow(seq, position):
+            async for page in self._services.logs.follow(seq, position):
                 yield page
             return
-        while page := await self._house.logs.read(seq, position, PAGE_RECORDS):
+        while page := await self._services.logs.read(seq, position, PAGE_RECORDS):
             position = page[-1].position + 1
             yield page
 
@@ -158,9 +158,9 @@ class GatewayService(GatewayBase):
         """Turn what fails into a status with its code in the trailers."""
         try:
             yield
-        except TangramError as error:
-            self._house.metrics.refused("grpc", error.code)
-            clear_frames(error.__traceback__)  # as in `gateway.http.door`
+        except CodedError as error:
+            self._services.metrics.refused("grpc", error.code)
+            clear_frames(error.__traceback__)  # as in `gateway.http.app`
             status = status_error(error)
             await stream.send_trailing_metadata(
                 status=status.status, status_message=status.message, metadata=trailers(error)
@@ -169,7 +169,7 @@ class GatewayService(GatewayBase):
             raise
         except Exception as error:
             self._log.exception("a call failed", error=str(error))
-            self._house.metrics.refused("grpc", "internal")
+            self._services.metrics.refused("grpc", "internal")
             raise GRPCError(Status.INTERNAL, "internal: a fault of the gateway: its log tells more") from error
 
 

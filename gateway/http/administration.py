@@ -6,13 +6,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway import wire
-from gateway.house import House
 from gateway.http.messages import json_response, read_body
 from gateway.http.operation import (
     FLAG,
-    Answer,
-    Link,
     Operation,
+    OperationLink,
+    ResponseSpec,
     json_answer,
     links,
     page_of,
@@ -20,7 +19,8 @@ from gateway.http.operation import (
     query,
     ref,
 )
-from gateway.store import LIST_LIMIT_MAX
+from gateway.services import Services
+from gateway.store.store import LIST_LIMIT_MAX
 from gateway.view import function_json
 from manager.engine import QUEUE_PAGE
 
@@ -31,36 +31,36 @@ ANYTHING = {"type": "object"}
 class AdministrationOperations:
     """The endpoints, and their rows of the table."""
 
-    def __init__(self, house: House) -> None:
-        self._house = house
+    def __init__(self, services: Services) -> None:
+        self._services = services
 
     async def functions(self, request: Request) -> Response:
-        return json_response({"functions": [function_json(spec) for spec in self._house.functions.all()]})
+        return json_response({"functions": [function_json(spec) for spec in self._services.functions.all()]})
 
     async def function(self, request: Request) -> Response:
         name = wire.name(request.path_params["name"], "function")
-        shown = function_json(self._house.functions.get(name))
-        return json_response({**shown, "learned": self._house.learned(name)})
+        shown = function_json(self._services.functions.get(name))
+        return json_response({**shown, "learned": self._services.learned(name)})
 
     async def put_config(self, request: Request) -> Response:
         """Replace the functions and tasks: new invocations see the new ones, nothing in flight is dropped."""
         dry_run = wire.flag(request.query_params.get("dry_run", "false"), "dry_run")
-        document = await read_body(request, self._house)
-        return json_response(await self._house.configure(document, dry_run))
+        document = await read_body(request, self._services)
+        return json_response(await self._services.configure(document, dry_run))
 
     async def resources(self, request: Request) -> Response:
         """Pools and who holds what, in plain words what the sandboxes are, and the model processes."""
-        described = {"sandboxes": dict(self._house.sandboxes()), "models": dict(self._house.models())}
-        return json_response({**self._house.engine.resources(), **described})
+        described = {"sandboxes": dict(self._services.sandboxes()), "models": dict(self._services.models())}
+        return json_response({**self._services.engine.resources(), **described})
 
     async def queue(self, request: Request) -> Response:
         """A page of what waits; a cursor stays good when the action that it names has left."""
         params = request.query_params
         limit = wire.whole(params.get("limit", str(QUEUE_PAGE)), "limit", minimum=1, maximum=LIST_LIMIT_MAX)
-        return json_response(self._house.engine.queue(limit, params.get("cursor")))
+        return json_response(self._services.engine.queue(limit, params.get("cursor")))
 
     async def tasks(self, request: Request) -> Response:
-        return json_response({"tasks": self._house.engine.tasks()})
+        return json_response({"tasks": self._services.engine.tasks()})
 
     async def health(self, request: Request) -> Response:
         """The process lives."""
@@ -68,16 +68,18 @@ class AdministrationOperations:
 
     async def ready(self, request: Request) -> Response:
         """Whether work is taken now, and if not, why."""
-        why = self._house.unready()
+        why = self._services.unready()
         return json_response({"status": "ready" if why is None else why}, 200 if why is None else 503)
 
     async def metrics(self, request: Request) -> Response:
-        return Response(self._house.metrics.text(), media_type=TEXT_PLAIN)
+        return Response(self._services.metrics.text(), media_type=TEXT_PLAIN)
 
     def operations(self) -> list[Operation]:
         """The rows of the table."""
         of_first = links("/functions/0/name", "name", "getFunction", "invoke")
-        opening = Link(operation="openTrajectory", parameters={}, body={"function": "$response.body#/functions/0/name"})
+        opening = OperationLink(
+            operation="openTrajectory", parameters={}, body={"function": "$response.body#/functions/0/name"}
+        )
         reads = [
             ("getResources", "/v1/resources", self.resources, "Pools, what is held of them, and the sandboxes"),
             ("getTasks", "/v1/tasks", self.tasks, "RL tasks: weights, bounds and use"),
@@ -170,6 +172,6 @@ class AdministrationOperations:
                 endpoint=self.metrics,
                 summary="Metrics in the Prometheus text format",
                 tag="operation",
-                answers={200: Answer(about="The exposition", content={"text/plain": {"type": "string"}})},
+                answers={200: ResponseSpec(about="The exposition", content={"text/plain": {"type": "string"}})},
             ),
         ]

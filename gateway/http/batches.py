@@ -9,9 +9,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from gateway import wire
-from gateway.dead_letters import DeadLetters
 from gateway.errors import problem
-from gateway.house import House
 from gateway.http.messages import json_response, read_body, record_response
 from gateway.http.operation import (
     DURATION,
@@ -25,12 +23,14 @@ from gateway.http.operation import (
     query,
     ref,
 )
-from gateway.invocation import Invocation, Request
-from gateway.record import Mode
-from manager.errors import InvalidInput, TangramError, TooLarge
+from gateway.invocations.dead_letters import DeadLetters
+from gateway.invocations.invocation import InvocationRequest, LiveInvocation
+from gateway.invocations.record import Mode
+from gateway.services import Services
+from manager.errors import CodedError, InvalidInput, TooLarge
 
 FIELDS = ("function", "input", "trajectory", "task", "timeout", "max_age", "key")
-Verdict = Invocation | TangramError
+Verdict = LiveInvocation | CodedError
 CALL: Schema = {
     "type": "object",
     "required": ["function"],
@@ -53,40 +53,40 @@ CALLS: Schema = {"type": "object", "required": ["calls"], "properties": {"calls"
 class BatchOperations:
     """The endpoints, and their rows of the table."""
 
-    def __init__(self, house: House) -> None:
-        self._house = house
-        self._dead_letters = DeadLetters(house.invocations, house.store)
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._dead_letters = DeadLetters(services.invocations, services.store)
 
     async def batch(self, request: HttpRequest) -> Response:
         """Accept many asynchronous calls with one commit; each has its own verdict, in the order of the calls."""
         wait = request.query_params.get("wait", "none")
         if wait not in ("none", "any", "all"):
             raise InvalidInput("wait must be none, any or all", detail={"path": "wait"})
-        limit_s = self._house.limits.wait_s
+        limit_s = self._services.limits.wait_s
         timeout_s = min(limit_s, wire.duration_s(request.query_params.get("timeout", f"{limit_s:.0f}s"), "timeout"))
-        calls = self._calls(wire.loads_object(await read_body(request, self._house)))
-        readable = [call for call in calls if isinstance(call, Request)]
-        accepted = iter(await self._house.invocations.invoke_all(readable))
-        verdicts = [next(accepted) if isinstance(call, Request) else call for call in calls]
+        calls = self._calls(wire.loads_object(await read_body(request, self._services)))
+        readable = [call for call in calls if isinstance(call, InvocationRequest)]
+        accepted = iter(await self._services.invocations.invoke_all(readable))
+        verdicts = [next(accepted) if isinstance(call, InvocationRequest) else call for call in calls]
         if wait != "none":
             await self._wait(verdicts, asyncio.FIRST_COMPLETED if wait == "any" else asyncio.ALL_COMPLETED, timeout_s)
         return json_response({"results": [_verdict_json(verdict) for verdict in verdicts]}, 200)
 
-    def _calls(self, body: Mapping[str, object]) -> list[Request | TangramError]:
+    def _calls(self, body: Mapping[str, object]) -> list[InvocationRequest | CodedError]:
         calls = body.get("calls")
         if not isinstance(calls, list):
             raise InvalidInput("calls must be a list", detail={"path": "$.calls"})
-        if len(calls) > self._house.limits.batch_calls:
-            raise TooLarge(f"{len(calls)} calls are more than {self._house.limits.batch_calls}", component="http")
+        if len(calls) > self._services.limits.batch_calls:
+            raise TooLarge(f"{len(calls)} calls are more than {self._services.limits.batch_calls}", component="http")
         return [_read_call(call, f"$.calls[{index}]") for index, call in enumerate(calls)]
 
     async def _wait(self, verdicts: Sequence[Verdict], until: str, timeout_s: float) -> None:
         waits = {
             asyncio.ensure_future(verdict.ended.wait())
             for verdict in verdicts
-            if isinstance(verdict, Invocation) and not verdict.ended.is_set()
+            if isinstance(verdict, LiveInvocation) and not verdict.ended.is_set()
         }
-        already = any(isinstance(verdict, Invocation) and verdict.ended.is_set() for verdict in verdicts)
+        already = any(isinstance(verdict, LiveInvocation) and verdict.ended.is_set() for verdict in verdicts)
         if waits and not (already and until == asyncio.FIRST_COMPLETED):
             await asyncio.wait(waits, timeout=timeout_s, return_when=until)
         for wait in waits:
@@ -166,7 +166,7 @@ class BatchOperations:
         ]
 
 
-def _read_call(call: object, path: str) -> Request | TangramError:
+def _read_call(call: object, path: str) -> InvocationRequest | CodedError:
     """One call of a batch, or why it cannot be read."""
     try:
         return _request(call, path)
@@ -174,7 +174,7 @@ def _read_call(call: object, path: str) -> Request | TangramError:
         return error
 
 
-def _request(call: object, path: str) -> Request:
+def _request(call: object, path: str) -> InvocationRequest:
     if not isinstance(call, dict):
         raise InvalidInput(f"{path} must be an object", detail={"path": path})
     unknown = sorted(call.keys() - set(FIELDS))
@@ -186,7 +186,7 @@ def _request(call: object, path: str) -> Request:
         raise InvalidInput(f"{path}.input must be an object", detail={"path": f"{path}.input"})
     if texts["key"] is not None and wire.KEY.fullmatch(texts["key"]) is None:
         raise InvalidInput(f"{path}.key must be 1 to 255 visible ASCII characters", detail={"path": f"{path}.key"})
-    return Request(
+    return InvocationRequest(
         function=wire.name(texts["function"] or "", "function"),
         input=given,
         body=wire.dumps(given),
@@ -207,7 +207,7 @@ def _text(call: Mapping[str, object], name: str, path: str) -> str | None:
 
 
 def _verdict_json(verdict: Verdict) -> dict[str, object]:
-    if isinstance(verdict, TangramError):
+    if isinstance(verdict, CodedError):
         body = problem(verdict)
         return {"status": body["status"], "problem": body}
     return {"status": 200 if verdict.record.terminal else 202, "invocation": verdict.record.as_json()}

@@ -1,21 +1,21 @@
-"""The call: query and headers of an HTTP request, read into what `gateway.invocations` is asked."""
+"""The call: query and headers of an HTTP request, read into what `gateway.invocations.invocations` is asked."""
 
 from __future__ import annotations
 
 from starlette.requests import Request as HttpRequest
 
 from gateway import wire
-from gateway.invocation import Request
-from gateway.record import Mode
+from gateway.invocations.invocation import InvocationRequest
+from gateway.invocations.record import Mode
 from manager.errors import InvalidInput
 
 
-def read_call(request: HttpRequest, function: str, body: bytes) -> Request:
+def read_call(request: HttpRequest, function: str, body: bytes) -> InvocationRequest:
     """The request of one invocation; raises InvalidInput for anything odd."""
     headers = request.headers
     trajectory, parent = headers.get("x-trajectory-id"), headers.get("x-parent-id")
     timeout, max_age = headers.get("x-timeout"), headers.get("x-max-age")
-    return Request(
+    return InvocationRequest(
         function=wire.name(function, "function"),
         input=wire.loads_object(body),
         body=body or b"{}",

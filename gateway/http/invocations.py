@@ -9,7 +9,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway import wire
-from gateway.house import House
 from gateway.http.call import read_call, read_mode, read_wait_s
 from gateway.http.messages import (
     attend,
@@ -24,9 +23,9 @@ from gateway.http.operation import (
     FLAG,
     KEY,
     NAME,
-    Answer,
     Operation,
     Parameter,
+    ResponseSpec,
     header,
     json_answer,
     links,
@@ -36,9 +35,10 @@ from gateway.http.operation import (
     ref,
 )
 from gateway.http.stream import LogStream, accepts_events
-from gateway.invocation import Invocation
-from gateway.record import Mode, Record, invalid_state, seq_of
-from gateway.store import LIST_LIMIT_MAX, Filter, LogRow
+from gateway.invocations.invocation import LiveInvocation
+from gateway.invocations.record import Mode, Record, invalid_state, seq_of
+from gateway.services import Services
+from gateway.store.store import LIST_LIMIT_MAX, Filter, LogRow
 from manager.outcome import State
 
 INVOCATION_ID = path_parameter("id", "Id of an invocation")
@@ -50,18 +50,18 @@ CANCEL_WAIT_S = 5.0
 class InvocationOperations:
     """The endpoints, and their rows of the table."""
 
-    def __init__(self, house: House) -> None:
-        self._house = house
-        self._invocations = house.invocations
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._invocations = services.invocations
 
     async def invoke(self, request: Request) -> Response:
         """One call in one of the three modes."""
         mode = read_mode(request)
-        wait_s = read_wait_s(request, self._house.limits.wait_s)
-        body = await read_body(request, self._house)
+        wait_s = read_wait_s(request, self._services.limits.wait_s)
+        body = await read_body(request, self._services)
         call = read_call(request, request.path_params["name"], body)
         if call.callback_url is not None:
-            self._house.callbacks.check(call.callback_url)
+            self._services.callbacks.check(call.callback_url)
         invocation = await self._invocations.invoke(call)
         if mode is Mode.STREAM:
             return self._stream(request, invocation)
@@ -75,15 +75,15 @@ class InvocationOperations:
         await self._invocations.detach(invocation)
         return record_response(invocation.record, 202)
 
-    def _stream(self, request: Request, invocation: Invocation) -> Response:
+    def _stream(self, request: Request, invocation: LiveInvocation) -> Response:
         record = invocation.record
 
         def last(position: int) -> Mapping[str, object]:
             return {"stream": "result", "offset": position, "invocation": record.as_json()}
 
         return LogStream(
-            self._house.logs,
-            self._house.logs.follow(record.seq, 0),
+            self._services.logs,
+            self._services.logs.follow(record.seq, 0),
             events=accepts_events(request.headers.get("accept")),
             position=0,
             about={"X-Invocation-Id": record.id},
@@ -104,7 +104,7 @@ class InvocationOperations:
     async def get(self, request: Request) -> Response:
         """The record, from the moment of acceptance on."""
         invocation = await self._invocations.get(request.path_params["id"])
-        wait_s = read_wait_s(request, self._house.limits.wait_s)
+        wait_s = read_wait_s(request, self._services.limits.wait_s)
         if wait_s is not None:
             await self._invocations.wait(invocation, wait_s)
         return record_response(invocation.record)
@@ -121,13 +121,13 @@ class InvocationOperations:
         record = invocation.record
         position = wire.whole(_offset(request), "offset")
         follow = wire.flag(request.query_params.get("follow", "false"), "follow")
-        pages = self._house.logs.follow(record.seq, position) if follow else self._pages(record, position)
+        pages = self._services.logs.follow(record.seq, position) if follow else self._pages(record, position)
 
         def last(position: int) -> Mapping[str, object]:
             return {"stream": "eof", "offset": position, "state": record.state, "reason": record.reason}
 
         return LogStream(
-            self._house.logs,
+            self._services.logs,
             pages,
             events=accepts_events(request.headers.get("accept")),
             position=position,
@@ -136,7 +136,7 @@ class InvocationOperations:
         )
 
     async def _pages(self, record: Record, position: int) -> AsyncGenerator[list[LogRow], None]:
-        while page := await self._house.logs.read(record.seq, position):
+        while page := await self._services.logs.read(record.seq, position):
             position = page[-1].position + 1
             yield page
 
@@ -162,7 +162,7 @@ class InvocationOperations:
             ),
             body={"application/json": {"type": "object", "description": "The input, as the function declares it"}},
             answers={
-                200: Answer(
+                200: ResponseSpec(
                     about="It ended; X-Function-Error names the reason when the user's own work failed. "
                     "mode=stream: records of the log, then of the result",
                     content={
@@ -226,7 +226,7 @@ class InvocationOperations:
                     header("Last-Event-ID", "The last offset that was received (Server-Sent Events)"),
                 ),
                 answers={
-                    200: Answer(
+                    200: ResponseSpec(
                         about="Records, then one of stream eof",
                         content={"application/x-ndjson": ref("LogRecord"), "text/event-stream": ref("LogRecord")},
                     )

@@ -10,13 +10,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from gateway import wire
-from gateway.admission import Held
 from gateway.errors import TooSlow, face, problem, reason_face, retry_after
-from gateway.house import House
-from gateway.invocation import Invocation
-from gateway.invocations import Invocations
-from gateway.record import Record
-from manager.errors import TangramError, TooLarge
+from gateway.invocations.admission import HeldInputs
+from gateway.invocations.invocation import LiveInvocation
+from gateway.invocations.invocations import Invocations
+from gateway.invocations.record import Record
+from gateway.services import Services
+from manager.errors import CodedError, TooLarge
 
 JSON = "application/json"
 PROBLEM = "application/problem+json"
@@ -24,27 +24,27 @@ PROBLEM = "application/problem+json"
 UNWATCHED_S = 0.1
 
 
-async def read_body(request: Request, house: House, limit_bytes: int | None = None) -> bytes:
-    """The whole body, within the bounds of the house (``limit_bytes`` in place of that of an input).
+async def read_body(request: Request, services: Services, limit_bytes: int | None = None) -> bytes:
+    """The whole body, within the configured bounds (``limit_bytes`` in place of that of an input).
 
     Raises TooLarge before more is held, CapacityExceeded while all that arrives is too much, TooSlow.
     """
-    timeout_s = house.limits.body_s
-    reading = _Reading(house.held)
+    timeout_s = services.limits.body_s
+    reading = _Reading(services.held)
     try:
         async with asyncio.timeout(timeout_s):
-            return await _read_body(request, limit_bytes or house.limits.body_bytes, reading)
+            return await _read_body(request, limit_bytes or services.limits.body_bytes, reading)
     except TimeoutError:
         raise TooSlow(f"the body took longer than {timeout_s:g} s to arrive", component="http") from None
     finally:
-        house.held.give(reading.size_bytes)
+        services.held.give(reading.size_bytes)
 
 
 @dataclass(slots=True)
 class _Reading:
     """What has arrived of a body."""
 
-    held: Held
+    held: HeldInputs
     size_bytes: int = 0
 
     def add(self, chunk: bytes) -> None:
@@ -79,7 +79,7 @@ def json_response(value: object, status: int = 200, headers: Mapping[str, str] |
     return Response(wire.dumps(value), status, headers, JSON)
 
 
-def problem_response(error: TangramError, headers: Mapping[str, str] | None = None) -> Response:
+def problem_response(error: CodedError, headers: Mapping[str, str] | None = None) -> Response:
     """The problem body of a refused request."""
     shown = dict(headers or {})
     if error.retry_after_s is not None:
@@ -133,7 +133,7 @@ def result_response(record: Record) -> Response:
     return Response(wire.dumps(body), shown.http, headers, PROBLEM)
 
 
-async def attend(request: Request, invocations: Invocations, invocation: Invocation, wait_s: float | None) -> bool:
+async def attend(request: Request, invocations: Invocations, invocation: LiveInvocation, wait_s: float | None) -> bool:
     """Wait for the end while the caller is there; whether it has ended. A caller that goes leaves it.
 
     Who goes within `UNWATCHED_S` is found gone after it: most calls have ended by then, and need no watcher.
@@ -154,7 +154,7 @@ async def attend(request: Request, invocations: Invocations, invocation: Invocat
             watcher.cancel()
 
 
-async def watch(request: Request, invocations: Invocations, invocation: Invocation) -> None:
+async def watch(request: Request, invocations: Invocations, invocation: LiveInvocation) -> None:
     """Leave the invocation when the connection closes."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -8,8 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 from gateway.errors import FACES, REASON_FACES
 from gateway.http.messages import PROBLEM
 from gateway.http.operation import NAME, TEXT, Operation, Schema, ref
-from gateway.logs import DROPPED, EXPIRED, STREAMS, TRUNCATED
-from gateway.record import Mode
+from gateway.invocations.logs import DROPPED, EXPIRED, STREAMS, TRUNCATED
+from gateway.invocations.record import Mode
 from manager.errors import Reason
 from manager.outcome import State
 

@@ -9,7 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.store import LIST_LIMIT_MAX
+from gateway.store.store import LIST_LIMIT_MAX
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 #: A JSON Schema. Any: its values nest without end.
@@ -43,7 +43,7 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class OperationLink:
     """What can be asked next: an operation, and which of its parameters are in the answer (RFC 6901 pointers)."""
 
     operation: str
@@ -58,12 +58,12 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class ResponseSpec:
     """What comes back with one status: a schema by media type, empty for no body."""
 
     about: str
     content: Mapping[str, Schema] = field(default_factory=dict)
-    links: tuple[Link, ...] = ()
+    links: tuple[OperationLink, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ class Operation:
     endpoint: Endpoint
     summary: str
     tag: str
-    answers: Mapping[int, Answer]
+    answers: Mapping[int, ResponseSpec]
     parameters: tuple[Parameter, ...] = ()
     #: Schema of the request body by media type; empty for none.
     body: Mapping[str, Schema] = field(default_factory=dict)
@@ -109,10 +109,10 @@ def ref(name: str) -> Schema:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
-def json_answer(about: str, schema: Schema, links: tuple[Link, ...] = ()) -> Answer:
-    return Answer(about=about, content={"application/json": schema}, links=links)
+def json_answer(about: str, schema: Schema, links: tuple[OperationLink, ...] = ()) -> ResponseSpec:
+    return ResponseSpec(about=about, content={"application/json": schema}, links=links)
 
 
-def links(pointer: str, parameter: str, *operations: str) -> tuple[Link, ...]:
+def links(pointer: str, parameter: str, *operations: str) -> tuple[OperationLink, ...]:
     """One value of the answer is one parameter of each of these operations."""
-    return tuple(Link(operation=operation, parameters={parameter: pointer}) for operation in operations)
+    return tuple(OperationLink(operation=operation, parameters={parameter: pointer}) for operation in operations)

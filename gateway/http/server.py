@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 from gateway import wire
 from gateway.connections import LINGER_S, Connections
 from gateway.errors import problem, retry_after
-from manager.errors import TangramError
+from manager.errors import CodedError
 
 #: Seconds in which a new request's headers must arrive, and for which an idle connection stays open.
 KEEP_ALIVE_S = 75
@@ -27,7 +27,7 @@ BACKLOG = 4096
 PROBE_AFTER_S, PROBE_EVERY_S = 60, 15
 
 
-class Connection(TCPServer):
+class HttpConnection(TCPServer):
     """Hypercorn's connection, let go of the moment its peer has closed it, not when its keep-alive would have ended."""
 
     async def _read_data(self) -> None:
@@ -63,7 +63,7 @@ async def serve(
                 await _refuse(reader, writer, refusal)
                 return
             try:
-                await Connection(wrapped, loop, config, context, LifespanState({}), reader, writer)
+                await HttpConnection(wrapped, loop, config, context, LifespanState({}), reader, writer)
             except* OSError:
                 pass  # the peer is gone; Hypercorn handles it everywhere but while it waits for the end
             finally:
@@ -86,7 +86,7 @@ async def serve(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, error: TangramError) -> None:
+async def _refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, error: CodedError) -> None:
     """Answer 503 to whatever is asked, and close."""
     body = wire.dumps(problem(error))
     head = (

@@ -9,8 +9,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway import wire
-from gateway.logs import Logs, row_json
-from gateway.store import LogRow
+from gateway.invocations.logs import Logs, row_json
+from gateway.store.store import LogRow
 
 NDJSON = "application/x-ndjson"
 EVENTS = "text/event-stream"

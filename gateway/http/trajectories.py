@@ -6,13 +6,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway import wire
-from gateway.house import House
 from gateway.http.messages import json_response, read_body
 from gateway.http.operation import (
     FLAG,
     TEXT,
-    Answer,
     Operation,
+    ResponseSpec,
     json_answer,
     links,
     page_of,
@@ -20,7 +19,8 @@ from gateway.http.operation import (
     query,
     ref,
 )
-from gateway.store import LIST_LIMIT_MAX
+from gateway.services import Services
+from gateway.store.store import LIST_LIMIT_MAX
 from manager.engine import TRAJECTORIES_PAGE
 from manager.errors import InvalidInput, NotFound
 from runtimes.sandbox.sandbox import FileStat, Sandbox
@@ -33,21 +33,21 @@ BYTES = "application/octet-stream"
 class TrajectoryOperations:
     """The endpoints, and their rows of the table."""
 
-    def __init__(self, house: House) -> None:
-        self._house = house
+    def __init__(self, services: Services) -> None:
+        self._services = services
 
     async def put(self, request: Request) -> Response:
         """Make the environment before the first action: memory is held and the sandbox started."""
         trajectory = wire.name(request.path_params["id"], "trajectory")
-        body = wire.loads_object(await read_body(request, self._house))
+        body = wire.loads_object(await read_body(request, self._services))
         odd = body.keys() - {"function", "task"}
         if odd:
             raise InvalidInput(f"unknown field {min(odd)!r}", detail={"path": f"$.{min(odd)}"})
         function, task = body.get("function"), body.get("task", "default")
         if not isinstance(function, str) or not isinstance(task, str):
             raise InvalidInput("function must name a registered function", detail={"path": "$.function"})
-        spec = self._house.functions.get(function)
-        await self._house.engine.open_trajectory(trajectory, wire.name(task, "task"), spec)
+        spec = self._services.functions.get(function)
+        await self._services.engine.open_trajectory(trajectory, wire.name(task, "task"), spec)
         return json_response(self._view(trajectory))
 
     async def get(self, request: Request) -> Response:
@@ -57,12 +57,12 @@ class TrajectoryOperations:
         params = request.query_params
         limit = wire.whole(params.get("limit", str(TRAJECTORIES_PAGE)), "limit", minimum=1, maximum=LIST_LIMIT_MAX)
         cursor = wire.name(params["cursor"], "cursor") if "cursor" in params else None
-        return json_response(self._house.engine.trajectories(limit, cursor))
+        return json_response(self._services.engine.trajectories(limit, cursor))
 
     async def delete(self, request: Request) -> Response:
         """End it: its actions are cancelled, its sandbox removed, its memory given back."""
         trajectory = wire.name(request.path_params["id"], "trajectory")
-        if not await self._house.engine.end_trajectory(trajectory):
+        if not await self._services.engine.end_trajectory(trajectory):
             raise NotFound(f"no trajectory {trajectory!r}")
         return Response(status_code=204)
 
@@ -70,7 +70,7 @@ class TrajectoryOperations:
         """Write a file into the sandbox."""
         sandbox = self._sandbox(request)
         path = _path(request)
-        data = await read_body(request, self._house, self._house.limits.file_bytes)
+        data = await read_body(request, self._services, self._services.limits.file_bytes)
         mode = request.query_params.get("mode", "644")
         if not 3 <= len(mode) <= 4 or set(mode) - set("01234567"):
             raise InvalidInput("mode must be three or four octal digits", detail={"path": "mode"})
@@ -83,18 +83,18 @@ class TrajectoryOperations:
         path = _path(request)
         if wire.flag(request.query_params.get("list", "false"), "list"):
             return json_response({"files": [_entry(stat) for stat in await sandbox.list_files(path)]})
-        data = await sandbox.read_file(path, limit_bytes=self._house.limits.file_bytes)
+        data = await sandbox.read_file(path, limit_bytes=self._services.limits.file_bytes)
         return Response(data, media_type=BYTES)
 
     def _view(self, trajectory: str) -> dict[str, object]:
-        view = self._house.engine.trajectory(trajectory)
+        view = self._services.engine.trajectory(trajectory)
         if view is None:
             raise NotFound(f"no trajectory {trajectory!r}")
         return view
 
     def _sandbox(self, request: Request) -> Sandbox:
         trajectory = wire.name(request.path_params["id"], "trajectory")
-        sandbox = self._house.environments.get(trajectory)
+        sandbox = self._services.environments.get(trajectory)
         if sandbox is None:
             raise NotFound(f"trajectory {trajectory!r} has no sandbox: it starts with its first action, or by PUT")
         return sandbox
@@ -157,7 +157,7 @@ class TrajectoryOperations:
                 summary="End a trajectory, with everything in it",
                 tag="trajectories",
                 parameters=(TRAJECTORY_ID,),
-                answers={204: Answer(about="It has ended")},
+                answers={204: ResponseSpec(about="It has ended")},
                 problems=(404, 422),
             ),
             *self._file_rows(),
@@ -186,7 +186,7 @@ class TrajectoryOperations:
                 tag="trajectories",
                 parameters=(TRAJECTORY_ID, FILE_PATH, query("list", "List the directory instead", FLAG)),
                 answers={
-                    200: Answer(
+                    200: ResponseSpec(
                         about="The bytes, or the entries",
                         content={BYTES: {"type": "string", "format": "binary"}, "application/json": {"type": "object"}},
                     )

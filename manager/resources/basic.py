@@ -7,7 +7,7 @@ from collections import deque
 
 from manager.config import ConcurrencySpec, QuotaSpec
 from manager.lease import Grant
-from manager.resources.pool import Ask, Pool
+from manager.resources.pool import Pool, PoolRequest
 
 #: Rounding of seconds times rate that must not cost a token.
 _EPSILON = 1e-6
@@ -35,7 +35,7 @@ class ConcurrencyPool(Pool):
         """A lower limit takes nothing away: it holds as soon as enough has been released."""
         self._limit = spec.limit
 
-    def acquire(self, ask: Ask, now_s: float) -> Grant:
+    def acquire(self, ask: PoolRequest, now_s: float) -> Grant:
         assert ask.units <= self.free, f"{self.name}: {ask.units} units wanted, {self.free} free"
         self._enter(ask.holder, ask.units)
         self._used += ask.units
@@ -115,7 +115,7 @@ class QuotaPool(Pool):
             return paced_s
         return max(paced_s, window_s) if self._in_window >= self._spec.limit else paced_s
 
-    def acquire(self, ask: Ask, now_s: float) -> Grant:
+    def acquire(self, ask: PoolRequest, now_s: float) -> Grant:
         assert ask.units <= self.free, f"{self.name}: {ask.units} units wanted, {self.free} free"
         self._enter(ask.holder, ask.units)
         self._window.append((now_s, ask.units))
@@ -123,7 +123,7 @@ class QuotaPool(Pool):
         self._tokens -= ask.units
         return Grant(pool=self.name, units=ask.units)
 
-    def resume(self, ask: Ask, started_s: float, now_s: float) -> Grant:
+    def resume(self, ask: PoolRequest, started_s: float, now_s: float) -> Grant:
         """What it consumed at its start is not consumed again: it counts in the window of that instant."""
         self._enter(ask.holder, ask.units)
         if started_s + self._spec.period_s > now_s:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from manager.config import NodeSpec
 from manager.lease import Grant
 from manager.resources.cores import Cores
-from manager.resources.pool import Ask, Pool
+from manager.resources.pool import Pool, PoolRequest
 
 
 class CpuPool(Pool):
@@ -27,7 +27,7 @@ class CpuPool(Pool):
     def free(self) -> int:
         return self._cores.free
 
-    def acquire(self, ask: Ask, now_s: float) -> Grant:
+    def acquire(self, ask: PoolRequest, now_s: float) -> Grant:
         self._enter(ask.holder, ask.units)
         return self._grant(ask.holder, self._cores.allocate(ask.units))
 

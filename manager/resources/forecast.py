@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from manager.resources.chunk import Chunk, Chunks, power_at_least
-from manager.resources.chunk_operator import best_fit, take, warm_fit
+from manager.scheduler.chunk_operator import best_fit, take, warm_fit
 from manager.scheduler.policy import ChunkView
 
 

@@ -10,10 +10,10 @@ from manager.lease import Grant
 from manager.resources.chunk import Chunk, Chunks, power_at_least
 from manager.resources.demand import Demand
 from manager.resources.forecast import Forecast
-from manager.resources.pool import Ahead, Ask, Headroom, Pool
+from manager.resources.pool import Ahead, Headroom, Pool, PoolRequest
 from manager.resources.prefetches import Prefetches
 from manager.resources.replicas import replicas
-from manager.resources.residency import Copy, Residency
+from manager.resources.residency import Residency, ResidentCopy
 from manager.scheduler.policy import ChunkView
 
 
@@ -98,12 +98,12 @@ class GpuPool(Pool):
         self._demand = Demand()
         self._by_holder: dict[str, Chunk] = {}
         #: What each holder computes with, and the holders beside which a service was brought in already.
-        self._in_use: dict[str, Copy] = {}
+        self._in_use: dict[str, ResidentCopy] = {}
         self._accompanied: set[str] = set()
         #: Node name -> (first device in the pool's indices, number of devices).
         self._regions: dict[str, tuple[int, int]] = {}
         #: What each node said last, and the devices for which that is still news.
-        self._told: dict[str, tuple[list[Copy], set[int]]] = {}
+        self._told: dict[str, tuple[list[ResidentCopy], set[int]]] = {}
         #: Whether nothing has changed since replicas were looked for.
         self._replicated = False
         self._next_start = 0
@@ -153,7 +153,7 @@ class GpuPool(Pool):
             sizes[self.node_of(chunk)][chunk[1]] += 1
         return ChunkHeadroom(sizes)
 
-    def accepts(self, ask: Ask) -> bool:
+    def accepts(self, ask: PoolRequest) -> bool:
         size = power_at_least(ask.units)
         if ask.chunk is not None and (not ask.node or self.node_of(ask.chunk) == ask.node):
             return ask.chunk[1] == size and self._chunks.host(ask.chunk) is not None
@@ -162,7 +162,7 @@ class GpuPool(Pool):
     def node_of(self, chunk: Chunk) -> str:
         return next(name for name, (start, count) in self._regions.items() if start <= chunk[0] < start + count)
 
-    def acquire(self, ask: Ask, now_s: float) -> Grant:
+    def acquire(self, ask: PoolRequest, now_s: float) -> Grant:
         size = power_at_least(ask.units)
         chunk = self._chosen(ask, size) or self._place(ask, size)
         self._chunks.allocate(chunk)
@@ -171,7 +171,7 @@ class GpuPool(Pool):
         self._by_holder[ask.holder] = chunk
         self._told.get(self.node_of(chunk), ([], set()))[1].difference_update(_devices(chunk))
         if ask.service is not None:
-            self._in_use[ask.holder] = Copy(ask.service, chunk)
+            self._in_use[ask.holder] = ResidentCopy(ask.service, chunk)
             self._demand.use(ask.service, now_s)
         restore, evicted = self._make_resident(ask.service, chunk)
         node = self.node_of(chunk)
@@ -198,7 +198,7 @@ class GpuPool(Pool):
             return
         self._replicated = False
         first, count = self._regions[node]
-        found = [Copy(service, (first + start, size)) for service, start, size in copies]
+        found = [ResidentCopy(service, (first + start, size)) for service, start, size in copies]
         self._told[node] = found, set(range(first, first + count))
         self._believe(node)
 
@@ -224,9 +224,9 @@ class GpuPool(Pool):
         holder = next((name for name, held in self._by_holder.items() if _inside(chunk, held)), None)
         if holder is None or holder in self._accompanied:
             return None
-        copy, in_use = Copy(service, chunk), set(self._in_use.values())
+        copy, in_use = ResidentCopy(service, chunk), set(self._in_use.values())
 
-        def kept(other: Copy) -> bool:
+        def kept(other: ResidentCopy) -> bool:
             return other in in_use or spared(other.service) or self._prefetches.under_way(other)
 
         victims = self._prefetches.begin(copy, kept)
@@ -253,7 +253,7 @@ class GpuPool(Pool):
         return found
 
     def prefetched(self, service: str, chunk: Chunk, done: bool) -> None:
-        copy = Copy(service, chunk)
+        copy = ResidentCopy(service, chunk)
         if self._prefetches.under_way(copy):
             self._prefetches.end(copy, done)
             self._replicated = False
@@ -291,14 +291,14 @@ class GpuPool(Pool):
             "prefetches": self.prefetches,
         }
 
-    def _chosen(self, ask: Ask, size: int) -> Chunk | None:
+    def _chosen(self, ask: PoolRequest, size: int) -> Chunk | None:
         """The policy's chunk, where it is right for the action."""
         if ask.chunk is None:
             return None
         assert ask.chunk[1] == size and self._chunks.host(ask.chunk), f"{ask} names no free chunk: {self._chunks.free}"
         return ask.chunk if not ask.node or self.node_of(ask.chunk) == ask.node else None
 
-    def _place(self, ask: Ask, size: int) -> Chunk:
+    def _place(self, ask: PoolRequest, size: int) -> Chunk:
         """A free chunk that holds the service already, else one of the smallest that fit and evicts least."""
         if ask.service is not None:
             for chunk in self._residency.of_service(ask.service):
@@ -313,10 +313,10 @@ class GpuPool(Pool):
         if ask.service is None:
             return places[0]
         service = ask.service
-        return min(places, key=lambda chunk: (len(self._residency.victims(Copy(service, chunk))), chunk))
+        return min(places, key=lambda chunk: (len(self._residency.victims(ResidentCopy(service, chunk))), chunk))
 
     def _evicts(self, service: str, chunk: Chunk) -> list[tuple[str, int]]:
-        return [(victim.service, victim.chunk[1]) for victim in self._residency.victims(Copy(service, chunk))]
+        return [(victim.service, victim.chunk[1]) for victim in self._residency.victims(ResidentCopy(service, chunk))]
 
     def _allowed(self, chunk: Chunk, node: str) -> bool:
         return not node or self.node_of(chunk) == node
@@ -338,7 +338,7 @@ class GpuPool(Pool):
         """Whether the service must be restored, and the services of which every copy on the chunk goes first."""
         if service is None:
             return False, ()
-        copy = Copy(service, chunk)
+        copy = ResidentCopy(service, chunk)
         warm = copy in self._residency
         victims = [] if warm else self._residency.victims(copy)
         names = tuple(dict.fromkeys(victim.service for victim in victims))

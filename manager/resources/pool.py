@@ -38,7 +38,7 @@ class Headroom:
         self.free = max(0, self.free - units)
 
 
-class Ask(NamedTuple):
+class PoolRequest(NamedTuple):
     """What an action wants of a pool at its start."""
 
     holder: str
@@ -91,10 +91,10 @@ class Pool(ABC):
         """Units that can be acquired now."""
 
     @abstractmethod
-    def acquire(self, ask: Ask, now_s: float) -> Grant:
+    def acquire(self, ask: PoolRequest, now_s: float) -> Grant:
         """Give ``ask.units`` to a new holder; they must fit."""
 
-    def resume(self, ask: Ask, started_s: float, now_s: float) -> Grant:
+    def resume(self, ask: PoolRequest, started_s: float, now_s: float) -> Grant:
         """Give ``ask.units`` to a holder that was started earlier, under another core; they must fit."""
         return self.acquire(ask, now_s)
 
@@ -105,7 +105,7 @@ class Pool(ABC):
     def headroom(self) -> Headroom:
         return Headroom(self.free)
 
-    def accepts(self, ask: Ask) -> bool:
+    def accepts(self, ask: PoolRequest) -> bool:
         """Whether `acquire` would succeed now."""
         return ask.units <= self.free
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from manager.resources.residency import Copy, Residency
+from manager.resources.residency import Residency, ResidentCopy
 
 
 class Prefetches:
@@ -12,19 +12,19 @@ class Prefetches:
 
     def __init__(self, residency: Residency) -> None:
         self._residency = residency
-        self._under_way: set[Copy] = set()
+        self._under_way: set[ResidentCopy] = set()
         #: Copies that no action has used so far; those that are not resident any more never will be.
-        self._unused: set[Copy] = set()
+        self._unused: set[ResidentCopy] = set()
         #: Copies that an action has begun on while they were still under way.
-        self._awaited: set[Copy] = set()
+        self._awaited: set[ResidentCopy] = set()
         #: Copies whose restore failed: not tried again until an action has brought them in itself.
-        self._failed: set[Copy] = set()
+        self._failed: set[ResidentCopy] = set()
         self.started = 0
         self.hits = 0
         self._wasted = 0
         self.failures = 0
 
-    def begin(self, copy: Copy, kept: Callable[[Copy], bool]) -> list[Copy] | None:
+    def begin(self, copy: ResidentCopy, kept: Callable[[ResidentCopy], bool]) -> list[ResidentCopy] | None:
         """Make room for ``copy`` and count on it: the copies that went; None where it may not be brought in.
 
         That is so where it is resident or failed before, where another one is under way to one of its devices, and
@@ -42,7 +42,7 @@ class Prefetches:
         self._begun(copy)
         return victims
 
-    def begin_spare(self, copy: Copy) -> bool:
+    def begin_spare(self, copy: ResidentCopy) -> bool:
         """Count on ``copy`` where nothing goes for it, as the first one to go for others; False where it may not be."""
         if copy in self._residency or copy in self._failed or not self.reached().isdisjoint(copy.devices):
             return False
@@ -50,12 +50,12 @@ class Prefetches:
         self._begun(copy)
         return True
 
-    def _begun(self, copy: Copy) -> None:
+    def _begun(self, copy: ResidentCopy) -> None:
         self._under_way.add(copy)
         self._unused.add(copy)
         self.started += 1
 
-    def end(self, copy: Copy, done: bool) -> None:
+    def end(self, copy: ResidentCopy, done: bool) -> None:
         """What was under way has arrived, or has failed and is not counted on any more."""
         self._under_way.remove(copy)
         awaited, unused = copy in self._awaited, copy in self._unused
@@ -71,7 +71,7 @@ class Prefetches:
         if unused and copy in self._residency:
             self._residency.evict(copy)
 
-    def use(self, copy: Copy, warm: bool) -> None:
+    def use(self, copy: ResidentCopy, warm: bool) -> None:
         """An action begins on ``copy``, which was resident (``warm``) or is restored for it."""
         if not warm:
             self._failed.discard(copy)
@@ -84,7 +84,7 @@ class Prefetches:
             else:
                 self.hits += 1
 
-    def under_way(self, copy: Copy) -> bool:
+    def under_way(self, copy: ResidentCopy) -> bool:
         return copy in self._under_way
 
     def reached(self) -> set[int]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from manager.resources.chunk import Chunk
-from manager.resources.residency import Copy, Residency
+from manager.resources.residency import Residency, ResidentCopy
 
 #: Uses in the last seconds, smoothed as `Demand` does, below which a service is not in use: one, a dozen seconds ago.
 LEAST_RECENT = 0.1
 
 
-def replicas(residency: Residency, recent: Callable[[str], float], free: Iterable[Chunk]) -> Iterator[Copy]:
+def replicas(residency: Residency, recent: Callable[[str], float], free: Iterable[Chunk]) -> Iterator[ResidentCopy]:
     """Copies for which there is room in ``free`` chunks, the services most in use first, each at its present width.
 
     Lazy: who takes one makes it resident before asking for the next. Nothing is evicted, and room is left for every
@@ -27,13 +27,13 @@ def replicas(residency: Residency, recent: Callable[[str], float], free: Iterabl
         size = widths[service]
         for first, count in chunks:
             for start in range(first, first + count, size) if count >= size else ():
-                copy = Copy(service, (start, size))
+                copy = ResidentCopy(service, (start, size))
                 need_bytes = size * residency.size_bytes(copy)
                 if copy not in residency and need_bytes <= spare_bytes and _fits(residency, copy):
                     spare_bytes -= need_bytes
                     yield copy
 
 
-def _fits(residency: Residency, copy: Copy) -> bool:
+def _fits(residency: Residency, copy: ResidentCopy) -> bool:
     size_bytes = residency.size_bytes(copy)
     return all(residency.room_bytes(device) >= size_bytes for device in copy.devices)

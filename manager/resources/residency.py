@@ -10,7 +10,7 @@ from manager.resources.chunk import Chunk
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class ResidentCopy:
     """A service at the DoP of its chunk; each DoP is a service of its own (paper, GPU Manager via EOE)."""
 
     service: str
@@ -28,8 +28,8 @@ class Residency:
         self._services = dict(services)
         self._capacity: dict[int, int] = {}
         #: Every resident copy and the order of its last use; the first is the least recent.
-        self._copies: dict[Copy, None] = {}
-        self._on_device: dict[int, dict[Copy, None]] = {}
+        self._copies: dict[ResidentCopy, None] = {}
+        self._on_device: dict[int, dict[ResidentCopy, None]] = {}
 
     def add_device(self, device: int, capacity_bytes: int) -> None:
         self._capacity[device] = capacity_bytes
@@ -48,7 +48,7 @@ class Residency:
             self.evict(copy)
         del self._on_device[device], self._capacity[device]
 
-    def __contains__(self, copy: Copy) -> bool:
+    def __contains__(self, copy: ResidentCopy) -> bool:
         return copy in self._copies
 
     def chunks_of(self) -> dict[str, tuple[Chunk, ...]]:
@@ -61,7 +61,7 @@ class Residency:
     def of_service(self, service: str) -> list[Chunk]:
         return sorted(copy.chunk for copy in self._copies if copy.service == service)
 
-    def size_bytes(self, copy: Copy) -> int:
+    def size_bytes(self, copy: ResidentCopy) -> int:
         """Bytes on each of its devices; 0 where the service is not described."""
         spec = self._services.get(copy.service)
         return 0 if spec is None else spec.bytes_by_dop.get(copy.chunk[1], 0)
@@ -76,17 +76,17 @@ class Residency:
         spec = self._services.get(service)
         return 0 if spec is None else spec.batch_tokens
 
-    def victims(self, copy: Copy) -> list[Copy]:
+    def victims(self, copy: ResidentCopy) -> list[ResidentCopy]:
         """The least recently used copies whose eviction makes room for ``copy`` on each of its devices."""
         victims = self.victims_beside(copy, lambda _: False)
         assert victims is not None, f"{copy} is larger than its devices"
         return victims
 
-    def victims_beside(self, copy: Copy, kept: Callable[[Copy], bool]) -> list[Copy] | None:
+    def victims_beside(self, copy: ResidentCopy, kept: Callable[[ResidentCopy], bool]) -> list[ResidentCopy] | None:
         """As `victims`, but those that are ``kept`` stay; None where they leave no room."""
         size = self.size_bytes(copy)
         short = {device: self._used(device) + size - self._capacity[device] for device in copy.devices}
-        victims: list[Copy] = []
+        victims: list[ResidentCopy] = []
         if all(missing <= 0 for missing in short.values()):
             return victims
         touching = {other for device in copy.devices for other in self._on_device[device]}
@@ -98,14 +98,14 @@ class Residency:
                         short[device] -= self.size_bytes(other)
         return victims if all(missing <= 0 for missing in short.values()) else None
 
-    def restore(self, copy: Copy) -> None:
+    def restore(self, copy: ResidentCopy) -> None:
         """Note that ``copy`` is resident, as the most recently used one."""
         self._copies.pop(copy, None)
         self._copies[copy] = None
         for device in copy.devices:
             self._on_device[device][copy] = None
 
-    def add_unused(self, copy: Copy) -> None:
+    def add_unused(self, copy: ResidentCopy) -> None:
         """Note that ``copy`` is resident, to go before every one that was used."""
         self._copies = {copy: None, **self._copies}
         for device in copy.devices:
@@ -131,16 +131,16 @@ class Residency:
         spec = self._services.get(service)
         return spec is not None and spec.replicable
 
-    def evict(self, copy: Copy) -> None:
+    def evict(self, copy: ResidentCopy) -> None:
         del self._copies[copy]
         for device in copy.devices:
             del self._on_device[device][copy]
 
-    def on(self, devices: Iterable[int]) -> tuple[Copy, ...]:
+    def on(self, devices: Iterable[int]) -> tuple[ResidentCopy, ...]:
         """The copies that touch any of these devices."""
         return tuple(dict.fromkeys(copy for device in devices for copy in self._on_device[device]))
 
-    def believe(self, copies: Iterable[Copy], known: set[Copy]) -> None:
+    def believe(self, copies: Iterable[ResidentCopy], known: set[ResidentCopy]) -> None:
         """Replace the copies in ``known`` by those reported; the order of use is kept where it can be.
 
         A copy that reaches beyond ``known`` cannot be there any more where the reported ones leave it no room.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from manager.action import Action
 from manager.scheduler.durations import kind_of
-from manager.scheduler.policy import Decision, PoolView, Resize, Running, Start
+from manager.scheduler.policy import Decision, PoolView, ResizeChoice, RunningView, Start
 from manager.scheduler.price import PricePolicy
 from manager.scheduler.rank import Ranked, head_room, ranked
 from manager.scheduler.shares import member, water_fill
@@ -68,7 +68,7 @@ class _Pass:
     """One decision: who joins, what each one's share is, and which moves are worth making."""
 
     def __init__(
-        self, policy: AdaptivePolicy, view: PoolView, kind: str, malleable: Sequence[Running], kept_back: int
+        self, policy: AdaptivePolicy, view: PoolView, kind: str, malleable: Sequence[RunningView], kept_back: int
     ) -> None:
         self._policy = policy
         self._view = view
@@ -126,7 +126,7 @@ class _Pass:
 
     def _join(
         self, joiners: Sequence[Action], shares: Sequence[int], free: int
-    ) -> tuple[list[Start], list[Resize], int]:
+    ) -> tuple[list[Start], list[ResizeChoice], int]:
         """Start the joiners, each with part of its share at least; what is missing is shrunk from running ones."""
         wanted = list(shares[len(self._malleable) :])
         entitled = [
@@ -152,23 +152,23 @@ class _Pass:
         cost_s = self._view.worker_cost_s or self._policy.worker_cost_s
         return int(self._policy.worker_budget * action.t_ori_s / cost_s) if action.t_ori_s is not None else 0
 
-    def _shrink(self, shares: Sequence[int], missing: int) -> tuple[list[Resize], int]:
+    def _shrink(self, shares: Sequence[int], missing: int) -> tuple[list[ResizeChoice], int]:
         """Take ``missing`` units back from those that hold most above their share."""
         if missing <= 0:
             return [], 0
         above = [(r.units - share, r) for r, share in zip(self._malleable, shares, strict=False) if r.units > share]
         above.sort(key=lambda pair: -pair[0])
-        shrinks: list[Resize] = []
+        shrinks: list[ResizeChoice] = []
         freed = 0
         for excess, running in above:
             if freed >= missing:
                 break
-            shrinks.append(Resize(action_id=running.action.id, units=running.units - excess))
+            shrinks.append(ResizeChoice(action_id=running.action.id, units=running.units - excess))
             freed += excess
         assert freed >= missing, f"{missing} units were promised, {freed} can be shrunk"
         return shrinks, freed
 
-    def _grow(self, shares: Sequence[int], spare: int) -> tuple[list[Resize], float | None]:
+    def _grow(self, shares: Sequence[int], spare: int) -> tuple[list[ResizeChoice], float | None]:
         """Give free units to those furthest below their share, where it is worth a resize."""
         if spare <= 0:
             return [], None
@@ -179,12 +179,12 @@ class _Pass:
             if share >= ratio * r.units
         ]
         below.sort(key=lambda triple: -triple[0])
-        growths: list[Resize] = []
+        growths: list[ResizeChoice] = []
         damped_s = [r.resize_after_s for _, _, r in below if r.resize_after_s > now_s]
         for _, share, running in below:
             more = min(spare, share - running.units)
             if running.resize_after_s > now_s or running.units + more < ratio * running.units:
                 continue
             spare -= more
-            growths.append(Resize(action_id=running.action.id, units=running.units + more))
+            growths.append(ResizeChoice(action_id=running.action.id, units=running.units + more))
         return growths, min(damped_s, default=None)

@@ -14,13 +14,13 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from manager.resources.operator import Operator
+from manager.scheduler.operator import Operator
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Item:
+class ArrangeItem:
     """An action as DPArrange sees it: seconds at each admissible count."""
 
     units: tuple[int, ...]
@@ -42,7 +42,7 @@ class Arrangement(Protocol):
         ...
 
 
-def arrange(items: Sequence[Item], operator: Operator) -> Arrangement:
+def arrange(items: Sequence[ArrangeItem], operator: Operator) -> Arrangement:
     """The arrangement by the cheapest exact way: greedy for interchangeable units and convex durations, else the DP."""
     if len(operator.capacity) == 1 and all(item.convex for item in items):
         return GreedyArrangement(items, operator.capacity[0])
@@ -52,7 +52,7 @@ def arrange(items: Sequence[Item], operator: Operator) -> Arrangement:
 class TableArrangement:
     """The dynamic program: one row a prefix, one cell a demand; O(n m |S|) as array shifts."""
 
-    def __init__(self, items: Sequence[Item], operator: Operator) -> None:
+    def __init__(self, items: Sequence[ArrangeItem], operator: Operator) -> None:
         self._items = items
         self._demands = [[operator.demand(units) for units in item.units] for item in items]
         box = tuple(bound + 1 for bound in operator.capacity)
@@ -87,7 +87,7 @@ class TableArrangement:
 class GreedyArrangement:
     """Marginal gains: the largest savings first; exact where every item is convex (DESIGN 10.13)."""
 
-    def __init__(self, items: Sequence[Item], capacity: int) -> None:
+    def __init__(self, items: Sequence[ArrangeItem], capacity: int) -> None:
         self._items = items
         self._capacity = capacity
         self.totals: list[float] = [0.0]
@@ -114,13 +114,13 @@ class GreedyArrangement:
         return tuple(chosen)
 
 
-def _gains(item: Item) -> list[float]:
+def _gains(item: ArrangeItem) -> list[float]:
     """Seconds saved by each further unit, until one saves nothing."""
     saved = (item.seconds[:-1] - item.seconds[1:]).tolist()
     return [gain for gain in saved if gain > 0.0]
 
 
-def _advance(before: Floats, item: Item, demands: Sequence[tuple[int, ...]]) -> Floats:
+def _advance(before: Floats, item: ArrangeItem, demands: Sequence[tuple[int, ...]]) -> Floats:
     """The next prefix's row: every choice is the same shift of the whole table."""
     after = np.full(before.shape, np.inf)
     for seconds, demand in zip(item.seconds, demands, strict=True):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from manager.action import Action
 from manager.batch import Work, mates_of
-from manager.resources.chunk_operator import take, warm_fit
+from manager.scheduler.chunk_operator import take, warm_fit
 from manager.scheduler.durations import UNKNOWN_S, is_elastic, key_units, kind_of, shape_of
 from manager.scheduler.policy import ChunkView, Decision, Hold, PoolView, Start
 from manager.scheduler.rank import shortest_first
@@ -20,7 +20,7 @@ LEAST_BUSY = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
+class DeviceOption:
     """One way to serve an action: what it costs, where, and after what wait."""
 
     cost_s: float
@@ -110,13 +110,13 @@ class _Pass:
         for device in range(chunk[0], sum(chunk)):
             self._free_s[device] = seconds
 
-    def _cheapest(self, action: Action, batch: Sequence[Action]) -> Option | None:
+    def _cheapest(self, action: Action, batch: Sequence[Action]) -> DeviceOption | None:
         alone_s = [one.t_ori_s or UNKNOWN_S for one in batch]
         together = Work.of(alone_s).seconds(action.batch_marginal) / alone_s[0]
         # n members and those behind wait for the batch: n T + price units T in all, so that each bears an n-th.
         price = self._scale * (max(0, self._behind) + self._coming) / len(batch)
         limit = self._limits.get(action.id, self._view.total)
-        best: Option | None = None
+        best: DeviceOption | None = None
         # Wide ones first: they are mostly the cheapest, and the others need not be looked at closely then.
         for units, lone_s in reversed(self._durations(action)):
             duration_s = lone_s * together
@@ -130,19 +130,19 @@ class _Pass:
                     best = option
         return best
 
-    def _now(self, service: str, units: int, duration_s: float, price: float) -> Option | None:
+    def _now(self, service: str, units: int, duration_s: float, price: float) -> DeviceOption | None:
         """Run for ``duration_s`` on a free chunk of ``units``: a warm one, else where a restore costs least."""
         scale = 1 + price * units
         place = warm_fit(self._free, units, self._warm.get(service, ()))
         if place is not None:
-            return Option(duration_s * scale, units, place, None, duration_s)
+            return DeviceOption(duration_s * scale, units, place, None, duration_s)
         place, move_s = self._cold_place(service, units)
         if place is None:
             return None
         cold_s = duration_s + self._restore_s(service, units)
-        return Option((cold_s + move_s) * scale, units, place, None, cold_s)
+        return DeviceOption((cold_s + move_s) * scale, units, place, None, cold_s)
 
-    def _later(self, service: str, units: int, duration_s: float, price: float) -> Option | None:
+    def _later(self, service: str, units: int, duration_s: float, price: float) -> DeviceOption | None:
         """Wait for the first warm chunk of ``units`` of which something is busy."""
         warm = (chunk for chunk in self._warm.get(service, ()) if chunk[1] == units)
         waits = [
@@ -151,7 +151,7 @@ class _Pass:
         wait_s, chunk = min(waits, default=(math.inf, (0, 0)))
         if wait_s == math.inf:
             return None
-        return Option(wait_s + duration_s * (1 + price * units), units, chunk, wait_s, duration_s)
+        return DeviceOption(wait_s + duration_s * (1 + price * units), units, chunk, wait_s, duration_s)
 
     def _cold_place(self, service: str, units: int) -> tuple[Chunk | None, float]:
         """The free place whose eviction hurts least, in the smallest free chunk among equals; what it costs later."""

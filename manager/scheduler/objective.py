@@ -5,25 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from manager.action import Action, UnitSet
-from manager.scheduler.arrange import Arrangement, Item
+from manager.scheduler.arrange import ArrangeItem, Arrangement
 from manager.scheduler.completion import CompletionHeap
 from manager.scheduler.durations import UNKNOWN_S, is_elastic, key_units, shape_of
-from manager.scheduler.policy import Running
+from manager.scheduler.policy import RunningView
 
 
-def item_of(action: Action, kind: str) -> Item:
+def item_of(action: Action, kind: str) -> ArrangeItem:
     """An action for DPArrange; a rigid one is a one-element unit set (DESIGN 10.2)."""
     units = key_units(action, kind)
     assert units is not None, f"action {action.id} does not use {kind}"
     elasticity = action.elasticity
     if elasticity is None or not is_elastic(action, kind):
         rigid = shape_of(UnitSet.fixed(units.minimum), None)
-        return Item(rigid.units, rigid.factors * (action.duration_s(units.minimum) or UNKNOWN_S), convex=True)
+        return ArrangeItem(rigid.units, rigid.factors * (action.duration_s(units.minimum) or UNKNOWN_S), convex=True)
     shape = shape_of(units, elasticity)
-    return Item(shape.units, shape.factors * (action.t_ori_s or UNKNOWN_S), convex=shape.convex)
+    return ArrangeItem(shape.units, shape.factors * (action.t_ori_s or UNKNOWN_S), convex=shape.convex)
 
 
-def ends_in_s(running: Sequence[Running]) -> list[float]:
+def ends_in_s(running: Sequence[RunningView]) -> list[float]:
     """When running actions end; one whose end is unknown is taken to need as long again as it has run."""
     known = [action.ends_in_s for action in running if action.ends_in_s is not None]
     guess = sum(known) / len(known) if known else UNKNOWN_S
@@ -36,8 +36,8 @@ class Objective:
     def __init__(
         self,
         arrangement: Arrangement,
-        items: Sequence[Item],
-        waiting: Sequence[Item],
+        items: Sequence[ArrangeItem],
+        waiting: Sequence[ArrangeItem],
         running_s: Sequence[float],
         depth: int,
     ) -> None:

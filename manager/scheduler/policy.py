@@ -10,7 +10,7 @@ from manager.action import Action
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Running:
+class RunningView:
     """An action that holds units of the pool now."""
 
     action: Action
@@ -29,7 +29,7 @@ class Running:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Waiting:
+class WaitingView:
     """An action that could start now at its minimum, in FCFS order and within the reservations of earlier ones."""
 
     action: Action
@@ -75,9 +75,9 @@ class PoolView:
     now_s: float
     total: int
     free: int
-    running: Sequence[Running]
+    running: Sequence[RunningView]
     #: Candidates: a start at the minimum is certain to fit for all of them together.
-    candidates: Sequence[Waiting]
+    candidates: Sequence[WaitingView]
     #: Everything that waits for this pool in FCFS order, candidates first (bounded by ``queue_window``).
     queued: Sequence[Action]
     #: Actions that wait for this pool in all (also beyond ``queued``).
@@ -107,7 +107,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Resize:
+class ResizeChoice:
     """Change a running, malleable action to ``units``."""
 
     action_id: str
@@ -131,7 +131,7 @@ class Decision:
     """
 
     starts: Sequence[Start] = ()
-    resizes: Sequence[Resize] = ()
+    resizes: Sequence[ResizeChoice] = ()
     holds: Sequence[Hold] = ()
     #: Ask again at this instant even if nothing happens (a wait that ends, a damped resize); None otherwise.
     wake_s: float | None = None

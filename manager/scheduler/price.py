@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from manager.action import Action
 from manager.scheduler.device_price import DevicePrice
 from manager.scheduler.durations import UNKNOWN_S, Shape, is_elastic, kind_of, shape_of
-from manager.scheduler.policy import Decision, Hold, PoolView, Running, Start
+from manager.scheduler.policy import Decision, Hold, PoolView, RunningView, Start
 from manager.scheduler.rank import head_room, ranked
 
 #: Ends of running actions that the option to wait looks at, soonest first.
@@ -61,7 +61,9 @@ class PricePolicy:
 class _Pass:
     """One decision over interchangeable units."""
 
-    def __init__(self, view: PoolView, running: Sequence[Running], kind: str, policy: PricePolicy, behind: int) -> None:
+    def __init__(
+        self, view: PoolView, running: Sequence[RunningView], kind: str, policy: PricePolicy, behind: int
+    ) -> None:
         self._view = view
         self._kind = kind
         self._free = view.free
@@ -71,7 +73,7 @@ class _Pass:
         self._running = running
         self._coming = policy.a_s * elastic_rate(running, kind) * view.utilisation**4
         self._limits: dict[str, int] | None = None
-        self._ends: Ends | None = None
+        self._ends: ExpectedEnds | None = None
         self._starts: list[Start] = []
         self._holds: list[Hold] = []
 
@@ -121,7 +123,7 @@ class _Pass:
         if wanted <= spare or floor_s >= now_cost_s:
             return None
         if self._ends is None:
-            self._ends = Ends(self._running)
+            self._ends = ExpectedEnds(self._running)
         return self._ends.better(shape, t_ori_s, price, spare, now_cost_s, floor_s)
 
     def _start(self, action: Action, units: int) -> bool:
@@ -132,10 +134,10 @@ class _Pass:
         return True
 
 
-class Ends:
+class ExpectedEnds:
     """When running actions end by estimate, and how many units they give back."""
 
-    def __init__(self, running: Sequence[Running]) -> None:
+    def __init__(self, running: Sequence[RunningView]) -> None:
         ends = [(r.ends_in_s, r.units) for r in running if r.ends_in_s is not None]
         self._ends = heapq.nsmallest(ENDS_MAX, ends)
 
@@ -163,7 +165,7 @@ def cheapest(shape: Shape, t_ori_s: float, price: float, most: int) -> tuple[int
     return shape.units[index], t_ori_s * float(costs[index])
 
 
-def elastic_rate(running: Sequence[Running], kind: str) -> float:
+def elastic_rate(running: Sequence[RunningView], kind: str) -> float:
     """Elastic actions a second through the pool, by those that run (each stands for 1 / duration), from a sample."""
     sample = running[:RATE_SAMPLE]
     durations = [

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from manager.action import Action
 from manager.scheduler.durations import UNKNOWN_S
-from manager.scheduler.policy import Running
+from manager.scheduler.policy import RunningView
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def is_short(action: Action, kind: str, short_s: float) -> bool:
     return action.key != kind and (action.t_ori_s is None or action.t_ori_s <= short_s)
 
 
-def head_room(running: Sequence[Running], kind: str, scale: float) -> int:
+def head_room(running: Sequence[RunningView], kind: str, scale: float) -> int:
     """Units kept from elastic actions for the short ones that arrive before the next end.
 
     Arrivals of rigid actions scatter around what runs of them by its square root.

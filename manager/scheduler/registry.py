@@ -12,7 +12,7 @@ from manager.scheduler.policy import Policy, PolicySpec
 
 #: Name -> where its class is: built from the options, each a keyword.
 POLICIES: Mapping[str, str] = {
-    "paper": "manager.scheduler.elastic:PaperPolicy",
+    "paper": "manager.scheduler.paper:PaperPolicy",
     "price": "manager.scheduler.price:PricePolicy",
     "adaptive": "manager.scheduler.adaptive:AdaptivePolicy",
     "fixed": "manager.scheduler.fixed:FixedPolicy",

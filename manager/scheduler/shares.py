@@ -19,7 +19,7 @@ ASSUMED: Elasticity = Amdahl(0.05)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Member:
+class ShareMember:
     """One that shares: its least and most units, and the speed gained by each unit between them, falling."""
 
     least: int
@@ -28,14 +28,14 @@ class Member:
 
 
 @lru_cache(maxsize=8192)
-def member(unit_set: UnitSet, elasticity: Elasticity | None, most: int) -> Member:
+def member(unit_set: UnitSet, elasticity: Elasticity | None, most: int) -> ShareMember:
     """The claim of an elastic action that can use at most ``most`` units."""
     shape = shape_of(unit_set, elasticity or ASSUMED)
     most = max(unit_set.minimum, min(unit_set.maximum, most))
-    return Member(unit_set.minimum, most, shape.gains[: most - unit_set.minimum])
+    return ShareMember(unit_set.minimum, most, shape.gains[: most - unit_set.minimum])
 
 
-def water_fill(members: Sequence[Member], units: int, weights: Sequence[float]) -> list[int]:
+def water_fill(members: Sequence[ShareMember], units: int, weights: Sequence[float]) -> list[int]:
     """Units for each member, at least its least; the rest goes by the largest weighted gains, earlier ones first.
 
     The sum is at most ``units`` wherever the least ones fit.
@@ -56,7 +56,7 @@ def water_fill(members: Sequence[Member], units: int, weights: Sequence[float]) 
     return [one.least + int(more) for one, more in zip(members, given, strict=True)]
 
 
-def _useful(one: Member) -> int:
+def _useful(one: ShareMember) -> int:
     return one.least + int((one.gains > 0.0).sum())
 
 

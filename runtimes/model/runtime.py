@@ -10,15 +10,15 @@ from manager.config import ServiceSpec
 from manager.errors import ActionFailed, InvalidInput, Reason
 from manager.function import FunctionSpec
 from manager.lease import Lease
-from runtimes.model.batch import Batch, Member
-from runtimes.model.contract import Ask, Chunk, Engine, OnFootprint
-from runtimes.model.devices import require_torch
-from runtimes.model.external import External
-from runtimes.model.inhouse import InHouse
-from runtimes.model.process import Nursery
+from runtimes.model.device.devices import require_torch
+from runtimes.model.device.process import ForkServer
+from runtimes.model.engine.batch import BatchJob, BatchMember
+from runtimes.model.engine.contract import Chunk, ModelBackend, ModelRequest, OnFootprint
+from runtimes.model.engine.external import ExternalBackend
+from runtimes.model.engine.stats import ModelStats
+from runtimes.model.engine.torch_backend import TorchBackend
 from runtimes.model.request import model_of, parse_input
 from runtimes.model.settings import ModelSettings
-from runtimes.model.standing import Standing
 from runtimes.runtime import Execution, Result
 
 _COMPONENT = "model.runtime"
@@ -35,21 +35,21 @@ class ModelRuntime:
         settings: ModelSettings | None = None,
         *,
         on_residency: OnResidency | None = None,
-        nursery: Nursery | None = None,
+        nursery: ForkServer | None = None,
     ) -> None:
         self.settings = settings or ModelSettings()
         self.on_residency = on_residency
         #: Told whenever a service's footprint is known better than before.
         self.on_footprint: OnFootprint | None = None
-        self.standing = Standing()
+        self.standing = ModelStats()
         self._own_nursery = nursery is None
-        self._nursery = nursery or Nursery()
-        self._in_house: InHouse | None = None
-        self._external = External(self.settings, self._report, self._learn)
+        self._nursery = nursery or ForkServer()
+        self._in_house: TorchBackend | None = None
+        self._external = ExternalBackend(self.settings, self._report, self._learn)
         #: Functions that are ready, and what each service costs: functions may share one.
         self._ready: set[str] = set()
         self._footprints: dict[str, ServiceSpec] = {}
-        self._batches: dict[tuple[str, ...], Batch] = {}
+        self._batches: dict[tuple[str, ...], BatchJob] = {}
 
     # -- Runtime
 
@@ -70,7 +70,7 @@ class ModelRuntime:
         except BaseException:
             batch.leave_out(execution.action.id)
             raise
-        member = Member(ask=ask, begin=execution.begin, evict=_evicted(execution))
+        member = BatchMember(ask=ask, begin=execution.begin, evict=_evicted(execution))
         batch = self._batch(execution, engine)  # another one, where the first left without us
         batch.join(execution.action.id, member)
         try:
@@ -120,15 +120,15 @@ class ModelRuntime:
 
     # -- parts
 
-    def _engine(self, function: FunctionSpec) -> Engine:
+    def _engine(self, function: FunctionSpec) -> ModelBackend:
         if model_of(function).engine_url:
             return self._external
         if self._in_house is None:
             require_torch()
-            self._in_house = InHouse(self.settings, self._nursery, self._report, self._learn)
+            self._in_house = TorchBackend(self.settings, self._nursery, self._report, self._learn)
         return self._in_house
 
-    async def _admit(self, execution: Execution, engine: Engine) -> Ask:
+    async def _admit(self, execution: Execution, engine: ModelBackend) -> ModelRequest:
         function = execution.call.function
         try:
             given = parse_input(function, execution.call.input, self.settings.sequences_max)
@@ -138,7 +138,7 @@ class ModelRuntime:
             ) from error
         return await engine.admit(function, given)
 
-    def _batch(self, execution: Execution, engine: Engine) -> Batch:
+    def _batch(self, execution: Execution, engine: ModelBackend) -> BatchJob:
         """The batch that the lease names, or one of this action alone."""
         key = _batch_key(execution)
         batch = self._batches.get(key)
@@ -148,7 +148,7 @@ class ModelRuntime:
                 raise ActionFailed(
                     Reason.INTERNAL, "the lease of a model action grants no chunk of devices", component=_COMPONENT
                 )
-            batch = Batch(
+            batch = BatchJob(
                 engine=engine,
                 service=execution.action.service or model_of(execution.call.function).service,
                 members=key,
@@ -160,7 +160,7 @@ class ModelRuntime:
             self._batches[key] = batch
         return batch
 
-    async def _evict_elsewhere(self, execution: Execution, engine: Engine) -> None:
+    async def _evict_elsewhere(self, execution: Execution, engine: ModelBackend) -> None:
         """Put to sleep what the manager evicts for this action but another engine holds."""
         for other in (self._in_house, self._external):
             if other is None or other is engine:
@@ -170,7 +170,7 @@ class ModelRuntime:
                 for chunk in resident.get(service, ()):
                     await other.evict(service, chunk)
 
-    def _forget(self, key: tuple[str, ...], batch: Batch | None) -> None:
+    def _forget(self, key: tuple[str, ...], batch: BatchJob | None) -> None:
         if self._batches.get(key) is batch:
             del self._batches[key]
 

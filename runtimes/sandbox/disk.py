@@ -15,7 +15,7 @@ from typing import Protocol
 
 import structlog
 
-from manager.errors import TangramError
+from manager.errors import CodedError
 
 logger = structlog.get_logger("sandbox.disk")
 
@@ -74,7 +74,7 @@ class DiskWatch:
         for place in self._places:
             try:
                 used = await place.measure()
-            except TangramError as error:
+            except CodedError as error:
                 logger.warning("a sandbox's disk cannot be measured", why=error.message)
                 continue
             if used > place.limit_bytes:

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, replace
 import structlog
 
 from manager.clock import Clock, MonotonicClock
-from manager.errors import Conflict, NotFound, TangramError, Unsupported
+from manager.errors import CodedError, Conflict, NotFound, Unsupported
 from manager.function import Isolation, SandboxSpec
-from runtimes.sandbox.pool import WarmPool
-from runtimes.sandbox.protocol import lost
-from runtimes.sandbox.records import spec_as_json
-from runtimes.sandbox.sandbox import Held, Provider, Sandbox
+from runtimes.sandbox.record import spec_as_json
+from runtimes.sandbox.runner.protocol import lost
+from runtimes.sandbox.sandbox import Provider, ResumableCommand, Sandbox
+from runtimes.sandbox.warm_pool import WarmPool
 
 logger = structlog.get_logger("sandbox.environments")
 
@@ -109,14 +109,14 @@ class Environments:
         try:
             await sandbox.quiesce(sandbox.spec.background)
             return True
-        except TangramError as failure:
+        except CodedError as failure:
             logger.warning("not adopted", sandbox=sandbox.id, why=failure.message)
             self._remove(sandbox)
             return False
 
     # --- commands that outlast a gateway
 
-    def held(self) -> dict[str, Held]:
+    def held(self) -> dict[str, ResumableCommand]:
         """The commands of an earlier gateway that can be claimed, by claim."""
         return {claim: held for sandbox in [*self._owned(), *self._inherited] for claim, held in sandbox.held.items()}
 
@@ -369,7 +369,7 @@ class Environments:
             raise Conflict("the gateway is closing", component=COMPONENT)
         try:
             return await self.provider.create(spec, name=secrets.token_hex(8), labels=labels, mounts={})
-        except TangramError:
+        except CodedError:
             self._suspicion.set()
             raise
 
@@ -388,7 +388,7 @@ class Environments:
     async def _guarded(self, removal: Coroutine[None, None, None]) -> None:
         try:
             await removal
-        except (TangramError, OSError) as error:
+        except (CodedError, OSError) as error:
             logger.warning("a sandbox was not removed; the reaper will try again", why=str(error))
             self._suspicion.set()
 
@@ -400,7 +400,7 @@ class Environments:
             self._suspicion.clear()
             try:
                 await self._reap()
-            except (TangramError, OSError) as error:
+            except (CodedError, OSError) as error:
                 logger.warning("the search for orphans failed", why=str(error))
                 self._suspicion.set()
 

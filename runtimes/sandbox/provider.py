@@ -9,9 +9,9 @@ from pathlib import Path
 import structlog
 
 from manager.errors import InvalidConfig, Unsupported
-from runtimes.sandbox.process import ProcessProvider
+from runtimes.sandbox.creation_gate import CreationGate
+from runtimes.sandbox.process.provider import ProcessProvider
 from runtimes.sandbox.sandbox import Provider
-from runtimes.sandbox.starting import Starting
 
 logger = structlog.get_logger("sandbox")
 
@@ -65,14 +65,14 @@ def make_provider(settings: ProviderSettings) -> Provider:
 
 def _make(settings: ProviderSettings) -> Provider:
     shared_cores = settings.shared_cores or tuple(sorted(os.sched_getaffinity(0)))
-    starting = Starting(settings.max_starting)
+    starting = CreationGate(settings.max_starting)
     if settings.kind != "process":
         try:
-            from runtimes.sandbox.container import Engine
-            from runtimes.sandbox.container_provider import ContainerProvider
+            from runtimes.sandbox.docker.engine import DockerEngine
+            from runtimes.sandbox.docker.provider import ContainerProvider
 
             chosen = settings.docker
-            engine = Engine.connect(
+            engine = DockerEngine.connect(
                 chosen.host,
                 state_dir=settings.state_dir,
                 timeout_s=settings.engine_timeout_s,

@@ -14,24 +14,24 @@ import structlog
 
 from manager.errors import ActionFailed, Conflict, InvalidInput, Reason, TooLarge
 from manager.function import Background, SandboxSpec
-from runtimes.sandbox.protocol import COMPONENT, lost, out_of_memory
-from runtimes.sandbox.records import Record
-from runtimes.sandbox.runner import ENDED_MAX
-from runtimes.sandbox.sandbox import Command, CommandResult, FileStat, Held, OnOutput, Process
+from runtimes.sandbox.record import SandboxRecord
+from runtimes.sandbox.runner.protocol import COMPONENT, lost, out_of_memory
+from runtimes.sandbox.runner.runner import ENDED_MAX
+from runtimes.sandbox.sandbox import Command, CommandResult, FileStat, OnOutput, ResumableCommand, SandboxProcess
 
 logger = structlog.get_logger("sandbox")
 
 PATH_MAX_BYTES = 4096
 
 
-class Line(Protocol):
+class RunnerClient(Protocol):
     """How a sandbox is spoken to: a runner's channel, or ``docker exec`` where there is no runner."""
 
     @property
     def lost(self) -> asyncio.Event: ...
 
     @property
-    def held(self) -> Mapping[str, Held]: ...
+    def held(self) -> Mapping[str, ResumableCommand]: ...
 
     @property
     def begun(self) -> frozenset[str] | None: ...
@@ -40,7 +40,7 @@ class Line(Protocol):
 
     def keep(self, claims: str, *, lasting: bool) -> None: ...
 
-    async def spawn(self, command: Command) -> Process: ...
+    async def spawn(self, command: Command) -> SandboxProcess: ...
 
     async def read_file(self, path: str, *, limit_bytes: int) -> bytes: ...
 
@@ -53,7 +53,7 @@ class Line(Protocol):
     def close(self) -> None: ...
 
 
-class Hold(Protocol):
+class SandboxControl(Protocol):
     """The grip that its maker keeps on a sandbox from outside."""
 
     async def set_cores(self, cores: Sequence[int], *, background: bool = False) -> None: ...
@@ -87,10 +87,10 @@ class ResidentSandbox:
     def __init__(
         self,
         *,
-        record: Record,
+        record: SandboxRecord,
         directory: Path,
-        line: Line,
-        hold: Hold,
+        line: RunnerClient,
+        hold: SandboxControl,
         shared_cores: Sequence[int],
     ) -> None:
         self._id = record.name
@@ -131,7 +131,7 @@ class ResidentSandbox:
         return self._loss_told
 
     @property
-    def held(self) -> Mapping[str, Held]:
+    def held(self) -> Mapping[str, ResumableCommand]:
         return self._line.held
 
     async def run(self, command: Command, on_output: OnOutput | None = None) -> CommandResult:
@@ -174,7 +174,7 @@ class ResidentSandbox:
     def secret(self, purpose: str) -> str:
         return hmac.new(self._record.token.encode(), purpose.encode(), "sha256").hexdigest()[:32]
 
-    async def spawn(self, command: Command) -> Process:
+    async def spawn(self, command: Command) -> SandboxProcess:
         await self.thaw()
         return await self._line.spawn(command)
 
@@ -247,7 +247,7 @@ class ResidentSandbox:
             raise InvalidInput("a path of 1 to 4096 bytes without NUL is needed", component=COMPONENT)
         await self.thaw()
 
-    def _note(self, record: Record) -> None:
+    def _note(self, record: SandboxRecord) -> None:
         """What the next gateway must know of it."""
         self._record = record
         record.write(self._directory)

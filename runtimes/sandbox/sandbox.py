@@ -53,7 +53,7 @@ class CommandResult:
     peak_memory_bytes: int = 0
 
 
-class Held(NamedTuple):
+class ResumableCommand(NamedTuple):
     """A command of an earlier gateway that can be claimed."""
 
     #: Seconds that it has run, or ran.
@@ -66,7 +66,7 @@ def claims_of(action_id: str, attempt: int) -> str:
     return f"{action_id}.{attempt}/"
 
 
-class Process(Protocol):
+class SandboxProcess(Protocol):
     """A long-lived command with open pipes, made by `Sandbox.spawn`; ended by `kill`, or with its sandbox.
 
     Nothing of it is kept: every chunk goes to its reader, and a reader that stops reading stops the command
@@ -124,7 +124,7 @@ class Sandbox(Protocol):
         ...
 
     @property
-    def held(self) -> Mapping[str, Held]:
+    def held(self) -> Mapping[str, ResumableCommand]:
         """The commands of an earlier gateway that can still be claimed, by claim."""
         ...
 
@@ -157,7 +157,7 @@ class Sandbox(Protocol):
         """32 hexadecimal digits that nobody inside can know, and the next gateway knows too."""
         ...
 
-    async def spawn(self, command: Command) -> Process:
+    async def spawn(self, command: Command) -> SandboxProcess:
         """Start a long-lived process. ``stdin`` is written first and left open; no output limit applies, and
         ``timeout_s`` only where it is finite (``math.inf``: until killed)."""
         ...

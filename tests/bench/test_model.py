@@ -9,15 +9,16 @@ import pytest
 pytest.importorskip("torch")
 pytestmark = pytest.mark.model
 
-from bench import model, model_rig  # noqa: E402  # torch may be missing
-from bench.model_rig import Rig, median_ratio  # noqa: E402
-from bench.report import Report  # noqa: E402
+from bench.model import __main__ as model  # noqa: E402  # torch may be missing
+from bench.model import rig as rig_module  # noqa: E402
+from bench.model.rig import ModelRig, median_ratio  # noqa: E402
+from bench.report import BenchReport  # noqa: E402
 
 
 def test_every_part_on_one_device_says_what_it_must(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_rig, "ROUNDS_S", 0.0)
-    report = Report("model")
-    rig = Rig("cpu", "toy", 1, tmp_path, report)
+    monkeypatch.setattr(rig_module, "ROUNDS_S", 0.0)
+    report = BenchReport("model")
+    rig = ModelRig("cpu", "toy", 1, tmp_path, report)
     for part in (model.restores, model.loading, model.swaps, model.overlaps, model.parking, model.host_memory):
         part(rig)
     rig.engine.backend.close()
@@ -40,7 +41,7 @@ def test_every_part_on_one_device_says_what_it_must(tmp_path: Path, monkeypatch:
 
 
 def test_a_part_that_fails_or_has_no_time_left_is_named_and_fails_the_bench() -> None:
-    report = Report("model")
+    report = BenchReport("model")
     sections = model.Sections(report, budget_s=60)
     done: list[str] = []
     sections.run("broken", lambda: 1 / 0)

@@ -6,11 +6,11 @@ import io
 import json
 import math
 
-from bench.report import Report, percentile, table
+from bench.report import BenchReport, percentile, table
 
 
 def test_the_last_line_is_one_object_with_figures_and_checks() -> None:
-    report = Report("demo")
+    report = BenchReport("demo")
     report.figure("echo_p50_ms", 0.4)
     report.figure("by_policy", {"paper": {"act_s": 3.0}, "price": {"act_s": math.inf}})
     report.check("overhead_ms", 1.5, limit=2.0, better="lower")
@@ -24,7 +24,7 @@ def test_the_last_line_is_one_object_with_figures_and_checks() -> None:
 
 
 def test_a_broken_check_fails_the_bench_and_is_named() -> None:
-    report = Report("demo")
+    report = BenchReport("demo")
     report.check("ratio", 1.2, limit=1.5, better="higher")
     out = io.StringIO()
     assert report.print(as_json=False, file=out) == 1
@@ -32,7 +32,7 @@ def test_a_broken_check_fails_the_bench_and_is_named() -> None:
 
 
 def test_a_value_that_is_not_a_number_never_passes() -> None:
-    report = Report("demo")
+    report = BenchReport("demo")
     report.check("low", math.nan, limit=1.0, better="lower")
     report.check("high", math.nan, limit=1.0, better="higher")
     assert [check.ok for check in report.checks] == [False, False]

@@ -9,15 +9,15 @@ import click
 import httpx
 import pytest
 
-from gateway.cli import VERBS, cli
+from gateway.cli.main import VERBS, cli
 from gateway.client import AsyncClient, AsyncTrajectory, InvocationResult
-from gateway.config import load
-from gateway.config_document import Document, schema
-from gateway.config_functions import ExecFunction
-from gateway.config_reference import CHAPTERS, markdown
+from gateway.config.document import ConfigDocument, schema
+from gateway.config.functions import ExecFunction
+from gateway.config.load import load
+from gateway.config.reference import CHAPTERS, markdown
 from gateway.errors import FACES, REASON_FACES
 from gateway.grpc.generated import tangram_pb2
-from tests.gateway.conftest import Bench, serving
+from tests.gateway.conftest import GatewayBench, serving
 
 REFERENCE = Path(__file__).resolve().parents[2] / "docs" / "reference"
 
@@ -44,7 +44,7 @@ def test_every_section_of_the_yaml_has_its_chapter() -> None:
     for name in of_functions:
         own = set(definitions[name]["properties"]) - set(definitions[ExecFunction.__name__]["properties"])
         assert all(f"functions.NAME.{key}" in page("yaml") for key in own), own
-    assert set(Document.model_fields) <= code(page("yaml"))
+    assert set(ConfigDocument.model_fields) <= code(page("yaml"))
 
 
 def test_the_yaml_pages_example_loads(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_the_cli_page_names_every_exit_status() -> None:
 
 
 async def test_every_route_and_header_is_on_the_http_page(tmp_path: Path) -> None:
-    async with serving(Bench(tmp_path)) as running:
+    async with serving(GatewayBench(tmp_path)) as running:
         document = (await running.http.get("/openapi.json")).raise_for_status().json()
     text = page("http")
     for path, operations in document["paths"].items():
@@ -94,7 +94,7 @@ async def test_every_route_and_header_is_on_the_http_page(tmp_path: Path) -> Non
 
 
 async def test_the_http_page_names_no_route_that_is_not_there(tmp_path: Path) -> None:
-    async with serving(Bench(tmp_path)) as running:
+    async with serving(GatewayBench(tmp_path)) as running:
         for method, path in re.findall(r"`(GET|PUT|POST|DELETE) (/[^`?]*)`", page("http")):
             answer: httpx.Response = await running.http.request(method, re.sub(r"\{(\w+)\}", "x", path))
             body = answer.json() if "json" in answer.headers.get("content-type", "") else {}

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 from runtimes.sandbox.environments import TRAJECTORY
-from runtimes.sandbox.records import Record
+from runtimes.sandbox.record import SandboxRecord
 from tests.e2e.gateway import GatewayProcess, document
 
 #: Nothing in these tests takes so long unless it is broken.
@@ -206,10 +206,10 @@ def at_rest(gateway: GatewayProcess) -> bool:
     return balanced(sample) and free and not any(sample.get(name, 0) for name in living)
 
 
-def sandboxes(gateway: GatewayProcess) -> list[Record]:
+def sandboxes(gateway: GatewayProcess) -> list[SandboxRecord]:
     """The trajectories' sandboxes, as the gateway wrote them down."""
     files = (gateway.directory / "state" / "sandboxes").glob("*/*/record.json")
-    records = [Record.read(file.parent) for file in files]
+    records = [SandboxRecord.read(file.parent) for file in files]
     return [found for found in records if found is not None and TRAJECTORY in found.labels]
 
 

@@ -9,7 +9,7 @@ import pytest
 from functions.math_reward.handler import equal, extract, score
 
 
-class Context:
+class StubContext:
     """Keeps what is logged."""
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ def test_answers_that_differ_are_not_equal(left: str, right: str) -> None:
 
 
 def test_the_reward_says_what_was_compared() -> None:
-    context = Context()
+    context = StubContext()
     result = score({"answer": r"Thus \boxed{0.75}", "reference": r"... \boxed{\frac{3}{4}}"}, context)
     assert result == {"reward": 1.0, "correct": True, "extracted": "0.75", "found": "boxed"}
     assert context.records == [

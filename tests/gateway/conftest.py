@@ -12,34 +12,34 @@ import httpx
 import pytest
 
 from gateway.app import App, build
-from gateway.config import GatewayConfig
-from gateway.config_models import NodeConfig, SchedulerConfig, ServerConfig
-from gateway.hands import Hands, model_settings
+from gateway.config.load import GatewayConfig
+from gateway.config.sections import NodeConfig, SchedulerConfig, ServerConfig
+from gateway.runtime_factory import Runtimes, model_settings
 from manager.action import UnitSet
 from manager.clock import Clock
 from manager.config import ConcurrencySpec, QuotaSpec, TaskSpec
 from manager.errors import Reason
 from manager.function import FunctionSpec, RetrySpec, RuntimeKind
-from runtimes.fake import ScriptedRuntime, Step
+from runtimes.fake import ScriptedRuntime, ScriptStep
 from runtimes.local import LocalExecutor
 from runtimes.model.runtime import ModelRuntime, OnResidency
 from runtimes.runtime import Execution, Runtime
 from runtimes.sandbox.environments import Environments
+from runtimes.sandbox.exec.runtime import ExecRuntime
 from runtimes.sandbox.provider import ProviderSettings, make_provider
-from runtimes.sandbox.runtime import ExecRuntime
 
 #: Nothing in these tests takes so long unless it is broken.
 DEADLINE_S = 10.0
 
 
-def step_of(execution: Execution) -> Step:
+def step_of(execution: Execution) -> ScriptStep:
     """What the input asks for.
 
     ``{"log": ..., "held": true, "hangs": true, "overhead_s": ..., "reason": ..., "message": ...}``.
     """
     wanted = execution.call.input
     reason = wanted.get("reason")
-    return Step(
+    return ScriptStep(
         result=dict(wanted),
         reason=None if reason is None else Reason(str(reason)),
         message=str(wanted.get("message", "as scripted")),
@@ -51,7 +51,7 @@ def step_of(execution: Execution) -> Step:
 
 
 @dataclass(slots=True)
-class Running:
+class RunningGateway:
     """A gateway that serves, a client of it, and the runtime behind its functions."""
 
     app: App
@@ -86,7 +86,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Bench:
+class GatewayBench:
     """What a test may choose before its gateway starts."""
 
     directory: Path
@@ -133,10 +133,10 @@ FUNCTIONS = {
 }
 
 
-def scripted_hands(runtime: ScriptedRuntime, directory: Path) -> Callable[..., Hands]:
+def scripted_hands(runtime: ScriptedRuntime, directory: Path) -> Callable[..., Runtimes]:
     """Hands whose handler functions follow the script; everything else is real, in local processes."""
 
-    def make(config: GatewayConfig, clock: Clock, on_residency: OnResidency) -> Hands:
+    def make(config: GatewayConfig, clock: Clock, on_residency: OnResidency) -> Runtimes:
         provider = make_provider(ProviderSettings(kind="process", state_dir=directory / "sandboxes"))
         environments = Environments(provider, clock=clock)
         runtimes: dict[RuntimeKind, Runtime] = {
@@ -151,15 +151,15 @@ def scripted_hands(runtime: ScriptedRuntime, directory: Path) -> Callable[..., H
         if any(spec.runtime is RuntimeKind.MODEL for spec in config.functions.values()):
             runtimes[RuntimeKind.MODEL] = model
         executor = LocalExecutor(runtimes, clock, open_environment=open_environment)
-        return Hands(provider=provider, environments=environments, model=model, runtimes=runtimes, executor=executor)
+        return Runtimes(provider=provider, environments=environments, model=model, runtimes=runtimes, executor=executor)
 
     return make
 
 
 @asynccontextmanager
 async def serving(
-    bench: Bench, wall: Callable[[], float] | None = None, runtime: ScriptedRuntime | None = None
-) -> AsyncIterator[Running]:
+    bench: GatewayBench, wall: Callable[[], float] | None = None, runtime: ScriptedRuntime | None = None
+) -> AsyncIterator[RunningGateway]:
     """A gateway, from its start to its end."""
     runtime = runtime or ScriptedRuntime(step_of)
     app = build(bench.config(), hands=scripted_hands(runtime, bench.directory), wall=wall)
@@ -170,14 +170,14 @@ async def serving(
     address = f"http://127.0.0.1:{app.http_port}"
     try:
         async with httpx.AsyncClient(base_url=address, headers=headers, timeout=DEADLINE_S) as client:
-            yield Running(app, client, runtime, task)
+            yield RunningGateway(app, client, runtime, task)
     finally:
         app.stop()
         await asyncio.wait_for(task, DEADLINE_S)
 
 
 @pytest.fixture
-async def gateway(tmp_path: Path) -> AsyncIterator[Running]:
+async def gateway(tmp_path: Path) -> AsyncIterator[RunningGateway]:
     """A gateway with the functions of `FUNCTIONS`, without a token."""
-    async with serving(Bench(tmp_path)) as running:
+    async with serving(GatewayBench(tmp_path)) as running:
         yield running

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gateway.record import Mode, Record, new_id
-from gateway.store import Store
+from gateway.invocations.record import Mode, Record, new_id
+from gateway.store.store import Store
 
 
 def accepted(store: Store, **fields: object) -> Record:

@@ -16,18 +16,18 @@ from gateway.client import AsyncClient, BatchCall, Client, ConnectionFailed, Inv
 from gateway.client.requests import Retries
 from manager.errors import Conflict, InvalidInput, NotFound, QuotaExceeded, Unauthorized
 from manager.outcome import State
-from tests.gateway.conftest import DEADLINE_S, Bench, Running, serving
+from tests.gateway.conftest import DEADLINE_S, GatewayBench, RunningGateway, serving
 
 QUICK = Retries(max_attempts=3, wait_max_s=5.0)
 
 
 @asynccontextmanager
-async def client_of(running: Running, **options: Any) -> AsyncIterator[AsyncClient]:
+async def client_of(running: RunningGateway, **options: Any) -> AsyncIterator[AsyncClient]:
     async with AsyncClient(f"http://127.0.0.1:{running.app.http_port}", **options) as client:
         yield client
 
 
-async def test_an_invocation_comes_back_typed(gateway: Running) -> None:
+async def test_an_invocation_comes_back_typed(gateway: RunningGateway) -> None:
     async with client_of(gateway) as client:
         result = await client.invoke("echo", {"n": 3, "log": "hello\n"}, task="t", logs=True)
     assert (result.state, result.reason, result.task, result.ok) == (State.SUCCEEDED, None, "t", True)
@@ -38,7 +38,7 @@ async def test_an_invocation_comes_back_typed(gateway: Running) -> None:
     assert result.accepted_at is not None and result.ended_at is not None and result.ended_at >= result.accepted_at
 
 
-async def test_a_failure_is_returned_and_raised_where_that_is_wanted(gateway: Running) -> None:
+async def test_a_failure_is_returned_and_raised_where_that_is_wanted(gateway: RunningGateway) -> None:
     async with client_of(gateway) as client:
         result = await client.invoke("echo", {"reason": "handler_error"})
         assert result.state is State.FAILED
@@ -50,7 +50,7 @@ async def test_a_failure_is_returned_and_raised_where_that_is_wanted(gateway: Ru
             await client.invoke("echo", {"reason": "upstream"})
 
 
-async def test_refusals_are_the_errors_of_the_manager(gateway: Running) -> None:
+async def test_refusals_are_the_errors_of_the_manager(gateway: RunningGateway) -> None:
     async with client_of(gateway) as client:
         with pytest.raises(NotFound, match="nobody"):
             await client.invoke("nobody", {})
@@ -62,7 +62,7 @@ async def test_refusals_are_the_errors_of_the_manager(gateway: Running) -> None:
             await client.cancel(done.id)
 
 
-async def test_work_is_submitted_waited_for_listed_and_cancelled(gateway: Running) -> None:
+async def test_work_is_submitted_waited_for_listed_and_cancelled(gateway: RunningGateway) -> None:
     async with client_of(gateway) as client:
         held = await client.submit("echo", {"held": True})
         assert not held.state.terminal
@@ -77,14 +77,14 @@ async def test_work_is_submitted_waited_for_listed_and_cancelled(gateway: Runnin
         assert [each.id async for each in client.list(state="cancelled")] == [held.id]
 
 
-async def test_one_key_is_one_execution(gateway: Running) -> None:
+async def test_one_key_is_one_execution(gateway: RunningGateway) -> None:
     async with client_of(gateway) as client:
         first, second = await asyncio.gather(*(client.submit("echo", {"n": 1}, key="k") for _ in range(2)))
         assert first.id == second.id
         assert (await client.wait(first.id, DEADLINE_S)).ok
 
 
-async def test_a_trajectory_keeps_its_files_and_goes_when_it_is_left(gateway: Running) -> None:
+async def test_a_trajectory_keeps_its_files_and_goes_when_it_is_left(gateway: RunningGateway) -> None:
     async with client_of(gateway) as client:
         async with client.trajectory("t1", function="shell") as trajectory:
             home = (await trajectory.exec(["pwd"])).raise_for_failure().result["stdout"].strip()
@@ -99,7 +99,7 @@ async def test_a_trajectory_keeps_its_files_and_goes_when_it_is_left(gateway: Ru
         await trajectory.close()
 
 
-async def test_the_gateways_state_can_be_asked_for(gateway: Running) -> None:
+async def test_the_gateways_state_can_be_asked_for(gateway: RunningGateway) -> None:
     async with client_of(gateway) as client:
         assert "echo" in [each["name"] for each in await client.functions()]
         assert (await client.function("echo"))["runtime"] == "handler"
@@ -109,7 +109,7 @@ async def test_the_gateways_state_can_be_asked_for(gateway: Running) -> None:
 
 
 async def test_a_token_is_sent(tmp_path: Path) -> None:
-    async with serving(Bench(tmp_path, server={"token": "sesame"})) as running:
+    async with serving(GatewayBench(tmp_path, server={"token": "sesame"})) as running:
         async with client_of(running, token="sesame") as client:
             assert (await client.invoke("echo", {})).ok
         async with client_of(running, token="wrong") as client:
@@ -117,7 +117,7 @@ async def test_a_token_is_sent(tmp_path: Path) -> None:
                 await client.functions()
 
 
-async def test_the_synchronous_client_does_the_same(gateway: Running) -> None:
+async def test_the_synchronous_client_does_the_same(gateway: RunningGateway) -> None:
     def use() -> list[str]:
         with Client(f"http://127.0.0.1:{gateway.app.http_port}") as client:
             result = client.invoke("echo", {"log": "one\ntwo\n"}, logs=True).raise_for_failure()
@@ -266,7 +266,7 @@ def test_an_answer_that_is_not_ours_is_quoted() -> None:
         client.queue()
 
 
-async def test_a_batch_comes_back_as_one_verdict_for_each_call(gateway: Running) -> None:
+async def test_a_batch_comes_back_as_one_verdict_for_each_call(gateway: RunningGateway) -> None:
     calls = [
         BatchCall(function="echo", input={"n": 1}, task="t"),
         BatchCall(function="nobody"),

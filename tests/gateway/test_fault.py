@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from gateway.app import build
-from manager.errors import TangramError
+from manager.errors import CodedError
 from runtimes.fake import ScriptedRuntime
-from tests.gateway.conftest import DEADLINE_S, Bench, scripted_hands, serving, step_of
+from tests.gateway.conftest import DEADLINE_S, GatewayBench, scripted_hands, serving, step_of
 
 
 async def test_after_a_bug_callers_are_answered_the_process_fails_and_the_next_one_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench = Bench(tmp_path)
+    bench = GatewayBench(tmp_path)
     app = build(bench.config(), hands=scripted_hands(ScriptedRuntime(step_of), bench.directory))
     await app.start()
     serving_task = asyncio.create_task(app.serve())
@@ -28,10 +28,10 @@ async def test_after_a_bug_callers_are_answered_the_process_fails_and_the_next_o
     head = "POST /v1/functions/echo/invocations{} HTTP/1.1\r\nHost: test\r\n"
     async with asyncio.timeout(DEADLINE_S):
         accepted = await ask_port(app.http_port, head.format("?mode=async"))
-        with pytest.raises(TangramError, match="the scheduler failed: AssertionError"):
+        with pytest.raises(CodedError, match="the scheduler failed: AssertionError"):
             await serving_task
     assert b" 202 " in accepted.partition(b"\r\n")[0]
-    async with serving(Bench(tmp_path)) as second:
+    async with serving(GatewayBench(tmp_path)) as second:
         (record,) = (await second.http.get("/v1/invocations")).json()["invocations"]
         ended = (await second.http.get(f"/v1/invocations/{record['id']}?wait=5s")).json()
         assert ended["state"] == "succeeded"

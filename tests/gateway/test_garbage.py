@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from gateway.grpc.generated import tangram_pb2 as pb
-from gateway.http.server import Connection
-from tests.gateway.conftest import Bench, Running, function, serving, until
+from gateway.http.server import HttpConnection
+from tests.gateway.conftest import GatewayBench, RunningGateway, function, serving, until
 from tests.gateway.grpc.peer import framed, head, peer
 from tests.gateway.http.test_odd_names import ask
 
@@ -41,13 +41,15 @@ def circles() -> list[str]:
         for held in gc.get_referents(each)
         if isinstance(held, bytes | str | bytearray) and len(held) >= len(BALLAST)
     ]
-    kinds = [type(each) for each in gc.garbage if type(each) is not Connection]
+    kinds = [type(each) for each in gc.garbage if type(each) is not HttpConnection]
     ours = [kind.__qualname__ for kind in kinds if kind.__module__.startswith(("gateway.", "manager.", "runtimes."))]
     gc.garbage.clear()
     return holders + ours
 
 
-async def post(gateway: Running, path: str, body: object, header: str = "X-Unheard-Of: 1", verb: str = "POST") -> int:
+async def post(
+    gateway: RunningGateway, path: str, body: object, header: str = "X-Unheard-Of: 1", verb: str = "POST"
+) -> int:
     sent = body if isinstance(body, bytes) else json.dumps(body).encode()
     answer = await ask(gateway, f"{verb} /v1/{path} HTTP/1.1\r\n{header}\r\n".encode(), sent)
     return answer.status
@@ -56,7 +58,7 @@ async def post(gateway: Running, path: str, body: object, header: str = "X-Unhea
 async def test_no_answer_leaves_its_request_in_a_circle(tmp_path: Path, collector: None) -> None:
     given = {"x": BALLAST}
     calls = [{"function": "echo", "input": given}, {"function": "full", "input": given}, {"function": "nope"}]
-    async with serving(Bench(tmp_path, functions=FULL)) as gateway:
+    async with serving(GatewayBench(tmp_path, functions=FULL)) as gateway:
         circles()
         for statuses, path, body, header in (
             ({200}, "functions/echo/invocations", given, "Idempotency-Key: k"),
@@ -85,7 +87,7 @@ async def test_no_answer_leaves_its_request_in_a_circle(tmp_path: Path, collecto
 @pytest.mark.parametrize("name", ["echo", "full", "nope", "strict"])
 async def test_no_rpc_leaves_its_request_in_a_circle(tmp_path: Path, collector: None, name: str) -> None:
     request = pb.InvokeRequest(function=name, input_json=json.dumps({"x": BALLAST}).encode())
-    async with serving(Bench(tmp_path, functions=FULL)) as gateway:
+    async with serving(GatewayBench(tmp_path, functions=FULL)) as gateway:
         async with peer(gateway) as opened:
             await opened.ask(head(), framed(request.SerializeToString()))
         await until(lambda: gateway.app._connections["grpc"].open == 0)

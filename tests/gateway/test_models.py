@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from gateway.app import build
-from gateway.config import GatewayConfig
-from gateway.config_models import ModelsConfig, NodeConfig, SandboxConfig, ServerConfig
+from gateway.config.load import GatewayConfig
+from gateway.config.sections import ModelsConfig, NodeConfig, SandboxConfig, ServerConfig
 from runtimes.model.settings import ModelSettings
 
 pytest.importorskip("torch")

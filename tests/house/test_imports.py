@@ -12,19 +12,19 @@ from tests.house.source import Source, sources, within
 
 #: Heavy libraries, and the only places that may name them.
 ROOMS = {
-    "docker": ("runtimes/sandbox/container",),
+    "docker": ("runtimes/sandbox/docker/",),
     "torch": ("runtimes/model/",),
     "safetensors": ("runtimes/model/",),
     "transformers": ("runtimes/model/",),
-    "pynvml": ("runtimes/model/devices.py",),
+    "pynvml": ("runtimes/model/device/devices.py",),
     "ray": ("runtimes/node/ray_cluster.py",),
     "starlette": ("gateway/http/",),
     "hypercorn": ("gateway/http/",),
     "grpclib": ("gateway/grpc/",),
-    "sqlite3": ("gateway/store", "gateway/record.py", "gateway/retention.py"),
-    "yaml": ("gateway/config",),
-    "pydantic": ("gateway/config",),
-    "click": ("gateway/cli",),
+    "sqlite3": ("gateway/store", "gateway/invocations/record.py", "gateway/store/retention.py"),
+    "yaml": ("gateway/config/",),
+    "pydantic": ("gateway/config/",),
+    "click": ("gateway/cli/",),
     "matplotlib": ("gateway/", "bench/"),
 }
 #: What the runtimes may know of the manager: its nouns.
@@ -65,7 +65,7 @@ def test_time_is_passed_in_to_the_thinking() -> None:
         for source in of("manager")
         for found in source.imports()
         if found.module.split(".")[0] in {"time", "datetime"}
-        and source.name not in {"manager/clock.py", "manager/plan.py"}
+        and source.name not in {"manager/clock.py", "manager/simulation/plan.py"}
     ]
     assert not clocks
 
@@ -93,7 +93,7 @@ def test_a_heavy_library_has_one_room(library: str) -> None:
 
 
 def test_the_core_and_the_scheduler_never_name_a_kind_of_resource() -> None:
-    thinking = [s for s in of("manager") if s.name == "manager/core.py" or s.name.startswith("manager/scheduler/")]
+    thinking = [s for s in of("manager") if s.name == "manager/core/core.py" or s.name.startswith("manager/scheduler/")]
     naming = [
         f"{source.name}:{number}: {line.strip()}"
         for source in thinking

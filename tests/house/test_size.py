@@ -8,7 +8,9 @@ from tests.house.source import sources
 
 LONGEST_FILE = 500
 #: One file by contract, with its reason.
-ONE_FILE = {"runtimes/sandbox/runner.py": "started inside foreign images, where there is nothing to import it from"}
+ONE_FILE = {
+    "runtimes/sandbox/runner/runner.py": "started inside foreign images, where there is nothing to import it from"
+}
 LONGEST_FUNCTION = 70
 LONGEST_MEDIAN = 180
 

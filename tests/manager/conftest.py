@@ -10,7 +10,7 @@ import pytest
 from manager.action import Action, UnitSet
 from manager.assembly import build_core
 from manager.config import ManagerSpec, NodeSpec, SchedulerSpec
-from manager.core import Core
+from manager.core.core import Core
 from manager.events import Command, Event, Execute, Settle
 from manager.outcome import Outcome, Settlement, State
 from manager.scheduler.policy import PolicySpec
@@ -46,7 +46,7 @@ def action(id: str, cost: Mapping[str, UnitSet | int] | None = None, **fields: o
     return replace(base, **fields)  # type: ignore[arg-type]  # fields of Action, by name
 
 
-class Driver:
+class CoreDriver:
     """A core under test, and what it said."""
 
     def __init__(self, core: Core) -> None:
@@ -71,6 +71,6 @@ class Driver:
 
 
 @pytest.fixture
-def drive() -> Callable[[ManagerSpec], Driver]:
+def drive() -> Callable[[ManagerSpec], CoreDriver]:
     """A driver of a new core; its invariants are checked after every step."""
-    return lambda spec: Driver(build_core(spec))
+    return lambda spec: CoreDriver(build_core(spec))

@@ -9,7 +9,7 @@ from manager.clock import WallClock
 DAY_S = 86400.0
 
 
-class Machine:
+class TwoClocks:
     """Both clocks of a machine, moved by hand."""
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class Machine:
 
 
 def test_it_tells_the_machine_s_time_while_nobody_sets_it() -> None:
-    machine = Machine()
+    machine = TwoClocks()
     clock = machine.clock()
     for _ in range(100):
         machine.pass_s(0.1)
@@ -33,7 +33,7 @@ def test_it_tells_the_machine_s_time_while_nobody_sets_it() -> None:
 
 @pytest.mark.parametrize("jump_s", [DAY_S, -DAY_S])
 def test_a_jump_of_the_machine_s_clock_is_followed_slowly_and_never_backwards(jump_s: float) -> None:
-    machine = Machine()
+    machine = TwoClocks()
     clock = machine.clock()
     before_s = clock()
     machine.wall_s += jump_s
@@ -43,7 +43,7 @@ def test_a_jump_of_the_machine_s_clock_is_followed_slowly_and_never_backwards(ju
 
 
 def test_it_is_right_again_in_the_end() -> None:
-    machine = Machine()
+    machine = TwoClocks()
     clock = machine.clock()
     machine.wall_s += 30.0
     for _ in range(700):

@@ -12,14 +12,14 @@ from manager.action import Action, UnitSet
 from manager.assembly import build_core
 from manager.config import QuotaSpec, ServiceSpec
 from manager.engine import Engine, Submission
-from manager.errors import CapacityExceeded, Conflict, Draining, Reason, TangramError, Unsatisfiable
+from manager.errors import CapacityExceeded, CodedError, Conflict, Draining, Reason, Unsatisfiable
 from manager.executor import Call
 from manager.function import FunctionSpec, RuntimeKind, SandboxSpec
-from manager.history import History
+from manager.learning.history import History
 from manager.lease import Lease
 from manager.outcome import Settlement, State
 from manager.scheduler.policy import Decision, PoolView, Start
-from runtimes.fake import ScriptedRuntime, Step
+from runtimes.fake import ScriptedRuntime, ScriptStep
 from runtimes.local import Deadlines, LocalExecutor
 from runtimes.runtime import Execution
 from tests.manager.conftest import action, node, spec
@@ -57,11 +57,11 @@ class Ear:
 
 
 @dataclass
-class Rig:
+class EngineRig:
     engine: Engine
     runtime: ScriptedRuntime
     ear: Ear
-    steps: dict[str, Step]
+    steps: dict[str, ScriptStep]
     history: History
 
     def submit(self, *actions: Action) -> list[asyncio.Future[Settlement]]:
@@ -84,24 +84,24 @@ class Rig:
 
 
 @pytest.fixture
-async def rig() -> AsyncIterator[Rig]:
-    steps: dict[str, Step] = {}
+async def rig() -> AsyncIterator[EngineRig]:
+    steps: dict[str, ScriptStep] = {}
 
-    def script(execution: Execution) -> Step:
-        return steps.get(execution.action.id, Step())
+    def script(execution: Execution) -> ScriptStep:
+        return steps.get(execution.action.id, ScriptStep())
 
     runtime = ScriptedRuntime(script)
     ear, history = Ear(), History()
     executor = LocalExecutor({RuntimeKind.EXEC: runtime}, deadlines=Deadlines(kill_s=0.05))
     engine = Engine(build_core(spec(node(cores=2))), executor, history=history, listeners=[ear])
     await engine.start()
-    yield Rig(engine, runtime, ear, steps, history)
+    yield EngineRig(engine, runtime, ear, steps, history)
     await engine.close()
     engine.check()
     await executor.close()
 
 
-async def test_submissions_of_one_turn_settle_and_are_heard(rig: Rig) -> None:
+async def test_submissions_of_one_turn_settle_and_are_heard(rig: EngineRig) -> None:
     futures = rig.submit(*(action(f"a{index}") for index in range(5)))
     settled = [await rig.end(future) for future in futures]
     assert [settlement.outcome.state for settlement in settled] == [State.SUCCEEDED] * 5
@@ -109,15 +109,15 @@ async def test_submissions_of_one_turn_settle_and_are_heard(rig: Rig) -> None:
     assert rig.history.learned("f").observations == 5
 
 
-async def test_an_executor_that_raises_ends_the_action_as_internal(rig: Rig) -> None:
-    rig.steps["a"] = Step(error=RuntimeError("a bug"))
+async def test_an_executor_that_raises_ends_the_action_as_internal(rig: EngineRig) -> None:
+    rig.steps["a"] = ScriptStep(error=RuntimeError("a bug"))
     settlement = await rig.end(rig.submit(action("a"))[0])
     assert settlement.outcome.reason is Reason.INTERNAL
     assert "a bug" in settlement.outcome.message
 
 
-async def test_cancelling_a_running_action_kills_it(rig: Rig) -> None:
-    rig.steps["a"] = Step(hangs=True)
+async def test_cancelling_a_running_action_kills_it(rig: EngineRig) -> None:
+    rig.steps["a"] = ScriptStep(hangs=True)
     (future,) = rig.submit(action("a"))
     await rig.ear.until_started("a")
     assert rig.engine.cancel("a", "enough")
@@ -126,41 +126,41 @@ async def test_cancelling_a_running_action_kills_it(rig: Rig) -> None:
     assert not rig.engine.cancel("a")
 
 
-async def test_cancelling_in_the_turn_of_its_start_still_ends_it(rig: Rig) -> None:
+async def test_cancelling_in_the_turn_of_its_start_still_ends_it(rig: EngineRig) -> None:
     (future,) = rig.submit(action("a"))
     await rig.ear.until_started("a")
     rig.engine.cancel("a")
     assert (await rig.end(future)).outcome.state.terminal
 
 
-async def test_a_runtime_that_ignores_its_kill_holds_nobody_up(rig: Rig) -> None:
-    rig.steps["a"] = Step(hangs=True, ignores_kill=True)
+async def test_a_runtime_that_ignores_its_kill_holds_nobody_up(rig: EngineRig) -> None:
+    rig.steps["a"] = ScriptStep(hangs=True, ignores_kill=True)
     (future,) = rig.submit(action("a", timeout_s=0.02))
     settlement = await rig.end(future)
     assert settlement.outcome.reason is Reason.TIMEOUT
 
 
-async def test_the_same_id_twice_is_a_conflict_and_the_first_goes_on(rig: Rig) -> None:
+async def test_the_same_id_twice_is_a_conflict_and_the_first_goes_on(rig: EngineRig) -> None:
     first, second = rig.submit(action("a"), action("a"))
     with pytest.raises(Conflict):
         await second
     assert (await rig.end(first)).outcome.state is State.SUCCEEDED
 
 
-async def test_a_waiting_action_times_out_by_the_timer(rig: Rig) -> None:
+async def test_a_waiting_action_times_out_by_the_timer(rig: EngineRig) -> None:
     for name in ("a", "b"):
-        rig.steps[name] = Step(held=True)
+        rig.steps[name] = ScriptStep(held=True)
     rig.submit(action("a"), action("b"))
     (waiting,) = rig.submit(replace(action("c"), queue_timeout_s=0.01))
     assert (await rig.end(waiting)).outcome.reason is Reason.QUEUE_TIMEOUT
 
 
-async def test_a_trajectory_is_opened_ended_and_its_memory_returns(rig: Rig) -> None:
+async def test_a_trajectory_is_opened_ended_and_its_memory_returns(rig: EngineRig) -> None:
     await rig.engine.open_trajectory("t", "default", FUNCTION)
     await rig.engine.open_trajectory("t", "default", FUNCTION)
     (view,) = rig.living()
     assert (view["trajectory"], view["state"], view["memory_bytes"]) == ("t", "idle", 400)
-    rig.steps["a"] = Step(hangs=True)
+    rig.steps["a"] = ScriptStep(hangs=True)
     (future,) = rig.submit(action("a", trajectory="t"))
     await rig.ear.until_started("a")
     assert await rig.engine.end_trajectory("t")
@@ -170,7 +170,7 @@ async def test_a_trajectory_is_opened_ended_and_its_memory_returns(rig: Rig) -> 
     assert not await rig.engine.end_trajectory("t")
 
 
-async def test_memory_that_never_comes_is_a_typed_error(rig: Rig) -> None:
+async def test_memory_that_never_comes_is_a_typed_error(rig: EngineRig) -> None:
     large = replace(FUNCTION, sandbox=SandboxSpec(memory_bytes=900), queue_timeout_s=0.01)
     await rig.engine.open_trajectory("t", "default", FUNCTION)
     with pytest.raises(CapacityExceeded):
@@ -179,8 +179,8 @@ async def test_memory_that_never_comes_is_a_typed_error(rig: Rig) -> None:
         await rig.engine.open_trajectory("v", "default", replace(large, sandbox=SandboxSpec(memory_bytes=10**9)))
 
 
-async def test_draining_lets_running_work_end_and_starts_nothing_more(rig: Rig) -> None:
-    rig.steps["a"] = Step(held=True)
+async def test_draining_lets_running_work_end_and_starts_nothing_more(rig: EngineRig) -> None:
+    rig.steps["a"] = ScriptStep(held=True)
     (running,) = rig.submit(action("a"))
     await rig.ear.until_started("a")
     drained = asyncio.create_task(rig.engine.drain(5.0))
@@ -192,9 +192,9 @@ async def test_draining_lets_running_work_end_and_starts_nothing_more(rig: Rig) 
     assert [entry["id"] for entry in rig.waiting()] == ["b"]
 
 
-async def test_the_queue_says_what_each_action_waits_for(rig: Rig) -> None:
+async def test_the_queue_says_what_each_action_waits_for(rig: EngineRig) -> None:
     for name in ("a", "b"):
-        rig.steps[name] = Step(held=True)
+        rig.steps[name] = ScriptStep(held=True)
     rig.submit(action("a", trajectory="t"), action("b"), action("c"), action("d", trajectory="t"))
     await rig.ear.until_started("a")
     waits = {entry["id"]: entry["waits_for"] for entry in rig.waiting()}
@@ -212,7 +212,7 @@ class SlowClock:
         return asyncio.get_running_loop().time() / 2
 
 
-async def test_a_timer_that_rings_early_loses_no_wake_up(rig: Rig) -> None:
+async def test_a_timer_that_rings_early_loses_no_wake_up(rig: EngineRig) -> None:
     core = build_core(replace(spec(), quotas={"search": QuotaSpec(limit=1, period_s=0.02)}))
     engine = Engine(core, LocalExecutor({RuntimeKind.EXEC: ScriptedRuntime()}), clock=SlowClock())
     await engine.start()
@@ -235,7 +235,7 @@ def on_one_device(executor: LocalExecutor) -> Engine:
 
 
 async def test_the_next_service_is_brought_in_while_the_current_action_computes() -> None:
-    runtime = ScriptedRuntime(lambda execution: Step(held=execution.action.id == "a"))
+    runtime = ScriptedRuntime(lambda execution: ScriptStep(held=execution.action.id == "a"))
     executor = LocalExecutor({RuntimeKind.EXEC: runtime})
     engine = on_one_device(executor)
     await engine.start()
@@ -265,7 +265,7 @@ async def test_a_prefetch_that_hangs_holds_nobody_up() -> None:
             await asyncio.Event().wait()
             return True
 
-    runtime = ScriptedRuntime(lambda execution: Step(held=execution.action.id != "c"))
+    runtime = ScriptedRuntime(lambda execution: ScriptStep(held=execution.action.id != "c"))
     executor = Hangs({RuntimeKind.EXEC: runtime})
     engine = on_one_device(executor)
     await engine.start()
@@ -301,7 +301,7 @@ class Broken:
 
 async def test_a_bug_in_a_pass_is_told_to_everybody_who_waits_and_nothing_is_scheduled_after_it() -> None:
     policy, faults = Broken(), list[str]()
-    runtime = ScriptedRuntime(lambda _: Step(hangs=True))
+    runtime = ScriptedRuntime(lambda _: ScriptStep(hangs=True))
     executor = LocalExecutor({RuntimeKind.EXEC: runtime}, deadlines=Deadlines(kill_s=0.05))
     core = build_core(spec(node(cores=2)), policies={"cpu": policy})
     ear = Ear()
@@ -318,7 +318,7 @@ async def test_a_bug_in_a_pass_is_told_to_everybody_who_waits_and_nothing_is_sch
     waiting = submit("waiting")
     for future in (running, waiting):
         async with asyncio.timeout(5):
-            with pytest.raises(TangramError, match=r"the scheduler failed: AssertionError.*a bug"):
+            with pytest.raises(CodedError, match=r"the scheduler failed: AssertionError.*a bug"):
                 await future
     assert faults == ["told"] and engine.fault is not None
     with pytest.raises(Draining, match="the scheduler failed"):

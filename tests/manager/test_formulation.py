@@ -12,7 +12,7 @@ from manager.config import ConcurrencySpec, QuotaSpec
 from manager.errors import InvalidInput, Unsatisfiable
 from manager.formulation import check_satisfiable, formulate
 from manager.function import DurationSpec, FunctionSpec, RuntimeKind, SandboxSpec
-from manager.history import History
+from manager.learning.history import History
 from tests.manager.conftest import node, spec
 
 TESTS = FunctionSpec(

@@ -9,7 +9,7 @@ from manager.errors import ActionFailed, Reason
 from manager.executor import Call
 from manager.function import FunctionSpec, RuntimeKind
 from manager.lease import Lease
-from runtimes.fake import ScriptedRuntime, Step
+from runtimes.fake import ScriptedRuntime, ScriptStep
 from runtimes.runtime import Execution
 from tests.runtimes.test_local import Lines
 
@@ -25,14 +25,14 @@ def execution(action_id: str, log: Lines) -> Execution:
 
 async def test_each_action_gets_its_step_and_its_log() -> None:
     log = Lines()
-    runtime = ScriptedRuntime(lambda run: Step(result=run.action.id, log="hello\n"))
+    runtime = ScriptedRuntime(lambda run: ScriptStep(result=run.action.id, log="hello\n"))
     assert (await runtime.execute(execution("a", log))).value == "a"
     assert log.text == "hello\n"
     assert runtime.seen == [("execute", "a"), ("end", "a")]
 
 
 async def test_a_scripted_failure_is_raised_with_its_reason() -> None:
-    runtime = ScriptedRuntime(Step(reason=Reason.UPSTREAM, message="no answer"))
+    runtime = ScriptedRuntime(ScriptStep(reason=Reason.UPSTREAM, message="no answer"))
     with pytest.raises(ActionFailed, match="no answer") as caught:
         await runtime.execute(execution("a", Lines()))
     assert caught.value.reason is Reason.UPSTREAM

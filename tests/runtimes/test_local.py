@@ -12,7 +12,7 @@ from manager.executor import Call
 from manager.function import FunctionSpec, RuntimeKind
 from manager.lease import Lease
 from manager.outcome import Outcome, State
-from runtimes.fake import ScriptedRuntime, Step
+from runtimes.fake import ScriptedRuntime, ScriptStep
 from runtimes.local import Deadlines, LocalExecutor
 
 FUNCTION = FunctionSpec(name="f", runtime=RuntimeKind.EXEC)
@@ -32,7 +32,7 @@ def call(function: FunctionSpec = FUNCTION) -> Call:
     return Call(function=function, input={}, log=Lines())
 
 
-async def outcome_of(step: Step, *, timeout_s: float = 60.0, deadlines: Deadlines | None = None) -> Outcome:
+async def outcome_of(step: ScriptStep, *, timeout_s: float = 60.0, deadlines: Deadlines | None = None) -> Outcome:
     runtime = ScriptedRuntime(step)
     executor = LocalExecutor({RuntimeKind.EXEC: runtime}, deadlines=deadlines)
     action = Action(id="a", function="f", timeout_s=timeout_s)
@@ -44,7 +44,7 @@ async def outcome_of(step: Step, *, timeout_s: float = 60.0, deadlines: Deadline
 
 
 async def test_a_result_and_its_usage_come_back() -> None:
-    outcome = await outcome_of(Step(result={"x": 1}, usage={"cpu_s": 2.0}))
+    outcome = await outcome_of(ScriptStep(result={"x": 1}, usage={"cpu_s": 2.0}))
     assert (outcome.state, outcome.result, outcome.usage) == (State.SUCCEEDED, {"x": 1}, {"cpu_s": 2.0})
 
 
@@ -58,37 +58,37 @@ async def test_a_result_and_its_usage_come_back() -> None:
     ],
 )
 async def test_a_failure_keeps_its_reason_and_partial_result(reason: Reason, state: State) -> None:
-    outcome = await outcome_of(Step(reason=reason, result={"partial": True}))
+    outcome = await outcome_of(ScriptStep(reason=reason, result={"partial": True}))
     assert (outcome.state, outcome.reason, outcome.result) == (state, reason, {"partial": True})
 
 
 async def test_other_errors_are_mapped_and_bugs_are_internal() -> None:
-    assert (await outcome_of(Step(error=InvalidInput("no")))).reason is Reason.INVALID_INPUT
-    assert (await outcome_of(Step(error=NotFound("gone")))).reason is Reason.INTERNAL
-    assert "ZeroDivisionError" in (await outcome_of(Step(error=ZeroDivisionError()))).message
+    assert (await outcome_of(ScriptStep(error=InvalidInput("no")))).reason is Reason.INVALID_INPUT
+    assert (await outcome_of(ScriptStep(error=NotFound("gone")))).reason is Reason.INTERNAL
+    assert "ZeroDivisionError" in (await outcome_of(ScriptStep(error=ZeroDivisionError()))).message
 
 
 async def test_the_timeout_runs_from_the_beginning_of_the_work() -> None:
-    outcome = await outcome_of(Step(overhead_s=0.05, hangs=True), timeout_s=0.02)
+    outcome = await outcome_of(ScriptStep(overhead_s=0.05, hangs=True), timeout_s=0.02)
     assert (outcome.state, outcome.reason) == (State.TIMED_OUT, Reason.TIMEOUT)
     assert "timeout" in outcome.message
     assert outcome.execution_s >= 0.02
 
 
 async def test_work_that_never_gets_ready_has_a_deadline_of_its_own() -> None:
-    outcome = await outcome_of(Step(overhead_s=60), deadlines=Deadlines(prepare_s=0.02))
+    outcome = await outcome_of(ScriptStep(overhead_s=60), deadlines=Deadlines(prepare_s=0.02))
     assert "not ready" in outcome.message
     assert outcome.execution_s == 0.0
 
 
 async def test_work_that_outlives_its_kill_is_left_behind() -> None:
-    step = Step(hangs=True, ignores_kill=True)
+    step = ScriptStep(hangs=True, ignores_kill=True)
     outcome = await outcome_of(step, timeout_s=0.01, deadlines=Deadlines(kill_s=0.01))
     assert outcome.reason is Reason.TIMEOUT
 
 
 async def test_cancelling_kills_before_it_returns() -> None:
-    runtime = ScriptedRuntime(Step(hangs=True))
+    runtime = ScriptedRuntime(ScriptStep(hangs=True))
     executor = LocalExecutor({RuntimeKind.EXEC: runtime})
     action = Action(id="a", function="f")
     task = asyncio.create_task(executor.execute(action, Lease(action_id="a", node="n"), call()))
@@ -101,7 +101,7 @@ async def test_cancelling_kills_before_it_returns() -> None:
 
 
 async def test_a_resize_reaches_a_running_action_only() -> None:
-    runtime = ScriptedRuntime(Step(held=True))
+    runtime = ScriptedRuntime(ScriptStep(held=True))
     executor = LocalExecutor({RuntimeKind.EXEC: runtime})
     action, lease = Action(id="a", function="f"), Lease(action_id="a", node="n")
     await executor.resize(action, lease)

@@ -95,7 +95,7 @@ class Exclusive:
         return (one in batch and other in batch) or first.parent == other or second.parent == one
 
 
-class Ends:
+class EndsChecker:
     """Every accepted action settles exactly once, and its three times make up its life."""
 
     def __init__(self) -> None:
@@ -194,7 +194,7 @@ class FirstComeFirstServed:
         """All was checked as it happened."""
 
 
-class Trajectories:
+class TrajectoriesChecker:
     """The actions of a trajectory run one at a time and in order; children run inside their parents."""
 
     def __init__(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from manager.config import ManagerSpec
-from manager.core import Core
+from manager.core.core import Core
 from manager.events import Command, Event, Execute, Finished, NodeLost, Prefetch, PrefetchEnded, ResidencyReported
 
 #: (service, first device, size), counted on a node.
@@ -73,8 +73,8 @@ class Devices:
 
     def check(self, core: Core) -> None:
         """Of devices on which nothing computes or arrives the core believes no more than what is there."""
-        pool = core.house.resources["gpu"].describe()
-        regions, chunks, view = pool["regions"], pool["chunks"], core.house.resources["gpu"].chunk_view(core.now_s)
+        pool = core.state.resources["gpu"].describe()
+        regions, chunks, view = pool["regions"], pool["chunks"], core.state.resources["gpu"].chunk_view(core.now_s)
         assert isinstance(regions, dict) and isinstance(chunks, dict) and view is not None
         for node, region in regions.items():
             first = region["start"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from manager.scheduler.policy import Decision, Hold, PoolView, Resize, Start
+from manager.scheduler.policy import Decision, Hold, PoolView, ResizeChoice, Start
 
 
 class RandomPolicy:
@@ -26,7 +26,7 @@ class RandomPolicy:
             units = running.action.cost[kind]
             wanted = units.at_most(chance.randint(units.minimum, min(units.maximum, running.units + free)))
             if wanted is not None and wanted != running.units:
-                resizes.append(Resize(action_id=running.action.id, units=wanted))
+                resizes.append(ResizeChoice(action_id=running.action.id, units=wanted))
                 free -= max(0, wanted - running.units)
         starts, holds = [], []
         minima = sum(candidate.action.units.minimum for candidate in view.candidates if candidate.action.units)

@@ -19,7 +19,8 @@ from manager.config import (
     ServiceSpec,
     TaskSpec,
 )
-from manager.core import Core
+from manager.core.core import Core
+from manager.core.scheduling_pass import SchedulingPass
 from manager.errors import Reason
 from manager.events import (
     Abort,
@@ -44,16 +45,15 @@ from manager.events import (
 )
 from manager.outcome import Outcome, State
 from manager.scheduler.policy import Policy, PolicySpec
-from manager.scheduling import Scheduling
 from tests.sim.checkers import (
     Checker,
-    Ends,
+    EndsChecker,
     Exclusive,
     FirstComeFirstServed,
     Late,
     Quotas,
     Residents,
-    Trajectories,
+    TrajectoriesChecker,
     story,
 )
 from tests.sim.devices import Devices
@@ -108,9 +108,9 @@ class World:
         self.journal = Journal()
         self._checkers: list[Checker] = [
             Exclusive(self.spec),
-            Ends(),
+            EndsChecker(),
             Quotas(self.spec),
-            Trajectories(),
+            TrajectoriesChecker(),
             Late(),
             Residents(),
         ]
@@ -136,7 +136,7 @@ class World:
         for checker in self._checkers:
             checker.end()
         assert self.core.accepted == self.core.settled
-        for pool in self.core.house.resources:
+        for pool in self.core.state.resources:
             assert not pool.held, f"{pool.name} holds {dict(pool.held)} at the end"
         return self.journal
 
@@ -298,7 +298,7 @@ class World:
         return cost
 
     def _cancel(self) -> Event | None:
-        ids = sorted({entry.id for entry in self.core.house.queue} | {key[0] for key in self._running})
+        ids = sorted({entry.id for entry in self.core.state.queue} | {key[0] for key in self._running})
         return CancelRequested(action_id=self._random.choice(ids)) if ids else None
 
     # -- time
@@ -332,8 +332,8 @@ class World:
 
     def _check_progress(self) -> None:
         """A policy that starts what it can leaves nothing waiting that could start beside all reservations."""
-        house = self.core.house
-        startable = Scheduling(house).select(house.queue.groups()).candidates
+        state = self.core.state
+        startable = SchedulingPass(state).select(state.queue.groups()).candidates
         assert not startable, f"{[candidate.entry.id for candidate in startable]} could start at {self._now_s}"
 
     def _tell(self, event: Event | None, commands: list[Command]) -> None:

@@ -14,14 +14,14 @@ from h2.connection import H2Connection
 from h2.events import DataReceived, ResponseReceived, StreamEnded, StreamReset, TrailersReceived
 
 from gateway.grpc.generated import tangram_pb2 as pb
-from tests.gateway.conftest import DEADLINE_S, Running
+from tests.gateway.conftest import DEADLINE_S, RunningGateway
 
 Pairs = Sequence[tuple[bytes, bytes]]
 INVOKE = "/tangram.v1.Gateway/Invoke"
 
 
 @dataclass(slots=True)
-class Answer:
+class PeerAnswer:
     """What came back of one call."""
 
     headers: dict[str, str] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class Peer:
             )
         )
         self._h2.initiate_connection()
-        self._answers: dict[int, Answer] = {}
+        self._answers: dict[int, PeerAnswer] = {}
         self._ended: set[int] = set()
         self.flush()
 
@@ -113,19 +113,19 @@ class Peer:
     def send_raw(self, data: bytes) -> None:
         self.writer.write(data)
 
-    async def answer(self, stream: int) -> Answer:
+    async def answer(self, stream: int) -> PeerAnswer:
         """What comes back until the call, or its connection, is over."""
         async with asyncio.timeout(DEADLINE_S):
             while stream not in self._ended:
                 data = await self.reader.read(65536)
                 if not data:
-                    found = self._answers.setdefault(stream, Answer())
+                    found = self._answers.setdefault(stream, PeerAnswer())
                     found.closed = True
                     return found
                 self._take(data)
         return self._answers[stream]
 
-    async def ask(self, headers: Pairs, body: bytes | None) -> Answer:
+    async def ask(self, headers: Pairs, body: bytes | None) -> PeerAnswer:
         return await self.answer(self.send(headers, body))
 
     def _take(self, data: bytes) -> None:
@@ -136,7 +136,7 @@ class Peer:
         for event in events:
             if not isinstance(event, ResponseReceived | TrailersReceived | DataReceived | StreamEnded | StreamReset):
                 continue
-            found = self._answers.setdefault(event.stream_id, Answer())
+            found = self._answers.setdefault(event.stream_id, PeerAnswer())
             if isinstance(event, ResponseReceived | TrailersReceived):
                 found.headers |= {str(name): str(value) for name, value in event.headers or ()}
             elif isinstance(event, DataReceived):
@@ -149,7 +149,7 @@ class Peer:
 
 
 @asynccontextmanager
-async def peer(gateway: Running) -> AsyncIterator[Peer]:
+async def peer(gateway: RunningGateway) -> AsyncIterator[Peer]:
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.app.grpc_port)
     try:
         yield Peer(reader, writer)

@@ -21,13 +21,13 @@ from grpclib.reflection.v1.reflection_pb2 import ServerReflectionRequest
 
 from gateway.grpc.generated import tangram_pb2 as pb
 from gateway.grpc.generated.tangram_grpc import GatewayStub
-from tests.gateway.conftest import DEADLINE_S, Bench, Running, serving, until
+from tests.gateway.conftest import DEADLINE_S, GatewayBench, RunningGateway, serving, until
 
 ROOT = Path(__file__).parents[3]
 
 
 @asynccontextmanager
-async def channel(gateway: Running) -> AsyncIterator[Channel]:
+async def channel(gateway: RunningGateway) -> AsyncIterator[Channel]:
     opened = Channel("127.0.0.1", gateway.app.grpc_port)
     try:
         yield opened
@@ -36,7 +36,7 @@ async def channel(gateway: Running) -> AsyncIterator[Channel]:
 
 
 @pytest.fixture
-async def stub(gateway: Running) -> AsyncIterator[GatewayStub]:
+async def stub(gateway: RunningGateway) -> AsyncIterator[GatewayStub]:
     async with channel(gateway) as opened:
         yield GatewayStub(opened)
 
@@ -77,7 +77,7 @@ async def test_the_same_table_names_every_refusal(stub: GatewayStub) -> None:
     assert unknown.value.status is Status.NOT_FOUND
 
 
-async def test_submit_wait_cancel_and_get(gateway: Running, stub: GatewayStub) -> None:
+async def test_submit_wait_cancel_and_get(gateway: RunningGateway, stub: GatewayStub) -> None:
     accepted = await stub.Submit(call({"hangs": True}))
     await gateway.executing(accepted.id)
     assert (await stub.Wait(pb.WaitRequest(id=accepted.id, timeout_s=0.01))).state == "running"
@@ -88,7 +88,7 @@ async def test_submit_wait_cancel_and_get(gateway: Running, stub: GatewayStub) -
     assert again.value.status is Status.FAILED_PRECONDITION
 
 
-async def test_a_stream_sends_the_log_before_the_end(gateway: Running, stub: GatewayStub) -> None:
+async def test_a_stream_sends_the_log_before_the_end(gateway: RunningGateway, stub: GatewayStub) -> None:
     async with stub.InvokeStream.open() as stream:
         await stream.send_message(call({"held": True, "log": "hello"}), end=True)
         accepted = await stream.recv_message()
@@ -108,7 +108,9 @@ async def test_logs_are_tailed_from_an_offset_to_eof(stub: GatewayStub) -> None:
     assert [(record.offset, record.stream) for record in records] == [(1, "stdout"), (2, "eof")]
 
 
-async def test_a_call_that_is_cancelled_takes_its_invocation_with_it(gateway: Running, stub: GatewayStub) -> None:
+async def test_a_call_that_is_cancelled_takes_its_invocation_with_it(
+    gateway: RunningGateway, stub: GatewayStub
+) -> None:
     task = asyncio.create_task(stub.Invoke(call({"hangs": True})))
     await until(lambda: bool(gateway.runtime.running))
     invocation_id = next(iter(gateway.runtime.running))
@@ -125,7 +127,7 @@ async def test_functions_are_listed_and_a_configuration_is_planned(stub: Gateway
     assert orjson.loads(planned.json)["added"] == ["fresh"]
 
 
-async def test_health_and_reflection_are_served(gateway: Running) -> None:
+async def test_health_and_reflection_are_served(gateway: RunningGateway) -> None:
     async with channel(gateway) as opened:
         health = await HealthStub(opened).Check(HealthCheckRequest(service="tangram.v1.Gateway"))
         assert health.status == 1
@@ -135,7 +137,7 @@ async def test_health_and_reflection_are_served(gateway: Running) -> None:
 
 
 async def test_the_token_and_the_bound_of_a_message_are_enforced(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, server={"token": "s3cret", "body_limit": 1000})
+    bench = GatewayBench(tmp_path, server={"token": "s3cret", "body_limit": 1000})
     async with serving(bench) as gateway, channel(gateway) as opened:
         stub = GatewayStub(opened)
         with pytest.raises(GRPCError) as stranger:
@@ -148,7 +150,7 @@ async def test_the_token_and_the_bound_of_a_message_are_enforced(tmp_path: Path)
         assert large.value.status is Status.RESOURCE_EXHAUSTED
 
 
-async def test_random_bytes_are_an_error_and_the_gateway_lives_on(gateway: Running, stub: GatewayStub) -> None:
+async def test_random_bytes_are_an_error_and_the_gateway_lives_on(gateway: RunningGateway, stub: GatewayStub) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.app.grpc_port)
     writer.write(bytes(range(256)) * 16)
     await reader.read()
@@ -174,7 +176,9 @@ class Raw:
         return self._data
 
 
-async def test_bytes_that_are_no_grpc_close_their_own_connection_only(gateway: Running, stub: GatewayStub) -> None:
+async def test_bytes_that_are_no_grpc_close_their_own_connection_only(
+    gateway: RunningGateway, stub: GatewayStub
+) -> None:
     preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
     frames = [b"\x00\x00\x04\x08\x00\x00\x00\x00\x00\xff\xff\xff\xff", b"\xff" * 9, bytes(range(256)) * 8]
     for sent in (
@@ -192,7 +196,7 @@ async def test_bytes_that_are_no_grpc_close_their_own_connection_only(gateway: R
 
 
 @pytest.mark.parametrize("message", [b"\xff" * 64, b"\x0a\xff\xff\xff\xff\x0f", bytes(range(256))])
-async def test_a_message_that_cannot_be_read_is_a_status(gateway: Running, message: bytes) -> None:
+async def test_a_message_that_cannot_be_read_is_a_status(gateway: RunningGateway, message: bytes) -> None:
     async with channel(gateway) as opened:
         method = "/tangram.v1.Gateway/Invoke"
         async with opened.request(method, Cardinality.UNARY_UNARY, Raw, pb.Invocation) as stream:

@@ -17,8 +17,8 @@ from grpclib.exceptions import GRPCError
 from gateway.grpc import connection
 from gateway.grpc.generated import tangram_pb2 as pb
 from gateway.grpc.generated.tangram_grpc import GatewayStub
-from tests.gateway.conftest import DEADLINE_S, Bench, Running, function, serving, until
-from tests.gateway.grpc.peer import INVOKE, Answer, Peer, echo, framed, head, peer, random_frame
+from tests.gateway.conftest import DEADLINE_S, GatewayBench, RunningGateway, function, serving, until
+from tests.gateway.grpc.peer import INVOKE, Peer, PeerAnswer, echo, framed, head, peer, random_frame
 
 OK, INVALID, DEADLINE, UNIMPLEMENTED, UNAVAILABLE = "0", "3", "4", "12", "14"
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
@@ -26,12 +26,12 @@ ODD = ("", "ä", "\x00", "a\nb", "a\tb", "../x", "x" * 8192, "\u202e", "𝔸", "
 
 
 @pytest.fixture
-async def stranger(gateway: Running) -> AsyncIterator[Peer]:
+async def stranger(gateway: RunningGateway) -> AsyncIterator[Peer]:
     async with peer(gateway) as opened:
         yield opened
 
 
-async def lives(gateway: Running) -> None:
+async def lives(gateway: RunningGateway) -> None:
     """Others are served as if nothing had happened, and nothing is left of what had."""
     await until(lambda: gateway.app._connections["grpc"].open == 0)
     async with peer(gateway) as other:
@@ -64,7 +64,7 @@ async def lives(gateway: Running) -> None:
     ],
 )
 async def test_odd_headers_are_answered_on_a_connection_that_goes_on(
-    gateway: Running, stranger: Peer, changes: dict[str, str | None], status: str, grpc: str | None
+    gateway: RunningGateway, stranger: Peer, changes: dict[str, str | None], status: str, grpc: str | None
 ) -> None:
     answer = await stranger.ask(head(changes), echo())
     assert (answer.headers.get(":status"), answer.status) == (status, grpc), answer
@@ -73,13 +73,13 @@ async def test_odd_headers_are_answered_on_a_connection_that_goes_on(
 
 @pytest.mark.parametrize("changes", [{":path": None}, {":method": None}, {"x-bin": "x"}, {"x-bin": "\xff"}])
 async def test_headers_that_cannot_be_read_end_their_call_at_once_and_no_other(
-    gateway: Running, stranger: Peer, changes: dict[str, str | None]
+    gateway: RunningGateway, stranger: Peer, changes: dict[str, str | None]
 ) -> None:
     assert (await stranger.ask(head(changes), echo())).reset is not None
     assert (await stranger.ask(head(), echo())).status == OK
 
 
-async def test_metadata_without_end_closes_its_connection(gateway: Running, stranger: Peer) -> None:
+async def test_metadata_without_end_closes_its_connection(gateway: RunningGateway, stranger: Peer) -> None:
     answer = await stranger.ask(head({f"x-{n}": "y" * 1000 for n in range(200)}), None)
     assert answer.closed
     await lives(gateway)
@@ -100,7 +100,7 @@ async def test_metadata_without_end_closes_its_connection(gateway: Running, stra
     ],
 )
 async def test_a_message_that_is_none_is_the_senders_fault(
-    gateway: Running, stranger: Peer, body: bytes, grpc: str
+    gateway: RunningGateway, stranger: Peer, body: bytes, grpc: str
 ) -> None:
     answer = await stranger.ask(head(), body)
     assert answer.status == grpc, answer
@@ -111,7 +111,7 @@ async def test_a_message_that_is_none_is_the_senders_fault(
 
 
 @pytest.mark.parametrize("odd", ODD)
-async def test_odd_names_and_keys_are_refused_or_mean_nothing(gateway: Running, odd: str) -> None:
+async def test_odd_names_and_keys_are_refused_or_mean_nothing(gateway: RunningGateway, odd: str) -> None:
     channel = Channel("127.0.0.1", gateway.app.grpc_port)
     stub = GatewayStub(channel)
     try:
@@ -137,7 +137,7 @@ async def test_odd_names_and_keys_are_refused_or_mean_nothing(gateway: Running, 
     assert gateway.app.invocations.living == ()
 
 
-async def test_random_frames_close_their_own_connection_at_most(gateway: Running) -> None:
+async def test_random_frames_close_their_own_connection_at_most(gateway: RunningGateway) -> None:
     chance = random.Random(6)
     for _ in range(60):
         async with peer(gateway) as opened:
@@ -148,12 +148,12 @@ async def test_random_frames_close_their_own_connection_at_most(gateway: Running
     await lives(gateway)
 
 
-async def test_a_frame_of_a_kind_that_nobody_knows_is_passed_over(gateway: Running, stranger: Peer) -> None:
+async def test_a_frame_of_a_kind_that_nobody_knows_is_passed_over(gateway: RunningGateway, stranger: Peer) -> None:
     stranger.send_raw(b"\x00\x00\x02\xfa\x00\x00\x00\x00\x00hi")
     assert (await stranger.ask(head(), echo())).status == OK
 
 
-async def test_who_does_not_greet_is_cut(gateway: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_does_not_greet_is_cut(gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "GREETING_S", 0.05)
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.app.grpc_port)
     writer.write(PREFACE[:10])
@@ -164,7 +164,7 @@ async def test_who_does_not_greet_is_cut(gateway: Running, monkeypatch: pytest.M
 
 
 async def test_a_message_that_does_not_come_is_answered_in_time(tmp_path: Path) -> None:
-    async with serving(Bench(tmp_path, server={"body_timeout": "50ms"})) as gateway:
+    async with serving(GatewayBench(tmp_path, server={"body_timeout": "50ms"})) as gateway:
         async with peer(gateway) as slow:
             answer = await slow.answer(slow.send(head(), echo()[:-1], end=False))
         assert (answer.status, answer.headers["tangram-code"]) == (DEADLINE, "too_slow")
@@ -172,7 +172,7 @@ async def test_a_message_that_does_not_come_is_answered_in_time(tmp_path: Path) 
 
 
 async def test_a_connection_too_many_is_told_so_until_another_closes(tmp_path: Path) -> None:
-    async with serving(Bench(tmp_path, server={"connections_max": 1})) as gateway:
+    async with serving(GatewayBench(tmp_path, server={"connections_max": 1})) as gateway:
         async with peer(gateway) as first:
             assert (await first.ask(head(), echo())).status == OK
             async with peer(gateway) as second:
@@ -185,7 +185,7 @@ async def test_a_connection_too_many_is_told_so_until_another_closes(tmp_path: P
 
 
 async def test_calls_of_one_connection_are_bounded(tmp_path: Path) -> None:
-    async with serving(Bench(tmp_path, server={"streams_max": 2})) as gateway:
+    async with serving(GatewayBench(tmp_path, server={"streams_max": 2})) as gateway:
         channel = Channel("127.0.0.1", gateway.app.grpc_port)
         stub = GatewayStub(channel)
         try:
@@ -208,7 +208,7 @@ async def test_calls_of_one_connection_are_bounded(tmp_path: Path) -> None:
         await lives(gateway)
 
 
-async def begun(gateway: Running, opened: Peer, method: str = INVOKE) -> str:
+async def begun(gateway: RunningGateway, opened: Peer, method: str = INVOKE) -> str:
     """A call whose invocation runs by now."""
     request = pb.InvokeRequest(function="echo", input_json=orjson.dumps({"hangs": True}))
     opened.send(head({":path": method}), framed(request.SerializeToString()))
@@ -217,7 +217,9 @@ async def begun(gateway: Running, opened: Peer, method: str = INVOKE) -> str:
 
 
 @pytest.mark.parametrize("method", [INVOKE, "/tangram.v1.Gateway/InvokeStream"])
-async def test_a_caller_whose_connection_breaks_takes_its_invocation_with_it(gateway: Running, method: str) -> None:
+async def test_a_caller_whose_connection_breaks_takes_its_invocation_with_it(
+    gateway: RunningGateway, method: str
+) -> None:
     async with peer(gateway) as opened:
         invocation_id = await begun(gateway, opened, method)
     await until(lambda: not gateway.runtime.running)
@@ -227,14 +229,16 @@ async def test_a_caller_whose_connection_breaks_takes_its_invocation_with_it(gat
     assert gateway.app.logs.followers == 0
 
 
-async def test_a_caller_whose_deadline_passes_takes_its_invocation_with_it(gateway: Running, stranger: Peer) -> None:
+async def test_a_caller_whose_deadline_passes_takes_its_invocation_with_it(
+    gateway: RunningGateway, stranger: Peer
+) -> None:
     request = pb.InvokeRequest(function="echo", input_json=orjson.dumps({"hangs": True}))
-    answer: Answer = await stranger.ask(head({"grpc-timeout": "100m"}), framed(request.SerializeToString()))
+    answer: PeerAnswer = await stranger.ask(head({"grpc-timeout": "100m"}), framed(request.SerializeToString()))
     assert answer.status == DEADLINE
     await until(lambda: gateway.app.invocations.living == ())
 
 
-async def test_a_detached_call_goes_on_without_its_caller(gateway: Running) -> None:
+async def test_a_detached_call_goes_on_without_its_caller(gateway: RunningGateway) -> None:
     request = pb.InvokeRequest(function="echo", input_json=b'{"held": true}', detached=True)
     async with peer(gateway) as opened:
         opened.send(head(), framed(request.SerializeToString()))
@@ -249,7 +253,7 @@ async def test_a_detached_call_goes_on_without_its_caller(gateway: Running) -> N
 @pytest.mark.parametrize("method", ["Invoke", "InvokeStream", "TailLogs"])
 async def test_who_asks_and_does_not_read_is_told_so_and_waited_for_no_longer(tmp_path: Path, method: str) -> None:
     loud = {"loud": function("loud", log_limit_bytes=2**24)}
-    bench = Bench(tmp_path, functions=loud, server={"logs": {"stall": "200ms"}})
+    bench = GatewayBench(tmp_path, functions=loud, server={"logs": {"stall": "200ms"}})
     async with serving(bench) as gateway, peer(gateway) as lazy:
         # More than the 64 KiB that a peer takes before it says that it has read any of it.
         given = {"log": "x" * 200_000, "held": method == "InvokeStream"}
@@ -272,7 +276,7 @@ async def test_who_asks_and_does_not_read_is_told_so_and_waited_for_no_longer(tm
         await until(lambda: gateway.app.invocations.living == ())
 
 
-async def test_a_follower_that_vanishes_follows_no_more(gateway: Running) -> None:
+async def test_a_follower_that_vanishes_follows_no_more(gateway: RunningGateway) -> None:
     accepted = (await gateway.invoke({"held": True, "log": "x"}, mode="async")).json()["id"]
     async with peer(gateway) as opened:
         request = pb.TailLogsRequest(id=accepted, follow=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from gateway.dead_letters import DeadLetters
-from tests.gateway.conftest import Running
+from gateway.invocations.dead_letters import DeadLetters
+from tests.gateway.conftest import RunningGateway
 
 
-async def test_each_call_of_a_batch_has_its_own_verdict(gateway: Running) -> None:
+async def test_each_call_of_a_batch_has_its_own_verdict(gateway: RunningGateway) -> None:
     calls: list[object] = [
         {"function": "echo", "input": {"n": 1}},
         {"function": "nope"},
@@ -26,7 +26,7 @@ async def test_each_call_of_a_batch_has_its_own_verdict(gateway: Running) -> Non
     assert verdicts[5]["invocation"]["reason"] == "handler_error"
 
 
-async def test_a_thousand_calls_share_a_few_commits(gateway: Running) -> None:
+async def test_a_thousand_calls_share_a_few_commits(gateway: RunningGateway) -> None:
     before = gateway.app.store.commits
     calls = [{"function": "echo", "input": {"n": n}} for n in range(1000)]
     accepted = (await gateway.http.post("/v1/invocations:batch", json={"calls": calls})).json()["results"]
@@ -36,20 +36,20 @@ async def test_a_thousand_calls_share_a_few_commits(gateway: Running) -> None:
     assert (await gateway.http.get(f"/v1/invocations/{last}?wait=10s")).json()["result"] == {"n": 999}
 
 
-async def test_a_batch_may_wait_for_its_first_end(gateway: Running) -> None:
+async def test_a_batch_may_wait_for_its_first_end(gateway: RunningGateway) -> None:
     calls = [{"function": "echo", "input": {"hangs": True}}, {"function": "echo", "input": {"n": 2}}]
     body = (await gateway.http.post("/v1/invocations:batch?wait=any&timeout=5s", json={"calls": calls})).json()
     assert [verdict["status"] for verdict in body["results"]] == [202, 200]
 
 
-async def test_a_batch_that_is_none_is_refused(gateway: Running) -> None:
+async def test_a_batch_that_is_none_is_refused(gateway: RunningGateway) -> None:
     bodies: list[object] = [{}, {"calls": {}}, []]
     for body in bodies:
         assert (await gateway.http.post("/v1/invocations:batch", json=body)).status_code == 422
     assert (await gateway.http.post("/v1/invocations:batch?wait=some", json={"calls": []})).status_code == 422
 
 
-async def test_a_dead_letter_is_sent_again_once_or_let_go_of(gateway: Running) -> None:
+async def test_a_dead_letter_is_sent_again_once_or_let_go_of(gateway: RunningGateway) -> None:
     dead = []
     for n in range(3):
         accepted = await gateway.invoke({"reason": "handler_error", "n": n}, mode="async", wait="5s")
@@ -67,12 +67,14 @@ async def test_a_dead_letter_is_sent_again_once_or_let_go_of(gateway: Running) -
     assert (await gateway.http.get(f"/v1/invocations/{dead[1]}")).json()["state"] == "failed"
 
 
-async def verdicts(gateway: Running, query: str, calls: list[dict[str, object]]) -> list[int]:
+async def verdicts(gateway: RunningGateway, query: str, calls: list[dict[str, object]]) -> list[int]:
     answer = await gateway.http.post(f"/v1/invocations:batch?{query}", json={"calls": calls})
     return [verdict["status"] for verdict in answer.json()["results"]]
 
 
-async def test_waiting_for_any_ends_with_the_first_end_whenever_it_was_or_with_the_time(gateway: Running) -> None:
+async def test_waiting_for_any_ends_with_the_first_end_whenever_it_was_or_with_the_time(
+    gateway: RunningGateway,
+) -> None:
     hangs: dict[str, object] = {"function": "echo", "input": {"hangs": True}}
     keyed: dict[str, object] = {"function": "echo", "input": {"n": 1}, "key": "k"}
     assert await verdicts(gateway, "wait=any&timeout=5s", [hangs, {"function": "nope"}, keyed]) == [202, 404, 200]
@@ -85,7 +87,7 @@ async def test_waiting_for_any_ends_with_the_first_end_whenever_it_was_or_with_t
 STRICT = b"version: 1\nfunctions:\n  echo: {runtime: exec, cost: {cpu: 1}, description: now strict}\n"
 
 
-async def test_a_dead_letter_is_sent_again_to_its_function_as_it_is_now(gateway: Running) -> None:
+async def test_a_dead_letter_is_sent_again_to_its_function_as_it_is_now(gateway: RunningGateway) -> None:
     letters = []
     for _ in range(2):
         accepted = await gateway.invoke({"reason": "handler_error"}, mode="async", wait="5s")
@@ -100,7 +102,7 @@ async def test_a_dead_letter_is_sent_again_to_its_function_as_it_is_now(gateway:
     assert [each["id"] for each in dead] == [each["id"] for each in reversed(letters)], "none was let go of"
 
 
-async def test_a_dead_letter_goes_to_the_new_revision_and_remembers_the_old_one(gateway: Running) -> None:
+async def test_a_dead_letter_goes_to_the_new_revision_and_remembers_the_old_one(gateway: RunningGateway) -> None:
     dead = (await gateway.invoke({"reason": "handler_error", "n": 1}, mode="async", wait="5s")).json()
     registry = gateway.app.registry
     changed = {"echo": replace(registry.get("echo"), revision="next", timeout_s=7.0)}
@@ -115,7 +117,7 @@ async def test_a_dead_letter_goes_to_the_new_revision_and_remembers_the_old_one(
     assert record.options["redrive_of"] == dead["id"]
 
 
-async def test_a_dead_letter_that_two_send_again_at_once_runs_once(gateway: Running) -> None:
+async def test_a_dead_letter_that_two_send_again_at_once_runs_once(gateway: RunningGateway) -> None:
     dead = (await gateway.invoke({"reason": "handler_error"}, mode="async", wait="5s")).json()["id"]
     letters = DeadLetters(gateway.app.invocations, gateway.app.store)
     (again,) = {each.record.id for each in await asyncio.gather(*(letters.redrive(dead) for _ in range(4)))}

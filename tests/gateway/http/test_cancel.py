@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from gateway.invocation import Invocation
+from gateway.invocations.invocation import LiveInvocation
 from manager.action import UnitSet
 from manager.config import ConcurrencySpec, QuotaSpec
 from manager.errors import Reason
 from manager.function import FunctionSpec, ModelAction, ModelSpec, RetrySpec, RuntimeKind
 from manager.outcome import State
-from tests.gateway.conftest import DEADLINE_S, Bench, Running, function, serving, until
+from tests.gateway.conftest import DEADLINE_S, GatewayBench, RunningGateway, function, serving, until
 
 HOUR_S = 3600.0
 FUNCTIONS = {
@@ -56,8 +56,8 @@ SITUATIONS = {
 
 
 @asynccontextmanager
-async def in_situation(directory: Path, situation: Situation) -> AsyncIterator[Running]:
-    bench = Bench(
+async def in_situation(directory: Path, situation: Situation) -> AsyncIterator[RunningGateway]:
+    bench = GatewayBench(
         directory,
         functions=FUNCTIONS,
         quotas={"search": QuotaSpec(limit=1, period_s=HOUR_S)},
@@ -75,16 +75,16 @@ async def in_situation(directory: Path, situation: Situation) -> AsyncIterator[R
         yield gateway
 
 
-def call(gateway: Running, situation: Situation, mode: str) -> asyncio.Task[Any]:
+def call(gateway: RunningGateway, situation: Situation, mode: str) -> asyncio.Task[Any]:
     headers = {} if situation.trajectory is None else {"X-Trajectory-Id": situation.trajectory}
     return asyncio.create_task(gateway.invoke(situation.input, function=situation.function, headers=headers, mode=mode))
 
 
-async def arrived(gateway: Running, situation: Situation) -> Invocation:
+async def arrived(gateway: RunningGateway, situation: Situation) -> LiveInvocation:
     """The invocation, once it is where it is to be ended."""
     before = len(gateway.runtime.running)
 
-    def newest() -> Invocation:
+    def newest() -> LiveInvocation:
         return gateway.app.invocations.living[-1]
 
     def there() -> bool:
@@ -102,7 +102,7 @@ async def arrived(gateway: Running, situation: Situation) -> Invocation:
     return newest()
 
 
-async def at_rest(gateway: Running) -> None:
+async def at_rest(gateway: RunningGateway) -> None:
     """Let what was there before go, and see that nothing is left of anything."""
     for invocation_id in list(gateway.runtime.running):
         gateway.runtime.let_go(invocation_id)
@@ -152,7 +152,7 @@ async def test_a_caller_that_goes_away_takes_its_invocation_with_it(
         await at_rest(gateway)
 
 
-class Engine:
+class StubEngine:
     """An OpenAI-compatible server that wakes once, for its registration, and then never again in time."""
 
     def __init__(self) -> None:
@@ -177,14 +177,14 @@ class Engine:
 
 @pytest.mark.parametrize("goes", [False, True])
 async def test_a_model_that_is_being_restored_is_waited_for_no_longer(tmp_path: Path, goes: bool) -> None:
-    engine = Engine()
+    engine = StubEngine()
     server = await asyncio.start_server(engine.serve, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     model = ModelSpec(
         path=Path("judge"), action=ModelAction.SCORE, engine_url=url, sleep_path="/sleep", wake_path="/wake_up"
     )
     base = FunctionSpec(name="judge", runtime=RuntimeKind.MODEL, cost={"gpu": UnitSet.of((1,))}, key="gpu", model=model)
-    async with serving(Bench(tmp_path, functions={"judge": replace(base, timeout_s=DEADLINE_S)})) as gateway:
+    async with serving(GatewayBench(tmp_path, functions={"judge": replace(base, timeout_s=DEADLINE_S)})) as gateway:
         situation = Situation(function="judge", input={"texts": ["a"]}, state=State.RUNNING)
         calling = call(gateway, situation, "sync")
         await asyncio.wait_for(engine.waking.wait(), DEADLINE_S)

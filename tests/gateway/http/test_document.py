@@ -19,7 +19,7 @@ from schemathesis.core.result import Ok
 from schemathesis.generation.stateful.state_machine import APIStateMachine
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
-from tests.gateway.conftest import DEADLINE_S, Bench, serving
+from tests.gateway.conftest import DEADLINE_S, GatewayBench, serving
 
 #: How much is asked: each operation by itself, and sequences of operations of so many steps.
 EXAMPLES = int(os.environ.get("DOCUMENT_EXAMPLES", "20"))
@@ -35,7 +35,7 @@ def served(directory: Path) -> Iterator[schemathesis.BaseSchema]:
     ready = threading.Event()
 
     async def serve() -> None:
-        async with serving(Bench(directory)) as gateway:
+        async with serving(GatewayBench(directory)) as gateway:
             stop = asyncio.Event()
             started.append((gateway.app.http_port, asyncio.get_running_loop(), stop))
             ready.set()

@@ -13,10 +13,10 @@ from grpclib.client import Channel
 from gateway.grpc.generated import tangram_pb2 as pb
 from gateway.grpc.generated.tangram_grpc import GatewayStub
 from manager.errors import Reason
-from tests.gateway.conftest import DEADLINE_S, Bench, Running, serving, until
+from tests.gateway.conftest import DEADLINE_S, GatewayBench, RunningGateway, serving, until
 
 
-async def test_a_sync_call_answers_with_the_record_and_its_times(gateway: Running) -> None:
+async def test_a_sync_call_answers_with_the_record_and_its_times(gateway: RunningGateway) -> None:
     response = await gateway.invoke({"a": 1})
     record = response.json()
     assert response.status_code == 200
@@ -28,7 +28,7 @@ async def test_a_sync_call_answers_with_the_record_and_its_times(gateway: Runnin
     assert sum(parts) == pytest.approx(record["act_ms"], abs=0.01)
 
 
-async def test_an_async_call_is_accepted_and_can_be_waited_for(gateway: Running) -> None:
+async def test_an_async_call_is_accepted_and_can_be_waited_for(gateway: RunningGateway) -> None:
     accepted = await gateway.invoke({"held": True}, mode="async")
     assert accepted.status_code == 202
     invocation_id = accepted.json()["id"]
@@ -39,7 +39,7 @@ async def test_an_async_call_is_accepted_and_can_be_waited_for(gateway: Running)
     assert (await waiting).json()["state"] == "succeeded"
 
 
-async def test_a_sync_call_that_takes_longer_than_wait_goes_on_without_its_caller(gateway: Running) -> None:
+async def test_a_sync_call_that_takes_longer_than_wait_goes_on_without_its_caller(gateway: RunningGateway) -> None:
     response = await gateway.invoke({"held": True}, wait="20ms")
     assert response.status_code == 202
     invocation_id = response.json()["id"]
@@ -48,7 +48,7 @@ async def test_a_sync_call_that_takes_longer_than_wait_goes_on_without_its_calle
     assert ended.json()["state"] == "succeeded"
 
 
-async def test_a_stream_sends_the_first_line_before_the_action_ends(gateway: Running) -> None:
+async def test_a_stream_sends_the_first_line_before_the_action_ends(gateway: RunningGateway) -> None:
     async with gateway.http.stream(
         "POST", "/v1/functions/echo/invocations?mode=stream", json={"held": True, "log": "hello\n"}
     ) as response:
@@ -72,7 +72,7 @@ async def test_a_stream_sends_the_first_line_before_the_action_ends(gateway: Run
         (Reason.MODEL_ERROR, 500),
     ],
 )
-async def test_a_failure_has_the_status_of_its_reason(gateway: Running, reason: Reason, status: int) -> None:
+async def test_a_failure_has_the_status_of_its_reason(gateway: RunningGateway, reason: Reason, status: int) -> None:
     response = await gateway.invoke({"reason": reason.value, "message": "why"})
     body = response.json()
     assert response.status_code == status
@@ -80,7 +80,7 @@ async def test_a_failure_has_the_status_of_its_reason(gateway: Running, reason: 
     assert body["message" if status == 200 else "detail"] == "why"
 
 
-async def test_an_execution_beyond_its_timeout_is_504_and_a_wait_beyond_its_own_408(gateway: Running) -> None:
+async def test_an_execution_beyond_its_timeout_is_504_and_a_wait_beyond_its_own_408(gateway: RunningGateway) -> None:
     too_long = await gateway.invoke({"hangs": True}, function="short")
     assert (too_long.status_code, too_long.json()["code"]) == (504, "timeout")
     cores = gateway.app.node.cores if gateway.app.node else 0
@@ -90,7 +90,7 @@ async def test_an_execution_beyond_its_timeout_is_504_and_a_wait_beyond_its_own_
     assert (too_late.status_code, too_late.json()["code"]) == (408, "queue_timeout")
 
 
-async def test_a_client_that_disconnects_takes_its_invocation_with_it(gateway: Running) -> None:
+async def test_a_client_that_disconnects_takes_its_invocation_with_it(gateway: RunningGateway) -> None:
     call = asyncio.create_task(gateway.invoke({"hangs": True}))
     await until(lambda: bool(gateway.runtime.running))
     invocation_id = next(iter(gateway.runtime.running))
@@ -100,7 +100,7 @@ async def test_a_client_that_disconnects_takes_its_invocation_with_it(gateway: R
     assert (record["state"], record["reason"]) == ("cancelled", "cancelled")
 
 
-async def test_a_client_may_ask_that_its_invocation_goes_on(gateway: Running) -> None:
+async def test_a_client_may_ask_that_its_invocation_goes_on(gateway: RunningGateway) -> None:
     call = asyncio.create_task(gateway.invoke({"held": True}, headers={"X-On-Disconnect": "continue"}))
     await until(lambda: bool(gateway.runtime.running))
     invocation_id = next(iter(gateway.runtime.running))
@@ -111,7 +111,7 @@ async def test_a_client_may_ask_that_its_invocation_goes_on(gateway: Running) ->
     assert record["state"] == "succeeded"
 
 
-async def test_the_same_key_latches_on_and_another_body_is_refused(gateway: Running) -> None:
+async def test_the_same_key_latches_on_and_another_body_is_refused(gateway: RunningGateway) -> None:
     key = {"Idempotency-Key": "k-1"}
     first = asyncio.create_task(gateway.invoke({"held": True}, headers=key))
     await until(lambda: bool(gateway.runtime.running))
@@ -127,7 +127,7 @@ async def test_the_same_key_latches_on_and_another_body_is_refused(gateway: Runn
     assert [verb for verb, _ in gateway.runtime.seen].count("execute") == 1
 
 
-async def test_a_key_latches_on_in_every_mode_and_on_every_door(gateway: Running) -> None:
+async def test_a_key_latches_on_in_every_mode_and_on_every_door(gateway: RunningGateway) -> None:
     key, body = {"Idempotency-Key": "k-1"}, {"held": True, "log": "once"}
     calls = [asyncio.create_task(gateway.invoke(body, headers=key, mode=mode)) for mode in ("stream", "sync", "stream")]
     await until(lambda: bool(gateway.runtime.running))
@@ -148,7 +148,7 @@ async def test_a_key_latches_on_in_every_mode_and_on_every_door(gateway: Running
     assert [verb for verb, _ in gateway.runtime.seen].count("execute") == 1
 
 
-async def test_cancel_ends_a_running_invocation_and_is_409_afterwards(gateway: Running) -> None:
+async def test_cancel_ends_a_running_invocation_and_is_409_afterwards(gateway: RunningGateway) -> None:
     invocation_id = (await gateway.invoke({"hangs": True}, mode="async")).json()["id"]
     await gateway.executing(invocation_id)
     cancelled = await gateway.http.post(f"/v1/invocations/{invocation_id}/cancel")
@@ -158,7 +158,7 @@ async def test_cancel_ends_a_running_invocation_and_is_409_afterwards(gateway: R
     assert (again.status_code, again.json()["code"]) == (409, "conflict")
 
 
-async def test_a_full_function_is_429_with_a_time_to_come_back(gateway: Running) -> None:
+async def test_a_full_function_is_429_with_a_time_to_come_back(gateway: RunningGateway) -> None:
     cores = gateway.app.node.cores if gateway.app.node else 0
     for _ in range(cores):
         await gateway.invoke({"hangs": True}, mode="async")
@@ -168,7 +168,7 @@ async def test_a_full_function_is_429_with_a_time_to_come_back(gateway: Running)
     assert int(refused.headers["retry-after"]) >= 1
 
 
-async def test_each_try_is_in_the_record_and_an_exhausted_one_is_a_dead_letter(gateway: Running) -> None:
+async def test_each_try_is_in_the_record_and_an_exhausted_one_is_a_dead_letter(gateway: RunningGateway) -> None:
     accepted = await gateway.invoke({"reason": "handler_error"}, mode="async", function="retried")
     ended = await gateway.http.get(f"/v1/invocations/{accepted.json()['id']}", params={"wait": "5s"})
     record = ended.json()
@@ -195,7 +195,7 @@ async def test_each_try_is_in_the_record_and_an_exhausted_one_is_a_dead_letter(g
     ],
 )
 async def test_bad_input_is_a_problem_with_its_place(
-    gateway: Running, path: str, body: bytes, headers: dict[str, str], status: int
+    gateway: RunningGateway, path: str, body: bytes, headers: dict[str, str], status: int
 ) -> None:
     response = await gateway.http.post(f"/v1/functions/{path}", content=body, headers=headers)
     assert response.status_code == status
@@ -204,7 +204,7 @@ async def test_bad_input_is_a_problem_with_its_place(
     assert not gateway.runtime.seen[1 + len(gateway.app.config.functions) :]
 
 
-async def test_the_path_of_what_does_not_fit_a_schema_is_told(gateway: Running) -> None:
+async def test_the_path_of_what_does_not_fit_a_schema_is_told(gateway: RunningGateway) -> None:
     response = await gateway.invoke({"n": "x"}, function="strict")
     assert response.json()["errors"] == {"path": "$.n"}
 
@@ -214,14 +214,14 @@ async def test_a_body_over_the_bound_is_413_whether_announced_or_not(tmp_path: P
         for _ in range(3):
             yield b"x" * 600
 
-    async with serving(Bench(tmp_path, server={"body_limit": 1000})) as gateway:
+    async with serving(GatewayBench(tmp_path, server={"body_limit": 1000})) as gateway:
         announced = await gateway.http.post("/v1/functions/echo/invocations", content=b"x" * 2000)
         streamed = await gateway.http.post("/v1/functions/echo/invocations", content=chunks())  # type: ignore[arg-type]
     assert (announced.status_code, streamed.status_code) == (413, 413)
 
 
 async def test_a_token_is_asked_for_on_every_path_but_health(tmp_path: Path) -> None:
-    async with serving(Bench(tmp_path, server={"token": "s3cret"})) as gateway:
+    async with serving(GatewayBench(tmp_path, server={"token": "s3cret"})) as gateway:
         assert (await gateway.invoke({})).status_code == 200
         async with httpx.AsyncClient(base_url=gateway.http.base_url, timeout=DEADLINE_S) as stranger:
             refused = await stranger.post("/v1/functions/echo/invocations", json={})
@@ -232,7 +232,7 @@ async def test_a_token_is_asked_for_on_every_path_but_health(tmp_path: Path) -> 
 
 
 async def test_while_it_drains_new_work_is_503_and_running_work_ends(tmp_path: Path) -> None:
-    async with serving(Bench(tmp_path, server={"drain_grace": "5s"})) as gateway:
+    async with serving(GatewayBench(tmp_path, server={"drain_grace": "5s"})) as gateway:
         running = asyncio.create_task(gateway.invoke({"held": True}))
         await until(lambda: bool(gateway.runtime.running))
         gateway.app.stop()

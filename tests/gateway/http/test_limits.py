@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from gateway.grpc.generated import tangram_pb2 as pb
-from tests.gateway.conftest import Bench, Running, function, serving, until
+from tests.gateway.conftest import GatewayBench, RunningGateway, function, serving, until
 from tests.gateway.grpc.peer import framed, head, peer
 
 
 async def test_a_trajectory_too_many_is_refused_and_those_that_live_go_on(tmp_path: Path) -> None:
-    async with serving(Bench(tmp_path, scheduler={"trajectories_max": 1})) as gateway:
+    async with serving(GatewayBench(tmp_path, scheduler={"trajectories_max": 1})) as gateway:
         first = {"X-Trajectory-Id": "first"}
         assert (await gateway.invoke({}, headers=first)).status_code == 200
         refused = await gateway.invoke({}, headers={"X-Trajectory-Id": "second"})
@@ -28,7 +28,7 @@ async def test_a_trajectory_too_many_is_refused_and_those_that_live_go_on(tmp_pa
 
 async def test_ten_times_what_may_wait_is_refused_before_any_work_and_leaves_nothing_behind(tmp_path: Path) -> None:
     bounded = {"bounded": function("bounded", max_queued=16)}
-    async with serving(Bench(tmp_path, functions=bounded)) as gateway:
+    async with serving(GatewayBench(tmp_path, functions=bounded)) as gateway:
         assert gateway.app.node is not None
         capacity = 16 + gateway.app.node.cores
         calls = [gateway.invoke({"held": True}, function="bounded", mode="async") for _ in range(10 * capacity)]
@@ -44,7 +44,7 @@ async def test_ten_times_what_may_wait_is_refused_before_any_work_and_leaves_not
 LARGE = {"x": "y" * 600}
 
 
-async def refused(gateway: Running) -> None:
+async def refused(gateway: RunningGateway) -> None:
     """No door takes so much more: typed, and with a time to come back."""
     answer = await gateway.invoke(LARGE)
     assert (answer.status_code, answer.json()["code"], answer.headers["retry-after"]) == (503, "capacity_exceeded", "1")
@@ -61,7 +61,7 @@ async def refused(gateway: Running) -> None:
 
 
 async def test_inputs_that_live_are_bounded_in_bytes(tmp_path: Path) -> None:
-    async with serving(Bench(tmp_path, server={"inputs_max": 1000})) as gateway:
+    async with serving(GatewayBench(tmp_path, server={"inputs_max": 1000})) as gateway:
         calls = [{"function": "echo", "input": LARGE | {"held": True}}] * 3
         batch = await gateway.http.post("/v1/invocations:batch", json={"calls": calls})
         assert batch.status_code == 503, "all of it is too much while it arrives"
@@ -76,7 +76,7 @@ async def test_inputs_that_live_are_bounded_in_bytes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["functions/echo/invocations", "trajectories/t/files/x", "invocations:batch"])
 async def test_inputs_that_arrive_are_bounded_in_bytes(tmp_path: Path, path: str) -> None:
-    async with serving(Bench(tmp_path, server={"inputs_max": 1000})) as gateway:
+    async with serving(GatewayBench(tmp_path, server={"inputs_max": 1000})) as gateway:
         assert (await gateway.http.put("/v1/trajectories/t", json={"function": "shell"})).status_code == 200
         _, writer = await asyncio.open_connection("127.0.0.1", gateway.app.http_port)
         verb = "PUT" if "files" in path else "POST"
@@ -89,7 +89,7 @@ async def test_inputs_that_arrive_are_bounded_in_bytes(tmp_path: Path, path: str
 
 
 async def test_what_a_killed_gateway_left_is_held_again_and_bounds_what_is_new(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, server={"inputs_max": 1000})
+    bench = GatewayBench(tmp_path, server={"inputs_max": 1000})
     async with serving(bench) as first:
         assert first.app.node is not None
         for _ in range(first.app.node.cores):

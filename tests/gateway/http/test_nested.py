@@ -7,11 +7,11 @@ from pathlib import Path
 
 from manager.action import UnitSet
 from manager.config import ConcurrencySpec, QuotaSpec, TaskSpec
-from tests.gateway.conftest import DEADLINE_S, Bench, function, serving
+from tests.gateway.conftest import DEADLINE_S, GatewayBench, function, serving
 
 
 async def test_a_child_runs_although_its_parent_holds_all_that_its_task_may_have(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, tasks={"rl": TaskSpec(caps={"cpu": 1})})
+    bench = GatewayBench(tmp_path, tasks={"rl": TaskSpec(caps={"cpu": 1})})
     async with serving(bench) as gateway:
         task = {"X-Task": "rl"}
         parent = (await gateway.invoke({"held": True}, mode="async", headers=task)).json()["id"]
@@ -28,7 +28,7 @@ async def test_a_child_runs_although_its_parent_holds_all_that_its_task_may_have
 
 
 async def test_a_child_works_in_its_parents_slot_and_a_grandchild_too(tmp_path: Path) -> None:
-    bench = Bench(
+    bench = GatewayBench(
         tmp_path,
         functions={"slots": function("slots", cost={"slot": UnitSet.fixed(1)})},
         concurrency={"slot": ConcurrencySpec(limit=1)},
@@ -50,7 +50,7 @@ async def test_a_child_works_in_its_parents_slot_and_a_grandchild_too(tmp_path: 
 
 
 async def test_a_child_that_the_quota_has_nothing_left_for_ends_typed_and_its_parent_goes_on(tmp_path: Path) -> None:
-    bench = Bench(
+    bench = GatewayBench(
         tmp_path,
         functions={"searches": function("searches", cost={"search": UnitSet.fixed(1)}, queue_timeout_s=0.05)},
         quotas={"search": QuotaSpec(limit=1, period_s=3600.0)},

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from gateway.http import server, stream
-from tests.gateway.conftest import DEADLINE_S, Bench, Running, function, serving, until
+from tests.gateway.conftest import DEADLINE_S, GatewayBench, RunningGateway, function, serving, until
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 FOLLOW = "GET /v1/invocations/{id}/logs?follow=true&offset={offset} HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
 @asynccontextmanager
-async def connected(gateway: Running, text: str = "", *, reads_slowly: bool = False) -> AsyncIterator[Streams]:
+async def connected(gateway: RunningGateway, text: str = "", *, reads_slowly: bool = False) -> AsyncIterator[Streams]:
     """A raw connection on which ``text`` was sent."""
     raw = socket.socket()
     if reads_slowly:
@@ -45,7 +45,7 @@ def post(body: str, length: int | None = None) -> str:
 
 
 async def test_a_connection_too_many_is_refused_until_another_closes(tmp_path: Path) -> None:
-    async with serving(Bench(tmp_path, server={"connections_max": 1})) as gateway:
+    async with serving(GatewayBench(tmp_path, server={"connections_max": 1})) as gateway:
         async with connected(gateway, "GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n") as (reader, _):
             assert b"200" in await reader.readline()
             async with connected(gateway, "GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n") as (other, _):
@@ -60,7 +60,7 @@ async def test_a_connection_that_outlasts_the_grace_is_cut_without_a_word_in_the
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with (
-        serving(Bench(tmp_path, server={"drain_grace": "50ms"})) as gateway,
+        serving(GatewayBench(tmp_path, server={"drain_grace": "50ms"})) as gateway,
         connected(gateway, post("{", length=10)) as (reader, _),
     ):
         await until(lambda: gateway.app._connections["http"].open == 1)
@@ -71,7 +71,7 @@ async def test_a_connection_that_outlasts_the_grace_is_cut_without_a_word_in_the
 
 
 async def test_a_body_that_does_not_come_is_answered_in_time(tmp_path: Path) -> None:
-    async with serving(Bench(tmp_path, server={"body_timeout": "50ms"})) as gateway:
+    async with serving(GatewayBench(tmp_path, server={"body_timeout": "50ms"})) as gateway:
         async with connected(gateway, post('{"n"', length=100)) as (reader, _):
             answer = await rest(reader)
         assert answer.startswith("HTTP/1.1 408") and '"too_slow"' in answer
@@ -82,7 +82,7 @@ async def test_headers_that_do_not_come_or_do_not_end_close_the_connection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "KEEP_ALIVE_S", 0.1)
-    async with serving(Bench(tmp_path)) as gateway:
+    async with serving(GatewayBench(tmp_path)) as gateway:
         async with connected(gateway, "GET /healthz HT") as (reader, _):
             await rest(reader)
         async with connected(gateway, "GET /healthz HTTP/1.1\r\nx: " + "a" * 200_000) as (reader, _):
@@ -98,7 +98,7 @@ async def test_headers_that_do_not_come_or_do_not_end_close_the_connection(
         assert (await gateway.http.get("/healthz")).status_code == 200
 
 
-async def test_a_client_that_closes_its_half_is_gone_and_its_work_with_it(gateway: Running) -> None:
+async def test_a_client_that_closes_its_half_is_gone_and_its_work_with_it(gateway: RunningGateway) -> None:
     async with connected(gateway, post('{"held": true}')) as (_, writer):
         await until(lambda: len(gateway.runtime.running) == 1)
         writer.write_eof()
@@ -107,7 +107,7 @@ async def test_a_client_that_closes_its_half_is_gone_and_its_work_with_it(gatewa
     assert [each["state"] for each in records] == ["cancelled"]
 
 
-async def long_log(gateway: Running) -> str:
+async def long_log(gateway: RunningGateway) -> str:
     """An invocation that runs on after it has written more than the sockets between us can hold."""
     answer = await gateway.invoke({"held": True, "log": "x" * 16_000_000}, function="loud", mode="async")
     id = str(answer.json()["id"])
@@ -120,7 +120,7 @@ LOUD = {"loud": function("loud", log_limit_bytes=2**30)}
 
 async def test_a_follower_that_does_not_read_is_dropped_with_a_record_that_says_so(tmp_path: Path) -> None:
     logs = {"stall": "1s"}
-    async with serving(Bench(tmp_path, functions=LOUD, server={"logs": logs, "body_limit": "32Mi"})) as gateway:
+    async with serving(GatewayBench(tmp_path, functions=LOUD, server={"logs": logs, "body_limit": "32Mi"})) as gateway:
         id = await long_log(gateway)
         async with connected(gateway, FOLLOW.format(id=id, offset=0), reads_slowly=True) as (reader, _):
             await until(lambda: gateway.app.logs.followers == 1)
@@ -148,7 +148,7 @@ async def rest_of_chunks(reader: asyncio.StreamReader) -> str:
 async def test_a_follower_that_never_reads_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "GIVE_UP_STALLS", 1)
     logs = {"stall": "300ms"}
-    async with serving(Bench(tmp_path, functions=LOUD, server={"logs": logs, "body_limit": "32Mi"})) as gateway:
+    async with serving(GatewayBench(tmp_path, functions=LOUD, server={"logs": logs, "body_limit": "32Mi"})) as gateway:
         id = await long_log(gateway)
         async with connected(gateway, FOLLOW.format(id=id, offset=0), reads_slowly=True):
             await until(lambda: gateway.app.logs.followers == 1)

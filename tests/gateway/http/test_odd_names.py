@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 import pytest
 
-from tests.gateway.conftest import DEADLINE_S, Bench, Running, serving
+from tests.gateway.conftest import DEADLINE_S, GatewayBench, RunningGateway, serving
 
 LONG = 8 * 1024
 #: Bytes of a header value, as somebody might send them.
@@ -43,7 +43,7 @@ LENIENT = ("traceparent", "User-Agent", "Accept", "X-Unheard-Of", "Content-Type"
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class OddAnswer:
     status: int
     body: bytes
 
@@ -52,23 +52,23 @@ class Answer:
         return json.loads(self.body)["code"] if self.body else None
 
 
-async def ask(gateway: Running, head: bytes, body: bytes = b"") -> Answer:
+async def ask(gateway: RunningGateway, head: bytes, body: bytes = b"") -> OddAnswer:
     """One request as it is written, on a connection of its own."""
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.app.http_port)
     writer.write(head + b"Host: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
     answer = await asyncio.wait_for(reader.read(-1), DEADLINE_S)
     writer.close()
     first, _, rest = answer.partition(b"\r\n\r\n")
-    return Answer(int(first.split(b" ", 2)[1]), rest)
+    return OddAnswer(int(first.split(b" ", 2)[1]), rest)
 
 
-async def post(gateway: Running, header: str, value: bytes) -> Answer:
+async def post(gateway: RunningGateway, header: str, value: bytes) -> OddAnswer:
     head = b"POST /v1/functions/echo/invocations HTTP/1.1\r\n" + header.encode() + b": " + value + b"\r\n"
     return await ask(gateway, head, b"{}")
 
 
 @pytest.mark.parametrize("odd", ODD_VALUES)
-async def test_an_odd_header_is_refused_before_any_work_or_means_nothing(gateway: Running, odd: str) -> None:
+async def test_an_odd_header_is_refused_before_any_work_or_means_nothing(gateway: RunningGateway, odd: str) -> None:
     for header, good in STRICT.items():
         answer = await post(gateway, header, ODD_VALUES[odd])
         if odd in good:
@@ -86,7 +86,7 @@ async def test_an_odd_header_is_refused_before_any_work_or_means_nothing(gateway
 
 
 async def test_a_token_of_odd_characters_is_a_wrong_one(tmp_path: Path) -> None:
-    async with serving(Bench(tmp_path, server={"token": "s3cret"})) as gateway:
+    async with serving(GatewayBench(tmp_path, server={"token": "s3cret"})) as gateway:
         for value in ODD_VALUES.values():
             for header in (b"Authorization: Bearer " + value, b"Authorization: " + value):
                 answer = await ask(gateway, b"GET /v1/functions HTTP/1.1\r\n" + header + b"\r\n")
@@ -96,7 +96,7 @@ async def test_a_token_of_odd_characters_is_a_wrong_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "odd", ["%00", "%ff", "%F0%9F%92%A5", "..", "%2e%2e", "a%0ab", "a%20b", "x" * LONG, "-", "%25", "\u202e", "é"]
 )
-async def test_an_odd_id_is_no_id_on_every_path(gateway: Running, odd: str) -> None:
+async def test_an_odd_id_is_no_id_on_every_path(gateway: RunningGateway, odd: str) -> None:
     id = quote(odd, safe="%")
     body: dict[str, object] = {"function": "shell"}
     for method, path in (
@@ -118,7 +118,7 @@ async def test_an_odd_id_is_no_id_on_every_path(gateway: Running, odd: str) -> N
 
 
 @pytest.mark.parametrize("odd", ["", "é", "a\nb", "\x00", "x" * LONG, "a b", "\ud83d\ude00", "\x7f"])
-async def test_odd_fields_of_a_batch_have_a_verdict_of_their_own(gateway: Running, odd: str) -> None:
+async def test_odd_fields_of_a_batch_have_a_verdict_of_their_own(gateway: RunningGateway, odd: str) -> None:
     fields = ("task", "trajectory", "key", "timeout", "max_age", "function", odd or "unheard of")
     calls = [{"function": "echo", "input": {}, field: odd} for field in fields]
     answer = await gateway.http.post(

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from gateway.http import door, server
-from gateway.record import Record, _written
+from gateway.http import app, server
+from gateway.invocations.record import Record, _written
 from gateway.wire import DEPTH_MAX
 from manager.errors import Reason
 from manager.outcome import Outcome, Settlement, State
-from runtimes.fake import ScriptedRuntime, Step
+from runtimes.fake import ScriptedRuntime, ScriptStep
 from runtimes.runtime import Execution
-from tests.gateway.conftest import DEADLINE_S, Bench, Running, serving, until
+from tests.gateway.conftest import DEADLINE_S, GatewayBench, RunningGateway, serving, until
 from tests.gateway.grpc.peer import Peer, random_frame
 
 INVOKE = "/v1/functions/echo/invocations"
@@ -30,7 +30,7 @@ def nested(levels: int) -> bytes:
     return b'{"a":' * levels + b"1" + b"}" * levels
 
 
-async def post(gateway: Running, body: bytes, query: str = "") -> tuple[int, dict[str, object]]:
+async def post(gateway: RunningGateway, body: bytes, query: str = "") -> tuple[int, dict[str, object]]:
     answer = await gateway.http.post(f"{INVOKE}{query}", content=body)
     return answer.status_code, answer.json()
 
@@ -56,7 +56,7 @@ async def post(gateway: Running, body: bytes, query: str = "") -> tuple[int, dic
         b'{"a":' + b"[" * 1000 + b"]" * 1000 + b"}",
     ],
 )
-async def test_what_is_no_json_object_is_refused_before_any_work(gateway: Running, body: bytes) -> None:
+async def test_what_is_no_json_object_is_refused_before_any_work(gateway: RunningGateway, body: bytes) -> None:
     for query in ("", "?mode=async", "?mode=stream"):
         status, problem = await post(gateway, body, query)
         assert (status, problem["code"], problem["errors"]) == (422, "invalid_input", {"path": "$"})
@@ -66,7 +66,7 @@ async def test_what_is_no_json_object_is_refused_before_any_work(gateway: Runnin
 @pytest.mark.parametrize(
     "body", [b"", b"{}", b'{"a":1,"a":2}', b'{"a":"\\u0000"}', nested(DEPTH_MAX), b'{"a":[' + b"[]," * 500 + b"[]]}"]
 )
-async def test_what_is_one_comes_back_as_it_was(gateway: Running, body: bytes) -> None:
+async def test_what_is_one_comes_back_as_it_was(gateway: RunningGateway, body: bytes) -> None:
     status, record = await post(gateway, body)
     assert (status, record["result"]) == (200, json.loads(body or b"{}"))
     assert (await gateway.http.get(f"/v1/invocations/{record['id']}")).json()["input"] == record["result"]
@@ -79,15 +79,15 @@ class Deep(ScriptedRuntime):
         super().__init__(self._step)
 
     @staticmethod
-    def _step(execution: Execution) -> Step:
+    def _step(execution: Execution) -> ScriptStep:
         value: object = 1
         for _ in range(5000):
             value = [value]
-        return Step(result=value, reason=Reason.UPSTREAM if execution.call.input else None)
+        return ScriptStep(result=value, reason=Reason.UPSTREAM if execution.call.input else None)
 
 
 async def test_a_result_that_cannot_be_written_is_an_end_with_a_reason(tmp_path: Path) -> None:
-    async with serving(Bench(tmp_path), runtime=Deep()) as gateway:
+    async with serving(GatewayBench(tmp_path), runtime=Deep()) as gateway:
         status, record = await post(gateway, b"{}")
         assert (status, record["state"], record["reason"], record["result"]) == (200, "failed", "output_limit", None)
         assert "nested too deeply" in str(record["message"])
@@ -100,7 +100,7 @@ async def test_a_result_that_cannot_be_written_is_an_end_with_a_reason(tmp_path:
 
 
 async def test_an_end_that_we_fail_to_record_is_an_end_all_the_same(
-    gateway: Running, monkeypatch: pytest.MonkeyPatch
+    gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def settle(record: Record, settlement: Settlement, now_s: float) -> None:
         raise ZeroDivisionError("a bug")
@@ -120,7 +120,7 @@ def test_a_detail_that_cannot_be_written_is_left_out() -> None:
     assert (written, result) == (replace(outcome, detail={}), None)
 
 
-async def raw(gateway: Running, data: bytes) -> bytes:
+async def raw(gateway: RunningGateway, data: bytes) -> bytes:
     """What comes back until the connection is closed or silent after a whole answer."""
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.app.http_port)
     writer.write(data)
@@ -156,14 +156,14 @@ POST = f"POST {INVOKE} HTTP/1.1\r\n".encode() + CLOSE
         (b"GET /v1/invocations?" + b"p=1&" * 10_000 + b" HTTP/1.1\r\n" + CLOSE + b"\r\n", 200),
     ],
 )  # fmt: skip
-async def test_http_at_its_edges_is_answered(gateway: Running, request_: bytes, status: int) -> None:
+async def test_http_at_its_edges_is_answered(gateway: RunningGateway, request_: bytes, status: int) -> None:
     answer = await raw(gateway, request_)
     assert answer.startswith(b"HTTP/1.1 %d" % status), answer[:200]
     assert (await gateway.http.get("/healthz")).status_code == 200
     assert gateway.app.invocations.living == ()
 
 
-async def test_a_body_is_asked_for_and_requests_that_come_at_once_are_answered_in_turn(gateway: Running) -> None:
+async def test_a_body_is_asked_for_and_requests_that_come_at_once_are_answered_in_turn(gateway: RunningGateway) -> None:
     asked = await raw(gateway, POST + b"Expect: 100-continue\r\nContent-Length: 2\r\n\r\n{}")
     assert asked.startswith(b"HTTP/1.1 100") and b"HTTP/1.1 200" in asked
     get = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -174,7 +174,7 @@ HEAD = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", INVOKE.encode()
 
 
 @asynccontextmanager
-async def http2(gateway: Running) -> AsyncIterator[Peer]:
+async def http2(gateway: RunningGateway) -> AsyncIterator[Peer]:
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.app.http_port)
     try:
         yield Peer(reader, writer)
@@ -183,7 +183,7 @@ async def http2(gateway: Running) -> AsyncIterator[Peer]:
 
 
 async def test_calls_of_one_http2_connection_are_bounded(tmp_path: Path) -> None:
-    async with serving(Bench(tmp_path, server={"streams_max": 2})) as gateway:
+    async with serving(GatewayBench(tmp_path, server={"streams_max": 2})) as gateway:
         async with http2(gateway) as greedy:
             assert (await greedy.ask(HEAD, b"{}")).headers[":status"] == "200"
             streams = [greedy.send(HEAD, b'{"held": true}') for _ in range(3)]
@@ -192,7 +192,7 @@ async def test_calls_of_one_http2_connection_are_bounded(tmp_path: Path) -> None
         await until(lambda: gateway.app.invocations.living == ())
 
 
-async def test_random_frames_close_their_own_connection_at_most(gateway: Running) -> None:
+async def test_random_frames_close_their_own_connection_at_most(gateway: RunningGateway) -> None:
     chance = random.Random(6)
     for _ in range(60):
         async with http2(gateway) as opened:
@@ -208,9 +208,9 @@ async def test_random_frames_close_their_own_connection_at_most(gateway: Running
 async def test_who_asks_over_http2_and_does_not_read_is_waited_for_no_longer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door, "GIVE_UP_STALLS", 1)
+    monkeypatch.setattr(app, "GIVE_UP_STALLS", 1)
     monkeypatch.setattr(server, "KEEP_ALIVE_S", 0.1)  # its connection is idle then, and closed as any other
-    async with serving(Bench(tmp_path, server={"logs": {"stall": "200ms"}})) as gateway:
+    async with serving(GatewayBench(tmp_path, server={"logs": {"stall": "200ms"}})) as gateway:
         said = (await gateway.invoke({"x": "y" * 400_000})).json()["id"]
         async with http2(gateway) as lazy:
             head = [(b":method", b"GET"), *HEAD[1:2], (b":path", f"/v1/invocations/{said}".encode()), *HEAD[3:]]

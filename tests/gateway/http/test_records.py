@@ -9,24 +9,24 @@ import orjson
 
 from gateway.client import AsyncClient
 from gateway.errors import FACES, REASON_FACES, reason_face
-from gateway.http.door import operations
-from gateway.retention import RetentionSpec, prune
-from manager.errors import Reason, TangramError
-from tests.gateway.conftest import Running
+from gateway.http.app import operations
+from gateway.store.retention import RetentionSpec, prune
+from manager.errors import CodedError, Reason
+from tests.gateway.conftest import RunningGateway
 
 
-def subclasses(kind: type[TangramError]) -> list[type[TangramError]]:
+def subclasses(kind: type[CodedError]) -> list[type[CodedError]]:
     return [kind, *(deeper for each in kind.__subclasses__() for deeper in subclasses(each))]
 
 
 def test_every_error_and_every_reason_has_a_face() -> None:
-    crossing = [kind for kind in subclasses(TangramError) if not kind.__module__.startswith("gateway.client")]
+    crossing = [kind for kind in subclasses(CodedError) if not kind.__module__.startswith("gateway.client")]
     assert {kind.code for kind in crossing} <= FACES.keys()
     assert REASON_FACES.keys() == set(Reason)
     assert reason_face(None).http == 200
 
 
-async def test_a_listing_is_newest_first_filtered_and_paged(gateway: Running) -> None:
+async def test_a_listing_is_newest_first_filtered_and_paged(gateway: RunningGateway) -> None:
     ids = [(await gateway.invoke({"n": n})).json()["id"] for n in range(5)]
     failed = (await gateway.invoke({"reason": "handler_error"})).json()["id"]
     seen: list[str] = []
@@ -44,7 +44,7 @@ async def test_a_listing_is_newest_first_filtered_and_paged(gateway: Running) ->
     assert "result" not in bad[0]
 
 
-async def test_odd_queries_are_422_and_unknown_ids_404(gateway: Running) -> None:
+async def test_odd_queries_are_422_and_unknown_ids_404(gateway: RunningGateway) -> None:
     odd = ["limit=0", "limit=x", "state=done", "cursor=..", "function=a%20b", "dead=maybe"]
     statuses = [(await gateway.http.get(f"/v1/invocations?{query}")).status_code for query in odd]
     assert statuses == [422] * len(odd)
@@ -57,7 +57,7 @@ async def test_odd_queries_are_422_and_unknown_ids_404(gateway: Running) -> None
     assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
 
 
-async def test_a_log_is_read_again_from_any_offset_and_ends_with_eof(gateway: Running) -> None:
+async def test_a_log_is_read_again_from_any_offset_and_ends_with_eof(gateway: RunningGateway) -> None:
     record_id = (await gateway.invoke({"log": "x" * 20_000})).json()["id"]
     whole = await gateway.http.get(f"/v1/invocations/{record_id}/logs")
     lines = [orjson.loads(line) for line in whole.text.splitlines()]
@@ -68,7 +68,7 @@ async def test_a_log_is_read_again_from_any_offset_and_ends_with_eof(gateway: Ru
     assert lines[-1]["state"] == "succeeded"
 
 
-async def test_a_log_that_retention_removed_says_so_to_every_reader(gateway: Running) -> None:
+async def test_a_log_that_retention_removed_says_so_to_every_reader(gateway: RunningGateway) -> None:
     record_id = (await gateway.invoke({"log": "x" * 20_000})).json()["id"]
     await gateway.app.store.commit()
     await prune(gateway.app.store, RetentionSpec(logs_bytes=0, pause_s=0.0), time.time)
@@ -82,7 +82,7 @@ async def test_a_log_that_retention_removed_says_so_to_every_reader(gateway: Run
         assert told.stream == "expired" and "server.retention" in told.text
 
 
-async def test_a_follower_gets_lines_live_as_server_sent_events(gateway: Running) -> None:
+async def test_a_follower_gets_lines_live_as_server_sent_events(gateway: RunningGateway) -> None:
     record_id = (await gateway.invoke({"held": True, "log": "first"}, mode="async")).json()["id"]
     await gateway.executing(record_id)
     path = f"/v1/invocations/{record_id}/logs?follow=true"
@@ -95,14 +95,14 @@ async def test_a_follower_gets_lines_live_as_server_sent_events(gateway: Running
         assert "event: eof" in [line async for line in lines]
 
 
-async def test_a_reconnecting_event_source_goes_on_after_its_last_event(gateway: Running) -> None:
+async def test_a_reconnecting_event_source_goes_on_after_its_last_event(gateway: RunningGateway) -> None:
     record_id = (await gateway.invoke({"log": "x" * 20_000})).json()["id"]
     headers = {"Accept": "text/event-stream", "Last-Event-ID": "0"}
     text = (await gateway.http.get(f"/v1/invocations/{record_id}/logs", headers=headers)).text
     assert [line for line in text.splitlines() if line.startswith("id: ")] == ["id: 1", "id: 2"]
 
 
-async def test_a_trajectory_keeps_its_files_between_actions(gateway: Running) -> None:
+async def test_a_trajectory_keeps_its_files_between_actions(gateway: RunningGateway) -> None:
     opened = await gateway.http.put("/v1/trajectories/t-1", json={"function": "shell"})
     assert (opened.status_code, opened.json()["trajectory"]) == (200, "t-1")
     put = await gateway.http.put("/v1/trajectories/t-1/files/workspace/in.txt", content=b"\x00data")
@@ -119,7 +119,7 @@ async def test_a_trajectory_keeps_its_files_between_actions(gateway: Running) ->
     assert (await gateway.http.get("/v1/trajectories/t-1/files/workspace/out.txt")).status_code == 404
 
 
-async def test_a_file_never_comes_from_outside_the_sandbox(gateway: Running) -> None:
+async def test_a_file_never_comes_from_outside_the_sandbox(gateway: RunningGateway) -> None:
     await gateway.http.put("/v1/trajectories/t-2", json={"function": "shell"})
     linked = await gateway.invoke(
         {"command": "ln -s /etc/hostname link"}, function="shell", headers={"X-Trajectory-Id": "t-2"}
@@ -131,19 +131,19 @@ async def test_a_file_never_comes_from_outside_the_sandbox(gateway: Running) -> 
     assert through.status_code in (404, 422)
 
 
-async def test_an_odd_trajectory_request_tells_what_is_wrong(gateway: Running) -> None:
+async def test_an_odd_trajectory_request_tells_what_is_wrong(gateway: RunningGateway) -> None:
     for body in ({}, {"function": 1}, {"function": "shell", "extra": 1}):
         assert (await gateway.http.put("/v1/trajectories/t-3", json=body)).status_code == 422
     assert (await gateway.http.put("/v1/trajectories/t-3", json={"function": "nope"})).status_code == 404
     assert (await gateway.http.put("/v1/trajectories/%20", json={"function": "shell"})).status_code == 422
 
 
-async def test_the_document_holds_every_route_and_its_answers(gateway: Running) -> None:
+async def test_the_document_holds_every_route_and_its_answers(gateway: RunningGateway) -> None:
     document = (await gateway.http.get("/openapi.json")).json()
     assert document["openapi"].startswith("3.1")
     ids = [row["operationId"] for methods in document["paths"].values() for row in methods.values()]
     assert len(ids) == len(set(ids))
-    served = {(row.method.lower(), row.path.replace(":path}", "}")) for row in operations(gateway.app.house)}
+    served = {(row.method.lower(), row.path.replace(":path}", "}")) for row in operations(gateway.app.services)}
     listed = {(method, path) for path, methods in document["paths"].items() for method in methods}
     assert listed == served | {("get", "/openapi.json")}
     record = (await gateway.invoke({})).json()
@@ -152,7 +152,7 @@ async def test_the_document_holds_every_route_and_its_answers(gateway: Running) 
     assert record.keys() <= schema["properties"].keys()
 
 
-async def test_metrics_break_the_act_down_and_gauges_return_to_zero(gateway: Running) -> None:
+async def test_metrics_break_the_act_down_and_gauges_return_to_zero(gateway: RunningGateway) -> None:
     await asyncio.gather(*(gateway.invoke({}) for _ in range(3)))
     await gateway.invoke({"reason": "handler_error"})
     text = (await gateway.http.get("/metrics")).text
@@ -165,7 +165,7 @@ async def test_metrics_break_the_act_down_and_gauges_return_to_zero(gateway: Run
     assert 'tangram_units{pool="cpu:local",state="total"}' in text
 
 
-async def test_the_gateway_tells_what_it_has_and_how_isolated_it_is(gateway: Running) -> None:
+async def test_the_gateway_tells_what_it_has_and_how_isolated_it_is(gateway: RunningGateway) -> None:
     resources = (await gateway.http.get("/v1/resources")).json()
     assert resources["sandboxes"]["kind"] == "process"
     assert resources["sandboxes"]["isolation"]
@@ -178,7 +178,7 @@ async def test_the_gateway_tells_what_it_has_and_how_isolated_it_is(gateway: Run
     assert (await gateway.http.get("/readyz")).json() == {"status": "ready"}
 
 
-async def test_a_configuration_is_applied_without_dropping_what_runs(gateway: Running) -> None:
+async def test_a_configuration_is_applied_without_dropping_what_runs(gateway: RunningGateway) -> None:
     running = asyncio.create_task(gateway.invoke({"held": True}, mode="async"))
     record_id = (await running).json()["id"]
     await gateway.executing(record_id)

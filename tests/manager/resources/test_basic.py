@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from manager.config import ConcurrencySpec, QuotaSpec
 from manager.resources.basic import ConcurrencyPool, QuotaPool
-from manager.resources.pool import Ask
+from manager.resources.pool import PoolRequest
 
 
 @given(
@@ -23,7 +23,7 @@ def test_no_window_exceeds_the_limit_and_no_instant_the_burst(limit: int, burst:
         now_s += gap_s
         pool.advance(now_s)
         while pool.free:
-            pool.acquire(Ask(holder=f"{index}.{len(starts)}", units=1), now_s)
+            pool.acquire(PoolRequest(holder=f"{index}.{len(starts)}", units=1), now_s)
             starts.append(now_s)
     for start_s in starts:
         assert sum(start_s <= other < start_s + 1.0 for other in starts) <= limit
@@ -38,7 +38,7 @@ def test_something_is_free_at_the_instant_that_was_promised(limit: int, burst: i
     for index in range(20):
         assert instant_s is not None
         while pool.free:
-            pool.acquire(Ask(holder=f"{index}.{pool.free}", units=1), instant_s)
+            pool.acquire(PoolRequest(holder=f"{index}.{pool.free}", units=1), instant_s)
         instant_s = pool.next_return_s()
         assert instant_s is not None
         pool.advance(instant_s)
@@ -48,7 +48,7 @@ def test_something_is_free_at_the_instant_that_was_promised(limit: int, burst: i
 def test_a_quota_unit_returns_a_period_after_its_start_whenever_the_action_ends() -> None:
     pool = QuotaPool("q", QuotaSpec(limit=1, period_s=2.0))
     pool.advance(1.0)
-    pool.acquire(Ask(holder="a", units=1), 1.0)
+    pool.acquire(PoolRequest(holder="a", units=1), 1.0)
     pool.release("a", 1.5)
     pool.advance(2.9)
     assert (pool.free, pool.next_return_s()) == (0, 3.0)
@@ -59,7 +59,7 @@ def test_a_quota_unit_returns_a_period_after_its_start_whenever_the_action_ends(
 def test_a_lower_concurrency_limit_takes_nothing_away() -> None:
     pool = ConcurrencyPool("p", ConcurrencySpec(limit=3))
     for holder in "abc":
-        pool.acquire(Ask(holder=holder, units=1), 0.0)
+        pool.acquire(PoolRequest(holder=holder, units=1), 0.0)
     pool.reconfigure(ConcurrencySpec(limit=1))
     pool.release("a", 0.0)
     pool.release("b", 0.0)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from manager.config import NodeSpec
 from manager.resources.cores import Cores
 from manager.resources.cpu import CpuPool
-from manager.resources.pool import Ask
+from manager.resources.pool import PoolRequest
 
 NUMA = (tuple(range(8)), tuple(range(8, 12)), tuple(range(12, 20)))
 
@@ -40,5 +40,5 @@ def test_no_core_is_ever_held_twice(moves: list[tuple[str, int]]) -> None:
             after = set(pool.resize(holder, units).cores)
             assert len(before & after) == min(held, units), "a resize keeps as many cores as it can"
         elif not held and 0 < units <= pool.free:
-            assert len(pool.acquire(Ask(holder=holder, units=units), 0.0).cores) == units
+            assert len(pool.acquire(PoolRequest(holder=holder, units=units), 0.0).cores) == units
         pool.check()

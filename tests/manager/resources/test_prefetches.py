@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from manager.config import NodeSpec, ServiceSpec
 from manager.resources.gpu import GpuPool
-from manager.resources.pool import Ahead, Ask
+from manager.resources.pool import Ahead, PoolRequest
 
 SERVICES = {
     name: ServiceSpec(name=name, bytes_by_dop={1: size, 2: size // 2}, restore_s_by_dop={1: 1.0, 2: 0.5})
@@ -19,7 +19,7 @@ def pool(devices: int = 2) -> GpuPool:
 
 def run(gpus: GpuPool, holder: str, service: str, chunk: tuple[int, int] = (0, 1)) -> bool:
     """Begin an action; whether its service was in place."""
-    return not gpus.acquire(Ask(holder=holder, units=chunk[1], service=service, chunk=chunk), 0.0).restore
+    return not gpus.acquire(PoolRequest(holder=holder, units=chunk[1], service=service, chunk=chunk), 0.0).restore
 
 
 def nothing(service: str) -> bool:

@@ -8,7 +8,7 @@ import pytest
 
 from manager.config import NodeSpec, ServiceSpec
 from manager.resources.gpu import GpuPool
-from manager.resources.pool import Ask
+from manager.resources.pool import PoolRequest
 
 
 def service(name: str, size: int, *, replicable: bool = True) -> ServiceSpec:
@@ -30,7 +30,7 @@ def pool(devices: Iterable[int] = (2,), services: Iterable[ServiceSpec] = SERVIC
 
 def run(gpus: GpuPool, holder: str, name: str, chunk: tuple[int, int] = (0, 1), now_s: float = 0.0) -> bool:
     """Begin an action; whether its service was in place."""
-    return not gpus.acquire(Ask(holder=holder, units=chunk[1], service=name, chunk=chunk), now_s).restore
+    return not gpus.acquire(PoolRequest(holder=holder, units=chunk[1], service=name, chunk=chunk), now_s).restore
 
 
 def copied(gpus: GpuPool, now_s: float = 0.0) -> list[tuple[str, str, tuple[int, int]]]:

@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manager.action import Amdahl, UnitSet
-from manager.resources.chunk_operator import ChunkOperator, best_fit, chunk_size, take
-from manager.resources.operator import BasicOperator
-from manager.scheduler.arrange import GreedyArrangement, Item, TableArrangement, arrange
+from manager.scheduler.arrange import ArrangeItem, GreedyArrangement, TableArrangement, arrange
+from manager.scheduler.chunk_operator import ChunkOperator, best_fit, chunk_size, take
 from manager.scheduler.durations import shape_of
+from manager.scheduler.operator import BasicOperator
 
 
-def item(unit_set: UnitSet, t_ori_s: float, serial: float) -> Item:
+def item(unit_set: UnitSet, t_ori_s: float, serial: float) -> ArrangeItem:
     shape = shape_of(unit_set, Amdahl(serial))
-    return Item(shape.units, shape.factors * t_ori_s, convex=shape.convex)
+    return ArrangeItem(shape.units, shape.factors * t_ori_s, convex=shape.convex)
 
 
 def spans() -> st.SearchStrategy[UnitSet]:
@@ -30,18 +30,18 @@ def discrete(members: tuple[int, ...]) -> st.SearchStrategy[UnitSet]:
     return st.sets(st.sampled_from(members), min_size=1).map(lambda chosen: UnitSet.of(tuple(chosen)))
 
 
-def items(unit_sets: st.SearchStrategy[UnitSet], most: int) -> st.SearchStrategy[list[Item]]:
+def items(unit_sets: st.SearchStrategy[UnitSet], most: int) -> st.SearchStrategy[list[ArrangeItem]]:
     durations = st.floats(0.1, 100.0)
     serial = st.floats(0.0, 1.0)
     return st.lists(st.builds(item, unit_sets, durations, serial), min_size=1, max_size=most)
 
 
-def tables(unit_sets: st.SearchStrategy[UnitSet], most: int) -> st.SearchStrategy[list[Item]]:
+def tables(unit_sets: st.SearchStrategy[UnitSet], most: int) -> st.SearchStrategy[list[ArrangeItem]]:
     """Items with arbitrary durations: no monotony, no convexity."""
 
-    def build(unit_set: UnitSet, seconds: list[float]) -> Item:
+    def build(unit_set: UnitSet, seconds: list[float]) -> ArrangeItem:
         units = tuple(unit_set)
-        return Item(units, np.array(seconds[: len(units)]))
+        return ArrangeItem(units, np.array(seconds[: len(units)]))
 
     seconds = st.lists(st.floats(0.1, 50.0), min_size=8, max_size=8)
     return st.lists(st.builds(build, unit_sets, seconds), min_size=1, max_size=most)
@@ -58,7 +58,7 @@ def packs(free: list[tuple[int, int]], sizes: tuple[int, ...]) -> bool:
     return True
 
 
-def brute_force(chosen: list[Item], fits: object) -> float:
+def brute_force(chosen: list[ArrangeItem], fits: object) -> float:
     assert callable(fits)
     best = math.inf
     for picks in itertools.product(*(range(len(one.units)) for one in chosen)):
@@ -69,7 +69,7 @@ def brute_force(chosen: list[Item], fits: object) -> float:
 
 @settings(max_examples=300, deadline=None)
 @given(items(spans(), 4) | items(discrete((1, 2, 4, 8)), 4), st.integers(0, 18))
-def test_every_prefix_is_the_best_of_all_allocations_of_cores(chosen: list[Item], free: int) -> None:
+def test_every_prefix_is_the_best_of_all_allocations_of_cores(chosen: list[ArrangeItem], free: int) -> None:
     table = TableArrangement(chosen, BasicOperator(free))
     for kept in range(len(chosen) + 1):
         expected = brute_force(chosen[:kept], lambda units: sum(units) <= free)
@@ -80,7 +80,7 @@ def test_every_prefix_is_the_best_of_all_allocations_of_cores(chosen: list[Item]
 
 @settings(max_examples=300, deadline=None)
 @given(items(spans(), 6), st.integers(0, 24))
-def test_marginal_gains_are_exact_for_convex_durations(chosen: list[Item], free: int) -> None:
+def test_marginal_gains_are_exact_for_convex_durations(chosen: list[ArrangeItem], free: int) -> None:
     assert all(one.convex for one in chosen)
     greedy, table = GreedyArrangement(chosen, free), TableArrangement(chosen, BasicOperator(free))
     assert greedy.totals == pytest.approx(table.totals)
@@ -97,7 +97,9 @@ FREE_CHUNKS = st.lists(st.sampled_from([1, 2, 4, 8]), min_size=1, max_size=3).ma
 
 @settings(max_examples=300, deadline=None)
 @given(items(discrete((1, 2, 4, 8)), 4) | tables(discrete((1, 2, 4, 8)), 4), FREE_CHUNKS)
-def test_every_prefix_is_the_best_of_all_placements_of_chunks(chosen: list[Item], free: list[tuple[int, int]]) -> None:
+def test_every_prefix_is_the_best_of_all_placements_of_chunks(
+    chosen: list[ArrangeItem], free: list[tuple[int, int]]
+) -> None:
     table = TableArrangement(chosen, ChunkOperator.of(free))
     for kept in range(len(chosen) + 1):
         expected = brute_force(chosen[:kept], lambda units: packs(free, units))
@@ -110,7 +112,7 @@ def test_every_prefix_is_the_best_of_all_placements_of_chunks(chosen: list[Item]
 
 @settings(max_examples=300, deadline=None)
 @given(tables(spans(), 4), st.integers(1, 16))
-def test_durations_of_any_form_are_arranged_exactly(chosen: list[Item], free: int) -> None:
+def test_durations_of_any_form_are_arranged_exactly(chosen: list[ArrangeItem], free: int) -> None:
     arrangement = arrange(chosen, BasicOperator(free))
     expected = brute_force(chosen, lambda units: sum(units) <= free)
     assert arrangement.totals[-1] == pytest.approx(expected)
@@ -137,6 +139,6 @@ def test_taking_a_chunk_leaves_its_buddies() -> None:
     assert sorted(free) == [(0, 2), (3, 1), (4, 4), (8, 2)]
 
 
-def assert_makes(chosen: list[Item], units: tuple[int, ...], total: float) -> None:
+def assert_makes(chosen: list[ArrangeItem], units: tuple[int, ...], total: float) -> None:
     made = sum(float(one.seconds[one.units.index(count)]) for one, count in zip(chosen, units, strict=True))
     assert made == pytest.approx(total)

@@ -8,11 +8,11 @@ from manager.action import UnitSet
 from manager.config import ManagerSpec, SchedulerSpec
 from manager.events import Submitted, Tick
 from manager.scheduler.fixed import FixedPolicy
-from manager.scheduler.policy import PolicySpec, PoolView, Waiting
-from tests.manager.conftest import Driver, action, node, spec
+from manager.scheduler.policy import PolicySpec, PoolView, WaitingView
+from tests.manager.conftest import CoreDriver, action, node, spec
 
 
-def view(free: int, *candidates: Waiting) -> PoolView:
+def view(free: int, *candidates: WaitingView) -> PoolView:
     queued = [candidate.action for candidate in candidates]
     return PoolView(
         name="cpu:n0",
@@ -26,8 +26,8 @@ def view(free: int, *candidates: Waiting) -> PoolView:
     )
 
 
-def elastic(id: str, units: UnitSet, limit: int) -> Waiting:
-    return Waiting(action=action(id, {"cpu": units}, key="cpu"), limit=limit)
+def elastic(id: str, units: UnitSet, limit: int) -> WaitingView:
+    return WaitingView(action=action(id, {"cpu": units}, key="cpu"), limit=limit)
 
 
 def started(policy: FixedPolicy, pool: PoolView) -> dict[str, int]:
@@ -45,7 +45,7 @@ def test_elastic_actions_get_the_dop_clipped_to_their_unit_set() -> None:
 
 
 def test_rigid_actions_get_their_minimum_whatever_the_dop() -> None:
-    pool = view(8, Waiting(action=action("a", {"cpu": 3}), limit=8))
+    pool = view(8, WaitingView(action=action("a", {"cpu": 3}), limit=8))
     assert started(FixedPolicy(dop=4), pool) == {"a": 3}
 
 
@@ -56,7 +56,7 @@ def test_nobody_behind_one_that_does_not_fit_is_started() -> None:
     assert started(FixedPolicy(dop=2), pool) == {"a": 2}
 
 
-def test_the_core_leases_what_fixed_asks_for(drive: Callable[[ManagerSpec], Driver]) -> None:
+def test_the_core_leases_what_fixed_asks_for(drive: Callable[[ManagerSpec], CoreDriver]) -> None:
     driver = drive(spec(node(cores=8), dop=3))
     wide = [action(f"a{index}", {"cpu": UnitSet.span(1, 8)}, key="cpu") for index in range(3)]
     driver.step(0.0, *(Submitted(action=one) for one in wide))
@@ -68,7 +68,7 @@ def test_an_elastic_action_waits_for_its_dop_and_only_rigid_ones_pass() -> None:
         5,
         elastic("a", UnitSet.span(1, 8), 5),
         elastic("b", UnitSet.span(1, 8), 5),
-        Waiting(action=action("c", {"cpu": 1}), limit=5),
+        WaitingView(action=action("c", {"cpu": 1}), limit=5),
         elastic("d", UnitSet.span(1, 2), 5),
     )
     assert started(FixedPolicy(dop=3), pool) == {"a": 3, "b": 2}
@@ -76,7 +76,7 @@ def test_an_elastic_action_waits_for_its_dop_and_only_rigid_ones_pass() -> None:
     assert FixedPolicy(dop=3, wait_s=9.0).decide(pool).wake_s == 9.0
 
 
-def test_after_the_wait_it_takes_what_is_free(drive: Callable[[ManagerSpec], Driver]) -> None:
+def test_after_the_wait_it_takes_what_is_free(drive: Callable[[ManagerSpec], CoreDriver]) -> None:
     policies = {"default": PolicySpec(name="fixed", options={"dop": 3, "wait_s": 5.0})}
     driver = drive(ManagerSpec(nodes=(node(cores=4),), scheduler=SchedulerSpec(policies=policies)))
     driver.step(0.0, *(Submitted(action=elastic(id, UnitSet.span(1, 8), 8).action) for id in "ab"))
@@ -85,7 +85,7 @@ def test_after_the_wait_it_takes_what_is_free(drive: Callable[[ManagerSpec], Dri
     assert driver.started["b"].lease.units("cpu") == 1
 
 
-def test_a_dop_above_the_pool_is_the_whole_pool(drive: Callable[[ManagerSpec], Driver]) -> None:
+def test_a_dop_above_the_pool_is_the_whole_pool(drive: Callable[[ManagerSpec], CoreDriver]) -> None:
     policies = {"default": PolicySpec(name="fixed", options={"dop": 16, "wait_s": 9.0})}
     driver = drive(ManagerSpec(nodes=(node(cores=4),), scheduler=SchedulerSpec(policies=policies)))
     wide = [action(f"a{index}", {"cpu": UnitSet.span(1, 32)}, key="cpu") for index in range(2)]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from manager.action import Action
 from manager.scheduler.adaptive import AdaptivePolicy
 from manager.scheduler.completion import CompletionHeap
-from manager.scheduler.elastic import PaperPolicy
+from manager.scheduler.paper import PaperPolicy
 from manager.scheduler.policy import Decision, Policy, PolicySpec
 from manager.scheduler.price import PricePolicy
 from manager.scheduler.registry import make_policy

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from manager.action import Action, Amdahl, UnitSet
-from manager.scheduler.policy import ChunkView, Decision, PoolView, Running, Waiting
+from manager.scheduler.policy import ChunkView, Decision, PoolView, RunningView, WaitingView
 
 
 def suite(
@@ -42,9 +42,9 @@ def teacher(name: str, service: str, t_ori_s: float = 1.0) -> Action:
     )
 
 
-def running(action: Action, units: int, *, ends_in_s: float | None = None, workers: int = 0) -> Running:
+def running(action: Action, units: int, *, ends_in_s: float | None = None, workers: int = 0) -> RunningView:
     duration_s = action.duration_s(units) if ends_in_s is None else ends_in_s
-    return Running(
+    return RunningView(
         action=action, units=units, ends_in_s=duration_s, started_s=0.0, remaining=1.0, workers=workers or units
     )
 
@@ -52,7 +52,7 @@ def running(action: Action, units: int, *, ends_in_s: float | None = None, worke
 def pool(
     total: int,
     waiting: Sequence[Action],
-    running_now: Sequence[Running] = (),
+    running_now: Sequence[RunningView] = (),
     *,
     now_s: float = 0.0,
     worker_cost_s: float = 0.0,
@@ -68,7 +68,7 @@ def pool(
         left -= least
         limit = action.cost["cpu"].at_most(free)
         assert limit is not None
-        candidates.append(Waiting(action=action, limit=limit))
+        candidates.append(WaitingView(action=action, limit=limit))
     return PoolView(
         name="cpu:node0",
         now_s=now_s,
@@ -87,7 +87,7 @@ def pool(
 def devices(
     free: Sequence[tuple[int, int]],
     waiting: Sequence[Action],
-    running_now: Sequence[Running] = (),
+    running_now: Sequence[RunningView] = (),
     resident: Mapping[str, tuple[tuple[int, int], ...]] | None = None,
     restore_s: float = 1.0,
     recent: Mapping[str, float] | None = None,
@@ -117,7 +117,7 @@ def devices(
         total=units + sum(one.units for one in running_now),
         free=units,
         running=running_now,
-        candidates=[Waiting(action=action, limit=max(size for _, size in free)) for action in waiting[:units]],
+        candidates=[WaitingView(action=action, limit=max(size for _, size in free)) for action in waiting[:units]],
         queued=waiting,
         backlog=len(waiting),
         eligible=waiting,

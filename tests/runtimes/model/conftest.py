@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from runtimes.model.process import Nursery
+from runtimes.model.device.process import ForkServer
 from runtimes.model.runtime import ModelRuntime
 from runtimes.model.settings import ModelSettings
 
@@ -18,9 +18,9 @@ Write = Callable[..., Path]
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
+def nursery() -> Iterator[ForkServer]:
     """torch is imported once for the model processes of every test."""
-    made = Nursery()
+    made = ForkServer()
     yield made
     made.close()
 
@@ -50,7 +50,7 @@ def settings(tmp_path: Path) -> ModelSettings:
 
 
 @pytest.fixture
-async def runtime(settings: ModelSettings, nursery: Nursery) -> AsyncIterator[ModelRuntime]:
+async def runtime(settings: ModelSettings, nursery: ForkServer) -> AsyncIterator[ModelRuntime]:
     made = ModelRuntime(settings, nursery=nursery)
     yield made
     await made.close()

@@ -89,7 +89,7 @@ class _On(TorchFunctionMode):
 
 
 @dataclass
-class Runtime:
+class FakeCudaRuntime:
     """What ``torch.cuda.cudart()`` returns."""
 
     #: Address -> bytes of what is registered.
@@ -114,7 +114,7 @@ class FakeCuda:
 
     def __init__(self, patience_s: float = 0.0) -> None:
         self.Stream, self.Event = Stream, lambda: Event(patience_s)
-        self.runtime = Runtime()
+        self.runtime = FakeCudaRuntime()
         self.streams: list[Stream] = []
         #: Threads that have said which device is theirs.
         self.entered: dict[str, str] = {}
@@ -135,7 +135,7 @@ class FakeCuda:
     def current_stream(self) -> Stream:
         return self._computing
 
-    def cudart(self) -> Runtime:
+    def cudart(self) -> FakeCudaRuntime:
         return self.runtime
 
     def empty_cache(self) -> None:

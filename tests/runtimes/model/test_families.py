@@ -18,13 +18,13 @@ import torch  # noqa: E402  # torch may be missing
 
 from manager.errors import InvalidConfig, Unsupported  # noqa: E402
 from manager.function import ModelAction  # noqa: E402
-from runtimes.model.arena import DoesNotFit  # noqa: E402
-from runtimes.model.backend import Backend, Cuda, Dropped, Host  # noqa: E402
-from runtimes.model.checkpoint import open_checkpoint  # noqa: E402
-from runtimes.model.engine import DeviceEngine  # noqa: E402
-from runtimes.model.image import build_layout, fill  # noqa: E402
-from runtimes.model.skeleton import Head  # noqa: E402
-from runtimes.model.work import Generated, ImageRef, Item, Placed, Run, Sampling  # noqa: E402
+from runtimes.model.checkpoint.checkpoint import open_checkpoint  # noqa: E402
+from runtimes.model.checkpoint.image import build_layout, fill  # noqa: E402
+from runtimes.model.checkpoint.skeleton import Head  # noqa: E402
+from runtimes.model.device.arena import DoesNotFit  # noqa: E402
+from runtimes.model.device.backend import Cuda, DeviceBackend, Dropped, Host  # noqa: E402
+from runtimes.model.device.messages import Generated, ImageRef, Placed, RunBatch, Sampling, WorkItem  # noqa: E402
+from runtimes.model.engine.device_engine import DeviceEngine  # noqa: E402
 from tests.runtimes.model.checkpoints import FAMILIES, IDS, plain, plain_logprobs, plain_score, write  # noqa: E402
 from tests.runtimes.model.conftest import Write  # noqa: E402
 from tests.runtimes.model.fake_cuda import FakeCuda  # noqa: E402
@@ -33,7 +33,7 @@ from tests.runtimes.model.fake_cuda import FakeCuda  # noqa: E402
 class OneDevice:
     """A device engine in this process, with the images that it needs."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: DeviceBackend) -> None:
         self.engine = DeviceEngine(backend, 64 * 2**20, threads=1, collective_s=10)
         self._descriptors: list[int] = []
 
@@ -49,8 +49,8 @@ class OneDevice:
         self.engine.attach(ImageRef(id=name, path=file, layout=layout))
         return Placed(service=name, image_id=name, dop=1, rank=0, start=0)
 
-    def run(self, place: Placed, items: list[Item], budget_tokens: int = 20) -> list[object]:
-        asked = Run(place=place, items=tuple(items), budget_tokens=budget_tokens)
+    def run(self, place: Placed, items: list[WorkItem], budget_tokens: int = 20) -> list[object]:
+        asked = RunBatch(place=place, items=tuple(items), budget_tokens=budget_tokens)
         return self.engine.run(asked, restored=lambda: None, progress=lambda: None)[0]
 
     def close(self) -> None:
@@ -79,8 +79,8 @@ def lazy(cuda: FakeCuda) -> Iterator[OneDevice]:
     made.close()
 
 
-def items(action: ModelAction) -> list[Item]:
-    return [Item(ids=tuple(ids), action=action) for ids in IDS]
+def items(action: ModelAction) -> list[WorkItem]:
+    return [WorkItem(ids=tuple(ids), action=action) for ids in IDS]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -102,7 +102,7 @@ def test_scores_are_those_of_transformers(family: str, checkpoint: Write, device
 def test_greedy_generation_is_that_of_transformers(family: str, checkpoint: Write, device: OneDevice) -> None:
     path = checkpoint(family, "lm")
     sampling = Sampling(max_new_tokens=6, stop_ids=(2,))
-    asked = [Item(ids=tuple(ids), action=ModelAction.GENERATE, sampling=sampling) for ids in IDS]
+    asked = [WorkItem(ids=tuple(ids), action=ModelAction.GENERATE, sampling=sampling) for ids in IDS]
     for ids, made in zip(IDS, device.run(device.place(path, "lm"), asked, budget_tokens=100), strict=True):
         whole = plain(path, "lm").generate(
             torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), max_new_tokens=6, do_sample=False
@@ -146,8 +146,10 @@ def test_variants_of_a_family_are_exact_too(
 def test_a_seed_decides_what_is_drawn_whoever_shares_the_batch(checkpoint: Write, device: OneDevice) -> None:
     place = device.place(checkpoint("qwen3", "lm"), "lm")
     draw = Sampling(max_new_tokens=5, temperature=1.0, top_p=0.9, seed=11)
-    item = Item(ids=(7, 8, 9), action=ModelAction.GENERATE, sampling=draw)
-    other = Item(ids=(3,), action=ModelAction.GENERATE, sampling=Sampling(max_new_tokens=5, temperature=1.0, seed=5))
+    item = WorkItem(ids=(7, 8, 9), action=ModelAction.GENERATE, sampling=draw)
+    other = WorkItem(
+        ids=(3,), action=ModelAction.GENERATE, sampling=Sampling(max_new_tokens=5, temperature=1.0, seed=5)
+    )
     assert device.run(place, [item], 1000)[0] == device.run(place, [other, item], 1000)[1]
 
 
@@ -183,7 +185,7 @@ def test_every_module_waits_for_its_own_weights(
     head = "score" if action is ModelAction.SCORE else "lm"
     path = checkpoint(family, head)
     sampling = Sampling(max_new_tokens=3) if action is ModelAction.GENERATE else None
-    asked = [Item(ids=tuple(ids), action=action, sampling=sampling) for ids in IDS]
+    asked = [WorkItem(ids=tuple(ids), action=action, sampling=sampling) for ids in IDS]
     assert lazy.run(lazy.place(path, head), asked) == device.run(device.place(path, head), asked)
 
 
@@ -209,7 +211,7 @@ def test_a_run_that_waits_for_its_image_gives_signs_of_life(checkpoint: Write, d
         lives.append(1)
         device.engine._images[place.image_id] = image
 
-    asked = Run(place=place, items=tuple(items(ModelAction.LOGPROBS)), budget_tokens=1000)
+    asked = RunBatch(place=place, items=tuple(items(ModelAction.LOGPROBS)), budget_tokens=1000)
     device.engine.run(asked, restored=lambda: None, progress=live)
     assert lives
 
@@ -250,7 +252,7 @@ def test_other_weights_are_not_restored_over_those_that_compute(checkpoint: Writ
         except DoesNotFit as error:
             met.append(error)
 
-    asked = Run(place=place, items=tuple(items(ModelAction.LOGPROBS)), budget_tokens=20)
+    asked = RunBatch(place=place, items=tuple(items(ModelAction.LOGPROBS)), budget_tokens=20)
     device.engine.run(asked, restored=prefetch, progress=lambda: None)
     assert met
 

@@ -24,8 +24,8 @@ pytestmark = pytest.mark.model
 from manager.config import ServiceSpec  # noqa: E402  # torch may be missing
 from manager.errors import ActionFailed, InvalidConfig, Reason, Unsupported  # noqa: E402
 from manager.function import FunctionSpec, ModelAction  # noqa: E402
-from runtimes.model.inhouse import _meeting_place  # noqa: E402
-from runtimes.model.process import Nursery  # noqa: E402
+from runtimes.model.device.process import ForkServer  # noqa: E402
+from runtimes.model.engine.torch_backend import _meeting_place  # noqa: E402
 from runtimes.model.runtime import ModelRuntime  # noqa: E402
 from runtimes.model.settings import ModelSettings  # noqa: E402
 from runtimes.runtime import Result  # noqa: E402
@@ -94,7 +94,7 @@ async def test_a_corrupt_checkpoint_is_refused_at_registration(
 
 
 async def test_a_model_larger_than_a_device_or_the_host_bound_is_refused(
-    checkpoint: Write, settings: ModelSettings, nursery: Nursery
+    checkpoint: Write, settings: ModelSettings, nursery: ForkServer
 ) -> None:
     for bound, story in (({"device_bytes": 4096}, "device_memory"), ({"host_bytes": 4096}, "host_memory")):
         small = ModelRuntime(replace(settings, **bound), nursery=nursery)  # type: ignore[arg-type]
@@ -144,7 +144,7 @@ async def test_a_service_is_restored_once_and_found_in_place_after(checkpoint: W
 
 
 async def test_what_the_manager_evicts_is_gone_and_the_report_says_so(
-    checkpoint: Write, settings: ModelSettings, nursery: Nursery
+    checkpoint: Write, settings: ModelSettings, nursery: ForkServer
 ) -> None:
     reports: list[Mapping[str, tuple[tuple[int, int], ...]]] = []
     runtime = ModelRuntime(settings, nursery=nursery, on_residency=reports.append)
@@ -159,7 +159,7 @@ async def test_what_the_manager_evicts_is_gone_and_the_report_says_so(
 
 
 async def test_a_device_too_full_for_two_evicts_the_least_recently_used(
-    checkpoint: Write, settings: ModelSettings, nursery: Nursery
+    checkpoint: Write, settings: ModelSettings, nursery: ForkServer
 ) -> None:
     models = [function(checkpoint("qwen3", "lm", seed), ModelAction.LOGPROBS) for seed in (0, 1, 2)]
     size = await footprint_bytes(models[0], settings, nursery)
@@ -176,7 +176,7 @@ async def test_a_device_too_full_for_two_evicts_the_least_recently_used(
     await runtime.close()
 
 
-async def footprint_bytes(asked: FunctionSpec, settings: ModelSettings, nursery: Nursery) -> int:
+async def footprint_bytes(asked: FunctionSpec, settings: ModelSettings, nursery: ForkServer) -> int:
     runtime = ModelRuntime(settings, nursery=nursery)
     size = (await runtime.footprint(asked)).bytes_by_dop[1]
     await runtime.close()
@@ -184,7 +184,7 @@ async def footprint_bytes(asked: FunctionSpec, settings: ModelSettings, nursery:
 
 
 async def test_host_images_stay_within_their_bound_and_are_read_again_on_demand(
-    checkpoint: Write, settings: ModelSettings, nursery: Nursery
+    checkpoint: Write, settings: ModelSettings, nursery: ForkServer
 ) -> None:
     models = [function(checkpoint("qwen3", "lm", seed), ModelAction.LOGPROBS) for seed in (0, 1)]
     size = await footprint_bytes(models[0], settings, nursery)
@@ -226,7 +226,7 @@ async def test_a_prefetched_service_is_found_in_place(checkpoint: Write, runtime
 
 
 async def test_a_prefetch_evicts_what_the_manager_names_and_nothing_else(
-    checkpoint: Write, settings: ModelSettings, nursery: Nursery
+    checkpoint: Write, settings: ModelSettings, nursery: ForkServer
 ) -> None:
     first, second = teacher(checkpoint), function(checkpoint("llama", "lm"), ModelAction.LOGPROBS)
     assert first.model is not None and second.model is not None
@@ -244,7 +244,7 @@ async def test_a_prefetch_evicts_what_the_manager_names_and_nothing_else(
 
 
 async def test_the_footprint_follows_what_restores_take(
-    checkpoint: Write, settings: ModelSettings, nursery: Nursery
+    checkpoint: Write, settings: ModelSettings, nursery: ForkServer
 ) -> None:
     runtime = ModelRuntime(replace(settings, restore_bytes_per_s=1.0), nursery=nursery)
     told: list[ServiceSpec] = []
@@ -292,7 +292,7 @@ async def test_the_members_of_a_batch_run_as_one_job_with_an_answer_each(
 
 
 async def test_a_refused_member_neither_fails_nor_delays_its_batch(
-    checkpoint: Write, settings: ModelSettings, nursery: Nursery
+    checkpoint: Write, settings: ModelSettings, nursery: ForkServer
 ) -> None:
     runtime = ModelRuntime(replace(settings, gather_s=300), nursery=nursery)
     asked, names = teacher(checkpoint), ("good", "bad")
@@ -332,7 +332,7 @@ async def test_a_crashed_rank_is_replaced_and_the_action_retried_once(checkpoint
 
 @pytest.mark.parametrize("ranks", [1, 2])
 async def test_a_stuck_rank_is_found_by_the_deadline_and_the_action_retried(
-    checkpoint: Write, settings: ModelSettings, nursery: Nursery, ranks: int
+    checkpoint: Write, settings: ModelSettings, nursery: ForkServer, ranks: int
 ) -> None:
     runtime = ModelRuntime(replace(settings, stuck_s=3.0), nursery=nursery)
     asked = teacher(checkpoint, batch_tokens=128)

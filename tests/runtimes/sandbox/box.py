@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from runtimes.sandbox import runner as wire
-from runtimes.sandbox.channel import Channel
-from runtimes.sandbox.link import SocketLink
+from runtimes.sandbox.runner import runner as wire
+from runtimes.sandbox.runner.byte_stream import SocketStream
+from runtimes.sandbox.runner.stream_client import StreamClient
 
 DEADLINE_S = 20.0
 
@@ -30,7 +30,7 @@ class Box:
     def work(self) -> Path:
         return self.directory / "work"
 
-    async def connect(self, unattended_s: float = 60.0, token: str = "secret") -> Channel:
+    async def connect(self, unattended_s: float = 60.0, token: str = "secret") -> StreamClient:
         """A gateway."""
         hello: dict[str, object] = {
             "token": token,
@@ -40,7 +40,7 @@ class Box:
             "env": {},
         }
         hello |= {"orphan_s": 60.0, "unattended_s": unattended_s}
-        return await Channel.open(SocketLink(self.directory), hello, within_s=DEADLINE_S)
+        return await StreamClient.open(SocketStream(self.directory), hello, within_s=DEADLINE_S)
 
     def open_gate(self) -> None:
         (self.work / "go").touch()

@@ -13,18 +13,18 @@ from pathlib import Path
 import pytest
 
 from manager.clock import VirtualClock
-from manager.errors import ActionFailed, CapacityExceeded, Conflict, NotFound, Reason, TangramError, Unsupported
+from manager.errors import ActionFailed, CapacityExceeded, CodedError, Conflict, NotFound, Reason, Unsupported
 from manager.function import Background, FunctionSpec, Isolation, RuntimeKind, SandboxSpec, Warm
 from manager.lease import Grant, Lease
+from runtimes.sandbox.creation_gate import CreationGate
 from runtimes.sandbox.environments import Environments, EnvironmentSettings
-from runtimes.sandbox.pool import DEMAND_S, WarmPool
-from runtimes.sandbox.process import ProcessHold
-from runtimes.sandbox.protocol import lost
+from runtimes.sandbox.exec.runtime import ExecRuntime
+from runtimes.sandbox.process.provider import ProcessControl
 from runtimes.sandbox.provider import ProviderSettings, make_provider
 from runtimes.sandbox.resident import ResidentSandbox
-from runtimes.sandbox.runtime import ExecRuntime
+from runtimes.sandbox.runner.protocol import lost
 from runtimes.sandbox.sandbox import Command, Provider, Sandbox
-from runtimes.sandbox.starting import Starting
+from runtimes.sandbox.warm_pool import DEMAND_S, WarmPool
 from tests.runtimes.recorder import execution_of
 
 DEADLINE_S = 20.0
@@ -94,7 +94,7 @@ class TestTrajectories:
         assert await environments.ensure("t") is not sandbox
 
     async def test_a_failed_creation_leaves_nothing_and_can_be_tried_again(self, environments: Environments) -> None:
-        with pytest.raises(TangramError):
+        with pytest.raises(CodedError):
             await environments.ensure("t", SandboxSpec(workdir="relative"))
         assert (environments.get("t"), environments.list()) == (None, [])
         assert (await environments.ensure("t")).alive
@@ -125,10 +125,10 @@ class TestTrajectories:
         environments = Environments(local, EnvironmentSettings(reap_every_s=3600, reap_soon_s=0.01))
         await environments.start()
         await environments.ensure("t")
-        removes, reaped = ProcessHold.remove, asyncio.Event()
+        removes, reaped = ProcessControl.remove, asyncio.Event()
 
-        async def fails(hold: ProcessHold) -> None:
-            monkeypatch.setattr(ProcessHold, "remove", removes)
+        async def fails(hold: ProcessControl) -> None:
+            monkeypatch.setattr(ProcessControl, "remove", removes)
             raise CapacityExceeded("the engine does not answer")
 
         async def reap(living: Collection[str]) -> int:
@@ -137,7 +137,7 @@ class TestTrajectories:
             return removed
 
         reaps = local.reap
-        monkeypatch.setattr(ProcessHold, "remove", fails)
+        monkeypatch.setattr(ProcessControl, "remove", fails)
         monkeypatch.setattr(local, "reap", reap)
         await environments.end("t")
         assert list((tmp_path / "state" / "sandboxes").iterdir())
@@ -228,7 +228,7 @@ class TestWarmPool:
 
 class TestStarting:
     async def test_no_more_than_the_limit_are_made_at_once(self) -> None:
-        starting = Starting(2)
+        starting = CreationGate(2)
         going, peak = 0, 0
 
         async def make(name: str) -> None:
@@ -244,39 +244,39 @@ class TestStarting:
 
     async def test_failures_close_the_gate_for_a_growing_while(self) -> None:
         clock = VirtualClock()
-        starting = Starting(1, threshold=2, backoff_s=1.0, clock=clock)
+        starting = CreationGate(1, threshold=2, backoff_s=1.0, clock=clock)
 
         async def fail(error: Exception) -> None:
             async with starting.slot("x"):
                 raise error
 
         for _ in range(2):
-            with pytest.raises(TangramError, match="broken"):
-                await fail(TangramError("broken"))
+            with pytest.raises(CodedError, match="broken"):
+                await fail(CodedError("broken"))
         with pytest.raises(CapacityExceeded, match=r"2 sandboxes in a row could not be made \(broken\)") as caught:
-            await fail(TangramError("broken"))
+            await fail(CodedError("broken"))
         assert caught.value.retry_after_s == 1.0
         clock.advance_to(1.5)
-        with pytest.raises(TangramError, match="broken"):
-            await fail(TangramError("broken"))
+        with pytest.raises(CodedError, match="broken"):
+            await fail(CodedError("broken"))
         assert starting.wait_s == 2.0
         clock.advance_to(10.0)
         async with starting.slot("x"):
             pass
-        with pytest.raises(TangramError, match="broken"):
-            await fail(TangramError("broken"))
+        with pytest.raises(CodedError, match="broken"):
+            await fail(CodedError("broken"))
         assert starting.wait_s == 0.0
 
     async def test_what_was_under_way_when_the_gate_closed_counts_once(self) -> None:
         clock = VirtualClock()
-        starting = Starting(8, threshold=1, backoff_s=1.0, clock=clock)
+        starting = CreationGate(8, threshold=1, backoff_s=1.0, clock=clock)
         inside, breaks = asyncio.Semaphore(0), asyncio.Event()
 
         async def fail(name: str) -> None:
             async with starting.slot(name):
                 inside.release()
                 await breaks.wait()
-                raise TangramError("broken")
+                raise CodedError("broken")
 
         going = [asyncio.create_task(fail(str(index))) for index in range(8)]
         for _ in going:
@@ -287,16 +287,16 @@ class TestStarting:
         assert starting.wait_s == 1.0
 
     async def test_a_success_opens_the_gate(self) -> None:
-        starting = Starting(2, threshold=1, clock=VirtualClock())
+        starting = CreationGate(2, threshold=1, clock=VirtualClock())
         async with starting.slot("slow"):
-            with pytest.raises(TangramError):
+            with pytest.raises(CodedError):
                 async with starting.slot("x"):
-                    raise TangramError("broken")
+                    raise CodedError("broken")
             assert starting.wait_s == 1.0
         assert starting.wait_s == 0.0
 
     async def test_a_search_sees_what_was_begun_and_made_while_it_looked(self) -> None:
-        starting = Starting(2)
+        starting = CreationGate(2)
         async with starting.slot("before"):
             with starting.watching() as young, starting.watching() as other:
                 async with starting.slot("meanwhile"):
@@ -306,7 +306,7 @@ class TestStarting:
             assert young == {"before", "meanwhile"}
 
     async def test_the_callers_mistakes_do_not_count(self) -> None:
-        starting = Starting(1, threshold=1, clock=VirtualClock())
+        starting = CreationGate(1, threshold=1, clock=VirtualClock())
         with pytest.raises(Unsupported):
             async with starting.slot("x"):
                 raise Unsupported("never")

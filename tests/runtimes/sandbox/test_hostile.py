@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from manager.errors import ActionFailed, InvalidInput, NotFound, TangramError
+from manager.errors import ActionFailed, CodedError, InvalidInput, NotFound
 from manager.function import SandboxSpec
-from runtimes.sandbox.container_provider import ContainerProvider
 from runtimes.sandbox.disk import DiskWatch
-from runtimes.sandbox.process import ProcessProvider
+from runtimes.sandbox.docker.provider import ContainerProvider
+from runtimes.sandbox.process.provider import ProcessProvider
 from runtimes.sandbox.sandbox import Command, CommandResult, Provider, Sandbox
 from tests.runtimes.sandbox.conftest import unique
 
@@ -273,7 +273,7 @@ async def _run_case(sandbox: Sandbox, run: dict[str, object]) -> SimpleNamespace
             result = await sandbox.run(command)
     except ActionFailed:
         raise
-    except TangramError:
+    except CodedError:
         return None
     return SimpleNamespace(
         stdout=result.stdout.decode("utf-8", "replace"),

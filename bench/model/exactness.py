@@ -1,0 +1,94 @@
+"""Exactness for the model bench: every family against plain transformers, every DoP against one, in float32."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.model.checkpoints import FAMILIES, TINY, write_checkpoint
+from manager.action import UnitSet
+from manager.function import FunctionSpec, ModelAction, ModelSpec, RuntimeKind
+from runtimes.model.checkpoint.skeleton import Head
+from runtimes.model.device.process import ForkServer
+from runtimes.model.engine.contract import ModelJob
+from runtimes.model.engine.torch_backend import TorchBackend
+from runtimes.model.request import parse_input
+from runtimes.model.settings import ModelSettings
+
+DOPS = (1, 2, 4, 8)
+IDS = [[7, 3, 99, 12], [5, 5, 201, 34, 77, 140, 8, 9, 250], [255, 1], [17, 90, 91, 92, 93, 4]]
+
+
+@dataclass(frozen=True, slots=True)
+class Differences:
+    """Largest absolute differences of log-probabilities and scores."""
+
+    family: float  #: of DoP 1 from plain transformers
+    dop: float  #: of DoP 2, 4 and 8 from DoP 1
+
+
+def differences(directory: Path) -> Differences:
+    """Over every family, in processes of their own, on eight ``cpu`` devices."""
+    return asyncio.run(_differences(directory))
+
+
+async def _differences(directory: Path) -> Differences:
+    settings = ModelSettings(device="cpu", devices=8, device_bytes=64 * 2**20, state_dir=directory / "state")
+    nursery = ForkServer()
+    engine = TorchBackend(settings, nursery, lambda: None)
+    family, dop = 0.0, 0.0
+    try:
+        for name, head in itertools.product(FAMILIES, (Head.LM, Head.SCORE)):
+            path = write_checkpoint(directory, name, head, TINY, dtype="float32", device="cpu", seed=3)
+            alone, *others = [await _ask(engine, _function(path, head), size) for size in DOPS]
+            family = max(family, _largest(alone, _plain(path, head)))
+            dop = max(dop, *(_largest(alone, other) for other in others))
+    finally:
+        await engine.close()
+        nursery.close()
+    return Differences(family, dop)
+
+
+def _largest(left: list[float], right: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(left, right, strict=True))
+
+
+def _plain(path: Path, head: Head) -> list[float]:
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    auto: Any = AutoModelForCausalLM if head is Head.LM else AutoModelForSequenceClassification
+    model = auto.from_pretrained(path).eval()
+    values: list[float] = []
+    with torch.no_grad():
+        for ids in IDS:
+            logits = model(torch.tensor([ids])).logits[0]
+            if head is Head.SCORE:
+                values.append(float(logits[0]))
+            else:
+                table = logits.log_softmax(-1)
+                values += [float(table[position, token]) for position, token in enumerate(ids[1:])]
+    return values
+
+
+async def _ask(engine: TorchBackend, asked: FunctionSpec, dop: int) -> list[float]:
+    ask = await engine.admit(asked, parse_input(asked, {"token_ids": IDS}, len(IDS)))
+    assert asked.model is not None
+    job = ModelJob(service=asked.model.service, chunk=(0, dop), asks=(ask,))
+    value: Any = (await engine.execute(job, lambda: None)).values[0]
+    return list(value["scores"]) if "scores" in value else [number for row in value["logprobs"] for number in row]
+
+
+def _function(path: Path, head: Head) -> FunctionSpec:
+    action = ModelAction.LOGPROBS if head is Head.LM else ModelAction.SCORE
+    return FunctionSpec(
+        name=path.name,
+        runtime=RuntimeKind.MODEL,
+        cost={"gpu": UnitSet.of(DOPS)},
+        key="gpu",
+        model=ModelSpec(path=path, action=action),
+    )

@@ -1,0 +1,1 @@
+"""The soak: traffic, faults and a census of what is left."""

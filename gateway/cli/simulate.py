@@ -1,0 +1,221 @@
+"""The verbs ``plan``, ``simulate`` and ``trace`` of the command line: click commands round `manager`'s functions."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import NoReturn
+
+import click
+from click.core import ParameterSource
+
+from gateway.cli.output import server_options
+from gateway.cli.trace_export import recorded
+from gateway.client import Client
+from gateway.config import load
+from gateway.machine import describe
+from manager.config import ManagerSpec
+from manager.errors import CodedError
+from manager.simulation.baselines import BASELINES
+from manager.simulation.plan import plan as plan_snapshot
+from manager.simulation.results import SimulationResult
+from manager.simulation.simulate import FINDABLE, Size, preset, run
+from manager.simulation.simulator import Physics
+from manager.simulation.trace import read_trace, write_trace
+from manager.simulation.workloads import PRESETS, Workload
+
+#: What `--policy` is when it is not given: ours beside the paper's.
+DEFAULT_POLICIES = ("adaptive", "price", "paper")
+
+
+@click.command()
+@click.argument("snapshot", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--policy", help="paper, price, adaptive or fixed:DOP; by default adaptive on cpu and price elsewhere")
+@click.option("--json", "as_json", is_flag=True, help="one JSON object instead of lines for people")
+def plan(snapshot: Path, policy: str | None, as_json: bool) -> None:
+    """Decide once on a written SNAPSHOT.json and explain each action."""
+    try:
+        value = json.loads(snapshot.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise click.ClickException(f"{snapshot}: not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise click.ClickException(f"{snapshot}: an object is needed")
+    try:
+        answer = plan_snapshot(value, policy)
+    except CodedError as error:
+        _fail(error)
+    click.echo(json.dumps(answer) if as_json else "\n".join(_explained(answer)))
+
+
+def _explained(answer: Mapping[str, object]) -> Iterable[str]:
+    started, waiting = answer["started"], answer["waiting"]
+    assert isinstance(started, list) and isinstance(waiting, list)
+    for start in started:
+        units = ", ".join(f"{count} of {start['on'][kind]}" for kind, count in start["units"].items())
+        chunk = f" on devices {start['chunk'][0]}..{sum(start['chunk']) - 1}" if "chunk" in start else ""
+        expected = f", about {start['expected_s']:g} s" if "expected_s" in start else ""
+        yield f"start  {start['id']}: {units}{chunk}{expected}"
+    for wait in waiting:
+        until = "" if wait["until_s"] is None else f", until about {wait['until_s']:g} s"
+        yield f"wait   {wait['id']}: for {wait['for']}{until}"
+    yield f"decided in {answer['decision_ms']:g} ms"
+
+
+@click.command()
+@click.option("--workload", default="ai-coding", show_default=True, help=f"trace.jsonl, or one of {', '.join(PRESETS)}")
+@click.option("--batch", default=256, show_default=True, help="trajectories of a preset")
+@click.option("--seed", default=0, show_default=True)
+@click.option(
+    "--config",
+    "configs",
+    multiple=True,
+    type=click.Path(exists=True, path_type=Path),
+    help="repeatable: a gateway's configuration, for its quotas, limits, weights and, unless sizes are given, machine",
+)
+@click.option("--nodes", default=5, show_default=True, help="CPU nodes")
+@click.option("--cores", default=1280, show_default=True, help="cores of all nodes together")
+@click.option("--gpus", default=40, show_default=True, help="devices in nodes of eight")
+@click.option("--policy", "names", multiple=True, help=f"repeatable; also the baselines {', '.join(BASELINES)}")
+@click.option("--learned", is_flag=True, help="hide all profiles: the policies know what history tells them")
+@click.option("--prefetch", is_flag=True, help="models are restored ahead of their use where there is room")
+@click.option(
+    "--replicate/--no-replicate",
+    default=True,
+    show_default=True,
+    help="models in use are copied into free memory of idle devices",
+)
+@click.option(
+    "--batch-marginal",
+    default=1.0,
+    show_default=True,
+    type=click.FloatRange(0.0, 1.0),
+    help="what a further member adds to a batch of a model's queue mates, as a fraction of what it takes alone",
+)
+@click.option("--bound", is_flag=True, help="a lower bound on the mean ACT of every possible schedule")
+@click.option("--find", type=click.Choice(FINDABLE), help="the fewest of these that reach --target-act")
+@click.option("--target-act", metavar="SECONDS", help="mean ACT of a trajectory, such as 2s")
+@click.option("--json", "as_json", is_flag=True)
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="a picture of the runs")
+@click.option("--export-trace", type=click.Path(dir_okay=False, path_type=Path), help="write the workload as a trace")
+def simulate(
+    workload: str,
+    batch: int,
+    seed: int,
+    configs: tuple[Path, ...],
+    nodes: int,
+    cores: int,
+    gpus: int,
+    names: tuple[str, ...],
+    learned: bool,
+    prefetch: bool,
+    replicate: bool,
+    batch_marginal: float,
+    bound: bool,
+    find: str | None,
+    target_act: str | None,
+    as_json: bool,
+    plot: Path | None,
+    export_trace: Path | None,
+) -> None:
+    """Play a workload on the very same scheduler under a virtual clock: what if I had other sizes or policies?"""
+    size = Size(nodes=nodes, cores=cores, gpus=gpus, prefetch=prefetch, replicate=replicate)
+    try:
+        chosen = load_workload(workload, batch, seed)
+        result = run(
+            chosen,
+            [name for text in names or DEFAULT_POLICIES for name in text.split("+")],
+            size,
+            base=_configured(configs, size, chosen) if configs else None,
+            physics=Physics(batch_marginal=batch_marginal),
+            learned=learned,
+            with_bound=bound,
+            find=find,
+            target_act_s=None if target_act is None else _seconds(target_act),
+        )
+    except CodedError as error:
+        _fail(error)
+    if export_trace is not None:
+        export_trace.write_text("".join(f"{line}\n" for line in write_trace(chosen.trajectories)), encoding="utf-8")
+    if plot is not None:
+        _plot(result, chosen, size, plot)
+    click.echo(result.to_json() if as_json else result.table())
+
+
+@click.group()
+def trace() -> None:
+    """Traces of what trajectories did."""
+
+
+@trace.command()
+@click.argument("path", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--json", "as_json", is_flag=True)
+def check(path: Path, as_json: bool) -> None:
+    """Read a trace and say what is in it."""
+    try:
+        trajectories = read_trace(path.read_text(encoding="utf-8").splitlines())
+    except CodedError as error:
+        _fail(error)
+    actions = sum(len(trajectory.steps) for trajectory in trajectories)
+    if as_json:
+        click.echo(json.dumps({"trajectories": len(trajectories), "actions": actions}))
+    else:
+        click.echo(f"{len(trajectories)} trajectories, {actions} actions")
+
+
+@trace.command()
+@click.option("--task", help="only this task's invocations")
+@click.option("--limit", default=10000, show_default=True, help="newest invocations that are looked at")
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="a file instead of standard output")
+@server_options
+def export(task: str | None, limit: int, out: Path | None, server: str, token: str) -> None:
+    """Write a gateway's recorded history as a trace."""
+    with Client(server, token=token) as client:
+        functions = {str(body["name"]): body for body in client.functions()}
+        trajectories = recorded(client.list(task=task, state="succeeded", limit=limit), functions)
+    text = "".join(f"{line}\n" for line in write_trace(trajectories))
+    if out is None:
+        click.echo(text, nl=False)
+    else:
+        out.write_text(text, encoding="utf-8")
+        click.echo(f"{len(trajectories)} trajectories written to {out}", err=True)
+
+
+def load_workload(name: str, batch: int, seed: int) -> Workload:
+    """A preset by its name, or a trace by its path; raises InvalidInput."""
+    path = Path(name)
+    if name not in PRESETS and path.is_file():
+        trajectories = read_trace(path.read_text(encoding="utf-8").splitlines())
+        return Workload(name=path.name, trajectories=tuple(trajectories))
+    return preset(name, batch, seed)
+
+
+def _configured(paths: tuple[Path, ...], size: Size, workload: Workload) -> ManagerSpec:
+    """What a gateway with this configuration would schedule on: this machine, or the size asked for in its place."""
+    loaded = load.load(paths, os.environ, look=False)
+    source = click.get_current_context().get_parameter_source
+    if any(source(name) is ParameterSource.COMMANDLINE for name in ("nodes", "cores", "gpus")):
+        return loaded.manager_spec(size.spec(workload, "fixed").nodes)
+    return loaded.manager_spec((describe(loaded),))
+
+
+def _plot(result: SimulationResult, workload: Workload, size: Size, path: Path) -> None:
+    """matplotlib is an extra and slow to import: only here."""
+    from gateway.cli.plot import plot_result
+
+    plot_result(result, workload, size, path)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text.removesuffix("s"))
+    except ValueError as error:
+        raise click.BadParameter(f"{text!r} is no number of seconds", param_hint="--target-act") from error
+    if value <= 0:
+        raise click.BadParameter("must be above 0", param_hint="--target-act")
+    return value
+
+
+def _fail(error: CodedError) -> NoReturn:
+    raise click.ClickException(f"{error.component}: {error.message}")

@@ -1,0 +1,1 @@
+"""The configuration: YAML in, one frozen value out, every mistake with its place."""

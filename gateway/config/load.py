@@ -1,0 +1,364 @@
+"""The configuration: files and environment in, one frozen `GatewayConfig` out, or every problem at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar, cast
+
+from gateway.auth import check_bind
+from gateway.config import yaml
+from gateway.config.document import MAPS, NAMES, SECTIONS, Adapter, check, suggestion
+from gateway.config.functions import Function
+from gateway.config.resources import costed_kinds, resource_problems
+from gateway.config.sections import (
+    ModelsConfig,
+    NodeConfig,
+    Resource,
+    SandboxConfig,
+    SchedulerConfig,
+    Section,
+    ServerConfig,
+    TaskSection,
+)
+from gateway.config.spec import function_spec
+from gateway.config.yaml import KeyPath, Position, Problem
+from manager.config import (
+    ConcurrencySpec,
+    ManagerSpec,
+    NodeSpec,
+    QuotaSpec,
+    ServiceSpec,
+    TaskSpec,
+)
+from manager.errors import InvalidConfig
+from manager.function import FunctionSpec
+
+#: Most files of one configuration.
+FILES_MAX = 4096
+
+_SectionT = TypeVar("_SectionT", bound=Section)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigSource:
+    """The text of one file; relative paths in it begin at its directory."""
+
+    path: Path
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayConfig:
+    """Everything that the YAML says, checked and frozen."""
+
+    functions: Mapping[str, FunctionSpec] = field(default_factory=dict)
+    tasks: Mapping[str, TaskSpec] = field(default_factory=lambda: {"default": TaskSpec()})
+    quotas: Mapping[str, QuotaSpec] = field(default_factory=dict)
+    concurrency: Mapping[str, ConcurrencySpec] = field(default_factory=dict)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+    node: NodeConfig = field(default_factory=NodeConfig)
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    models: ModelsConfig = field(default_factory=ModelsConfig)
+    #: Where each function is defined.
+    origins: Mapping[str, Position] = field(default_factory=dict)
+    #: The files that were read, absolute.
+    files: tuple[Path, ...] = ()
+
+    def manager_spec(
+        self, nodes: tuple[NodeSpec, ...], services: Mapping[str, ServiceSpec] | None = None
+    ) -> ManagerSpec:
+        """What the core is built from, with the machines and the model services as they were found."""
+        return ManagerSpec(
+            nodes=nodes,
+            quotas=self.quotas,
+            concurrency=self.concurrency,
+            tasks=self.tasks,
+            services=services or {},
+            scheduler=self.scheduler.spec(),
+        )
+
+
+def load(paths: Sequence[Path], env: Mapping[str, str], *, look: bool = True) -> GatewayConfig:
+    """Read files and directories (``tangram.yaml`` and ``functions/*/function.yaml``) into one configuration.
+
+    With ``look`` handlers and checkpoints must exist on this machine. Raises InvalidConfig with every problem.
+    """
+    sources, problems = read(paths)
+    return build(sources, env, look=look, problems=problems)
+
+
+def read(paths: Sequence[Path]) -> tuple[list[ConfigSource], list[Problem]]:
+    """The texts of the files that ``paths`` name, each once, and what could not be read."""
+    sources: dict[Path, ConfigSource] = {}
+    problems: list[Problem] = []
+    for path in paths:
+        found = files_of(path)
+        if not found:
+            what = "no tangram.yaml and no function.yaml in this directory" if path.is_dir() else "no such file"
+            problems.append(Problem(message=what, position=Position(path, 1)))
+        for file in found[:FILES_MAX]:
+            try:
+                if file.stat().st_size > yaml.TEXT_LIMIT_BYTES:
+                    raise ValueError(f"the file is larger than {yaml.TEXT_LIMIT_BYTES} bytes")
+                sources.setdefault(file.resolve(), ConfigSource(path=file, text=file.read_text(encoding="utf-8")))
+            except (OSError, ValueError) as error:
+                problems.append(Problem(message=f"cannot be read: {error}", position=Position(file, 1)))
+    return list(sources.values()), problems
+
+
+def files_of(path: Path) -> list[Path]:
+    """A file is itself; a directory is its tangram.yaml and the function.yaml of it and of what is in it."""
+    if not path.is_dir():
+        return [path] if path.is_file() else []
+    patterns = ("tangram.yaml", "function.yaml", "*/function.yaml", "functions/*/function.yaml")
+    return [file for pattern in patterns for file in sorted(path.glob(pattern)) if file.is_file()]
+
+
+def build(
+    sources: Iterable[ConfigSource],
+    env: Mapping[str, str],
+    *,
+    look: bool = True,
+    problems: Sequence[Problem] = (),
+    base: GatewayConfig | None = None,
+) -> GatewayConfig:
+    """One configuration from the texts of its files; raises InvalidConfig with every problem, ``problems`` first.
+
+    A server's section that no file holds (server, node, sandbox, models, scheduler) is that of ``base``.
+    """
+    assembly = _Assembly(env=env, look=look, problems=list(problems), base=base)
+    for source in sources:
+        assembly.add(source)
+    config = assembly.config()
+    if assembly.problems:
+        raise refusal(assembly.problems)
+    return config
+
+
+def refusal(problems: Sequence[Problem]) -> InvalidConfig:
+    """The error that carries all problems: in its message for people, in its detail for programs."""
+    distinct = list(dict.fromkeys(problems))
+    count = f"{len(distinct)} problems in the configuration:\n" if len(distinct) > 1 else ""
+    listed = [
+        {
+            "file": None if each.position is None else str(each.position.file),
+            "line": None if each.position is None else each.position.line,
+            "path": yaml.show_path(each.path),
+            "message": each.message,
+        }
+        for each in distinct
+    ]
+    return InvalidConfig(count + "\n".join(map(str, distinct)), component="config", detail={"problems": listed})
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A section or an entry of a map as it stands in its file."""
+
+    value: object
+    path: KeyPath
+    document: yaml.YamlDocument
+
+    @property
+    def position(self) -> Position:
+        return self.document.positions[self.path]
+
+    @property
+    def directory(self) -> Path:
+        return self.document.file.absolute().parent
+
+
+@dataclass(slots=True, kw_only=True)
+class _Assembly:
+    """Merges the files, then checks each part of them by itself, so that one problem hides no other."""
+
+    env: Mapping[str, str]
+    look: bool
+    problems: list[Problem]
+    base: GatewayConfig | None = None
+    files: list[Path] = field(default_factory=list)
+    sections: dict[str, _Entry] = field(default_factory=dict)
+    entries: dict[str, dict[str, _Entry]] = field(default_factory=lambda: {name: {} for name in MAPS})
+
+    def add(self, source: ConfigSource) -> None:
+        document = yaml.parse(source.text, source.path, self.env)
+        self.files.append(source.path.absolute())
+        self.problems += document.problems
+        if document.values is None:
+            return
+        if not isinstance(document.values, dict):
+            self.problems.append(Problem(message="must be a mapping", position=Position(source.path, 1)))
+            return
+        for key, value in document.values.items():
+            entry = _Entry(value, (key,), document)
+            if key in MAPS:
+                self._add_entries(str(key), entry)
+            elif key in SECTIONS:
+                self._add_section(str(key), entry)
+            else:
+                known = suggestion(key, [*SECTIONS, *MAPS])
+                self._refuse(entry, f"unknown key {key!r}{known}")
+
+    def _add_section(self, name: str, entry: _Entry) -> None:
+        if name == "version":
+            self._checked(SECTIONS[name], entry)
+        elif name in self.sections:
+            self._refuse(entry, f"is given in two files, first at {self.sections[name].position}")
+        elif entry.value is not None:
+            self.sections[name] = entry
+
+    def _add_entries(self, section: str, entry: _Entry) -> None:
+        if entry.value is None:
+            return
+        if not isinstance(entry.value, dict):
+            self._refuse(entry, "must be a mapping of names")
+            return
+        for name, value in entry.value.items():
+            inner = _Entry(value, (section, name), entry.document)
+            if check(NAMES[section], name, (), {})[1]:
+                self._refuse(inner, f"{name!r} is no name: letters, digits or . _ - (text in quotes), at most 128")
+            elif name in self.entries[section]:
+                self._refuse(inner, f"is defined twice, first at {self.entries[section][name].position}")
+            else:
+                self.entries[section][name] = inner
+
+    def config(self) -> GatewayConfig:
+        """The configuration; complete only if there are no problems."""
+        server = self._server()
+        node = self._section("node", NodeConfig)
+        sandbox = self._section("sandbox", SandboxConfig)
+        models = self._section("models", ModelsConfig)
+        scheduler = self._section("scheduler", SchedulerConfig)
+        resources = {name: cast(Resource, value) for name, value in self._valid("resources")}
+        self._resource_problems(resources)
+        tasks = {name: cast(TaskSection, value) for name, value in self._valid("tasks")}
+        self._task_problems(tasks, scheduler)
+        models = models.model_copy(update={"dir": self._absolute("models", models.dir)})
+        topology = self._absolute("node", node.cpu.topology)
+        node = node.model_copy(update={"cpu": node.cpu.model_copy(update={"topology": topology})})
+        functions = self._functions(resources, sandbox, models)
+        self._engine_problems(functions, node)
+        return GatewayConfig(
+            functions=functions,
+            tasks={"default": TaskSpec()} | {name: task.spec() for name, task in tasks.items()},
+            quotas={n: spec for n, each in resources.items() if isinstance(spec := each.spec(), QuotaSpec)},
+            concurrency={n: spec for n, each in resources.items() if isinstance(spec := each.spec(), ConcurrencySpec)},
+            scheduler=scheduler,
+            server=server,
+            node=node,
+            sandbox=sandbox,
+            models=models,
+            origins={name: entry.position for name, entry in self.entries["functions"].items()},
+            files=tuple(self.files),
+        )
+
+    def _server(self) -> ServerConfig:
+        if "server" not in self.sections and self.base is not None:
+            return self.base.server
+        server = self._section("server", ServerConfig)
+        token = server.token
+        if server.token_file is not None:
+            file = self._absolute("server", server.token_file)
+            assert file is not None
+            if token:
+                self._refuse(self.sections["server"], "give one of token and token_file")
+            try:
+                token = file.read_text(encoding="utf-8").strip()
+            except (OSError, UnicodeDecodeError) as error:
+                self._refuse(self.sections["server"], f"token_file {file} cannot be read: {error}")
+            else:
+                if not token:
+                    self._refuse(self.sections["server"], f"token_file {file} is empty")
+        elif "server" in self.sections:
+            try:
+                check_bind(server.host, token)
+            except InvalidConfig as error:
+                self._refuse(self.sections["server"], error.message)
+        paths = {
+            name: self._absolute("server" if name in server.model_fields_set else "", getattr(server, name))
+            for name in ("token_file", "secrets_dir", "state_dir")
+        }
+        return server.model_copy(update={"token": token, **paths})
+
+    def _functions(
+        self, resources: Mapping[str, Resource], sandbox: SandboxConfig, models: ModelsConfig
+    ) -> dict[str, FunctionSpec]:
+        functions: dict[str, FunctionSpec] = {}
+        kinds = costed_kinds(self.entries["resources"])
+        for name, value in self._valid("functions"):
+            entry = self.entries["functions"][name]
+            problems: list[tuple[KeyPath, str]] = []
+            spec = function_spec(
+                name,
+                cast(Function, value),
+                directory=entry.directory,
+                kinds=kinds,
+                resources=resources,
+                sandbox=sandbox,
+                models_dir=models.dir,
+                look=self.look,
+                problems=problems,
+            )
+            functions[name] = spec
+            for path, message in problems:
+                self._refuse(entry, message, path)
+        return functions
+
+    def _engine_problems(self, functions: Mapping[str, FunctionSpec], node: NodeConfig) -> None:
+        """What an external engine frees by sleeping goes to the driver; the arenas of our own models keep theirs."""
+        models = {name: function.model for name, function in functions.items() if function.model is not None}
+        own = sorted(name for name, model in models.items() if not model.engine_url)
+        if not own or node.devices.kind == "cpu":
+            return
+        for name in models.keys() - own:
+            message = (
+                f"an external engine needs devices of its own, and this gateway's own models ({', '.join(own)}) hold "
+                "the memory of every device of the node for good: serve it from a gateway of its own, or call it as an "
+                "api function with a concurrency resource as its cost"
+            )
+            self._refuse(self.entries["functions"][name], message, ("model", "engine"))
+
+    def _resource_problems(self, resources: Mapping[str, Resource]) -> None:
+        for name, path, message in resource_problems(resources, self.entries["resources"]):
+            self._refuse(self.entries["resources"][name], message, path)
+
+    def _task_problems(self, tasks: Mapping[str, TaskSection], scheduler: SchedulerConfig) -> None:
+        kinds = costed_kinds(self.entries["resources"])
+        for name, task in tasks.items():
+            for kind in task.caps.keys() - kinds:
+                message = f"{kind!r} is no resource{suggestion(kind, kinds)}"
+                self._refuse(self.entries["tasks"][name], message, ("caps", kind))
+        if isinstance(scheduler.policy, dict):
+            for kind in scheduler.policy.keys() - kinds - {"default"}:
+                message = f"{kind!r} is no resource{suggestion(kind, kinds | {'default'})}"
+                self._refuse(self.sections["scheduler"], message, ("policy", kind))
+
+    def _section(self, name: str, model: type[_SectionT]) -> _SectionT:
+        """The section, that of the base where it is absent, or its defaults."""
+        entry = self.sections.get(name)
+        value = getattr(self.base, name, None) if entry is None else self._checked(SECTIONS[name], entry)
+        return value if isinstance(value, model) else model()
+
+    def _valid(self, section: str) -> list[tuple[str, object]]:
+        checked = [(name, self._checked(MAPS[section], entry)) for name, entry in self.entries[section].items()]
+        return [(name, value) for name, value in checked if value is not None]
+
+    def _checked(self, adapter: Adapter, entry: _Entry) -> object:
+        value, problems = check(adapter, entry.value, entry.path, entry.document.positions)
+        self.problems += problems
+        return value
+
+    def _absolute(self, section: str, path: Path | None) -> Path | None:
+        """A path from the directory of the file that holds the section; a default begins at the current one."""
+        if path is None:
+            return None
+        base = self.sections[section].directory if section in self.sections else Path.cwd()
+        return base / path.expanduser()
+
+    def _refuse(self, entry: _Entry, message: str, inner: KeyPath = ()) -> None:
+        path = (*entry.path, *inner)
+        place = next(entry.document.positions[each] for each in yaml.walk_up(path) if each in entry.document.positions)
+        self.problems.append(Problem(message=message, path=path, position=place))

@@ -1,0 +1,101 @@
+"""The tables of docs/reference/yaml.md, made from the JSON Schema so that they cannot lag behind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gateway.config.document import schema
+
+#: Definitions in reading order: (name in the schema, where it stands in the YAML).
+CHAPTERS = (
+    ("ExecFunction", "functions.NAME"),
+    ("SandboxSection", "functions.NAME.sandbox"),
+    ("WarmSection", "functions.NAME.sandbox.warm"),
+    ("PytestSection", "functions.NAME.pytest, runtime pytest"),
+    ("HandlerFunction", "functions.NAME, runtime handler"),
+    ("InstanceConcurrency", "functions.NAME.concurrency, runtime handler"),
+    ("Scale", "functions.NAME.scale, runtime handler"),
+    ("ModelSection", "functions.NAME.model, runtime model"),
+    ("EngineSection", "functions.NAME.model.engine"),
+    ("RequestSection", "functions.NAME.request, runtime api"),
+    ("UnitRange", "functions.NAME.cost.RESOURCE, a range"),
+    ("UnitChoices", "functions.NAME.cost.RESOURCE, some counts"),
+    ("ElasticitySection", "functions.NAME.elasticity"),
+    ("DurationSection", "functions.NAME.duration"),
+    ("RetrySection", "functions.NAME.retry"),
+    ("QuotaSection", "resources.NAME, kind quota"),
+    ("ConcurrencySection", "resources.NAME, kind concurrency"),
+    ("TaskSection", "tasks.NAME"),
+    ("ServerConfig", "server"),
+    ("RetentionSection", "server.retention"),
+    ("LogsSection", "server.logs"),
+    ("CallbacksSection", "server.callbacks"),
+    ("NodeConfig", "node"),
+    ("CpuConfig", "node.cpu"),
+    ("DevicesConfig", "node.devices"),
+    ("SandboxConfig", "sandbox"),
+    ("DockerSection", "sandbox.docker"),
+    ("ModelsConfig", "models"),
+    ("SchedulerConfig", "scheduler"),
+    ("PolicySection", "scheduler.policy, with constants"),
+)
+#: Definitions whose other keys another chapter holds: only these are shown.
+_ONLY = {
+    "HandlerFunction": ("runtime", "handler", "concurrency", "scale"),
+    "SandboxConfig": ("provider", "max_starting", "engine_silence", "docker"),
+}
+
+
+def markdown() -> str:
+    """One table for each section of the YAML."""
+    definitions = _mapping(schema()["$defs"])
+    return "\n".join(_chapter(place, _mapping(definitions[name]), _ONLY.get(name)) for name, place in CHAPTERS)
+
+
+def _chapter(place: str, definition: Mapping[str, Any], only: tuple[str, ...] | None) -> str:
+    where, comma, rest = place.partition(",")
+    lines = [f"### `{where}`{comma}{rest}", "", str(definition["description"]), ""]
+    lines += ["| key | value | default | meaning |", "|---|---|---|---|"]
+    required = definition.get("required", ())
+    for key, node in definition["properties"].items():
+        if only is None or key in only:
+            default = "required" if key in required else _default(node)
+            lines.append(f"| `{key}` | {_kind(node)} | {default} | {node.get('description', '')} |")
+    return "\n".join([*lines, ""])
+
+
+def _kind(node: Mapping[str, Any]) -> str:
+    """What may stand there, in a word."""
+    if "$ref" in node:
+        definition = _mapping(_mapping(schema()["$defs"])[node["$ref"].rpartition("/")[2]])
+        return "section" if definition["type"] == "object" else _kind(definition)
+    if node.get("examples") in (["30s"], ["512Mi"]):
+        return "duration" if node["examples"] == ["30s"] else "size"
+    if "const" in node:
+        return f"`{node['const']}`"
+    if "enum" in node:
+        return (
+            " ".join(f"`{each}`" for each in node["enum"] if each != "") if len(node["enum"]) < 10 else "name or status"
+        )
+    alternatives = node.get("anyOf", node.get("oneOf"))
+    if alternatives is not None:
+        kinds = [_kind(each) for each in alternatives if each.get("type") != "null"]
+        return " or ".join(dict.fromkeys(kinds))
+    kind = node.get("type", "any")
+    if kind == "array":
+        return f"list of {_kind(node['items'])}"
+    first = kind[0] if isinstance(kind, list) else kind
+    return {"string": "text", "integer": "count", "object": "mapping"}.get(first, str(first))
+
+
+def _default(node: Mapping[str, Any]) -> str:
+    default = node.get("default", "")
+    if default == "":
+        return ""
+    return f"`{str(default).lower() if isinstance(default, bool) else default}`"
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    assert isinstance(value, Mapping)
+    return value

@@ -1,0 +1,130 @@
+"""The door: every request is let in, routed, and answered, also when something fails."""
+
+from __future__ import annotations
+
+import asyncio
+from traceback import clear_frames
+
+import structlog
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Match, Route, Router
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gateway import wire
+from gateway.errors import MethodNotAllowed
+from gateway.http.administration import AdministrationOperations
+from gateway.http.batches import BatchOperations
+from gateway.http.invocations import InvocationOperations
+from gateway.http.messages import JSON, problem_response
+from gateway.http.openapi import document
+from gateway.http.operation import Operation, json_answer
+from gateway.http.stream import GIVE_UP_STALLS
+from gateway.http.trajectories import TrajectoryOperations
+from gateway.services import Services
+from manager.errors import CodedError, NotFound
+
+#: What any connection takes at once, whether its peer reads or not.
+SMALL_BYTES = 16 * 1024
+
+
+class HttpApp:
+    """The ASGI application."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._log = structlog.get_logger("gateway.http")
+        self.operations = [*operations(services), self._openapi_row()]
+        self._openapi = wire.dumps(document(self.operations))
+        self._open = {operation.path for operation in self.operations if operation.open}
+        self._routes = [Route(row.path, row.endpoint, methods=[row.method]) for row in self.operations]
+        self._router: ASGIApp = Router(self._routes, redirect_slashes=False)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await send({"type": "websocket.close"})  # before it was accepted: a 403
+            return
+        scope["app"] = self  # makes Starlette raise for a wrong method instead of answering in plain text
+        started = False
+
+        async def noting(message: Message) -> None:
+            nonlocal started
+            started = True
+            if len(message.get("body", b"")) <= SMALL_BYTES:
+                await send(message)
+            else:
+                await self._send_within_bounds(send, message)
+
+        try:
+            if scope["path"] not in self._open:
+                self._services.guard.check(_authorization(scope))
+            await self._router(scope, receive, noting)
+        except ClientDisconnect:
+            return
+        except Exception as error:
+            response = self._failed(error, scope)
+            if started:
+                raise
+            # The frames that it came through hold the request's body, often with the error itself: in a circle, which
+            # would stay until the collector comes. Under an overload of large requests that is too late.
+            clear_frames(error.__traceback__)
+            await response(scope, receive, send)
+
+    async def _send_within_bounds(self, send: Send, message: Message) -> None:
+        """Send; raises ClientDisconnect when the caller, though it is there, does not read."""
+        try:
+            async with asyncio.timeout(GIVE_UP_STALLS * self._services.logs.spec.stall_s):
+                await send(message)
+        except TimeoutError:
+            raise ClientDisconnect() from None
+
+    def _failed(self, error: Exception, scope: Scope) -> Response:
+        if isinstance(error, CodedError):
+            self._services.metrics.refused("http", error.code)
+            return problem_response(error)
+        if isinstance(error, HTTPException):
+            if error.status_code == 405:
+                refusal = MethodNotAllowed("the method is not allowed here", component="http")
+                return problem_response(refusal, {"Allow": self._allowed(scope)})
+            return problem_response(NotFound("no such path", component="http"))
+        self._log.exception("a request failed", error=str(error))
+        self._services.metrics.refused("http", "internal")
+        return problem_response(CodedError("a fault of the gateway: its log tells more", component="http"))
+
+    def _allowed(self, scope: Scope) -> str:
+        """The methods of every row of this path."""
+        here = [route for route in self._routes if route.matches(scope)[0] is not Match.NONE]
+        return ", ".join(sorted({method for route in here for method in route.methods or ()}))
+
+    async def _openapi_page(self, request: Request) -> Response:
+        return Response(self._openapi, media_type=JSON)
+
+    def _openapi_row(self) -> Operation:
+        return Operation(
+            id="getOpenapi",
+            method="GET",
+            path="/openapi.json",
+            endpoint=self._openapi_page,
+            summary="This document",
+            tag="operation",
+            answers={200: json_answer("OpenAPI 3.1", {"type": "object"})},
+            open=True,
+        )
+
+
+def operations(services: Services) -> list[Operation]:
+    """The table; the hottest first, as routes are tried in order."""
+    return [
+        *InvocationOperations(services).operations(),
+        *BatchOperations(services).operations(),
+        *TrajectoryOperations(services).operations(),
+        *AdministrationOperations(services).operations(),
+    ]
+
+
+def _authorization(scope: Scope) -> bytes | None:
+    for name, value in scope["headers"]:
+        if name == b"authorization":
+            return bytes(value)
+    return None

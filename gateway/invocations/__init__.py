@@ -1,0 +1,1 @@
+"""Invocations: accepted, recorded, scheduled, settled; their logs, retries, keys and callbacks."""

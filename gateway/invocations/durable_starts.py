@@ -1,0 +1,72 @@
+"""Starts: durable work begins only when the record says so on disk."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from gateway.invocations.invocation import INSIDE
+from gateway.invocations.invocations import Invocations
+from gateway.invocations.trajectories import TrajectoryRecovery
+from gateway.store.store import Store
+from manager.action import Action
+from manager.executor import Call, Executor
+from manager.function import FunctionSpec
+from manager.lease import Lease
+from manager.outcome import Outcome
+
+
+class DurableStarts:
+    """An executor that lets durable work begin only when its start is on disk, so that a killed gateway can tell.
+
+    What is done in a sandbox is put on record as begun at the last moment, when its sandbox is ready: before, it can
+    be queued again whatever it is, and of a trajectory's first environment nothing is lost. An idempotent action, and
+    one whose caller waits on the connection, begin at once: neither is ever run twice by mistake. While the disk
+    refuses, durable work waits here in its lease: it is neither lost nor failed for that.
+    """
+
+    def __init__(
+        self, executor: Executor, invocations: Invocations, store: Store, trajectories: TrajectoryRecovery
+    ) -> None:
+        self._executor = executor
+        self._invocations = invocations
+        self._store = store
+        self._trajectories = trajectories
+
+    async def execute(self, action: Action, lease: Lease, call: Call) -> Outcome:
+        inside = call.function.runtime in INSIDE
+        if inside:
+            call = replace(call, announce=partial(self._announce, action, call.function))
+        once = self._once(action, call.function)
+        if once and (not inside or self._store.failure is not None):
+            await self._store.durable()
+        return await self._executor.execute(action, lease, call)
+
+    async def _announce(self, action: Action, function: FunctionSpec) -> bool:
+        """Its sandbox is ready, and nothing was done in it yet."""
+        if action.trajectory is not None and self._trajectories.opened(action.trajectory, action.task, function):
+            await self._store.durable()
+        self._invocations.begin(action.id)
+        if self._once(action, function):
+            await self._store.durable()
+        return self._invocations.outlives_caller(action.id)
+
+    def _once(self, action: Action, function: FunctionSpec) -> bool:
+        return not function.idempotent and self._invocations.outlives_caller(action.id)
+
+    async def resize(self, action: Action, lease: Lease) -> None:
+        await self._executor.resize(action, lease)
+
+    async def prefetch(
+        self, function: FunctionSpec, service: str, node: str, chunk: tuple[int, int], evict: tuple[str, ...]
+    ) -> bool:
+        return await self._executor.prefetch(function, service, node, chunk, evict)
+
+    async def open_trajectory(self, trajectory: str, task: str, function: FunctionSpec) -> None:
+        if self._trajectories.opened(trajectory, task, function):
+            await self._store.durable()
+        await self._executor.open_trajectory(trajectory, task, function)
+
+    async def end_trajectory(self, trajectory: str) -> None:
+        await self._executor.end_trajectory(trajectory)
+        self._trajectories.ended(trajectory)

@@ -1,0 +1,125 @@
+"""The invocation: what a door asks for, and what lives of it between acceptance and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from gateway.invocations.logs import InvocationLog
+from gateway.invocations.record import Mode, Record
+from manager.action import Action
+from manager.errors import CodedError
+from manager.function import FunctionSpec, RuntimeKind
+
+#: Runtimes whose actions work in their trajectory's environment, or in a sandbox made for them.
+INSIDE = frozenset({RuntimeKind.EXEC, RuntimeKind.PYTEST})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InvocationSpec:
+    """Bounds of all invocations."""
+
+    idempotency_ttl_s: float = 86400.0
+    #: Age at which asynchronous work that still waits is given up; None for no bound.
+    max_age_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InvocationRequest:
+    """What a door asks for."""
+
+    function: str
+    input: Mapping[str, object]
+    #: The input as the caller sent it: kept in the record, and digested for its key.
+    body: bytes
+    mode: Mode = Mode.SYNC
+    task: str = "default"
+    trajectory: str | None = None
+    parent: str | None = None
+    #: Bounds in seconds, each at most the function's own: the execution, and the whole of an asynchronous call.
+    timeout_s: float | None = None
+    max_age_s: float | None = None
+    #: Idempotency-Key.
+    key: str | None = None
+    #: Go on when the caller goes away.
+    detached: bool = False
+    callback_url: str | None = None
+    traceparent: str | None = None
+    redrive_of: str | None = None
+
+    @property
+    def durable(self) -> bool:
+        return self.mode is Mode.ASYNC or self.key is not None
+
+    @property
+    def digest(self) -> bytes:
+        """Of the body: the same key must come with the same one."""
+        return hashlib.sha256(self.body).digest()
+
+    @property
+    def scoped_key(self) -> str:
+        """The key as the store knows it: each function has its own."""
+        return f"{self.function}\n{self.key}"
+
+    def options(self) -> dict[str, object]:
+        """What a restart must know of it."""
+        names = ("timeout_s", "max_age_s", "callback_url", "traceparent", "redrive_of")
+        given = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+class FunctionLookup(Protocol):
+    """Where registered functions are looked up: `gateway.registry.Registry`."""
+
+    def get(self, name: str) -> FunctionSpec:
+        """The function as it is now; raises NotFound."""
+        ...
+
+
+class Observer(Protocol):
+    """Who counts: `gateway.metrics.Metrics`."""
+
+    def accepted(self, record: Record) -> None: ...
+
+    def moved(self, record: Record) -> None: ...
+
+    def settled(self, record: Record) -> None: ...
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class LiveInvocation:
+    """A living invocation, or the record of an ended one with the same face."""
+
+    record: Record
+    function: FunctionSpec | None = None
+    input: Mapping[str, object] = field(default_factory=dict)
+    log: InvocationLog | None = None
+    #: The first try's action, from acceptance until it is submitted.
+    action: Action | None = None
+    #: The submitted try's action; None before and between two tries.
+    action_id: str | None = None
+    #: Its Idempotency-Key as the store knows it.
+    key: str | None = None
+    #: Callers that attend; when the last one leaves, an attached invocation is cancelled.
+    callers: int = 0
+    #: Why the scheduler refused it before any work; None otherwise.
+    refusal: CodedError | None = None
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    retry: asyncio.TimerHandle | None = None
+    #: Whether its present try was begun by an earlier gateway.
+    resumed: bool = False
+
+    @property
+    def inside(self) -> bool:
+        """Whether its work is done in a sandbox, which takes its time to be ready and may outlast the gateway."""
+        return self.function is not None and self.function.runtime in INSIDE
+
+
+def ended(record: Record) -> LiveInvocation:
+    """The face of an invocation that is only a record by now."""
+    invocation = LiveInvocation(record=record)
+    invocation.ended.set()
+    return invocation

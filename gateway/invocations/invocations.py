@@ -1,0 +1,499 @@
+"""Invocations: the sequence accept, formulate, record, submit, settle. It neither decides nor formats.
+
+An asynchronous call, and every call with an Idempotency-Key, is durable before it is submitted. A synchronous one
+without a key dies with its connection anyway: its record follows with the next transaction.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+import structlog
+
+from gateway.invocations.admission import Admission, HeldInputs
+from gateway.invocations.idempotency import Keys
+from gateway.invocations.inputs import Inputs
+from gateway.invocations.invocation import (
+    FunctionLookup,
+    InvocationRequest,
+    InvocationSpec,
+    LiveInvocation,
+    Observer,
+    ended,
+)
+from gateway.invocations.logs import Logs
+from gateway.invocations.record import Attempt, Mode, Record, new_id, seq_of
+from gateway.invocations.retries import next_try_s
+from gateway.store.store import Filter, Store, require
+from manager.action import Action
+from manager.engine import Engine, Submission
+from manager.errors import ActionFailed, CodedError, Conflict, InvalidInput, Reason, StorageUnavailable
+from manager.executor import Call
+from manager.formulation import formulate
+from manager.function import FunctionSpec
+from manager.learning.history import History
+from manager.lease import Lease
+from manager.outcome import Settlement, State
+
+logger = structlog.get_logger("gateway.invocations")
+GONE = "its caller went away"
+#: Calls of a batch that are accepted in one turn of the event loop.
+BREATH = 64
+
+
+class Invocations:
+    """All invocations. Use from one event loop; `bind` it to its engine before the first call."""
+
+    def __init__(
+        self,
+        *,
+        spec: InvocationSpec,
+        functions: FunctionLookup,
+        history: History,
+        store: Store,
+        logs: Logs,
+        admission: Admission,
+        held: HeldInputs,
+        observer: Observer,
+        now: Callable[[], float],
+        wall: Callable[[], float] = time.time,
+        chance: Callable[[], float] = random.random,
+    ) -> None:
+        self._spec = spec
+        self._functions = functions
+        self._history = history
+        self._store = store
+        self._logs = logs
+        self._admission = admission
+        self._held = held
+        self._observer = observer
+        self._inputs = Inputs()
+        self._now = now
+        self._wall = wall
+        self._chance = chance
+        self._engine: Engine | None = None
+        self._living: dict[int, LiveInvocation] = {}
+        self._by_action: dict[str, LiveInvocation] = {}
+        self._keys = Keys(store, spec.idempotency_ttl_s, wall)
+        self._closing = False
+        #: Called with each ended record (callbacks).
+        self.on_end: list[Callable[[Record], None]] = []
+        #: Called when one goes on without its caller, and when the end of such a one is durable (takeover).
+        self.on_detach: list[Callable[[LiveInvocation], None]] = []
+        self.on_durable: list[Callable[[LiveInvocation], None]] = []
+
+    def bind(self, engine: Engine) -> None:
+        self._engine = engine
+
+    @property
+    def engine(self) -> Engine:
+        assert self._engine is not None, "bind an engine first"
+        return self._engine
+
+    @property
+    def living(self) -> tuple[LiveInvocation, ...]:
+        """Invocations that have not ended, in order of acceptance."""
+        return tuple(self._living.values())
+
+    def detach_scheduler(self) -> None:
+        """From now on what the scheduler ends has not ended for the record: the next gateway decides."""
+        self._closing = True
+
+    # Accept
+
+    async def invoke(self, request: InvocationRequest) -> LiveInvocation:
+        """Accept and submit one; the caller attends until `leave`. Raises TangramError when it is refused."""
+        verdict = (await self.invoke_all([request]))[0]
+        if isinstance(verdict, CodedError):
+            raise verdict
+        return verdict
+
+    async def invoke_all(self, requests: Sequence[InvocationRequest]) -> list[LiveInvocation | CodedError]:
+        """Accept and submit many with one commit and one scheduling pass; each has its own verdict."""
+        verdicts: list[LiveInvocation | CodedError] = []
+        fresh: list[LiveInvocation] = []
+        for index, request in enumerate(requests, 1):
+            if index % BREATH == 0:
+                await asyncio.sleep(0)
+            try:
+                invocation = await self._keys.latch(request, self._living) if request.key is not None else None
+                if invocation is None:
+                    invocation = self._accept(request)
+                    fresh.append(invocation)
+                invocation.callers += 1
+                verdicts.append(invocation)
+            except CodedError as error:
+                verdicts.append(error.with_traceback(None))  # which would hold the input, and be held by it
+        if any(request.durable for request in requests):
+            await self._make_durable(fresh)
+            verdicts = [_unless_refused(verdict) for verdict in verdicts]
+        self.submit([invocation for invocation in fresh if not invocation.record.terminal])
+        return verdicts
+
+    def _accept(self, request: InvocationRequest) -> LiveInvocation:
+        """Everything that can refuse happens here, before any work."""
+        self._store.check()
+        function = self._functions.get(request.function)
+        self._admission.check(function, request.task)
+        self._held.check(len(request.body))
+        if request.trajectory is not None:
+            self.engine.check_trajectory(request.trajectory)
+        self._inputs.check(function, request.input)
+        seq = self._store.next_seq()
+        record = Record(
+            seq=seq,
+            id=new_id(seq),
+            function=function.name,
+            revision=function.revision,
+            task=request.task,
+            trajectory=request.trajectory,
+            parent=self._parent(request.parent),
+            mode=request.mode,
+            accepted_s=self._wall(),
+            input=request.body,
+            detached=request.detached or request.durable,
+            options=request.options(),
+            callback="pending" if request.callback_url is not None else None,
+        )
+        action = self._formulate(record, function, request.input)
+        log = self._logs.open(seq, function.log_limit_bytes)
+        invocation = LiveInvocation(record=record, function=function, input=request.input, log=log, action=action)
+        self.enter(invocation)
+        if request.key is not None:
+            self._keys.claim(request, invocation)
+        self._store.create(record)
+        return invocation
+
+    def enter(self, invocation: LiveInvocation) -> None:
+        """It lives from now on."""
+        record = invocation.record
+        self._living[record.seq] = invocation
+        self._held.take(len(record.input or b""))
+        if record.state is State.QUEUED:
+            self._admission.enter(record.function, record.task)
+        self._observer.accepted(record)
+
+    def _parent(self, parent: str | None) -> str | None:
+        if parent is not None and seq_of(parent) not in self._living:
+            raise InvalidInput(f"parent {parent!r} is no living invocation", detail={"path": "parent"})
+        return parent
+
+    async def _make_durable(self, fresh: Sequence[LiveInvocation]) -> None:
+        """Commit, or end all of them: part of a refused batch may be on disk already, where it must not wait."""
+        try:
+            await self._store.commit()
+        except StorageUnavailable as error:
+            for invocation in fresh:
+                invocation.refusal, invocation.record.callback = error, None
+                self._keys.refuse(invocation)
+                if not invocation.record.terminal:
+                    invocation.record.end(State.FAILED, Reason.INTERNAL, error.message, self._wall())
+                    self.finish(invocation, waited=True)
+
+    # Submit
+
+    def _formulate(self, record: Record, function: FunctionSpec, input: Mapping[str, object]) -> Action:
+        """The action of the record's present try; raises InvalidInput or Unsatisfiable."""
+        timeout_s = record.options.get("timeout_s")
+        parent = self._living.get(seq_of(record.parent)) if record.parent is not None else None
+        action = formulate(
+            function,
+            id=record.action_id,
+            input=input,
+            trajectory=record.trajectory,
+            task=record.task,
+            history=self._history,
+            now_s=self._now(),
+            timeout_s=timeout_s if isinstance(timeout_s, float) else None,
+            parent=None if parent is None else parent.action_id,
+            attempt=record.attempt,
+        )
+        left_s = self._age_left_s(record)
+        return action if left_s is None else replace(action, queue_timeout_s=min(action.queue_timeout_s, left_s))
+
+    def _age_left_s(self, record: Record) -> float | None:
+        """Seconds that asynchronous work may still wait; None without a bound."""
+        asked = record.options.get("max_age_s")
+        age_s = asked if isinstance(asked, float) else self._spec.max_age_s
+        if age_s is None or record.mode is not Mode.ASYNC:
+            return None
+        return max(0.0, record.accepted_s + age_s - self._wall())
+
+    def submit(self, invocations: Sequence[LiveInvocation]) -> None:
+        """Hand the present tries to the scheduler in one pass."""
+        ready: list[LiveInvocation] = []
+        submissions: list[Submission] = []
+        for invocation in invocations:
+            try:
+                submissions.append(self._submission(invocation))
+                ready.append(invocation)
+            except CodedError as error:
+                self._refuse(invocation, error)
+        if not ready:
+            return
+        for invocation, settled in zip(ready, self.engine.submit(submissions), strict=True):
+            kept = invocation.record.detached and self.engine.fault is not None  # for the next gateway
+            if settled.done() and not kept and self._answered(invocation.action_id) is not None:
+                self._refuse(invocation, settled.exception())
+
+    def resume(self, invocation: LiveInvocation) -> bool:
+        """Take up the present try, which an earlier gateway began; False where that cannot be."""
+        record = invocation.record
+        assert record.started_s is not None
+        began_s = self._now() - max(0.0, self._wall() - record.started_s)
+        invocation.resumed = True
+        settled = None
+        with suppress(CodedError):
+            submission = self._submission(invocation, submitted_s=began_s - (record.queue_s or 0.0))
+            node = record.node or ""
+            settled = self.engine.resume(submission, units=record.units, node=node, started_s=began_s)
+        if settled is None:
+            self._answered(record.action_id)
+            invocation.resumed = False
+        return settled is not None
+
+    def _submission(self, invocation: LiveInvocation, submitted_s: float | None = None) -> Submission:
+        record, function = invocation.record, invocation.function
+        assert function is not None
+        assert invocation.log is not None
+        action = invocation.action or self._formulate(record, function, invocation.input)
+        if submitted_s is not None:
+            action = replace(action, submitted_s=submitted_s)
+        invocation.action = None
+        invocation.action_id = action.id
+        self._by_action[action.id] = invocation
+        traceparent = record.options.get("traceparent")
+        call = Call(
+            function=function,
+            input=invocation.input,
+            log=invocation.log,
+            traceparent=traceparent if isinstance(traceparent, str) else None,
+            context={"invocation_id": record.id},
+        )
+        return Submission(action=action, call=call)
+
+    # The scheduler's answers (a `manager.engine.Listener`)
+
+    def started(self, action: Action, lease: Lease, queue_s: float) -> None:
+        """The action was leased and goes to its runtime."""
+        invocation = self._by_action.get(action.id)
+        if invocation is None:
+            return
+        record = invocation.record
+        if record.state is State.QUEUED:
+            self._admission.leave(record.function, record.task)
+        if not invocation.resumed:
+            record.start(queue_s, self._wall(), begun=not invocation.inside)
+        record.grant(lease)
+        self._store.save(record)
+        self._observer.moved(record)
+
+    def begin(self, action_id: str) -> None:
+        """The work of a started action begins; raises ActionFailed where the next gateway is to begin it."""
+        if self._closing:
+            raise ActionFailed(Reason.GATEWAY_RESTART, "the gateway shuts down", component="gateway")
+        record = self._by_action[action_id].record
+        record.begin(self._wall())
+        self._store.save(record)
+
+    def settled(self, settlement: Settlement) -> None:
+        """The action has ended: so has its invocation, or it waits for another try."""
+        invocation = self._answered(settlement.action.id)
+        if invocation is None:
+            return
+        try:
+            self._end(invocation, settlement)
+        except Exception as error:  # whatever is wrong with us, nobody waits for ever
+            logger.exception("an end was not recorded as it was", invocation=invocation.record.id, error=str(error))
+            if not invocation.record.terminal:
+                self._refuse(invocation, CodedError(f"its end could not be recorded: {error!r}"))
+
+    def _end(self, invocation: LiveInvocation, settlement: Settlement) -> None:
+        """Try again, or take the end of the last try."""
+        assert invocation.function is not None
+        record = invocation.record
+        left_s = self._age_left_s(record)
+        wait_s = next_try_s(invocation.function, record.attempt, settlement.outcome, self._chance(), left_s)
+        if wait_s is not None and (record.detached or not self._admission.draining):
+            self._try_again(invocation, settlement, wait_s)
+            return
+        waited = record.state is State.QUEUED
+        record.settle(settlement, self._wall())
+        if record.mode is Mode.ASYNC and record.state in (State.FAILED, State.TIMED_OUT, State.LOST):
+            record.dead = True
+        self.finish(invocation, waited=waited)
+
+    def _answered(self, action_id: str | None) -> LiveInvocation | None:
+        """Whose action it was; None where the answer comes too late for the record."""
+        invocation = None if action_id is None else self._by_action.pop(action_id, None)
+        if invocation is None:
+            return None
+        invocation.action_id = None
+        return None if self._closing or invocation.record.terminal else invocation
+
+    def _try_again(self, invocation: LiveInvocation, settlement: Settlement, wait_s: float) -> None:
+        record, outcome = invocation.record, settlement.outcome
+        attempt = Attempt(
+            number=record.attempt,
+            state=outcome.state,
+            reason=outcome.reason,
+            message=outcome.message,
+            ended_s=self._wall(),
+            queue_s=settlement.queue_s,
+            overhead_s=settlement.overhead_s,
+            execution_s=settlement.execution_s,
+        )
+        self.requeue(invocation, attempt)
+        invocation.resumed = False
+        if invocation.log is not None:
+            invocation.log.write("system", f"try {attempt.number} ended: {outcome.reason}; next in {wait_s:.3f} s")
+        if not self._admission.draining:  # else the next gateway tries
+            invocation.retry = asyncio.get_running_loop().call_later(wait_s, self.submit, [invocation])
+
+    def requeue(self, invocation: LiveInvocation, attempt: Attempt) -> None:
+        """Put a finished try on record and let it wait for the next."""
+        record = invocation.record
+        record.attempts = (*record.attempts, attempt)
+        record.attempt += 1
+        if record.state is State.RUNNING:
+            self.take_back(invocation)
+        self._store.save(record)
+
+    def take_back(self, invocation: LiveInvocation) -> None:
+        """A started one waits again."""
+        record = invocation.record
+        record.take_back()
+        self._admission.enter(record.function, record.task)
+        self._observer.moved(record)
+        self._store.save(record)
+
+    def _refuse(self, invocation: LiveInvocation, error: BaseException | None) -> None:
+        """The scheduler did not take it."""
+        refusal = error if isinstance(error, CodedError) else CodedError(str(error or "it was dropped"))
+        reasons = {"quota_exceeded": Reason.QUOTA, "capacity_exceeded": Reason.QUOTA, "internal": Reason.INTERNAL}
+        invocation.refusal = refusal
+        refusal.invocation_id = invocation.record.id
+        waited = invocation.record.state is State.QUEUED
+        reason = reasons.get(refusal.code, Reason.INVALID_INPUT)
+        invocation.record.end(State.FAILED, reason, refusal.message, self._wall())
+        self.finish(invocation, waited=waited)
+
+    def finish(self, invocation: LiveInvocation, *, waited: bool) -> None:
+        """The one end of every invocation; ``waited`` tells that it never left the queue."""
+        record = invocation.record
+        if waited:
+            self._admission.leave(record.function, record.task)
+        self._store.save(record)
+        self._observer.settled(record)
+        logger.info(
+            "settled",
+            invocation=record.id,
+            trajectory=record.trajectory,
+            task=record.task,
+            function=record.function,
+            state=record.state,
+            reason=record.reason,
+            message=record.message or None,
+            queue_s=record.queue_s,
+            overhead_s=record.overhead_s,
+            execution_s=record.execution_s,
+        )
+        for on_end in self.on_end:
+            on_end(record)
+        self._drop(invocation)
+
+    def _drop(self, invocation: LiveInvocation) -> None:
+        if self._living.pop(invocation.record.seq, None) is not None:
+            self._held.give(len(invocation.record.input or b""))
+        self._keys.leave(invocation)
+        self._logs.close(invocation.record.seq)
+        if not invocation.record.detached:
+            invocation.ended.set()
+            return
+        # Who waits for durable work is told its end only when a restart could not tell another.
+        self._store.committed().add_done_callback(lambda done: self._tell(done, invocation))
+
+    def _tell(self, done: asyncio.Future[None], invocation: LiveInvocation) -> None:
+        # The store tells of a failing disk itself, and keeps the record for another try.
+        if not done.cancelled() and done.exception() is None:
+            for on_durable in self.on_durable:
+                on_durable(invocation)
+        invocation.ended.set()
+
+    # Look up, wait, cancel
+
+    def outlives_caller(self, action_id: str) -> bool:
+        """Whether the submitted action belongs to an invocation that goes on without its caller."""
+        invocation = self._by_action.get(action_id)
+        return invocation is not None and invocation.record.detached
+
+    async def get(self, invocation_id: str) -> LiveInvocation:
+        """The invocation with this id, living or ended; raises NotFound or InvalidInput."""
+        seq = seq_of(invocation_id)
+        living = self._living.get(seq)
+        if living is not None:
+            require(living.record, invocation_id)
+            return living
+        return ended(require(await self._store.get(seq), invocation_id))
+
+    async def find(self, chosen: Filter) -> list[Record]:
+        """Records by filter, newest first."""
+        return await self._store.find(chosen)
+
+    async def wait(self, invocation: LiveInvocation, timeout_s: float | None = None) -> bool:
+        """Wait for the end, at most ``timeout_s``; whether it has ended."""
+        if timeout_s is None:
+            await invocation.ended.wait()
+        elif not invocation.ended.is_set():
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await invocation.ended.wait()
+            except TimeoutError:
+                return False
+        return True
+
+    async def cancel(self, invocation_id: str, message: str = "cancelled by request") -> LiveInvocation:
+        """Ask for the end of an invocation; raises Conflict when it has ended already."""
+        invocation = await self.get(invocation_id)
+        if not self._stop(invocation, message):
+            state = invocation.record.state.value
+            raise Conflict(f"invocation {invocation_id} is {state} already", invocation_id=invocation_id)
+        return invocation
+
+    def leave(self, invocation: LiveInvocation) -> None:
+        """A caller no longer attends: the last one takes an attached invocation with it."""
+        invocation.callers -= 1
+        if invocation.callers <= 0 and not invocation.record.detached and not invocation.record.terminal:
+            self._stop(invocation, GONE)
+
+    async def detach(self, invocation: LiveInvocation) -> None:
+        """Let it go on without its caller, durably from now on."""
+        invocation.record.detached = True
+        self._store.save(invocation.record)
+        for on_detach in self.on_detach:
+            on_detach(invocation)
+        await self._store.commit()
+
+    def _stop(self, invocation: LiveInvocation, message: str) -> bool:
+        record = invocation.record
+        if record.terminal:
+            return False
+        if invocation.action_id is not None:
+            return self.engine.cancel(invocation.action_id, message)
+        if invocation.retry is not None:
+            invocation.retry.cancel()
+        record.end(State.CANCELLED, Reason.CANCELLED, message, self._wall())
+        self.finish(invocation, waited=True)
+        return True
+
+
+def _unless_refused(verdict: LiveInvocation | CodedError) -> LiveInvocation | CodedError:
+    """What the disk did not take was not accepted, nor is whoever latched on to it meanwhile."""
+    if isinstance(verdict, LiveInvocation) and isinstance(verdict.refusal, StorageUnavailable):
+        return verdict.refusal
+    return verdict

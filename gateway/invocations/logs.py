@@ -1,0 +1,251 @@
+"""Logs: what an invocation said, kept, bounded, followed while it runs; and how the gateway speaks itself.
+
+A log is a row of records numbered from 0. Writing never waits: a record goes to a short tail in memory and is
+noted for the store's next transaction. Followers pull at their own pace, from the tail or from the store, so a
+slow one costs no memory and blocks nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
+
+import structlog
+
+from gateway import wire
+from gateway.store.store import LogRow, Store, Written
+from manager.errors import CapacityExceeded
+
+#: Characters of one record; longer writes become several.
+RECORD_CHARS = 16 * 1024
+#: What a record costs beside its text when the limit is counted.
+RECORD_OVERHEAD_BYTES = 64
+PAGE_RECORDS = 256
+OUTPUT = ("stdout", "stderr")
+STREAMS = (*OUTPUT, "log", "system")
+#: The stream of the record that says that a log is full, that some records are missing, that retention removed it.
+TRUNCATED, DROPPED, EXPIRED = "truncated", "dropped", "expired"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogSpec:
+    """Bounds of every log."""
+
+    #: Characters of a running invocation's log that stay in memory.
+    tail_chars: int = 64 * 1024
+    #: Seconds of silence after which a follower gets a heartbeat.
+    heartbeat_s: float = 10.0
+    #: Seconds that a follower may take to accept what it is sent before it is dropped.
+    stall_s: float = 30.0
+    followers_max: int = 4096
+
+
+class InvocationLog:
+    """The log of one living invocation: a `manager.executor.LogSink` that may be written from any thread."""
+
+    def __init__(self, seq: int, store: Store, limit_bytes: int, spec: LogSpec, wall: Callable[[], float]) -> None:
+        self._seq = seq
+        self._store = store
+        self._room_bytes = limit_bytes
+        self._limit_bytes = limit_bytes
+        self._spec = spec
+        self._wall = wall
+        self._tail: deque[LogRow] = deque()
+        self._tail_chars = 0
+        self._followers: set[asyncio.Event] = set()
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+        self._missing = 0
+        #: Bytes of each stream that will be written once more and are on record already.
+        self._known_bytes: dict[str, int] = {}
+        self.end = 0
+        self.finished = False
+        self.truncated = False
+
+    def write(self, stream: str, data: str) -> None:
+        """Append text; what is beyond the bound is dropped, and the log says so once."""
+        if threading.get_ident() == self._thread:
+            self._write(stream, data)
+        elif not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._write, stream, data)
+
+    def restore(self, written: Sequence[Written]) -> None:
+        """Go on where an earlier gateway stopped; the text of recent records will come once more and is passed over."""
+        self.end = max((each.end for each in written), default=0)
+        self.truncated = any(each.stream == TRUNCATED for each in written)
+        self._room_bytes -= sum(each.text_bytes + each.records * RECORD_OVERHEAD_BYTES for each in written)
+        self._known_bytes = {each.stream: each.recent_bytes for each in written if each.stream in OUTPUT}
+
+    def pass_over_nothing(self) -> None:
+        """What comes is new: another try begins."""
+        self._known_bytes.clear()
+
+    def finish(self) -> None:
+        """Nothing more will come: followers read to the end and stop."""
+        self.finished = True
+        self._wake()
+
+    def _write(self, stream: str, data: str) -> None:
+        stream = stream if stream in STREAMS else "log"
+        if self._known_bytes.get(stream):
+            data = self._new(stream, data)
+        for start in range(0, len(data), RECORD_CHARS):
+            if self.truncated or self.finished:
+                return
+            piece = data[start : start + RECORD_CHARS]
+            self._room_bytes -= len(piece.encode("utf-8", "replace")) + RECORD_OVERHEAD_BYTES
+            if self._room_bytes < 0:
+                self.truncated = True
+                self._append(TRUNCATED, f"the log reached its limit of {self._limit_bytes} bytes; the rest is dropped")
+                return
+            self._append(stream, piece)
+
+    def _new(self, stream: str, data: str) -> str:
+        """The part that is not on record."""
+        text = data.encode("utf-8", "replace")
+        known_bytes = min(len(text), self._known_bytes[stream])
+        self._known_bytes[stream] -= known_bytes
+        return text[known_bytes:].decode("utf-8", "replace")
+
+    def _append(self, stream: str, data: str) -> None:
+        if self._missing:
+            notice = self._row(DROPPED, f"{self._missing} records were dropped: the disk was too slow")
+            if self._keep(notice):
+                self._missing = 0
+        if not self._keep(self._row(stream, data)):
+            self._missing += 1
+
+    def _row(self, stream: str, data: str) -> LogRow:
+        text = data.encode("utf-8", "replace").decode()
+        return LogRow(seq=self._seq, position=self.end, time_s=self._wall(), stream=stream, data=text)
+
+    def _keep(self, row: LogRow) -> bool:
+        if not self._store.save_log(row):
+            return False
+        self.end += 1
+        self._tail.append(row)
+        self._tail_chars += len(row.data)
+        while self._tail_chars > self._spec.tail_chars and len(self._tail) > 1:
+            self._tail_chars -= len(self._tail.popleft().data)
+        self._wake()
+        return True
+
+    def _wake(self) -> None:
+        for follower in self._followers:
+            follower.set()
+
+    def recent(self, position: int) -> list[LogRow] | None:
+        """Records from ``position`` on, if memory still holds them all; None sends the reader to the store."""
+        if position >= self.end:
+            return []
+        if not self._tail or position < self._tail[0].position:
+            return None
+        return [row for row in self._tail if row.position >= position][:PAGE_RECORDS]
+
+    async def beyond(self, position: int) -> bool:
+        """Wait until there is a record at ``position`` or the end; False after ``heartbeat_s`` of silence."""
+        event = asyncio.Event()
+        self._followers.add(event)
+        try:
+            if self.end > position or self.finished:
+                return True
+            async with asyncio.timeout(self._spec.heartbeat_s):
+                await event.wait()
+            return True
+        except TimeoutError:
+            return False
+        finally:
+            self._followers.discard(event)
+
+
+class Logs:
+    """The logs of all invocations, living or ended."""
+
+    def __init__(self, store: Store, spec: LogSpec, *, wall: Callable[[], float] = time.time) -> None:
+        self._store = store
+        self.spec = spec
+        self._wall = wall
+        self._living: dict[int, InvocationLog] = {}
+        self.followers = 0
+        self.followers_dropped = 0
+
+    def open(self, seq: int, limit_bytes: int) -> InvocationLog:
+        """The sink of a new invocation."""
+        log = InvocationLog(seq, self._store, limit_bytes, self.spec, self._wall)
+        self._living[seq] = log
+        return log
+
+    async def resume(self, seq: int, limit_bytes: int, since_s: float) -> InvocationLog:
+        """The sink of an invocation that outlived the gateway: its records go on where they stopped.
+
+        What was said since ``since_s`` is taken to be said once more, by a command that is taken over.
+        """
+        log = self.open(seq, limit_bytes)
+        log.restore(await self._store.logs_written(seq, since_s))
+        return log
+
+    def close(self, seq: int) -> None:
+        """The invocation ended. Its records are in the store, or on their way there before any later read."""
+        log = self._living.pop(seq, None)
+        if log is not None:
+            log.finish()
+
+    async def read(self, seq: int, position: int, limit: int = PAGE_RECORDS) -> list[LogRow]:
+        """A page of records from ``position`` on; empty at the end."""
+        log = self._living.get(seq)
+        page = None if log is None else log.recent(position)
+        if page is None:
+            page = await self._store.logs(seq, position, min(limit, PAGE_RECORDS))
+        return page[:limit]
+
+    def follow(self, seq: int, position: int) -> AsyncGenerator[list[LogRow], None]:
+        """Pages of records as they come, until the invocation has ended; an empty page is a heartbeat.
+
+        Raises CapacityExceeded when too many follow already.
+        """
+        if self.followers >= self.spec.followers_max:
+            raise CapacityExceeded(f"{self.followers} logs are followed already", component="logs", retry_after_s=1.0)
+        return self._follow(seq, position)
+
+    async def _follow(self, seq: int, position: int) -> AsyncGenerator[list[LogRow], None]:
+        self.followers += 1
+        try:
+            while True:
+                log = self._living.get(seq)
+                page = await self.read(seq, position)
+                if page:
+                    position = page[-1].position + 1
+                    yield page
+                elif log is None or (log.finished and log.end <= position):
+                    return
+                elif not await log.beyond(position):
+                    yield []
+        finally:
+            self.followers -= 1
+
+
+def row_json(row: LogRow) -> dict[str, object]:
+    """A record on the wire: ``offset + 1`` is where to go on reading."""
+    return {"offset": row.position, "time": wire.instant(row.time_s), "stream": row.stream, "data": row.data}
+
+
+def configure(level: str = "info") -> None:
+    """structlog for the gateway's own lines: one JSON object each, on standard error."""
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(serializer=lambda line, **_: wire.dumps(line)),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
+        logger_factory=structlog.BytesLoggerFactory(file=sys.stderr.buffer),
+        cache_logger_on_first_use=True,
+    )

@@ -1,0 +1,63 @@
+"""Takeover: which commands that run in sandboxes are whose, from one gateway to the next."""
+
+from __future__ import annotations
+
+from gateway.invocations.invocation import LiveInvocation
+from gateway.invocations.record import Record
+from manager.outcome import State
+from runtimes.sandbox.environments import Environments
+from runtimes.sandbox.sandbox import claims_of
+
+
+class Reattachment:
+    """Joins the records of an earlier gateway to what its sandboxes still hold, and leaves to the next what runs."""
+
+    def __init__(self, environments: Environments) -> None:
+        self._environments = environments
+        #: What the claims of each held try begin with.
+        self._held: set[str] = set()
+        self._taken: set[str] = set()
+
+    def look(self) -> None:
+        """See what the adopted sandboxes hold."""
+        self._held = {claim.rpartition("/")[0] + "/" for claim in self._environments.held()}
+
+    def holds(self, invocation: LiveInvocation) -> bool:
+        """Whether a living sandbox holds the present try, of which the record says that it has begun."""
+        record = invocation.record
+        begun = record.detached and record.state is State.RUNNING
+        return begun and invocation.inside and _claims(record) in self._held
+
+    def never_began(self, invocation: LiveInvocation) -> bool:
+        """Whether the present try is certain not to have begun, whatever the record feared."""
+        record = invocation.record
+        if not invocation.inside or not record.begun:
+            return not record.begun
+        return record.trajectory is not None and self._environments.never_began(record.trajectory, _claims(record))
+
+    def take(self, invocation: LiveInvocation) -> None:
+        """It goes on under this gateway."""
+        self._taken.add(_claims(invocation.record))
+
+    async def let_go(self) -> None:
+        """End what was not taken."""
+        await self._environments.let_go(self._taken)
+        self._held.clear()
+
+    async def leave(self, invocation: LiveInvocation) -> bool:
+        """Leave a running command to the next gateway, as it runs; False where that cannot be."""
+        return invocation.inside and await self._environments.leave(_claims(invocation.record))
+
+    def detached(self, invocation: LiveInvocation) -> None:
+        """It goes on without its caller, and from now on without this gateway too."""
+        if invocation.inside:
+            self._environments.prolong(_claims(invocation.record))
+
+    def settled(self, invocation: LiveInvocation) -> None:
+        """Its end is durable: no sandbox needs to keep it."""
+        if invocation.inside:
+            self._environments.acknowledge(invocation.record.trajectory, _claims(invocation.record))
+
+
+def _claims(record: Record) -> str:
+    return claims_of(record.action_id, record.attempt)

@@ -1,0 +1,318 @@
+"""The record of an invocation: what is kept of it from acceptance on, and its forms on disk and on the wire."""
+
+from __future__ import annotations
+
+import secrets
+import sqlite3
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from enum import StrEnum
+from typing import Any
+
+import orjson
+
+from gateway import wire
+from manager.errors import InvalidInput, NotFound, Reason
+from manager.lease import Lease
+from manager.outcome import LEGAL_MOVES, Outcome, Settlement, State
+
+
+class Mode(StrEnum):
+    """How the caller attends to the result."""
+
+    SYNC = "sync"  #: the response is the result
+    ASYNC = "async"  #: 202, the result is fetched, waited for or sent to a callback
+    STREAM = "stream"  #: the response is the log, then the result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One finished try of an invocation that was tried more than once."""
+
+    number: int
+    state: State
+    reason: Reason | None
+    message: str
+    ended_s: float
+    queue_s: float = 0.0
+    overhead_s: float = 0.0
+    execution_s: float = 0.0
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "attempt": self.number,
+            "state": self.state.value,
+            "reason": None if self.reason is None else self.reason.value,
+            "message": self.message,
+            "ended_at": wire.instant(self.ended_s),
+            "queue_ms": wire.milliseconds(self.queue_s),
+            "overhead_ms": wire.milliseconds(self.overhead_s),
+            "execution_ms": wire.milliseconds(self.execution_s),
+        }
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> Attempt:
+        """The inverse of `as_json`. Any: it was read from our own database."""
+        return cls(
+            number=body["attempt"],
+            state=State(body["state"]),
+            reason=None if body["reason"] is None else Reason(body["reason"]),
+            message=body["message"],
+            ended_s=datetime.fromisoformat(body["ended_at"]).timestamp(),
+            queue_s=body["queue_ms"] / 1000,
+            overhead_s=body["overhead_ms"] / 1000,
+            execution_s=body["execution_ms"] / 1000,
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class Record:
+    """One invocation. Its state changes along `LEGAL_MOVES` only; instants are wall-clock seconds."""
+
+    seq: int
+    id: str
+    function: str
+    revision: str
+    task: str
+    trajectory: str | None
+    parent: str | None
+    mode: Mode
+    accepted_s: float
+    #: The caller's input as JSON; None where a listing left it out.
+    input: bytes | None
+    #: Whether it goes on without its caller (asynchronous, keyed, or asked for).
+    detached: bool = False
+    #: The caller's choices that a restart must know: timeout_s, callback_url, traceparent, max_age_s ...
+    options: Mapping[str, object] = field(default_factory=dict)
+    state: State = State.QUEUED
+    reason: Reason | None = None
+    message: str = ""
+    component: str = ""
+    detail: Mapping[str, object] = field(default_factory=dict)
+    retry_after_s: float | None = None
+    #: The result as JSON; None until there is one.
+    result: bytes | None = None
+    attempt: int = 1
+    attempts: tuple[Attempt, ...] = ()
+    started_s: float | None = None
+    ended_s: float | None = None
+    queue_s: float | None = None
+    overhead_s: float | None = None
+    execution_s: float | None = None
+    node: str | None = None
+    #: Granted units by resource kind.
+    units: Mapping[str, int] = field(default_factory=dict)
+    usage: Mapping[str, float] = field(default_factory=dict)
+    #: Whether it is in the dead-letter list.
+    dead: bool = False
+    #: ``pending``, ``delivered`` or ``failed``; None where no callback was asked for.
+    callback: str | None = None
+
+    @property
+    def terminal(self) -> bool:
+        return self.state.terminal
+
+    @property
+    def begun(self) -> bool:
+        """Whether the caller's own work may have begun in the present try; until then it is being made ready."""
+        return self.overhead_s is not None
+
+    @property
+    def action_id(self) -> str:
+        """The id of the present try's action."""
+        return self.id if self.attempt == 1 else f"{self.id}.{self.attempt}"
+
+    def move(self, state: State) -> None:
+        """Change the state; an illegal move is our own bug."""
+        assert state in LEGAL_MOVES[self.state], f"invocation {self.id} cannot go from {self.state} to {state}"
+        self.state = state
+
+    def start(self, queue_s: float, now_s: float, *, begun: bool) -> None:
+        """The present try was leased; ``begun``: its runtime does not tell when its own work begins."""
+        if self.state is State.QUEUED:
+            self.move(State.RUNNING)
+        self.started_s, self.queue_s, self.overhead_s = now_s, queue_s, 0.0 if begun else None
+
+    def grant(self, lease: Lease) -> None:
+        """What it holds, and where."""
+        self.node = lease.node
+        self.units = {kind: grant.units for kind, grant in lease.grants.items()}
+
+    def begin(self, now_s: float) -> None:
+        """Its own work begins."""
+        self.overhead_s = 0.0 if self.started_s is None else max(0.0, now_s - self.started_s)
+
+    def take_back(self) -> None:
+        """It waits again: what it was leased for has not begun, or its try has ended."""
+        self.move(State.QUEUED)
+        self.overhead_s = None
+
+    def settle(self, settlement: Settlement, now_s: float) -> None:
+        """Take the end of the last attempt; the three times are those of that attempt."""
+        outcome, result = _written(settlement.outcome)
+        self.move(outcome.state)
+        self.reason, self.message, self.component = outcome.reason, outcome.message, outcome.component
+        self.detail, self.usage, self.retry_after_s = outcome.detail, outcome.usage, outcome.retry_after_s
+        self.result = result
+        self.ended_s = now_s
+        self.queue_s, self.overhead_s = settlement.queue_s, settlement.overhead_s
+        self.execution_s = settlement.execution_s
+        if settlement.lease is not None:
+            self.grant(settlement.lease)
+
+    def end(self, state: State, reason: Reason, message: str, now_s: float) -> None:
+        """End it without an execution: refused, cancelled between two tries, or lost with the gateway."""
+        self.move(state)
+        self.reason, self.message, self.component, self.ended_s = reason, message, "gateway", now_s
+        self.queue_s = max(0.0, now_s - self.accepted_s) if self.queue_s is None else self.queue_s
+        self.overhead_s, self.execution_s = self.overhead_s or 0.0, self.execution_s or 0.0
+
+    def row(self) -> tuple[object, ...]:
+        """The columns of ``save_invocation``, in its order."""
+        return (
+            self.seq,
+            self.id,
+            self.function,
+            self.revision,
+            self.task,
+            self.trajectory,
+            self.parent,
+            self.mode.value,
+            int(self.detached),
+            self.accepted_s,
+            _text(self.options),
+            self.state.value,
+            None if self.reason is None else self.reason.value,
+            self.message.encode("utf-8", "replace").decode(),
+            self.component,
+            _text(self.detail),
+            self.retry_after_s,
+            self.attempt,
+            _text([attempt.as_json() for attempt in self.attempts]) if self.attempts else "[]",
+            self.started_s,
+            self.ended_s,
+            self.queue_s,
+            self.overhead_s,
+            self.execution_s,
+            self.node,
+            _text(self.units),
+            _text(self.usage),
+            int(self.dead),
+            self.callback,
+            self.result,
+        )
+
+    @classmethod
+    def from_row(cls, row: sqlite3.Row) -> Record:
+        """A row of ``invocations``, with its input where it was joined."""
+        return cls(
+            seq=row["seq"],
+            id=row["id"],
+            function=row["function"],
+            revision=row["revision"],
+            task=row["task"],
+            trajectory=row["trajectory"],
+            parent=row["parent"],
+            mode=Mode(row["mode"]),
+            detached=bool(row["detached"]),
+            accepted_s=row["accepted_s"],
+            input=row["input"],
+            options=wire.loads_object(row["options"]),
+            state=State(row["state"]),
+            reason=None if row["reason"] is None else Reason(row["reason"]),
+            message=row["message"],
+            component=row["component"],
+            detail=wire.loads_object(row["detail"]),
+            retry_after_s=row["retry_after_s"],
+            attempt=row["attempt"],
+            attempts=tuple(Attempt.from_json(item) for item in orjson.loads(row["attempts"])),
+            started_s=row["started_s"],
+            ended_s=row["ended_s"],
+            queue_s=row["queue_s"],
+            overhead_s=row["overhead_s"],
+            execution_s=row["execution_s"],
+            node=row["node"],
+            units=orjson.loads(row["units"]),
+            usage=orjson.loads(row["usage"]),
+            dead=bool(row["dead"]),
+            callback=row["callback"],
+            result=row["result"],
+        )
+
+    def as_json(self, *, payload: bool = True) -> dict[str, object]:
+        """The form on every wire; without ``payload`` (listings) input and result are left out."""
+        times = (self.queue_s, self.overhead_s, self.execution_s)
+        body: dict[str, object] = {
+            "id": self.id,
+            "function": self.function,
+            "revision": self.revision,
+            "task": self.task,
+            "trajectory": self.trajectory,
+            "parent": self.parent,
+            "mode": self.mode.value,
+            "state": self.state.value,
+            "reason": None if self.reason is None else self.reason.value,
+            "message": self.message,
+            "component": self.component,
+            "detail": dict(self.detail),
+            "retry_after_s": self.retry_after_s,
+            "accepted_at": wire.instant(self.accepted_s),
+            "started_at": wire.instant(self.started_s),
+            "ended_at": wire.instant(self.ended_s),
+            "queue_ms": wire.milliseconds(self.queue_s),
+            "overhead_ms": wire.milliseconds(self.overhead_s),
+            "execution_ms": wire.milliseconds(self.execution_s),
+            "act_ms": None if self.ended_s is None else wire.milliseconds(sum(time or 0.0 for time in times)),
+            "node": self.node,
+            "units": dict(self.units),
+            "usage": dict(self.usage),
+            "attempt": self.attempt,
+            "attempts": [attempt.as_json() for attempt in self.attempts],
+            "dead": self.dead,
+            "callback": self.callback,
+        }
+        if payload:
+            body["input"] = None if self.input is None else wire.EncodedJson(self.input)
+            body["result"] = None if self.result is None else wire.EncodedJson(self.result)
+        return body
+
+
+def _written(outcome: Outcome) -> tuple[Outcome, bytes | None]:
+    """The outcome, and its result as JSON; without either of result and detail where they cannot be written."""
+    try:
+        if outcome.detail:
+            wire.dumps(outcome.detail)
+        return outcome, None if outcome.result is None else wire.dumps(outcome.result)
+    except RecursionError:
+        bare = replace(outcome, result=None, detail={})
+    if outcome.state is not State.SUCCEEDED:
+        return bare, None
+    message = "its result is nested too deeply to be written"
+    return replace(bare, state=State.FAILED, reason=Reason.OUTPUT_LIMIT, message=message, component="gateway"), None
+
+
+def new_id(seq: int) -> str:
+    """An id that sorts by acceptance, tells its row, and cannot be guessed."""
+    return f"{seq:011x}-{secrets.token_hex(6)}"
+
+
+def seq_of(invocation_id: str) -> int:
+    """The row that an id names; raises InvalidInput for odd characters and NotFound for what is no id of ours."""
+    wire.name(invocation_id, "invocation id")
+    head, dash, tail = invocation_id.partition("-")
+    if len(head) != 11 or not dash or len(tail) != 12:
+        raise NotFound(f"no invocation {invocation_id!r}")
+    try:
+        return int(head, 16)
+    except ValueError:
+        raise NotFound(f"no invocation {invocation_id!r}") from None
+
+
+def invalid_state(text: str) -> InvalidInput:
+    states = ", ".join(state.value for state in State)
+    return InvalidInput(f"state {text[:64]!r} must be one of {states}", detail={"path": "state"})
+
+
+def _text(value: Mapping[str, object] | Sequence[object]) -> str:
+    return wire.dumps(value).decode() if value else "{}"

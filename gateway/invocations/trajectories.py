@@ -1,0 +1,58 @@
+"""Trajectories across a restart: whose environment is adopted, and whose is lost, which its next action is told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from gateway.store.store import OpenTrajectory, Store
+from manager.engine import Engine
+from manager.function import FunctionSpec
+from runtimes.sandbox.environments import Environments
+
+#: Of an environment that is on no record.
+DEFAULT_TASK = "default"
+
+
+class TrajectoryRecovery:
+    """Keeps on record which trajectories have an environment; the sandboxes themselves are `Environments`'."""
+
+    def __init__(self, store: Store, environments: Environments) -> None:
+        self._store = store
+        self._environments = environments
+        self._open: dict[str, OpenTrajectory] = {}
+
+    def opened(self, name: str, task: str, function: FunctionSpec) -> bool:
+        """It has, or is about to get, an environment; whether that is news, to be made durable first."""
+        if name in self._open:
+            return False
+        spec = function.sandbox or self._environments.settings.default
+        memory_bytes = 0 if function.sandbox is None else spec.memory_bytes
+        self._open[name] = OpenTrajectory(task, memory_bytes, spec.idle_ttl_s)
+        self._store.save_trajectory(name, self._open[name])
+        return True
+
+    def ended(self, name: str) -> None:
+        """Its environment was removed."""
+        if self._open.pop(name, None) is not None:
+            self._store.save_trajectory(name, None)
+
+    async def adopt(self) -> Mapping[str, int]:
+        """Take over the environments that an earlier gateway left; how many live on, and how many are lost.
+
+        To be called before anything makes a sandbox: what is no trajectory's is removed.
+        """
+        self._open = await self._store.trajectories()
+        living = {name: self._environments.get(name) for name in await self._environments.start()}
+        for name, sandbox in living.items():
+            if name not in self._open and sandbox is not None:
+                spec = sandbox.spec
+                self._open[name] = OpenTrajectory(DEFAULT_TASK, spec.memory_bytes, spec.idle_ttl_s)
+                self._store.save_trajectory(name, self._open[name])
+        lost = self._open.keys() - living.keys()
+        self._environments.mourn(lost)
+        return {"adopted": len(living), "environment_lost": len(lost)}
+
+    def tell(self, engine: Engine) -> None:
+        """Let the scheduler know of them all, before any of their actions is submitted."""
+        for name, known in self._open.items():
+            engine.adopt_trajectory(name, known.task, memory_bytes=known.memory_bytes, ttl_s=known.ttl_s)

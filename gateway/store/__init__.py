@@ -1,0 +1,1 @@
+"""The store: every record of the gateway in SQLite."""

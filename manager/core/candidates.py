@@ -1,0 +1,241 @@
+"""Candidates: which waiting actions could start now at their minimum, by reservation per resource (DESIGN 7).
+
+The queue is walked in order of service. An action whose minimum fits everywhere becomes a candidate and takes it; one
+that does not reserves its minimum wherever it can, so that a later action starts only in capacity that no earlier
+waiting one could use. It holds back all that it needs, also what is free while something else is missing (cores
+behind an empty quota): whoever took these meanwhile would have to give them back at the very instant the quota
+returns, and durations are estimates; so no action starts later than under strict first come first served. A call that
+needs no core holds none back.
+
+What does not fit once never fits later in the walk, so from then on its group only reserves,
+and only while some other group could still take what it would reserve: the cost of a walk grows with the free units
+and the number of groups, not with the length of the queue.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from manager.action import UnitSet
+from manager.core.queue import Entry, Key, QueueGroup
+from manager.resources.nodes import Nodes
+from manager.resources.pool import Headroom, Pool, Resources
+
+
+@dataclass(slots=True)
+class StartOption:
+    """One way to place a group's actions: a node and the pools there."""
+
+    node: str
+    #: (kind, pool, headroom, minimum) for each resource of the cost.
+    needs: tuple[tuple[str, Pool, Headroom, int], ...]
+    memory: Headroom | None
+    memory_bytes: int
+
+    def fits(self, beside: str = "") -> bool:
+        """Whether the minimum of everything is left, the units of the pool ``beside`` not counted."""
+        if self.memory is not None and self.memory.free < self.memory_bytes:
+            return False
+        for _, pool, headroom, units in self.needs:
+            if not headroom.fits(units, self.node) and pool.name != beside:
+                return False
+        return True
+
+    def take(self) -> None:
+        for _, _, headroom, units in self.needs:
+            headroom.take(units, self.node)
+        if self.memory is not None:
+            self.memory.take(self.memory_bytes)
+
+    def reserve(self) -> None:
+        for _, _, headroom, units in self.needs:
+            headroom.reserve(units, self.node)
+        if self.memory is not None:
+            self.memory.reserve(self.memory_bytes)
+
+    def compete(self, groups: int) -> None:
+        """Count ``groups`` more (or fewer) that may take of what this option needs."""
+        for _, _, headroom, _ in self.needs:
+            headroom.rivals += groups
+        if self.memory is not None:
+            self.memory.rivals += groups
+
+    @property
+    def contended(self) -> bool:
+        """Whether something is left that it could reserve, and somebody could take."""
+        for _, _, headroom, _ in self.needs:
+            if headroom.rivals > 0 and headroom.free > 0:
+                return True
+        return self.memory is not None and self.memory.rivals > 0 and self.memory.free > 0
+
+    @property
+    def spare(self) -> tuple[int, int]:
+        """How much would be left: the measure by which an unpinned action chooses its node."""
+        free = min((headroom.free for _, _, headroom, _ in self.needs), default=0)
+        return free, 0 if self.memory is None else self.memory.free
+
+
+@dataclass(slots=True)
+class Candidate:
+    """A waiting action that can start now, and where."""
+
+    entry: Entry
+    option: StartOption
+    #: The pool whose policy chooses its units, and from which; empty and None for an action that needs nothing.
+    pool: str
+    units: UnitSet | None
+    cap: Headroom | None
+
+    @property
+    def choice(self) -> UnitSet:
+        """The units that the policy chooses from."""
+        assert self.units is not None, f"{self.entry.id} needs nothing"
+        return self.units
+
+
+@dataclass(slots=True)
+class CandidateSelection:
+    """The outcome of one walk."""
+
+    candidates: list[Candidate] = field(default_factory=list)
+    headrooms: dict[str, Headroom] = field(default_factory=dict)
+    #: Every option that was looked at, by group.
+    options: dict[QueueGroup, list[StartOption]] = field(default_factory=dict)
+    #: Groups held back by their task's cap.
+    capped: set[QueueGroup] = field(default_factory=set)
+
+
+class Selector:
+    """One walk over some groups."""
+
+    def __init__(
+        self,
+        resources: Resources,
+        nodes: Nodes,
+        caps: Mapping[tuple[str, str], Headroom],
+        *,
+        memory_waits_from: int | None,
+        strict: bool,
+    ) -> None:
+        self._resources = resources
+        self._nodes = nodes
+        #: What is left of (task, kind) caps.
+        self._caps = caps
+        #: Submission of the first trajectory that waits for memory: later actions get none.
+        self._memory_waits_from = memory_waits_from
+        self._strict = strict
+        self._memory: dict[str, Headroom] = {}
+        self._found = CandidateSelection()
+        #: Groups of which nothing more can start.
+        self._beaten: set[QueueGroup] = set()
+
+    def walk(self, groups: Iterable[QueueGroup]) -> CandidateSelection:
+        """Candidates in order of service."""
+        heap: list[tuple[Key, int, Entry, Iterator[Entry], QueueGroup]] = []
+        for group in groups:
+            options = self._found.options[group] = self._options(group)
+            for option in options:
+                option.compete(1)
+            rest = iter(group)
+            first = next(rest, None)
+            if first is not None:
+                heapq.heappush(heap, (first.key, first.seq, first, rest, group))
+        while heap:
+            _, _, entry, rest, group = heap[0]
+            more = self._consider(entry, group)
+            if self._strict and not more:
+                break
+            following = next(rest, None) if more else None
+            if following is None:
+                heapq.heappop(heap)
+            else:
+                heapq.heapreplace(heap, (following.key, following.seq, following, rest, group))
+        return self._found
+
+    def _consider(self, entry: Entry, group: QueueGroup) -> bool:
+        """Take or reserve for one action; whether its group has more to say."""
+        caps = self._caps_of(group)
+        options = self._found.options[group]
+        if caps and any(cap.free < units for cap, units in caps):
+            for cap, units in caps:
+                cap.reserve(units)
+            self._found.capped.add(group)
+            self._give_up(group)
+            return False
+        chosen = None if group in self._beaten else self._choose(entry, options)
+        if chosen is None:
+            self._give_up(group)
+            for option in options:
+                option.reserve()
+            return not self._strict and any(option.contended for option in options)
+        chosen.take()
+        for cap, units in caps:
+            cap.take(units)
+        self._found.candidates.append(self._candidate(entry, chosen))
+        return True
+
+    def _give_up(self, group: QueueGroup) -> None:
+        """Nothing more of the group can start: headrooms only shrink."""
+        if group not in self._beaten:
+            self._beaten.add(group)
+            for option in self._found.options[group]:
+                option.compete(-1)
+
+    def _choose(self, entry: Entry, options: list[StartOption]) -> StartOption | None:
+        blocked_memory = self._memory_waits_from is not None and self._memory_waits_from < entry.seq
+        fitting = [option for option in options if option.fits() and not (blocked_memory and option.memory is not None)]
+        if len(fitting) < 2:
+            return fitting[0] if fitting else None
+        return max(fitting, key=lambda option: option.spare)
+
+    def _candidate(self, entry: Entry, option: StartOption) -> Candidate:
+        action = entry.action
+        name = action.chooser
+        cap = None if entry.child or not self._caps else self._caps.get((action.task, name))
+        for kind, pool, _, _ in option.needs:
+            if kind == name:
+                return Candidate(entry, option, pool.name, action.cost[kind], cap)
+        return Candidate(entry, option, "", None, cap)
+
+    def _caps_of(self, group: QueueGroup) -> list[tuple[Headroom, int]]:
+        """Caps of the task that hold for the group; children run under what their parent was granted."""
+        if group.signature.child or not self._caps:
+            return []
+        task = group.signature.task
+        caps = ((self._caps.get((task, kind)), units) for kind, units in group.signature.demand)
+        return [(cap, units) for cap, units in caps if cap is not None]
+
+    def _options(self, group: QueueGroup) -> list[StartOption]:
+        signature = group.signature
+        bound = signature.memory_bytes > 0 or any(self._resources.on_nodes(kind) for kind, _ in signature.demand)
+        if not bound or signature.node:
+            names: tuple[str, ...] = (signature.node,)
+        else:
+            names = self._nodes.names
+        options = [self._option(group, name) for name in names]
+        return [option for option in options if option is not None]
+
+    def _option(self, group: QueueGroup, node: str) -> StartOption | None:
+        needs = []
+        for kind, units in group.signature.demand:
+            pool = self._resources.find(kind, node)
+            if pool is None:
+                return None
+            needs.append((kind, pool, self._headroom(pool.name), units))
+        memory_bytes = group.signature.memory_bytes
+        memory = self._memory_of(node) if memory_bytes else None
+        return StartOption(node, tuple(needs), memory, memory_bytes)
+
+    def _headroom(self, pool: str) -> Headroom:
+        headroom = self._found.headrooms.get(pool)
+        if headroom is None:
+            headroom = self._found.headrooms[pool] = self._resources[pool].headroom()
+        return headroom
+
+    def _memory_of(self, node: str) -> Headroom:
+        headroom = self._memory.get(node)
+        if headroom is None:
+            headroom = self._memory[node] = Headroom(self._nodes[node].free_bytes)
+        return headroom

@@ -1,0 +1,321 @@
+"""The core: events in, commands out. No clock, no I/O, no await; two shells drive it (`manager.engine`, `simulate`).
+
+Story: an accepted action waits in the queue (behind the earlier ones of its trajectory), is chosen by a scheduling
+pass, runs under a lease, and settles exactly once. A nested action (one with a running ``parent``) can never wait for
+its parent: it passes the trajectory's order and its task's caps, is served in its parent's place of the queue, and
+where the pools are full it runs on the cores and limits that its waiting parent holds, one child at a time. What a
+parent cannot lend (memory, devices, the cores of another node) a child waits for like everybody else; should others
+hold that for ever, the child ends with queue_timeout and says what it waited for, and its parent goes on.
+"""
+
+from __future__ import annotations
+
+from manager.action import Action
+from manager.core.membership import Membership
+from manager.core.offering import Offering
+from manager.core.prefetching import Prefetching
+from manager.core.queue import Entry
+from manager.core.scheduling_pass import SchedulingPass
+from manager.core.settling import Settling
+from manager.core.state import SchedulerState
+from manager.core.statistics import Accounts
+from manager.core.trajectories import Trajectories
+from manager.core.trajectory_order import TrajectoryOrder
+from manager.errors import CapacityExceeded, CodedError, Conflict, Reason
+from manager.events import (
+    CancelRequested,
+    Command,
+    Event,
+    Finished,
+    NodeJoined,
+    NodeLost,
+    PrefetchEnded,
+    Reconfigured,
+    Refuse,
+    ResidencyReported,
+    Resumed,
+    Submitted,
+    Tick,
+    TrajectoryEnded,
+    TrajectoryOpened,
+    WakeAt,
+)
+from manager.outcome import State
+from manager.resources.factory import PoolFactory
+
+#: Bounds of the Retry-After of a refusal, in seconds.
+_RETRY_AFTER_S = (1.0, 60.0)
+
+
+class Core:
+    """The state machine. ``step`` is ``apply`` (what happened) and then ``schedule`` (what to do about it)."""
+
+    def __init__(self, state: SchedulerState, pools: PoolFactory) -> None:
+        self._state = state
+        self._pools = pools
+        self._scheduling = SchedulingPass(state)
+        self._prefetching = Prefetching(state, self._scheduling)
+        self._lanes = TrajectoryOrder(state, Offering(state))
+        self._settling = Settling(state, self._lanes)
+        self._membership = Membership(state, self._lanes, self._settling, pools)
+        self._seq = 0
+        self._wake_s: float | None = None
+        self.accepted = 0
+
+    # -- the act
+
+    def step(self, events: list[Event], now_s: float) -> list[Command]:
+        """Take in what happened and decide what to do, in one scheduling pass."""
+        return [*self.apply(events, now_s), *self.schedule(now_s)]
+
+    def apply(self, events: list[Event], now_s: float) -> list[Command]:
+        """Take in what happened; nothing is started. An instant before the last one counts as the last one."""
+        self._advance(now_s)
+        for event in events:
+            self._apply(event)
+        return self._take_commands()
+
+    def schedule(self, now_s: float) -> list[Command]:
+        """Settle what waited too long, then run one scheduling pass."""
+        self._advance(now_s)
+        state = self._state
+        for entry in state.queue.expired(state.now_s):
+            message = f"waited longer than queue_timeout, {entry.action.queue_timeout_s:g} s, for "
+            self._settling.end_waiting(entry, State.TIMED_OUT, Reason.QUEUE_TIMEOUT, message + state.waits_for(entry))
+        for trajectory in state.trajectories.expired(state.now_s):
+            self._settling.end_trajectory(trajectory)
+        self._lanes.place()
+        self._scheduling.run()
+        while self._lend():  # what the children had reserved may serve others
+            self._scheduling.run()
+        self._prefetching.run()
+        self._wake()
+        return self._take_commands()
+
+    def refusal(self, action: Action) -> CodedError | None:
+        """Why this action would not be accepted now; None where it would."""
+        state = self._state
+        if action.id in state.queue or action.id in state.executing:
+            return Conflict(f"action {action.id} is queued or running", component="core", invocation_id=action.id)
+        full = state.queue.refusal(action)
+        if action.trajectory is not None:
+            trajectory = state.trajectories.get(action.trajectory)
+            if trajectory is None:
+                full = full or self.crowded(action.trajectory)
+            elif trajectory.ending:
+                message = f"trajectory {trajectory.name} is ending"
+                return Conflict(message, component="core", invocation_id=action.id, retry_after_s=1.0)
+        if full is not None:
+            full.retry_after_s = self.retry_after_s()
+        return full
+
+    def crowded(self, trajectory: str | None) -> CodedError | None:
+        """Why this trajectory may not begin now; None where it may, or has begun already."""
+        living, limit = self._state.trajectories, self._state.spec.trajectories_max
+        if trajectory is None or len(living) < limit or living.get(trajectory) is not None:
+            return None
+        return CapacityExceeded(
+            f"{len(living)} trajectories live already, which is the bound trajectories_max",
+            component="core",
+            retry_after_s=self.retry_after_s(),
+        )
+
+    def retry_after_s(self) -> float:
+        """Seconds in which the queue is likely to have moved, by the recent rate of ends."""
+        low, high = _RETRY_AFTER_S
+        rate = self._settling.finishes.at(self._state.now_s)
+        return high if rate <= 0 else min(high, max(low, 0.1 * len(self._state.queue) / rate))
+
+    def pause(self) -> None:
+        """Start nothing more but children of running actions: the gateway drains."""
+        self._state.paused = True
+
+    # -- views
+
+    @property
+    def state(self) -> SchedulerState:
+        return self._state
+
+    @property
+    def trajectories(self) -> Trajectories:
+        return self._state.trajectories
+
+    @property
+    def accounts(self) -> Accounts:
+        return self._settling.accounts
+
+    @property
+    def settled(self) -> int:
+        return self._settling.count
+
+    @property
+    def now_s(self) -> float:
+        return self._state.now_s
+
+    def check(self) -> None:
+        """Assert the invariants: nothing leased twice, and every accepted action queued, running or settled."""
+        state = self._state
+        state.resources.check()
+        state.nodes.check()
+        state.queue.check()
+        state.executing.check()
+        waiting, running = len(state.queue), len(state.executing)
+        assert self.accepted == waiting + running + self.settled, (
+            f"{self.accepted} accepted, but {waiting} queued + {running} running + {self.settled} settled"
+        )
+        for trajectory in state.trajectories:
+            active = trajectory.active
+            assert active is None or active.id in state.queue or active.id in state.executing, f"{trajectory}"
+            assert active is not None or not trajectory.lane, f"trajectory {trajectory.name} stands still"
+
+    # -- events
+
+    def _apply(self, event: Event) -> None:
+        match event:
+            case Submitted():
+                self._submit(event)
+            case Resumed():
+                self._resume(event)
+            case Finished():
+                self._finish(event)
+            case CancelRequested():
+                self._cancel(event.action_id, event.message or "cancelled by the caller")
+            case TrajectoryOpened():
+                self._seq += 1
+                self._lanes.open(event, self._seq)
+            case TrajectoryEnded():
+                trajectory = self._state.trajectories.get(event.trajectory)
+                if trajectory is not None and not trajectory.ending:
+                    self._settling.end_trajectory(trajectory)
+            case NodeLost():
+                self._membership.lose(event.node)
+                self._prefetching.lose(event.node)
+            case NodeJoined():
+                self._membership.join(event.node)
+            case ResidencyReported():
+                for pool in self._state.resources:
+                    pool.report(event.node, event.copies)
+                    self._state.dirty.add(pool.name)
+            case PrefetchEnded():
+                self._prefetching.end(event)
+            case Reconfigured():
+                self._reconfigure(event)
+            case Tick():
+                pass
+
+    def _submit(self, event: Submitted) -> None:
+        action, state = event.action, self._state
+        refusal = self.refusal(action)
+        if refusal is not None:
+            state.commands.append(Refuse(action_id=action.id, error=refusal))
+            return
+        self._seq += 1
+        self.accepted += 1
+        parent = None if action.parent is None else state.executing.get(action.parent)
+        key = (self._stamp(action), self._seq, 0) if parent is None else (*parent.key[:2], self._seq)
+        entry = Entry(action, key, self._seq, idempotent=event.idempotent, child=parent is not None)
+        state.queue.admit(entry, state.now_s)
+        if parent is not None:
+            state.families.add(parent.id, entry)
+        self._lanes.line_up(entry)
+
+    def _resume(self, event: Resumed) -> None:
+        """Refused where its units, or the turn of its trajectory, are not to be had any more."""
+        action, state = event.action, self._state
+        entry = Entry(action, (0.0, self._seq + 1, 0), self._seq + 1, idempotent=event.idempotent)
+        known = action.id in state.queue or action.id in state.executing
+        asks = state.executing.asks(entry, event.node, event.units)
+        if known or asks is None or not self._lanes.can_resume(action, event.node):
+            message = f"action {action.id} cannot be resumed: what it held is not free"
+            state.commands.append(Refuse(action_id=action.id, error=Conflict(message, component="core")))
+            return
+        self._seq += 1
+        self.accepted += 1
+        entry.key = (self._stamp(action), *entry.key[1:])
+        self._lanes.resume(entry, event.node)
+        self._scheduling.starter.resume(entry, event.node, asks, event.started_s)
+
+    def _stamp(self, action: Action) -> float:
+        """The fair share's order; the strict reading knows no fairness but the order of submission."""
+        if self._state.spec.strict:
+            return 0.0
+        return self._state.fair.stamp(action, self._state.weight(action.task))
+
+    def _finish(self, event: Finished) -> None:
+        entry = self._state.executing.get(event.action_id)
+        if entry is None or entry.action.attempt != event.attempt:
+            return  # a stale answer: the action was settled when its node was lost
+        self._settling.retire(entry, event.outcome)
+
+    def _cancel(self, action_id: str, message: str) -> None:
+        running = self._state.executing.get(action_id)
+        if running is not None:
+            self._settling.abort(running, message)
+            return
+        waiting = self._state.queue.get(action_id)
+        if waiting is not None:
+            self._settling.end_waiting(waiting, State.CANCELLED, Reason.CANCELLED, message)
+
+    def _reconfigure(self, event: Reconfigured) -> None:
+        state = self._state
+        if event.tasks is not None:
+            state.tasks = state.queue.bounds.tasks = event.tasks
+        if event.function_bounds is not None:
+            state.queue.bounds.functions = event.function_bounds
+        for name, quota in (event.quotas or {}).items():
+            self._pools.quota(state.resources, name, quota)
+        for name, concurrency in (event.concurrency or {}).items():
+            self._pools.concurrency(state.resources, name, concurrency)
+        if event.services is not None:
+            state.services = {**state.services, **event.services}
+            self._pools.services(state.resources, event.services)
+        state.fair.reconfigure(frozenset(pool.kind for pool in state.resources.timed))
+        state.all_dirty()
+
+    # -- time
+
+    def _advance(self, now_s: float) -> None:
+        state = self._state
+        state.now_s = max(state.now_s, now_s)
+        for pool in state.resources.timed:
+            free = pool.free
+            pool.advance(state.now_s)
+            if pool.free > free:
+                state.dirty.add(pool.name)
+
+    def _lend(self) -> bool:
+        """Children that are still waiting run on what their parents hold, one at a time; whether any was started."""
+        state = self._state
+        lent = False
+        for parent_id, child in state.families.first():
+            parent = state.executing.get(parent_id)
+            if parent is not None and child.group is not None and state.executing.can_borrow(child, parent):
+                state.touch(child)
+                self._scheduling.starter.lend(child, parent)
+                lent = True
+        return lent
+
+    def _wake(self) -> None:
+        """Say when to come back, where that changed."""
+        state = self._state
+        instants = [
+            state.queue.next_deadline_s(),
+            state.trajectories.next_expiry_s(),
+            *state.wakes.values(),
+            *(state.resources[name].next_return_s() for name in self._awaited()),
+        ]
+        wake_s = min((instant for instant in instants if instant is not None), default=None)
+        if wake_s != self._wake_s or (wake_s is not None and wake_s <= state.now_s):
+            self._wake_s = wake_s
+            state.commands.append(WakeAt(instant_s=wake_s))
+
+    def _awaited(self) -> set[str]:
+        """Pools whose units return with time and for which something waits."""
+        timed = {pool.name for pool in self._state.resources.timed}
+        if not timed:
+            return timed
+        return timed & {name for group in self._state.queue.groups() for name in group.demand}
+
+    def _take_commands(self) -> list[Command]:
+        commands, self._state.commands = self._state.commands, []
+        return commands

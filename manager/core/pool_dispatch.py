@@ -1,0 +1,288 @@
+"""One pool's turn in a scheduling pass: its policy is shown a view, and what it wants is checked and done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar, overload
+
+from manager.action import Action, UnitSet
+from manager.core.candidates import Candidate, CandidateSelection, StartOption
+from manager.core.dispatcher import Dispatcher
+from manager.core.queue import Entry, QueueGroup
+from manager.core.state import SchedulerState
+from manager.resources.pool import Pool, PoolRequest
+from manager.scheduler.policy import Decision, PoolView, Start, WaitingView
+
+#: A policy is not asked again sooner than this, whatever it wants.
+_LEAST_WAKE_S = 0.001
+
+Item = TypeVar("Item")
+
+
+class Lazy(Sequence[Item]):
+    """A sequence that is made when somebody looks: most policies never read the whole queue."""
+
+    __slots__ = ("_items", "_make")
+
+    def __init__(self, make: Callable[[], Sequence[Item]]) -> None:
+        self._make = make
+        self._items: Sequence[Item] | None = None
+
+    def __len__(self) -> int:
+        return len(self._made())
+
+    def __iter__(self) -> Iterator[Item]:
+        return iter(self._made())
+
+    @overload
+    def __getitem__(self, index: int) -> Item: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Item]: ...
+    def __getitem__(self, index: int | slice) -> Item | Sequence[Item]:
+        return self._made()[index]
+
+    def _made(self) -> Sequence[Item]:
+        if self._items is None:
+            self._items = self._make()
+        return self._items
+
+
+class PoolDispatch:
+    """The turn of one pool. A decision that breaks a promise of the policy is an assertion with its story."""
+
+    def __init__(
+        self,
+        state: SchedulerState,
+        starter: Dispatcher,
+        pool: Pool,
+        candidates: Sequence[Candidate],
+        selection: CandidateSelection,
+    ) -> None:
+        self._state = state
+        self._starter = starter
+        self._pool = pool
+        self._candidates = {candidate.entry.id: candidate for candidate in candidates}
+        self._selection = selection
+        self._groups = [group for group in selection.options if pool.name in state.pools_of(group)]
+        headroom = selection.headrooms.get(pool.name)
+        #: Units that nobody holds and nobody earlier was promised, without and with the candidates' minima.
+        self._spare = pool.free if headroom is None else headroom.free
+        self._free = self._spare + sum([candidate.choice.minimum for candidate in candidates])
+        #: Waiting actions that the policy was shown as eligible besides the candidates, by id.
+        self._eligible: dict[str, Entry] = {}
+        #: Candidates that the policy started and whose place, or batch, was gone.
+        self._missed: list[Candidate] = []
+
+    def take(self) -> None:
+        """Ask the policy, where there is anything to decide."""
+        executing, name = self._state.executing, self._pool.name
+        if not self._candidates and not executing.malleable(name) and not (self._groups and self._pool.free):
+            return
+        decision = self._state.policy(self._pool.kind).decide(self._view())
+        self._state.wakes.pop(name, None)
+        if decision.wake_s is not None:
+            self._state.wakes[name] = max(decision.wake_s, self._state.now_s + _LEAST_WAKE_S)
+        for hold in decision.holds:
+            self._state.holds[hold.action_id] = hold
+        started = self._carry_out(decision)
+        if started or decision.resizes or decision.wake_s is not None:
+            return
+        if self._candidates and not executing.holders(name):
+            # An idle pool with startable work would stay idle for ever: nothing happens that asks again.
+            first = next(iter(self._candidates.values()))
+            self._start(first.entry, first.option, Start(action_id=first.entry.id, units=first.choice.minimum))
+
+    def _view(self) -> PoolView:
+        pool, state, now_s = self._pool, self._state, self._state.now_s
+        load = state.executing.load(pool.name)
+        return PoolView(
+            name=pool.name,
+            now_s=now_s,
+            total=pool.total,
+            free=self._free,
+            running=Lazy(lambda: state.executing.view(pool, now_s)),
+            candidates=Lazy(self._show_candidates),
+            queued=Lazy(lambda: [entry.action for entry in self._queued(self._groups)]),
+            backlog=sum(self._share(group) for group in self._groups),
+            eligible=Lazy(self._show_eligible),
+            arrival_rate=load.arrivals.at(now_s),
+            utilisation=load.utilisation(now_s),
+            chunks=pool.chunk_view(now_s),
+            worker_cost_s=state.option(pool.kind, "worker_cost_s", 0.0),
+        )
+
+    def _show_candidates(self) -> list[WaitingView]:
+        return [
+            WaitingView(action=candidate.entry.action, limit=self._limit(candidate))
+            for candidate in self._candidates.values()
+        ]
+
+    def _limit(self, candidate: Candidate) -> int:
+        """Units it may take now: what is free for the candidates, which the policy may leave waiting behind it."""
+        units = candidate.choice
+        room = self._free if candidate.cap is None else min(self._free, units.minimum + candidate.cap.free)
+        limit = units.at_most(room)
+        assert limit is not None
+        return limit
+
+    def _share(self, group: QueueGroup) -> int:
+        """How many of a group's actions wait for this pool, where several nodes could serve them."""
+        return -(-group.live // max(1, len(self._selection.options[group]))) if self._pool.node else group.live
+
+    def _queued(self, groups: Iterable[QueueGroup]) -> list[Entry]:
+        """Waiting actions in order of service, candidates first, bounded by the window."""
+        window = self._state.spec.queue_window
+        first = [candidate.entry for candidate in self._candidates.values()]
+        items = [item for group in groups for item in group.first(window)]
+        items.sort()
+        rest = [entry for _, _, entry in items if entry.id not in self._candidates]
+        return [*first, *rest[: max(0, window - len(first))]]
+
+    def _show_eligible(self) -> list[Action]:
+        if self._state.spec.strict:  # one queue for everything: nothing starts but the candidates
+            return [candidate.entry.action for candidate in self._candidates.values()]
+        entries = self._queued(group for group in self._groups if self._place(group) is not None)
+        if any(len(group.demand) > 1 for group in self._groups):
+            # What another kind's policy chooses for is not this one's to start, though it needs this pool as well.
+            entries = [entry for entry in entries if entry.action.chooser == self._pool.kind]
+        self._eligible = {entry.id: entry for entry in entries}
+        return [entry.action for entry in entries]
+
+    def _place(self, group: QueueGroup) -> StartOption | None:
+        """Where a group's actions could start, were this pool's units free; None where something else is missing."""
+        if group in self._selection.capped:
+            return None
+        for option in self._selection.options[group]:
+            if self._pool.node in ("", option.node) and option.fits(beside=self._pool.name):
+                return option
+        return None
+
+    def _carry_out(self, decision: Decision) -> bool:
+        """Shrink, start, grow, in this order; whether anything was started."""
+        running = self._state.executing.holders(self._pool.name)
+        grows = []
+        balance = self._free
+        for resize in decision.resizes:
+            entry = running.get(resize.action_id)
+            assert entry is not None and entry.malleable(self._pool.kind), self._story(
+                resize, "names no running action that is malleable here"
+            )
+            assert resize.units in entry.action.cost[self._pool.kind], self._story(resize, "is not in the unit set")
+            balance -= resize.units - self._pool.held[entry.id]
+            if resize.units < self._pool.held[entry.id]:
+                self._starter.resize(entry, self._pool.kind, resize.units)
+                self._state.dirty.add(self._pool.name)
+            elif resize.units > self._pool.held[entry.id]:
+                grows.append((entry, resize.units))
+        started, balance = self._carry_out_starts(decision.starts, balance)
+        if started:
+            self._reconsider(balance)
+        for entry, units in grows:
+            held = self._pool.held[entry.id]
+            assert units - held <= self._pool.free, self._story(decision, f"grows {entry.id} beyond what is free")
+            room = self._state.cap_room(entry, self._pool.kind)
+            allowed = units if room is None else entry.action.cost[self._pool.kind].at_most(min(units, held + room))
+            if allowed is not None and allowed > held:
+                self._starter.resize(entry, self._pool.kind, allowed)
+        return started
+
+    def _carry_out_starts(self, starts: Sequence[Start], balance: int) -> tuple[bool, int]:
+        """Candidates first, for which the policy must keep its sums; then whatever else it chose and still fits.
+
+        Whether anything was started, and what is left of the units that the policy was shown.
+        """
+        started = False
+        others = []
+        for start in starts:
+            candidate = self._candidates.pop(start.action_id, None)
+            if candidate is None:
+                others.append(start)
+                continue
+            assert start.units in candidate.choice, self._story(start, "is not in the unit set")
+            within = balance > self._free or start.units <= self._limit(candidate)
+            assert within, self._story(start, "is above its limit")
+            balance -= start.units
+            assert balance >= 0, self._story(start, f"is beyond the {self._free} units to share")
+            if self._start(candidate.entry, candidate.option, start):
+                started = True
+            else:
+                self._missed.append(candidate)
+        for start in others:
+            entry = self._eligible.get(start.action_id)
+            assert entry is not None, self._story(start, "names neither a candidate nor an eligible action")
+            assert start.units in _unit_set(entry.action), self._story(start, "is not in the unit set")
+            option = None if entry.group is None else self._place(entry.group)
+            if option is not None:
+                started |= self._start(entry, option, start)
+        return started, balance
+
+    def _reconsider(self, balance: int) -> None:
+        """Ask for another round for candidates whose promise was given to an earlier one that started wider.
+
+        Such a candidate may have been promised other resources, which would idle; may start elsewhere; or may still
+        fit here, where the policy was shown less than there is (a reservation of somebody behind, a narrower start).
+        Where the pool has places, an action that needs one on a certain node may find that it was spared.
+        """
+        if self._pool.has_places:
+            bound = [group for group in self._groups if group.signature.node or len(group.demand) > 1]
+            self._state.dirty_groups.update(group for group in bound if group.live)
+        beaten = [one for one in self._candidates.values() if one.choice.minimum > balance]
+        for candidate in (*beaten, *self._missed):
+            group = candidate.entry.group
+            if group is None:
+                continue
+            elsewhere = len(candidate.option.needs) > 1 or len(self._selection.options[group]) > 1
+            if elsewhere or candidate.choice.minimum <= self._pool.free:
+                self._state.dirty_groups.add(group)
+            self._release_cap(group.signature.task)
+
+    def _release_cap(self, task: str) -> None:
+        """What an action was promised of its task's caps may serve others of the task, wherever they wait."""
+        spec = self._state.tasks.get(task)
+        if spec is not None and spec.caps:
+            alike = [group for group in self._state.queue.groups() if group.signature.task == task]
+            self._state.dirty_groups.update(alike)
+
+    def _start(self, entry: Entry, option: StartOption, start: Start) -> bool:
+        """Start an action, unless a start of this very turn took what it needs (a batch, a place, a resource)."""
+        if entry.group is None:
+            return False
+        room = self._state.cap_room(entry, self._pool.kind)
+        allowed = start.units if room is None else _unit_set(entry.action).at_most(min(start.units, room))
+        if allowed is None:
+            return False
+        asks = []
+        for _, pool, _, minimum in option.needs:
+            if pool is self._pool:
+                units, chunk = self._shaped(entry, option, allowed, start), start.chunk
+            else:
+                units, chunk = minimum, None
+            ask = PoolRequest(entry.id, units, entry.action.service, chunk, option.node)
+            if not pool.accepts(ask):
+                return False
+            asks.append((pool, ask))
+        if option.memory_bytes and self._state.nodes[option.node].free_bytes < option.memory_bytes:
+            return False
+        self._starter.start(entry, option.node, asks, workers=start.workers)
+        return True
+
+    def _shaped(self, entry: Entry, option: StartOption, units: int, start: Start) -> int:
+        """Where the pool has places and the policy named none: the widest count not above ``units`` with a place."""
+        if not self._pool.has_places or start.chunk is not None:
+            return units
+        counts = [count for count in _unit_set(entry.action) if count <= units]
+        for count in reversed(counts):
+            if self._pool.accepts(PoolRequest(holder=entry.id, units=count, node=option.node)):
+                return count
+        return counts[0]
+
+    def _story(self, wish: object, broken: str) -> str:
+        """Which promise the policy broke, and how."""
+        policy = self._state.policy(self._pool.kind).name
+        return f"policy {policy} on {self._pool.name} at {self._state.now_s:.6f}: {wish} {broken}"
+
+
+def _unit_set(action: Action) -> UnitSet:
+    units = action.units
+    assert units is not None, f"{action.id} needs nothing"
+    return units

@@ -1,0 +1,118 @@
+"""The state of the scheduler: the parts that the core and its pass share, and what changed since the last pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from manager.config import SchedulerSpec, ServiceSpec, TaskSpec
+from manager.core.executing import Executing
+from manager.core.fairness import FairShare
+from manager.core.queue import Entry, Queue, QueueGroup
+from manager.core.trajectories import Trajectories
+from manager.core.waiting_children import WaitingChildren
+from manager.events import Command
+from manager.resources.nodes import Nodes
+from manager.resources.pool import Resources
+from manager.scheduler.policy import Hold, Policy
+
+#: What holds for a task that the configuration does not name.
+_UNKNOWN_TASK = TaskSpec()
+
+
+@dataclass(slots=True, kw_only=True)
+class SchedulerState:
+    """One manager's state, without its rules."""
+
+    spec: SchedulerSpec
+    tasks: Mapping[str, TaskSpec]
+    services: Mapping[str, ServiceSpec]
+    resources: Resources
+    nodes: Nodes
+    queue: Queue
+    executing: Executing
+    fair: FairShare
+    #: By resource kind; ``default`` for the others.
+    policies: Mapping[str, Policy]
+    trajectories: Trajectories = field(default_factory=Trajectories)
+    families: WaitingChildren = field(default_factory=WaitingChildren)
+    now_s: float = 0.0
+    #: What the shell is to be told at the end of the step.
+    commands: list[Command] = field(default_factory=list)
+    #: Pools of which something changed since the last pass, and groups that something was added to.
+    dirty: set[str] = field(default_factory=set)
+    dirty_groups: set[QueueGroup] = field(default_factory=set)
+    #: When a policy wants to be asked again, by pool.
+    wakes: dict[str, float] = field(default_factory=dict)
+    #: What the policies hold back on purpose, by action.
+    holds: dict[str, Hold] = field(default_factory=dict)
+    #: Whether only children of running actions may start (the gateway drains).
+    paused: bool = False
+    #: First submission among trajectories that wait for memory; None when none does.
+    memory_waits_from: int | None = None
+
+    def policy(self, kind: str) -> Policy:
+        return self.policies.get(kind) or self.policies["default"]
+
+    def option(self, kind: str, name: str, default: float) -> float:
+        """A constant of the policy of ``kind``."""
+        policies = self.spec.policies
+        spec = policies.get(kind, policies.get("default"))
+        return default if spec is None else float(spec.options.get(name, default))
+
+    def cap_room(self, entry: Entry, kind: str) -> int | None:
+        """Units of ``kind`` that the task's cap leaves for one of its actions; None where no cap binds it.
+
+        Children run under what their parents were granted: a full cap never blocks what it waits for.
+        """
+        task = self.tasks.get(entry.action.task)
+        if task is None or kind not in task.caps or entry.child:
+            return None
+        return max(0, task.caps[kind] - self.executing.held_by(entry.action.task, kind))
+
+    def weight(self, task: str) -> float:
+        """The share of a task."""
+        return self.tasks.get(task, _UNKNOWN_TASK).weight
+
+    def pools_of(self, group: QueueGroup) -> tuple[str, ...]:
+        """The pools that could serve a group's actions."""
+        if group.pools is None:
+            node = group.signature.node
+            group.pools = tuple(
+                pool.name
+                for kind in group.demand
+                for pool in self.resources.of_kind(kind)
+                if not pool.node or node in ("", pool.node)
+            )
+        return group.pools
+
+    def all_dirty(self) -> None:
+        """Everything may have changed, the pools themselves included."""
+        self.dirty.update(pool.name for pool in self.resources)
+        for group in self.queue.groups():
+            group.pools = None
+            self.dirty_groups.add(group)
+
+    def touch(self, entry: Entry) -> None:
+        """What a waiting action had reserved may serve others."""
+        if self.spec.strict:
+            self.all_dirty()  # it may have stood in the way of everything behind it
+        elif entry.group is not None:
+            self.dirty.update(self.pools_of(entry.group))
+
+    def waits_for(self, entry: Entry) -> str:
+        """What a waiting action waits for, in plain words."""
+        action = entry.action
+        trajectory = None if action.trajectory is None else self.trajectories.get(action.trajectory)
+        if entry.group is None and trajectory is not None:
+            if entry in trajectory.homeless:
+                return f"{trajectory.memory_bytes} bytes of memory on a node"
+            return f"the earlier actions of trajectory {trajectory.name}"
+        hold = self.holds.get(entry.id)
+        if hold is not None:
+            return hold.waits_for
+        parts = [f"{units.minimum} of {kind}" for kind, units in action.cost.items()]
+        if action.memory_bytes and trajectory is None:
+            parts.append(f"{action.memory_bytes} bytes")
+        where = f" on {trajectory.node}" if trajectory is not None and trajectory.node else ""
+        return " and ".join(parts) + where if parts else "the next pass"

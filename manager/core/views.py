@@ -1,0 +1,164 @@
+"""JSON-able views of the core for people: resources, queue, trajectories, tasks."""
+
+from __future__ import annotations
+
+import heapq
+import struct
+from collections import Counter
+from collections.abc import Mapping
+
+from manager.config import TaskSpec
+from manager.core.core import Core
+from manager.core.queue import Entry, Key
+from manager.core.trajectories import TrajectoryState
+from manager.errors import InvalidInput
+
+#: A place in the order of service as bytes: it stays a place when the entry has left.
+_PLACE = struct.Struct(">dqqq")
+
+
+def resources_view(core: Core) -> dict[str, object]:
+    """Nodes with their memory, and every pool with its holders and load."""
+    state = core.state
+    return {
+        "nodes": [
+            {
+                "node": node.spec.name,
+                "cores": node.spec.cores,
+                "devices": node.spec.devices,
+                "memory_bytes": node.spec.memory_bytes,
+                "held_bytes": node.held_bytes,
+                "trajectories": len(node.holders),
+            }
+            for node in state.nodes
+        ],
+        "pools": {
+            pool.name: {
+                **pool.describe(),
+                "policy": state.policy(pool.kind).name,
+                "utilisation": state.executing.load(pool.name).utilisation(core.now_s),
+                "arrivals_per_s": state.executing.load(pool.name).arrivals.at(core.now_s),
+            }
+            for pool in state.resources
+        },
+    }
+
+
+def prefetches_view(core: Core) -> dict[str, int]:
+    """How services that were brought in ahead have fared: started, under_way, hits, wasted, failed."""
+    counts = Counter[str]()
+    for pool in core.state.resources:
+        counts.update(pool.prefetches)
+    return dict(counts)
+
+
+def queue_view(core: Core, limit: int, cursor: str | None) -> dict[str, object]:
+    """How many wait, and ``limit`` of them in order of service, each with what it waits for.
+
+    ``cursor`` is the ``next_cursor`` of the page before; raises InvalidInput for any other.
+    """
+    after = None if cursor is None else _place_of(cursor)
+    waiting = core.state.queue
+    behind = (entry for entry in waiting if after is None or entry.order > after)
+    page = heapq.nsmallest(limit + 1, behind, key=lambda entry: entry.order)
+    return {
+        "waiting": len(waiting),
+        "queue": [_waiting_view(core, entry) for entry in page[:limit]],
+        "next_cursor": _cursor(page[limit - 1]) if len(page) > limit else None,
+    }
+
+
+def _waiting_view(core: Core, entry: Entry) -> dict[str, object]:
+    return {
+        "id": entry.id,
+        "function": entry.action.function,
+        "task": entry.action.task,
+        "trajectory": entry.action.trajectory,
+        "age_s": core.now_s - entry.action.submitted_s,
+        "cost": {kind: [units.minimum, units.maximum] for kind, units in entry.action.cost.items()},
+        "waits_for": core.state.waits_for(entry),
+    }
+
+
+def _cursor(entry: Entry) -> str:
+    return _PLACE.pack(*entry.key, entry.seq).hex()
+
+
+def _place_of(cursor: str) -> tuple[Key, int]:
+    try:
+        stamp, seq, child_seq, own_seq = _PLACE.unpack(bytes.fromhex(cursor))
+    except (ValueError, struct.error):
+        message = f"cursor {cursor[:64]!r} is no next_cursor of this list"
+        raise InvalidInput(message, component="queue", detail={"path": "cursor"}) from None
+    return (stamp, seq, child_seq), own_seq
+
+
+def trajectories_view(core: Core, limit: int, cursor: str | None) -> dict[str, object]:
+    """``limit`` living trajectories by name; ``cursor`` is the ``next_cursor`` of the page before."""
+    behind = (each for each in core.trajectories if cursor is None or each.name > cursor)
+    page = heapq.nsmallest(limit + 1, behind, key=lambda trajectory: trajectory.name)
+    return {
+        "trajectories": [trajectory_view(core, trajectory) for trajectory in page[:limit]],
+        "next_cursor": page[limit - 1].name if len(page) > limit else None,
+    }
+
+
+def trajectory_view(core: Core, trajectory: TrajectoryState) -> dict[str, object]:
+    """One of them."""
+    return {
+        "trajectory": trajectory.name,
+        "task": trajectory.task,
+        "node": trajectory.node,
+        "memory_bytes": trajectory.memory_bytes,
+        "ttl_s": trajectory.ttl_s,
+        "state": _trajectory_state(core, trajectory.active, trajectory.ending, trajectory.waiting),
+        "queued": len(trajectory.lane),
+        "active": None if trajectory.active is None else trajectory.active.id,
+        "idle_s": core.now_s - trajectory.idle_since_s if trajectory.at_rest else 0.0,
+    }
+
+
+def tasks_view(core: Core) -> list[dict[str, object]]:
+    """Every task that is configured or was seen: its share, its bounds, and its account."""
+    state = core.state
+    views: list[dict[str, object]] = []
+    for name in sorted(set(state.tasks) | set(core.accounts)):
+        spec = state.tasks.get(name, TaskSpec())
+        account = core.accounts.get(name)
+        views.append(
+            {
+                "task": name,
+                "weight": spec.weight,
+                "max_queued": spec.max_queued,
+                "caps": dict(spec.caps),
+                "queued": state.queue.by_task(name),
+                "running": sum(entry.action.task == name for entry in state.executing.all()),
+                **_measured(core, {} if account is None else account.used),
+                **({} if account is None else account.describe()),
+            }
+        )
+    return views
+
+
+def _measured(core: Core, used: Mapping[str, float]) -> dict[str, object]:
+    """What was used, by its unit: core_s and gpu_s, quota_units and slot_s by resource."""
+    found: dict[str, object] = {"core_s": 0.0, "gpu_s": 0.0}
+    by_name: dict[str, dict[str, float]] = {"quota_units": {}, "slot_s": {}}
+    for kind, amount in used.items():
+        pools = core.state.resources.of_kind(kind)
+        measure = pools[0].measure if pools else "core_s"  # cores alone lose their pool, with the last node
+        if measure in by_name:
+            by_name[measure][kind] = amount
+        else:
+            found[measure] = amount
+    return found | by_name
+
+
+def _trajectory_state(core: Core, active: Entry | None, ending: bool, waiting: bool) -> str:
+    if ending:
+        return "ending"
+    if waiting:
+        return "waiting"
+    if active is None:
+        return "idle"
+    return "running" if active.id in core.state.executing else "queued"

@@ -1,0 +1,1 @@
+"""What was learned from runs: durations, elasticity and the cost of a batch."""

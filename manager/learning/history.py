@@ -1,0 +1,247 @@
+"""What was learned of durations and elasticity, per function and per caller's key.
+
+T_ori is estimated in rising precision: the function's declared prior, the function's mean, the key's own mean. Each
+mean is exponentially weighted on log durations and each observation is clipped to a few of the key's own deviations,
+so that an outlier moves little and a drift is followed. The serial fraction s is fitted from the same observations:
+with Amdahl's law duration(m) = T_ori ((1 - s) / m + s), so runs at different widths tell s apart from T_ori. So is a
+function's batch marginal: n alike that run together take 1 + marginal (n - 1) times as long as one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+
+from manager.action import PRIOR_BATCH_MARGINAL
+from manager.batch import Kin, Work
+from manager.learning.fits import LEAST_S, BatchFit, Fit
+from manager.outcome import Settlement, State
+
+#: Weight of the newest observation, once there are many.
+_NEWEST = 0.1
+#: Observations are clipped to this many deviations of the logarithm, and the deviation is at least the floor.
+_CLIP_DEVIATIONS = 3.0
+_LEAST_DEVIATION = 0.2
+#: The serial fraction taken while runs at one width tell nothing.
+PRIOR_SERIAL_FRACTION = 0.05
+#: Keys that are remembered; the least recently used are forgotten.
+_KEYS_MAX = 10_000
+
+
+@dataclass(slots=True)
+class Estimate:
+    """One function's or key's durations with one unit, on a logarithmic scale."""
+
+    #: Runs; each of n members of a batch counts 1 / n.
+    count: float = 0.0
+    log_mean: float = 0.0
+    log_deviation: float = 0.5
+    #: Smoothed |log(observed / predicted)|: 0.1 is an error of about 10 %.
+    error: float = 0.0
+
+    @property
+    def t_ori_s(self) -> float:
+        return math.exp(self.log_mean)
+
+    def observe(self, t_ori_s: float, share: float = 1.0) -> None:
+        """Learn from a run of which only ``share`` counts."""
+        log = math.log(max(LEAST_S, t_ori_s))
+        if self.count == 0:
+            self.log_mean = log
+        else:
+            reach = _CLIP_DEVIATIONS * max(self.log_deviation, _LEAST_DEVIATION)
+            miss = log - self.log_mean
+            weight = max(_NEWEST * share, share / (self.count + share))
+            clipped = max(-reach, min(reach, miss))
+            self.log_mean += weight * clipped
+            # A drift beyond the reach widens the deviation, so that the next observations are believed sooner.
+            self.log_deviation += weight * (min(abs(miss), 2 * reach) - self.log_deviation)
+            self.error += weight * (min(abs(miss), 2 * reach) - self.error)
+        self.count += share
+
+
+@dataclass(slots=True)
+class Profile:
+    """What is known of one function or key."""
+
+    estimate: Estimate = field(default_factory=Estimate)
+    fit: Fit = field(default_factory=Fit)
+    #: Kept for the function as a whole only.
+    batches: BatchFit = field(default_factory=BatchFit)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learned:
+    """An answer of the history."""
+
+    t_ori_s: float | None
+    serial_fraction: float
+    #: Where T_ori comes from: ``prior``, ``function`` or ``key``.
+    source: str
+    #: What a further member adds to a batch, as a fraction of what it takes alone.
+    batch_marginal: float = PRIOR_BATCH_MARGINAL
+    observations: int = 0
+    #: Typical relative error of T_ori so far.
+    error: float = 0.0
+
+
+class History:
+    """Learned profiles. Pure but for its own state; ``to_json`` and ``from_json`` carry it across restarts."""
+
+    def __init__(self) -> None:
+        self._profiles: OrderedDict[tuple[str, str], Profile] = OrderedDict()
+
+    def observe(self, settlement: Settlement) -> None:
+        """Learn from an action that succeeded."""
+        action = settlement.action
+        if settlement.outcome.state is not State.SUCCEEDED or settlement.lease is None:
+            return
+        units: float = settlement.lease.units(action.key) if action.key is not None else 1
+        units = max(1.0, settlement.outcome.usage.get("mean_units", units))
+        members = _ran_with(settlement)
+        if members is not None:
+            self.record(action.function, action.profile_key, units, settlement.execution_s, members)
+
+    def record(
+        self, function: str, key: str, units: float, duration_s: float, members: Mapping[Kin, int] | None = None
+    ) -> None:
+        """One run of ``duration_s`` seconds on ``units``, a mean over time where they changed.
+
+        ``members`` are those of its batch, itself included, and itself alone where it could have run in one. Each of n
+        members counts 1 / n, so that a batch is one observation; were only its leader learned from, a key that never
+        leads (shorter ones go first) would never be learned.
+        """
+        names = dict.fromkeys(("", key))
+        share, factor, fit = 1.0, 1.0, self._profile(function, "").batches
+        if members:
+            work, own_s = self._work(members, (function, key))
+            share = 1.0 / sum(members.values())
+            fit.observe(units, work, own_s, duration_s, share)
+            factor = work.seconds(self.batch_marginal(function)) / own_s
+        if share == 1.0 or fit.marginal is not None:  # a guessed marginal would pass for a gain of width
+            for name in names:
+                self._profile(function, name).fit.observe(units, duration_s / factor, share)
+        serial = self.serial_fraction(function, key)
+        t_ori_s = duration_s / factor / ((1.0 - serial) / units + serial)
+        for name in names:
+            self._profile(function, name).estimate.observe(t_ori_s, share)
+
+    def learned(self, function: str, key: str = "", *, prior_s: float | None = None) -> Learned:
+        """The best estimate for one function and key."""
+        serial, marginal = self.serial_fraction(function, key), self.batch_marginal(function)
+        for name, source in ((key, "key"), ("", "function")):
+            profile = self._profiles.get((function, name))
+            if (name or source == "function") and profile is not None and profile.estimate.count:
+                estimate = profile.estimate
+                return Learned(
+                    t_ori_s=estimate.t_ori_s,
+                    serial_fraction=serial,
+                    source=source,
+                    batch_marginal=marginal,
+                    observations=round(estimate.count),
+                    error=estimate.error,
+                )
+        return Learned(t_ori_s=prior_s, serial_fraction=serial, source="prior", batch_marginal=marginal)
+
+    def serial_fraction(self, function: str, key: str = "") -> float:
+        """The key's fitted value, else the function's, else a guess."""
+        for name in (key, ""):
+            profile = self._profiles.get((function, name))
+            fitted = None if profile is None else profile.fit.serial_fraction
+            if fitted is not None:
+                return fitted
+        return PRIOR_SERIAL_FRACTION
+
+    def batch_marginal(self, function: str) -> float:
+        """The function's fitted value, else a guess."""
+        profile = self._profiles.get((function, ""))
+        fitted = None if profile is None else profile.batches.marginal
+        return PRIOR_BATCH_MARGINAL if fitted is None else fitted
+
+    def describe(self, function: str) -> dict[str, object]:
+        """Estimates and their errors by key, JSON-able; the key "" is the whole function."""
+        return {
+            key: {
+                "t_ori_s": profile.estimate.t_ori_s,
+                "observations": round(profile.estimate.count),
+                "error": profile.estimate.error,
+                "serial_fraction": profile.fit.serial_fraction,
+                "batch_marginal": profile.batches.marginal,
+            }
+            for (name, key), profile in self._profiles.items()
+            if name == function
+        }
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "version": 1,
+            "profiles": [
+                {
+                    "function": function,
+                    "key": key,
+                    "estimate": asdict(profile.estimate),
+                    "fit": asdict(profile.fit),
+                    **({} if key else {"batches": asdict(profile.batches)}),
+                }
+                for (function, key), profile in self._profiles.items()
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, object]) -> History:
+        """The history of an earlier run; what another version wrote is forgotten, what it did not know yet is new."""
+        history = cls()
+        profiles = data.get("profiles")
+        if data.get("version") != 1 or not isinstance(profiles, list):
+            return history
+        for item in profiles:
+            fit = Fit(**item["fit"])
+            if fit.complete:
+                batches = BatchFit.from_json(item.get("batches"))
+                history._profiles[item["function"], item["key"]] = Profile(Estimate(**item["estimate"]), fit, batches)
+        return history
+
+    def _work(self, members: Mapping[Kin, int], own: Kin) -> tuple[Work, float]:
+        """What members take alone, by what is known of them now, and what one of ``own`` does; equal while unknown."""
+        seconds = {kin: self._t_ori_s(*kin) for kin in members}
+        known = [one for one in seconds.values() if one is not None]
+        guess = sum(known) / len(known) if known else 1.0
+        alone_s = {kin: guess if one is None else one for kin, one in seconds.items()}
+        longest_s = max(alone_s.values())
+        all_s = sum(count * alone_s[kin] for kin, count in members.items())
+        return Work(longest_s, all_s - longest_s), alone_s[own]
+
+    def _t_ori_s(self, function: str, key: str) -> float | None:
+        for name in (key, ""):
+            profile = self._profiles.get((function, name))
+            if profile is not None and profile.estimate.count:
+                return profile.estimate.t_ori_s
+        return None
+
+    def _profile(self, function: str, key: str) -> Profile:
+        profile = self._profiles.get((function, key))
+        if profile is None:
+            profile = self._profiles[function, key] = Profile()
+        self._profiles.move_to_end((function, key))
+        if len(self._profiles) > _KEYS_MAX:
+            self._profiles.popitem(last=False)
+        return profile
+
+
+def _ran_with(settlement: Settlement) -> Mapping[Kin, int] | None:
+    """Members of the batch that it ran in, by what its runtime tells; empty where it never runs in one.
+
+    None where some came too late for the batch: it is not known which.
+    """
+    action = settlement.action
+    if not action.batch_tokens:
+        return {}
+    alone = {(action.function, action.profile_key): 1}
+    members = settlement.batch or alone
+    size = sum(members.values())
+    ran = settlement.outcome.usage.get("batch", size)
+    if ran == 1:
+        return alone
+    return members if ran == size else None

@@ -1,0 +1,1 @@
+"""The simulator: the same core under a virtual clock, with workloads, baselines and bounds."""

@@ -1,0 +1,238 @@
+"""What if: a workload on a cluster under policies and baselines, against a bound, and how little is enough.
+
+`run` is the whole of ``tangram simulate`` but its command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from manager.config import ManagerSpec
+from manager.errors import InvalidInput
+from manager.simulation.baselines import BASELINES, run_baseline
+from manager.simulation.bound import LowerBound, lower_bound
+from manager.simulation.cluster import cluster, policies
+from manager.simulation.duration_model import DurationModel, Learning
+from manager.simulation.results import Row, SimulationResult
+from manager.simulation.simulator import Physics, Simulation, SimulationRun
+from manager.simulation.workloads import PRESETS, Workload, service
+
+#: Kinds that ``find`` can look for.
+FINDABLE = ("cores", "gpus")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """A cluster by its numbers."""
+
+    nodes: int = 5
+    cores: int = 1280
+    gpus: int = 0
+    #: Whether services may be restored ahead of their use.
+    prefetch: bool = False
+    #: Whether services in use are copied into free memory of idle devices.
+    replicate: bool = True
+
+    def spec(self, workload: Workload, policy: str, *, strict: bool = False) -> ManagerSpec:
+        return cluster(
+            nodes=min(self.nodes, max(1, self.cores)),
+            cores=self.cores,
+            devices=self.gpus,
+            services=workload.services,
+            quotas=workload.quotas,
+            policy=policy,
+            strict=strict,
+            prefetch=self.prefetch,
+            replicate=self.replicate,
+        )
+
+    @property
+    def capacity(self) -> dict[str, int]:
+        return {kind: units for kind, units in (("cpu", self.cores), ("gpu", self.gpus)) if units}
+
+
+def preset(name: str, batch: int, seed: int) -> Workload:
+    """A preset workload; raises InvalidInput for an unknown name or an empty batch."""
+    if name not in PRESETS:
+        raise InvalidInput(f"no preset is named {name!r}: known are {', '.join(PRESETS)}", component="simulate")
+    if batch < 1:
+        raise InvalidInput(f"a batch of {batch} trajectories is empty", component="simulate")
+    return PRESETS[name](batch, seed)
+
+
+def with_services(workload: Workload, bytes_per_service: int = 64 * 10**9) -> Workload:
+    """Give services that a trace names but does not describe a size."""
+    named = {step.service for trajectory in workload.trajectories for step in trajectory.steps if step.service}
+    missing = sorted(named - set(workload.services))
+    if not missing:
+        return workload
+    return replace(
+        workload, services={**workload.services, **{name: service(name, bytes_per_service) for name in missing}}
+    )
+
+
+def simulate(
+    workload: Workload,
+    policy: str,
+    size: Size,
+    *,
+    base: ManagerSpec | None = None,
+    physics: Physics | None = None,
+    knowledge: DurationModel | None = None,
+    strict: bool = False,
+) -> SimulationRun:
+    """One policy or baseline; ``base`` (a gateway's own configuration) replaces the cluster that ``size`` describes."""
+    spec = size.spec(workload, policy if policy not in BASELINES else "fixed", strict=strict)
+    if base is not None:
+        spec = adopted(base, spec)
+    _check_kinds(workload, spec)
+    _check_sizes(workload, spec)
+    if policy in BASELINES:
+        return run_baseline(policy, workload, spec)
+    return Simulation(spec, workload.trajectories, physics=physics, knowledge=knowledge).run()
+
+
+def adopted(base: ManagerSpec, spec: ManagerSpec) -> ManagerSpec:
+    """A gateway's nodes, quotas, weights and caps, with the workload's services and the policy under test.
+
+    It prefetches where either says so, and replicates where both do. Queues are as long as the workload needs: a
+    simulated trajectory does not try again.
+    """
+    return replace(
+        base,
+        quotas={**spec.quotas, **base.quotas},
+        services={**spec.services, **base.services},
+        tasks={**spec.tasks, **{name: replace(task, max_queued=10**9) for name, task in base.tasks.items()}},
+        scheduler=replace(
+            spec.scheduler,
+            prefetch=spec.scheduler.prefetch or base.scheduler.prefetch,
+            replicate=spec.scheduler.replicate and base.scheduler.replicate,
+        ),
+    )
+
+
+def run(
+    workload: Workload,
+    names: Sequence[str],
+    size: Size,
+    *,
+    base: ManagerSpec | None = None,
+    physics: Physics | None = None,
+    learned: bool = False,
+    with_bound: bool = False,
+    find: str | None = None,
+    target_act_s: float | None = None,
+) -> SimulationResult:
+    """Every named policy and baseline on the same workload.
+
+    ``learned`` hides all profiles from the policies. ``find`` is ``cores`` or ``gpus``: the fewest of them with which
+    the first policy's mean ACT is at most ``target_act_s``. Raises InvalidInput or Unsatisfiable.
+    """
+    workload = with_services(workload)
+    capacity = size.capacity if base is None else capacity_of(base)
+    runs: dict[str, SimulationRun] = {}
+    for name in names:
+        if name not in BASELINES:
+            policies(name)
+        knowledge = Learning() if learned else None
+        runs[name] = simulate(workload, name, size, base=base, physics=physics, knowledge=knowledge)
+    bound: LowerBound | None = None
+    if with_bound:
+        costs = physics or Physics()
+        quotas = workload.quotas if base is None else {**workload.quotas, **base.quotas}
+        bound = lower_bound(
+            workload.trajectories,
+            capacity,
+            quotas,
+            worker_cost_s=costs.worker_cost_s,
+            batch_marginal=costs.batch_marginal,
+        )
+    found = None
+    if find is not None:
+        if target_act_s is None or base is not None:
+            raise InvalidInput("--find needs --target-act and a cluster given by its size", component="simulate")
+        found = fewest(workload, names[0], size, find, target_act_s, physics)
+    return SimulationResult(
+        workload=workload.name,
+        trajectories=len(workload.trajectories),
+        actions=workload.actions,
+        rows=tuple(Row.of(name, done, capacity) for name, done in runs.items()),
+        bound=bound,
+        found=found,
+        runs=runs,
+    )
+
+
+def fewest(
+    workload: Workload, policy: str, size: Size, kind: str, target_act_s: float, physics: Physics | None = None
+) -> tuple[str, int, float]:
+    """(kind, units, mean ACT) with the fewest units that reach the target, to one unit a node; InvalidInput if none."""
+    if kind not in FINDABLE:
+        raise InvalidInput(f"--find takes {' or '.join(FINDABLE)}, not {kind!r}", component="simulate")
+    step = size.nodes if kind == "cores" else 1
+
+    def act_s(count: int) -> float:
+        sized = replace(size, cores=count * step) if kind == "cores" else replace(size, gpus=count)
+        run_ = simulate(workload, policy, sized, physics=physics)
+        return sum(record.act_s for record in run_.records) / max(1, run_.trajectories)
+
+    largest = max(1, -(-(size.cores if kind == "cores" else size.gpus) // step))
+    count, value_s = _least(act_s, largest, target_act_s)
+    return kind, count * step, value_s
+
+
+def _least(act_s: Callable[[int], float], start: int, target_s: float) -> tuple[int, float]:
+    """The least count whose ACT reaches the target, by doubling and halving (ACT falls with the count)."""
+    high, value_s = start, act_s(start)
+    while value_s > target_s:
+        if high >= 64 * start:
+            raise InvalidInput(
+                f"no size reaches a mean ACT of {target_s:g} s: with {high} it is {value_s:.3g} s", component="simulate"
+            )
+        high *= 2
+        value_s = act_s(high)
+    low = 0
+    while high - low > max(1, high // 64):
+        middle = (low + high) // 2
+        middle_s = act_s(middle)
+        if middle_s <= target_s:
+            high, value_s = middle, middle_s
+        else:
+            low = middle
+    return high, value_s
+
+
+def capacity_of(spec: ManagerSpec) -> dict[str, int]:
+    """Units by kind of a configuration."""
+    totals = {"cpu": sum(node.cores for node in spec.nodes), "gpu": sum(node.devices for node in spec.nodes)}
+    return {kind: units for kind, units in totals.items() if units}
+
+
+def _check_kinds(workload: Workload, spec: ManagerSpec) -> None:
+    """A kind that nothing provides would never start: say so before anything runs."""
+    known = {*capacity_of(spec), *spec.quotas, *spec.concurrency}
+    for trajectory in workload.trajectories:
+        for step in trajectory.steps:
+            missing = sorted(set(step.cost) - known)
+            if missing:
+                have = ", ".join(sorted(known))
+                raise InvalidInput(
+                    f"trajectory {trajectory.id}: nothing provides {missing[0]}; the cluster has {have}",
+                    component="simulate",
+                )
+
+
+def _check_sizes(workload: Workload, spec: ManagerSpec) -> None:
+    """A service that is larger than a device at some DoP could not be restored there."""
+    room = min((node.device_bytes for node in spec.nodes if node.devices), default=0)
+    steps = (step for trajectory in workload.trajectories for step in trajectory.steps)
+    asked = {step.service: step.cost["gpu"] for step in steps if step.service is not None and "gpu" in step.cost}
+    for name, units in asked.items():
+        sizes = spec.services[name].bytes_by_dop if name in spec.services else {}
+        large = [dop for dop in units if sizes.get(dop, 0) > room]
+        if large:
+            raise InvalidInput(
+                f"service {name} on {large[0]} devices takes {sizes[large[0]]} bytes of each, which has {room}",
+                component="simulate",
+            )

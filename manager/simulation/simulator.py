@@ -1,0 +1,407 @@
+"""The simulator: the same core, policies and managers as the engine's, under a virtual clock.
+
+A workload is played in a closed loop: a trajectory thinks, submits its next action, and goes on when that has
+settled. Every run asserts that each action completed, that no unit was leased twice, and the core's own
+invariants. The same workload and cluster give the same run, byte for byte.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from manager.action import Action
+from manager.assembly import build_core
+from manager.batch import Work
+from manager.config import ManagerSpec
+from manager.core.views import prefetches_view
+from manager.errors import Unsatisfiable
+from manager.events import (
+    Command,
+    Event,
+    Execute,
+    Finished,
+    Prefetch,
+    PrefetchEnded,
+    Refuse,
+    Resize,
+    Settle,
+    Submitted,
+    Tick,
+    TrajectoryEnded,
+    WakeAt,
+)
+from manager.lease import Lease
+from manager.outcome import Outcome, Settlement, State
+from manager.simulation.duration_model import DurationModel, Oracle
+from manager.simulation.lease_audit import LeaseAudit
+from manager.simulation.pending_restores import PendingRestores, chunk_of
+from manager.simulation.trace import TracedTrajectory, TraceStep
+
+#: Steps between two checks of all the core's invariants.
+CHECK_EVERY = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Physics:
+    """What elasticity costs on real machines; each says where it is measured."""
+
+    #: Core-seconds that each worker process of a test run adds (``bench.pytest_width``, its further workers).
+    worker_cost_s: float = 0.3
+    #: Seconds that a resized action stands still (more than a cgroup write takes in ``bench.sandbox``).
+    resize_cost_s: float = 0.02
+    #: How many times as long work takes while a service is restored beside it (the limit of ``bench.model.__main__``).
+    prefetch_slowdown: float = 1.05
+    #: What a further member adds to a batch, as a fraction of what it takes alone: 1 where one sequence keeps a device
+    #: busy, as the log-probabilities of a whole rollout do; near 0 where launching is all that a short one costs. The
+    #: runtime computes a batch in forward passes of ``batch_tokens`` each and answers all members at its end.
+    batch_marginal: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedAction:
+    """One settled action."""
+
+    trajectory: str
+    function: str
+    submitted_s: float
+    queue_s: float
+    overhead_s: float
+    execution_s: float
+    units: int
+
+    @property
+    def ended_s(self) -> float:
+        return self.submitted_s + self.act_s
+
+    @property
+    def act_s(self) -> float:
+        return self.queue_s + self.overhead_s + self.execution_s
+
+
+@dataclass(slots=True, kw_only=True)
+class SimulationRun:
+    """What one simulation of one policy gave."""
+
+    records: list[SimulatedAction]
+    trajectories: int
+    makespan_s: float
+    ledger: LeaseAudit
+    resizes: int = 0
+    restores: int = 0
+    #: Services restored ahead of their first use, and how many of them were used.
+    prefetches: int = 0
+    prefetch_hits: int = 0
+    #: Actions that gave up: in baselines only.
+    failures: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A leased action as it really goes."""
+
+    action: Action
+    step: TraceStep
+    lease: Lease
+    #: Worker processes that were started.
+    workers: int
+    #: Seconds of restore and of resizes so far: overhead.
+    lost_s: float
+    #: Instant from which the work goes on at the present units, and the fraction done before.
+    since_s: float
+    started_s: float
+    #: When its service was in place.
+    ready_s: float
+    done: float = 0.0
+    #: Unit-seconds held until the last resize.
+    area: float = 0.0
+    resized_s: float = 0.0
+    version: int = 0
+
+    @property
+    def units(self) -> int:
+        """Units of the key resource, or of the first of a rigid action."""
+        kind = self.step.key or next(iter(self.step.cost), "")
+        return self.lease.units(kind)
+
+
+class Simulation:
+    """Plays one workload on one core."""
+
+    def __init__(
+        self,
+        spec: ManagerSpec,
+        trajectories: Sequence[TracedTrajectory],
+        *,
+        physics: Physics | None = None,
+        knowledge: DurationModel | None = None,
+    ) -> None:
+        self._spec = spec
+        self._core = build_core(spec)
+        self._trajectories = trajectories
+        self._physics = physics or Physics()
+        self._knowledge = knowledge or Oracle(self._physics.batch_marginal)
+        self._ledger = LeaseAudit()
+        self._events: list[tuple[float, int, Event | tuple[int, int]]] = []
+        self._seq = 0
+        self._now_s = 0.0
+        self._wake_s: float | None = None
+        self._running: dict[str, _Running] = {}
+        self._places: dict[str, tuple[int, int]] = {}
+        self._records: list[SimulatedAction] = []
+        self._resizes = 0
+        self._restores = 0
+        self._arrivals = PendingRestores()
+        self.steps = 0
+
+    def run(self) -> SimulationRun:
+        """Play to the end; raises Unsatisfiable where an action could never start."""
+        for index, trajectory in enumerate(self._trajectories):
+            if trajectory.steps:
+                self._push(trajectory.arrival_s + trajectory.steps[0].think_s, (index, 0))
+        while self._events or self._wake_s is not None:
+            events = self._next_events()
+            if not events:
+                continue  # an end that a resize has moved
+            for command in self._core.step(events, self._now_s):
+                self._obey(command)
+            self.steps += 1
+            if self.steps % CHECK_EVERY == 0:
+                self._core.check()
+        self._finish()
+        return SimulationRun(
+            records=self._records,
+            trajectories=len(self._trajectories),
+            makespan_s=max((record.ended_s for record in self._records), default=0.0),
+            ledger=self._ledger,
+            resizes=self._resizes,
+            restores=self._restores,
+            prefetches=self._arrivals.count,
+            prefetch_hits=prefetches_view(self._core).get("hits", 0),
+        )
+
+    def _finish(self) -> None:
+        self._core.check()
+        expected = sum(len(trajectory.steps) for trajectory in self._trajectories)
+        assert len(self._records) == expected, f"{len(self._records)} of {expected} actions completed"
+        assert self._ledger.empty and not self._running, "something is leased after the end"
+
+    # -- time
+
+    def _push(self, instant_s: float, event: Event | tuple[int, int]) -> None:
+        self._seq += 1
+        heapq.heappush(self._events, (instant_s, self._seq, event))
+
+    def _next_events(self) -> list[Event]:
+        """Go to the next instant at which something happens, and take all of it."""
+        next_s = self._events[0][0] if self._events else float("inf")
+        if self._wake_s is not None and self._wake_s < next_s:
+            assert self._events or self._wake_s > self._now_s, "the core asks for an instant that has passed"
+            self._now_s, self._wake_s = max(self._now_s, self._wake_s), None
+            return [Tick()]
+        self._now_s = next_s
+        events: list[Event] = []
+        while self._events and self._events[0][0] <= next_s:
+            event = heapq.heappop(self._events)[2]
+            if isinstance(event, tuple):
+                events.append(self._submission(*event))
+            elif not isinstance(event, Finished) or self._is_current(event):
+                events.append(event)
+        return events
+
+    def _is_current(self, event: Finished) -> bool:
+        """Whether the end was not moved by a resize since."""
+        running = self._running.get(event.action_id)
+        return running is not None and event.outcome.usage.get("version") == running.version
+
+    # -- the workload
+
+    def _submission(self, index: int, number: int) -> Submitted:
+        trajectory = self._trajectories[index]
+        step = trajectory.steps[number]
+        action_id = f"{trajectory.id}/{number}"
+        self._places[action_id] = (index, number)
+        known = self._knowledge.of(step)
+        return Submitted(
+            action=Action(
+                id=action_id,
+                function=step.function,
+                task=trajectory.task,
+                trajectory=trajectory.id,
+                cost=step.cost,
+                memory_bytes=trajectory.memory_bytes,
+                trajectory_ttl_s=1e9,
+                key=step.key,
+                elasticity=known.elasticity,
+                t_ori_s=known.t_ori_s,
+                malleable=step.malleable,
+                service=step.service,
+                profile_key=step.profile_key,
+                batch_tokens=step.batch_tokens,
+                batch_marginal=known.batch_marginal,
+                submitted_s=self._now_s,
+                timeout_s=1e9,
+                queue_timeout_s=1e9,
+            )
+        )
+
+    # -- the core's commands
+
+    def _obey(self, command: Command) -> None:
+        match command:
+            case Execute():
+                self._execute(command.action, command.lease)
+            case Resize():
+                self._resize(command.action, command.lease)
+            case Prefetch():
+                self._prefetch(command)
+            case Settle():
+                self._settle(command.settlement)
+            case WakeAt():
+                self._wake_s = command.instant_s
+            case Refuse():
+                raise Unsatisfiable(f"the core refused {command.action_id}: {command.error}", component="simulate")
+            case _:
+                pass  # placing and ending trajectories needs nothing here
+
+    def _execute(self, action: Action, lease: Lease) -> None:
+        self._ledger.grant(lease, self._now_s)
+        index, number = self._places[action.id]
+        step = self._trajectories[index].steps[number]
+        grant = lease.grants.get(step.key or "")
+        workers = 0 if grant is None else max(grant.units, grant.workers)
+        leads = not lease.batch or lease.batch[0] == action.id
+        ready_s = self._ready_s(action, lease) if leads else self._running[lease.batch[0]].ready_s
+        running = _Running(action, step, lease, workers, ready_s - self._now_s, ready_s, self._now_s, ready_s)
+        running.resized_s = self._now_s
+        self._running[action.id] = running
+        self._slow(running)
+
+    def _ready_s(self, action: Action, lease: Lease) -> float:
+        """When the action's service is in place: what travels to its devices already goes first."""
+        chunk = chunk_of(lease)
+        if action.service is None or chunk is None:
+            return self._now_s
+        if not any(grant.restore for grant in lease.grants.values()):
+            return self._arrivals.of(action.service, lease, self._now_s)
+        self._restores += 1
+        return self._arrivals.busy_until_s(lease.node, chunk, self._now_s) + self._restore_s(action.service, chunk[1])
+
+    def _restore_s(self, service: str, units: int) -> float:
+        return self._spec.services[service].restore_s_by_dop[units]
+
+    def _prefetch(self, command: Prefetch) -> None:
+        """A service travels beside what computes, once the running action's own has arrived."""
+        beside = [running for running in self._running.values() if _holds(running.lease, command)]
+        from_s = max([self._now_s, *(running.since_s for running in beside)])
+        restore_s = self._restore_s(command.service, command.chunk[1])
+        arrives_s = self._arrivals.add(command.node, command.service, command.chunk, from_s, restore_s)
+        self._push(arrives_s, PrefetchEnded(number=command.number, done=True))
+        for running in beside:
+            self._account(running)
+            self._slow(running)
+
+    def _slow(self, running: _Running) -> None:
+        """Plan the end of an action that works more slowly while anything travels to its devices."""
+        chunk, slowdown = chunk_of(running.lease), self._physics.prefetch_slowdown
+        if chunk is not None:
+            from_s = max(self._now_s, running.since_s)
+            beside_s = max(0.0, self._arrivals.busy_until_s(running.lease.node, chunk, self._now_s) - from_s)
+            left_s = (1.0 - running.done) * self._duration_s(running)
+            running.since_s = from_s + min(beside_s * (1 - 1 / slowdown), left_s * (slowdown - 1))
+        running.version += 1
+        self._schedule_end(running)
+
+    def _resize(self, action: Action, lease: Lease) -> None:
+        """Account the work done with the old units; the action stands still for a moment and goes on."""
+        running = self._running[action.id]
+        self._ledger.change(lease, self._now_s)
+        self._resizes += 1
+        self._account(running)
+        running.area += running.units * (self._now_s - running.resized_s)
+        running.resized_s = self._now_s
+        running.lease = lease
+        running.since_s += self._physics.resize_cost_s
+        running.lost_s += self._physics.resize_cost_s
+        running.version += 1
+        self._schedule_end(running)
+
+    def _account(self, running: _Running) -> None:
+        """Note the work that was done with the present units."""
+        if self._now_s > running.since_s:
+            running.done += (self._now_s - running.since_s) / self._duration_s(running)
+            running.since_s = self._now_s
+
+    def _duration_s(self, running: _Running) -> float:
+        """Seconds of the whole work with the present units: of its batch, where it is part of one."""
+        if running.lease.batch:
+            return self._batch_s(running.lease)
+        step = running.step
+        work_s = _work_s(step, running.lease)
+        if step.key is None or not step.malleable:
+            return work_s
+        units = running.lease.units(step.key)
+        assert 0 < units <= running.workers, f"{running.action.id}: {units} units for {running.workers} workers"
+        return work_s + self._physics.worker_cost_s * running.workers / units
+
+    def _batch_s(self, lease: Lease) -> float:
+        """All members end together, when the last forward pass has."""
+        places = (self._places[member] for member in lease.batch)
+        works_s = [_work_s(self._trajectories[index].steps[number], lease) for index, number in places]
+        return Work.of(works_s).seconds(self._physics.batch_marginal)
+
+    def _schedule_end(self, running: _Running) -> None:
+        left_s = max(0.0, 1.0 - running.done) * self._duration_s(running)
+        end_s = max(running.since_s, self._now_s) + left_s
+        ran_s = end_s - running.started_s
+        area = running.area + running.units * (end_s - running.resized_s)
+        outcome = Outcome(
+            state=State.SUCCEEDED,
+            execution_s=max(0.0, ran_s - running.lost_s),
+            usage={"version": float(running.version), "mean_units": area / ran_s if ran_s > 0 else running.units},
+        )
+        self._push(end_s, Finished(action_id=running.action.id, outcome=outcome))
+
+    def _settle(self, settlement: Settlement) -> None:
+        """Record it, and let its trajectory think on."""
+        action = settlement.action
+        assert settlement.outcome.state is State.SUCCEEDED, f"{action.id}: {settlement.outcome}"
+        self._ledger.settle(action.id, self._now_s)
+        running = self._running.pop(action.id)
+        self._knowledge.observe(settlement)
+        self._records.append(
+            SimulatedAction(
+                trajectory=action.trajectory or "",
+                function=action.function,
+                submitted_s=action.submitted_s,
+                queue_s=settlement.queue_s,
+                overhead_s=settlement.overhead_s,
+                execution_s=settlement.execution_s,
+                units=running.units,
+            )
+        )
+        index, number = self._places.pop(action.id)
+        steps = self._trajectories[index].steps
+        if number + 1 < len(steps):
+            self._push(self._now_s + steps[number + 1].think_s, (index, number + 1))
+        else:
+            self._push(self._now_s, TrajectoryEnded(trajectory=self._trajectories[index].id))
+
+
+def _work_s(step: TraceStep, lease: Lease) -> float:
+    """Seconds of a step alone on the units of a lease."""
+    if step.key is None or step.elasticity is None:
+        return step.t_ori_s
+    units = lease.units(step.key)
+    return step.t_ori_s / (step.elasticity.efficiency(units) * units)
+
+
+def _holds(lease: Lease, command: Prefetch) -> bool:
+    chunk = chunk_of(lease)
+    return (
+        chunk is not None
+        and lease.node == command.node
+        and chunk[0] <= command.chunk[0]
+        and sum(command.chunk) <= sum(chunk)
+    )

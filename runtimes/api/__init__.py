@@ -1,0 +1,1 @@
+"""The api runtime: calls of external services at the pace that they allow."""

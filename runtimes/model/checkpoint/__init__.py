@@ -1,0 +1,1 @@
+"""Checkpoints: read once into a host image that serves every degree of parallelism."""

@@ -1,0 +1,182 @@
+"""Host images: one for each checkpoint version, head and dtype; bounded, least recently used first to go."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from manager.errors import CodedError, InvalidConfig, InvalidInput, Unsupported
+from runtimes.model.checkpoint.checkpoint import fingerprint
+from runtimes.model.checkpoint.layout import Layout
+from runtimes.model.device.messages import Done, Fill, ImageRef, Inspect, Inspection
+from runtimes.model.device.process import ModelProcess, RequestRefused
+from runtimes.model.settings import ModelSettings, host_bytes
+
+_COMPONENT = "model.store"
+
+#: (checkpoint, head, dtype as configured).
+ModelKey = tuple[Path, str, str]
+
+
+@dataclass(slots=True)
+class KnownImage:
+    """A checkpoint as it was last seen."""
+
+    key: ModelKey
+    fingerprint: str
+    layout: Layout
+    #: The tokens that end a generation.
+    stop_ids: tuple[int, ...]
+    checked_s: float
+
+    @property
+    def image_id(self) -> str:
+        path, head, dtype = self.key
+        return f"{path}:{head}:{dtype or 'as-is'}:{self.fingerprint}"
+
+
+@dataclass(slots=True)
+class _Held:
+    """An image in shared memory; the descriptor keeps it alive, whatever becomes of the processes that map it."""
+
+    reference: ImageRef
+    descriptor: int
+    reading: asyncio.Task[None]
+    users: int = 0
+
+
+class HostImages:
+    """Every image of this node. Bytes in all stay within ``host_bytes``; images in use are never dropped."""
+
+    def __init__(self, settings: ModelSettings, clerk: ModelProcess, on_drop: Callable[[str], None]) -> None:
+        self._settings = settings
+        self._clerk = clerk
+        self._on_drop = on_drop
+        self.bound_bytes = host_bytes(settings)
+        self._known: dict[ModelKey, KnownImage] = {}
+        self._held: OrderedDict[str, _Held] = OrderedDict()
+        self._changed = asyncio.Condition()
+        self.reads = 0
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(held.reference.layout.size_bytes for held in self._held.values())
+
+    def ids(self) -> list[str]:
+        return list(self._held)
+
+    async def look(self, key: ModelKey) -> KnownImage:
+        """The checkpoint's layout; a checkpoint replaced on disk is read anew. InvalidConfig or Unsupported."""
+        known = self._known.get(key)
+        if known is not None and time.monotonic() - known.checked_s < self._settings.recheck_s:
+            return known
+        mark = await asyncio.to_thread(fingerprint, key[0]) if known is not None else ""
+        if known is not None and mark == known.fingerprint:
+            known.checked_s = time.monotonic()
+            return known
+        path, head, dtype = key
+        found = (await ask_clerk(self._clerk, Inspect(path=path, head=head, dtype=dtype))).value
+        assert isinstance(found, Inspection)
+        if found.layout.size_bytes > self.bound_bytes:
+            raise InvalidConfig(
+                f"{path}: the model takes {found.layout.size_bytes} bytes of host memory, more than the bound of "
+                f"{self.bound_bytes}; raise models.host_memory",
+                component=_COMPONENT,
+            )
+        made = KnownImage(key, found.fingerprint, found.layout, found.stop_ids, time.monotonic())
+        self._known[key] = made
+        return made
+
+    @asynccontextmanager
+    async def hold(self, known: KnownImage) -> AsyncIterator[ImageRef]:
+        """The image, read in where it is not; it stays for the length of the block."""
+        held = await self._acquire(known)
+        try:
+            yield held.reference
+        finally:
+            await self._release(held)
+
+    async def close(self) -> None:
+        """Free every image; idempotent."""
+        held, self._held = list(self._held.values()), OrderedDict()
+        for image in held:
+            image.reading.cancel()
+        await asyncio.gather(*(image.reading for image in held), return_exceptions=True)
+        for image in held:
+            os.close(image.descriptor)
+
+    async def _acquire(self, known: KnownImage) -> _Held:
+        async with self._changed:
+            held = self._held.get(known.image_id)
+            if held is None:
+                await self._make_room(known.layout.size_bytes)
+                # Another action may have begun to read it while we waited for room.
+                held = self._held.get(known.image_id) or self._reserve(known)
+            held.users += 1
+            self._held.move_to_end(known.image_id)
+        try:
+            # Reading goes on when the action that began it is cancelled: others may wait for the same image.
+            await asyncio.shield(held.reading)
+        except BaseException:
+            await self._release(held)
+            raise
+        return held
+
+    async def _release(self, held: _Held) -> None:
+        async with self._changed:
+            held.users -= 1
+            self._changed.notify_all()
+
+    async def _make_room(self, size_bytes: int) -> None:
+        """Drop idle images, least recently used first, and wait for busy ones where that is not enough."""
+        while self.held_bytes + size_bytes > self.bound_bytes:
+            idle = next((image_id for image_id, held in self._held.items() if not held.users), None)
+            if idle is None:
+                await self._changed.wait()
+            else:
+                os.close(self._held.pop(idle).descriptor)
+                self._on_drop(idle)
+
+    def _reserve(self, known: KnownImage) -> _Held:
+        """Count the image's bytes at once and begin to read it."""
+        descriptor = os.memfd_create("tangram-model", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, known.layout.size_bytes)
+        path = f"/proc/{os.getpid()}/fd/{descriptor}"
+        reference = ImageRef(id=known.image_id, path=path, layout=known.layout)
+        reading = asyncio.create_task(self._read(known, reference, descriptor), name=f"read {known.key[0]}")
+        held = _Held(reference, descriptor, reading)
+        self._held[known.image_id] = held
+        return held
+
+    async def _read(self, known: KnownImage, reference: ImageRef, descriptor: int) -> None:
+        path, layout = known.key[0], known.layout
+        try:
+            threads = self._settings.read_threads
+            await ask_clerk(self._clerk, Fill(path=path, layout=layout, image_path=reference.path, threads=threads))
+            if await asyncio.to_thread(fingerprint, path) != known.fingerprint:
+                raise InvalidConfig(f"{path} was replaced while it was being read; try again", component=_COMPONENT)
+            self.reads += 1
+        except BaseException:
+            self._known.pop(known.key, None)
+            if self._held.pop(reference.id, None) is not None:
+                os.close(descriptor)
+            raise
+
+
+_ERRORS: dict[str, type[CodedError]] = {error.__name__: error for error in (InvalidConfig, Unsupported, InvalidInput)}
+
+
+async def ask_clerk(clerk: ModelProcess, message: object) -> Done:
+    """Ask, and raise the clerk's refusal as the typed error that it was there."""
+    try:
+        return await clerk.ask(message)
+    except RequestRefused as refused:
+        failed = refused.failed
+        error = _ERRORS.get(failed.kind, InvalidConfig)
+        raise error(failed.message, component="model.clerk") from refused

@@ -1,0 +1,241 @@
+"""Model processes as the gateway sees them: forked by the nursery, asked over a socket, replaced when they die."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import runtimes
+from manager.errors import ActionFailed, Reason
+from runtimes.model.device import pipe
+from runtimes.model.device.messages import Done, Failed, Hello, Progress
+
+_COMPONENT = "model.process"
+_INCARNATIONS = itertools.count(1)
+
+
+class Gone(Exception):
+    """The process died, or was killed because it was stuck."""
+
+
+class RequestRefused(Exception):
+    """The process answered that it could not."""
+
+    def __init__(self, failed: Failed) -> None:
+        super().__init__(failed.message)
+        self.failed = failed
+
+
+class ForkServer:
+    """The parent of every model process; itself started at the first fork. One may serve several runtimes."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+
+    def fork(self, role: str, options: Mapping[str, object], environment: Mapping[str, str] | None) -> socket.socket:
+        """Start a process and return our end of its socket; with an ``environment`` of its own, a new interpreter."""
+        ours, theirs = socket.socketpair()
+        message = {"do": "fork", "role": role, "options": options, "environment": environment}
+        try:
+            self._send(message, [theirs.fileno()])
+        except OSError:
+            self.close()  # it died: its children died with it, and a new one takes over
+            self._send(message, [theirs.fileno()])
+        finally:
+            theirs.close()
+        ours.setblocking(False)
+        return ours
+
+    def kill(self, pid: int) -> None:
+        """SIGKILL a process that is still the nursery's child; a no-op for any other."""
+        with suppress(OSError):
+            self._send({"do": "kill", "pid": pid}, [])
+
+    def close(self) -> None:
+        """End the nursery, and with it every process; idempotent."""
+        if self._control is not None:
+            self._control.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        self._process = self._control = None
+
+    def _send(self, message: Mapping[str, object], descriptors: list[int]) -> None:
+        if self._control is None:
+            self._start()
+        assert self._control is not None
+        socket.send_fds(self._control, [json.dumps(message).encode()], descriptors)
+
+    def _start(self) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        root = str(Path(runtimes.__file__).parents[1])
+        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
+        # Checkpoints are local by definition, and asking CUDA anything but through NVML would spoil the forks.
+        environment = {
+            **os.environ,
+            "PYTHONPATH": path,
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+            "OMP_NUM_THREADS": "1",
+        }
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "runtimes.model.device.fork_server", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+            )
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A request on its way."""
+
+    future: asyncio.Future[Done]
+    on_progress: Callable[[str], None] | None
+    seen_s: float = field(default_factory=time.monotonic)
+
+
+class ModelProcess:
+    """One model process, started on demand. Replacing it gives it a new ``incarnation``."""
+
+    def __init__(
+        self,
+        nursery: ForkServer,
+        role: str,
+        options: Mapping[str, object],
+        *,
+        environment: Mapping[str, str] | None = None,
+        start_s: float,
+    ) -> None:
+        self._nursery, self._role, self._options = nursery, role, options
+        self._environment, self._start_s = environment, start_s
+        self.incarnation = 0
+        self.pid: int | None = None
+        self.restarts = 0
+        #: Images that this incarnation was told of.
+        self.attached: set[str] = set()
+        self._writer: asyncio.StreamWriter | None = None
+        self._listening: asyncio.Task[None] | None = None
+        self._pending: dict[int, _Pending] = {}
+        self._numbers = itertools.count(1)
+        self._starting = asyncio.Lock()
+
+    @property
+    def alive(self) -> bool:
+        return self._writer is not None
+
+    async def start(self) -> None:
+        """Be alive; raises ActionFailed(model_error) where the process does not come up in time."""
+        async with self._starting:
+            if self._writer is not None:
+                return
+            await self.close()
+            connection = self._nursery.fork(self._role, self._options, self._environment)
+            reader, writer = await asyncio.open_connection(sock=connection)
+            hello = await self._first_word(reader, writer)
+            self.restarts += self.incarnation > 0
+            self.incarnation, self.pid, self._writer = next(_INCARNATIONS), hello.pid, writer
+            self.attached.clear()
+            self._listening = asyncio.create_task(self._listen(reader), name=f"model {self._role} {hello.pid}")
+
+    async def _first_word(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Hello:
+        """Who it is; raises ActionFailed with its reason for not starting, or that it gave none."""
+        try:
+            word = await asyncio.wait_for(pipe.read(reader), self._start_s)
+            story = f": {word.message}" if isinstance(word, Failed) else ""
+        except (TimeoutError, OSError, asyncio.IncompleteReadError) as error:
+            word, story = None, f" ({type(error).__name__}); see the gateway's stderr"
+        if isinstance(word, Hello):
+            return word
+        writer.close()
+        raise ActionFailed(Reason.MODEL_ERROR, f"the {self._role} process did not start{story}", component=_COMPONENT)
+
+    async def ask(
+        self, message: object, *, stuck_s: float | None = None, on_progress: Callable[[str], None] | None = None
+    ) -> Done:
+        """Send and wait for the answer; Refused, or Gone where it died or showed no progress for ``stuck_s``."""
+        await self.start()
+        if self._writer is None:
+            raise Gone(f"the {self._role} process died as it started")
+        number = next(self._numbers)
+        pending = _Pending(asyncio.get_running_loop().create_future(), on_progress)
+        self._pending[number] = pending
+        try:
+            self._writer.write(pipe.encode((number, message)))
+            while not pending.future.done():
+                left = None if stuck_s is None else pending.seen_s + stuck_s - time.monotonic()
+                if left is not None and left <= 0:
+                    self.kill()
+                    raise Gone(f"the {self._role} process {self.pid} showed no progress for {stuck_s:.0f} s")
+                await asyncio.wait([pending.future], timeout=left)
+            return pending.future.result()
+        finally:
+            self._pending.pop(number, None)
+            pending.future.cancel()
+
+    def tell(self, message: object) -> None:
+        """Send without waiting for the answer; a no-op where the process is not alive."""
+        if self._writer is not None:
+            self._writer.write(pipe.encode((0, message)))
+
+    def kill(self) -> None:
+        """SIGKILL; whoever waits for an answer learns it by Gone."""
+        if self.pid is not None:
+            self._nursery.kill(self.pid)
+
+    async def gone(self, within_s: float) -> None:
+        """Wait until a killed process has let go of its socket."""
+        if self._listening is not None:
+            await asyncio.wait([self._listening], timeout=within_s)
+
+    async def close(self) -> None:
+        """Let the process end; idempotent."""
+        listening, self._listening = self._listening, None
+        if listening is not None:
+            if not listening.done():
+                self.kill()
+                await asyncio.wait([listening], timeout=self._start_s)
+            listening.cancel()
+            await asyncio.gather(listening, return_exceptions=True)
+
+    async def _listen(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while True:
+                self._dispatch(await pipe.read(reader))
+        except (asyncio.IncompleteReadError, OSError):
+            pass  # the process is gone: the story is told below
+        finally:
+            writer, self._writer, self.pid = self._writer, None, None
+            for pending in self._pending.values():
+                if not pending.future.done():
+                    pending.future.set_exception(Gone(f"the {self._role} process died"))
+            if writer is not None:
+                writer.close()
+
+    def _dispatch(self, message: object) -> None:
+        assert isinstance(message, Done | Failed | Progress)
+        pending = self._pending.get(message.request)
+        if pending is None or pending.future.done():
+            return  # nobody waits for it any more
+        pending.seen_s = time.monotonic()
+        match message:
+            case Progress():
+                if pending.on_progress is not None:
+                    pending.on_progress(message.what)
+            case Done():
+                pending.future.set_result(message)
+            case Failed():
+                pending.future.set_exception(RequestRefused(message))

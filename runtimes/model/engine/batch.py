@@ -1,0 +1,141 @@
+"""The batch: actions of one service on one chunk that the manager started together, gathered into one job."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from runtimes.model.engine.contract import Chunk, ModelBackend, ModelJob, ModelRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberAnswer:
+    """One action's JSON value, and the measured use of the job it was part of."""
+
+    value: Mapping[str, object]
+    usage: Mapping[str, float]
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class BatchMember:
+    """One action of a batch; ``begin`` is called when its weights are in place."""
+
+    ask: ModelRequest
+    begin: Callable[[], None]
+    #: What the manager evicts for it: the leader of a batch carries that, and members come in any order.
+    evict: tuple[str, ...] = ()
+    answer: asyncio.Future[MemberAnswer] | None = None
+
+
+class BatchJob:
+    """Waits shortly for the members that the lease names, then runs those that came as one job.
+
+    Whoever makes or finds it promises to `join` or to `leave_out` its action; the wait begins with the first to join.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: ModelBackend,
+        service: str,
+        members: tuple[str, ...],
+        chunk: Chunk,
+        cores: tuple[int, ...],
+        gather_s: float,
+        on_end: Callable[[], None],
+    ) -> None:
+        self._engine, self._service, self._chunk = engine, service, chunk
+        self._cores, self._gather_s = cores, gather_s
+        self._on_end = on_end
+        self._expected = set(members)
+        self._present: list[BatchMember] = []
+        self._first = asyncio.Event()
+        self._complete = asyncio.Event()
+        #: Whether the job is on its way: later comers make a batch of their own.
+        self.closed = False
+        self._task = asyncio.create_task(self._run(), name=f"batch {members[0]}")
+
+    def join(self, action_id: str, member: BatchMember) -> None:
+        member.answer = asyncio.get_running_loop().create_future()
+        self._present.append(member)
+        self._first.set()
+        self.leave_out(action_id)
+
+    def leave_out(self, action_id: str) -> None:
+        """Wait no longer for this action."""
+        self._expected.discard(action_id)
+        if not self._expected:
+            self._first.set()
+            self._complete.set()
+
+    async def answer(self, member: BatchMember) -> MemberAnswer:
+        """The member's answer. When the last member is cancelled the job is stopped before this returns."""
+        assert member.answer is not None, "join first"
+        try:
+            return await member.answer
+        except asyncio.CancelledError:
+            self._present.remove(member)
+            if not self._present:
+                await self.cancel()
+            raise
+
+    async def cancel(self) -> None:
+        """Stop the job and wait until it has stopped."""
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+    async def _run(self) -> None:
+        try:
+            await self._first.wait()
+            if self._expected:
+                await _wait_for(self._complete, self._gather_s)
+            self.closed = True
+            members = list(self._present)
+            if members:
+                await self._execute(members)
+        finally:
+            self.closed = True
+            self._on_end()
+
+    async def _execute(self, members: list[BatchMember]) -> None:
+        job = ModelJob(
+            service=self._service,
+            chunk=self._chunk,
+            asks=tuple(member.ask for member in members),
+            evict=tuple({name: None for member in members for name in member.evict}),
+            cores=self._cores,
+        )
+        try:
+            answers = await self._engine.execute(job, lambda: _begin(members))
+        except BaseException as error:
+            for member in members:
+                assert member.answer is not None
+                if not member.answer.done():
+                    _settle_error(member.answer, error)
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            return
+        for member, value in zip(members, answers.values, strict=True):
+            assert member.answer is not None
+            if not member.answer.done():
+                member.answer.set_result(MemberAnswer(value=value, usage=answers.usage))
+
+
+def _begin(members: list[BatchMember]) -> None:
+    for member in members:
+        member.begin()
+
+
+def _settle_error(answer: asyncio.Future[MemberAnswer], error: BaseException) -> None:
+    if isinstance(error, asyncio.CancelledError):
+        answer.cancel()
+    else:
+        answer.set_exception(error)
+
+
+async def _wait_for(event: asyncio.Event, within_s: float) -> None:
+    """Wait, but not longer than ``within_s``."""
+    waiting = asyncio.create_task(event.wait())
+    await asyncio.wait([waiting], timeout=within_s)
+    waiting.cancel()

@@ -1,0 +1,232 @@
+"""The four actions on a bound model: score, logprobs, embed and generate, for one batch or many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor
+
+from manager.function import ModelAction
+from runtimes.model.checkpoint.skeleton import FAMILIES
+from runtimes.model.device.messages import Generated, Sampling, WorkItem
+from runtimes.model.engine.packing import pack
+from runtimes.model.engine.parallel import RankGroup
+
+#: Tokens whose next-token distribution exists at once in `logprobs`: [2048, vocabulary / DoP] is the largest tensor.
+HEAD_TOKENS = 2048
+
+#: How those say it who do not go through torch's own allocator: the host's, CUDA's runtime, cuBLAS, NCCL.
+_OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+@dataclass(slots=True, kw_only=True)
+class BoundModel:
+    """A model whose weights are in place (or arriving), with the ranks that it is shared with."""
+
+    model: Any
+    group: RankGroup
+    device: str
+    #: Blocks the computation until the last weight has arrived (for heads that are used without their module).
+    arrived: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedBatch:
+    """Sequences that are computed together, on the device already."""
+
+    action: ModelAction
+    members: tuple[WorkItem, ...]
+    #: Where their results belong.
+    positions: tuple[int, ...]
+    #: [sequence, token], padded; 1 in the mask where a token is real.
+    tokens: Tensor
+    mask: Tensor
+    lengths: Tensor
+
+
+def stage(model: Any, items: Sequence[WorkItem], budget_tokens: int, device: str) -> list[PackedBatch]:
+    """Pack the sequences, one kind of action at a time, and send them to the device."""
+    batches = []
+    for action in dict.fromkeys(item.action for item in items):
+        mine = [index for index, item in enumerate(items) if item.action is action]
+        for batch in _packed([items[index] for index in mine], budget_tokens):
+            positions = tuple(mine[position] for position in batch)
+            batches.append(_send(model, action, tuple(items[i] for i in positions), positions, device))
+    return batches
+
+
+def compute(bound: BoundModel, batches: Sequence[PackedBatch], progress: Callable[[], None]) -> list[object]:
+    """One result for each sequence, in their order; ``progress`` is called as batches (and tokens) are done.
+
+    score: a float, or a list of floats where the head has several labels. logprobs: log p(token | the ones before)
+    for every token but the first. embed: a unit vector. generate: a `Generated`.
+    """
+    results: dict[int, object] = {}
+    with torch.inference_mode():
+        for batch in batches:
+            results |= dict(zip(batch.positions, _act(bound, batch, progress), strict=True))
+            progress()
+    return [results[position] for position in range(len(results))]
+
+
+def _packed(items: Sequence[WorkItem], budget_tokens: int) -> list[list[int]]:
+    extra = max((item.sampling.max_new_tokens for item in items if item.sampling), default=0)
+    return pack([len(item.ids) for item in items], budget_tokens, extra)
+
+
+def _send(
+    model: Any, action: ModelAction, members: tuple[WorkItem, ...], positions: tuple[int, ...], device: str
+) -> PackedBatch:
+    """Pad on the left what is continued, everything else on the right."""
+    filler = 0 if model.config.model_type in FAMILIES else getattr(model.config, "pad_token_id", None) or 0
+    longest = max(len(member.ids) for member in members)
+    tokens, mask = [], []
+    for member in members:
+        ids, gap = member.ids, longest - len(member.ids)
+        left = gap if action is ModelAction.GENERATE else 0
+        tokens.append([*[filler] * left, *ids, *[filler] * (gap - left)])
+        mask.append([*[0] * left, *[1] * len(ids), *[0] * (gap - left)])
+    return PackedBatch(
+        action=action,
+        members=members,
+        positions=positions,
+        tokens=torch.tensor(tokens, device=device),
+        mask=torch.tensor(mask, device=device),
+        lengths=torch.tensor([len(member.ids) for member in members], device=device),
+    )
+
+
+def _act(bound: BoundModel, batch: PackedBatch, progress: Callable[[], None]) -> Sequence[object]:
+    if batch.action is ModelAction.SCORE:
+        return _score(bound, batch)
+    if batch.action is ModelAction.LOGPROBS:
+        return _logprobs(bound, batch)
+    if batch.action is ModelAction.EMBED:
+        return _embed(bound, batch)
+    return _generate(bound, batch, progress)
+
+
+def _score(bound: BoundModel, batch: PackedBatch) -> list[object]:
+    """The value of the head at the last token of a decoder, or the classifier's own forward elsewhere."""
+    model = bound.model
+    if model.config.model_type in FAMILIES:
+        hidden = _hidden(model, batch.tokens)
+        last = torch.arange(len(batch.members), device=bound.device)
+        logits = model.score(hidden[last, batch.lengths - 1])
+    else:
+        logits = model(input_ids=batch.tokens, attention_mask=batch.mask).logits
+    values = logits.float().cpu()
+    return [row.item() if row.numel() == 1 else row.tolist() for row in values]
+
+
+def _logprobs(bound: BoundModel, batch: PackedBatch) -> list[object]:
+    """Vocabulary-parallel: three scalars a token cross the ranks, and [tokens, vocabulary] is never whole."""
+    hidden = _hidden(bound.model, batch.tokens)
+    real = batch.mask[:, 1:].bool()
+    states, targets = hidden[:, :-1][real], batch.tokens[:, 1:][real]
+    bound.arrived()
+    weight = bound.model.get_output_embeddings().weight
+    blocks = [
+        _block_logprobs(bound.group, states[i : i + HEAD_TOKENS], targets[i : i + HEAD_TOKENS], weight)
+        for i in range(0, len(targets), HEAD_TOKENS)
+    ]
+    flat = torch.cat(blocks).cpu() if blocks else torch.empty(0)
+    lengths_out = [len(member.ids) - 1 for member in batch.members]
+    return [part.tolist() for part in torch.split(flat, lengths_out)]
+
+
+def _block_logprobs(group: RankGroup, states: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
+    known = weight.shape[0]
+    logits = functional.linear(states, weight).float()
+    local = targets - group.rank * known
+    mine = (local >= 0) & (local < known)
+    chosen = logits.gather(1, local.clamp(0, known - 1)[:, None])[:, 0].masked_fill(~mine, 0)
+    highest = group.max(logits.amax(-1))
+    total = logits.sub_(highest[:, None]).exp_().sum(-1)
+    chosen, total = group.sum(torch.stack([chosen, total]))
+    logprobs: Tensor = chosen - highest - total.log()
+    return logprobs
+
+
+def _embed(bound: BoundModel, batch: PackedBatch) -> list[object]:
+    """Mean of the last hidden states over the real tokens, scaled to length one."""
+    hidden = bound.model(input_ids=batch.tokens, attention_mask=batch.mask).last_hidden_state.float()
+    mean = (hidden * batch.mask[..., None]).sum(1) / batch.lengths[:, None]
+    return list(functional.normalize(mean, dim=-1).cpu().tolist())
+
+
+def _generate(bound: BoundModel, batch: PackedBatch, progress: Callable[[], None]) -> list[object]:
+    """Token by token with a key-value cache, left-padded; a sequence stops at an end token or at its bound."""
+    from transformers import DynamicCache
+
+    members, tokens, mask = batch.members, batch.tokens, batch.mask
+    samplings = [_sampling(member) for member in members]
+    cache = DynamicCache(config=bound.model.config)
+    draws = [torch.Generator().manual_seed(sampling.seed) for sampling in samplings]
+    made: list[list[int]] = [[] for _ in members]
+    reasons = ["length"] * len(members)
+    live = set(range(len(members)))
+    for step in range(max(sampling.max_new_tokens for sampling in samplings)):
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+        logits = _next_logits(bound, tokens, mask, positions, cache)
+        chosen = [_choose(row, samplings[i], draws[i]) for i, row in enumerate(logits)]
+        for index in sorted(live):
+            if chosen[index] in samplings[index].stop_ids:
+                reasons[index] = "stop"
+                live.discard(index)
+                continue
+            made[index].append(chosen[index])
+            if step + 1 >= samplings[index].max_new_tokens:
+                live.discard(index)
+        progress()
+        if not live:
+            break
+        tokens = torch.tensor(chosen, device=bound.device)[:, None]
+        mask = torch.cat([mask, mask.new_ones(len(members), 1)], -1)
+    return [Generated(ids=tuple(ids), reason=reason) for ids, reason in zip(made, reasons, strict=True)]
+
+
+def _next_logits(bound: BoundModel, tokens: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> Tensor:
+    """The distribution of the next token of each sequence, on the host: [batch, vocabulary]."""
+    output = bound.model.base_model(
+        input_ids=tokens, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
+    )
+    last = output.last_hidden_state[:, -1]
+    bound.arrived()
+    part = functional.linear(last, bound.model.get_output_embeddings().weight)
+    return bound.group.join_last(part).float().cpu()
+
+
+def _choose(logits: Tensor, sampling: Sampling, draw: torch.Generator) -> int:
+    """The best token, or one drawn by temperature within the smallest set of probability ``top_p``.
+
+    Every rank sees the same logits and the same seed, so every rank draws the same token.
+    """
+    if sampling.temperature <= 0:
+        return int(logits.argmax())
+    shares, order = (logits / sampling.temperature).softmax(-1).sort(descending=True)
+    before = shares.cumsum(-1) - shares
+    kept = shares.masked_fill(before >= sampling.top_p, 0)
+    return int(order[torch.multinomial(kept, 1, generator=draw)])
+
+
+def _sampling(member: WorkItem) -> Sampling:
+    assert member.sampling is not None, "generate needs sampling options"
+    return member.sampling
+
+
+def _hidden(model: Any, tokens: Tensor) -> Tensor:
+    """Hidden states of a causal decoder. No mask: what is padded on the right is never seen by a real token."""
+    hidden: Tensor = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+    return hidden
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the device (or, on ``cpu``, the allocator) ran out of memory."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(story in str(error) for story in _OUT_OF_MEMORY)

@@ -1,0 +1,93 @@
+"""The engine contract: what a slot asks of whatever computes in it, in this house or behind another server's API."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from manager.config import ServiceSpec
+from manager.function import FunctionSpec
+from runtimes.model.request import ModelInput
+
+#: (start, size) in device indices of the node.
+Chunk = tuple[int, int]
+
+#: Told whenever what a service costs is known better than before.
+OnFootprint = Callable[[ServiceSpec], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelRequest:
+    """One action, admitted: its input checked, and whatever the engine made of it (token ids, a prompt)."""
+
+    function: FunctionSpec
+    input: ModelInput
+    admitted: object = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelJob:
+    """One action, or one batch of the same service, on one chunk."""
+
+    service: str
+    chunk: Chunk
+    asks: tuple[ModelRequest, ...]
+    #: Services that the manager chose to evict for it.
+    evict: tuple[str, ...] = ()
+    #: CPU cores granted; empty leaves the device's own bound.
+    cores: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    """A JSON value for each ask, in their order, and the measured use of the whole job."""
+
+    values: tuple[Mapping[str, object], ...]
+    usage: Mapping[str, float]
+
+
+class ModelBackend(Protocol):
+    """Restores, executes and evicts services on chunks. Failures of an action are ActionFailed."""
+
+    async def prepare(self, function: FunctionSpec) -> ServiceSpec:
+        """Check that the function can ever run, warm up, and say what it costs; InvalidConfig or Unsupported."""
+        ...
+
+    async def admit(self, function: FunctionSpec, given: ModelInput) -> ModelRequest:
+        """Check one action's input before it joins a batch; raises ActionFailed(invalid_input)."""
+        ...
+
+    async def restore(self, service: str, function: FunctionSpec, chunk: Chunk, evict: tuple[str, ...]) -> bool:
+        """Make the service resident without computing (prefetch), once ``evict`` is gone there.
+
+        Nothing else is evicted: False where it does not fit beside what is there.
+        """
+        ...
+
+    async def execute(self, job: ModelJob, restored: Callable[[], None]) -> Answers:
+        """Restore where needed and compute; ``restored`` is called once the weights are in place.
+
+        Cancelling stops the work, at the latest by killing the chunk's processes, before it returns.
+        """
+        ...
+
+    async def evict(self, service: str, chunk: Chunk) -> None:
+        """Give the service's device memory back; nothing is written. Must not fail."""
+        ...
+
+    async def abort(self, chunk: Chunk) -> None:
+        """Stop whatever runs on the chunk, by force."""
+        ...
+
+    async def health(self, chunk: Chunk) -> bool:
+        """Whether the chunk answers."""
+        ...
+
+    def residency(self) -> Mapping[str, tuple[Chunk, ...]]:
+        """Service -> chunks on which it is resident, as last reported by the devices."""
+        ...
+
+    async def close(self) -> None:
+        """Release everything; idempotent."""
+        ...

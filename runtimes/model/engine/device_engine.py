@@ -1,0 +1,344 @@
+"""The engine of one device: images attached, services seated in the arena, actions computed. In a worker."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runtimes.model.checkpoint.image import Image
+from runtimes.model.checkpoint.layout import Shard, shard
+from runtimes.model.checkpoint.skeleton import Head, build_skeleton, place_buffers
+from runtimes.model.device.arena import Arena, DoesNotFit, Fences, SlotKey, bind
+from runtimes.model.device.backend import DeviceBackend, Transfer
+from runtimes.model.device.messages import ImageRef, Placed, Resident, RunBatch, Usage
+from runtimes.model.engine.compute import BoundModel, compute, stage
+from runtimes.model.engine.parallel import RankGroup, Team, install
+
+#: Seconds that a run waits for its image, which was announced before it on the same pipe (pinning takes seconds).
+ATTACH_S = 120.0
+#: Seconds between two signs of life of a running computation.
+PULSE_S = 0.2
+
+
+@dataclass(slots=True)
+class LoadedService:
+    """A service in the arena, arrived or arriving."""
+
+    place: Placed
+    offset: int
+    shard: Shard
+    transfer: Transfer
+    began_s: float = field(default_factory=time.perf_counter)
+
+
+@dataclass(slots=True)
+class Skeleton:
+    """A model without memory of its own, for one rank of one DoP of one image."""
+
+    model: Any
+    fences: Fences
+    team: Team
+    #: The buffers as built, on the host: a parked service keeps nothing on the device.
+    buffers: Mapping[str, torch.Tensor]
+    bound: LoadedService | None = None
+    #: Where in the arena its parameters point; a service that comes back to the same place finds them there.
+    offset: int | None = None
+    parked: bool = True
+
+    def park(self) -> None:
+        """Let go of the device: the arena's views are forgotten with the seat, the buffers fall back to the host."""
+        self.bound, self.parked = None, True
+        place_buffers(self.model, self.buffers, "cpu")
+
+
+class DeviceEngine:
+    """Everything that one device does. `run` belongs to one thread; the rest may be called from another meanwhile."""
+
+    def __init__(self, backend: DeviceBackend, arena_bytes: int, *, threads: int, collective_s: float) -> None:
+        self.backend = backend
+        self._collective_s = collective_s
+        torch.set_num_threads(threads)
+        self._arena = Arena(arena_bytes, backend)
+        self._images: dict[str, Image | Exception] = {}
+        self._changed = threading.Condition()
+        self._seats: dict[SlotKey, LoadedService] = {}
+        self._skeletons: dict[tuple[str, int, int], Skeleton] = {}
+        self._building = threading.Lock()
+        self._computing = False
+        self._groups: dict[tuple[int, int], tuple[str, RankGroup]] = {}
+        self._cores: tuple[int, ...] = ()
+
+    # -- images
+
+    def attach(self, reference: ImageRef) -> None:
+        """Map (and on CUDA pin) an image; a failure is kept for the run that needs it. Idempotent."""
+        if isinstance(self._images.get(reference.id), Image):
+            return
+        made: Image | Exception
+        try:
+            made = Image(reference.path, reference.layout, self.backend)
+        except (OSError, RuntimeError) as error:
+            made = error
+        with self._changed:
+            self._images[reference.id] = made
+            self._changed.notify_all()
+
+    def detach(self, image_id: str) -> None:
+        """Unmap an image and forget its skeletons. Slots restored from it stay until they are evicted."""
+        with self._changed:
+            image = self._images.pop(image_id, None)
+            if isinstance(image, Image):
+                image.close()
+
+    # -- residency
+
+    def resident(self) -> tuple[Resident, ...]:
+        with self._changed:
+            return tuple(
+                Resident(service=key[0], dop=key[1], start=key[2], size_bytes=seat.shard.size_bytes)
+                for key, seat in self._seats.items()
+            )
+
+    def evict(self, services: Sequence[str] | None = None) -> tuple[str, ...]:
+        """Release the idle slots of these services (of all, where None), with nothing written back."""
+        with self._changed:
+            victims = [key for key in self._arena.slots.idle() if services is None or key[0] in services]
+            for key in victims:
+                self._drop(key)
+            return tuple(sorted({key[0] for key in victims}))
+
+    def restore(self, place: Placed, *, gentle: bool = False) -> tuple[LoadedService, bool, tuple[str, ...]]:
+        """Seat a service: (seat, whether a copy was begun, evicted services). Returns while the bytes still travel.
+
+        A ``gentle`` restore evicts nothing, and leaves room on the way to the device for what computes beside it.
+        Raises DoesNotFit where what may not go leaves no room.
+        """
+        image = self._await_image(place.image_id)
+        key = (place.service, place.dop, place.start)
+        with self._changed:
+            seat = self._seats.get(key)
+            if seat is not None and seat.place == place:
+                return seat, False, ()
+            if self._arena.slots.is_pinned(key):
+                raise DoesNotFit(f"{place.service} computes with other weights")
+            self._drop(key)
+            part = shard(image.layout, place.rank, place.dop)
+            offset, evicted = self._arena.slots.allocate(key, part.size_bytes, push=not gentle)
+            for other in evicted:
+                self._drop(other)
+            seat = LoadedService(place, offset, part, self._arena.restore(image.bytes, part, offset, gentle=gentle))
+            self._seats[key] = seat
+            return seat, True, tuple(other[0] for other in evicted)
+
+    # -- the act
+
+    def run(
+        self, asked: RunBatch, restored: Callable[[], None], progress: Callable[[], None]
+    ) -> tuple[list[object], Usage]:
+        """Restore where needed, then compute; the copy of a layer overlaps the compute of the ones before it.
+
+        ``restored`` is called (from any thread) when the last weight has arrived, ``progress`` as work is done.
+        """
+        self._computing = True
+        try:
+            return self._run(asked, restored, progress)
+        finally:
+            self._computing = False
+
+    def _run(
+        self, asked: RunBatch, restored: Callable[[], None], progress: Callable[[], None]
+    ) -> tuple[list[object], Usage]:
+        began = time.perf_counter()
+        evicted = self.evict(asked.evict) if asked.evict else ()
+        evict_s = time.perf_counter() - began
+        key = (asked.place.service, asked.place.dop, asked.place.start)
+        self._await_image(asked.place.image_id, progress)
+        skeleton = self.skeleton(asked.place)
+        # What is small goes to the device first: behind the weights it would wait for the last of them.
+        batches = stage(skeleton.model, asked.items, asked.budget_tokens, self.backend.name)
+        self._unpark(skeleton)
+        seat, cold, pushed = self._pin(asked.place, key)
+        herald = _Herald(seat, restored, self.backend.enter_thread)
+        try:
+            skeleton.team.group = self._group(asked)
+            self.bind(skeleton, seat)
+            self._use_cores(asked.cores)
+            skeleton.fences.beat = pulse = _Pulse(progress)
+            results = compute(self._bound(skeleton, seat), batches, pulse)
+        finally:
+            herald.join()
+            with self._changed:
+                self._arena.slots.unpin(key)
+        usage = Usage(
+            restored=cold,
+            restore_s=herald.arrived_s - seat.began_s if cold else 0.0,
+            restore_bytes=seat.shard.size_bytes if cold else 0,
+            compute_s=time.perf_counter() - (herald.arrived_s if cold else began),
+            evict_s=evict_s,
+            tokens=sum(len(item.ids) for item in asked.items),
+            evicted=(*evicted, *pushed),
+        )
+        return results, usage
+
+    def release_cache(self) -> None:
+        """After out of memory: evict whatever is idle and give the allocator's spare blocks back."""
+        with self._changed:
+            self.evict()
+            for skeleton in self._skeletons.values():
+                if skeleton.bound is None:
+                    skeleton.park()
+        self.backend.trim()
+
+    def _bound(self, skeleton: Skeleton, seat: LoadedService) -> BoundModel:
+        end = seat.shard.size_bytes
+        return BoundModel(
+            model=skeleton.model,
+            group=skeleton.team.group,
+            device=self.backend.name,
+            arrived=lambda: seat.transfer.wait(end),
+        )
+
+    def _pin(self, place: Placed, key: SlotKey) -> tuple[LoadedService, bool, tuple[str, ...]]:
+        with self._changed:
+            found = self.restore(place)
+            self._arena.slots.pin(key)
+            return found
+
+    def _drop(self, key: SlotKey) -> None:
+        """Forget a seat; whichever model was bound to it is parked."""
+        self._arena.slots.release(key)
+        seat = self._seats.pop(key, None)
+        if seat is None:
+            return
+        seat.transfer.drop()
+        for skeleton in self._skeletons.values():
+            if skeleton.bound is seat:
+                skeleton.park()
+
+    def _await_image(self, image_id: str, beat: Callable[[], None] | None = None) -> Image:
+        """The image, once it is attached; ``beat`` is called while it is not: pinning a large one takes long."""
+        deadline_s = time.perf_counter() + ATTACH_S
+        with self._changed:
+            while image_id not in self._images:
+                if time.perf_counter() > deadline_s:
+                    raise TimeoutError(f"the image {image_id} was not attached within {ATTACH_S:.0f} s")
+                self._changed.wait(PULSE_S)
+                if beat is not None:
+                    beat()
+            image = self._images[image_id]
+        if isinstance(image, Exception):
+            raise image
+        return image
+
+    def make_ready(self, place: Placed) -> None:
+        """Build the model of a service that was restored ahead, unless something computes.
+
+        Not beside it: that would slow it down, and transformers changes torch's default dtype of all threads meanwhile.
+        """
+        with self._building:
+            if not self._computing:
+                self._built(place)
+
+    def skeleton(self, place: Placed) -> Skeleton:
+        """The model of one rank, built without memory at its first use."""
+        with self._building:
+            return self._built(place)
+
+    def _built(self, place: Placed) -> Skeleton:
+        key = (place.image_id, place.dop, place.rank)
+        if key in self._skeletons:
+            return self._skeletons[key]
+        layout = self._await_image(place.image_id).layout
+        model: Any = build_skeleton(layout.config, Head(layout.head), layout.dtype, Path(place.image_id))
+        team = Team()
+        install(model, layout, team, place.rank, place.dop)
+        part = shard(layout, place.rank, place.dop)
+        buffers = {name: buffer for name, buffer in model.named_buffers() if name not in part.views}
+        found = Skeleton(model, Fences(model, part, layout.tied), team, buffers)
+        with self._changed:
+            kept = {k: v for k, v in self._skeletons.items() if k[0] in self._images}
+            self._skeletons = {**kept, key: found}
+        return found
+
+    def bind(self, skeleton: Skeleton, seat: LoadedService) -> None:
+        """Point the model's parameters at its seat; a no-op where they are."""
+        with self._changed:
+            if skeleton.bound is not seat:
+                if skeleton.offset != seat.offset:
+                    layout = self._await_image(seat.place.image_id).layout
+                    bind(skeleton.model, self._arena, seat.shard, seat.offset, layout.tied)
+                    skeleton.offset = seat.offset
+                self._unpark(skeleton)
+                skeleton.bound = seat
+                skeleton.fences.transfer = seat.transfer
+
+    def _unpark(self, skeleton: Skeleton) -> None:
+        """Bring the buffers to the device, where they are not there."""
+        with self._changed:
+            if skeleton.parked:
+                place_buffers(skeleton.model, skeleton.buffers, self.backend.name)
+                skeleton.parked = False
+
+    def _group(self, asked: RunBatch) -> RankGroup:
+        """The chunk's group, kept across swaps and met anew when any of its processes is new."""
+        place = asked.place
+        if place.dop == 1:
+            return RankGroup(0, 1)
+        chunk = (place.start, place.dop)
+        name, group = self._groups.get(chunk, ("", None))
+        if group is None or name != asked.group:
+            group = RankGroup.join(Path(asked.group), place.rank, place.dop, self.backend, self._collective_s)
+            self._groups[chunk] = (asked.group, group)
+        return group
+
+    def _use_cores(self, cores: tuple[int, ...]) -> None:
+        """Compute on the granted cores only (``cpu`` devices): affinity of every thread, and as many threads."""
+        if self.backend.name != "cpu" or cores == self._cores or not cores:
+            return
+        torch.set_num_threads(len(cores))
+        for thread in Path("/proc/self/task").iterdir():
+            os.sched_setaffinity(int(thread.name), cores)
+        self._cores = cores
+
+
+class _Pulse:
+    """Passes signs of life on, but not all of them."""
+
+    def __init__(self, send: Callable[[], None]) -> None:
+        self._send = send
+        self._sent_s = time.perf_counter()
+
+    def __call__(self) -> None:
+        now_s = time.perf_counter()
+        if now_s - self._sent_s >= PULSE_S:
+            self._sent_s = now_s
+            self._send()
+
+
+class _Herald:
+    """Tells when a seat's weights have all arrived; a thread only where they have not yet."""
+
+    def __init__(self, seat: LoadedService, restored: Callable[[], None], enter_thread: Callable[[], None]) -> None:
+        self._seat, self._restored, self._enter_thread = seat, restored, enter_thread
+        self.arrived_s = 0.0
+        self._thread = threading.Thread(target=self._wait, name="herald", daemon=True)
+        self._thread.start()
+
+    def _wait(self) -> None:
+        self._enter_thread()
+        try:
+            self._seat.transfer.finish()
+        except Exception:  # noqa: BLE001  # the computation meets the same error, and answers with it
+            return
+        self.arrived_s = time.perf_counter()
+        self._restored()
+
+    def join(self) -> None:
+        self._thread.join()

@@ -1,0 +1,230 @@
+"""The line to a container over attach streams, one after the other: sandbox and commands outlive each of them."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from typing import TypeVar
+
+import structlog
+
+from manager.errors import ActionFailed, CodedError
+from runtimes.sandbox.runner.protocol import cut_off, lost
+from runtimes.sandbox.runner.stream_client import StreamClient
+from runtimes.sandbox.sandbox import Command, CommandResult, FileStat, OnOutput, ResumableCommand, SandboxProcess
+
+logger = structlog.get_logger("sandbox.attach")
+
+T = TypeVar("T")
+
+#: Seconds that an engine may be away (it restarts), and between two looks for it.
+AWAY_S, LOOK_S = 30.0, 0.25
+#: How many numbers there are for what is asked over the channels; they are given in a circle.
+NUMBERS = 2**31
+
+
+class AttachClient:
+    """`runtimes.sandbox.resident.RunnerClient`: attaches again where a connection was cut and the container lives.
+
+    Every command can be claimed over the next connection, so that a cut costs time and nothing else.
+    """
+
+    def __init__(
+        self,
+        attach: Callable[[int], Awaitable[StreamClient]],
+        running: Callable[[], Awaitable[bool]],
+        *,
+        outlasting: bool,
+    ) -> None:
+        #: Whether commands may outlast this gateway.
+        self._outlasting = outlasting
+        #: Opens a channel whose numbers go on from the last one's.
+        self._attach = attach
+        #: Asks the engine whether the container lives.
+        self._running = running
+        self._channel: StreamClient | None = None
+        self._attaching = asyncio.Lock()
+        self._watch: asyncio.Task[None] | None = None
+        self.lost = asyncio.Event()
+
+    @classmethod
+    async def begin(
+        cls,
+        attach: Callable[[int], Awaitable[StreamClient]],
+        running: Callable[[], Awaitable[bool]],
+        *,
+        outlasting: bool,
+    ) -> AttachClient:
+        """Attach for the first time; raises ActionFailed(environment_lost)."""
+        line = cls(attach, running, outlasting=outlasting)
+        await line._attached()
+        return line
+
+    @property
+    def held(self) -> Mapping[str, ResumableCommand]:
+        return {} if self._channel is None else self._channel.held
+
+    @property
+    def begun(self) -> frozenset[str] | None:
+        return None if self._channel is None else self._channel.begun
+
+    async def run(self, command: Command, on_output: OnOutput | None = None) -> CommandResult:
+        claim = command.claim or f"attached/{secrets.token_hex(8)}"
+        asked = replace(command, claim=claim, lasting=command.lasting and self._outlasting)
+        shown = Shown(on_output)
+        channel, number = await self._attached(), None
+        while True:
+            if claim not in channel.held:
+                number = (channel.number + 1) % NUMBERS  # it is given before anything else can happen
+            try:
+                result = await channel.run(asked, shown.again())
+                if not asked.lasting:
+                    channel.keep(claim, lasting=False)
+                return result
+            except ActionFailed as failure:
+                channel = await self._after(channel, failure, number, claim)
+
+    def keep(self, claims: str, *, lasting: bool) -> None:
+        if self._channel is not None:
+            self._channel.keep(claims, lasting=lasting and self._outlasting)
+
+    async def spawn(self, command: Command) -> SandboxProcess:
+        return await (await self._attached()).spawn(command)
+
+    async def read_file(self, path: str, *, limit_bytes: int) -> bytes:
+        return await self._again(lambda channel: channel.read_file(path, limit_bytes=limit_bytes))
+
+    async def write_file(self, path: str, data: bytes, *, mode: int) -> None:
+        await self._again(lambda channel: channel.write_file(path, data, mode=mode))
+
+    async def list_files(self, path: str) -> list[FileStat]:
+        return await self._again(lambda channel: channel.list_files(path))
+
+    async def sweep(self) -> None:
+        await self._again(lambda channel: channel.sweep())
+
+    def close(self) -> None:
+        self.lost.set()
+        if self._watch is not None:
+            self._watch.cancel()
+        if self._channel is not None:
+            self._channel.close()
+
+    # --- inside
+
+    async def _again(self, work: Callable[[StreamClient], Awaitable[T]]) -> T:
+        """What can be done twice, until it was done over one connection."""
+        while True:
+            channel = await self._attached()
+            try:
+                return await work(channel)
+            except ActionFailed as failure:
+                await self._reattached(channel, failure)
+
+    async def _after(
+        self, channel: StreamClient, failure: ActionFailed, number: int | None, claim: str
+    ) -> StreamClient:
+        """The channel over which a command goes on whose channel was cut, or is run that the runner never saw."""
+        made = await self._reattached(channel, failure)
+        if claim not in made.held and not _is_ahead(number, made.taken):
+            message = "the connection was cut while the command was given its input, or it was forgotten"
+            raise cut_off(message, result=failure.result)
+        return made
+
+    async def _reattached(self, channel: StreamClient, failure: ActionFailed) -> StreamClient:
+        """The next channel, where the ``failure`` was that this one was cut."""
+        if not channel.lost.is_set() or self.lost.is_set() or await self._ended(channel):
+            raise failure
+        try:
+            return await self._attached()
+        except ActionFailed as another:
+            raise ActionFailed(
+                another.reason, another.message, component=another.component, result=failure.result
+            ) from None
+
+    async def _attached(self) -> StreamClient:
+        """The channel, opened again where it was cut; raises ActionFailed."""
+        async with self._attaching:
+            channel = self._channel
+            if channel is not None and not channel.lost.is_set():
+                return channel
+            if channel is None:
+                made = await self._attach(secrets.randbits(31))
+            else:
+                made = await self._attach_again(channel)
+            self._channel = made
+            self._watch = asyncio.create_task(self._tell(made))
+            return made
+
+    async def _attach_again(self, channel: StreamClient) -> StreamClient:
+        """In place of a channel that was cut, as soon as the engine is there again."""
+        away_until_s = time.monotonic() + AWAY_S
+        while True:
+            if self.lost.is_set() or await self._ended(channel):
+                raise lost("the sandbox's runner is gone")
+            try:
+                await self._running()  # an engine that does not answer is not waited for any longer than need be
+                made = await self._attach(channel.number)
+            except CodedError as error:
+                if time.monotonic() >= away_until_s:
+                    raise self._given_up(error) from None
+                await asyncio.sleep(LOOK_S)
+            else:
+                logger.info("attached again")
+                return made
+
+    def _given_up(self, error: CodedError) -> ActionFailed:
+        """An engine that is away comes back; a runner that does not answer while its engine does is gone."""
+        if not isinstance(error, ActionFailed):
+            return cut_off(error.message)
+        self.lost.set()
+        return error
+
+    async def _tell(self, channel: StreamClient) -> None:
+        """Learn at once, and not with the next action, that the container has ended."""
+        await channel.lost.wait()
+        await self._ended(channel)
+
+    async def _ended(self, channel: StreamClient) -> bool:
+        """Whether the sandbox is gone, and not just the connection to it; where the engine is gone nobody knows."""
+        try:
+            over = channel.betrayed or not await self._running()
+        except CodedError:
+            over = False
+        if over:
+            self.lost.set()
+        return over
+
+
+def _is_ahead(number: int | None, taken: int | None) -> bool:
+    """Whether a command's number comes after the last one that the runner took (of none: whether it has a number)."""
+    if number is None or taken is None:
+        return number is not None
+    return 0 < (number - taken) % NUMBERS < NUMBERS // 2
+
+
+class Shown:
+    """Output that was shown already is not shown again when a command is told from its beginning."""
+
+    def __init__(self, on_output: OnOutput | None) -> None:
+        self._on_output = on_output
+        self._shown_bytes = {"stdout": 0, "stderr": 0}
+
+    def again(self) -> OnOutput | None:
+        """To be given to one telling."""
+        on_output = self._on_output
+        if on_output is None:
+            return None
+        told_bytes = {"stdout": 0, "stderr": 0}
+
+        def show(stream: str, data: bytes) -> None:
+            fresh = data[max(0, self._shown_bytes[stream] - told_bytes[stream]) :]
+            told_bytes[stream] += len(data)
+            if fresh:
+                self._shown_bytes[stream] = told_bytes[stream]
+                on_output(stream, fresh)
+
+        return show

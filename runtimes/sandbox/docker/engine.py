@@ -1,0 +1,448 @@
+"""The Docker engine: every call to it, in threads, with its failures as typed errors. The only importer of docker."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import docker
+import docker.errors
+import docker.types
+import structlog
+
+from manager.errors import CapacityExceeded, CodedError, InvalidConfig, InvalidInput, NotFound, TooLarge
+from runtimes.sandbox.cgroup import PERIOD_US, SHARES_ACTION, SHARES_BACKGROUND
+from runtimes.sandbox.docker.address import EngineAddress
+from runtimes.sandbox.docker.archive import ARCHIVE_SLACK_BYTES, pack_tree, packed_file, unpacked_file
+from runtimes.sandbox.docker.client import AWAY, EngineConnection
+from runtimes.sandbox.docker.watchdog import EngineWatchdog
+
+logger = structlog.get_logger("sandbox.engine")
+
+COMPONENT = "sandbox.container"
+#: Seconds after which an engine that did not answer may be asked again.
+RETRY_S = 5.0
+#: Seconds after which an engine that answers not even a ping is given up.
+SILENCE_S = 10.0
+CHUNK_BYTES = 64 * 2**10
+#: An internal bridge has the machine's address on it by default, and through that all of its services.
+NO_HOST = {"com.docker.network.bridge.inhibit_ipv4": "true"}
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class NoRunner(CodedError):
+    """The image has no python3 that could run the resident runner."""
+
+    code = "unsupported"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blueprint:
+    """A container to be made."""
+
+    name: str
+    image: str
+    argv: tuple[str, ...]
+    user: str
+    workdir: str
+    env: Mapping[str, str]
+    labels: Mapping[str, str]
+    #: Host path -> (path inside, mode).
+    binds: Mapping[str, tuple[str, str]]
+    capabilities: tuple[str, ...]
+    memory_bytes: int
+    pids: int
+    shm_bytes: int
+    disk_bytes: int
+    network: str
+    hosts: Mapping[str, str]
+    #: Name servers; empty takes the engine's.
+    dns: tuple[str, ...] = ()
+    #: Whether its standard input stays open, for one attached gateway after the other.
+    attached: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A container as the engine lists or inspects it."""
+
+    id: str
+    labels: Mapping[str, str]
+    running: bool
+    #: Its first process as this machine knows it; 0 when it is not running, or runs where its processes are not ours.
+    pid: int = 0
+    paused: bool = False
+    out_of_memory: bool = False
+    exit_code: int = 0
+    #: Where its own layer lies on the engine's host; empty where the driver does not tell.
+    layer: str = ""
+
+
+class DockerEngine:
+    """Asynchronous, bounded calls to one engine."""
+
+    def __init__(self, connection: EngineConnection, *, workers: int, silence_s: float) -> None:
+        self._connection = connection
+        self._api = connection.api
+        self._pulse = EngineWatchdog(connection.answers, threads=workers, silence_s=silence_s)
+        info = connection.info
+        self.version = str(info.get("ServerVersion", "?"))
+        self.cgroup_version = str(info.get("CgroupVersion", "1"))
+        self.seccomp = any("seccomp" in option for option in info.get("SecurityOptions") or ())
+        filesystem = {str(pair[0]): str(pair[1]) for pair in info.get("DriverStatus") or ()}
+        #: Whether a container's own layer can be bounded (overlay2 on xfs with project quotas).
+        self.bounds_disk = filesystem.get("Backing Filesystem") == "xfs"
+        self._pulls: dict[str, asyncio.Task[None]] = {}
+
+    @classmethod
+    def connect(
+        cls, host: str = "", *, state_dir: Path, timeout_s: float, workers: int, silence_s: float = SILENCE_S
+    ) -> DockerEngine:
+        """The engine that ``host`` or else the environment names; raises Unsupported where none answers. Blocks.
+
+        One request may take ``timeout_s``, but is given up after ``silence_s`` in which the engine answers no ping.
+        An engine behind ssh has a socket in ``state_dir``.
+        """
+        connection = EngineConnection.open(host, state_dir=state_dir, timeout_s=silence_s, workers=workers)
+        connection.api.timeout = int(timeout_s)
+        return cls(connection, workers=workers, silence_s=silence_s)
+
+    @property
+    def address(self) -> EngineAddress:
+        return self._connection.address
+
+    def shares(self, directory: Path) -> bool:
+        """Whether a socket in this directory joins processes here and in the engine's containers. Blocks."""
+        return self._connection.shares(directory)
+
+    def attach_path(self, container: str) -> str:
+        """The path of the HTTP request that attaches to a container's three streams."""
+        return f"/v{self._api.api_version}/containers/{container}/attach?stream=1&stdin=1&stdout=1&stderr=1"
+
+    async def close(self) -> None:
+        await self._pulse.close()
+        self._connection.close()
+
+    async def call(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """``function`` in one of the engine's threads; what it raises is a TangramError."""
+
+        def guarded() -> T:
+            try:
+                self._connection.ensure()
+                return function(*args, **kwargs)
+            except docker.errors.NotFound as error:
+                raise NotFound(str(error.explanation), component=COMPONENT) from None
+            except docker.errors.APIError as error:
+                raise _typed(error) from None
+            except AWAY as error:
+                self._connection.drop()
+                raise CapacityExceeded(
+                    f"the Docker engine does not answer: {error}", component=COMPONENT, retry_after_s=RETRY_S
+                ) from None
+
+        return await self._pulse.call(guarded)
+
+    # --- images
+
+    async def require_image(self, image: str) -> None:
+        """The image is here, or is pulled (once, whoever asks); raises InvalidConfig with the remedy."""
+        if not image:
+            raise InvalidConfig("sandbox.image is needed for container sandboxes", component=COMPONENT)
+        try:
+            await self.call(self._api.inspect_image, image)
+        except NotFound:
+            if image not in self._pulls:
+                self._pulls[image] = asyncio.create_task(self.call(self._pull, image))
+                self._pulls[image].add_done_callback(lambda _: self._pulls.pop(image, None))
+            try:
+                await asyncio.shield(self._pulls[image])
+            except CodedError as error:
+                raise InvalidConfig(
+                    f"the image {image!r} is not on this machine and cannot be pulled ({error.message}); "
+                    f"run `docker pull {image}`, or `scripts/base-image {image}` for the base image",
+                    component=COMPONENT,
+                ) from None
+
+    def _pull(self, image: str) -> None:
+        logger.info("pulling", image=image)
+        seen = ""
+        for event in self._api.pull(image, stream=True, decode=True):
+            if "error" in event:
+                raise InvalidConfig(str(event["error"]), component=COMPONENT)
+            status = str(event.get("status", ""))
+            if status != seen:
+                seen = status
+                logger.info("pulling", image=image, status=status, layer=event.get("id", ""))
+
+    async def commit(self, container: str, name: str, labels: Mapping[str, str]) -> str:
+        """Keep a container's file system as an image; returns its full name."""
+        repository, _, tag = name.partition(":")
+        changes = [f'LABEL "{key}"="{value}"' for key, value in labels.items()]
+        await self.call(self._api.commit, container, repository=repository, tag=tag, pause=False, changes=changes)
+        return name
+
+    async def remove_image(self, name: str) -> None:
+        try:
+            await self.call(self._api.remove_image, name, force=True)
+        except NotFound:
+            return
+
+    # --- containers
+
+    async def create(self, blueprint: Blueprint) -> str:
+        """Make a container (not started); returns its id."""
+        made = await self.call(self._create, blueprint)
+        return str(made["Id"])
+
+    def _create(self, blueprint: Blueprint) -> Mapping[str, Any]:
+        host = self._api.create_host_config(
+            binds={source: {"bind": target, "mode": mode} for source, (target, mode) in blueprint.binds.items()},
+            cap_drop=["ALL"],
+            cap_add=list(blueprint.capabilities),
+            security_opt=["no-new-privileges"],
+            mem_limit=blueprint.memory_bytes,
+            memswap_limit=blueprint.memory_bytes,
+            pids_limit=blueprint.pids,
+            shm_size=blueprint.shm_bytes,
+            network_mode=blueprint.network,
+            extra_hosts=dict(blueprint.hosts) or None,
+            dns=list(blueprint.dns) or None,
+            log_config=docker.types.LogConfig(type="none"),
+            storage_opt={"size": str(blueprint.disk_bytes)} if self.bounds_disk else None,
+            ulimits=[
+                docker.types.Ulimit(name="core", soft=0, hard=0),
+                docker.types.Ulimit(name="nofile", soft=4096, hard=4096),
+                docker.types.Ulimit(name="fsize", soft=blueprint.disk_bytes, hard=blueprint.disk_bytes),
+            ],
+        )
+        made: Mapping[str, Any] = self._api.create_container(
+            image=blueprint.image,
+            entrypoint=[blueprint.argv[0]],
+            command=list(blueprint.argv[1:]),
+            name=f"tangram-{blueprint.name}",
+            hostname="sandbox",
+            user=blueprint.user,
+            working_dir=blueprint.workdir,
+            environment=dict(blueprint.env),
+            labels=dict(blueprint.labels),
+            host_config=host,
+            stdin_open=blueprint.attached,
+            stop_signal="SIGKILL",  # nothing is to be saved: the machine's end need not wait for it
+            detach=True,  # else standard input would end with the first who attaches
+        )
+        return made
+
+    async def start(self, container: str) -> Found:
+        """Start it; raises NoRunner when its program is not in the image."""
+        try:
+            await self.call(self._api.start, container)
+        except CodedError as error:
+            if "executable file not found" in error.message or "no such file or directory" in error.message:
+                raise NoRunner(error.message, component=COMPONENT) from None
+            raise
+        return await self.inspect(container)
+
+    async def inspect(self, container: str) -> Found:
+        """Raises NotFound."""
+        state = await self.call(self._api.inspect_container, container)
+        return Found(
+            id=state["Id"],
+            labels=state["Config"].get("Labels") or {},
+            running=bool(state["State"]["Running"]),
+            paused=bool(state["State"]["Paused"]),
+            pid=_known_here(int(state["State"]["Pid"]), state["Id"]),
+            out_of_memory=bool(state["State"]["OOMKilled"]),
+            exit_code=int(state["State"]["ExitCode"]),
+            layer=str(((state.get("GraphDriver") or {}).get("Data") or {}).get("UpperDir") or ""),
+        )
+
+    async def running(self, container: str) -> bool:
+        """False when there is no such container any more, too."""
+        try:
+            return (await self.inspect(container)).running
+        except NotFound:
+            return False
+
+    async def layer_bytes(self, container: str) -> int:
+        """What a container has written, as the engine measures it; it may take its time. 0 when it is gone."""
+        found = await self.call(self._api.containers, all=True, size=True, filters={"id": container})
+        return sum(int(item.get("SizeRw", 0)) for item in found)
+
+    async def list(self, label: str) -> list[Found]:
+        """Every container with this label, running or not, in one cheap call."""
+        items = await self.call(self._api.containers, all=True, filters={"label": label})
+        return [
+            Found(id=item["Id"], labels=item.get("Labels") or {}, running=item.get("State") == "running")
+            for item in items
+        ]
+
+    async def remove(self, container: str) -> None:
+        """Kill and remove it; idempotent."""
+        try:
+            await self.call(self._api.remove_container, container, force=True, v=True)
+        except NotFound:
+            return
+        except CodedError as error:
+            if "already in progress" not in error.message:
+                raise
+
+    async def limit_cores(self, container: str, cores: Sequence[int], *, background: bool = False) -> None:
+        """The slow way to grant cores, for engines whose cgroups cannot be seen."""
+        await self.call(
+            self._api.update_container,
+            container,
+            cpuset_cpus=",".join(map(str, cores)),
+            cpu_period=PERIOD_US,
+            cpu_quota=PERIOD_US * len(cores),
+            cpu_shares=SHARES_BACKGROUND if background else SHARES_ACTION,
+        )
+
+    async def pause(self, container: str) -> None:
+        await self.call(self._api.pause, container)
+
+    async def unpause(self, container: str) -> None:
+        await self.call(self._api.unpause, container)
+
+    async def isolated_network(self, name: str) -> None:
+        """A bridge without a way out and without the engine's machine on it, made once; raises InvalidConfig."""
+
+        async def found() -> list[Mapping[str, Any]]:
+            networks = await self.call(self._api.networks, names=[name])
+            return [network for network in networks if network["Name"] == name]
+
+        if not (existing := await found()):
+            try:
+                await self.call(
+                    self._api.create_network,
+                    name,
+                    driver="bridge",
+                    internal=True,
+                    check_duplicate=True,
+                    options=NO_HOST,
+                )
+                return
+            except CodedError:
+                if not (existing := await found()):  # else somebody was faster
+                    raise
+        if not existing[0].get("Internal") or not NO_HOST.items() <= (existing[0].get("Options") or {}).items():
+            raise InvalidConfig(
+                f"the network {name!r} shows the engine's machine to sandboxes: docker network rm {name}",
+                component=COMPONENT,
+            )
+
+    # --- docker exec, for images without a runner
+
+    def execute(
+        self,
+        container: str,
+        argv: Sequence[str],
+        *,
+        user: str,
+        cwd: str,
+        env: Mapping[str, str],
+        stdin: bytes,
+        output: Callable[[int, bytes], None],
+        abandoned: Callable[[], bool],
+    ) -> int | None:
+        """Run to the end, in a thread of the caller's; ``output`` gets (1 | 2, bytes). None when abandoned."""
+        made = self._api.exec_create(
+            container, list(argv), stdin=bool(stdin), user=user, workdir=cwd or None, environment=dict(env)
+        )["Id"]
+        wrapped = self._api.exec_start(made, socket=True)
+        sock: Any = getattr(wrapped, "_sock", wrapped)  # what the HTTP library hands out differs by its version
+        try:
+            sock.settimeout(0.2)
+            if stdin:
+                _feed(sock, stdin)
+            return self._follow(made, sock, output, abandoned)
+        finally:
+            response = getattr(wrapped, "_response", None)  # held there by docker while the socket is used
+            for part in (response, wrapped, sock):
+                if part is not None:
+                    part.close()
+
+    def _follow(
+        self, made: str, sock: Any, output: Callable[[int, bytes], None], abandoned: Callable[[], bool]
+    ) -> int | None:
+        """Read the multiplexed stream until it ends, or until the command has ended and said nothing more."""
+        buffer = bytearray()
+        while not abandoned():
+            try:
+                data = sock.recv(CHUNK_BYTES)
+            except TimeoutError:
+                if self._api.exec_inspect(made)["Running"]:
+                    continue
+                data = b""
+            if not data:
+                return int(self._api.exec_inspect(made)["ExitCode"] or 0)
+            buffer += data
+            while len(buffer) >= 8 and len(buffer) >= 8 + (size := int.from_bytes(buffer[4:8], "big")):
+                output(buffer[0], bytes(buffer[8 : 8 + size]))
+                del buffer[: 8 + size]
+        return None
+
+    async def put_file(self, container: str, directory: str, name: str, data: bytes, *, mode: int, uid: int) -> None:
+        await self.call(self._api.put_archive, container, directory, packed_file(name, data, mode=mode, uid=uid))
+
+    async def put_tree(self, container: str, source: Path, target: str, *, limit_bytes: int) -> None:
+        """Copy a directory of this machine in, for reading; raises InvalidConfig when it holds more than the limit."""
+
+        def copy() -> None:
+            with tempfile.TemporaryFile() as archive:
+                pack_tree(source, target, archive, limit_bytes)
+                archive.seek(0)
+                self._api.put_archive(container, "/", archive)
+
+        await self.call(copy)
+
+    async def get_file(self, container: str, path: str, *, limit_bytes: int) -> bytes:
+        """Raises NotFound, TooLarge, and InvalidInput when it is no regular file."""
+        return await self.call(self._get_file, container, path, limit_bytes)
+
+    def _get_file(self, container: str, path: str, limit_bytes: int) -> bytes:
+        stream, info = self._api.get_archive(container, path)
+        archive = bytearray(next(stream, b""))  # begun: only then does its end close the connection
+        with closing(stream):
+            if int(info.get("mode", 0)) & 0x8F280000:  # Go's file modes: anything but a regular file
+                raise InvalidInput(f"{path!r} is no regular file", component=COMPONENT)
+            if int(info.get("size", 0)) > limit_bytes:
+                raise TooLarge(f"{path!r} is larger than {limit_bytes} bytes", component=COMPONENT)
+            for chunk in stream:
+                archive += chunk
+                if len(archive) > limit_bytes + ARCHIVE_SLACK_BYTES:
+                    raise TooLarge(f"{path!r} is larger than {limit_bytes} bytes", component=COMPONENT)
+        return unpacked_file(archive, path)
+
+
+def _known_here(pid: int, container: str) -> int:
+    """``pid`` where it is the container's on this machine, too: on another one it may be anybody's."""
+    try:
+        membership = Path(f"/proc/{pid}/cgroup").read_text(encoding="utf-8")
+    except OSError:
+        return 0
+    return pid if container in membership else 0
+
+
+def _feed(sock: Any, data: bytes) -> None:
+    view = memoryview(data)
+    sock.settimeout(30)
+    try:
+        sock.sendall(view)
+        sock.shutdown(1)
+    except OSError:
+        pass  # it reads no more
+    sock.settimeout(0.2)
+
+
+def _typed(error: docker.errors.APIError) -> CodedError:
+    message = str(error.explanation or error)
+    status = error.response.status_code if error.response is not None else 500
+    if status == 400 and "executable" not in message:
+        return InvalidInput(message, component=COMPONENT)
+    return CodedError(message, component=COMPONENT)

@@ -1,0 +1,236 @@
+"""The line to a container whose image has no python3: ``docker exec`` with the runner's semantics, slower."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import posixpath
+import secrets
+import time
+from collections.abc import Mapping
+
+from manager.errors import CapacityExceeded, CodedError, InvalidInput, NotFound, Unsupported
+from manager.function import SandboxSpec
+from runtimes.sandbox.docker.engine import DockerEngine
+from runtimes.sandbox.runner.protocol import lost
+from runtimes.sandbox.sandbox import Command, CommandResult, FileStat, OnOutput, ResumableCommand, SandboxProcess
+
+COMPONENT = "sandbox.container"
+#: Signals every process that carries the action's marker, whatever session or parent it has taken.
+SIGNAL_SCRIPT = """
+for p in /proc/[0-9]*; do
+  case "$(tr '\\0' '\\n' <$p/environ 2>/dev/null)" in *TANGRAM_ACTION=$1*) kill -$2 ${p#/proc/} 2>/dev/null;; esac
+done; true
+"""
+SWEEP_SCRIPT = "kill -9 -1"
+#: The markers of commands that run: what was brought in from outside has no parent here.
+LEFT_SCRIPT = """
+for p in /proc/[0-9]*; do
+  case $p in /proc/1|/proc/$$) continue;; esac
+  case "$(tr '\\t\\n' '  ' <$p/status 2>/dev/null)" in *" PPid: 0 "*)
+    tr '\\0' '\\n' <$p/environ 2>/dev/null |
+      while read -r v; do case $v in TANGRAM_ACTION=*) echo "${v#*=}";; esac; done;;
+  esac
+done
+"""
+LIST_SCRIPT = """
+cd "$1" || exit 66
+for f in * .[!.]* ..?*; do [ -e "$f" ] || [ -L "$f" ] || continue; stat -c '%s %f %n' "$f"; done
+"""
+POLL_S = 0.05
+SCRIPT_S = 10.0
+
+
+class ExecClient:
+    """`runtimes.sandbox.resident.RunnerClient` over the engine."""
+
+    def __init__(self, engine: DockerEngine, container: str, spec: SandboxSpec) -> None:
+        self._engine = engine
+        self._container = container
+        self._spec = spec
+        self.lost = asyncio.Event()
+        #: Nothing can be claimed: the output of a ``docker exec`` goes to whom it was started for, and to nobody else.
+        self.held: Mapping[str, ResumableCommand] = {}
+        self.begun: frozenset[str] | None = None
+
+    async def end_left(self) -> None:
+        """End the commands that an earlier gateway had running, which nobody hears any more."""
+        user = self._spec.user
+        _, markers = await self._script(LEFT_SCRIPT, user=user)
+        for marker in markers.decode("ascii", "replace").split():
+            await self._script(SIGNAL_SCRIPT, marker, "KILL", user=user)
+
+    async def settle_in(self) -> None:
+        """Make the working directory the user's."""
+        script = '[ -d "$1" ] || { mkdir -p "$1" && chown "$2" "$1"; }'
+        await self._script(script, self._spec.workdir, self._spec.user, user="0")
+
+    async def run(self, command: Command, on_output: OnOutput | None = None) -> CommandResult:
+        if bool(command.argv) == bool(command.shell):
+            raise InvalidInput("give exactly one of argv and shell", component=COMPONENT)
+        if command.stdin and self._engine.address.tls is not None:
+            # Its end cannot be told apart from the connection's: the command would wait for it until its timeout.
+            raise InvalidInput(
+                f"the image {self._spec.image!r} has no python3 and its engine is behind TLS: no standard input there; "
+                "write a file and redirect it",
+                component=COMPONENT,
+            )
+        marker = secrets.token_hex(8)
+        user = command.user or self._spec.user
+        kept = _Kept(command, on_output, asyncio.get_running_loop())
+        started_s = time.monotonic()
+        work = asyncio.ensure_future(
+            self._engine.call(
+                self._engine.execute,
+                self._container,
+                list(command.argv) or ["/bin/sh", "-c", command.shell],
+                user=user,
+                cwd=posixpath.join(self._spec.workdir, command.cwd),
+                env={"HOME": self._spec.workdir, **self._spec.env, **command.env, "TANGRAM_ACTION": marker},
+                stdin=command.stdin,
+                output=kept.take,
+                abandoned=lambda: kept.abandoned,
+            )
+        )
+        try:
+            timed_out = not await _within(work, command.timeout_s)
+            if timed_out:
+                await self._end(work, marker, user, command.kill_grace_s)
+            code = await work
+        except asyncio.CancelledError:
+            await self._end(work, marker, user, 0.0)
+            kept.abandoned = True
+            raise
+        except CodedError as error:
+            raise await self._explained(error) from None
+        return kept.result(code, time.monotonic() - started_s, timed_out=timed_out)
+
+    async def spawn(self, command: Command) -> SandboxProcess:
+        raise Unsupported(
+            f"the image {self._spec.image!r} has no python3: it cannot hold a long-lived process", component=COMPONENT
+        )
+
+    async def read_file(self, path: str, *, limit_bytes: int) -> bytes:
+        return await self._engine.get_file(self._container, self._place(path), limit_bytes=limit_bytes)
+
+    async def write_file(self, path: str, data: bytes, *, mode: int) -> None:
+        directory, name = posixpath.split(self._place(path))
+        user = self._spec.user
+        code, _ = await self._script('mkdir -p "$1" && [ -w "$1" ]', directory, user=user)
+        if code != 0:
+            raise InvalidInput(f"{directory!r} cannot be written by user {user}", component=COMPONENT)
+        uid = int(user) if user.isdigit() else 0
+        await self._engine.put_file(self._container, directory, name, data, mode=mode, uid=uid)
+
+    async def list_files(self, path: str) -> list[FileStat]:
+        code, output = await self._script(LIST_SCRIPT, self._place(path), user=self._spec.user)
+        if code != 0:
+            raise NotFound(f"{path!r} is no directory in the sandbox", component=COMPONENT)
+        found = []
+        for line in output.decode("utf-8", "replace").splitlines():
+            size, mode, name = line.split(" ", 2)
+            bits = int(mode, 16)
+            found.append(
+                FileStat(
+                    path=posixpath.join(path, name),
+                    size_bytes=int(size),
+                    directory=bits & 0o170000 == 0o040000,
+                    mode=bits & 0o7777,
+                )
+            )
+        return sorted(found, key=lambda entry: entry.path)
+
+    def keep(self, claims: str, *, lasting: bool) -> None:
+        """A ``docker exec`` ends with its gateway."""
+
+    async def sweep(self) -> None:
+        await self._script(SWEEP_SCRIPT, user="0")
+
+    def close(self) -> None:
+        self.lost.set()
+
+    # --- inside
+
+    def _place(self, path: str) -> str:
+        full = posixpath.normpath(posixpath.join(self._spec.workdir, path))
+        if not path.startswith("/") and not (full + "/").startswith(self._spec.workdir.rstrip("/") + "/"):
+            raise InvalidInput(f"{path!r} leaves the sandbox's working directory", component=COMPONENT)
+        return full
+
+    async def _end(self, work: asyncio.Future[int | None], marker: str, user: str, grace_s: float) -> None:
+        """SIGTERM, the grace, SIGKILL until the command is gone."""
+        if grace_s > 0:
+            await self._script(SIGNAL_SCRIPT, marker, "TERM", user=user)
+            await _within(work, grace_s)
+        for _ in range(3):
+            await self._script(SIGNAL_SCRIPT, marker, "KILL", user=user)
+            if await _within(work, 1.0):
+                return
+        self.lost.set()
+        raise lost("a process in the sandbox does not end")
+
+    async def _script(self, script: str, *words: str, user: str) -> tuple[int, bytes]:
+        output = bytearray()
+        code = await asyncio.wait_for(
+            self._engine.call(
+                self._engine.execute,
+                self._container,
+                ["/bin/sh", "-c", script, "sh", *words],
+                user=user,
+                cwd="/",
+                env={},
+                stdin=b"",
+                output=lambda _, data: output.extend(data),
+                abandoned=lambda: False,
+            ),
+            SCRIPT_S,
+        )
+        return code or 0, bytes(output)
+
+    async def _explained(self, error: CodedError) -> CodedError:
+        """An engine that says that there is no such running container tells of a lost environment."""
+        if isinstance(error, CapacityExceeded):
+            return lost(error.message)
+        if isinstance(error, NotFound) or "is not running" in error.message:
+            self.lost.set()
+            return lost("the container is gone")
+        return error
+
+
+class _Kept:
+    """The output of one command, taken in a thread of the engine's."""
+
+    def __init__(self, command: Command, on_output: OnOutput | None, loop: asyncio.AbstractEventLoop) -> None:
+        self._command, self._on_output, self._loop = command, on_output, loop
+        self._streams: Mapping[int, bytearray] = {1: bytearray(), 2: bytearray()}
+        self._truncated = {1: False, 2: False}
+        self.abandoned = False
+
+    def take(self, stream: int, data: bytes) -> None:
+        kept = self._streams.get(stream)
+        if kept is None:
+            return
+        room = self._command.output_limit_bytes - len(kept)
+        self._truncated[stream] = self._truncated[stream] or len(data) > room
+        data = data[:room]
+        kept += data
+        if data and self._on_output is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._on_output, "stdout" if stream == 1 else "stderr", data)
+
+    def result(self, code: int | None, duration_s: float, *, timed_out: bool) -> CommandResult:
+        signal = code - 128 if code is not None and timed_out and code > 128 else None
+        return CommandResult(
+            exit_code=None if signal is not None else code,
+            signal=signal,
+            stdout=bytes(self._streams[1]),
+            stderr=bytes(self._streams[2]),
+            stdout_truncated=self._truncated[1],
+            stderr_truncated=self._truncated[2],
+            timed_out=timed_out,
+            duration_s=duration_s,
+        )
+
+
+async def _within(work: asyncio.Future[int | None], seconds: float) -> bool:
+    done, _ = await asyncio.wait([work], timeout=seconds if math.isfinite(seconds) else None)
+    return bool(done)

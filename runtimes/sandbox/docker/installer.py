@@ -1,0 +1,131 @@
+"""How the runner gets into a container and is spoken to: in a directory that the engine shares with us, or attached."""
+
+from __future__ import annotations
+
+import base64
+import os
+import secrets
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Protocol
+
+from runtimes.sandbox.docker.attach import AttachByteStream
+from runtimes.sandbox.docker.attach_client import AttachClient
+from runtimes.sandbox.docker.engine import Blueprint, DockerEngine, Found
+from runtimes.sandbox.record import SandboxRecord
+from runtimes.sandbox.resident import RunnerClient
+from runtimes.sandbox.runner.byte_stream import SocketStream
+from runtimes.sandbox.runner.stream_client import StreamClient
+
+START_S = 30.0
+RUNNER = Path(__file__).parents[1] / "runner" / "runner.py"
+INSIDE = "/.tangram"
+PYTHON = ("python3", "-I", "-S")
+#: Signs of life that a gateway gives in the time after which a runner takes it for gone.
+LIFE_SIGNS = 3
+#: Seconds that commands go on at least when no gateway is heard of: it may be the network that is silent.
+UNSEEN_S = 60.0
+
+
+class RunnerInstaller(Protocol):
+    """One way; the container's record names it, so that the next gateway takes the same."""
+
+    @property
+    def name(self) -> str: ...
+
+    def equip(self, blueprint: Blueprint, directory: Path, mounts: Mapping[str, str]) -> Blueprint:
+        """The container with its runner; ``mounts`` (path here -> path inside) can be read in it."""
+        ...
+
+    async def furnish(self, container: str, mounts: Mapping[str, str]) -> None:
+        """Put in, before its start, what it cannot see from outside."""
+        ...
+
+    async def line(self, found: Found, record: SandboxRecord, directory: Path) -> RunnerClient:
+        """Speak to the runner of a started container; raises ActionFailed(environment_lost)."""
+        ...
+
+
+class SharedDirectoryInstaller:
+    """Mounts of this machine's directories, and a Unix socket in one of them: the engine is on this machine."""
+
+    name = "socket"
+
+    def equip(self, blueprint: Blueprint, directory: Path, mounts: Mapping[str, str]) -> Blueprint:
+        return replace(
+            blueprint,
+            argv=(*PYTHON, f"{INSIDE}/runner.py", f"{INSIDE}/run"),
+            # The socket's directory is the gateway's: without privileges of its own it is no root.
+            capabilities=(*blueprint.capabilities, *(() if os.geteuid() == 0 else ("DAC_OVERRIDE",))),
+            binds={
+                str(RUNNER): (f"{INSIDE}/runner.py", "ro"),
+                str(directory / "run"): (f"{INSIDE}/run", "rw"),
+                **{source: (target, "ro") for source, target in mounts.items()},
+            },
+        )
+
+    async def furnish(self, container: str, mounts: Mapping[str, str]) -> None:
+        """They are mounted."""
+
+    async def line(self, found: Found, record: SandboxRecord, directory: Path) -> StreamClient:
+        link = SocketStream(directory / "run", peer_pid=found.pid)
+        return await StreamClient.open(link, greeting(record), within_s=START_S)
+
+
+@dataclass(frozen=True, slots=True)
+class AttachInstaller:
+    """Nothing of this machine but a connection to the engine, wherever that is.
+
+    The runner travels in the container's own command line, and speaks over its standard streams.
+    """
+
+    engine: DockerEngine
+    #: Most bytes of the files that are copied in place of a mount.
+    copy_limit_bytes: int
+    name: str = "attach"
+
+    def equip(self, blueprint: Blueprint, directory: Path, mounts: Mapping[str, str]) -> Blueprint:
+        return replace(blueprint, argv=(*PYTHON, "-c", _packed_runner(), "--attached"), attached=True)
+
+    async def furnish(self, container: str, mounts: Mapping[str, str]) -> None:
+        for source, target in mounts.items():
+            await self.engine.put_tree(container, Path(source), target, limit_bytes=self.copy_limit_bytes)
+
+    async def line(self, found: Found, record: SandboxRecord, directory: Path) -> AttachClient:
+        unattended_s = max(record.spec.unattended_s, UNSEEN_S)
+        life_s = min(record.spec.idle_ttl_s, unattended_s) / LIFE_SIGNS
+        link = AttachByteStream(self.engine, found.id, token=record.token, life_s=life_s)
+        hello = {**greeting(record), "unattended_s": unattended_s, "sequence": 1 + secrets.randbits(31)}
+
+        async def attach(first: int) -> StreamClient:
+            return await StreamClient.open(link, hello, within_s=START_S, first=first)
+
+        async def running() -> bool:
+            return await self.engine.running(found.id)
+
+        return await AttachClient.begin(attach, running, outlasting=record.spec.unattended_s > 0)
+
+
+def greeting(record: SandboxRecord) -> dict[str, object]:
+    """What a runner is told first."""
+    spec = record.spec
+    return {
+        "token": record.token,
+        "user": spec.user,
+        "workdir": spec.workdir,
+        "base": "",
+        "own_cgroup": True,
+        "env": {},
+        "orphan_s": spec.idle_ttl_s,
+        "unattended_s": spec.unattended_s,
+    }
+
+
+@cache
+def _packed_runner() -> str:
+    """The runner as Python's ``-c`` takes it: small, as the engine repeats it in every list of containers."""
+    packed = base64.b64encode(zlib.compress(RUNNER.read_bytes(), 9)).decode("ascii")
+    return f"import base64,zlib;exec(compile(zlib.decompress(base64.b64decode('{packed}')),'runner.py','exec'))"

@@ -1,0 +1,1 @@
+"""The exec runtime: commands in sandboxes."""

@@ -1,0 +1,1 @@
+"""The handler runtime: Python functions in warm instances."""

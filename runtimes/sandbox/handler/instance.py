@@ -1,0 +1,357 @@
+"""A warm instance of a handler: a sandbox, the worker in it, and the invocations under way."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import secrets
+import struct
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from manager.errors import ActionFailed, CodedError, Reason
+from manager.executor import LogSink
+from manager.function import Background, FunctionSpec, HandlerSpec, SandboxSpec
+from runtimes.runtime import Execution, Result
+from runtimes.sandbox.environments import PURPOSE, EnvironmentSettings
+from runtimes.sandbox.handler import worker
+from runtimes.sandbox.sandbox import Command, CommandResult, Provider, Sandbox, SandboxProcess
+
+COMPONENT = "handler"
+
+_HEADER = struct.Struct("!I")
+_SOURCE = Path(worker.__file__).read_text(encoding="utf-8")
+_MOUNT = "/function"
+#: Bytes of a frame beside the result that it carries: usage, a traceback, a line of log.
+_FRAME_SLACK_BYTES = 256 * 2**10
+_TAIL_MAX_BYTES = 8 * 2**10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandlerSettings:
+    """How instances are made; for functions that say nothing themselves."""
+
+    #: For functions that have no ``sandbox`` section; its image also for those that name none.
+    sandbox: SandboxSpec = field(default_factory=lambda: EnvironmentSettings().default)
+    python: str = "python3"
+    #: Seconds for the import of the handler.
+    start_timeout_s: float = 60.0
+    #: Seconds that the other invocations of an instance get to end when one of them must be killed.
+    kill_grace_s: float = 2.0
+    #: Seconds without an invocation after which an instance is frozen and its cores are given back.
+    rest_s: float = 0.05
+
+    def sandbox_of(self, function: FunctionSpec) -> SandboxSpec:
+        spec = function.sandbox or self.sandbox
+        return spec if spec.image else replace(spec, image=self.sandbox.image)
+
+
+class ImportFailed(ActionFailed):
+    """The handler could not be imported; ``detail["traceback"]`` says why."""
+
+
+@dataclass(slots=True)
+class _Pending:
+    answer: asyncio.Future[Mapping[str, Any]]
+    log: LogSink
+    cores: tuple[int, ...]
+
+
+class Instance:
+    """Executes up to ``per_instance`` invocations at a time; dead once ``alive`` is false, for good."""
+
+    def __init__(
+        self,
+        function: FunctionSpec,
+        settings: HandlerSettings,
+        sandbox: Sandbox,
+        process: SandboxProcess,
+        living: set[str],
+    ) -> None:
+        self.function = function
+        self.spec = handler_of(function)
+        self.alive = True
+        #: Invocations that hold a slot, those that wait for cores included.
+        self.claimed = 0
+        self.idle_since_s = time.monotonic()
+        self.cores: tuple[int, ...] = ()
+        #: Frozen, and without cores of its own.
+        self.resting = False
+        #: Told when it dies, whoever is the first to notice.
+        self.on_death: Callable[[], None] = lambda: None
+        self._settings = settings
+        self._sandbox = sandbox
+        self._process = process
+        self._living = living
+        self._pending: dict[str, _Pending] = {}
+        self._incoming = bytearray()
+        self._tail = bytearray()  # the last raw output, for the story of a crash
+        self._ready: asyncio.Future[Mapping[str, Any]] = asyncio.get_running_loop().create_future()
+        self._posture = asyncio.Lock()
+        self._death: ActionFailed | None = None
+        self._reader = asyncio.create_task(self._read())
+
+    @classmethod
+    async def start(
+        cls, provider: Provider, function: FunctionSpec, settings: HandlerSettings, living: set[str]
+    ) -> Instance:
+        """Make the sandbox and import the handler; ImportFailed, or another ActionFailed.
+
+        The sandbox's id is among the ``living`` from its making to its end.
+        """
+        spec = handler_of(function)
+        sandbox = await provider.create(
+            settings.sandbox_of(function),
+            name=secrets.token_hex(8),
+            labels={PURPOSE: "handler", "tangram.function": function.name},
+            mounts={str(spec.directory): _MOUNT},
+        )
+        living.add(sandbox.id)
+        # Without a root of its own a sandbox sees the host's directories where they are.
+        place = _MOUNT if provider.info.limits.get("filesystem", True) else str(spec.directory)
+        try:
+            process = await sandbox.spawn(_command(function, settings, place))
+        except BaseException:
+            living.discard(sandbox.id)
+            await sandbox.close()
+            raise
+        instance = cls(function, settings, sandbox, process, living)
+        try:
+            await instance._imported()
+            if instance._death is not None:
+                raise instance._death
+        except BaseException:
+            await instance.close()
+            raise
+        return instance
+
+    @property
+    def free(self) -> bool:
+        return self.alive and self.claimed < self.spec.per_instance
+
+    async def invoke(self, execution: Execution) -> Result:
+        """One call of the handler; cancelling ends the instance, as nothing else surely ends the user's code."""
+        if self._death is not None:
+            raise self._death
+        key = execution.action.id
+        pending = _Pending(asyncio.get_running_loop().create_future(), execution.call.log, execution.lease.cores)
+        self._pending[key] = pending
+        try:
+            await self._stand_up()
+            frame = _frame(_request(execution))
+            execution.begin()
+            await self._process.write_stdin(frame)
+            answer = await pending.answer
+        except asyncio.CancelledError:
+            await self._retire()
+            raise
+        except CodedError:
+            self.alive = False
+            raise
+        finally:
+            execution.end()
+            self._pending.pop(key, None)
+        return _result(answer, execution.call.log)
+
+    async def rest(self) -> None:
+        """Freeze it and give its cores back, if it is still idle."""
+        async with self._posture:
+            if not self.alive or self.claimed or self.resting:
+                return
+            background = self._sandbox.spec.background
+            try:
+                # To kill what an idle instance runs would be to kill the instance.
+                await self._sandbox.quiesce(Background.FREEZE if background is Background.KILL else background)
+            except CodedError:
+                self.alive = False
+            self.resting = True
+            self.cores = ()
+
+    async def close(self) -> None:
+        """End it, and fail what it still had under way; idempotent."""
+        self._reader.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._reader
+        self._fail(ActionFailed(Reason.ENVIRONMENT_LOST, "the instance was closed", component=COMPONENT))
+        try:
+            await self._sandbox.close()
+        finally:
+            self._living.discard(self._sandbox.id)  # what could not be removed is the reaper's
+
+    async def _imported(self) -> None:
+        limit_s = self._settings.start_timeout_s
+        try:
+            first = await asyncio.wait_for(self._ready, limit_s)
+        except TimeoutError:
+            message = f"the import of {self.spec.module!r} took longer than {limit_s:g} s"
+            raise ImportFailed(Reason.HANDLER_ERROR, message, component=COMPONENT) from None
+        except ActionFailed as error:
+            if error.reason is Reason.ENVIRONMENT_LOST:
+                raise
+            message = f"cannot load {self.spec.module}:{self.spec.callable}: {error.message}"
+            detail: Mapping[str, object] = {"traceback": error.detail.get("output", "")}
+            raise ImportFailed(error.reason, message, component=COMPONENT, detail=detail) from error
+        if "fatal" in first:
+            fatal = first["fatal"]
+            message = f"cannot load {self.spec.module}:{self.spec.callable}: {fatal['type']}: {fatal['message']}"
+            if fatal["type"] == "PermissionError":
+                message += f"; the sandbox's user must be able to read {self.spec.directory}: chmod -R a+rX it"
+            detail = {"traceback": fatal["traceback"]}
+            raise ImportFailed(Reason.HANDLER_ERROR, message, component=COMPONENT, detail=detail)
+
+    async def _stand_up(self) -> None:
+        """Thaw it, and confine it to the cores of its invocations together, where they were leased any."""
+        if not self._posture.locked() and not self.resting and self._wanted_cores() in ((), self.cores):
+            return
+        async with self._posture:
+            wanted = self._wanted_cores()
+            if wanted not in ((), self.cores):
+                await self._sandbox.set_cores(wanted)
+                self.cores = wanted
+            if self.resting:
+                await self._sandbox.thaw()
+                self.resting = False
+
+    def _wanted_cores(self) -> tuple[int, ...]:
+        if len(self._pending) == 1:
+            return next(iter(self._pending.values())).cores
+        return tuple(sorted({core for pending in self._pending.values() for core in pending.cores}))
+
+    async def _retire(self) -> None:
+        """Kill the worker. Neighbours of the cancelled invocation get a grace; beyond it they fail."""
+        self.alive = False
+        others = [pending.answer for pending in self._pending.values() if not pending.answer.done()]
+        if others:
+            await asyncio.wait(others, timeout=self._settings.kill_grace_s)
+        with contextlib.suppress(ActionFailed):
+            await self._process.kill()
+
+    async def _read(self) -> None:
+        """Hand every frame to its invocation, until the worker ends; then say why to those that still wait."""
+        try:
+            async for stream, data in self._process.chunks():
+                if stream == "stdout":
+                    self._feed(data)
+                else:
+                    self._raw(data)
+            self._fail(self._post_mortem(await self._process.wait()))
+        except ActionFailed as error:
+            self._fail(error)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            # Only foreign code that found our descriptor writes no frame: nothing it says is believed any more.
+            with contextlib.suppress(ActionFailed):
+                await self._process.kill()
+            self._fail(ActionFailed(Reason.HANDLER_ERROR, "the worker's protocol was broken", component=COMPONENT))
+
+    def _feed(self, data: bytes) -> None:
+        self._incoming += data
+        while len(self._incoming) >= _HEADER.size:
+            (length,) = _HEADER.unpack_from(self._incoming)
+            if length > self.function.output_limit_bytes + _FRAME_SLACK_BYTES:
+                raise ValueError(f"a frame of {length} bytes")
+            end = _HEADER.size + length
+            if len(self._incoming) < end:
+                return
+            message = orjson.loads(self._incoming[_HEADER.size : end])
+            del self._incoming[:end]
+            self._on_message(message)
+
+    def _on_message(self, message: Mapping[str, Any]) -> None:
+        pending = self._pending.get(message.get("id", ""))
+        if "ready" in message or "fatal" in message:
+            if not self._ready.done():
+                self._ready.set_result(message)
+        elif pending is None:
+            return  # it was cancelled meanwhile
+        elif "log" in message:
+            stream, text = message["log"]
+            pending.log.write(str(stream), str(text))
+        elif not pending.answer.done():
+            pending.answer.set_result(message)
+
+    def _raw(self, data: bytes) -> None:
+        """Output that bypassed Python belongs to all that run: it cannot be told whose it is."""
+        self._tail += data
+        del self._tail[:-_TAIL_MAX_BYTES]
+        text = data.decode("utf-8", "replace")
+        for pending in self._pending.values():
+            pending.log.write("stderr", text)
+
+    def _fail(self, death: ActionFailed) -> None:
+        self.alive = False
+        if self._death is None:
+            self._death = death
+            asyncio.get_running_loop().call_soon(self.on_death)
+        if not self._ready.done():
+            self._ready.set_exception(death)
+            self._ready.exception()  # seen: nobody waits for it after the start
+        for pending in self._pending.values():
+            if not pending.answer.done():
+                pending.answer.set_exception(death)
+
+    def _post_mortem(self, ended: CommandResult) -> ActionFailed:
+        detail = {"output": self._tail.decode("utf-8", "replace")}
+        if ended.out_of_memory:
+            peak = f"the handler's process ran out of memory (peak {ended.peak_memory_bytes} bytes)"
+            return ActionFailed(Reason.OUT_OF_MEMORY, peak, component=COMPONENT, detail=detail)
+        if ended.signal == 9:
+            return ActionFailed(
+                Reason.ENVIRONMENT_LOST, "the handler's process was killed", component=COMPONENT, detail=detail
+            )
+        how = f"exit code {ended.exit_code}" if ended.signal is None else f"signal {ended.signal}"
+        message = f"the handler ended its own process ({how})"
+        return ActionFailed(Reason.HANDLER_ERROR, message, component=COMPONENT, detail=detail)
+
+
+def handler_of(function: FunctionSpec) -> HandlerSpec:
+    assert function.handler is not None, f"function {function.name} has no handler"
+    return function.handler
+
+
+def _command(function: FunctionSpec, settings: HandlerSettings, place: str) -> Command:
+    spec = handler_of(function)
+    arguments = (place, spec.module, spec.callable, str(spec.per_instance), str(function.output_limit_bytes))
+    return Command(
+        argv=(settings.python, "-c", _SOURCE, *arguments),
+        env={"PYTHONDONTWRITEBYTECODE": "1", "PYTHONIOENCODING": "utf-8"},
+        timeout_s=math.inf,
+    )
+
+
+def _request(execution: Execution) -> Mapping[str, object]:
+    action = execution.action
+    context = {
+        "function": action.function,
+        "trajectory": action.trajectory,
+        "task": action.task,
+        "attempt": action.attempt,
+        "timeout_s": action.timeout_s,
+        "traceparent": execution.call.traceparent,
+    }
+    return {"id": action.id, "event": execution.call.input, "context": context}
+
+
+def _frame(message: Mapping[str, object]) -> bytes:
+    body = orjson.dumps(message)
+    return _HEADER.pack(len(body)) + body
+
+
+_REASONS: Mapping[str, Reason] = {"limit": Reason.OUTPUT_LIMIT, "memory": Reason.OUT_OF_MEMORY}
+
+
+def _result(answer: Mapping[str, Any], log: LogSink) -> Result:
+    error = answer.get("error")
+    if error is None:
+        usage = {str(name): float(value) for name, value in answer.get("usage", {}).items()}
+        return Result(value=answer.get("result"), usage=usage)
+    if error["traceback"]:
+        log.write("stderr", error["traceback"])
+    named = f"{error['type']}: {error['message']}" if error["kind"] == "raised" else str(error["message"])
+    detail = {"type": error["type"], "traceback": error["traceback"]}
+    raise ActionFailed(_REASONS.get(error["kind"], Reason.HANDLER_ERROR), named, component=COMPONENT, detail=detail)

@@ -1,0 +1,1 @@
+"""Local process sandboxes, for machines without Docker."""

@@ -1,0 +1,1 @@
+"""The pytest runtime: a test suite as a reward."""

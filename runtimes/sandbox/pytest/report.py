@@ -1,0 +1,186 @@
+"""The report of a pytest run as it comes in, and the reward that is judged from it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from runtimes.sandbox.pytest.plugin import begins, key_of
+
+#: Verdicts that a reward counts as success.
+PASSING = frozenset({"passed", "xfailed", "xpassed"})
+VERDICTS = frozenset({*PASSING, "failed", "error", "skipped"})
+
+LINE_MAX_BYTES = 1 * 2**20
+TESTS_MAX = 100_000
+_NOTE_IDS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuiteRequest:
+    """Which tests are run, and which of them decide the reward."""
+
+    #: Paths, or ids with ``::``; empty runs what the lists name, or everything.
+    targets: tuple[str, ...] = ()
+    fail_to_pass: tuple[str, ...] = ()
+    pass_to_pass: tuple[str, ...] = ()
+
+    @property
+    def listed(self) -> tuple[str, ...]:
+        return self.fail_to_pass + self.pass_to_pass
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Files and directories to collect."""
+        return tuple(dict.fromkeys(id.partition("::")[0] for id in (*self.targets, *self.listed)))
+
+
+@dataclass(slots=True)
+class SuiteReport:
+    """What is known of a run; of several, where it had to be taken up again after a crash."""
+
+    nonce: str
+    #: Id -> verdict, as the suite names its tests.
+    tests: dict[str, str] = field(default_factory=dict)
+    #: File -> why it could not be collected.
+    broken: dict[str, str] = field(default_factory=dict)
+    #: Ids that were to run.
+    selected: list[str] = field(default_factory=list)
+    #: Started, and not yet ended.
+    running: set[str] = field(default_factory=set)
+    workers: int = 0
+    xdist: bool = False
+    #: pytest was there and began.
+    started: bool = False
+    #: Why pytest could not even begin.
+    absent: str = ""
+    #: pytest's exit status; None while it runs, or when its process ended without one.
+    end: int | None = None
+    _rest: bytes = b""
+
+    def feed(self, data: bytes) -> None:
+        """Take in what the run wrote; lines that are not ours are passed over."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            record = self._record(line)
+            if record is not None:
+                self._take(record)
+        if len(self._rest) > LINE_MAX_BYTES:
+            self._rest = b""
+
+    def take_up(self) -> None:
+        """The process ended under its tests: those that ran are errors, and another run may take the others."""
+        for id in self.running:
+            self.tests.setdefault(id, "error")
+        self.running.clear()
+        self._rest = b""
+        self.end = None
+
+    @property
+    def left(self) -> list[str]:
+        """Selected tests without a verdict."""
+        return [id for id in self.selected if id not in self.tests]
+
+    def _record(self, line: bytes) -> Mapping[str, object] | None:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            return None
+        return record if isinstance(record, dict) and record.get("nonce") == self.nonce else None
+
+    def _take(self, record: Mapping[str, object]) -> None:
+        match record:
+            case {"start": {"xdist": str(xdist), "workers": int(workers)}}:
+                self.started, self.xdist, self.workers = True, bool(xdist), max(workers, self.workers)
+            case {"selected": list(ids)}:
+                known = set(self.selected)
+                self.selected += [str(id) for id in ids if id not in known][: TESTS_MAX - len(known)]
+            case {"run": str(id)}:
+                self.running.add(id)
+            case {"test": str(id), "verdict": str(verdict)} if verdict in VERDICTS and len(self.tests) < TESTS_MAX:
+                self.running.discard(id)
+                self.tests[id] = verdict
+            case {"broken": str(path), "message": str(message)}:
+                self.broken[path] = message
+            case {"absent": str(why)}:
+                self.absent = why
+            case {"end": int(status)}:
+                self.end = status
+            case _:
+                pass
+
+
+def judge(request: SuiteRequest, report: SuiteReport) -> dict[str, object]:
+    """Verdicts and reward as plain JSON values.
+
+    With lists the reward is 1.0 when every listed test passes, else 0.0; without, the share of the tests that
+    passed, skipped ones left out. A test that was asked for and did not run is ``missing``, and never passes.
+    """
+    tests = _verdicts(request, report)
+    if request.listed:
+        resolved = all(tests[id] in PASSING for id in request.listed)
+        reward = 1.0 if resolved else 0.0
+    else:
+        counted = [verdict for verdict in tests.values() if verdict != "skipped"]
+        passing = sum(verdict in PASSING for verdict in counted)
+        reward = passing / len(counted) if counted else 0.0
+        resolved = passing > 0 and passing == len(counted)
+    return {
+        "reward": reward,
+        "resolved": resolved,
+        "tests": tests,
+        "fail_to_pass": _parted(request.fail_to_pass, tests),
+        "pass_to_pass": _parted(request.pass_to_pass, tests),
+        "counts": dict(sorted(Counter(tests.values()).items())),
+        "collection_errors": dict(report.broken),
+    }
+
+
+def notes(request: SuiteRequest, report: SuiteReport, result: Mapping[str, object]) -> list[str]:
+    """What a reader of the reward should know, in sentences."""
+    said = []
+    tests = result["tests"]
+    assert isinstance(tests, dict)
+    missing = [id for id, verdict in tests.items() if verdict == "missing"]
+    if missing:
+        said.append(f"{len(missing)} requested test(s) did not run: {_some(missing)}")
+    if report.broken:
+        said.append(f"{len(report.broken)} file(s) could not be collected: {_some(report.broken)}")
+    if not tests:
+        said.append("no test was collected")
+    return said
+
+
+def _verdicts(request: SuiteRequest, report: SuiteReport) -> dict[str, str]:
+    """Every test's verdict; those that were asked for bear the name by which they were asked for."""
+    known = {key_of(id): verdict for id, verdict in report.tests.items()}
+    broken = {key_of(path) for path in report.broken}
+    asked = [*request.listed, *report.left]
+    for target in request.targets:
+        key = key_of(target)
+        if "::" in target and (key in known or not any(begins(other, key) for other in known)):
+            asked.append(target)
+    tests = {}
+    for id in asked:
+        key = key_of(id)
+        tests[id] = known.get(key) or ("error" if key.partition("::")[0] in broken else "missing")
+    keys = {key_of(id) for id in asked}
+    tests.update({id: verdict for id, verdict in report.tests.items() if key_of(id) not in keys})
+    if not request.listed:
+        tests.update(dict.fromkeys(report.broken, "error"))
+    return tests
+
+
+def _parted(ids: Iterable[str], tests: Mapping[str, str]) -> dict[str, list[str]]:
+    parted: dict[str, list[str]] = {"passed": [], "failed": []}
+    for id in ids:
+        parted["passed" if tests[id] in PASSING else "failed"].append(id)
+    return parted
+
+
+def _some(ids: Iterable[str]) -> str:
+    listed = list(ids)
+    more = f" and {len(listed) - _NOTE_IDS} more" if len(listed) > _NOTE_IDS else ""
+    return ", ".join(listed[:_NOTE_IDS]) + more

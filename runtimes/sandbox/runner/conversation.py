@@ -1,0 +1,225 @@
+"""Conversations: what is said on a channel to a runner, one numbered exchange each."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Mapping
+from typing import Protocol
+
+from manager.errors import ActionFailed
+from runtimes.sandbox.runner import runner as wire
+from runtimes.sandbox.runner.protocol import ProtocolError, encode, lost, result_of
+from runtimes.sandbox.sandbox import Command, CommandResult, OnOutput
+
+#: Bytes of a long-lived process's output kept for a slow reader before the connection is paused.
+UNREAD_MAX_BYTES = 1 * 2**20
+STREAM_NAMES = {wire.STDOUT: "stdout", wire.STDERR: "stderr"}
+
+
+class Carrier(Protocol):
+    """What carries them: a channel."""
+
+    async def send(self, frame: bytes) -> None:
+        """Send one frame, and wait while too much is under way."""
+        ...
+
+    async def kill(self, number: int, end: asyncio.Future[Mapping[str, object]]) -> None:
+        """SIGKILL a command's tree and wait until it is gone; a runner that cannot is hung up on."""
+        ...
+
+    def pause_reading(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
+
+
+class Conversation(Protocol):
+    """One numbered exchange on a channel."""
+
+    def data(self, stream: int, data: bytes) -> None: ...
+
+    def taken(self, count: int | None) -> None:
+        """The runner passed ``count`` bytes of standard input on; None: nothing more is read."""
+        ...
+
+    def ended(self, answer: Mapping[str, object] | Exception) -> None: ...
+
+
+class Stdin:
+    """Standard input under the runner's window."""
+
+    def __init__(self, channel: Carrier) -> None:
+        self._channel = channel
+        self._window = wire.WINDOW_BYTES
+        self._opened = asyncio.Event()
+        self._opened.set()
+        self.refused = False
+
+    async def feed(self, number: int, data: bytes) -> None:
+        view = memoryview(data)
+        while view and not self.refused:
+            await self._opened.wait()
+            piece = bytes(view[: min(self._window, wire.CHUNK_BYTES)])
+            view = view[len(piece) :]
+            self._window -= len(piece)
+            if self._window <= 0:
+                self._opened.clear()
+            await self._channel.send(encode(wire.STDIN, number, piece))
+
+    async def end(self, number: int) -> None:
+        await self._channel.send(encode(wire.STDIN, number))
+
+    def taken(self, count: int | None) -> None:
+        if count is None:
+            self.refused = True
+        else:
+            self._window += count
+        self._opened.set()
+
+    def refuse(self) -> None:
+        self.taken(None)
+
+
+class RunnerAnswer:
+    """A request with one end, and perhaps data before it."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.end: asyncio.Future[Mapping[str, object]] = asyncio.get_running_loop().create_future()
+        self.chunks: list[bytes] = []
+        self._room = limit_bytes
+
+    def data(self, stream: int, data: bytes) -> None:
+        self._room -= len(data)
+        if self._room < 0:
+            raise ProtocolError("more than was asked for")
+        self.chunks.append(data)
+
+    def taken(self, count: int | None) -> None:
+        raise ProtocolError("an acknowledgement of nothing")
+
+    def ended(self, answer: Mapping[str, object] | Exception) -> None:
+        _resolve(self.end, answer)
+
+
+class CommandExchange:
+    """A command under way whose output is kept, and shown as it comes."""
+
+    def __init__(self, channel: Carrier, command: Command, on_output: OnOutput | None) -> None:
+        self.end: asyncio.Future[Mapping[str, object]] = asyncio.get_running_loop().create_future()
+        self.stdin = Stdin(channel)
+        self._on_output = on_output
+        self._room = {wire.STDOUT: command.output_limit_bytes, wire.STDERR: command.output_limit_bytes}
+        self._kept: dict[int, list[bytes]] = {wire.STDOUT: [], wire.STDERR: []}
+
+    def data(self, stream: int, data: bytes) -> None:
+        data = data[: self._room[stream]]  # the runner keeps the bound; it is not taken on trust
+        self._room[stream] -= len(data)
+        if data:
+            self._kept[stream].append(data)
+            if self._on_output is not None:
+                self._on_output(STREAM_NAMES[stream], data)
+
+    def taken(self, count: int | None) -> None:
+        self.stdin.taken(count)
+
+    def ended(self, answer: Mapping[str, object] | Exception) -> None:
+        self.stdin.refuse()
+        if isinstance(answer, ActionFailed):
+            answer = lost(answer.message, result=self.partial())
+        _resolve(self.end, answer)
+
+    def result(self, answer: Mapping[str, object]) -> CommandResult:
+        try:
+            return result_of(answer, b"".join(self._kept[wire.STDOUT]), b"".join(self._kept[wire.STDERR]))
+        except ProtocolError as error:
+            raise lost(f"the sandbox's runner does not keep the protocol: {error}") from None
+
+    def partial(self) -> dict[str, str]:
+        """What it has said so far."""
+        return {STREAM_NAMES[stream]: b"".join(kept).decode("utf-8", "replace") for stream, kept in self._kept.items()}
+
+
+class RemoteProcess:
+    """A long-lived command (`runtimes.sandbox.sandbox.SandboxProcess`)."""
+
+    def __init__(self, channel: Carrier) -> None:
+        self.number = 0
+        self._channel = channel
+        self._end: asyncio.Future[Mapping[str, object]] = asyncio.get_running_loop().create_future()
+        self._end.add_done_callback(_retrieve)
+        self._stdin = Stdin(channel)
+        self._unread: deque[tuple[str, bytes]] = deque()
+        self._unread_bytes = 0
+        self._arrived = asyncio.Event()
+        self._reading = False
+        self._dropping = False
+
+    def data(self, stream: int, data: bytes) -> None:
+        if self._dropping:
+            return
+        self._unread.append((STREAM_NAMES[stream], data))
+        self._unread_bytes += len(data)
+        self._arrived.set()
+        if self._unread_bytes > UNREAD_MAX_BYTES:
+            self._channel.pause_reading()
+
+    def taken(self, count: int | None) -> None:
+        self._stdin.taken(count)
+
+    def ended(self, answer: Mapping[str, object] | Exception) -> None:
+        self._stdin.refuse()
+        _resolve(self._end, answer)
+        self._arrived.set()
+
+    async def write_stdin(self, data: bytes) -> None:
+        await self._stdin.feed(self.number, data)
+        if self._stdin.refused:
+            raise lost("the process reads no more")
+
+    async def close_stdin(self) -> None:
+        await self._stdin.end(self.number)
+
+    async def chunks(self) -> AsyncIterator[tuple[str, bytes]]:
+        self._reading = True
+        while True:
+            while self._unread:
+                name, data = self._unread.popleft()
+                self._unread_bytes -= len(data)
+                if self._unread_bytes <= UNREAD_MAX_BYTES // 2:
+                    self._channel.resume_reading()
+                yield name, data
+            if self._end.done():
+                return
+            self._arrived.clear()
+            await self._arrived.wait()
+
+    async def wait(self) -> CommandResult:
+        if not self._reading:
+            self._drop()
+        return result_of(await asyncio.shield(self._end), b"", b"")
+
+    async def kill(self) -> None:
+        self._drop()
+        await self._channel.kill(self.number, self._end)
+
+    def _drop(self) -> None:
+        """Nobody reads any more: the connection must go on for the others."""
+        self._dropping = True
+        self._unread.clear()
+        self._unread_bytes = 0
+        self._channel.resume_reading()
+
+
+def _resolve(future: asyncio.Future[Mapping[str, object]], answer: Mapping[str, object] | Exception) -> None:
+    if future.done():
+        return
+    if isinstance(answer, Exception):
+        future.set_exception(answer)
+        future.exception()  # seen: a caller that was cancelled does not come back for it
+    else:
+        future.set_result(answer)
+
+
+def _retrieve(future: asyncio.Future[Mapping[str, object]]) -> None:
+    if not future.cancelled():
+        future.exception()

@@ -1,0 +1,292 @@
+"""The channel: the gateway's end of the connection to one resident runner."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+import time
+from collections.abc import Mapping
+from typing import cast
+
+from manager.errors import ActionFailed, TooLarge
+from runtimes.sandbox.runner import runner as wire
+from runtimes.sandbox.runner.byte_stream import ByteStream
+from runtimes.sandbox.runner.conversation import (
+    STREAM_NAMES,
+    CommandExchange,
+    Conversation,
+    RemoteProcess,
+    RunnerAnswer,
+)
+from runtimes.sandbox.runner.protocol import (
+    Decoder,
+    ProtocolError,
+    begun_of,
+    decode_json,
+    encode,
+    encode_json,
+    error_of,
+    files_of,
+    held_of,
+    lost,
+    run_request,
+)
+from runtimes.sandbox.sandbox import Command, CommandResult, FileStat, OnOutput, ResumableCommand
+
+#: Seconds beyond a command's own bounds after which a silent runner is taken for dead.
+SILENCE_S = 5.0
+#: Seconds for an answer that needs no waiting.
+ANSWER_S = 30.0
+
+
+class StreamClient(asyncio.BufferedProtocol):
+    """Requests to a runner, each with its own number; every one of them ends, if only with the channel."""
+
+    def __init__(self, first: int | None = None) -> None:
+        self._decoder = Decoder()
+        self._buffer = memoryview(bytearray(wire.CHUNK_BYTES))
+        self._conversations: dict[int, Conversation] = {}
+        self._transport: asyncio.Transport | None = None
+        self._number = secrets.randbits(31) if first is None else first
+        self._writable = asyncio.Event()
+        self._writable.set()
+        self._ready: asyncio.Future[Mapping[str, object]] = asyncio.get_running_loop().create_future()
+        self.lost = asyncio.Event()
+        #: The runner's process id as this side sees it; 0 where it cannot.
+        self.peer_pid = 0
+        #: Whether the runner knew the token already (it is no new one).
+        self.known = False
+        #: The commands of an earlier gateway that nobody has claimed yet.
+        self.held: dict[str, ResumableCommand] = {}
+        #: The claims of lasting commands begun earlier, of whose end there may be no record; None where unknown.
+        self.begun: frozenset[str] | None = None
+        #: The last command of this gateway, if any, that the runner took on an earlier channel.
+        self.taken: int | None = None
+        #: Whether the runner is not to be believed any more.
+        self.betrayed = False
+
+    @classmethod
+    async def open(
+        cls, link: ByteStream, hello: Mapping[str, object], *, within_s: float, first: int | None = None
+    ) -> StreamClient:
+        """Greet the runner at the other end of a link, starting up perhaps; raises ActionFailed(environment_lost).
+
+        Numbers go on from ``first``, where this channel takes the place of another.
+        """
+        deadline_s = time.monotonic() + within_s
+        channel = cls(first)
+        channel.peer_pid = await link.join(channel, deadline_s=deadline_s)
+        channel._write(encode_json(wire.HELLO, 0, hello))
+        try:
+            async with asyncio.timeout(max(0.1, deadline_s - time.monotonic())):
+                answer = await channel._ready
+        except TimeoutError:
+            channel.close()
+            raise lost("the runner does not answer") from None
+        if answer.get("protocol") != wire.PROTOCOL:
+            channel.close()
+            raise lost(f"the runner speaks protocol {answer.get('protocol')}, not {wire.PROTOCOL}")
+        channel.known = answer.get("known") is True
+        taken = answer.get("taken")
+        channel.taken = taken if isinstance(taken, int) else None
+        return channel
+
+    # --- requests
+
+    async def run(self, command: Command, on_output: OnOutput | None = None) -> CommandResult:
+        """Execute to the end, or claim it where it is held. Cancelling kills its processes before it lets go."""
+        execution = CommandExchange(self, command, on_output)
+        claimed = self.held.pop(command.claim, None) is not None
+        if claimed:
+            number = self._begin(wire.CLAIM, {"claim": command.claim}, execution)
+        else:
+            request = run_request(command, marker=secrets.token_hex(8), interactive=False)
+            number = self._begin(wire.RUN, request, execution)
+        patience_s = command.timeout_s + command.kill_grace_s + wire.UNKILLABLE_S + SILENCE_S
+        try:
+            async with asyncio.timeout(patience_s if math.isfinite(patience_s) else None):
+                if command.stdin and not claimed:
+                    await execution.stdin.feed(number, command.stdin)
+                    await execution.stdin.end(number)
+                return execution.result(await asyncio.shield(execution.end))
+        except TimeoutError:
+            self.close()
+            raise lost("the runner has fallen silent", result=execution.partial()) from None
+        except asyncio.CancelledError:
+            await self.kill(number, execution.end)
+            raise
+        finally:
+            self._conversations.pop(number, None)
+
+    async def spawn(self, command: Command) -> RemoteProcess:
+        """Start a long-lived process; what it is fed and what it says flows under back-pressure."""
+        process = RemoteProcess(self)
+        request = run_request(command, marker=secrets.token_hex(8), interactive=True)
+        process.number = self._begin(wire.RUN, request, process)
+        if command.stdin:
+            await process.write_stdin(command.stdin)
+        return process
+
+    async def read_file(self, path: str, *, limit_bytes: int) -> bytes:
+        """Raises NotFound, TooLarge, InvalidInput."""
+        answer = RunnerAnswer(limit_bytes)
+        await self._ask(wire.READ, {"path": path, "limit": limit_bytes}, answer)
+        return b"".join(answer.chunks)
+
+    async def write_file(self, path: str, data: bytes, *, mode: int) -> None:
+        """Raises NotFound, InvalidInput."""
+        answer = RunnerAnswer(0)
+        number = self._begin(wire.WRITE, {"path": path, "mode": mode}, answer)
+        view = memoryview(data)
+        for start in range(0, len(data), wire.CHUNK_BYTES):
+            if answer.end.done():
+                break
+            await self.send(encode(wire.STDIN, number, bytes(view[start : start + wire.CHUNK_BYTES])))
+        await self.send(encode(wire.STDIN, number))
+        await self._await_answer(number, answer)
+
+    async def list_files(self, path: str) -> list[FileStat]:
+        """Raises NotFound, InvalidInput."""
+        try:
+            return files_of(await self._ask(wire.LIST, {"path": path}, RunnerAnswer(0)), path)
+        except ProtocolError as error:
+            raise self._betrayed(error) from None
+
+    def keep(self, claims: str, *, lasting: bool) -> None:
+        """Whether the commands whose claims begin so are kept for the next gateway; there is no answer."""
+        if not lasting:
+            self.held = {claim: held for claim, held in self.held.items() if not claim.startswith(claims)}
+        self._write(encode_json(wire.KEEP, 0, {"claim": claims, "lasting": lasting}))
+
+    async def sweep(self) -> None:
+        """Kill every process in the sandbox but the runner."""
+        await self._ask(wire.SWEEP, {}, RunnerAnswer(0))
+
+    def close(self) -> None:
+        """Hang up. The runner then ends what this side had running and is not lasting."""
+        if self._transport is not None:
+            self._transport.abort()
+        self.connection_lost(None)
+
+    # --- asyncio.BufferedProtocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # a stream's is one; uvloop's does not inherit from it
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        try:
+            for kind, number, payload in self._decoder.feed(self._buffer[:nbytes]):
+                self._receive(kind, number, payload)
+        except ProtocolError as error:
+            self._fail(self._betrayed(error))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._fail(lost("the sandbox's runner is gone"))
+
+    def pause_writing(self) -> None:
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        self._writable.set()
+
+    def pause_reading(self) -> None:
+        if self._transport is not None and self._transport.is_reading():
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        if self._transport is not None and not self._transport.is_closing() and not self._transport.is_reading():
+            self._transport.resume_reading()
+
+    # --- inside
+
+    def _receive(self, kind: int, number: int, payload: bytes) -> None:
+        if kind == wire.READY:
+            if not self._ready.done():
+                answer = decode_json(payload)
+                self.held, self.begun = held_of(answer), begun_of(answer)
+                self._ready.set_result(answer)
+            return
+        conversation = self._conversations.get(number)
+        if conversation is None:
+            return
+        if kind in STREAM_NAMES:
+            conversation.data(kind, payload)
+        elif kind == wire.ACK:
+            conversation.taken(wire.HEADER.unpack(payload)[0] if len(payload) == wire.HEADER.size else None)
+        elif kind in (wire.EXIT, wire.DONE, wire.ERROR):
+            answer = decode_json(payload)
+            del self._conversations[number]
+            conversation.ended(error_of(answer) if kind == wire.ERROR else answer)
+        else:
+            raise ProtocolError(f"a frame of kind {kind}")
+
+    def _betrayed(self, error: ProtocolError) -> ActionFailed:
+        self.betrayed = True
+        if self._transport is not None:
+            self._transport.abort()
+        return lost(f"the sandbox's runner does not keep the protocol: {error}")
+
+    def _fail(self, error: ActionFailed) -> None:
+        self.lost.set()
+        self._writable.set()
+        if not self._ready.done():
+            self._ready.set_exception(error)
+        conversations, self._conversations = self._conversations, {}
+        for conversation in conversations.values():
+            conversation.ended(error)
+
+    def _begin(self, kind: int, request: Mapping[str, object], conversation: Conversation) -> int:
+        if self.lost.is_set():
+            raise lost("the sandbox's runner is gone")
+        frame = encode_json(kind, number := self._next(), request)
+        if len(frame) > wire.FRAME_MAX_BYTES:
+            raise TooLarge(
+                f"the command takes {len(frame)} bytes, more than {wire.FRAME_MAX_BYTES}", component="sandbox"
+            )
+        self._conversations[number] = conversation
+        self._write(frame)
+        return number
+
+    @property
+    def number(self) -> int:
+        """The last number that was given."""
+        return self._number
+
+    def _next(self) -> int:
+        self._number = (self._number + 1) % 2**31
+        return self._number
+
+    def _write(self, frame: bytes) -> None:
+        if self._transport is not None and not self.lost.is_set():
+            self._transport.write(frame)
+
+    async def send(self, frame: bytes) -> None:
+        self._write(frame)
+        if not self._writable.is_set():
+            await self._writable.wait()
+
+    async def _ask(self, kind: int, request: Mapping[str, object], answer: RunnerAnswer) -> Mapping[str, object]:
+        return await self._await_answer(self._begin(kind, request, answer), answer)
+
+    async def _await_answer(self, number: int, answer: RunnerAnswer) -> Mapping[str, object]:
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                return await answer.end
+        except TimeoutError:
+            self.close()
+            raise lost("the runner has fallen silent") from None
+        finally:
+            self._conversations.pop(number, None)
+
+    async def kill(self, number: int, end: asyncio.Future[Mapping[str, object]]) -> None:
+        """SIGKILL its tree and wait until it is gone; a runner that cannot is hung up on."""
+        if end.done():
+            return
+        self._write(encode_json(wire.KILL, number, {"grace_s": 0.0}))
+        done, _ = await asyncio.wait([end], timeout=wire.UNKILLABLE_S + SILENCE_S)
+        if not done:
+            self.close()

@@ -1,0 +1,234 @@
+"""The command line against a real gateway: what goes to standard output, what to standard error, and the status."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import click
+import pytest
+import structlog
+from click.testing import CliRunner
+
+from gateway.cli import main
+from gateway.cli.main import VERBS
+from gateway.cli.output import print_table
+from tests.gateway.conftest import DEADLINE_S, RunningGateway
+
+#: (exit status, standard output, standard error)
+Ran = tuple[int, str, str]
+Tangram = Callable[..., Ran]
+Served = Callable[..., Awaitable[Ran]]
+
+
+@pytest.fixture
+def tangram(capfd: pytest.CaptureFixture[str]) -> Tangram:
+    """Run one verb in this process."""
+
+    def run(*arguments: str) -> Ran:
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main.main(arguments)
+        out, err = capfd.readouterr()
+        assert isinstance(ended.value.code, int)
+        return ended.value.code, out, err
+
+    return run
+
+
+@pytest.fixture
+def served(gateway: RunningGateway, tmp_path: Path) -> Iterator[Served]:
+    """Run one verb against the gateway, in a thread beside it; the gateway's own lines go elsewhere meanwhile."""
+    runner = CliRunner(env={"TANGRAM_SERVER": f"http://127.0.0.1:{gateway.app.http_port}"})
+
+    def ran(*arguments: str) -> Ran:
+        with runner.isolation() as (out, err, _), pytest.raises(SystemExit) as ended:
+            main.main(arguments)
+        assert isinstance(ended.value.code, int)
+        return ended.value.code, out.getvalue().decode(), err.getvalue().decode()
+
+    async def run(*arguments: str) -> Ran:
+        return await asyncio.wait_for(asyncio.to_thread(ran, *arguments), DEADLINE_S)
+
+    with (tmp_path / "gateway.log").open("w") as lines:
+        structlog.configure(logger_factory=structlog.PrintLoggerFactory(lines))
+        yield run
+        structlog.reset_defaults()
+
+
+async def test_invoke_prints_the_result_and_names_the_invocation_apart(served: Served, gateway: RunningGateway) -> None:
+    status, out, err = await served("invoke", "echo", '{"n": 3}')
+    assert (status, json.loads(out)) == (0, {"n": 3})
+    record = (await gateway.http.get("/v1/invocations")).json()["invocations"][0]
+    assert err.split() == [record["id"]]
+
+
+async def test_a_failed_invocation_tells_component_reason_and_its_last_lines(
+    served: Served,
+) -> None:
+    status, _, err = await served("invoke", "echo", '{"reason": "handler_error", "log": "it went wrong\\n"}')
+    assert status == 1
+    assert "handler_error" in err and "it went wrong" in err
+    status, _, _ = await served("invoke", "short", '{"held": true}')
+    assert status == 124
+
+
+async def test_a_followed_invocation_shows_its_log_and_then_its_result(
+    served: Served,
+) -> None:
+    status, out, err = await served("invoke", "-f", "shell", '{"command": "echo one; echo two >&2; exit 3"}')
+    assert status == 0, "a non-zero exit status is data"
+    assert json.loads(out)["exit_code"] == 3
+    assert "one\n" in err and "two\n" in err
+
+
+async def test_work_left_running_is_found_shown_and_cancelled(served: Served, gateway: RunningGateway) -> None:
+    status, out, _ = await served("invoke", "--async", "echo", '{"held": true}')
+    id = out.strip()
+    await gateway.executing(id)
+    assert status == 0
+    _, out, _ = await served("ps", "--state", "running", "--json")
+    assert [each["id"] for each in json.loads(out)] == [id]
+    _, out, _ = await served("ps")
+    assert id in out and "running" in out
+    assert (await served("cancel", id))[:2] == (0, f"{id} cancelled\n")
+    status, out, _ = await served("get", id, "--wait", "1s")
+    assert status == 130 and "cancelled" in out
+    status, _, err = await served("cancel", id)
+    assert status == 73 and "conflict" in err
+
+
+async def test_logs_go_where_they_were_written_to(served: Served) -> None:
+    _, out, _ = await served("invoke", "--json", "shell", '{"command": "echo one; echo two >&2"}')
+    id = json.loads(out)["id"]
+    status, out, err = await served("logs", "-f", id)
+    assert (status, out) == (0, "one\n") and "two\n" in err
+    _, out, _ = await served("logs", "--json", id)
+    assert "one\n" in [json.loads(line)["data"] for line in out.splitlines()]
+
+
+async def test_the_state_is_shown_to_people_and_to_programs(served: Served) -> None:
+    for words in (("functions", "list"), ("trajectories", "list"), ("tasks",), ("top",)):
+        status, out, _ = await served(*words, "--json")
+        assert status == 0 and json.loads(out) is not None
+        status, out, err = await served(*words)
+        assert status == 0, err
+    _, out, _ = await served("functions", "show", "echo")
+    assert "runtime: handler" in out
+    assert (await served("functions", "show", "nobody"))[0] == 66
+    assert (await served("trajectories", "end", "nobody"))[0] == 66
+
+
+async def test_what_was_learned_of_a_function_is_shown_with_its_error(served: Served, gateway: RunningGateway) -> None:
+    for _ in range(2):
+        assert (await gateway.invoke({})).status_code == 200
+    status, out, _ = await served("functions", "show", "echo")
+    assert status == 0
+    assert re.search(r"\(all\) +\S+ +\d+% +(-|0\.\d+) +- +2", out)
+    exposition = (await gateway.http.get("/metrics")).text
+    assert 'tangram_learned_t_ori_seconds{function="echo"}' in exposition
+    assert 'tangram_learned_error_ratio{function="echo"}' in exposition
+    assert 'tangram_learned_batch_marginal{function="echo"}' in exposition
+
+
+async def test_a_configuration_is_compared_then_applied(
+    served: Served, gateway: RunningGateway, tmp_path: Path
+) -> None:
+    file = tmp_path / "new.yaml"
+    file.write_text("functions: {fresh: {runtime: exec}}")
+    status, out, err = await served("diff", str(file))
+    assert status == 0, err
+    assert "+ fresh" in out and "- echo" in out
+    assert "echo" in [each.name for each in gateway.app.registry.all()]
+    status, out, _ = await served("apply", "--json", str(file))
+    assert json.loads(out)["applied"] is True
+    assert [each.name for each in gateway.app.registry.all()] == ["fresh"]
+    file.write_text("functions: {fresh: {runtime: exec, cost: {cpu: 60000}}}")
+    status, _, err = await served("apply", str(file))
+    assert status == 78 and "unsatisfiable" in err
+
+
+async def test_dead_letters_are_listed_shown_sent_again_and_purged(served: Served, gateway: RunningGateway) -> None:
+    ids = []
+    for _ in range(2):
+        answer = await gateway.invoke({"reason": "handler_error"}, function="retried", mode="async", wait="5s")
+        ids.append(answer.json()["id"])
+    _, out, _ = await served("dlq", "list")
+    assert all(id in out for id in ids) and "handler_error" in out
+    status, out, _ = await served("dlq", "show", ids[0])
+    assert status == 0 and [line[:5] for line in out.splitlines()[:3]] == ["try 1", "try 2", "try 3"]
+    status, out, _ = await served("dlq", "redrive", ids[0])
+    again = out.strip()
+    assert status == 0 and again not in ids
+    assert (await served("get", again, "--wait", "5s"))[0] == 1
+    assert (await served("dlq", "redrive", ids[0]))[0] == 73, "it has left the list"
+    assert (await served("dlq", "purge", ids[1]))[1] == "1 purged\n"
+    _, out, _ = await served("dlq", "purge", "--all", "--function", "retried", "--json")
+    assert json.loads(out) == {"purged": 1}
+    assert json.loads((await served("dlq", "list", "--json"))[1]) == []
+    assert (await served("dlq", "purge"))[0] == 2
+
+
+def test_validate_tells_every_problem_and_says_so_with_its_status(tangram: Tangram, tmp_path: Path) -> None:
+    file = tmp_path / "tangram.yaml"
+    file.write_text("server: {prot: 1}\nnod: {}\n")
+    status, out, err = tangram("validate", str(tmp_path))
+    assert (status, out) == (78, "")
+    assert f"{file}:1: server.prot: unknown key 'prot'; did you mean 'port'?" in err
+    assert f"{file}:2: nod: unknown key 'nod'; did you mean 'node'?" in err
+    status, out, _ = tangram("validate", "--json", str(tmp_path))
+    assert status == 78
+    assert [each["line"] for each in json.loads(out)["problems"]] == [2, 1]
+    file.write_text("functions: {f: {runtime: exec}}")
+    assert tangram("validate", str(tmp_path))[:2] == (0, "1 files, 1 functions: f\n")
+
+
+def test_the_schema_is_printed(tangram: Tangram) -> None:
+    assert json.loads(tangram("config-schema")[1])["title"] == "tangram configuration"
+
+
+def test_the_machine_is_shown(tangram: Tangram, tmp_path: Path) -> None:
+    (tmp_path / "tangram.yaml").write_text("node: {name: here, devices: {kind: cpu}}")
+    described = json.loads(tangram("node", "--json", str(tmp_path))[1])
+    assert described["name"] == "here" and described["numa"]
+
+
+def test_a_gateway_that_is_not_there_is_said_plainly(tangram: Tangram, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.client.requests._BACKOFF_S", 0.001)
+    status, _, err = tangram("ps", "--server", "http://127.0.0.1:9")
+    assert status == 69 and "connection_failed" in err
+
+
+@pytest.mark.parametrize(
+    "words", [("nonsense",), ("invoke",), ("invoke", "f", "[1]"), ("invoke", "f", "{"), ("get", "x", "--wait", "3")]
+)
+def test_a_misused_verb_is_a_usage_error(tangram: Tangram, words: tuple[str, ...]) -> None:
+    assert tangram(*words)[0] == 2
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_explains_itself(tangram: Tangram, verb: str) -> None:
+    status, out, _ = tangram(verb, "--help")
+    assert status == 0
+    assert out.startswith(f"Usage: tangram {verb}")
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_speaks_json(verb: str) -> None:
+    silent = {"serve", "config-schema", "end", "export"}
+    command = main.cli.get_command(click.Context(main.cli), verb)
+    assert command is not None
+    commands = command.commands.values() if isinstance(command, click.Group) else [command]
+    assert not [
+        each.name
+        for each in commands
+        if each.name not in silent and "--json" not in [o for p in each.params for o in p.opts]
+    ]
+
+
+def test_a_table_is_as_wide_as_its_cells(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table(("NAME", "N"), [("a", 1), ("longer", 23), (None, None)])
+    assert capsys.readouterr().out == "NAME     N\na        1\nlonger  23\n-        -\n"

@@ -1,0 +1,76 @@
+"""Recorded invocations become a trace that can be played."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from gateway.cli.trace_export import recorded
+from gateway.client.results import InvocationResult
+from manager.outcome import State
+from manager.simulation.simulate import Size, run
+from manager.simulation.trace import read_trace, write_trace
+from manager.simulation.workloads import Workload
+
+FUNCTIONS: dict[str, Any] = {
+    "shell": {"name": "shell", "runtime": "exec", "cost": {"cpu": 1}, "sandbox": {"memory_bytes": 1024}},
+    "judge": {"name": "judge", "runtime": "model", "cost": {"gpu": 1}, "model": {"path": "m"}},
+    "tests": {
+        "name": "tests",
+        "runtime": "pytest",
+        "cost": {"cpu": {"min": 1, "max": 8}},
+        "key": "cpu",
+        "elasticity": {"serial_fraction": 0.0},
+    },
+}
+
+
+def record(id: str, function: str, start_s: float, end_s: float, execution_s: float, **more: Any) -> InvocationResult:
+    values: dict[str, Any] = {
+        "id": id,
+        "function": function,
+        "task": "t",
+        "trajectory": "r1",
+        "state": State.SUCCEEDED,
+        "reason": None,
+        "message": "",
+        "component": "",
+        "result": None,
+        "queue_s": 0.0,
+        "overhead_s": 0.0,
+        "execution_s": execution_s,
+        "accepted_at": datetime.fromtimestamp(start_s, UTC),
+        "ended_at": datetime.fromtimestamp(end_s, UTC),
+    }
+    return InvocationResult(**{**values, **more})
+
+
+def test_pauses_become_thinking_and_granted_units_become_work() -> None:
+    newest_first = [
+        record("i2", "tests", 1010.0, 1015.0, 4.0, units={"cpu": 4}),
+        record("i1", "shell", 1000.0, 1002.0, 1.5, units={"cpu": 1}),
+        record("i3", "shell", 1020.0, 1021.0, 1.0, state=State.FAILED),
+        record("i4", "gone", 1020.0, 1021.0, 1.0),
+    ]
+    (trajectory,) = recorded(newest_first, FUNCTIONS)
+    assert (trajectory.id, trajectory.arrival_s, trajectory.memory_bytes) == ("r1", 0.0, 1024)
+    shell, tests = trajectory.steps
+    assert (shell.think_s, shell.t_ori_s) == (0.0, 1.5)
+    assert tests.think_s == pytest.approx(8.0) and tests.t_ori_s == pytest.approx(16.0) and tests.malleable
+    assert read_trace(write_trace([trajectory])) == [trajectory]
+    workload = Workload(name="replay", trajectories=(trajectory,))
+    assert run(workload, ["adaptive"], Size(nodes=1, cores=8)).rows[0].act_s > 0
+
+
+def test_a_batch_is_shared_out_among_its_members() -> None:
+    usage = {"batch": 4.0, "tokens": 2000.0}
+    (trajectory,) = recorded([record("i1", "judge", 0.0, 2.0, 2.0, units={"gpu": 1}, usage=usage)], FUNCTIONS)
+    assert (trajectory.steps[0].t_ori_s, trajectory.steps[0].batch_tokens) == (0.5, 500)
+    (alone,) = recorded([record("i1", "shell", 0.0, 2.0, 2.0, usage={"tokens": 9.0})], FUNCTIONS)
+    assert (alone.steps[0].t_ori_s, alone.steps[0].batch_tokens) == (2.0, 0)
+
+
+def test_no_history_is_an_empty_trace() -> None:
+    assert recorded([], FUNCTIONS) == []

@@ -1,0 +1,342 @@
+"""Loading the configuration: what it becomes, and how everything wrong with it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from gateway.config.load import GatewayConfig, load
+from gateway.config.sections import SandboxSection
+from manager.action import Amdahl, EfficiencyTable, UnitSet
+from manager.config import ConcurrencySpec, QuotaSpec, TaskSpec
+from manager.errors import InvalidConfig, Reason
+from manager.function import Background, Network, SandboxSpec, Warm
+
+#: The example of the design, section 5.
+DESIGN = """\
+version: 1
+resources:                       # besides the machine's own cpu, memory and gpu, which are discovered
+  google_search: {kind: quota, limit: 100, period: 1s, burst: 20}
+  pdf_parser:    {kind: concurrency, limit: 16}
+tasks:
+  default: {weight: 1, max_queued: 4096}
+functions:
+  shell:
+    runtime: exec                # exec | pytest | handler | model | api
+    sandbox: {image: "python:3.11-slim", memory: 512Mi, network: none, user: "1000", pids: 256, idle_ttl: 30m}
+    cost: {cpu: 1}
+    timeout: 60s                 # execution only
+    queue_timeout: 10m           # waiting only
+  unit_tests:
+    runtime: pytest
+    cost: {cpu: {min: 1, max: 32}}      # or {choices: [1, 2, 4, 8]}
+    elasticity: {key: cpu, serial_fraction: 0.05}    # or a table {1: 1.0, 2: 0.93}; or learned
+    duration: {profile: learned, key: suite, initial: 30s}
+  reward:
+    runtime: model
+    model: {path: models/reward, action: score}      # score | logprobs | generate | embed
+    cost: {gpu: {choices: [1, 2, 4, 8]}}
+    elasticity: {key: gpu, table: {1: 1.0, 2: 0.9, 4: 0.8, 8: 0.65}}
+  search:
+    runtime: api
+    request:
+      method: GET
+      url: "https://api.example.com/search?q={query}"
+      headers: {Authorization: "Bearer ${secret:search_key}"}
+    cost: {google_search: 1}
+    retry: {max_attempts: 3, backoff: 1s, jitter: full, on: [429, 503, timeout]}
+  math_reward:
+    runtime: handler
+    handler: handler:score       # def score(event, context): imported once in a warm container
+    concurrency: {per_instance: 1}
+    scale: {min: 1, max: 8, idle: 5m}
+    idempotent: true             # may be run again after a node or the gateway is lost
+"""
+
+SAFETENSORS = (2).to_bytes(8, "little") + b"{}"
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A directory with what the design's example points to."""
+    (tmp_path / "handler.py").write_text("def score(event, context):\n    return 1.0\n")
+    checkpoint = tmp_path / "models" / "reward"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "config.json").write_text("{}")
+    (checkpoint / "model.safetensors").write_bytes(SAFETENSORS)
+    return tmp_path
+
+
+def loaded(directory: Path, text: str, env: Mapping[str, str] | None = None) -> GatewayConfig:
+    file = directory / "tangram.yaml"
+    file.write_text(text)
+    return load([file], env or {})
+
+
+def problems(directory: Path, text: str, env: Mapping[str, str] | None = None) -> list[str]:
+    """What is wrong with the text, each as ``line: path: message``."""
+    with pytest.raises(InvalidConfig) as caught:
+        loaded(directory, text, env)
+    listed = caught.value.detail["problems"]
+    assert isinstance(listed, list)
+    return [f"{each['line']}: {each['path']}: {each['message']}" for each in listed]
+
+
+def functions(text: str) -> str:
+    return "functions:\n" + text
+
+
+def test_the_example_of_the_design_loads_verbatim(project: Path) -> None:
+    config = loaded(project, DESIGN)
+    assert list(config.functions) == ["shell", "unit_tests", "reward", "search", "math_reward"]
+    shell, tests, reward, search, handler = config.functions.values()
+    assert shell.sandbox is not None
+    assert (shell.sandbox.memory_bytes, shell.sandbox.idle_ttl_s) == (512 * 2**20, 1800.0)
+    assert (shell.sandbox.network, shell.timeout_s, shell.queue_timeout_s) == (Network.NONE, 60.0, 600.0)
+    assert (tests.cost, tests.key, tests.elasticity) == ({"cpu": UnitSet.span(1, 32)}, "cpu", Amdahl(0.05))
+    assert (tests.duration.key, tests.duration.initial_s) == ("suite", 30.0)
+    assert reward.cost == {"gpu": UnitSet.of((1, 2, 4, 8))}
+    assert reward.elasticity == EfficiencyTable(((1, 1.0), (2, 0.9), (4, 0.8), (8, 0.65)))
+    assert reward.model is not None and reward.model.path == project / "models" / "reward"
+    assert search.request is not None and search.request.headers == {"Authorization": "Bearer ${secret:search_key}"}
+    assert (search.retry.on, search.retry.on_status) == ((Reason.TIMEOUT,), (429, 503))
+    assert handler.handler is not None and handler.handler.directory == project
+    assert (handler.handler.instances_min, handler.handler.instances_max, handler.handler.idle_s) == (1, 8, 300.0)
+    assert handler.idempotent
+    assert config.quotas == {"google_search": QuotaSpec(limit=100, period_s=1.0, burst=20)}
+    assert config.concurrency == {"pdf_parser": ConcurrencySpec(limit=16)}
+    assert config.tasks == {"default": TaskSpec()}
+
+
+def test_a_directory_is_its_server_file_and_its_functions(tmp_path: Path) -> None:
+    (tmp_path / "tangram.yaml").write_text("server: {port: 0}\n")
+    for name in ("a", "b"):
+        (tmp_path / "functions" / name).mkdir(parents=True)
+        (tmp_path / "functions" / name / "function.yaml").write_text(functions(f"  {name}: {{runtime: exec}}\n"))
+    config = load([tmp_path], {})
+    assert (config.server.port, sorted(config.functions), len(config.files)) == (0, ["a", "b"], 3)
+    assert str(config.origins["b"]) == f"{tmp_path}/functions/b/function.yaml:2"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("serverr: {}", "1: serverr: unknown key 'serverr'; did you mean 'server'?"),
+        ("server:\n  prot: 1", "2: server.prot: unknown key 'prot'; did you mean 'port'?"),
+        ("server: {drain_grace_s: 1}", "did you mean 'drain_grace'?"),
+        (
+            "functions:\n  f:\n    runtime: exec\n    sandbox: {imge: x}",
+            "4: functions.f.sandbox.imge: unknown key 'imge'",
+        ),
+        ("functions: {f: {runtime: exec, handler: 'a:b'}}", "unknown key 'handler'; known here: cost,"),
+        (
+            "functions: {f: {runtime: modl}}",
+            "'modl' is none of exec, pytest, handler, model, api; did you mean 'model'?",
+        ),
+        ("functions: {f: {cost: {cpu: 1}}}", "functions.f: runtime is required"),
+        ("functions: {f: {runtime: exec, timeout: 60}}", "functions.f.timeout: 60 is no duration"),
+        (
+            "functions: {f: {runtime: exec, cost: {cpu: [1]}}}",
+            "write a count, {min: ..., max: ...} or {choices: [...]}",
+        ),
+        ("functions: {f: {runtime: exec, cost: {cpu: {min: 4, max: 2}}}}", "min 4 is more than max 2"),
+        ("functions: {f: {runtime: exec, cost: {cpu: true}}}", "a number is needed, not true or false"),
+        ("functions: {f: {runtime: exec, cost: {cpuu: 1}}}", "'cpuu' is no resource; did you mean 'cpu'?"),
+        ("functions: {f: {runtime: exec, cost: {memory: 1}}}", "write sandbox.memory"),
+        ("functions: {f: {runtime: exec, elasticity: {key: gpu}}}", "elasticity.key: 'gpu' is not in the cost"),
+        ("functions: {f: {runtime: exec, retry: {max_attempts: 2}}}", "say on what it is tried again"),
+        ("functions: {f: {runtime: exec, retry: {on: [503]}}}", "by api functions only"),
+        ("functions: {f: {runtime: exec, retry: {on: [tmeout]}}}", "retry.on[0]: 'tmeout' is neither a reason"),
+        ("functions: {f: {runtime: api, request: {url: 'http://{host}/'}}}", "host is fixed"),
+        ("functions: {f: {runtime: exec, duration: {profile: declared}}}", "a declared duration needs initial"),
+        ("functions: {'a b': {runtime: exec}}", "'a b' is no name"),
+        ("functions: {1: {runtime: exec}}", "1 is no name"),
+        ("resources: {cpu: {kind: concurrency, limit: 1}}", "'cpu' is the machine's own"),
+        ("resources: {a: {kind: quota, limit: 1}}", "resources.a.period: is required"),
+        ("tasks: {t: {caps: {gpuu: 1}}}", "tasks.t.caps.gpuu: 'gpuu' is no resource; did you mean 'gpu'?"),
+        ("scheduler: {policy: adaptiv}", "did you mean 'adaptive'?"),
+        ("scheduler: {policy: {cpuu: price}}", "'cpuu' is no resource; did you mean 'cpu'?"),
+        ("server: {host: 0.0.0.0}", "no server.token"),
+        ("server: {token_file: nowhere}", "cannot be read"),
+        ("version: 2", "version: 2 is none of 1"),
+        ("[]", "must be a mapping"),
+    ],
+)
+def test_what_is_wrong_is_told_with_its_place_and_the_remedy(tmp_path: Path, text: str, expected: str) -> None:
+    assert any(expected in each for each in problems(tmp_path, text)), problems(tmp_path, text)
+
+
+def test_all_problems_are_told_at_once_over_all_files(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("functions: {f: {runtime: exec, timout: 3s}, g: {runtime: nope}}")
+    (tmp_path / "b.yaml").write_text("functions: {f: {runtime: exec}}\nserver: {port: x}")
+    with pytest.raises(InvalidConfig) as caught:
+        load([tmp_path / "a.yaml", tmp_path / "b.yaml", tmp_path / "c.yaml"], {})
+    message = caught.value.message
+    for part in ("a.yaml:1: functions.f.timout", "functions.g", "defined twice, first at", "b.yaml:2: server.port"):
+        assert part in message
+    assert "c.yaml:1: no such file" in message
+
+
+def test_a_section_of_the_server_is_given_in_one_file_only(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.yaml").write_text("node: {name: x}")
+    with pytest.raises(InvalidConfig, match=r"is given in two files, first at .*a\.yaml:1"):
+        load([tmp_path / "a.yaml", tmp_path / "b.yaml"], {})
+
+
+def test_resources_that_need_each_other_in_a_cycle_are_refused_once(tmp_path: Path) -> None:
+    text = "resources:\n" + "".join(
+        f"  {name}: {{kind: concurrency, limit: 1, needs: [{needed}]}}\n" for name, needed in ("ab", "bc", "ca", "xa")
+    )
+    (problem,) = problems(tmp_path, text)
+    assert "a -> b -> c -> a" in problem
+
+
+def test_a_cost_takes_what_its_resources_need(tmp_path: Path) -> None:
+    text = (
+        "resources:\n"
+        "  search: {kind: quota, limit: 9, period: 1s, needs: [sockets]}\n"
+        "  sockets: {kind: concurrency, limit: 4}\n"
+        "functions: {f: {runtime: api, request: {url: 'http://x/'}, cost: {search: 2}}}\n"
+    )
+    cost = loaded(tmp_path, text).functions["f"].cost
+    assert cost == {"search": UnitSet.fixed(2), "sockets": UnitSet.fixed(2)}
+
+
+def test_the_only_elastic_resource_is_the_key(tmp_path: Path) -> None:
+    one = loaded(tmp_path, functions("  f: {runtime: exec, cost: {cpu: {min: 1, max: 4}}}")).functions["f"]
+    assert (one.key, one.elasticity) == ("cpu", None)
+    two = "  f: {runtime: exec, cost: {cpu: {min: 1, max: 4}, gpu: {choices: [1, 2]}}}"
+    assert "say which is the key" in problems(tmp_path, functions(two))[0]
+
+
+def test_a_sandbox_takes_the_servers_defaults_for_what_it_leaves_out(tmp_path: Path) -> None:
+    text = (
+        "sandbox: {image: base, memory: 1Gi, warm: {min: 1, max: 2}}\n"
+        "functions: {f: {runtime: exec, sandbox: {memory: 2Gi, user: 1001, background: run}}}\n"
+    )
+    sandbox = loaded(tmp_path, text).functions["f"].sandbox
+    assert sandbox == SandboxSpec(
+        image="base", memory_bytes=2 * 2**30, user="1001", background=Background.RUN, warm=Warm(min=1, max=2)
+    )
+
+
+def test_the_sandbox_section_and_the_sandbox_spec_have_the_same_fields() -> None:
+    assert list(SandboxSection.model_fields) == list(SandboxSpec.__dataclass_fields__)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (None, "no handler.py"),
+        ("def scores(event, context): ...", "has no 'score'; it defines scores"),
+        ("def score(:", "handler.py:1 is not Python"),
+    ],
+)
+def test_a_handler_that_cannot_be_called_is_refused_without_running_it(
+    tmp_path: Path, source: str | None, expected: str
+) -> None:
+    if source is not None:
+        (tmp_path / "handler.py").write_text(source)
+    (problem,) = problems(tmp_path, functions("  f: {runtime: handler, handler: 'handler:score'}"))
+    assert expected in problem
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "async def score(event, context): ...",
+        "score = print",
+        "from m import score",
+        "from m import x as score",
+        "from m import *",
+        "if True:\n  def score(e, c): ...",
+        "try:\n  import m\nexcept ImportError:\n  score = None",
+        "raise SystemExit\nclass score: ...",
+    ],
+)
+def test_a_handler_may_be_bound_in_any_way_at_the_top_level(tmp_path: Path, source: str) -> None:
+    (tmp_path / "handler.py").write_text(source)
+    config = loaded(tmp_path, functions("  f: {runtime: handler, handler: 'handler:score'}"))
+    assert config.functions["f"].handler is not None
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, "no checkpoint at"),
+        ({"config.json": b"{}"}, r"holds no \*.safetensors"),
+        ({"config.json": b"{}", "pytorch_model.bin": b"\x80\x02"}, "pytorch_model.bin is a pickle"),
+        ({"config.json": b"{}", "model.safetensors": b"PK\x03\x04 and more"}, "is a pickle in spite of its name"),
+        ({"config.json": b"{}", "model.safetensors": b""}, "is no safetensors file"),
+        ({"model.safetensors": SAFETENSORS}, "holds no config.json"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_loaded_is_refused_with_the_remedy(
+    tmp_path: Path, files: Mapping[str, bytes], expected: str
+) -> None:
+    for name, data in files.items():
+        (tmp_path / "m").mkdir(exist_ok=True)
+        (tmp_path / "m" / name).write_bytes(data)
+    with pytest.raises(InvalidConfig, match=expected):
+        loaded(tmp_path, functions("  f: {runtime: model, model: {path: m, action: score}}"))
+
+
+def test_without_looking_handlers_and_checkpoints_may_be_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "tangram.yaml").write_text(functions("  f: {runtime: model, model: {path: m, action: score}}"))
+    assert load([tmp_path], {}, look=False).functions["f"].cost == {"gpu": UnitSet.fixed(1)}
+
+
+def test_the_revision_changes_with_the_definition_and_with_the_handlers_source(project: Path) -> None:
+    def revisions() -> dict[str, str]:
+        return {name: each.revision for name, each in load([project], {}).functions.items()}
+
+    (project / "tangram.yaml").write_text(DESIGN)
+    first = revisions()
+    assert revisions() == first
+    (project / "part.py").write_text("X = 1\n")
+    second = revisions()
+    assert {name for name in first if first[name] != second[name]} == {"math_reward"}
+    (project / "tangram.yaml").write_text(DESIGN.replace("pids: 256", "pids: 257"))
+    third = revisions()
+    assert {name for name in second if second[name] != third[name]} == {"shell"}
+
+
+def test_paths_begin_at_the_file_that_names_them(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("sesame\n")
+    config = loaded(tmp_path, "server: {host: 0.0.0.0, token_file: secret, state_dir: state}")
+    assert (config.server.token, config.server.state_dir) == ("sesame", tmp_path / "state")
+    assert "sesame" not in repr(config)
+
+
+def test_a_policy_is_chosen_for_all_or_by_resource(tmp_path: Path) -> None:
+    text = "scheduler: {policy: {cpu: paper, gpu: {name: fixed, options: {dop: 2}}}}"
+    policies = loaded(tmp_path, text).manager_spec(()).scheduler.policies
+    assert {kind: (each.name, dict(each.options)) for kind, each in policies.items()} == {
+        "default": ("price", {}),
+        "cpu": ("paper", {}),
+        "gpu": ("fixed", {"dop": 2.0}),
+    }
+    assert loaded(tmp_path, "scheduler: {policy: paper}").scheduler.spec().policies["default"].name == "paper"
+
+
+ENGINES = """\
+functions:
+  own: {runtime: model, model: {path: models/reward, action: score}}
+  theirs: {runtime: model, model: {path: served, action: score, engine: {url: "http://127.0.0.1:8000"}}}
+"""
+
+
+def test_an_external_engine_beside_own_models_is_refused_where_there_may_be_gpus(tmp_path: Path) -> None:
+    reward = tmp_path / "models" / "reward"
+    reward.mkdir(parents=True)
+    (reward / "config.json").write_text("{}")
+    (reward / "model.safetensors").write_bytes(SAFETENSORS)
+    (problem,) = problems(tmp_path, ENGINES)
+    assert "functions.theirs.model.engine: an external engine needs devices of its own" in problem and "own" in problem
+    (tmp_path / "tangram.yaml").write_text(ENGINES + "node: {devices: {kind: cpu}}\n")
+    assert set(load([tmp_path], {}).functions) == {"own", "theirs"}, "arenas of cpu devices are in nobody's way"
+    (tmp_path / "tangram.yaml").write_text("".join(line for line in ENGINES.splitlines(True) if "own:" not in line))
+    assert set(load([tmp_path], {}).functions) == {"theirs"}

@@ -1,0 +1,48 @@
+"""Durations and sizes as people write them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.config.quantities import DURATION_UNITS, duration_s, show_duration, show_size, size_bytes, write_duration
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("500ms", 0.5), ("30s", 30.0), ("2m", 120.0), ("1h30m", 5400.0), ("1.5s", 1.5), ("7d", 604800)],
+)
+def test_a_duration_is_read_with_its_unit(text: str, seconds: float) -> None:
+    assert duration_s(text) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("text", ["", "30", 30, True, None, "s", "-1s", "1 s", "1S", "٣s", "1e3s", "1s "])
+def test_a_duration_without_a_proper_unit_is_refused_with_an_example(text: object) -> None:
+    with pytest.raises(ValueError, match="30s"):
+        duration_s(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("512Mi", 512 * 2**20), ("16Gi", 16 * 2**30), ("1K", 1000), ("1.5Ki", 1536), ("7B", 7), (4096, 4096)],
+)
+def test_a_size_is_read_in_decimal_and_binary_units(text: object, count: int) -> None:
+    assert size_bytes(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "512", "512MiB", "-1Mi", True, None, -1, 2**63, 1.5, "1Mi2Ki"])
+def test_what_is_no_size_is_refused_with_an_example(text: object) -> None:
+    with pytest.raises(ValueError, match="512Mi"):
+        size_bytes(text)
+
+
+@given(st.integers(1, 10**6), st.sampled_from(sorted(DURATION_UNITS)))
+def test_a_written_duration_reads_back_as_itself(number: int, unit: str) -> None:
+    seconds = number * DURATION_UNITS[unit]
+    assert duration_s(write_duration(seconds)) == pytest.approx(seconds)
+
+
+def test_people_see_few_figures() -> None:
+    assert [show_duration(s) for s in (0.0123, 4.5, 125, 12000)] == ["12.3ms", "4.5s", "2m05s", "3h20m"]
+    assert [show_size(n) for n in (7, 512 * 2**20, 1.5 * 2**30)] == ["7B", "512Mi", "1.5Gi"]

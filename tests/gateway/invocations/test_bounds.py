@@ -1,0 +1,107 @@
+"""Admission, retries, the token and the wire: the small pure parts of the doors."""
+
+from __future__ import annotations
+
+import pytest
+
+from gateway import wire
+from gateway.auth import Guard, check_bind
+from gateway.invocations.admission import Admission
+from gateway.invocations.retries import next_try_s
+from manager.errors import CapacityExceeded, Draining, InvalidConfig, InvalidInput, QuotaExceeded, Reason, Unauthorized
+from manager.function import FunctionSpec, RetrySpec, RuntimeKind
+from manager.outcome import Outcome, State
+
+
+def function(**given: object) -> FunctionSpec:
+    return FunctionSpec(name="f", runtime=RuntimeKind.HANDLER, **given)  # type: ignore[arg-type]
+
+
+def failed(reason: Reason, retry_after_s: float | None = None) -> Outcome:
+    return Outcome(state=State.FAILED, reason=reason, retry_after_s=retry_after_s)
+
+
+def test_each_bound_refuses_with_its_own_error_and_frees_its_place() -> None:
+    admission = Admission(lambda: 0.0, total_max=3, task_max=lambda task: 2)
+    narrow = function(max_queued=1)
+    admission.enter("f", "a")
+    with pytest.raises(QuotaExceeded, match="function 'f'"):
+        admission.check(narrow, "b")
+    admission.enter("g", "a")
+    with pytest.raises(QuotaExceeded, match="task 'a'"):
+        admission.check(function(), "a")
+    admission.enter("g", "b")
+    with pytest.raises(CapacityExceeded):
+        admission.check(function(), "c")
+    admission.leave("f", "a")
+    admission.check(narrow, "a")
+    admission.draining = True
+    with pytest.raises(Draining):
+        admission.check(function(), "c")
+
+
+def test_retry_after_follows_the_pace_at_which_places_become_free() -> None:
+    now_s = 0.0
+    admission = Admission(lambda: now_s, total_max=20, task_max=lambda task: 20)
+    for _ in range(20):
+        admission.enter("f", "a")
+    for _ in range(10):
+        now_s += 5.0
+        admission.leave("f", "a")
+        admission.enter("f", "a")
+    with pytest.raises(CapacityExceeded) as refused:
+        admission.check(function(), "a")
+    assert refused.value.retry_after_s == pytest.approx(5.0)
+
+
+def test_a_try_is_repeated_only_for_its_reasons_and_within_its_count() -> None:
+    spec = function(retry=RetrySpec(max_attempts=3, backoff_s=2.0, backoff_max_s=5.0, on=(Reason.UPSTREAM,)))
+    assert next_try_s(spec, 1, failed(Reason.UPSTREAM), 0.5) == 1.0
+    assert next_try_s(spec, 2, failed(Reason.UPSTREAM), 0.5) == 2.0
+    assert next_try_s(spec, 2, failed(Reason.UPSTREAM, retry_after_s=30.0), 0.5) == 30.0
+    assert next_try_s(spec, 2, failed(Reason.UPSTREAM, retry_after_s=1e9), 0.5) is None, "nobody waits for ever"
+    assert next_try_s(spec, 2, failed(Reason.UPSTREAM, retry_after_s=30.0), 0.5, left_s=20.0) is None
+    assert next_try_s(spec, 2, failed(Reason.UPSTREAM, retry_after_s=7200.0), 0.5, left_s=86400.0) == 7200.0
+    assert next_try_s(spec, 3, failed(Reason.UPSTREAM), 0.5) is None
+    assert next_try_s(spec, 1, failed(Reason.HANDLER_ERROR), 0.5) is None
+    assert next_try_s(spec, 1, failed(Reason.ENVIRONMENT_LOST), 0.5) is None
+
+
+def test_the_machinery_s_faults_are_retried_for_idempotent_functions_only() -> None:
+    assert next_try_s(function(idempotent=True), 1, failed(Reason.NODE_LOST), 0.0) == 0.0
+    assert next_try_s(function(idempotent=True), 3, failed(Reason.NODE_LOST), 0.0) is None
+    assert next_try_s(function(idempotent=True), 1, failed(Reason.CANCELLED), 0.0) is None
+    assert next_try_s(function(idempotent=True), 1, Outcome(state=State.SUCCEEDED), 0.0) is None
+
+
+def test_without_a_token_only_this_machine_is_served() -> None:
+    for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost"):
+        check_bind(host, "")
+    for host in ("0.0.0.0", "::", "10.0.0.1", "example.org"):
+        check_bind(host, "token")
+        with pytest.raises(InvalidConfig, match=r"server\.token"):
+            check_bind(host, "")
+
+
+def test_the_guard_takes_its_token_and_nothing_like_it() -> None:
+    guard = Guard("s3cret")
+    guard.check(b"Bearer s3cret")
+    for odd in (None, b"", b"s3cret", b"Bearer s3cret ", b"bearer s3cret", b"Bearer \xff"):
+        with pytest.raises(Unauthorized):
+            guard.check(odd)
+    Guard("").check(None)
+
+
+def test_durations_and_names_are_read_strictly() -> None:
+    assert [wire.duration_s(text, "t") for text in ("500ms", "30s", "2m", "1.5h", "7")] == [0.5, 30, 120, 5400, 7]
+    for odd in ("", "-1s", "1e3", "s", "1 s", "nan", "9" * 20):
+        with pytest.raises(InvalidInput):
+            wire.duration_s(odd, "t")
+    for odd in ("", ".x", "a/b", "a b", "a\n", "ä", "x" * 129):
+        with pytest.raises(InvalidInput):
+            wire.name(odd, "name")
+
+
+def test_what_json_cannot_hold_is_repaired_and_encoded_json_is_not_parsed_again() -> None:
+    assert wire.dumps({"a": wire.EncodedJson(b'{"b": 1}'), 1: {2}}) == b'{"a":{"b": 1},"1":"{2}"}'
+    assert wire.dumps({"a": wire.EncodedJson(b'{"b": 1}'), "c": "\ud800"}) == b'{"a":{"b":1},"c":"?"}'

@@ -1,0 +1,200 @@
+"""Callbacks: signed, tried again, and only to where the configuration allows."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import orjson
+import pytest
+
+from gateway.invocations.callbacks import CallbackSender, CallbackSpec
+from gateway.store.store import Store, StoreSpec
+from manager.errors import InvalidInput
+from tests.gateway.conftest import DEADLINE_S, GatewayBench, RunningGateway, serving, until
+
+
+class Receiver:
+    """A local server that refuses the first ``refusals`` posts and keeps the rest."""
+
+    def __init__(self, refusals: int) -> None:
+        self.refusals = refusals
+        self.heads: list[dict[str, str]] = []
+        self.bodies: list[bytes] = []
+        self.port = 0
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        headers = dict(line.lower().split(": ", 1) for line in head.split("\r\n")[1:] if ": " in line)
+        body = await reader.readexactly(int(headers["content-length"]))
+        refused = self.refusals > 0
+        self.refusals -= 1
+        if not refused:
+            self.heads.append(headers)
+            self.bodies.append(body)
+        status = "503 Busy" if refused else "200 OK"
+        writer.write(f"HTTP/1.1 {status}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n".encode())
+        await writer.drain()
+        writer.close()
+
+
+@pytest.fixture
+async def receiver() -> AsyncIterator[Receiver]:
+    made = Receiver(refusals=2)
+    server = await asyncio.start_server(made.serve, "127.0.0.1", 0)
+    made.port = server.sockets[0].getsockname()[1]
+    yield made
+    server.close()
+    await server.wait_closed()
+
+
+async def test_an_ended_record_is_posted_signed_and_again_until_it_is_taken(tmp_path: Path, receiver: Receiver) -> None:
+    callbacks = {"allow": ["127.0.0.0/8"], "secret": "key", "backoff": "1ms"}
+    async with serving(GatewayBench(tmp_path, server={"callbacks": callbacks})) as gateway:
+        url = {"X-Callback-Url": f"http://localhost:{receiver.port}/done?x=1"}
+        accepted = await gateway.invoke({"n": 1}, mode="async", headers=url)
+        assert accepted.status_code == 202
+        await until(lambda: bool(receiver.bodies))
+        head, body = receiver.heads[0], receiver.bodies[0]
+        assert orjson.loads(body)["result"] == {"n": 1}
+        signed = hmac.new(b"key", head["x-tangram-timestamp"].encode() + b"." + body, hashlib.sha256).hexdigest()
+        assert head["x-tangram-signature"] == f"sha256={signed}"
+        await until(lambda: gateway.app.callbacks.delivered == 1)
+        record = (await gateway.http.get(f"/v1/invocations/{accepted.json()['id']}")).json()
+        assert record["callback"] == "delivered"
+
+
+async def test_a_target_that_is_not_allowed_is_refused_before_any_work(tmp_path: Path) -> None:
+    callbacks = {"allow": ["example.org", "example.net:8443"]}
+    async with serving(GatewayBench(tmp_path, server={"callbacks": callbacks})) as gateway:
+        for url in (
+            "http://169.254.169.254/latest",
+            "http://127.0.0.1:22/",
+            "http://example.org.evil.com/",
+            "http://user@example.org/",
+            "file:///etc/passwd",
+            "https://example.net/",
+            "http://[",
+            "nonsense",
+        ):
+            refused = await gateway.invoke({}, mode="async", headers={"X-Callback-Url": url})
+            assert (refused.status_code, refused.json()["errors"]["path"]) == (422, "X-Callback-Url")
+        assert not [verb for verb, _ in gateway.runtime.seen if verb == "execute"]
+
+
+class Rebinding:
+    """A resolver whose answers for ``rebind.test`` follow one another; every other name is left alone."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *answers: Sequence[str]) -> None:
+        loop = asyncio.get_running_loop()
+        self._real = loop.getaddrinfo
+        self._answers = list(answers)
+        self.asked = 0
+        monkeypatch.setattr(loop, "getaddrinfo", self.getaddrinfo)
+
+    async def getaddrinfo(self, host: str, port: int, **given: int) -> list[tuple[int, int, int, str, tuple[str, int]]]:
+        if host != "rebind.test":
+            return await self._real(host, port, **given)  # type: ignore[return-value]
+        self.asked += 1
+        addresses = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+        return [(2, 1, 6, "", (address, port)) for address in addresses]
+
+
+async def given_up(gateway: RunningGateway, url: str) -> None:
+    """Submit with a callback to ``url``, and see it given up."""
+    accepted = await gateway.invoke({"n": 1}, mode="async", headers={"X-Callback-Url": url})
+    assert accepted.status_code == 202, accepted.text
+    await until(lambda: gateway.app.callbacks.failed == 1)
+    record = (await gateway.http.get(f"/v1/invocations/{accepted.json()['id']}")).json()
+    assert (record["state"], record["callback"]) == ("succeeded", "failed")
+
+
+LOCAL = {"allow": ["127.0.0.0/8"], "backoff": "1ms", "max_attempts": 2}
+
+
+async def test_a_name_is_resolved_once_for_a_try_and_what_it_means_later_is_not_called(
+    tmp_path: Path, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receiver.refusals = 0
+    async with serving(GatewayBench(tmp_path, server={"callbacks": LOCAL})) as gateway:
+        rebinding = Rebinding(monkeypatch, ["127.0.0.1"], ["169.254.169.254"])
+        url = {"X-Callback-Url": f"http://rebind.test:{receiver.port}/"}
+        await gateway.invoke({"n": 1}, mode="async", headers=url)
+        await until(lambda: gateway.app.callbacks.delivered == 1)
+        assert rebinding.asked == 1
+        assert receiver.heads[0]["host"] == f"rebind.test:{receiver.port}"
+        await given_up(gateway, url["X-Callback-Url"])
+        assert rebinding.asked == 3 and len(receiver.bodies) == 1
+
+
+@pytest.mark.parametrize(
+    "addresses",
+    [["127.0.0.1", "10.0.0.1"], ["::ffff:127.0.0.1"], ["::1"], ["0.0.0.0"], ["169.254.169.254"]],
+)
+async def test_one_address_outside_the_allowed_blocks_is_one_too_many(
+    tmp_path: Path, receiver: Receiver, monkeypatch: pytest.MonkeyPatch, addresses: list[str]
+) -> None:
+    receiver.refusals = 0
+    async with serving(GatewayBench(tmp_path, server={"callbacks": LOCAL})) as gateway:
+        Rebinding(monkeypatch, addresses)
+        await given_up(gateway, f"http://rebind.test:{receiver.port}/")
+        assert receiver.bodies == []
+
+
+async def test_a_redirect_is_not_followed(tmp_path: Path, receiver: Receiver) -> None:
+    receiver.refusals = 0
+    asked = 0
+
+    async def elsewhere(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal asked
+        asked += 1
+        await reader.readuntil(b"\r\n\r\n")
+        target = f"http://127.0.0.1:{receiver.port}/inside"
+        writer.write(f"HTTP/1.1 307 Elsewhere\r\nLocation: {target}\r\nContent-Length: 0\r\n\r\n".encode())
+        writer.close()
+
+    server = await asyncio.start_server(elsewhere, "127.0.0.1", 0)
+    async with serving(GatewayBench(tmp_path, server={"callbacks": LOCAL})) as gateway:
+        await given_up(gateway, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/")
+    assert (asked, receiver.bodies) == (2, [])
+    server.close()
+    await server.wait_closed()
+
+
+async def test_a_receiver_that_trickles_is_given_up_and_one_that_talks_for_ever_is_not_listened_to(
+    tmp_path: Path,
+) -> None:
+    gone = asyncio.Event()
+
+    async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        path = (await reader.readuntil(b"\r\n\r\n")).split(b" ")[1]
+        writer.write(b"HTTP/1.1 200 OK\r\n" + (b"\r\n" if path == b"/endless" else b"X-Slow: "))
+        try:
+            while True:
+                writer.write(b"x" * (2**16 if path == b"/endless" else 1))
+                await writer.drain()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(gone.wait(), 0.01)
+        except OSError:
+            gone.set()
+
+    server = await asyncio.start_server(speak, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with serving(GatewayBench(tmp_path, server={"callbacks": LOCAL | {"timeout": "300ms"}})) as gateway:
+        await gateway.invoke({}, mode="async", headers={"X-Callback-Url": f"{url}/endless"})
+        await until(lambda: gateway.app.callbacks.delivered == 1)
+        await asyncio.wait_for(gone.wait(), DEADLINE_S)
+        await given_up(gateway, f"{url}/slow")
+    server.close()
+
+
+async def test_a_name_that_leads_out_of_the_allowed_blocks_is_not_called(tmp_path: Path) -> None:
+    store = Store(StoreSpec(path=tmp_path / "db.sqlite"))
+    callbacks = CallbackSender(CallbackSpec(allow=("10.0.0.0/8",)), store)
+    parts = callbacks._parts("http://localhost:1/")
+    with pytest.raises(InvalidInput, match="lies in no block"):
+        await callbacks._address(parts)

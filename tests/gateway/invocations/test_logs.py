@@ -1,0 +1,135 @@
+"""Logs: bounded, in order, from any thread, and never a burden to the action."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from gateway.invocations.logs import DROPPED, TRUNCATED, Logs, LogSpec
+from gateway.store.store import LogRow, Store, StoreSpec
+from manager.errors import CapacityExceeded
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[Store]:
+    opened = Store(StoreSpec(path=tmp_path / "db.sqlite", log_backlog_bytes=1000))
+    await opened.open()
+    yield opened
+    await opened.close()
+
+
+@pytest.fixture
+def logs(store: Store) -> Logs:
+    return Logs(store, LogSpec(tail_chars=20, heartbeat_s=0.01, followers_max=2))
+
+
+async def whole(logs: Logs, seq: int) -> list[LogRow]:
+    return [row async for page in logs.follow(seq, 0) for row in page]
+
+
+async def test_a_log_beyond_its_bound_says_so_once_and_drops_the_rest(logs: Logs) -> None:
+    log = logs.open(1, limit_bytes=300)
+    for _ in range(10):
+        log.write("stdout", "x" * 50)
+    logs.close(1)
+    rows = await whole(logs, 1)
+    assert [row.stream for row in rows] == ["stdout", "stdout", TRUNCATED]
+    assert "300 bytes" in rows[-1].data
+
+
+async def test_a_follower_reads_what_left_memory_and_what_is_still_there(logs: Logs) -> None:
+    log = logs.open(1, limit_bytes=10_000)
+    for n in range(10):
+        log.write("stdout", f"line {n}\n")
+    pages = logs.follow(1, 0)
+    first = await anext(pages)
+    assert first[0].data == "line 0\n"
+    log.write("stderr", "late")
+    logs.close(1)
+    rest = [row.data async for page in pages for row in page]
+    assert [row.data for row in first] + rest == [*(f"line {n}\n" for n in range(10)), "late"]
+
+
+async def test_a_silent_log_beats_its_heart(logs: Logs) -> None:
+    logs.open(1, limit_bytes=100)
+    pages = logs.follow(1, 0)
+    assert await anext(pages) == []
+    logs.close(1)
+    with pytest.raises(StopAsyncIteration):
+        await anext(pages)
+
+
+async def test_a_slow_disk_drops_records_and_says_how_many(logs: Logs, store: Store) -> None:
+    log = logs.open(1, limit_bytes=100_000)
+    for _ in range(5):
+        log.write("stdout", "x" * 400)
+    await store.commit()
+    log.write("stdout", "after")
+    logs.close(1)
+    rows = await whole(logs, 1)
+    assert [row.stream for row in rows] == ["stdout"] * 3 + [DROPPED, "stdout"]
+    assert rows[3].data.startswith("2 records")
+    assert [row.position for row in rows] == list(range(5))
+
+
+async def test_a_log_may_be_written_from_another_thread(logs: Logs) -> None:
+    log = logs.open(1, limit_bytes=1000)
+    thread = threading.Thread(target=log.write, args=("stdout", "from afar"))
+    thread.start()
+    await asyncio.to_thread(thread.join)
+    assert [row.data for row in await anext(logs.follow(1, 0))] == ["from afar"]
+
+
+async def test_text_that_is_no_unicode_is_kept_as_well_as_can_be(logs: Logs) -> None:
+    logs.open(1, limit_bytes=1000).write("stdout", "a\ud800b")
+    logs.close(1)
+    assert [row.data for row in await whole(logs, 1)] == ["a?b"]
+
+
+async def test_too_many_followers_are_refused(logs: Logs) -> None:
+    logs.open(1, limit_bytes=100)
+    open_pages = [logs.follow(1, 0), logs.follow(1, 0)]
+    for pages in open_pages:
+        await anext(pages)
+    with pytest.raises(CapacityExceeded):
+        logs.follow(1, 0)
+    logs.close(1)
+
+
+async def test_a_log_goes_on_where_an_earlier_gateway_stopped(logs: Logs, store: Store) -> None:
+    logs.open(1, limit_bytes=1000).write("stdout", "before")
+    await store.commit()
+    (await Logs(store, LogSpec()).resume(1, 1000, math.inf)).write("stdout", "after")
+    assert [(row.position, row.data) for row in await store.logs(1, 0, 10)] == [(0, "before"), (1, "after")]
+
+
+async def test_what_is_said_once_more_after_a_restart_is_not_written_twice(store: Store) -> None:
+    log = Logs(store, LogSpec(), wall=itertools.count().__next__).open(1, limit_bytes=1000)
+    for stream, text in (("stdout", "an earlier try"), ("system", "next try")):
+        log.write(stream, text)
+    began_s = 2.0
+    for stream, text in (("stdout", "one, z"), ("stderr", "error"), ("stdout", "wölf\0, ")):
+        log.write(stream, text)
+    await store.commit()
+    again = await Logs(store, LogSpec()).resume(1, 1000, began_s)
+    for stream, text in (("stdout", "one, "), ("stderr", "errors"), ("stdout", "zwölf\0, drei"), ("stdout", "!")):
+        again.write(stream, text)
+    written = [(row.stream, row.data) for row in await store.logs(1, 0, 20)]
+    assert written[2:5] == [("stdout", "one, z"), ("stderr", "error"), ("stdout", "wölf\0, ")]
+    assert written[5:] == [("stderr", "s"), ("stdout", "drei"), ("stdout", "!")]
+
+
+async def test_the_bound_of_a_log_outlasts_a_restart(logs: Logs, store: Store) -> None:
+    logs.open(1, limit_bytes=300).write("stdout", "x" * 150)
+    await store.commit()
+    log = await Logs(store, LogSpec()).resume(1, 300, math.inf)
+    log.write("stdout", "y" * 150)
+    assert log.truncated
+    await store.commit()
+    assert (await Logs(store, LogSpec()).resume(1, 300, math.inf)).truncated

@@ -1,0 +1,65 @@
+"""Stamps of start-time fair queuing."""
+
+from __future__ import annotations
+
+import pytest
+
+from manager.core import fairness
+from manager.core.fairness import FairShare
+from tests.manager.conftest import action
+
+
+def test_a_task_with_twice_the_weight_is_stamped_half_as_far_ahead() -> None:
+    fair = FairShare(frozenset())
+    light = [fair.stamp(action(f"l{index}", task="light", t_ori_s=4.0), 1.0) for index in range(3)]
+    heavy = [fair.stamp(action(f"h{index}", task="heavy", t_ori_s=4.0), 2.0) for index in range(3)]
+    assert light == [0.0, 4.0, 8.0]
+    assert heavy == [0.0, 2.0, 4.0]
+
+
+def test_stamps_of_a_task_never_go_back_where_two_actions_share_a_resource() -> None:
+    fair = FairShare(frozenset())
+    long = action("long", {"cpu": 2, "parser": 1}, t_ori_s=50.0)
+    first = [fair.stamp(long, 1.0) for _ in range(2)]
+    assert first == [0.0, 100.0]
+    assert fair.stamp(action("parser", {"parser": 1}, t_ori_s=1.0), 1.0) >= first[-1]
+    assert fair.stamp(action("elsewhere", {"search": 1}, t_ori_s=1.0), 1.0) == 0.0
+
+
+def test_who_comes_late_is_stamped_now_and_not_for_the_past() -> None:
+    fair = FairShare(frozenset())
+    busy = action("b", task="busy", t_ori_s=10.0)
+    stamps = [fair.stamp(busy, 1.0) for _ in range(5)]
+    fair.started(busy, stamps[3])
+    assert fair.stamp(action("l", task="late"), 1.0) == stamps[3]
+
+
+def test_quota_is_charged_by_unit_and_cores_by_the_second() -> None:
+    fair = FairShare(frozenset({"search"}))
+    both = action("a", {"search": 3, "cpu": 2}, t_ori_s=7.0)
+    assert (fair.charge(both, "search"), fair.charge(both, "cpu")) == (3.0, 14.0)
+
+
+def test_what_was_really_used_replaces_the_guess() -> None:
+    fair = FairShare(frozenset())
+    guessed = action("a", t_ori_s=1.0)
+    fair.stamp(guessed, 1.0)
+    fair.correct(guessed, 1.0, {"cpu": 31.0})
+    assert fair.stamp(action("b"), 1.0) == 31.0
+
+
+def test_an_unknown_duration_is_charged_a_little() -> None:
+    fair = FairShare(frozenset())
+    assert fair.charge(action("a", {"cpu": 3}), "cpu") == 3 * fairness.UNKNOWN_DURATION_S
+
+
+def test_names_that_callers_invent_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fairness, "FLOWS_MAX", 10)
+    fair = FairShare(frozenset())
+    fair.stamp(action("kept", task="kept", t_ori_s=5.0), 1.0)
+    for index in range(100):
+        fair.stamp(action(f"a{index}", task=f"t{index}"), 1.0)
+        if index % 5 == 0:
+            fair.stamp(action("again", task="kept", t_ori_s=5.0), 1.0)
+    assert fair.stamp(action("kept", task="kept"), 1.0) == 5.0 * 21
+    assert len(fair) == 10

@@ -1,0 +1,84 @@
+"""The queue: order of service, bounds, deadlines, and groups that shrink in bulk."""
+
+from __future__ import annotations
+
+import random
+
+from manager.action import Action
+from manager.config import TaskSpec
+from manager.core.queue import Bounds, Entry, Queue, Signature
+from manager.errors import CapacityExceeded, QuotaExceeded
+from tests.manager.conftest import action
+
+ALIKE = Signature(task="default", demand=(("cpu", 1),), memory_bytes=0, node="", batch_service="", child=False)
+
+
+def queue(
+    total: int = 100, *, tasks: dict[str, TaskSpec] | None = None, functions: dict[str, int] | None = None
+) -> Queue:
+    return Queue(Bounds(total=total, tasks=tasks or {}, functions=functions or {}))
+
+
+def admit(waiting: Queue, submitted: Action, stamp: float = 0.0, seq: int = 1, now_s: float = 0.0) -> Entry:
+    entry = Entry(submitted, (stamp, seq, 0), seq)
+    waiting.admit(entry, now_s)
+    waiting.offer(entry, ALIKE)
+    return entry
+
+
+def test_a_group_is_served_by_stamp_then_submission_whatever_comes_and_goes() -> None:
+    chance = random.Random(1)
+    waiting = queue(1000)
+    entries = [admit(waiting, action(f"a{seq}"), chance.randint(0, 9), seq) for seq in range(500)]
+    gone = set(chance.sample(range(500), 400))
+    for index in sorted(gone, key=lambda index: chance.random()):
+        waiting.leave(entries[index])
+        waiting.check()
+    (group,) = waiting.groups()
+    left = sorted((entry for entry in entries if entry.seq not in gone), key=lambda entry: entry.order)
+    assert list(group) == left
+    assert [item[2] for item in group.first(30)] == left[:30]
+    assert [item[2] for item in group.first(1000)] == left
+
+
+def test_a_group_disappears_with_its_last_action() -> None:
+    waiting = queue()
+    entry = admit(waiting, action("a"))
+    waiting.withdraw(entry)
+    assert waiting.groups() == [] and "a" in waiting
+    waiting.leave(entry)
+    assert len(waiting) == 0
+    waiting.check()
+
+
+def test_the_bound_of_a_function_is_told_before_that_of_its_task_and_of_the_queue() -> None:
+    waiting = queue(2, tasks={"default": TaskSpec(max_queued=1)}, functions={"f": 1})
+    admit(waiting, action("a"))
+    of_function = waiting.refusal(action("b"))
+    of_task = waiting.refusal(action("b", function="g"))
+    assert isinstance(of_function, QuotaExceeded) and "function f" in of_function.message
+    assert isinstance(of_task, QuotaExceeded) and "task default" in of_task.message
+    admit(waiting, action("c", task="other", function="g"), seq=2)
+    full = waiting.refusal(action("d", task="other", function="h"))
+    assert isinstance(full, CapacityExceeded) and full.invocation_id == "d"
+
+
+def test_who_leaves_makes_room_for_another() -> None:
+    waiting = queue(1)
+    entry = admit(waiting, action("a"))
+    assert waiting.refusal(action("b")) is not None
+    waiting.leave(entry)
+    assert waiting.refusal(action("b")) is None
+
+
+def test_patience_ends_in_the_order_of_deadlines_and_who_left_is_forgotten() -> None:
+    waiting = queue()
+    patient = admit(waiting, action("patient", queue_timeout_s=9.0), seq=1)
+    hasty = admit(waiting, action("hasty", queue_timeout_s=2.0), seq=2)
+    gone = admit(waiting, action("gone", queue_timeout_s=1.0), seq=3)
+    waiting.leave(gone)
+    assert waiting.next_deadline_s() == 2.0
+    assert waiting.expired(5.0) == [hasty]
+    waiting.leave(hasty)
+    assert waiting.next_deadline_s() == 9.0
+    assert waiting.expired(9.0) == [patient]

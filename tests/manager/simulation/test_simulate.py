@@ -1,0 +1,243 @@
+"""The simulator: complete, deterministic, and honest about what it is asked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import ClassVar
+
+import pytest
+
+from manager.action import UnitSet
+from manager.config import ServiceSpec
+from manager.errors import InvalidInput
+from manager.lease import Grant, Lease
+from manager.outcome import Settlement
+from manager.simulation.baselines import BASELINES
+from manager.simulation.duration_model import Learning, Oracle
+from manager.simulation.lease_audit import LeaseAudit
+from manager.simulation.simulate import Size, preset, run, simulate
+from manager.simulation.simulator import Physics, SimulationRun
+from manager.simulation.trace import TracedTrajectory, TraceStep
+from manager.simulation.workloads import BATCH_TOKENS, Coding, Teachers, Workload, coding, mopd, service
+
+SMALL = Size(nodes=2, cores=64, gpus=8)
+POLICIES = ("adaptive", "price", "paper", "fixed:4")
+
+
+@pytest.mark.parametrize("name", ["ai-coding", "ai-coding-burst", "mopd", "deepsearch", "mopd+search", "mixed"])
+def test_every_preset_completes_under_every_policy(name: str) -> None:
+    workload = preset(name, 24, 1)
+    result = run(workload, [*POLICIES, *BASELINES], SMALL)
+    assert [row.policy for row in result.rows] == [*POLICIES, *BASELINES]
+    assert all(row.failures == 0 for row in result.rows[: len(POLICIES)])
+    for row in result.rows:
+        assert row.act_s > 0 and min(row.queue_s, row.overhead_s, row.execution_s) >= -1e-9
+        assert row.act_s == pytest.approx(row.queue_s + row.overhead_s + row.execution_s)
+        assert all(0 <= share <= 1 + 1e-9 for share in row.utilisation.values())
+
+
+def test_a_baseline_says_where_its_time_and_its_units_went() -> None:
+    k8s = run(preset("ai-coding", 24, 1), ["k8s"], SMALL).rows[0]
+    assert k8s.queue_s > 0 and k8s.overhead_s == pytest.approx(3.0)  # each trajectory's pod starts once
+    assert 0 < k8s.utilisation["cpu"] < 1
+    loading = run(preset("mopd", 24, 1), ["serverless-llm"], SMALL).rows[0]
+    assert loading.overhead_s > 0 and loading.restores > 0 and 0 < loading.utilisation["gpu"] <= 1
+
+
+def test_devices_fill_nodes_of_eight_before_the_next() -> None:
+    nodes = Size(nodes=1, cores=8, gpus=12).spec(preset("mopd", 4, 1), "price").nodes
+    assert [node.devices for node in nodes if node.devices] == [8, 4]
+
+
+def test_policies_joined_by_a_comma_are_told_how_to_be_several() -> None:
+    with pytest.raises(InvalidInput, match="joined by"):
+        run(preset("ai-coding", 4, 1), ["adaptive,paper"], SMALL)
+
+
+def test_the_same_seed_gives_the_same_bytes() -> None:
+    def once(seed: int) -> str:
+        return run(preset("mixed", 24, seed), POLICIES, SMALL, with_bound=True).to_json()
+
+    assert once(3) == once(3)
+    assert once(3) != once(4)
+
+
+def test_the_answer_is_json_and_a_table_with_the_bound() -> None:
+    result = run(preset("ai-coding", 24, 1), ["adaptive"], SMALL, with_bound=True)
+    value = json.loads(result.to_json())
+    assert value["policies"][0]["over_bound"] >= 1.0
+    assert value["bound"]["act_s"] == pytest.approx(result.bound_s, abs=1e-5)
+    assert "over bound" in result.table() and "adaptive" in result.table()
+
+
+def test_the_fewest_cores_for_a_target_reach_it_and_fewer_do_not() -> None:
+    workload = preset("ai-coding", 24, 1)
+    relaxed = run(workload, ["adaptive"], SMALL)
+    target_s = 1.3 * relaxed.rows[0].act_s
+    found = run(workload, ["adaptive"], SMALL, find="cores", target_act_s=target_s).found
+    assert found is not None
+    kind, cores, act_s = found
+    assert kind == "cores" and act_s <= target_s and cores < SMALL.cores
+
+
+def test_a_target_that_no_size_reaches_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="no size reaches"):
+        run(preset("ai-coding", 4, 1), ["price"], Size(nodes=1, cores=8), find="cores", target_act_s=0.001)
+
+
+def test_resizes_and_workers_are_charged() -> None:
+    workload = coding(48, 1)
+    cheap = simulate(workload, "adaptive", SMALL, physics=Physics(worker_cost_s=0.0, resize_cost_s=0.0))
+    dear = simulate(workload, "adaptive", SMALL, physics=Physics(worker_cost_s=1.0, resize_cost_s=0.1))
+    assert cheap.resizes > 0
+    assert sum(record.act_s for record in dear.records) > sum(record.act_s for record in cheap.records)
+    assert sum(record.overhead_s for record in dear.records) > 0
+
+
+def test_learning_comes_close_to_exact_profiles_after_one_step() -> None:
+    workload = coding(64, 2, Coding(suites=8))
+    learning = Learning()
+    simulate(workload, "adaptive", SMALL, knowledge=learning)
+    learned = simulate(workload, "adaptive", SMALL, knowledge=learning)
+    oracle = simulate(workload, "adaptive", SMALL)
+    assert sum(r.act_s for r in learned.records) <= 1.1 * sum(r.act_s for r in oracle.records)
+
+
+def crowded(*, restore_s: float = 1.0) -> Workload:
+    """Nine models, one after the other, on one device that holds two."""
+    names = [f"judge-{index}" for index in range(9)]
+    services = {
+        name: ServiceSpec(name=name, bytes_by_dop={1: 30 * 10**9}, restore_s_by_dop={1: restore_s}) for name in names
+    }
+    trajectories = tuple(
+        TracedTrajectory(
+            id=name,
+            steps=(
+                TraceStep(think_s=0.0, function="judge", cost={"gpu": UnitSet.fixed(1)}, t_ori_s=4.0, service=name),
+            ),
+        )
+        for name in names
+    )
+    return Workload(name="crowded", trajectories=trajectories, services=services)
+
+
+def total(run_: SimulationRun) -> tuple[float, float]:
+    """The overhead and the execution of all actions together."""
+    return sum(record.overhead_s for record in run_.records), sum(record.execution_s for record in run_.records)
+
+
+def test_what_is_restored_ahead_of_its_use_is_no_overhead_and_slows_what_computes() -> None:
+    workload, one = crowded(), Size(nodes=1, cores=0, gpus=1, prefetch=True)
+    without = simulate(workload, "price", replace(one, prefetch=False))
+    free = simulate(workload, "price", one, physics=Physics(prefetch_slowdown=1.0))
+    dear = simulate(workload, "price", one, physics=Physics(prefetch_slowdown=2.0))
+    assert total(without) == pytest.approx((9.0, 36.0)), "nine restores"
+    assert (free.prefetches, free.prefetch_hits, free.restores) == (8, 8, 1)
+    assert total(free) == pytest.approx((1.0, 36.0))
+    assert total(dear) == pytest.approx((1.0, 40.0)), "each second of a restore costs half a second of work"
+
+
+def test_what_travels_beside_an_action_does_not_change_the_units_that_it_is_said_to_have_had() -> None:
+    class Watching(Oracle):
+        units: ClassVar[list[float]] = []
+
+        def observe(self, settlement: Settlement) -> None:
+            self.units.append(settlement.outcome.usage["mean_units"])
+
+    simulate(crowded(), "price", Size(nodes=1, cores=0, gpus=1, prefetch=True), knowledge=Watching())
+    assert Watching.units == pytest.approx([1.0] * 9)
+
+
+def test_an_action_waits_for_the_rest_of_what_is_on_its_way() -> None:
+    late = simulate(
+        crowded(restore_s=6.0),
+        "price",
+        Size(nodes=1, cores=0, gpus=1, prefetch=True),
+        physics=Physics(prefetch_slowdown=1.0),
+    )
+    assert late.restores == 1
+    assert total(late) == pytest.approx((6.0 + 8 * 2.0, 36.0)), "two of the six seconds are left each time"
+
+
+def judged(works_s: Sequence[float], *, tokens: int) -> Workload:
+    """Requests to one model on one device: the first alone, the others behind it."""
+    services = {"judge": service("judge", 64 * 10**9), "other": service("other", 64 * 10**9)}
+    trajectories = [
+        TracedTrajectory(
+            id=f"t{index}",
+            arrival_s=min(index, 1) * 0.5,
+            steps=(
+                TraceStep(
+                    think_s=0.0,
+                    function="judge",
+                    cost={"gpu": UnitSet.fixed(1)},
+                    t_ori_s=work_s,
+                    service="judge" if index else "other",
+                    batch_tokens=tokens,
+                ),
+            ),
+        )
+        for index, work_s in enumerate(works_s)
+    ]
+    return Workload(name="judged", trajectories=tuple(trajectories), services=services)
+
+
+@pytest.mark.parametrize(("marginal", "batch_s"), [(1.0, 6.0), (0.5, 4.5), (0.0, 3.0)])
+def test_the_members_of_a_batch_end_together_after_what_each_adds(marginal: float, batch_s: float) -> None:
+    workload = judged([4.0, 1.0, 2.0, 3.0], tokens=1000)
+    run_ = simulate(
+        workload, "price", Size(nodes=1, cores=0, gpus=1, prefetch=False), physics=Physics(batch_marginal=marginal)
+    )
+    records = {record.trajectory: record for record in run_.records}
+    first, *batch = (records[f"t{index}"] for index in range(4))
+    assert {(round(one.ended_s, 9), round(one.execution_s, 9)) for one in batch} == {
+        (round(first.ended_s + 1.28 + batch_s, 9), batch_s)
+    }
+    assert all(one.overhead_s == pytest.approx(1.28) for one in batch), "all wait for the restore"
+
+
+@pytest.mark.parametrize("marginal", [0.2, 1.0])
+def test_what_a_further_member_adds_is_learned_in_a_simulation(marginal: float) -> None:
+    learning = Learning()
+    workload = mopd(384, 3, Teachers(rollout_median_s=20.0, request_sigma=0.2, request_tokens=1024))
+    one = Size(nodes=1, cores=0, gpus=2)
+    simulate(workload, "price", one, knowledge=learning, physics=Physics(batch_marginal=marginal))
+    learned = learning.history.learned("teacher")
+    assert abs(learned.batch_marginal - marginal) <= 0.1
+    assert learned.t_ori_s == pytest.approx(0.8, rel=0.3)
+
+
+def test_requests_without_tokens_or_beyond_the_pass_run_alone() -> None:
+    for tokens in (0, BATCH_TOKENS):
+        run_ = simulate(judged([4.0, 1.0, 2.0, 3.0], tokens=tokens), "price", Size(nodes=1, cores=0, gpus=1))
+        assert sorted(record.execution_s for record in run_.records) == pytest.approx([1.0, 2.0, 3.0, 4.0])
+
+
+def test_a_service_that_no_device_holds_is_told_by_name() -> None:
+    workload = mopd(4, 1, Teachers(bytes_per_service=150 * 10**9))
+    with pytest.raises(InvalidInput, match="on 1 devices takes 150000000000 bytes of each, which has 80000000000"):
+        run(workload, ["price"], Size(nodes=1, cores=0, gpus=8))
+
+
+def test_what_nothing_provides_is_said_before_anything_runs() -> None:
+    with pytest.raises(InvalidInput, match="nothing provides gpu"):
+        run(preset("mopd", 4, 1), ["price"], Size(nodes=1, cores=8))
+    with pytest.raises(InvalidInput, match="no preset"):
+        preset("coding", 4, 1)
+    with pytest.raises(InvalidInput, match="empty"):
+        preset("mopd", 0, 1)
+
+
+def test_an_empty_workload_is_an_empty_result() -> None:
+    result = run(Workload(name="none", trajectories=()), ["adaptive"], SMALL)
+    assert result.rows[0].act_s == 0.0
+
+
+def test_the_ledger_catches_a_core_that_is_leased_twice() -> None:
+    ledger = LeaseAudit()
+    grant = Grant(pool="cpu:n", units=1, cores=(3,))
+    ledger.grant(Lease(action_id="a", node="n", grants={"cpu": grant}), 0.0)
+    with pytest.raises(AssertionError, match="leased to a and to b"):
+        ledger.grant(Lease(action_id="b", node="n", grants={"cpu": grant}), 1.0)

@@ -1,0 +1,271 @@
+"""The api runtime against a real local server that counts requests and enforces its limit."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from datetime import UTC, datetime
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from manager.errors import ActionFailed, InvalidConfig, Reason
+from manager.function import FunctionSpec, RequestSpec, RetrySpec, RuntimeKind
+from runtimes.api.runtime import ApiRuntime, backoff_s, retry_after_s
+from runtimes.api.secrets import Secrets
+from scripts.quota_server import Quota, QuotaServer
+from tests.runtimes.recorder import execution_of
+
+SECRET = "open sesame"
+RETRY = RetrySpec(max_attempts=20, backoff_s=0.01, backoff_max_s=0.05, on_status=(429,))
+
+
+@pytest.fixture
+def server() -> Iterator[QuotaServer]:
+    with QuotaServer(0, Quota(limit=2, period_s=0.2, concurrency=8), key=SECRET).serving() as serving:
+        yield serving
+
+
+@pytest.fixture
+async def runtime() -> AsyncIterator[ApiRuntime]:
+    runtime = ApiRuntime(Secrets(environ={"TANGRAM_SECRET_KEY": SECRET}))
+    yield runtime
+    await runtime.close()
+
+
+def function_of(url: str, *, retry: RetrySpec | None = None, timeout_s: float = 20.0) -> FunctionSpec:
+    return FunctionSpec(
+        name="search",
+        runtime=RuntimeKind.API,
+        timeout_s=timeout_s,
+        retry=retry or RetrySpec(),
+        request=RequestSpec(method="GET", url=url, headers={"Authorization": "Bearer ${secret:key}"}),
+    )
+
+
+def search_of(server: QuotaServer, *, retry: RetrySpec | None = None, timeout_s: float = 20.0) -> FunctionSpec:
+    return function_of(server.url + "/search?q={query}", retry=retry, timeout_s=timeout_s)
+
+
+def search_of_url(url: str) -> FunctionSpec:
+    return function_of(url + "/")
+
+
+class Scripted:
+    """A server that answers every request with the same raw head and body, and keeps the requests' heads."""
+
+    def __init__(self, status: int, headers: dict[str, str], body: bytes) -> None:
+        heads = self.heads = []  # type: list[dict[str, str]]
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                heads.append(dict(self.headers))
+                self.send_response(status)
+                for name, value in headers.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        self._server = HTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
+
+    def __enter__(self) -> Scripted:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+async def test_a_call_answers_with_status_headers_and_json(server: QuotaServer, runtime: ApiRuntime) -> None:
+    parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    execution, log = execution_of(search_of(server), {"query": "config parser"}, traceparent=parent)
+    result = await runtime.execute(execution)
+    assert isinstance(result.value, dict)
+    assert result.value["status"] == 200
+    assert result.value["headers"]["content-type"] == "application/json"
+    assert result.value["body"]["query"] == "config parser"
+    assert "configparser" in {found["module"] for found in result.value["body"]["results"]}
+    assert result.usage["attempts"] == 1
+    assert execution.began_s is not None and execution.ended_s is not None
+    assert "-> 200" in log.text("system")
+    [request] = server.requests
+    assert isinstance(request["headers"], dict)
+    assert request["headers"]["Authorization"] == f"Bearer {SECRET}"
+    assert request["headers"]["traceparent"] == parent
+
+
+async def test_many_calls_all_succeed_under_a_limit_that_the_server_enforces(
+    server: QuotaServer, runtime: ApiRuntime
+) -> None:
+    function = search_of(server, retry=RETRY)
+    executions = [execution_of(function, {"query": f"word{n}"}) for n in range(8)]
+    results = await asyncio.gather(*(runtime.execute(execution) for execution, _ in executions))
+    counts = server.quota.counts()
+    assert counts["served"] == 8
+    assert counts["refused"] > 0
+    assert counts["served"] + counts["refused"] == sum(result.usage["attempts"] for result in results)
+    assert any("-> 429" in log.text() and "again in" in log.text() for _, log in executions)
+    assert all(
+        execution.execution_s >= result.usage["waited_s"]
+        for (execution, _), result in zip(executions, results, strict=True)
+    )
+
+
+async def test_a_retry_never_comes_earlier_than_retry_after(runtime: ApiRuntime) -> None:
+    with QuotaServer(0, Quota(limit=1, period_s=0.3, concurrency=1)).serving() as server:
+        function = search_of(server, retry=replace(RETRY, max_attempts=2, backoff_s=0.0))
+        for expected in (1, 2):
+            execution, _ = execution_of(function, {"query": "x"})
+            assert (await runtime.execute(execution)).usage["attempts"] == expected
+        # Whether the server has already counted the last one out is its own affair.
+        assert server.quota.counts() | {"running": 0} == {"served": 2, "refused": 1, "running": 0, "running_max": 1}
+
+
+async def test_without_retries_a_429_is_a_quota_failure_with_its_retry_after(runtime: ApiRuntime) -> None:
+    with Scripted(429, {"Retry-After": "7", "Content-Type": "text/plain"}, b"slow down") as server:
+        execution, _ = execution_of(search_of_url(server.url), {})
+        with pytest.raises(ActionFailed) as failure:
+            await runtime.execute(execution)
+    assert failure.value.reason is Reason.QUOTA
+    assert failure.value.retry_after_s == 7.0
+    assert isinstance(failure.value.result, dict)
+    assert (failure.value.result["status"], failure.value.result["body"]) == (429, "slow down")
+    assert len(server.heads) == 1
+
+
+async def test_a_wait_that_the_timeout_leaves_no_room_for_is_not_waited(runtime: ApiRuntime) -> None:
+    with Scripted(429, {"Retry-After": "3600"}, b"") as server:
+        function = replace(search_of_url(server.url), retry=RETRY)
+        with pytest.raises(ActionFailed) as failure:
+            await runtime.execute(execution_of(function, {})[0])
+    assert (failure.value.reason, failure.value.retry_after_s) == (Reason.QUOTA, 3600.0)
+    assert len(server.heads) == 1
+
+
+async def test_attempts_are_bounded_and_another_failing_status_is_upstream(runtime: ApiRuntime) -> None:
+    retry = replace(RETRY, max_attempts=3, on_status=(503,))
+    with Scripted(503, {}, b"") as server:
+        execution, log = execution_of(replace(search_of_url(server.url), retry=retry), {})
+        with pytest.raises(ActionFailed) as failure:
+            await runtime.execute(execution)
+    assert failure.value.reason is Reason.UPSTREAM
+    assert len(server.heads) == 3
+    assert "attempt 3 of 3, giving up" in log.text("system")
+
+
+async def test_an_accepted_status_is_an_answer(runtime: ApiRuntime) -> None:
+    with Scripted(404, {"Content-Type": "application/problem+json"}, b'{"title": "none"}') as server:
+        function = search_of_url(server.url)
+        assert function.request is not None
+        accepting = replace(function, request=replace(function.request, accept=(404,)))
+        result = await runtime.execute(execution_of(accepting, {})[0])
+    assert isinstance(result.value, dict)
+    assert (result.value["status"], result.value["body"]) == (404, {"title": "none"})
+
+
+async def test_a_redirect_to_another_host_is_refused_and_carries_no_secret_there(runtime: ApiRuntime) -> None:
+    with (
+        Scripted(200, {}, b"elsewhere") as other,
+        Scripted(302, {"Location": other.url + "/"}, b"") as server,
+        pytest.raises(ActionFailed, match="redirects to another host") as failure,
+    ):
+        await runtime.execute(execution_of(search_of_url(server.url), {})[0])
+    assert failure.value.reason is Reason.UPSTREAM
+    assert other.heads == []
+
+
+async def test_a_redirect_loop_within_the_host_ends(runtime: ApiRuntime) -> None:
+    with (
+        Scripted(302, {"Location": "/again"}, b"") as server,
+        pytest.raises(ActionFailed, match="redirects more than 5 times"),
+    ):
+        await runtime.execute(execution_of(search_of_url(server.url), {})[0])
+
+
+async def test_an_answer_over_its_limit_is_a_typed_failure(runtime: ApiRuntime) -> None:
+    with Scripted(200, {}, b"x" * 100_000) as server:
+        function = search_of_url(server.url)
+        assert function.request is not None
+        small = replace(function, request=replace(function.request, response_limit_bytes=1000))
+        with pytest.raises(ActionFailed, match="exceeds 1000 bytes") as failure:
+            await runtime.execute(execution_of(small, {})[0])
+    assert failure.value.reason is Reason.OUTPUT_LIMIT
+
+
+async def test_no_connection_is_upstream(runtime: ApiRuntime) -> None:
+    with Scripted(200, {}, b"") as server:
+        gone = server.url
+    with pytest.raises(ActionFailed, match="http://127") as failure:
+        await runtime.execute(execution_of(search_of_url(gone), {})[0])
+    assert failure.value.reason is Reason.UPSTREAM
+
+
+async def test_cookies_of_one_call_never_reach_another(runtime: ApiRuntime) -> None:
+    with Scripted(200, {"Set-Cookie": "session=1; Path=/"}, b"") as server:
+        for _ in range(2):
+            result = await runtime.execute(execution_of(search_of_url(server.url), {})[0])
+            assert isinstance(result.value, dict) and "set-cookie" not in result.value["headers"]
+    assert ["Cookie" in head for head in server.heads] == [False, False]
+
+
+async def test_a_secret_shows_in_no_log_no_error_and_no_result(
+    runtime: ApiRuntime, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    with Scripted(500, {"X-Echo": SECRET}, f"you sent {SECRET}".encode()) as server:
+        function = function_of(server.url + "/?key=${secret:key}")
+        execution, log = execution_of(function, {})
+        with pytest.raises(ActionFailed) as failure:
+            await runtime.execute(execution)
+    said = log.text() + caplog.text + str(failure.value) + repr(failure.value.result)
+    assert "sesame" not in said
+    assert "you sent [secret]" in said
+
+
+async def test_a_bad_input_is_invalid_input_and_an_undefined_secret_stops_registration(
+    server: QuotaServer, runtime: ApiRuntime
+) -> None:
+    with pytest.raises(ActionFailed) as failure:
+        await runtime.execute(execution_of(search_of(server), {"q": "x"})[0])
+    assert (failure.value.reason, failure.value.detail) == (Reason.INVALID_INPUT, {"path": "$.query"})
+    with pytest.raises(ActionFailed) as too_long:
+        await runtime.execute(execution_of(search_of(server), {"query": "x" * 100_000})[0])
+    assert too_long.value.reason is Reason.INVALID_INPUT
+    await runtime.prepare(search_of(server))
+    with pytest.raises(InvalidConfig, match="set TANGRAM_SECRET_OTHER"):
+        await runtime.prepare(function_of("http://h/?key=${secret:other}"))
+    assert len(server.requests) == 0
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [
+        (None, None),
+        ("3", 3.0),
+        ("0.25", 0.25),
+        ("Fri, 20 Nov 2026 12:00:30 GMT", 30.0),
+        ("Fri, 20 Nov 2026 11:00:00 GMT", 0.0),
+        ("-1", None),
+        ("inf", None),
+        ("soon", None),
+    ],
+)
+def test_retry_after_is_seconds_or_a_date(header: str | None, seconds: float | None) -> None:
+    assert retry_after_s(header, datetime(2026, 11, 20, 12, 0, tzinfo=UTC)) == seconds
+
+
+def test_backoff_doubles_to_its_bound_and_jitter_spreads_it_from_zero() -> None:
+    plain = RetrySpec(backoff_s=1.0, backoff_max_s=5.0, jitter="none")
+    assert [backoff_s(plain, attempt) for attempt in (1, 2, 3, 4, 5000)] == [1.0, 2.0, 4.0, 5.0, 5.0]
+    spread = [backoff_s(replace(plain, jitter="full"), 3, lambda low, high: high - low) for _ in range(2)]
+    assert spread == [4.0, 4.0]

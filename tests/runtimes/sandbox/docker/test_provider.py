@@ -1,0 +1,330 @@
+"""What only containers do: images, snapshots, networks, and life without a runner."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import os
+import secrets
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from docker import errors
+
+from manager.errors import ActionFailed, Conflict, InvalidConfig, InvalidInput, NotFound, Reason, TooLarge, Unsupported
+from manager.function import Background, Network, SandboxSpec
+from runtimes.sandbox.cgroup import Hierarchy
+from runtimes.sandbox.creation_gate import CreationGate
+from runtimes.sandbox.docker.client import EngineConnection
+from runtimes.sandbox.docker.engine import DockerEngine
+from runtimes.sandbox.docker.network import Egress
+from runtimes.sandbox.docker.provider import INTERNAL_NETWORK, ContainerProvider
+from runtimes.sandbox.environments import Environments
+from runtimes.sandbox.provider import ProviderSettings, make_provider
+from runtimes.sandbox.sandbox import Command, CommandResult, Provider, Sandbox
+from tests.runtimes.sandbox.conftest import unique
+
+pytestmark = pytest.mark.docker
+DEADLINE_S = 30.0
+
+
+async def sh(sandbox: Sandbox, text: str, *, timeout_s: float = 20.0, user: str = "") -> CommandResult:
+    return await sandbox.run(Command(shell=text, timeout_s=timeout_s, kill_grace_s=0.2, user=user))
+
+
+def engine(*words: str) -> str:
+    done = subprocess.run(["docker", *words], capture_output=True, text=True, check=True, timeout=120)
+    return done.stdout.strip()
+
+
+async def test_a_missing_image_names_the_remedy(containers: Provider) -> None:
+    with pytest.raises(InvalidConfig, match=r"docker pull localhost:1/nothing:here"):
+        await containers.check(SandboxSpec(image="localhost:1/nothing:here"))
+
+
+def test_many_addresses_of_an_engine_are_asked_over_few_connections(docker: str, tmp_path: Path) -> None:
+    def sockets() -> int:
+        return sum(link.is_socket() for link in Path("/proc/self/fd").iterdir())
+
+    before = sockets()
+    connection = EngineConnection.open("", state_dir=tmp_path, timeout_s=DEADLINE_S, workers=2)
+    for number in range(20):
+        with pytest.raises(errors.NotFound):
+            connection.api.inspect_container(f"nobody-{number}")
+    assert connection.answers(DEADLINE_S)
+    assert sockets() - before == 1
+    connection.close()
+    assert sockets() == before
+
+
+async def test_the_death_of_the_runner_is_a_lost_environment(containers: Provider, spec: SandboxSpec) -> None:
+    environments = Environments(containers)
+    sandbox = await environments.ensure("t", spec)
+    begun = asyncio.Event()
+    task = asyncio.create_task(sandbox.run(Command(shell="echo; sleep 1000"), lambda *_: begun.set()))
+    async with asyncio.timeout(DEADLINE_S):
+        await begun.wait()
+        pid = int(engine("inspect", "--format", "{{.State.Pid}}", f"tangram-{sandbox.id}"))
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(ActionFailed) as caught:
+            await task
+        assert caught.value.reason is Reason.ENVIRONMENT_LOST
+        assert "are lost" in caught.value.message
+        assert (await sh(await environments.ensure("t", spec), "echo new")).stdout == b"new\n"
+        await environments.close()
+    assert engine("ps", "-aq", "--filter", f"name=tangram-{sandbox.id}") == ""
+
+
+async def test_a_cancelled_creation_leaves_no_container(docker: str, spec: SandboxSpec, tmp_path: Path) -> None:
+    containers = make_provider(ProviderSettings(kind="container", state_dir=tmp_path / "state"))
+    name = unique("cancelled")
+    task = asyncio.create_task(containers.create(spec, name=name, labels={}, mounts={}))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    async with asyncio.timeout(DEADLINE_S):
+        await containers.close()
+    assert engine("ps", "-aq", "--filter", f"name=tangram-{name}") == ""
+
+
+async def test_a_frozen_container_can_be_removed(containers: Provider, spec: SandboxSpec) -> None:
+    sandbox = await containers.create(spec, name=unique("frozen"), labels={}, mounts={})
+    await sandbox.quiesce(Background.FREEZE)
+    async with asyncio.timeout(DEADLINE_S):
+        await sandbox.close()
+    assert engine("ps", "-aq", "--filter", f"name=tangram-{sandbox.id}") == ""
+
+
+async def test_where_the_cgroup_cannot_be_seen_the_engine_is_asked(
+    docker: str, spec: SandboxSpec, tmp_path: Path
+) -> None:
+    provider = ContainerProvider(
+        DockerEngine.connect(state_dir=tmp_path, timeout_s=60, workers=2),
+        state_dir=tmp_path,
+        gateway_id="blind",
+        starting=CreationGate(1),
+        shared_cores=(0,),
+        hierarchy=Hierarchy(1, {}),
+    )
+    sandbox = await provider.create(spec, name=unique("blind"), labels={}, mounts={})
+    cores = sorted(os.sched_getaffinity(0))
+    await sandbox.set_cores(cores[-1:])
+    show = Command(argv=("python3", "-c", "import os; print(sorted(os.sched_getaffinity(0)))"))
+    assert (await sandbox.run(show)).stdout.decode().strip() == str(cores[-1:])
+    await sandbox.quiesce(Background.FREEZE)
+    assert engine("inspect", "--format", "{{.State.Paused}}", f"tangram-{sandbox.id}") == "true"
+    assert (await sh(sandbox, "echo thawed")).stdout == b"thawed\n"
+    await sandbox.quiesce(Background.FREEZE)
+    assert await provider.reap(()) == 1
+    await provider.close()
+
+
+async def test_a_fork_has_the_files_and_goes_its_own_way(containers: Provider, spec: SandboxSpec) -> None:
+    environments = Environments(containers)
+    original = await environments.ensure("one", spec)
+    await sh(original, "echo shared > file")
+    copy = await environments.fork("one", "two")
+    await sh(copy, "echo own >> file")
+    assert (await sh(copy, "cat file")).stdout == b"shared\nown\n"
+    assert (await sh(original, "cat file")).stdout == b"shared\n"
+    name = secrets.token_hex(4)
+    snapshot = await environments.snapshot("one", name)
+    with pytest.raises(Conflict):
+        await environments.restore("one", snapshot)
+    await environments.end("one")
+    assert (await sh(await environments.restore("one", snapshot, spec), "cat file")).stdout == b"shared\n"
+    await environments.close()
+    await containers.remove_snapshot(snapshot)
+    await containers.remove_snapshot(snapshot)
+    assert engine("images", "-q", snapshot) == ""
+
+
+async def test_an_internal_network_joins_sandboxes(containers: Provider, spec: SandboxSpec) -> None:
+    internal = replace(spec, network=Network.INTERNAL)
+    one = await containers.create(internal, name=unique("one"), labels={}, mounts={})
+    other = await containers.create(internal, name=unique("other"), labels={}, mounts={})
+    address = (await sh(one, "hostname -I")).stdout.decode().strip()
+    serve = (
+        "import socket\ns = socket.create_server(('0.0.0.0', 5555))\n"
+        "print('up', flush=True)\ns.accept()[0].sendall(b'hi')"
+    )
+    up = asyncio.Event()
+    server = asyncio.create_task(one.run(Command(argv=("python3", "-c", serve)), lambda *_: up.set()))
+    async with asyncio.timeout(DEADLINE_S):
+        await up.wait()
+        call = f"import socket; print(socket.create_connection(('{address}', 5555), 5).recv(9))"
+        assert (await other.run(Command(argv=("python3", "-c", call)))).stdout == b"b'hi'\n"
+        await server
+    await one.close()
+    await other.close()
+
+
+async def test_an_internal_network_has_no_way_to_its_machine(containers: Provider, spec: SandboxSpec) -> None:
+    sandbox = await containers.create(replace(spec, network=Network.INTERNAL), name=unique("in"), labels={}, mounts={})
+    with ExitStack() as stack:
+        services = [stack.enter_context(listener) for listener in listeners()]
+        port, names = services[0].getsockname()[1], services[1]
+        addresses = [str(next(subnet_of(INTERNAL_NETWORK).hosts())), *engine_addresses()]
+        assert len(addresses) > 1
+        attempt = (
+            "import socket, sys\nsocket.setdefaulttimeout(0.5)\n"
+            f"for address in {addresses}:\n"
+            f"  try: socket.create_connection((address, {port})); print('reached', address)\n"
+            "  except OSError: print('refused')\n"
+            "try: socket.getaddrinfo('host.example', 80); print('resolved')\nexcept OSError: print('unknown')\n"
+        )
+        said = (await sandbox.run(Command(argv=("python3", "-c", attempt), user="root"))).stdout.decode()
+        assert said.split() == ["refused"] * len(addresses) + ["unknown"]
+        with pytest.raises(BlockingIOError):
+            names.recv(512)
+    await sandbox.close()
+
+
+def subnet_of(network: str) -> ipaddress.IPv4Network:
+    return ipaddress.IPv4Network(engine("network", "inspect", network, "--format", "{{(index .IPAM.Config 0).Subnet}}"))
+
+
+def listeners() -> Iterator[socket.socket]:
+    """A service on every address of this machine, and its name server."""
+    yield socket.create_server(("0.0.0.0", 0))
+    names = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    names.setblocking(False)
+    with suppress(OSError):  # taken: by a real one
+        names.bind(("127.0.0.1", 53))
+    yield names
+
+
+def engine_addresses() -> list[str]:
+    """This machine's own, but for the loopback."""
+    done = subprocess.run(["hostname", "-I"], capture_output=True, text=True, check=True)
+    return [word for word in done.stdout.split() if ":" not in word]
+
+
+async def test_a_network_of_that_name_that_is_not_isolated_is_not_used(containers: Provider, spec: SandboxSpec) -> None:
+    assert isinstance(containers, ContainerProvider)
+    name = unique("tangram-test")
+    engine("network", "create", "--internal", name)
+    with pytest.raises(InvalidConfig, match=f"docker network rm {name}"):
+        await containers._engine.isolated_network(name)
+    engine("network", "rm", name)
+    await containers._engine.isolated_network(name)
+    await containers._engine.isolated_network(name)
+    engine("network", "rm", name)
+
+
+async def test_egress_reaches_what_is_allowed_and_nothing_else(containers: Provider, spec: SandboxSpec) -> None:
+    gateway = str(next(subnet_of("bridge").hosts()))
+    if gateway not in engine_addresses():
+        pytest.skip("this engine has no bridge to the outside")
+    try:
+        Egress.check()
+    except Unsupported as error:
+        pytest.skip(error.message)
+    accepted = asyncio.Event()
+
+    async def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+        await writer.wait_closed()
+        accepted.set()
+
+    server = await asyncio.start_server(accept, gateway, 0)
+    port = server.sockets[0].getsockname()[1]
+    call = f"import socket; socket.create_connection(('{gateway}', {port}), 1); print('reached')"
+    for allow, reached in (((f"{gateway}/32",), b"reached\n"), (("192.0.2.0/24",), b"")):
+        limited = replace(spec, network=Network.EGRESS, allow=allow)
+        sandbox = await containers.create(limited, name=unique("egress"), labels={}, mounts={})
+        assert (await sandbox.run(Command(argv=("python3", "-c", call), timeout_s=10))).stdout == reached
+        await sandbox.close()
+    async with asyncio.timeout(DEADLINE_S):
+        await accepted.wait()
+    server.close()
+    await server.wait_closed()
+
+
+def test_egress_rules_are_closed_by_default() -> None:
+    rules = Egress(("192.0.2.0/24", "2001:db8::/32")).rules()
+    assert [rule[-1] for rule in rules if "-P" in rule] == ["DROP", "DROP"]
+    assert [rule[0] for rule in rules if "192.0.2.0/24" in rule] == ["iptables"]
+    assert [rule[0] for rule in rules if "2001:db8::/32" in rule] == ["ip6tables"]
+
+
+@pytest.fixture(scope="module")
+def bare(docker: str) -> Iterator[str]:
+    """An image without python3."""
+    name = f"tangram-test:bare-{secrets.token_hex(4)}"
+    made = engine("create", "--network", "none", docker, "/bin/sh", "-c", "rm -f /usr/bin/python*")
+    engine("start", "-a", made)
+    engine("commit", made, name)
+    engine("rm", made)
+    yield name
+    engine("rmi", name)
+
+
+class TestWithoutPython:
+    """An image without python3: the same semantics, a docker exec for each command."""
+
+    @pytest.fixture
+    async def sandbox(self, containers: Provider, spec: SandboxSpec, bare: str) -> Sandbox:
+        assert isinstance(containers, ContainerProvider)
+        return await containers.create(replace(spec, image=bare), name=unique("bare"), labels={}, mounts={})
+
+    async def test_commands(self, sandbox: Sandbox) -> None:
+        seen: list[tuple[str, bytes]] = []
+        command = Command(
+            shell='cat; echo "$PWD $A" >&2; id -u >&2; exit 3', stdin=b"in\x00\xff", env={"A": "b"}, cwd="."
+        )
+        result = await sandbox.run(command, lambda *chunk: seen.append(chunk))
+        assert (result.stdout, result.stderr, result.exit_code) == (b"in\x00\xff", b"/workspace b\n1000\n", 3)
+        assert b"".join(data for name, data in seen if name == "stdout") == b"in\x00\xff"
+        cut = await sandbox.run(Command(argv=("head", "-c", "100000", "/dev/zero"), output_limit_bytes=10))
+        assert (len(cut.stdout), cut.stdout_truncated) == (10, True)
+
+    async def test_a_timeout_kills_there_too_and_spares_earlier_processes(self, sandbox: Sandbox) -> None:
+        await sh(sandbox, "sleep 3000 >/dev/null 2>&1 & echo on")
+        async with asyncio.timeout(DEADLINE_S):
+            result = await sh(sandbox, "echo before; (setsid sleep 12321 &); sleep 1000", timeout_s=0.5)
+        assert (result.timed_out, result.stdout) == (True, b"before\n")
+        assert (
+            await sh(sandbox, "pgrep -f 'sleep 1232[1]' || echo none; pgrep -cf 'sleep 300[0]'")
+        ).stdout == b"none\n1\n"
+
+    async def test_cancelling_kills(self, sandbox: Sandbox) -> None:
+        begun = asyncio.Event()
+        task = asyncio.create_task(sandbox.run(Command(shell="echo; sleep 12321"), lambda *_: begun.set()))
+        async with asyncio.timeout(DEADLINE_S):
+            await begun.wait()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        assert (await sh(sandbox, "pgrep -f 'sleep 1232[1]' || echo none")).stdout == b"none\n"
+
+    async def test_files(self, sandbox: Sandbox) -> None:
+        await sandbox.write_file("deep/file", b"data", mode=0o640)
+        assert await sandbox.read_file("deep/file", limit_bytes=4) == b"data"
+        [entry] = await sandbox.list_files("deep")
+        assert (entry.path, entry.size_bytes, entry.mode) == ("deep/file", 4, 0o640)
+        with pytest.raises(TooLarge):
+            await sandbox.read_file("deep/file", limit_bytes=3)
+        with pytest.raises(NotFound):
+            await sandbox.read_file("nothing", limit_bytes=3)
+        with pytest.raises(InvalidInput):
+            await sandbox.read_file("deep", limit_bytes=3)
+        with pytest.raises(InvalidInput):
+            await sandbox.write_file("../../etc/passwd", b"x")
+
+    async def test_its_death_is_told(self, sandbox: Sandbox) -> None:
+        engine("rm", "-f", f"tangram-{sandbox.id}")
+        with pytest.raises(ActionFailed) as caught:
+            await sh(sandbox, "true")
+        assert caught.value.reason is Reason.ENVIRONMENT_LOST
+
+    async def test_what_needs_a_runner_is_unsupported(self, sandbox: Sandbox) -> None:
+        with pytest.raises(Unsupported, match="no python3"):
+            await sandbox.spawn(Command(argv=("cat",)))

@@ -1,0 +1,450 @@
+"""The handler runtime in real process sandboxes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import textwrap
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from manager.errors import ActionFailed, CapacityExceeded, InvalidConfig, Reason
+from manager.function import FunctionSpec, HandlerSpec, RuntimeKind, SandboxSpec
+from runtimes.sandbox.creation_gate import CreationGate
+from runtimes.sandbox.environments import Environments
+from runtimes.sandbox.handler.instance import HandlerSettings
+from runtimes.sandbox.handler.runtime import HandlerRuntime
+from runtimes.sandbox.process.provider import ProcessControl, ProcessProvider
+from runtimes.sandbox.resident import ResidentSandbox
+from tests.runtimes.recorder import execution_of
+
+DEADLINE_S = 20.0
+SETTINGS = HandlerSettings(sandbox=SandboxSpec(memory_bytes=256 * 2**20), start_timeout_s=DEADLINE_S, kill_grace_s=0.2)
+
+Function = Callable[..., FunctionSpec]
+
+
+@pytest.fixture
+async def provider(tmp_path: Path) -> AsyncIterator[ProcessProvider]:
+    provider = ProcessProvider(state_dir=tmp_path / "state", starting=CreationGate(4), shared_cores=(0,))
+    yield provider
+    assert not [path.name for path in (tmp_path / "state" / "sandboxes").glob("*")], "a sandbox was leaked"
+    await provider.close()
+
+
+@pytest.fixture
+async def runtime(provider: ProcessProvider) -> AsyncIterator[HandlerRuntime]:
+    runtime = HandlerRuntime(provider, SETTINGS)
+    yield runtime
+    await runtime.close()
+
+
+@pytest.fixture
+def function(tmp_path: Path) -> Function:
+    """Makes a function of a handler's source."""
+    tmp_path.chmod(0o755)
+
+    def make(source: str, *, callable: str = "score", **options: int | float | str) -> FunctionSpec:
+        directory = tmp_path / "function"
+        directory.mkdir(exist_ok=True)
+        revision = str(options.pop("revision", "1"))
+        (directory / f"handler{revision}.py").write_text(textwrap.dedent(source), encoding="utf-8")
+        output_limit_bytes = int(options.pop("output_limit_bytes", 2**20))
+        return FunctionSpec(
+            name="reward",
+            runtime=RuntimeKind.HANDLER,
+            revision=revision,
+            timeout_s=DEADLINE_S,
+            output_limit_bytes=output_limit_bytes,
+            handler=HandlerSpec(module=f"handler{revision}", callable=callable, directory=directory, **options),  # type: ignore[arg-type]  # a test's keywords
+        )
+
+    return make
+
+
+async def call(runtime: HandlerRuntime, function: FunctionSpec, id: str = "a1", **input: object) -> object:
+    execution, _ = execution_of(function, input, id=id)
+    return (await runtime.execute(execution)).value
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let the loop run until it holds; the caller has the deadline."""
+    for _ in iter(condition, True):
+        await asyncio.sleep(0.002)
+
+
+async def test_a_handler_is_imported_once_and_returns_its_value(runtime: HandlerRuntime, function: Function) -> None:
+    counting = function("""
+        calls = 0
+        def score(event, context):
+            global calls
+            calls += 1
+            return {"event": event, "calls": calls, "id": context.invocation_id, "task": context.task}
+    """)
+    first = await call(runtime, counting, id="a1", answer="ä" * 70_000)
+    second = await call(runtime, counting, id="a2", answer=[1, None, 2.5])
+    assert first == {"event": {"answer": "ä" * 70_000}, "calls": 1, "id": "a1", "task": "default"}
+    assert second == {"event": {"answer": [1, None, 2.5]}, "calls": 2, "id": "a2", "task": "default"}
+    assert runtime.instances() == {"reward": 1}
+
+
+async def test_print_logging_and_child_processes_are_the_invocations_log(
+    runtime: HandlerRuntime, function: Function
+) -> None:
+    chatty = function("""
+        import logging, os, sys
+        def score(event, context):
+            print("one", 1)
+            print("two", file=sys.stderr)
+            sys.stdout.buffer.write(b"three")
+            logging.getLogger("mine").warning("careful %d", 4)
+            context.log("graded", points=5)
+            os.system("echo from a child")
+            return sys.stdin.read()
+    """)
+    execution, log = execution_of(chatty, {})
+    assert (await runtime.execute(execution)).value == ""
+    assert log.text("stdout") == "one 1\nthree"
+    assert "two\n" in log.text("stderr") and "from a child\n" in log.text("stderr")
+    records = [json.loads(line) for line in log.text("log").splitlines()]
+    assert records == [
+        {"level": "warning", "logger": "mine", "message": "careful 4"},
+        {"level": "info", "message": "graded", "points": 5},
+    ]
+
+
+async def test_an_exception_is_a_handler_error_with_its_traceback(runtime: HandlerRuntime, function: Function) -> None:
+    raising = function("""
+        def score(event, context):
+            raise {"key": KeyError, "exit": SystemExit, "memory": MemoryError}[event["how"]]("why")
+    """)
+    execution, log = execution_of(raising, {"how": "key"})
+    with pytest.raises(ActionFailed, match="KeyError: 'why'") as failure:
+        await runtime.execute(execution)
+    assert failure.value.reason is Reason.HANDLER_ERROR
+    trace = str(failure.value.detail["traceback"])
+    assert "in score" in trace and "<string>" not in trace
+    assert trace in log.text("stderr")
+    for how, reason in (("exit", Reason.HANDLER_ERROR), ("memory", Reason.OUT_OF_MEMORY)):
+        with pytest.raises(ActionFailed) as failure:
+            await call(runtime, raising, how=how)
+        assert failure.value.reason is reason
+    assert runtime.instances() == {"reward": 1}
+
+
+@pytest.mark.parametrize("value", ["{1, 2}", "float('nan')", "b'x'", "'\\ud800'", "(lambda x: x.append(x) or x)([])"])
+async def test_a_result_that_is_no_json_is_a_clear_handler_error(
+    runtime: HandlerRuntime, function: Function, value: str
+) -> None:
+    odd = function(f"def score(event, context): return {value}")
+    with pytest.raises(ActionFailed, match="which is not JSON") as failure:
+        await call(runtime, odd)
+    assert failure.value.reason is Reason.HANDLER_ERROR
+
+
+async def test_a_result_over_the_limit_is_output_limit(runtime: HandlerRuntime, function: Function) -> None:
+    wide = function("def score(event, context): return 'x' * event['n']", output_limit_bytes=1000)
+    assert await call(runtime, wide, n=998) == "x" * 998
+    with pytest.raises(ActionFailed, match="1001 bytes, more than 1000") as failure:
+        await call(runtime, wide, n=999)
+    assert failure.value.reason is Reason.OUTPUT_LIMIT
+
+
+@pytest.mark.parametrize(
+    ("source", "callable", "message"),
+    [
+        ("import no_such_module", "score", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("def score(event, context): pass", "other", "has no attribute 'other'"),
+        ("def score(event): pass", "score", "too many positional arguments"),
+        ("import os; os._exit(3)", "score", "ended its own process .exit code 3."),
+        ("raise RuntimeError('at import')", "score", "(?s)RuntimeError: at import.*Traceback"),
+    ],
+)
+async def test_a_handler_that_cannot_be_loaded_is_refused_at_registration(
+    runtime: HandlerRuntime, function: Function, source: str, callable: str, message: str
+) -> None:
+    with pytest.raises(InvalidConfig, match=message):
+        await runtime.prepare(function(source, callable=callable))
+    assert runtime.instances() == {"reward": 0}
+
+
+async def test_a_handler_that_ends_its_process_fails_its_action_and_is_replaced(
+    runtime: HandlerRuntime, function: Function
+) -> None:
+    fragile = function("""
+        import os
+        calls = []
+        def score(event, context):
+            calls.append(1)
+            if event["die"] == "exit":
+                os._exit(7)
+            if event["die"]:
+                os.write(2, b"last words")
+                os.kill(os.getpid(), event["die"])
+            return len(calls)
+    """)
+    assert [await call(runtime, fragile, die=0) for _ in range(2)] == [1, 2]
+    for die, reason, message in (
+        ("exit", Reason.HANDLER_ERROR, "exit code 7"),
+        (11, Reason.HANDLER_ERROR, "signal 11"),
+        (9, Reason.ENVIRONMENT_LOST, "was killed"),
+    ):
+        execution, log = execution_of(fragile, {"die": die})
+        with pytest.raises(ActionFailed, match=message) as failure:
+            await runtime.execute(execution)
+        assert failure.value.reason is reason
+        if die != "exit":
+            assert failure.value.detail["output"] == "last words"
+            assert log.text("stderr") == "last words"
+        assert await call(runtime, fragile, die=0) == 1
+    assert runtime.instances() == {"reward": 1}
+
+
+async def test_cancelling_ends_the_instance_and_the_next_action_gets_a_new_one(
+    runtime: HandlerRuntime, function: Function
+) -> None:
+    stuck = function("""
+        state = []
+        def score(event, context):
+            state.append(1)
+            if event["stuck"]:
+                print("stuck")
+                while True:
+                    pass
+            return len(state)
+    """)
+    assert await call(runtime, stuck, stuck=False) == 1
+    execution, log = execution_of(stuck, {"stuck": True})
+    said = asyncio.Event()
+    log.write = lambda stream, data: said.set()  # type: ignore[method-assign]  # to know when it runs
+    running = asyncio.create_task(runtime.execute(execution))
+    async with asyncio.timeout(DEADLINE_S):
+        await said.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert execution.ended_s is not None
+    assert await call(runtime, stuck, stuck=False) == 1
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+async def test_per_instance_invocations_run_together_and_keep_their_logs_apart(
+    runtime: HandlerRuntime, function: Function, kind: str
+) -> None:
+    wait = "await asyncio.to_thread(barrier.wait)" if kind == "async def" else "barrier.wait()"
+    together = function(
+        f"""
+        import asyncio, logging, threading
+        barrier = threading.Barrier(3, timeout={DEADLINE_S})
+        {kind} score(event, context):
+            print("before", event["n"])
+            {wait}
+            logging.info("after %d", event["n"])
+            return [event["n"], threading.active_count() > 0]
+        """,
+        per_instance=3,
+        instances_max=1,
+    )
+    executions = [execution_of(together, {"n": n}, id=f"a{n}") for n in range(3)]
+    results = await asyncio.gather(*(runtime.execute(execution) for execution, _ in executions))
+    assert [result.value for result in results] == [[0, True], [1, True], [2, True]]
+    for n, (_, log) in enumerate(executions):
+        assert log.text("stdout") == f"before {n}\n"
+        assert f"after {n}" in log.text("log") and len(log.text("log").splitlines()) == 1
+    assert runtime.instances() == {"reward": 1}
+
+
+async def test_an_async_handler_keeps_its_loop_between_invocations(runtime: HandlerRuntime, function: Function) -> None:
+    looping = function("""
+        import asyncio
+        loops = []
+        async def score(event, context):
+            await asyncio.sleep(0)
+            loops.append(id(asyncio.get_running_loop()))
+            return len(set(loops))
+    """)
+    assert [await call(runtime, looping) for _ in range(3)] == [1, 1, 1]
+
+
+async def test_more_actions_than_slots_wait_their_turn_in_order(runtime: HandlerRuntime, function: Function) -> None:
+    ordered = function(
+        """
+        order = []
+        def score(event, context):
+            order.append(event["n"])
+            return order
+        """,
+        instances_max=1,
+    )
+    results = await asyncio.gather(*(call(runtime, ordered, id=f"a{n}", n=n) for n in range(6)))
+    assert results[-1] == [0, 1, 2, 3, 4, 5]
+    assert runtime.instances() == {"reward": 1}
+
+
+async def test_instances_are_added_up_to_the_bound_and_idle_ones_end(
+    provider: ProcessProvider, function: Function
+) -> None:
+    idle = asyncio.Event()
+
+    class Watched(HandlerRuntime):
+        def _on_done(self, task: asyncio.Task[None]) -> None:
+            super()._on_done(task)
+            if self.instances() == {"reward": 1}:
+                idle.set()
+
+    runtime = Watched(provider, SETTINGS)
+    meeting = function(
+        """
+        import pathlib, time
+        def score(event, context):
+            print("started")
+            while not pathlib.Path("go").exists():
+                time.sleep(0.01)
+        """,
+        instances_min=1,
+        instances_max=2,
+        idle_s=0.3,
+    )
+    assert meeting.handler is not None
+    await runtime.prepare(meeting)
+    assert runtime.instances() == {"reward": 1}
+    started = asyncio.Semaphore(0)
+    executions = [execution_of(meeting, {}, id=f"a{n}") for n in range(4)]
+    for _, log in executions:
+        log.write = lambda stream, data: started.release()  # type: ignore[method-assign]  # to know when it runs
+    async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.TaskGroup() as group:
+            for execution, _ in executions:
+                group.create_task(runtime.execute(execution))
+            await started.acquire()
+            await started.acquire()
+            assert runtime.instances() == {"reward": 2}
+            idle.clear()
+            (meeting.handler.directory / "go").touch()
+        await idle.wait()
+    assert runtime.instances() == {"reward": 1}
+    await runtime.close()
+
+
+async def test_a_frozen_idle_instance_serves_the_next_action(provider: ProcessProvider, function: Function) -> None:
+    runtime = HandlerRuntime(provider, HandlerSettings(sandbox=SETTINGS.sandbox, rest_s=0.0))
+    counting = function("""
+        calls = []
+        def score(event, context):
+            calls.append(1)
+            return len(calls)
+    """)
+    assert [await call(runtime, counting) for _ in range(5)] == [1, 2, 3, 4, 5]
+    await runtime.close()
+
+
+async def test_a_new_revision_serves_new_actions_while_the_old_one_ends(
+    runtime: HandlerRuntime, function: Function
+) -> None:
+    old = function("def score(event, context): return 'old'", revision="1")
+    new = function("def score(event, context): return 'new'", revision="2")
+    await runtime.prepare(old)
+    assert await call(runtime, old) == "old"
+    await runtime.prepare(new)
+    assert (await call(runtime, new), await call(runtime, old)) == ("new", "old")
+    assert runtime.instances() == {"reward": 1}
+
+
+async def test_closing_fails_what_runs_and_what_waits(provider: ProcessProvider, function: Function) -> None:
+    runtime = HandlerRuntime(provider, SETTINGS)
+    endless = function("def score(event, context):\n    print('runs')\n    while True: pass", instances_max=1)
+    started = asyncio.Event()
+    execution, log = execution_of(endless, {})
+    log.write = lambda stream, data: started.set()  # type: ignore[method-assign]  # to know when it runs
+    running = [asyncio.create_task(runtime.execute(execution))]
+    async with asyncio.timeout(DEADLINE_S):
+        await started.wait()
+        running.append(asyncio.create_task(runtime.execute(execution_of(endless, {}, id="a2")[0])))
+        await asyncio.wait(running, timeout=0.0)  # the second is waiting for the only slot by now
+        await runtime.close()
+        outcomes = await asyncio.gather(*running, return_exceptions=True)
+    assert [getattr(outcome, "reason", None) for outcome in outcomes] == [Reason.ENVIRONMENT_LOST] * 2
+
+
+async def test_the_search_for_orphans_leaves_instances_alone(
+    provider: ProcessProvider, runtime: HandlerRuntime, function: Function
+) -> None:
+    environments = Environments(provider)
+    environments.spare(lambda: runtime.sandboxes)
+    counting = function("""
+        calls = []
+        def score(event, context):
+            calls.append(1)
+            return len(calls)
+    """)
+    assert await environments.start() == []
+    assert await call(runtime, counting) == 1
+    await environments._reap()
+    assert await call(runtime, counting) == 2
+    await environments.close()
+    await runtime.close()
+    assert runtime.sandboxes == set()
+
+
+async def test_an_engine_that_makes_no_sandbox_is_a_typed_end_with_the_time_to_come_again(
+    runtime: HandlerRuntime, provider: ProcessProvider, function: Function, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuses(*_: object, **__: object) -> None:
+        raise CapacityExceeded("the engine does not answer", retry_after_s=3.0)
+
+    monkeypatch.setattr(provider, "create", refuses)
+    with pytest.raises(ActionFailed, match="the engine does not answer") as caught:
+        await call(runtime, function("def score(event, context): return 1"))
+    assert (caught.value.reason, caught.value.retry_after_s) == (Reason.ENVIRONMENT_LOST, 3.0)
+
+
+async def test_an_instance_that_died_idle_makes_room_for_the_next(
+    provider: ProcessProvider, runtime: HandlerRuntime, function: Function, tmp_path: Path
+) -> None:
+    alone = function("def score(event, context): return 1", instances_min=1, instances_max=1)
+    await call(runtime, alone)
+    ((instance,),) = [pool.instances for pool in runtime._pools.values()]
+    async with asyncio.timeout(DEADLINE_S):
+        await until(lambda: instance.resting)
+        (record,) = (tmp_path / "state" / "sandboxes").glob("*/record.json")
+        assert isinstance(instance._sandbox, ResidentSandbox)
+        await instance._sandbox.condemn("its disk bound is exceeded")
+        await until(lambda: not instance.alive)
+        assert await call(runtime, alone) == 1
+        assert not record.exists()
+
+
+async def test_an_instance_that_could_not_be_removed_is_the_reapers(
+    provider: ProcessProvider, runtime: HandlerRuntime, function: Function, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environments = Environments(provider)
+    environments.spare(lambda: runtime.sandboxes)
+    assert await call(runtime, function("def score(event, context): return 1")) == 1
+    with monkeypatch.context() as broken:
+
+        async def fails(hold: ProcessControl) -> None:
+            raise CapacityExceeded("the engine does not answer")
+
+        broken.setattr(ProcessControl, "remove", fails)
+        await runtime.close()
+    assert runtime.sandboxes == set()
+    await environments._reap()
+    await environments.close()
+
+
+async def test_a_missing_directory_is_refused_at_registration(runtime: HandlerRuntime, tmp_path: Path) -> None:
+    spec = HandlerSpec(module="handler", callable="score", directory=tmp_path / "none")
+    with pytest.raises(InvalidConfig, match="does not exist"):
+        await runtime.prepare(FunctionSpec(name="reward", runtime=RuntimeKind.HANDLER, handler=spec))
+
+
+async def test_a_directory_that_the_sandbox_cannot_read_is_named_with_the_remedy(
+    runtime: HandlerRuntime, function: Function
+) -> None:
+    spec = function("def score(event, context): return 1")
+    assert spec.handler is not None
+    spec.handler.directory.chmod(0o700)
+    with pytest.raises(InvalidConfig, match=rf"{spec.handler.directory}: chmod -R a\+rX"):
+        await runtime.prepare(spec)

@@ -1,0 +1,243 @@
+"""A real runner whose gateway goes away: what goes on, what is kept for the next one, and for how long."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from runtimes.sandbox.runner import runner as wire
+from runtimes.sandbox.runner.protocol import encode_json
+from runtimes.sandbox.sandbox import Command, CommandResult
+from tests.runtimes.sandbox.box import Box
+
+DEADLINE_S = 20.0
+#: Says that it began, waits for the test, and says that it ended.
+GATED = "echo one; echo two >&2; echo run >> runs; until [ -e go ]; do sleep 0.01; done; echo three; exit 7"
+SLEEP = "echo begun; exec sleep 1000"
+
+
+def command(shell: str = GATED, claim: str = "a.1/1", **given: object) -> Command:
+    return Command(shell=shell, claim=claim, **({"lasting": True, "kill_grace_s": 0.2} | given))  # type: ignore[arg-type]
+
+
+async def until(condition: Callable[[], bool] | Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            held = condition()
+            if held if isinstance(held, bool) else await held:
+                return
+            await asyncio.sleep(0.005)
+
+
+async def abandoned(box: Box, given: Command, *, unattended_s: float = 60.0) -> None:
+    """A gateway begins with the command and goes away once it has said something."""
+    said = asyncio.Event()
+    channel = await box.connect(unattended_s)
+    running = asyncio.create_task(channel.run(given, lambda *_: said.set()))
+    async with asyncio.timeout(DEADLINE_S):
+        await said.wait()
+    channel.close()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def claimed(box: Box, given: Command) -> CommandResult:
+    """What the next gateway gets."""
+    channel = await box.connect()
+    try:
+        assert given.claim in channel.held
+        async with asyncio.timeout(DEADLINE_S):
+            return await channel.run(given)
+    finally:
+        channel.close()
+
+
+async def holds(box: Box, claim: str = "a.1/1", *, running: bool | None = None) -> bool:
+    channel = await box.connect()
+    held = channel.held.get(claim)
+    channel.close()
+    return held is not None and running in (None, held.running)
+
+
+async def test_a_running_command_is_claimed_with_all_that_it_said(box: Box) -> None:
+    await abandoned(box, command())
+    channel = await box.connect()
+    assert channel.held["a.1/1"].running
+    seen: list[tuple[str, bytes]] = []
+    running = asyncio.create_task(channel.run(command(), lambda *said: seen.append(said)))
+    await until(lambda: len(seen) == 2)
+    box.open_gate()
+    result = await running
+    assert seen == [("stdout", b"one\n"), ("stderr", b"two\n"), ("stdout", b"three\n")]
+    assert (result.exit_code, result.stdout, result.stderr, box.runs) == (7, b"one\nthree\n", b"two\n", 1)
+    channel.close()
+
+
+async def test_one_that_ended_meanwhile_is_claimed_with_its_end(box: Box) -> None:
+    await abandoned(box, command())
+    box.open_gate()
+    await until(lambda: holds(box, running=False))
+    result = await claimed(box, command())
+    assert (result.exit_code, result.stdout, result.stderr, box.runs) == (7, b"one\nthree\n", b"two\n", 1)
+    assert result.duration_s > 0
+    assert result.peak_memory_bytes > 0
+
+
+async def test_it_can_be_claimed_again_until_its_end_is_acknowledged(box: Box) -> None:
+    box.open_gate()
+    channel = await box.connect()
+    assert (await channel.run(command())).exit_code == 7
+    channel.close()
+    assert (await claimed(box, command())).exit_code == 7
+    channel = await box.connect()
+    channel.keep("a.1/", lasting=False)
+    await channel.sweep()
+    channel.close()
+    assert not await holds(box)
+
+
+async def test_what_was_begun_is_told_until_it_is_acknowledged_whatever_became_of_it(box: Box) -> None:
+    channel = await box.connect()
+    assert channel.begun == frozenset()
+    box.open_gate()
+    await channel.run(command(claim="ended.1/1"))
+    await channel.run(command(claim="attended.1/1", lasting=False))
+    killed = asyncio.create_task(channel.run(command(SLEEP, "killed.1/1")))
+    await asyncio.sleep(0)
+    killed.cancel()
+    await asyncio.gather(killed, return_exceptions=True)
+    channel.close()
+    channel = await box.connect(unattended_s=0.0)
+    assert channel.begun == frozenset({"ended.1/1", "killed.1/1"})
+    assert set(channel.held) == {"ended.1/1"}
+    channel.close()
+    channel = await box.connect()
+    assert not channel.held
+    assert channel.begun == frozenset({"ended.1/1", "killed.1/1"}), "what is not kept any more was begun all the same"
+    for claims in ("ended.1/", "killed.1/"):
+        channel.keep(claims, lasting=False)
+    await channel.sweep()
+    channel.close()
+    channel = await box.connect()
+    assert channel.begun == frozenset()
+    channel.close()
+
+
+async def test_of_more_than_it_can_bear_in_mind_nothing_is_certain(box: Box) -> None:
+    channel = await box.connect()
+    for number in range(wire.BEGUN_MAX + 1):
+        await channel.run(command("true", f"{number}.1/1"))
+    channel.close()
+    channel = await box.connect()
+    assert channel.begun is None
+    channel.close()
+
+
+async def test_what_is_not_lasting_ends_with_its_gateway(box: Box) -> None:
+    await abandoned(box, command("echo $$; exec sleep 1000", lasting=False))
+    assert not await holds(box)
+    await until(lambda: not children(box))
+
+
+async def test_it_may_become_lasting_while_it_runs(box: Box) -> None:
+    channel = await box.connect()
+    said = asyncio.Event()
+    running = asyncio.create_task(channel.run(command(lasting=False), lambda *_: said.set()))
+    await said.wait()
+    channel.keep("a.1/", lasting=True)
+    await channel.list_files("")
+    channel.close()
+    await asyncio.gather(running, return_exceptions=True)
+    box.open_gate()
+    assert (await claimed(box, command())).stdout == b"one\nthree\n"
+
+
+async def test_without_a_gateway_for_too_long_it_is_ended_and_nothing_is_kept(box: Box) -> None:
+    await abandoned(box, command("echo a; exit 0", "early.1/1"))
+    await abandoned(box, command("trap '' TERM; echo b; while :; do sleep 0.05; done"), unattended_s=0.2)
+    await until(lambda: not children(box))
+    assert not await holds(box)
+    assert not await holds(box, "early.1/1")
+
+
+async def test_its_timeout_is_kept_without_a_gateway(box: Box) -> None:
+    given = command("echo begun; exec sleep 1000", timeout_s=0.3)
+    await abandoned(box, given)
+    await until(lambda: not children(box))
+    result = await claimed(box, given)
+    assert (result.timed_out, result.stdout) == (True, b"begun\n")
+
+
+async def test_no_more_is_kept_than_its_bound(box: Box) -> None:
+    given = command("echo begun; yes | head -c 1000000; exit 3", output_limit_bytes=10_000)
+    await abandoned(box, given)
+    await until(lambda: holds(box, running=False))
+    result = await claimed(box, given)
+    assert (len(result.stdout), result.stdout_truncated, result.exit_code) == (10_000, True, 3)
+
+
+async def test_the_oldest_ends_make_room(box: Box) -> None:
+    channel = await box.connect()
+    for number in range(wire.ENDED_MAX + 2):
+        await channel.run(command("echo a", f"{number}.1/1"))
+    large = command("head -c 3000000 /dev/zero", "x", output_limit_bytes=2**22)
+    channel.close()
+    channel = await box.connect()
+    assert list(channel.held) == [f"{number}.1/1" for number in range(2, wire.ENDED_MAX + 2)]
+    for claim in ("large.1/1", "larger.1/1"):
+        await channel.run(command(large.shell, claim, output_limit_bytes=2**22))
+    channel.close()
+    channel = await box.connect()
+    assert list(channel.held) == ["larger.1/1"]
+    channel.close()
+
+
+async def test_one_that_has_not_got_all_its_input_is_ended(box: Box) -> None:
+    given = command("echo begun; exec sleep 1000", stdin=b"x" * (2 * wire.WINDOW_BYTES))
+    await abandoned(box, given)
+    assert not await holds(box)
+    await until(lambda: not children(box))
+
+
+async def test_a_program_that_cannot_be_started_is_kept_as_well(box: Box) -> None:
+    given = Command(argv=("/nowhere",), claim="a.1/1", lasting=True)
+    await abandoned(box, given)
+    assert (await claimed(box, given)).exit_code == 127
+
+
+async def test_what_was_claimed_can_be_killed(box: Box) -> None:
+    await abandoned(box, command())
+    channel = await box.connect()
+    running = asyncio.create_task(channel.run(command()))
+    await asyncio.sleep(0)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert not children(box)
+    channel.close()
+    assert not await holds(box)
+
+
+@pytest.mark.parametrize("token", [None, "guessed"])
+async def test_a_stranger_inside_neither_hears_nor_ends_it(box: Box, token: str | None) -> None:
+    await abandoned(box, command())
+    frames = [] if token is None else [encode_json(wire.HELLO, 0, {"token": token})]
+    frames += [
+        encode_json(wire.CLAIM, 1, {"claim": "a.1/1"}),
+        encode_json(wire.KEEP, 2, {"claim": "", "lasting": False}),
+    ]
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.settimeout(DEADLINE_S)
+        stranger.connect(str(box.directory / "s"))
+        stranger.sendall(b"".join(frames))
+        with suppress(ConnectionResetError):
+            assert stranger.recv(1000) == b""
+    assert await holds(box, running=True)
+
+
+def children(box: Box) -> list[str]:
+    """The runner's children."""
+    return Path(f"/proc/{box.process.pid}/task/{box.process.pid}/children").read_text().split()
