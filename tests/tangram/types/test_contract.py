@@ -13,13 +13,13 @@ from typing import Any, TypeVar, get_args
 import msgspec
 import pytest
 
-from gateway.record import Mode as RecordMode
+from gateway.invocations.record import Mode as RecordMode
 from manager.action import UnitSet
 from manager.config import ConcurrencySpec, QuotaSpec
 from manager.errors import Reason as ManagerReason
 from manager.outcome import State as ManagerState
 from tangram import types
-from tests.gateway.conftest import Bench, Running, function, serving
+from tests.gateway.conftest import GatewayBench, RunningGateway, function, serving
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -50,7 +50,7 @@ def read(body: bytes, kind: type[T]) -> T:
     return found
 
 
-async def ask(gateway: Running, path: str, kind: type[T], **params: str) -> T:
+async def ask(gateway: RunningGateway, path: str, kind: type[T], **params: str) -> T:
     response = await gateway.http.get(path, params=params)
     assert response.status_code == 200, response.text
     return read(response.content, kind)
@@ -70,7 +70,7 @@ def test_a_reason_that_a_newer_server_gives_and_a_field_that_it_adds_are_read() 
 
 
 @pytest.mark.parametrize("input", [{}, {"reason": "handler_error"}])
-async def test_an_invocation_is_read_whole_in_every_place(gateway: Running, input: dict[str, object]) -> None:
+async def test_an_invocation_is_read_whole_in_every_place(gateway: RunningGateway, input: dict[str, object]) -> None:
     response = await gateway.invoke({"log": "hello", **input})
     invocation = read(response.content, types.Invocation)
     assert invocation.ended
@@ -87,7 +87,7 @@ async def test_an_invocation_is_read_whole_in_every_place(gateway: Running, inpu
     assert read(cancelled.content, types.Invocation).reason == "cancelled"
 
 
-async def test_the_tries_of_an_invocation_are_read(gateway: Running) -> None:
+async def test_the_tries_of_an_invocation_are_read(gateway: RunningGateway) -> None:
     response = await gateway.invoke({"reason": "handler_error"}, function="retried", mode="async", wait="5s")
     invocation = read(response.content, types.Invocation)
     assert [attempt.attempt for attempt in invocation.attempts] == [1, 2]
@@ -95,7 +95,7 @@ async def test_the_tries_of_an_invocation_are_read(gateway: Running) -> None:
     assert read(purged.content, types.Purged).purged == 1
 
 
-async def test_records_of_a_log_are_told_apart(gateway: Running) -> None:
+async def test_records_of_a_log_are_told_apart(gateway: RunningGateway) -> None:
     response = await gateway.invoke({"log": "hello"}, mode="stream")
     records = [types.read_log_record(line) for line in response.content.splitlines()]
     for line, record in zip(response.content.splitlines(), records, strict=True):
@@ -112,7 +112,7 @@ async def test_records_of_a_log_are_told_apart(gateway: Running) -> None:
     assert lag == types.LogLag(stream="dropped", next_offset=7, data="too slow")
 
 
-async def test_problems_are_read_whole(gateway: Running) -> None:
+async def test_problems_are_read_whole(gateway: RunningGateway) -> None:
     unknown = read((await gateway.http.get("/v1/functions/none")).content, types.Problem)
     assert (unknown.status, unknown.code) == (404, "not_found")
     odd = read((await gateway.invoke({}, function="strict")).content, types.Problem)
@@ -122,7 +122,7 @@ async def test_problems_are_read_whole(gateway: Running) -> None:
     assert late.invocation.reason == "timeout"
 
 
-async def test_the_verdicts_of_a_batch_are_read_whole(gateway: Running) -> None:
+async def test_the_verdicts_of_a_batch_are_read_whole(gateway: RunningGateway) -> None:
     batch = types.BatchRequest(
         calls=(types.BatchItem(function="echo", input={"n": 1}, timeout="30s"), types.BatchItem(function="none"))
     )
@@ -135,7 +135,7 @@ async def test_the_verdicts_of_a_batch_are_read_whole(gateway: Running) -> None:
     assert isinstance(refused.problem, types.Problem)
 
 
-async def test_functions_and_configurations_are_read_whole(gateway: Running) -> None:
+async def test_functions_and_configurations_are_read_whole(gateway: RunningGateway) -> None:
     await gateway.invoke({})
     listed = await ask(gateway, "/v1/functions", types.FunctionList)
     assert {"echo", "shell", "strict"} <= {each.name for each in listed.functions}
@@ -148,7 +148,7 @@ async def test_functions_and_configurations_are_read_whole(gateway: Running) -> 
     assert read(response.content, types.ConfigDiff).added == ("more",)
 
 
-async def test_the_scheduler_is_read_whole(gateway: Running) -> None:
+async def test_the_scheduler_is_read_whole(gateway: RunningGateway) -> None:
     await gateway.invoke({}, headers={"X-Task": "t"})
     await gateway.http.put("/v1/trajectories/rollout", json={"function": "shell"})
     running = [gateway.invoke({"held": True}, headers={"X-Task": "t"}, mode="async") for _ in range(40)]
@@ -167,7 +167,7 @@ async def test_the_scheduler_is_read_whole(gateway: Running) -> None:
 
 
 async def test_pools_of_every_kind_are_read_whole(tmp_path: Path) -> None:
-    bench = Bench(
+    bench = GatewayBench(
         tmp_path,
         quotas={"search": QuotaSpec(limit=3, period_s=60.0)},
         concurrency={"judge": ConcurrencySpec(limit=2)},
@@ -182,7 +182,7 @@ async def test_pools_of_every_kind_are_read_whole(tmp_path: Path) -> None:
     assert tasks.tasks[0].quota_units == {"search": 1.0}
 
 
-async def test_trajectories_and_files_are_read_whole(gateway: Running) -> None:
+async def test_trajectories_and_files_are_read_whole(gateway: RunningGateway) -> None:
     opening = types.TrajectoryOpening(function="shell")
     response = await gateway.http.put("/v1/trajectories/rollout", content=msgspec.json.encode(opening))
     assert read(response.content, types.TrajectoryInfo).state == "idle"
