@@ -45,8 +45,8 @@ import asyncio, json, os, sys
 from pathlib import Path
 import uvloop
 from gateway.app import build
-from gateway.config import load
-from gateway.logs import configure
+from gateway.config.load import load
+from gateway.invocations.logs import configure
 configure("warning")
 async def main():
     app = build(load([Path(sys.argv[1])], os.environ))

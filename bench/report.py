@@ -40,7 +40,7 @@ class Check:
 class BenchReport:
     """What one bench has to say.
 
-    >>> report = Report("gateway")
+    >>> report = BenchReport("gateway")
     >>> report.figure("echo_p50_ms", 0.4)
     >>> report.check("exec_overhead_p50_ms", 1.3, limit=2.0, better="lower")
     >>> sys.exit(report.print(as_json=True))

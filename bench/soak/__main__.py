@@ -44,7 +44,7 @@ ENGINES_OWN = ("mounts", "network_namespaces")
 CHECKPOINT = """
 import sys
 from pathlib import Path
-from bench.model_checkpoints import TINY, write_checkpoint
+from bench.model.checkpoints import TINY, write_checkpoint
 print(write_checkpoint(Path(sys.argv[1]), "llama", "score", TINY, dtype="float32", device="cpu", seed=0))
 """
 
