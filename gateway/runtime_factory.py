@@ -69,7 +69,7 @@ def make_runtimes(config: GatewayConfig, clock: Clock, on_residency: OnResidency
     )
     environments = Environments(provider, EnvironmentSettings(default=default), clock)
     handlers = HandlerRuntime(provider, HandlerSettings(sandbox=default))
-    environments.spare(lambda: handlers.sandboxes)
+    environments.exclude(lambda: handlers.sandboxes)
     model = ModelRuntime(model_settings(config), on_residency=on_residency)
     runtimes: dict[RuntimeKind, Runtime] = {
         RuntimeKind.EXEC: ExecRuntime(environments),

@@ -15,34 +15,34 @@ class Reattachment:
     def __init__(self, environments: Environments) -> None:
         self._environments = environments
         #: What the claims of each held try begin with.
-        self._held: set[str] = set()
+        self._resumable: set[str] = set()
         self._taken: set[str] = set()
 
     def look(self) -> None:
         """See what the adopted sandboxes hold."""
-        self._held = {claim.rpartition("/")[0] + "/" for claim in self._environments.held()}
+        self._resumable = {claim.rpartition("/")[0] + "/" for claim in self._environments.resumable()}
 
     def holds(self, invocation: LiveInvocation) -> bool:
-        """Whether a living sandbox holds the present try, of which the record says that it has begun."""
+        """Return whether a living sandbox holds the present try, which the record says has begun."""
         record = invocation.record
         begun = record.detached and record.state is State.RUNNING
-        return begun and invocation.inside and _claims(record) in self._held
+        return begun and invocation.inside and _claims(record) in self._resumable
 
-    def never_began(self, invocation: LiveInvocation) -> bool:
+    def never_started(self, invocation: LiveInvocation) -> bool:
         """Whether the present try is certain not to have begun, whatever the record feared."""
         record = invocation.record
         if not invocation.inside or not record.begun:
             return not record.begun
-        return record.trajectory is not None and self._environments.never_began(record.trajectory, _claims(record))
+        return record.trajectory is not None and self._environments.never_started(record.trajectory, _claims(record))
 
     def take(self, invocation: LiveInvocation) -> None:
         """It goes on under this gateway."""
         self._taken.add(_claims(invocation.record))
 
-    async def let_go(self) -> None:
+    async def end_unclaimed(self) -> None:
         """End what was not taken."""
-        await self._environments.let_go(self._taken)
-        self._held.clear()
+        await self._environments.end_unclaimed(self._taken)
+        self._resumable.clear()
 
     async def leave(self, invocation: LiveInvocation) -> bool:
         """Leave a running command to the next gateway, as it runs; False where that cannot be."""
@@ -51,7 +51,7 @@ class Reattachment:
     def detached(self, invocation: LiveInvocation) -> None:
         """It goes on without its caller, and from now on without this gateway too."""
         if invocation.inside:
-            self._environments.prolong(_claims(invocation.record))
+            self._environments.detach(_claims(invocation.record))
 
     def settled(self, invocation: LiveInvocation) -> None:
         """Its end is durable: no sandbox needs to keep it."""

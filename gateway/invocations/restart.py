@@ -58,7 +58,7 @@ class Restart:
         self._takeover.look()
         for record in await self._store.unfinished():
             counts[await self._take_over(record, again)] += 1
-        await self._takeover.let_go()
+        await self._takeover.end_unclaimed()
         self._invocations.submit(again)
         return counts
 
@@ -74,7 +74,7 @@ class Restart:
             self._takeover.take(invocation)
             return "resumed"
         log.pass_over_nothing()
-        if record.detached and function is not None and not was_queued and self._takeover.never_began(invocation):
+        if record.detached and function is not None and not was_queued and self._takeover.never_started(invocation):
             self._invocations.take_back(invocation)
             was_queued = True
         if not record.detached:

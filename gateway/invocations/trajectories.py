@@ -49,7 +49,7 @@ class TrajectoryRecovery:
                 self._open[name] = OpenTrajectory(DEFAULT_TASK, spec.memory_bytes, spec.idle_ttl_s)
                 self._store.save_trajectory(name, self._open[name])
         lost = self._open.keys() - living.keys()
-        self._environments.mourn(lost)
+        self._environments.mark_lost(lost)
         return {"adopted": len(living), "environment_lost": len(lost)}
 
     def tell(self, engine: Engine) -> None:

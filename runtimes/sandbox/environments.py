@@ -26,7 +26,7 @@ COMPONENT = "sandbox"
 TRAJECTORY = "tangram.trajectory"
 PURPOSE = "tangram.purpose"
 #: Seconds that the sandbox of a single action waits at most for the action's end to be on record.
-SPENT_S = 5.0
+ACK_WAIT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,13 +66,13 @@ class Environments:
         self._environments: dict[str, Environment] = {}
         self._ephemeral: dict[str, Sandbox] = {}
         #: Sandboxes of single actions that an earlier gateway began, until they are claimed or let go.
-        self._inherited: list[Sandbox] = []
+        self._orphaned: list[Sandbox] = []
         #: Those of single actions whose end is not on record yet, by what their claims begin with.
-        self._spent: dict[str, Sandbox] = {}
+        self._awaiting_ack: dict[str, Sandbox] = {}
         #: Ids of those that were left to the next gateway.
         self._left: set[str] = set()
-        self._mourned: set[str] = set()
-        self._spared: list[Callable[[], Collection[str]]] = []
+        self._lost: set[str] = set()
+        self._excluded: list[Callable[[], Collection[str]]] = []
         self._pools: dict[str, WarmPool] = {}
         self._removals: set[asyncio.Task[None]] = set()
         self._closing = asyncio.Semaphore(self.settings.max_closing)
@@ -84,14 +84,14 @@ class Environments:
     async def start(self, trajectories: Collection[str] | None = None) -> list[str]:
         """Adopt what an earlier gateway left (of these trajectories; None: of all), remove the rest, watch for orphans.
 
-        Returns the trajectories that live on, with their files. What runs in them runs on until `let_go`.
+        Returns the trajectories that live on, with their files. What runs in them runs on until `end_unclaimed`.
         """
         for sandbox, labels in await self.provider.adopt():
             trajectory = labels.get(TRAJECTORY)
             if trajectory is not None and (trajectories is None or trajectory in trajectories):
                 await self._adopt(trajectory, sandbox)
-            elif sandbox.held:
-                self._inherited.append(sandbox)
+            elif sandbox.resumable:
+                self._orphaned.append(sandbox)
             else:
                 self._remove(sandbox)
         await self._reap()
@@ -100,7 +100,7 @@ class Environments:
 
     async def _adopt(self, trajectory: str, sandbox: Sandbox) -> None:
         """Where no action runs its processes go on as they do between two, so before any action comes."""
-        if not any(held.running for held in sandbox.held.values()) and not await self._quiesced(sandbox):
+        if not any(held.running for held in sandbox.resumable.values()) and not await self._quiesced(sandbox):
             return
         self._environments[trajectory] = Environment(trajectory, sandbox=sandbox, made_s=time.time())
         logger.info("sandbox adopted", trajectory=trajectory, sandbox=sandbox.id)
@@ -116,65 +116,67 @@ class Environments:
 
     # --- commands that outlast a gateway
 
-    def held(self) -> dict[str, ResumableCommand]:
+    def resumable(self) -> dict[str, ResumableCommand]:
         """The commands of an earlier gateway that can be claimed, by claim."""
-        return {claim: held for sandbox in [*self._owned(), *self._inherited] for claim, held in sandbox.held.items()}
+        return {
+            claim: held for sandbox in [*self._owned(), *self._orphaned] for claim, held in sandbox.resumable.items()
+        }
 
-    def never_began(self, trajectory: str, claims: str) -> bool:
+    def never_started(self, trajectory: str, claims: str) -> bool:
         """Whether the trajectory's sandbox is certain that no command of the action with these claims has begun."""
         sandbox = self.get(trajectory)
-        return sandbox is not None and sandbox.never_began(claims)
+        return sandbox is not None and sandbox.never_started(claims)
 
-    async def let_go(self, taken: Collection[str]) -> None:
+    async def end_unclaimed(self, taken: Collection[str]) -> None:
         """End every held command whose claim begins with none of these: nobody comes for it any more."""
         for sandbox in self._owned():
-            held = dict(sandbox.held)
+            held = dict(sandbox.resumable)
             for claim in held:
                 if not claim.startswith(tuple(taken)):
-                    sandbox.keep(claim, lasting=False)
-            if any(each.running for each in held.values()) and not sandbox.held:
+                    sandbox.keep(claim, detached=False)
+            if any(each.running for each in held.values()) and not sandbox.resumable:
                 await self._quiesced(sandbox)
-        for sandbox in [one for one in self._inherited if not _claimed(one, taken)]:
-            self._inherited.remove(sandbox)
+        for sandbox in [one for one in self._orphaned if not _claimed(one, taken)]:
+            self._orphaned.remove(sandbox)
             self._remove(sandbox)
 
     async def leave(self, claims: str) -> bool:
         """Leave the action whose claims begin so to the next gateway, as it runs; False where that cannot be."""
         if not self.settings.keep_on_close:
             return False
-        for sandbox in [*self._owned(), *self._ephemeral.values(), *self._spent.values()]:
-            if sandbox.attends(claims):
-                self._spent.pop(claims, None)
+        for sandbox in [*self._owned(), *self._ephemeral.values(), *self._awaiting_ack.values()]:
+            if sandbox.has_detached(claims):
+                self._awaiting_ack.pop(claims, None)
                 self._left.add(sandbox.id)
                 await sandbox.release()
                 return True
         return False
 
-    def prolong(self, claims: str) -> None:
+    def detach(self, claims: str) -> None:
         """The action whose claims begin so has become one that outlasts this gateway."""
         for sandbox in [*self._owned(), *self._ephemeral.values()]:
-            sandbox.keep(claims, lasting=True)
+            sandbox.keep(claims, detached=True)
 
     def acknowledge(self, trajectory: str | None, claims: str) -> None:
         """How the action whose claims begin so has ended is on record: nobody needs to keep it any more."""
         sandbox = None if trajectory is None else self.get(trajectory)
         if sandbox is not None:
-            sandbox.keep(claims, lasting=False)
-        spent = self._spent.pop(claims, None)
+            sandbox.keep(claims, detached=False)
+        spent = self._awaiting_ack.pop(claims, None)
         if spent is not None:
             self._remove(spent)
 
-    def mourn(self, trajectories: Collection[str]) -> None:
+    def mark_lost(self, trajectories: Collection[str]) -> None:
         """Know of trajectories whose sandbox died with an earlier gateway: the next action of each is told."""
-        self._mourned.update(trajectories)
+        self._lost.update(trajectories)
 
     def keep(self) -> None:
         """Leave the trajectories' sandboxes alive at `close`, for the next gateway to adopt."""
         self.settings = replace(self.settings, keep_on_close=True)
 
-    def spare(self, living: Callable[[], Collection[str]]) -> None:
+    def exclude(self, living: Callable[[], Collection[str]]) -> None:
         """Leave alone, in the search for orphans, the sandboxes (ids) that another room owns."""
-        self._spared.append(living)
+        self._excluded.append(living)
 
     # --- trajectories
 
@@ -198,7 +200,7 @@ class Environments:
 
     async def end(self, trajectory: str) -> None:
         """Remove the trajectory's sandbox; idempotent."""
-        self._mourned.discard(trajectory)
+        self._lost.discard(trajectory)
         environment = self._environments.get(trajectory)
         if environment is None:
             return
@@ -258,22 +260,22 @@ class Environments:
 
         It is the one that an earlier gateway made, where that holds a command whose claim begins with ``claims``.
         """
-        sandbox = self._inherit(claims) or await self._obtain(self._known(spec), {PURPOSE: "ephemeral"})
+        sandbox = self._reclaim(claims) or await self._obtain(self._known(spec), {PURPOSE: "ephemeral"})
         self._ephemeral[sandbox.id] = sandbox
         try:
             yield sandbox
         finally:
             del self._ephemeral[sandbox.id]
-            if claims and sandbox.attends(claims):
-                self._spent[claims] = sandbox
-                asyncio.get_running_loop().call_later(SPENT_S, self.acknowledge, None, claims)
+            if claims and sandbox.has_detached(claims):
+                self._awaiting_ack[claims] = sandbox
+                asyncio.get_running_loop().call_later(ACK_WAIT_S, self.acknowledge, None, claims)
             else:
                 self._remove(sandbox)
 
-    def _inherit(self, claims: str) -> Sandbox | None:
-        found = next((one for one in self._inherited if claims and _claimed(one, (claims,))), None)
+    def _reclaim(self, claims: str) -> Sandbox | None:
+        found = next((one for one in self._orphaned if claims and _claimed(one, (claims,))), None)
         if found is not None:
-            self._inherited.remove(found)
+            self._orphaned.remove(found)
         return found
 
     async def warm(self, spec: SandboxSpec | None) -> None:
@@ -307,7 +309,7 @@ class Environments:
         for pool in self._pools.values():
             for sandbox in await pool.close():
                 self._remove(sandbox)
-        for claims in list(self._spent):
+        for claims in list(self._awaiting_ack):
             self.acknowledge(None, claims)
         for environment in self._environments.values():
             if environment.sandbox is None:
@@ -339,12 +341,12 @@ class Environments:
             return sandbox
         if sandbox is not None:
             environment.sandbox = None
-            told = sandbox.loss_told
+            told = sandbox.loss_reported
             self._remove(sandbox)
             if not told:
                 raise lost(f"the sandbox of trajectory {environment.trajectory!r} died; what was in it is lost")
-        elif environment.trajectory in self._mourned:
-            self._mourned.discard(environment.trajectory)
+        elif environment.trajectory in self._lost:
+            self._lost.discard(environment.trajectory)
             raise lost(f"the sandbox of trajectory {environment.trajectory!r} did not outlive the gateway")
         try:
             made = await self._obtain(spec, {TRAJECTORY: environment.trajectory})
@@ -410,16 +412,16 @@ class Environments:
 
     async def _reap(self) -> None:
         ready = [sandbox for pool in self._pools.values() for sandbox in pool.living()]
-        ours = [*self._owned(), *ready, *self._ephemeral.values(), *self._inherited, *self._spent.values()]
+        ours = [*self._owned(), *ready, *self._ephemeral.values(), *self._orphaned, *self._awaiting_ack.values()]
         living = {sandbox.id for sandbox in ours}
-        removed = await self.provider.reap(living.union(self._left, *(others() for others in self._spared)))
+        removed = await self.provider.reap(living.union(self._left, *(others() for others in self._excluded)))
         if removed:
             logger.warning("orphaned sandboxes removed", count=removed)
 
 
 def _claimed(sandbox: Sandbox, taken: Collection[str]) -> bool:
     """Whether it holds a command whose claim begins with one of these."""
-    return any(claim.startswith(tuple(taken)) for claim in sandbox.held)
+    return any(claim.startswith(tuple(taken)) for claim in sandbox.resumable)
 
 
 def _key(spec: SandboxSpec) -> str:

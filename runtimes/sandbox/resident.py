@@ -31,14 +31,14 @@ class RunnerClient(Protocol):
     def lost(self) -> asyncio.Event: ...
 
     @property
-    def held(self) -> Mapping[str, ResumableCommand]: ...
+    def resumable(self) -> Mapping[str, ResumableCommand]: ...
 
     @property
-    def begun(self) -> frozenset[str] | None: ...
+    def started(self) -> frozenset[str] | None: ...
 
     async def run(self, command: Command, on_output: OnOutput | None = None) -> CommandResult: ...
 
-    def keep(self, claims: str, *, lasting: bool) -> None: ...
+    def keep(self, claims: str, *, detached: bool) -> None: ...
 
     async def spawn(self, command: Command) -> SandboxProcess: ...
 
@@ -99,12 +99,12 @@ class ResidentSandbox:
         self._hold = hold
         self._shared_cores = tuple(shared_cores)
         self._frozen = False
-        #: The claims of commands under way, and whether they are lasting.
-        self._attended: dict[str, bool] = {}
-        #: The claims of lasting ones that have ended, until that is on record.
-        self._unsettled: deque[str] = deque(maxlen=ENDED_MAX)
+        #: The claims of commands under way, and whether they are detached.
+        self._under_way: dict[str, bool] = {}
+        #: The claims of detached ones that have ended, until that is on record.
+        self._unacknowledged: deque[str] = deque(maxlen=ENDED_MAX)
         self._closed = False
-        self._loss_told = False
+        self._loss_reported = False
         self._condemned = ""
         self._record = record
         self._directory = directory
@@ -127,25 +127,25 @@ class ResidentSandbox:
         return self._line.lost
 
     @property
-    def loss_told(self) -> bool:
-        return self._loss_told
+    def loss_reported(self) -> bool:
+        return self._loss_reported
 
     @property
-    def held(self) -> Mapping[str, ResumableCommand]:
-        return self._line.held
+    def resumable(self) -> Mapping[str, ResumableCommand]:
+        return self._line.resumable
 
     async def run(self, command: Command, on_output: OnOutput | None = None) -> CommandResult:
         if command.claim:
-            self._attended[command.claim] = command.lasting
+            self._under_way[command.claim] = command.detached
         try:
             await self.thaw()
             result = await self._line.run(command, on_output)
-            if self._attended.get(command.claim):
-                self._unsettled.append(command.claim)
+            if self._under_way.get(command.claim):
+                self._unacknowledged.append(command.claim)
         except ActionFailed as failure:
             raise await self._explained(failure) from None
         finally:
-            self._attended.pop(command.claim, None)
+            self._under_way.pop(command.claim, None)
         if result.exit_code == 0:
             return result
         kills = self._hold.oom_kills()
@@ -154,21 +154,21 @@ class ResidentSandbox:
             return out_of_memory(result, self._hold.peak_memory_bytes())
         return result
 
-    def keep(self, claims: str, *, lasting: bool) -> None:
-        attended = [claim for claim in self._attended if claim.startswith(claims)]
-        self._attended.update(dict.fromkeys(attended, lasting))
-        if not lasting:
-            unsettled = [claim for claim in self._unsettled if not claim.startswith(claims)]
-            self._unsettled = deque(unsettled, maxlen=ENDED_MAX)
-        if self.alive and (attended or not lasting):
-            self._line.keep(claims, lasting=lasting)
+    def keep(self, claims: str, *, detached: bool) -> None:
+        attended = [claim for claim in self._under_way if claim.startswith(claims)]
+        self._under_way.update(dict.fromkeys(attended, detached))
+        if not detached:
+            unsettled = [claim for claim in self._unacknowledged if not claim.startswith(claims)]
+            self._unacknowledged = deque(unsettled, maxlen=ENDED_MAX)
+        if self.alive and (attended or not detached):
+            self._line.keep(claims, detached=detached)
 
-    def attends(self, claims: str) -> bool:
-        kept = [*(claim for claim, lasting in self._attended.items() if lasting), *self._unsettled]
+    def has_detached(self, claims: str) -> bool:
+        kept = [*(claim for claim, detached in self._under_way.items() if detached), *self._unacknowledged]
         return self._spec.unattended_s > 0 and self.alive and any(claim.startswith(claims) for claim in kept)
 
-    def never_began(self, claims: str) -> bool:
-        begun = self._line.begun if self._spec.unattended_s > 0 and self.alive else None
+    def never_started(self, claims: str) -> bool:
+        begun = self._line.started if self._spec.unattended_s > 0 and self.alive else None
         return begun is not None and not any(claim.startswith(claims) for claim in begun)
 
     def secret(self, purpose: str) -> str:
@@ -237,7 +237,7 @@ class ResidentSandbox:
 
     async def release(self) -> None:
         """Let go of it without ending it: the next gateway of the same state directory adopts it."""
-        if not self._closed and not self._line.lost.is_set() and not any(self._attended.values()):
+        if not self._closed and not self._line.lost.is_set() and not any(self._under_way.values()):
             await self.quiesce(self._spec.background)
         self._closed = True
         self._line.close()
@@ -256,7 +256,7 @@ class ResidentSandbox:
         if self._closed:
             raise Conflict("the sandbox is closed", component=COMPONENT)
         if self._line.lost.is_set():
-            self._loss_told = True
+            self._loss_reported = True
             cause = f" ({self._condemned})" if self._condemned else ""
             raise lost(f"the sandbox {self._id} is gone{cause}; its files and processes are lost")
 
@@ -264,7 +264,7 @@ class ResidentSandbox:
         """The loss of the sandbox with its cause; what is left of it is removed at once."""
         if failure.reason is not Reason.ENVIRONMENT_LOST or self._closed:
             return failure
-        self._loss_told = True
+        self._loss_reported = True
         cause = self._condemned or await self._hold.cause_of_death()
         logger.warning("sandbox lost", sandbox=self._id, cause=cause or failure.message)
         detail = {"environment_lost": True, "cause": cause, "peak_memory_bytes": self._hold.peak_memory_bytes()}

@@ -32,7 +32,7 @@ class Command:
     #: The name by which the next gateway can claim it: `claims_of` its action, and a number. Empty: nobody can.
     claim: str = ""
     #: Whether it goes on when this gateway is gone, for ``unattended_s`` of the sandbox at most.
-    lasting: bool = False
+    detached: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,12 +119,12 @@ class Sandbox(Protocol):
         ...
 
     @property
-    def loss_told(self) -> bool:
+    def loss_reported(self) -> bool:
         """Whether its death was reported to somebody (an action that ended with environment_lost)."""
         ...
 
     @property
-    def held(self) -> Mapping[str, ResumableCommand]:
+    def resumable(self) -> Mapping[str, ResumableCommand]:
         """The commands of an earlier gateway that can still be claimed, by claim."""
         ...
 
@@ -135,19 +135,19 @@ class Sandbox(Protocol):
         """
         ...
 
-    def keep(self, claims: str, *, lasting: bool) -> None:
+    def keep(self, claims: str, *, detached: bool) -> None:
         """Whether commands whose claims begin so are kept for the next gateway, running or ended.
 
         Held ones that are not to be kept are ended.
         """
         ...
 
-    def attends(self, claims: str) -> bool:
-        """Whether `release` would leave a lasting command with such a claim to the next gateway, running or ended."""
+    def has_detached(self, claims: str) -> bool:
+        """Whether `release` would leave a detached command with such a claim to the next gateway, running or ended."""
         ...
 
-    def never_began(self, claims: str) -> bool:
-        """Whether it is certain that an earlier gateway began no lasting command with such a claim.
+    def never_started(self, claims: str) -> bool:
+        """Whether it is certain that an earlier gateway began no detached command with such a claim.
 
         Until what was begun is acknowledged by `keep`, and only of those of whose end there may be no record.
         """
@@ -197,7 +197,7 @@ class Sandbox(Protocol):
     async def release(self) -> None:
         """Let go of it without ending it, for `Provider.adopt` of the next gateway; idempotent.
 
-        What runs in it and is lasting goes on; what waits for it here is told environment_lost.
+        What runs in it and is detached goes on; what waits for it here is told environment_lost.
         """
         ...
 

@@ -37,10 +37,10 @@ class AttachClient:
         attach: Callable[[int], Awaitable[StreamClient]],
         running: Callable[[], Awaitable[bool]],
         *,
-        outlasting: bool,
+        detachable: bool,
     ) -> None:
         #: Whether commands may outlast this gateway.
-        self._outlasting = outlasting
+        self._detachable = detachable
         #: Opens a channel whose numbers go on from the last one's.
         self._attach = attach
         #: Asks the engine whether the container lives.
@@ -56,40 +56,40 @@ class AttachClient:
         attach: Callable[[int], Awaitable[StreamClient]],
         running: Callable[[], Awaitable[bool]],
         *,
-        outlasting: bool,
+        detachable: bool,
     ) -> AttachClient:
         """Attach for the first time; raises ActionFailed(environment_lost)."""
-        line = cls(attach, running, outlasting=outlasting)
+        line = cls(attach, running, detachable=detachable)
         await line._attached()
         return line
 
     @property
-    def held(self) -> Mapping[str, ResumableCommand]:
-        return {} if self._channel is None else self._channel.held
+    def resumable(self) -> Mapping[str, ResumableCommand]:
+        return {} if self._channel is None else self._channel.resumable
 
     @property
-    def begun(self) -> frozenset[str] | None:
-        return None if self._channel is None else self._channel.begun
+    def started(self) -> frozenset[str] | None:
+        return None if self._channel is None else self._channel.started
 
     async def run(self, command: Command, on_output: OnOutput | None = None) -> CommandResult:
         claim = command.claim or f"attached/{secrets.token_hex(8)}"
-        asked = replace(command, claim=claim, lasting=command.lasting and self._outlasting)
+        asked = replace(command, claim=claim, detached=command.detached and self._detachable)
         shown = Shown(on_output)
         channel, number = await self._attached(), None
         while True:
-            if claim not in channel.held:
+            if claim not in channel.resumable:
                 number = (channel.number + 1) % NUMBERS  # it is given before anything else can happen
             try:
                 result = await channel.run(asked, shown.again())
-                if not asked.lasting:
-                    channel.keep(claim, lasting=False)
+                if not asked.detached:
+                    channel.keep(claim, detached=False)
                 return result
             except ActionFailed as failure:
                 channel = await self._after(channel, failure, number, claim)
 
-    def keep(self, claims: str, *, lasting: bool) -> None:
+    def keep(self, claims: str, *, detached: bool) -> None:
         if self._channel is not None:
-            self._channel.keep(claims, lasting=lasting and self._outlasting)
+            self._channel.keep(claims, detached=detached and self._detachable)
 
     async def spawn(self, command: Command) -> SandboxProcess:
         return await (await self._attached()).spawn(command)
@@ -129,7 +129,7 @@ class AttachClient:
     ) -> StreamClient:
         """The channel over which a command goes on whose channel was cut, or is run that the runner never saw."""
         made = await self._reattached(channel, failure)
-        if claim not in made.held and not _is_ahead(number, made.taken):
+        if claim not in made.resumable and not _is_ahead(number, made.taken):
             message = "the connection was cut while the command was given its input, or it was forgotten"
             raise cut_off(message, result=failure.result)
         return made
@@ -191,7 +191,7 @@ class AttachClient:
     async def _ended(self, channel: StreamClient) -> bool:
         """Whether the sandbox is gone, and not just the connection to it; where the engine is gone nobody knows."""
         try:
-            over = channel.betrayed or not await self._running()
+            over = channel.distrusted or not await self._running()
         except CodedError:
             over = False
         if over:

@@ -50,8 +50,8 @@ class ExecClient:
         self._spec = spec
         self.lost = asyncio.Event()
         #: Nothing can be claimed: the output of a ``docker exec`` goes to whom it was started for, and to nobody else.
-        self.held: Mapping[str, ResumableCommand] = {}
-        self.begun: frozenset[str] | None = None
+        self.resumable: Mapping[str, ResumableCommand] = {}
+        self.started: frozenset[str] | None = None
 
     async def end_left(self) -> None:
         """End the commands that an earlier gateway had running, which nobody hears any more."""
@@ -60,7 +60,7 @@ class ExecClient:
         for marker in markers.decode("ascii", "replace").split():
             await self._script(SIGNAL_SCRIPT, marker, "KILL", user=user)
 
-    async def settle_in(self) -> None:
+    async def prepare_workdir(self) -> None:
         """Make the working directory the user's."""
         script = '[ -d "$1" ] || { mkdir -p "$1" && chown "$2" "$1"; }'
         await self._script(script, self._spec.workdir, self._spec.user, user="0")
@@ -140,7 +140,7 @@ class ExecClient:
             )
         return sorted(found, key=lambda entry: entry.path)
 
-    def keep(self, claims: str, *, lasting: bool) -> None:
+    def keep(self, claims: str, *, detached: bool) -> None:
         """A ``docker exec`` ends with its gateway."""
 
     async def sweep(self) -> None:

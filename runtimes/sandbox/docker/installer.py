@@ -106,7 +106,7 @@ class AttachInstaller:
         async def running() -> bool:
             return await self.engine.running(found.id)
 
-        return await AttachClient.begin(attach, running, outlasting=record.spec.unattended_s > 0)
+        return await AttachClient.begin(attach, running, detachable=record.spec.unattended_s > 0)
 
 
 def greeting(record: SandboxRecord) -> dict[str, object]:

@@ -265,7 +265,7 @@ class ContainerProvider:
         line: RunnerClient
         if not record.runner:
             line = ExecClient(self._engine, found.id, spec)
-            await (line.end_left() if adopted else line.settle_in())
+            await (line.end_left() if adopted else line.prepare_workdir())
         else:
             try:
                 line = await self._transports[record.transport].line(found, record, directory)

@@ -115,20 +115,20 @@ class ExecRuntime:
 
 
 async def begin(execution: Execution, sandbox: Sandbox) -> bool:
-    """Start its clock; whether its commands are lasting.
+    """Start its clock; whether its commands are detached.
 
     What an earlier gateway began has run since then, and its time may be over already.
     """
     claims = claims_of(execution.action.id, execution.action.attempt)
-    held = [held.ran_s for claim, held in sandbox.held.items() if claim.startswith(claims)]
-    lasting = bool(held)
+    held = [held.ran_s for claim, held in sandbox.resumable.items() if claim.startswith(claims)]
+    detached = bool(held)
     if not held and execution.call.announce is not None:
-        lasting = await execution.call.announce()
+        detached = await execution.call.announce()
     ran_s = sum(held)
     execution.begin(ran_s)
     if ran_s >= execution.action.timeout_s - DEADLINE_MARGIN_S:
         execution.end()
-    return lasting
+    return detached
 
 
 async def carry_out(
@@ -139,7 +139,7 @@ async def carry_out(
     The sandbox ends a command that exceeds its timeout, and what it has printed is kept; so the execution counts as
     over a moment before the caller's own deadline, which would cancel it and lose that.
     """
-    command = replace(command, lasting=await begin(execution, sandbox))
+    command = replace(command, detached=await begin(execution, sandbox))
     left_s = command.timeout_s - DEADLINE_MARGIN_S - execution.execution_s
     over = asyncio.get_running_loop().call_later(max(0.0, left_s), execution.end)
     try:

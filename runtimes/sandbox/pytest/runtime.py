@@ -79,9 +79,9 @@ class PytestRuntime:
     async def execute(self, execution: Execution) -> Result:
         plan = plan_of(execution, self._settings)
         async with self._stage.enter(execution) as sandbox:
-            lasting = await begin(execution, sandbox)
+            detached = await begin(execution, sandbox)
             try:
-                return await _Run(execution, sandbox, plan, self._settings, lasting=lasting).result()
+                return await _Run(execution, sandbox, plan, self._settings, detached=detached).result()
             finally:
                 execution.end()
 
@@ -99,10 +99,10 @@ class _Run:
     """One action under way: pytest once, and again for the tests that a crash left over."""
 
     def __init__(
-        self, execution: Execution, sandbox: Sandbox, plan: SuitePlan, settings: PytestSettings, *, lasting: bool
+        self, execution: Execution, sandbox: Sandbox, plan: SuitePlan, settings: PytestSettings, *, detached: bool
     ) -> None:
         self._execution = execution
-        self._lasting = lasting
+        self._detached = detached
         self._sandbox = sandbox
         self._plan = plan
         self._settings = settings
@@ -199,7 +199,7 @@ class _Run:
             timeout_s=timeout_s,
             output_limit_bytes=self._settings.output_max_bytes,
             claim=f"{self._claims}{self._runs}",
-            lasting=self._lasting,
+            detached=self._detached,
         )
 
     def _on_output(self, stream: str, data: bytes) -> None:

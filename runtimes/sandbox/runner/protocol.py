@@ -88,7 +88,7 @@ def run_request(command: Command, *, marker: str, interactive: bool) -> dict[str
         "timeout_s": command.timeout_s if math.isfinite(command.timeout_s) else None,
         "grace_s": command.kill_grace_s,
         "limit": None if interactive else command.output_limit_bytes,
-        **({"claim": command.claim, "lasting": command.lasting} if command.claim else {}),
+        **({"claim": command.claim, "lasting": command.detached} if command.claim else {}),
     }
 
 
@@ -116,7 +116,7 @@ def result_of(answer: Mapping[str, object], stdout: bytes, stderr: bytes) -> Com
         raise ProtocolError(f"an end that does not fit: {error}") from None
 
 
-def held_of(answer: Mapping[str, object]) -> dict[str, ResumableCommand]:
+def resumable_of(answer: Mapping[str, object]) -> dict[str, ResumableCommand]:
     """The commands that a READY says can be claimed; raises ProtocolError when it does not fit."""
     held = answer.get("held", {})
     try:
@@ -129,8 +129,8 @@ def held_of(answer: Mapping[str, object]) -> dict[str, ResumableCommand]:
         raise ProtocolError(f"a greeting that does not fit: {error}") from None
 
 
-def begun_of(answer: Mapping[str, object]) -> frozenset[str] | None:
-    """The lasting commands that a READY says were begun; None where it cannot tell; ProtocolError when misfit."""
+def started_of(answer: Mapping[str, object]) -> frozenset[str] | None:
+    """The detached commands that a READY says were begun; None where it cannot tell; ProtocolError when misfit."""
     begun = answer.get("begun")
     if begun is not None and not isinstance(begun, list):
         raise ProtocolError("a greeting that does not fit: begun")

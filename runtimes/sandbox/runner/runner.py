@@ -55,7 +55,7 @@ DRAINS_MAX = 128
 ENDED_MAX = 16
 ENDED_MAX_BYTES = 4 * 2**20
 #: Claims of which the next gateway is told that they were begun; where there were more, it is told nothing.
-BEGUN_MAX = 64
+STARTED_MAX = 64
 STRANGERS_MAX = 8
 #: What a gateway begins with that attaches, and what it wants to hear then.
 MARK_BYTES, ANSWER_BYTES = 32, 16
@@ -140,7 +140,7 @@ class Job:
     def __init__(self, number: int, request: dict[str, Any], bystanders: set[int]) -> None:
         self.number = number  # below zero while no gateway listens
         self.claim: str = request.get("claim", "")
-        self.lasting: bool = request.get("lasting", False)
+        self.detached: bool = request.get("lasting", False)
         self.output = CommandOutput()
         self.pid = 0
         self.streams: dict[int, int] = {}  # our end of the pipe -> STDOUT or STDERR
@@ -244,7 +244,7 @@ class Runner:
         self.jobs: dict[int, Job] = {}
         self.by_pid: dict[int, Job] = {}
         self.ended: dict[str, Job] = {}  # those that the next gateway may still claim
-        self.begun: dict[str, None] = {}  # claims, until it is on record what became of them
+        self.started: dict[str, None] = {}  # claims, until it is on record what became of them
         self.forgetful = False
         self.drains: dict[int, None] = {}  # output of what outlived its command, read and dropped
         self.uploads: dict[int, Upload] = {}
@@ -297,7 +297,7 @@ class Runner:
                 handler = self.handlers.get(fd)
                 if handler is not None:
                     handler(fd)
-            self.excuse_freezing()
+            self.discount_frozen_time()
             self.on_clock()
             if self.alone_s > self.patience_s and not self.claimable():
                 return
@@ -325,7 +325,7 @@ class Runner:
         silences_s = () if self.attachment is None else (self.patience_s / 4, self.unattended_s / 4)
         return min([60.0, *(silence_s for silence_s in silences_s if silence_s > 0)])
 
-    def excuse_freezing(self) -> None:
+    def discount_frozen_time(self) -> None:
         """While we were frozen no gateway could be heard."""
         now = time.monotonic()
         if self.attachment is not None:
@@ -355,7 +355,7 @@ class Runner:
             if self.attached is not None and self.attached is self.gateway:
                 self.drop(self.attached)
             if self.claimable():
-                self.keep("", lasting=False)
+                self.keep("", detached=False)
 
     # --- the gateway
 
@@ -441,16 +441,16 @@ class Runner:
             self.drop(previous)
         self.gateway = connection
         if not known:
-            self.settle_in()
+            self.prepare_workdir()
         if hello.get("sequence", 0) != self.sequence:
             self.sequence, self.taken = hello.get("sequence", 0), None
-            self.part_with_unlasting()
+            self.drop_attached()
         held = {job.claim: [job.ran_s, job.ended_s is None] for job in self.claimable()}
         ready = {"protocol": PROTOCOL, "known": known, "pid": self.pid, "held": held, "taken": self.taken}
-        ready["begun"] = None if self.forgetful else list(self.begun)
+        ready["begun"] = None if self.forgetful else list(self.started)
         self.send(READY, 0, _json(ready))
 
-    def settle_in(self) -> None:
+    def prepare_workdir(self) -> None:
         """Make the working directory the user's, before any command runs."""
         identity = self.identity("")
         workdir = self.real(self.config["workdir"])
@@ -477,7 +477,7 @@ class Runner:
             for job in list(self.jobs.values()):
                 self.renumber(job, -job.pid)
                 if not self.outlives(job) or (job.stdin >= 0 and not job.input_ended):
-                    job.lasting, job.claim = False, ""
+                    job.detached, job.claim = False, ""
                     self.end(job, 0.0)
             for upload in self.uploads.values():
                 upload.abandon()
@@ -526,14 +526,14 @@ class Runner:
                 self.taken = number
                 self.run(number, request)
             elif kind == KILL and number in self.jobs:
-                self.jobs[number].lasting, self.jobs[number].claim = False, ""
+                self.jobs[number].detached, self.jobs[number].claim = False, ""
                 self.end(self.jobs[number], request["grace_s"])
             elif kind == CLAIM:
                 self.claim(number, request["claim"])
             elif kind == KEEP:
-                self.keep(request["claim"], lasting=request["lasting"])
+                self.keep(request["claim"], detached=request["lasting"])
                 if not request["lasting"]:
-                    self.begun = {claim: None for claim in self.begun if not claim.startswith(request["claim"])}
+                    self.started = {claim: None for claim in self.started if not claim.startswith(request["claim"])}
             elif kind == READ:
                 self.read(number, request)
             elif kind == WRITE:
@@ -566,8 +566,8 @@ class Runner:
 
     def run(self, number: int, request: dict[str, Any]) -> None:
         job = Job(number, request, self.children())
-        if job.lasting:
-            self.bear_in_mind(job.claim)
+        if job.detached:
+            self.remember_claim(job.claim)
         identity = self.identity(request["user"])
         environment = {"PATH": DEFAULT_PATH, "HOME": identity.home, "USER": identity.name, "LOGNAME": identity.name}
         environment.update(self.environment)
@@ -713,14 +713,14 @@ class Runner:
 
     def outlives(self, job: Job) -> bool:
         """Whether a command goes on when its connection ends. One over which we are attached to may end any time."""
-        return job.lasting or (self.attachment is not None and job.claim != "")
+        return job.detached or (self.attachment is not None and job.claim != "")
 
     def claimable(self) -> list[Job]:
         return [job for job in [*self.jobs.values(), *self.ended.values()] if self.outlives(job)]
 
-    def part_with_unlasting(self) -> None:
+    def drop_attached(self) -> None:
         """Another gateway has attached than the one whose commands go on over any number of its connections."""
-        for job in [job for job in self.claimable() if not job.lasting]:
+        for job in [job for job in self.claimable() if not job.detached]:
             if self.ended.pop(job.claim, None) is None:
                 self.end(job, 0.0)
             job.claim = ""
@@ -737,22 +737,22 @@ class Runner:
                 return
         raise Refused("not_found", f"there is no {claim!r} to be claimed")
 
-    def keep(self, prefix: str, *, lasting: bool) -> None:
+    def keep(self, prefix: str, *, detached: bool) -> None:
         """Whether what is claimed by names with this prefix outlasts its gateway; if not, and unheard, it is ended."""
         for job in [*self.jobs.values(), *self.ended.values()]:
             if job.claim.startswith(prefix):
-                job.lasting = lasting
-                if lasting:
-                    self.bear_in_mind(job.claim)
+                job.detached = detached
+                if detached:
+                    self.remember_claim(job.claim)
                 elif self.ended.pop(job.claim, None) is None and job.number < 0:
                     job.claim = ""
                     self.end(job, job.grace_s if self.gateway is None else 0.0)
 
-    def bear_in_mind(self, claim: str) -> None:
-        """It was begun; of every other lasting command it is certain that it was not."""
-        self.begun[claim] = None
-        if len(self.begun) > BEGUN_MAX:
-            del self.begun[next(iter(self.begun))]
+    def remember_claim(self, claim: str) -> None:
+        """It was begun; of every other detached command it is certain that it was not."""
+        self.started[claim] = None
+        if len(self.started) > STARTED_MAX:
+            del self.started[next(iter(self.started))]
             self.forgetful = True
 
     def renumber(self, job: Job, number: int) -> None:

@@ -22,15 +22,15 @@ from runtimes.sandbox.runner.conversation import (
 from runtimes.sandbox.runner.protocol import (
     Decoder,
     ProtocolError,
-    begun_of,
     decode_json,
     encode,
     encode_json,
     error_of,
     files_of,
-    held_of,
     lost,
+    resumable_of,
     run_request,
+    started_of,
 )
 from runtimes.sandbox.sandbox import Command, CommandResult, FileStat, OnOutput, ResumableCommand
 
@@ -58,13 +58,13 @@ class StreamClient(asyncio.BufferedProtocol):
         #: Whether the runner knew the token already (it is no new one).
         self.known = False
         #: The commands of an earlier gateway that nobody has claimed yet.
-        self.held: dict[str, ResumableCommand] = {}
-        #: The claims of lasting commands begun earlier, of whose end there may be no record; None where unknown.
-        self.begun: frozenset[str] | None = None
+        self.resumable: dict[str, ResumableCommand] = {}
+        #: The claims of detached commands begun earlier, of whose end there may be no record; None where unknown.
+        self.started: frozenset[str] | None = None
         #: The last command of this gateway, if any, that the runner took on an earlier channel.
         self.taken: int | None = None
         #: Whether the runner is not to be believed any more.
-        self.betrayed = False
+        self.distrusted = False
 
     @classmethod
     async def open(
@@ -97,7 +97,7 @@ class StreamClient(asyncio.BufferedProtocol):
     async def run(self, command: Command, on_output: OnOutput | None = None) -> CommandResult:
         """Execute to the end, or claim it where it is held. Cancelling kills its processes before it lets go."""
         execution = CommandExchange(self, command, on_output)
-        claimed = self.held.pop(command.claim, None) is not None
+        claimed = self.resumable.pop(command.claim, None) is not None
         if claimed:
             number = self._begin(wire.CLAIM, {"claim": command.claim}, execution)
         else:
@@ -151,20 +151,20 @@ class StreamClient(asyncio.BufferedProtocol):
         try:
             return files_of(await self._ask(wire.LIST, {"path": path}, RunnerAnswer(0)), path)
         except ProtocolError as error:
-            raise self._betrayed(error) from None
+            raise self._distrust(error) from None
 
-    def keep(self, claims: str, *, lasting: bool) -> None:
+    def keep(self, claims: str, *, detached: bool) -> None:
         """Whether the commands whose claims begin so are kept for the next gateway; there is no answer."""
-        if not lasting:
-            self.held = {claim: held for claim, held in self.held.items() if not claim.startswith(claims)}
-        self._write(encode_json(wire.KEEP, 0, {"claim": claims, "lasting": lasting}))
+        if not detached:
+            self.resumable = {claim: held for claim, held in self.resumable.items() if not claim.startswith(claims)}
+        self._write(encode_json(wire.KEEP, 0, {"claim": claims, "lasting": detached}))
 
     async def sweep(self) -> None:
         """Kill every process in the sandbox but the runner."""
         await self._ask(wire.SWEEP, {}, RunnerAnswer(0))
 
     def close(self) -> None:
-        """Hang up. The runner then ends what this side had running and is not lasting."""
+        """Hang up. The runner then ends what this side had running and is not detached."""
         if self._transport is not None:
             self._transport.abort()
         self.connection_lost(None)
@@ -182,7 +182,7 @@ class StreamClient(asyncio.BufferedProtocol):
             for kind, number, payload in self._decoder.feed(self._buffer[:nbytes]):
                 self._receive(kind, number, payload)
         except ProtocolError as error:
-            self._fail(self._betrayed(error))
+            self._fail(self._distrust(error))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._fail(lost("the sandbox's runner is gone"))
@@ -207,7 +207,7 @@ class StreamClient(asyncio.BufferedProtocol):
         if kind == wire.READY:
             if not self._ready.done():
                 answer = decode_json(payload)
-                self.held, self.begun = held_of(answer), begun_of(answer)
+                self.resumable, self.started = resumable_of(answer), started_of(answer)
                 self._ready.set_result(answer)
             return
         conversation = self._conversations.get(number)
@@ -224,8 +224,8 @@ class StreamClient(asyncio.BufferedProtocol):
         else:
             raise ProtocolError(f"a frame of kind {kind}")
 
-    def _betrayed(self, error: ProtocolError) -> ActionFailed:
-        self.betrayed = True
+    def _distrust(self, error: ProtocolError) -> ActionFailed:
+        self.distrusted = True
         if self._transport is not None:
             self._transport.abort()
         return lost(f"the sandbox's runner does not keep the protocol: {error}")

@@ -143,7 +143,7 @@ async def test_what_has_begun_and_is_not_held_is_never_run_twice(
         bench = crash(tmp_path / "first", tmp_path / "second")
         await first.http.post(f"/v1/invocations/{invocation_id}/cancel")
     if certain:  # a sandbox that lives, and knows of none of its commands
-        monkeypatch.setattr(Environments, "never_began", lambda *_: True)
+        monkeypatch.setattr(Environments, "never_started", lambda *_: True)
     async with serving(bench) as second:
         record = await ended(second, invocation_id)
         again = ("failed", "environment_lost")  # it is begun again, where there is no sandbox any more

@@ -112,7 +112,7 @@ class TestTrajectories:
         await environments.start()
         owned = await environments.ensure("t")
         elsewhere = await local.create(SandboxSpec(), name="elsewhere", labels={}, mounts={})
-        environments.spare(lambda: {"elsewhere"})
+        environments.exclude(lambda: {"elsewhere"})
         async with environments.ephemeral() as ephemeral:
             await environments._reap()
             assert (owned.alive, ephemeral.alive, elsewhere.alive) == (True, True, True)

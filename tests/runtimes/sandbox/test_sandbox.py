@@ -419,7 +419,7 @@ class TestLoss:
                 await task
         assert caught.value.reason is Reason.ENVIRONMENT_LOST
         assert caught.value.result == {"stdout": "begun\n", "stderr": ""}
-        assert (sandbox.alive, sandbox.loss_told) == (False, True)
+        assert (sandbox.alive, sandbox.loss_reported) == (False, True)
         with pytest.raises(ActionFailed, match="are lost"):
             await sh(sandbox, "true")
 

@@ -150,7 +150,7 @@ async def begin_line(engine: PipeEngine, tmp_path: Path) -> AttachClient:
     async def again(first: int) -> StreamClient:
         return await attach(engine, tmp_path, first=first)
 
-    return await AttachClient.begin(again, lambda: engine.running("c"), outlasting=True)
+    return await AttachClient.begin(again, lambda: engine.running("c"), detachable=True)
 
 
 def children(pid: int) -> list[int]:
@@ -197,7 +197,7 @@ def test_silence_while_it_was_frozen_is_not_the_gateways(monkeypatch: pytest.Mon
     runner.alone_since_s = runner.looked_s = now_s[0]
     for step_s, alone_s in ((10.0, 10.0), (3600.0, 25.0), (15.0, 40.0)):  # it looks every 15 s unless it is frozen
         now_s[0] += step_s
-        runner.excuse_freezing()
+        runner.discount_frozen_time()
         assert runner.alone_s == alone_s
 
 
@@ -342,14 +342,14 @@ class TestLine:
         begun = [asyncio.Event(), asyncio.Event()]
         command = Command(shell="echo begun; while [ ! -e go ]; do sleep 0.01; done; exit 3", cwd=str(tmp_path))
         both = [
-            asyncio.create_task(line.run(replace(command, claim=claim, lasting=lasting), lambda *_, e=event: e.set()))
-            for claim, lasting, event in (("a", True, begun[0]), ("b", False, begun[1]))
+            asyncio.create_task(line.run(replace(command, claim=claim, detached=detached), lambda *_, e=event: e.set()))
+            for claim, detached, event in (("a", True, begun[0]), ("b", False, begun[1]))
         ]
         await asyncio.gather(*(event.wait() for event in begun))
         line.close()
         await asyncio.gather(*both, return_exceptions=True)
         other = await attach(engine, tmp_path, first=0, sequence=2)
-        assert list(other.held) == ["a"]
+        assert list(other.resumable) == ["a"]
         (tmp_path / "go").touch()
         assert (await other.run(replace(command, claim="a"))).exit_code == 3
         other.close()
@@ -357,14 +357,14 @@ class TestLine:
     async def test_nothing_runs_on_for_a_gateway_that_is_not_heard_of(self, engine: PipeEngine, tmp_path: Path) -> None:
         channel = await attach(engine, tmp_path, orphan_s=600.0, unattended_s=0.3)
         begun = asyncio.Event()
-        command = Command(shell="echo begun; exec sleep 1000", claim="a", lasting=True)
+        command = Command(shell="echo begun; exec sleep 1000", claim="a", detached=True)
         running = asyncio.create_task(channel.run(command, lambda *_: begun.set()))
         await begun.wait()
         (child,) = children(engine.runner.pid)
         await gone(child)
         channel.close()
         await asyncio.gather(running, return_exceptions=True)
-        assert (await attach(engine, tmp_path)).held == {}
+        assert (await attach(engine, tmp_path)).resumable == {}
 
     async def test_an_end_is_told_from_a_cut(self, engine: PipeEngine, line: AttachClient, tmp_path: Path) -> None:
         begun = asyncio.Event()

@@ -372,7 +372,7 @@ async def test_the_search_for_orphans_leaves_instances_alone(
     provider: ProcessProvider, runtime: HandlerRuntime, function: Function
 ) -> None:
     environments = Environments(provider)
-    environments.spare(lambda: runtime.sandboxes)
+    environments.exclude(lambda: runtime.sandboxes)
     counting = function("""
         calls = []
         def score(event, context):
@@ -420,7 +420,7 @@ async def test_an_instance_that_could_not_be_removed_is_the_reapers(
     provider: ProcessProvider, runtime: HandlerRuntime, function: Function, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     environments = Environments(provider)
-    environments.spare(lambda: runtime.sandboxes)
+    environments.exclude(lambda: runtime.sandboxes)
     assert await call(runtime, function("def score(event, context): return 1")) == 1
     with monkeypatch.context() as broken:
 

@@ -22,7 +22,7 @@ SLEEP = "echo begun; exec sleep 1000"
 
 
 def command(shell: str = GATED, claim: str = "a.1/1", **given: object) -> Command:
-    return Command(shell=shell, claim=claim, **({"lasting": True, "kill_grace_s": 0.2} | given))  # type: ignore[arg-type]
+    return Command(shell=shell, claim=claim, **({"detached": True, "kill_grace_s": 0.2} | given))  # type: ignore[arg-type]
 
 
 async def until(condition: Callable[[], bool] | Callable[[], Awaitable[bool]]) -> None:
@@ -49,7 +49,7 @@ async def claimed(box: Box, given: Command) -> CommandResult:
     """What the next gateway gets."""
     channel = await box.connect()
     try:
-        assert given.claim in channel.held
+        assert given.claim in channel.resumable
         async with asyncio.timeout(DEADLINE_S):
             return await channel.run(given)
     finally:
@@ -58,7 +58,7 @@ async def claimed(box: Box, given: Command) -> CommandResult:
 
 async def holds(box: Box, claim: str = "a.1/1", *, running: bool | None = None) -> bool:
     channel = await box.connect()
-    held = channel.held.get(claim)
+    held = channel.resumable.get(claim)
     channel.close()
     return held is not None and running in (None, held.running)
 
@@ -66,7 +66,7 @@ async def holds(box: Box, claim: str = "a.1/1", *, running: bool | None = None) 
 async def test_a_running_command_is_claimed_with_all_that_it_said(box: Box) -> None:
     await abandoned(box, command())
     channel = await box.connect()
-    assert channel.held["a.1/1"].running
+    assert channel.resumable["a.1/1"].running
     seen: list[tuple[str, bytes]] = []
     running = asyncio.create_task(channel.run(command(), lambda *said: seen.append(said)))
     await until(lambda: len(seen) == 2)
@@ -94,61 +94,61 @@ async def test_it_can_be_claimed_again_until_its_end_is_acknowledged(box: Box) -
     channel.close()
     assert (await claimed(box, command())).exit_code == 7
     channel = await box.connect()
-    channel.keep("a.1/", lasting=False)
+    channel.keep("a.1/", detached=False)
     await channel.sweep()
     channel.close()
     assert not await holds(box)
 
 
-async def test_what_was_begun_is_told_until_it_is_acknowledged_whatever_became_of_it(box: Box) -> None:
+async def test_what_was_started_is_told_until_it_is_acknowledged_whatever_became_of_it(box: Box) -> None:
     channel = await box.connect()
-    assert channel.begun == frozenset()
+    assert channel.started == frozenset()
     box.open_gate()
     await channel.run(command(claim="ended.1/1"))
-    await channel.run(command(claim="attended.1/1", lasting=False))
+    await channel.run(command(claim="attended.1/1", detached=False))
     killed = asyncio.create_task(channel.run(command(SLEEP, "killed.1/1")))
     await asyncio.sleep(0)
     killed.cancel()
     await asyncio.gather(killed, return_exceptions=True)
     channel.close()
     channel = await box.connect(unattended_s=0.0)
-    assert channel.begun == frozenset({"ended.1/1", "killed.1/1"})
-    assert set(channel.held) == {"ended.1/1"}
+    assert channel.started == frozenset({"ended.1/1", "killed.1/1"})
+    assert set(channel.resumable) == {"ended.1/1"}
     channel.close()
     channel = await box.connect()
-    assert not channel.held
-    assert channel.begun == frozenset({"ended.1/1", "killed.1/1"}), "what is not kept any more was begun all the same"
+    assert not channel.resumable
+    assert channel.started == frozenset({"ended.1/1", "killed.1/1"}), "what is not kept any more was begun all the same"
     for claims in ("ended.1/", "killed.1/"):
-        channel.keep(claims, lasting=False)
+        channel.keep(claims, detached=False)
     await channel.sweep()
     channel.close()
     channel = await box.connect()
-    assert channel.begun == frozenset()
+    assert channel.started == frozenset()
     channel.close()
 
 
-async def test_of_more_than_it_can_bear_in_mind_nothing_is_certain(box: Box) -> None:
+async def test_of_more_claims_than_it_can_remember_nothing_is_certain(box: Box) -> None:
     channel = await box.connect()
-    for number in range(wire.BEGUN_MAX + 1):
+    for number in range(wire.STARTED_MAX + 1):
         await channel.run(command("true", f"{number}.1/1"))
     channel.close()
     channel = await box.connect()
-    assert channel.begun is None
+    assert channel.started is None
     channel.close()
 
 
-async def test_what_is_not_lasting_ends_with_its_gateway(box: Box) -> None:
-    await abandoned(box, command("echo $$; exec sleep 1000", lasting=False))
+async def test_what_is_not_detached_ends_with_its_gateway(box: Box) -> None:
+    await abandoned(box, command("echo $$; exec sleep 1000", detached=False))
     assert not await holds(box)
     await until(lambda: not children(box))
 
 
-async def test_it_may_become_lasting_while_it_runs(box: Box) -> None:
+async def test_it_may_become_detached_while_it_runs(box: Box) -> None:
     channel = await box.connect()
     said = asyncio.Event()
-    running = asyncio.create_task(channel.run(command(lasting=False), lambda *_: said.set()))
+    running = asyncio.create_task(channel.run(command(detached=False), lambda *_: said.set()))
     await said.wait()
-    channel.keep("a.1/", lasting=True)
+    channel.keep("a.1/", detached=True)
     await channel.list_files("")
     channel.close()
     await asyncio.gather(running, return_exceptions=True)
@@ -187,12 +187,12 @@ async def test_the_oldest_ends_make_room(box: Box) -> None:
     large = command("head -c 3000000 /dev/zero", "x", output_limit_bytes=2**22)
     channel.close()
     channel = await box.connect()
-    assert list(channel.held) == [f"{number}.1/1" for number in range(2, wire.ENDED_MAX + 2)]
+    assert list(channel.resumable) == [f"{number}.1/1" for number in range(2, wire.ENDED_MAX + 2)]
     for claim in ("large.1/1", "larger.1/1"):
         await channel.run(command(large.shell, claim, output_limit_bytes=2**22))
     channel.close()
     channel = await box.connect()
-    assert list(channel.held) == ["larger.1/1"]
+    assert list(channel.resumable) == ["larger.1/1"]
     channel.close()
 
 
@@ -204,7 +204,7 @@ async def test_one_that_has_not_got_all_its_input_is_ended(box: Box) -> None:
 
 
 async def test_a_program_that_cannot_be_started_is_kept_as_well(box: Box) -> None:
-    given = Command(argv=("/nowhere",), claim="a.1/1", lasting=True)
+    given = Command(argv=("/nowhere",), claim="a.1/1", detached=True)
     await abandoned(box, given)
     assert (await claimed(box, given)).exit_code == 127
 
