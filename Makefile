@@ -1,13 +1,21 @@
 # The two commands of the README are `make demo` and `make test`; both set everything up on a bare machine.
 PYTHON := .venv/bin/python
 SEEDS ?= 20000
+# The order of the tests: make test SEED=7 plays that of an earlier run again.
+SEED ?= $(shell date +%s)
+# Without the network and Docker, on what changes most.
+QUICK := tests/house tests/manager tests/gateway tests/sim
 
-.PHONY: demo test setup format lint types unit sim bench serve clean
+.PHONY: demo test quick setup format lint types unit sim bench serve clean
 
 demo: setup
 	@$(PYTHON) -m scripts.demo
 
 test: setup lint types unit
+
+# Under a minute once set up; `make test` is the whole of it.
+quick: lint
+	$(PYTHON) -m pytest -q -n 2 --dist loadgroup -m "not slow and not docker and not network and not gpu" $(QUICK)
 
 setup:
 	@scripts/setup
@@ -24,13 +32,13 @@ types:
 	$(PYTHON) -m mypy
 
 unit:
-	$(PYTHON) -m pytest -n 2 --dist loadgroup
+	$(PYTHON) -m pytest -n 2 --dist loadgroup --order $(SEED)
 
 # More seeds of the deterministic simulation: make sim SEEDS=100000
 sim: setup
 	SIM_SEEDS=$(SEEDS) $(PYTHON) -m pytest tests/sim
 
-# Every bench of DESIGN section 11, one JSON object each on its last line.
+# Every bench, one JSON object each on its last line (bench/report.py says its form).
 bench: setup
 	@for name in gateway sandbox scheduler figures rollouts model durable; do $(PYTHON) -m bench.$$name --json; done
 

@@ -1,8 +1,8 @@
 """Rollouts on real sandboxes: what the policies are worth on this machine's own cores, not only in simulation.
 
 Every policy plays the same trajectories in turn: a think, a shell action, and so on, then a test suite as reward.
-Think times and shell seconds are recorded ones where the recording is present, scaled down; else drawn from a seed.
-``static`` gives each trajectory one core for its life, idle while it thinks; others wait for theirs.
+Think times and shell seconds are recorded ones where they are given (`bench.inputs`), scaled down; else drawn from a
+seed. ``static`` gives each trajectory one core for its life, idle while it thinks; others wait for theirs.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
+from bench.inputs import STEPS, real_input, told
 from bench.pytest_width import DiscardedLog, generated
 from bench.report import BenchReport, arguments, median, percentile
 from manager.action import Action, Amdahl, UnitSet
@@ -40,7 +41,6 @@ from runtimes.sandbox.exec.runtime import ExecRuntime
 from runtimes.sandbox.process.provider import ProcessProvider
 from runtimes.sandbox.pytest.runtime import PytestRuntime
 
-RECORDED = Path(__file__).parents[2] / "shared/workloads/mini_swe_agent_swebench_dev_steps.jsonl.gz"
 SEED = 1
 #: Each policy as the manager knows it; static has a core a trajectory besides.
 POLICIES = {"adaptive": "adaptive", "price": "price", "paper": "paper", "static": "fixed:1"}
@@ -101,7 +101,8 @@ class Played:
 def rollouts(count: int, turns: int, think_scale: float, reward_s: float) -> list[Rollout]:
     """``count`` trajectories of at most ``turns`` turns; rewards have ``reward_s`` core-seconds in the median."""
     rng = np.random.default_rng(SEED)
-    sources = list(recorded(RECORDED)) if RECORDED.is_file() else []
+    recording = real_input(STEPS)
+    sources = [] if recording is None else list(recorded(recording))
     made = []
     for index in range(count):
         source = sources[index % len(sources)] if sources else drawn(rng, turns)
@@ -251,9 +252,8 @@ async def measure(report: BenchReport, *, quick: bool) -> None:
     ratios = {name: {key: row[key] / ours[key] for key in row} for name, row in rows.items() if name != "adaptive"}
     report.figure("over_adaptive", {name: dict(row) for name, row in ratios.items()})
     report.note(
-        f"{len(chosen)} trajectories on {node.cores} cores, think times "
-        + ("recorded and scaled." if RECORDED.is_file() else "drawn: no recording is present.")
-        + " With so few cores a suite can hardly be wider than one; elasticity shows little here, and what shows is"
+        f"{len(chosen)} trajectories on {node.cores} cores; think times: {told(STEPS)}."
+        " With so few cores a suite can hardly be wider than one; elasticity shows little here, and what shows is"
         " short actions that pass long ones, and cores that are not held while a model thinks."
     )
 

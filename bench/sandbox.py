@@ -6,8 +6,6 @@ Peers and floors run interleaved in the same run, on real containers; ratios are
 from __future__ import annotations
 
 import asyncio
-import gzip
-import json
 import os
 import resource
 import shutil
@@ -23,6 +21,7 @@ from pathlib import Path
 
 import uvloop
 
+from bench import inputs
 from bench.docker_exec import DockerExec
 from bench.report import BenchReport, arguments, median, percentile
 from manager.action import Action, UnitSet
@@ -43,7 +42,6 @@ from runtimes.sandbox.exec.runtime import ExecRuntime
 from runtimes.sandbox.provider import ProviderSettings, make_provider
 from runtimes.sandbox.sandbox import Command, Provider, Sandbox
 
-WORKLOADS = Path(__file__).parents[2] / "shared/workloads"
 IMAGE = "tangram-base:bookworm"
 NOOP = Command(argv=("true",))
 PARALLEL = 32
@@ -302,13 +300,9 @@ async def idle_crowd(rig: SandboxRig, report: BenchReport, rounds: int, crowd: i
 
 
 async def humaneval(rig: SandboxRig, report: BenchReport, limit: int | None) -> None:
-    """Real programs, all submitted at once: is every verdict the recorded one?"""
-    path = WORKLOADS / "code_actions_humaneval.jsonl.gz"
-    if not path.exists():
-        report.note(f"humaneval_verdicts_wrong is left out: {path} is not here")
-        return
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        programs = [json.loads(line) for line in file][:limit]
+    """Programs, all submitted at once: is every verdict the recorded one?"""
+    programs = inputs.programs()[:limit]
+    report.note(f"humaneval: {inputs.told(inputs.PROGRAMS)}")
     names = [f"eval-{index}" for index in range(PARALLEL)]
     await asyncio.gather(*(rig.sandbox(name) for name in names))
     started, cpu, mine = time.perf_counter(), machine_cpu_s(), time.process_time()
@@ -342,16 +336,9 @@ async def verdict(rig: SandboxRig, trajectory: str, program: dict[str, str]) -> 
 
 
 async def replay(rig: SandboxRig, report: BenchReport, trajectories: int, actions: int) -> None:
-    """Recorded agents' commands, in order, trajectories side by side: every action ends."""
-    path = WORKLOADS / "mini_swe_agent_swebench_dev_steps.jsonl.gz"
-    if not path.exists():
-        report.note(f"the replay is left out: {path} is not here")
-        return
-    steps: dict[str, list[str]] = {}
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        for line in file:
-            step = json.loads(line)
-            steps.setdefault(f"{step['traj']}-{step['run']}", []).append(step["command"])
+    """Agents' commands, in order, trajectories side by side: every action ends."""
+    steps = inputs.commands()
+    report.note(f"replay: {inputs.told(inputs.STEPS)}")
     chosen = dict(sorted(steps.items())[:: max(1, len(steps) // trajectories)])
     ends: dict[str, int] = {}
 

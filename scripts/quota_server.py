@@ -10,12 +10,13 @@ refusal. ``GET /stats`` says what it saw. With a key it wants ``Authorization: B
 from __future__ import annotations
 
 import argparse
-import ast
 import json
 import math
+import pydoc
 import sysconfig
 import threading
 import time
+import tokenize
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -67,11 +68,12 @@ def summaries() -> dict[str, str]:
     found = {}
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         try:
-            doc = ast.get_docstring(ast.parse(path.read_bytes()))
+            with tokenize.open(path) as lines:
+                synopsis = pydoc.source_synopsis(lines)
         except (SyntaxError, ValueError):
             continue
-        if doc:
-            found[path.stem] = doc.strip().splitlines()[0]
+        if synopsis:
+            found[path.stem] = synopsis
     return found
 
 
@@ -98,7 +100,7 @@ class QuotaServer(ThreadingHTTPServer):
         self.quota = quota
         self.key = key
         self.requests: deque[dict[str, object]] = deque(maxlen=10_000)
-        summaries()  # before any thread: CPython 3.11 cannot parse in several at once
+        summaries()  # read before the first question
         super().__init__((host, port), _Handler)
 
     @property

@@ -1,22 +1,71 @@
-"""Fixtures of the whole tree: the Docker engine of this machine, and one that is as good as on another."""
+"""What the whole tree shares: Docker engines, real inputs where they are given, and tests in random order."""
 
 from __future__ import annotations
 
 import fcntl
 import os
+import random
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from bench.inputs import VARIABLE, real_input
 from tests.remote_engine import RemoteEngine
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 BASE_IMAGE = "tangram-base:bookworm"
 #: Seconds for the engine's start and for the base image, the first time made from a Debian mirror.
 ENGINE_S, IMAGE_S = 90, 600
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--data", metavar="DIRECTORY", help=f"real inputs for tests that take them (or {VARIABLE})")
+    parser.addoption("--order", metavar="SEED", help="play modules, and the tests of each, in the order of this seed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--data"):
+        os.environ[VARIABLE] = str(Path(config.getoption("--data")).resolve())
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    seed = config.getoption("--order")
+    return [
+        "order: as written (--order SEED shuffles)" if seed is None else f"order: of seed {seed} (--order {seed})",
+        f"real inputs: {os.environ.get(VARIABLE) or f'none (--data DIRECTORY or {VARIABLE})'}",
+    ]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Shuffle, if a seed was given; pytest groups by the fixtures of modules and sessions after this."""
+    if (seed := config.getoption("--order")) is None:
+        return
+    chance = random.Random(seed)
+    modules: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        modules.setdefault(item.path, []).append(item)
+    order = list(modules)
+    chance.shuffle(order)
+    for path in order:
+        chance.shuffle(modules[path])
+    items[:] = [item for path in order for item in modules[path]]
+
+
+@pytest.fixture
+def real(request: pytest.FixtureRequest) -> Callable[[str], Path]:
+    """Where a file of the real inputs lies; the test is skipped, and the end of the run says so, if it is not given."""
+
+    def find(name: str) -> Path:
+        found = real_input(name)
+        if found is None:
+            pytest.skip(f"not run on real inputs: {name} (--data DIRECTORY or {VARIABLE})")
+        return found
+
+    return find
 
 
 @pytest.fixture(scope="session")

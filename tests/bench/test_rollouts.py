@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from bench import rollouts
+from bench.inputs import VARIABLE
 
 
-def test_without_a_recording_they_are_drawn_the_same_each_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(rollouts, "RECORDED", tmp_path / "absent.gz")
+def test_without_a_recording_they_are_drawn_the_same_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
     made = rollouts.rollouts(5, 3, 0.25, 2.0)
     assert made == rollouts.rollouts(5, 3, 0.25, 2.0)
     assert [len(rollout.turns) for rollout in made] == [3] * 5

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import io
+import tarfile
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,6 @@ from runtimes.sandbox.pytest.runtime import PytestRuntime
 from scripts.swe_task import apply_patch, files_of, install_dependencies, load_task, prepare
 from tests.runtimes.recorder import execution_of
 
-TASKS = Path(__file__).parents[5] / "shared" / "workloads" / "swe_tasks"
 SPEC = SandboxSpec(memory_bytes=1024 * 2**20)
 FUNCTION = FunctionSpec(
     name="unit_tests",
@@ -44,14 +45,72 @@ async def reward_of(environments: Environments, task: dict[str, Any]) -> dict[st
     return result
 
 
+#: A project with a mistake, the tests that show it, and the mend: as a task has them.
+SOURCES = {
+    "tallies-1.0/src/tallies.py": "def mean(values):\n    return sum(values) / 2\n",
+    "tallies-1.0/tests/test_old.py": "from tallies import mean\n\ndef test_two():\n    assert mean([1, 3]) == 2\n",
+}
+TEST_PATCH = """\
+--- /dev/null
++++ b/tests/test_new.py
+@@ -0,0 +1,8 @@
++import pytest
++from tallies import mean
++
++def test_three():
++    assert mean([1, 2, 3]) == 2
++
++@pytest.mark.parametrize("n", [1, 5])
++def test_ones(n): assert mean([1] * n) == 1
+"""
+PATCH = """\
+--- a/src/tallies.py
++++ b/src/tallies.py
+@@ -1,2 +1,2 @@
+ def mean(values):
+-    return sum(values) / 2
++    return sum(values) / len(values)
+"""
+GENERATED = {
+    "pypi_sdist": "tallies==1.0",
+    "pythonpath": "src",
+    "test_patch": TEST_PATCH,
+    "patch": PATCH,
+    "FAIL_TO_PASS": [
+        "tests/test_new.py::test_three",
+        "tests/test_new.py::test_ones[1]",
+        "tests/test_new.py::test_ones[5]",
+    ],
+    "PASS_TO_PASS": ["tests/test_old.py::test_two", "tests/test_old.py::test_newer_than_the_sdist"],
+}
+
+
+async def test_a_fix_turns_the_reward(environments: Environments, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    with tarfile.open(cache / "tallies-1.0.tar.gz", "w:gz") as sdist:
+        for name, text in SOURCES.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(text)
+            sdist.addfile(entry, io.BytesIO(text.encode()))
+    await assert_fix_turns_the_reward(dict(GENERATED), 1, environments, tmp_path, cache)
+
+
 @pytest.mark.network
-@pytest.mark.skipif(not TASKS.is_dir(), reason="the shared workloads are absent")
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "absent"), [("sqlparse-issue601", 13), ("marshmallow-1867", 0)])
 async def test_the_upstream_fix_turns_the_reward(
-    environments: Environments, tmp_path: Path, name: str, absent: int
+    real: Callable[[str], Path], environments: Environments, tmp_path: Path, name: str, absent: int
 ) -> None:
-    task = load_task(TASKS / f"{name}.json")
-    root = prepare(task, tmp_path)
+    task = load_task(real("swe_tasks") / f"{name}.json")
+    await assert_fix_turns_the_reward(task, absent, environments, tmp_path, None)
+
+
+async def assert_fix_turns_the_reward(
+    task: dict[str, Any], absent: int, environments: Environments, tmp_path: Path, cache: Path | None
+) -> None:
+    """Play the task before and after its fix; ``absent`` tests of its lists are not in its sdist."""
+    root = prepare(task, tmp_path, cache=cache)
     dependencies = tmp_path / "dependencies"
     install_dependencies(task, dependencies)
     sandbox = await environments.ensure("t1", SPEC)
