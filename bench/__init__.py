@@ -1,1 +1,1 @@
-"""Benches: each is ``python -m bench.NAME [--quick] [--json]`` and reports through `bench.report` (DESIGN 11)."""
+"""Benches: each is ``python -m bench.NAME [--quick] [--json]`` and reports through `bench.report`."""

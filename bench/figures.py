@@ -1,4 +1,4 @@
-"""The paper's figures and our policies, by simulation on the real core, each against a lower bound (DESIGN 11).
+"""The paper's figures and our policies, by simulation on the real core, each against a lower bound.
 
 Constants were chosen on seed 1; the figures are medians over other seeds.
 """

@@ -1,4 +1,4 @@
-"""The report of a bench: figures, checks, the machine, and the two forms in which it is printed (DESIGN 11)."""
+"""The report of a bench: figures, checks, the machine, and the two forms in which it is printed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a sandbox costs an action: the resident runner against ``docker exec`` and a bare spawn (DESIGN 11).
+"""What a sandbox costs an action: the resident runner against ``docker exec`` and a bare spawn.
 
 Peers and floors run interleaved in the same run, on real containers; ratios are of medians.
 """

@@ -1,4 +1,4 @@
-"""How long a decision takes: the policies at a large queue, and the core's step over a burst (DESIGN 11).
+"""How long a decision takes: the policies at a large queue, and the core's step over a burst.
 
 Times are of this thread on its processor: what else runs on the machine does not count.
 """

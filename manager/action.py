@@ -67,7 +67,7 @@ class UnitSet:
         return self.choices[bisect_right(self.choices, units) - 1]
 
     def smallest(self, d: int) -> int:
-        """The d-th smallest admissible count, d from 1, the largest where there are fewer (DESIGN 10.5)."""
+        """The d-th smallest admissible count, d from 1, the largest where there are fewer (docs/SCHEDULING.md R5)."""
         if self.choices is None:
             return min(self.minimum + d - 1, self.maximum)
         return self.choices[min(d, len(self.choices)) - 1]
@@ -175,7 +175,7 @@ class Action:
 
     @property
     def units(self) -> UnitSet | None:
-        """The unit set of the key resource, or of the first resource of a rigid action (DESIGN 10.2)."""
+        """The unit set of the key resource, or of the first resource of a rigid action (docs/SCHEDULING.md R2)."""
         return self.cost.get(self.chooser)
 
     @property

@@ -71,7 +71,7 @@ class SchedulerSpec:
 
     #: Policy by resource kind (``cpu``, ``gpu``); ``default`` for the others.
     policies: Mapping[str, PolicySpec] = field(default_factory=lambda: {"default": PolicySpec()})
-    #: FCFS over the whole resource vector, as the paper's text has it (DESIGN 10.1); for comparison only.
+    #: FCFS over the whole resource vector, as the paper's text has it (docs/SCHEDULING.md R1); for comparison only.
     strict: bool = False
     #: Most actions that wait in all; beyond it submissions are refused.
     max_queued: int = 65536

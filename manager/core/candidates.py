@@ -1,4 +1,4 @@
-"""Candidates: which waiting actions could start now at their minimum, by reservation per resource (DESIGN 7).
+"""Candidates: what could start now at its minimum, by reservation per resource (docs/SCHEDULING.md 1.1).
 
 The queue is walked in order of service. An action whose minimum fits everywhere becomes a candidate and takes it; one
 that does not reserves its minimum wherever it can, so that a later action starts only in capacity that no earlier

@@ -1,4 +1,4 @@
-"""The policy ``adaptive``: every elastic action runs, and cores move between running ones (DESIGN 7).
+"""The policy ``adaptive``: every elastic action runs, and cores move between running ones (docs/SCHEDULING.md 1.4).
 
 Malleable actions share what the others leave, by water-filling on marginal speed; each holds at least its
 minimum, is started with as many workers as it may usefully grow to, and is resized only where it pays. Pools

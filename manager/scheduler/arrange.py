@@ -1,6 +1,6 @@
 """DPArrange: units for the first actions of a queue that minimise the sum of durations, for every prefix at once.
 
-The paper's appendix asks for exactly n units; here a prefix takes at most what is there (DESIGN 10.6). One
+The paper's appendix asks for exactly n units; here a prefix takes at most what is there (docs/SCHEDULING.md R6). One
 forward pass holds the optimum of every prefix, so that evicting the last action is a table read (10.13).
 """
 
@@ -85,7 +85,7 @@ class TableArrangement:
 
 
 class GreedyArrangement:
-    """Marginal gains: the largest savings first; exact where every item is convex (DESIGN 10.13)."""
+    """Marginal gains: the largest savings first; exact where every item is convex (docs/SCHEDULING.md R13)."""
 
     def __init__(self, items: Sequence[ArrangeItem], capacity: int) -> None:
         self._items = items

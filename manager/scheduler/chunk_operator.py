@@ -1,4 +1,4 @@
-"""The DP operator of buddy chunks: power-of-two intervals that split but never glue across nodes (DESIGN 10.9)."""
+"""The DP operator of buddy chunks: powers of two that split but never glue across nodes (docs/SCHEDULING.md R9)."""
 
 from __future__ import annotations
 

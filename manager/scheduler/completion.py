@@ -10,7 +10,7 @@ class CompletionHeap:
     """Seconds from now at which executing actions end.
 
     It holds times and no units, as the paper has it: an action of 32 units that ends admits one action
-    (DESIGN 10.8, a known bias of the paper's policy).
+    (docs/SCHEDULING.md R8, a known bias of the paper's policy).
     """
 
     def __init__(self, ends_in_s: Iterable[float]) -> None:
@@ -21,8 +21,8 @@ class CompletionHeap:
         """Sum of the ACTs of the waiting actions, each started when one executing action ends, in order.
 
         ``first_s`` holds the first one's durations at its d-th smallest admissible counts, d = 1 .. depth
-        (DESIGN 10.5); the best d counts. ``rest_s`` holds the durations of the others at their minimum. The
-        popped time is the wait; a heap that runs empty means no wait (DESIGN 10.4).
+        (docs/SCHEDULING.md R5); the best d counts. ``rest_s`` holds the durations of the others at their minimum. The
+        popped time is the wait; a heap that runs empty means no wait (docs/SCHEDULING.md R4).
         """
         if not first_s:
             return 0.0

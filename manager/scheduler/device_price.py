@@ -1,4 +1,4 @@
-"""The price on devices: a restore belongs to the duration, and a busy warm chunk is worth waiting for (DESIGN 7)."""
+"""The price on devices: restores belong to durations, busy warm chunks are worth a wait (docs/SCHEDULING.md 1.3)."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from manager.scheduler.policy import RunningView
 
 
 def item_of(action: Action, kind: str) -> ArrangeItem:
-    """An action for DPArrange; a rigid one is a one-element unit set (DESIGN 10.2)."""
+    """An action for DPArrange; a rigid one is a one-element unit set (docs/SCHEDULING.md R2)."""
     units = key_units(action, kind)
     assert units is not None, f"action {action.id} does not use {kind}"
     elasticity = action.elasticity

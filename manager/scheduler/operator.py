@@ -11,7 +11,7 @@ class Operator(Protocol):
 
     The paper's four primitives become three facts. START is the zero vector, END is ``capacity``; PREV(j, k)
     is ``j - demand(k)``, the same shift for every state, so a whole table moves at once; ISVALID is being
-    inside the box (an infinity in the table says the rest, DESIGN 10.7).
+    inside the box (an infinity in the table says the rest, docs/SCHEDULING.md R7).
     """
 
     @property

@@ -1,4 +1,4 @@
-"""The policy ``paper``: Algorithm 1, greedy eviction with an approximated objective, in the readings of DESIGN 10."""
+"""The policy ``paper``: Algorithm 1, greedy eviction by an approximated objective (docs/SCHEDULING.md 1.2)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class PaperPolicy:
         return _decision(view, arrangement.units(kept))
 
     def _kept(self, view: PoolView, arrangement: Arrangement, items: Sequence[ArrangeItem], kind: str) -> int:
-        """Number of candidates after the eviction loop; it stops on the first plateau (DESIGN 10.10)."""
+        """Number of candidates after the eviction loop; it stops on the first plateau (docs/SCHEDULING.md R10)."""
         chosen = {candidate.action.id for candidate in view.candidates}
         behind = [action for action in view.queued if action.id not in chosen][: self.estimate_window]
         waiting = [item_of(action, kind) for action in behind]

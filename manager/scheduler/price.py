@@ -1,4 +1,4 @@
-"""The policy ``price``: units are chosen once, at the start, by what they cost the actions behind (DESIGN 7)."""
+"""The policy ``price``: units are chosen once, by what they cost the actions behind (docs/SCHEDULING.md 1.3)."""
 
 from __future__ import annotations
 

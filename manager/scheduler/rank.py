@@ -1,4 +1,4 @@
-"""The order of starts: FCFS, but short rigid actions first, within a head-room and an ageing bound (DESIGN 7)."""
+"""The order of starts: FCFS, but short rigid actions first, within bounds (docs/SCHEDULING.md 1.3)."""
 
 from __future__ import annotations
 

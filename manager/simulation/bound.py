@@ -1,6 +1,6 @@
 """Lower bounds on the sum of ACTs of a workload, valid for every schedule, clairvoyant and unpinned ones included.
 
-Three relaxations, of which the best counts (DESIGN 10 and the research on scheduling):
+Three relaxations, of which the best counts:
 
 - infinite: every action runs at its fastest at once;
 - area: an action takes at least its smallest unit-seconds, on one machine as fast as all units together, in the

@@ -49,7 +49,7 @@ class _Pool:
 def plan(snapshot: Values, policy: str | None = None) -> dict[str, object]:
     """Decide once on ``snapshot``: what starts with which units and chunk, what waits, for what and until when.
 
-    The form of the snapshot is that of DESIGN and docs; ``policy`` replaces the default (adaptive on cores, price
+    A snapshot holds ``now``, ``resources`` and ``queue``; ``policy`` replaces the default (adaptive on cores, price
     elsewhere). Raises InvalidInput that names the place at fault, InvalidConfig for an unknown policy.
     """
     now_s = _number(snapshot, "now", "snapshot", 0.0)

@@ -42,8 +42,9 @@ def test_generated_programs_end_as_their_verdict_says(monkeypatch: pytest.Monkey
 def test_with_a_directory_they_are_the_recorded_ones(named: Path) -> None:
     program: dict[str, object] = {"id": "p", "program": "1", "verdict": "pass"}
     write(named / PROGRAMS, program)
-    steps = [("a", "ls"), ("b", "pwd"), ("a", "cd")]
-    write(named / STEPS, *({"run": "x", "traj": name, "command": command} for name, command in steps))
+    said = (("a", "ls"), ("b", "pwd"), ("a", "cd"))
+    steps: list[dict[str, object]] = [{"run": "x", "traj": name, "command": command} for name, command in said]
+    write(named / STEPS, *steps)
     assert programs() == [program]
     assert commands() == {"a-x": ["ls", "cd"], "b-x": ["pwd"]}
     assert told(STEPS) == f"recorded inputs: {STEPS}"

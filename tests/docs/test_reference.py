@@ -18,6 +18,7 @@ from gateway.config.reference import CHAPTERS, markdown
 from gateway.errors import FACES, REASON_FACES
 from gateway.grpc.generated import tangram_pb2
 from tests.gateway.conftest import GatewayBench, serving
+from tests.house.source import texts
 
 REFERENCE = Path(__file__).resolve().parents[2] / "docs" / "reference"
 
@@ -121,3 +122,37 @@ def test_every_method_and_field_is_on_the_clients_page() -> None:
         methods = [name for name in vars(owner) if not name.startswith("_")]
         assert [name for name in methods if f"`{name}" not in text] == []
     assert [name for name in InvocationResult.__dataclass_fields__ if name not in text] == []
+
+
+def test_every_section_of_the_scheduling_page_that_is_cited_is_there() -> None:
+    """Code cites by number (`SCHEDULING.md 1.3`, `SCHEDULING.md R9`); one list may name several readings."""
+    text = (REFERENCE.parent / "SCHEDULING.md").read_text(encoding="utf-8")
+    there = set(re.findall(r"^###? (\d+(?:\.\d+)?)", text, re.MULTILINE)) | set(
+        re.findall(r"^- \*\*(R\d+)\.", text, re.M)
+    )
+    cited = {
+        number
+        for _, source in texts()
+        for found in re.findall(r"SCHEDULING\.md ((?:R?\d+(?:\.\d+)?(?:, )?)+)", source)
+        for number in found.rstrip(", ").split(", ")
+    }
+    assert {"1.1", "1.4", "R9", "R13"} <= cited, "the code cites the page"
+    assert cited <= there
+
+
+PAGES = sorted((REFERENCE.parents[1] / "docs").rglob("*.md")) + sorted(REFERENCE.parents[1].glob("*.md"))
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_links_between_pages_lead_somewhere(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    targets = [target.partition("#")[0] for target in re.findall(r"\]\((?!https?://)([^)#]+(?:#[^)]*)?)\)", text)]
+    assert [target for target in targets if not (path.parent / target).exists()] == []
+
+
+def test_every_file_that_the_paper_page_names_is_there() -> None:
+    root = REFERENCE.parents[1]
+    text = (REFERENCE.parent / "PAPER.md").read_text(encoding="utf-8")
+    named = re.findall(r"`((?:manager|runtimes|gateway)/[\w/]+(?:\.py|/))`", text)
+    assert len(named) > 10
+    assert [path for path in named if not (root / path).exists()] == []

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.store_file import schema
+from gateway.store.file import schema
 from tests.e2e.gateway import GatewayProcess
 
 STATES = Path(__file__).resolve().parents[1] / "data" / "states"

@@ -1,4 +1,4 @@
-"""The direction of the house (DESIGN section 4): who may import whom."""
+"""The direction of the house (docs/ARCHITECTURE.md): who may import whom."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DPArrange against brute force, for cores and for chunks (DESIGN 10.6, 10.9, 10.13)."""
+"""DPArrange against brute force, for cores and for chunks (docs/SCHEDULING.md R6, R9, R13)."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_the_nested_inequalities_say_what_buddy_placement_does(free: list[tuple[
 
 
 def test_choices_need_not_use_every_free_unit() -> None:
-    """{1, 2, 4, 8} with seven free is feasible (DESIGN 10.6)."""
+    """{1, 2, 4, 8} with seven free is feasible (docs/SCHEDULING.md R6)."""
     one = item(UnitSet.of((1, 2, 4, 8)), 8.0, 0.0)
     assert arrange([one], BasicOperator(7)).units(1) == (4,)
 
