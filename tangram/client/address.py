@@ -1,0 +1,69 @@
+"""Where the gateway is: the address and the token that a client uses, from its arguments or the environment."""
+
+from __future__ import annotations
+
+import os
+import re
+from urllib.parse import SplitResult, urlsplit
+
+from tangram.errors import InvalidConfigError
+
+#: The gateway's own default address.
+DEFAULT = "http://127.0.0.1:8080"
+SERVER, TOKEN = "TANGRAM_SERVER", "TANGRAM_TOKEN"
+_REMEDY = "write http://HOST:PORT, https://HOST:PORT or HOST:PORT"
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
+_HOST = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.%A-Za-z]+\]")
+
+
+def server_of(given: str | None) -> str:
+    """Return the base URL of the gateway: ``given``, or TANGRAM_SERVER, or `DEFAULT`.
+
+    An address without a scheme is one of http. Raises InvalidConfigError, naming where the address came from.
+    """
+    if given is not None:
+        return _checked(given, "server")
+    return _checked(os.environ.get(SERVER) or DEFAULT, SERVER)
+
+
+def token_of(given: str | None) -> str:
+    """Return the bearer token: ``given`` (an empty one is none), or TANGRAM_TOKEN; raises InvalidConfigError."""
+    token = os.environ.get(TOKEN, "") if given is None else given
+    if not (token.isascii() and token.isprintable()):
+        where = TOKEN if given is None else "token"
+        raise InvalidConfigError(f"{where}: a token is printable ASCII, without line breaks (a trailing newline?)")
+    return token
+
+
+def _checked(address: str, where: str) -> str:
+    def wrong(why: str) -> InvalidConfigError:
+        return InvalidConfigError(f"{where}: {address!r} {why}; {_REMEDY}")
+
+    if not address or re.search(r"\s", address):
+        raise wrong("is empty" if not address else "has white space in it")
+    if address.count(":") > 1 and "/" not in address and "[" not in address:
+        raise wrong("is no address (IPv6 is written in [])")
+    scheme = _SCHEME.match(address)
+    if scheme is not None and scheme[1].lower() not in ("http", "https"):
+        raise wrong(f"begins with {scheme[1]}:, and the gateway speaks http and https only")
+    try:
+        url = urlsplit(address if scheme is not None else f"http://{address}")
+        port = url.port
+    except ValueError as error:
+        raise wrong(f"is no address ({error})") from None
+    odd = _odd_part(url)
+    if odd is not None:
+        raise wrong(odd)
+    host = url.netloc.rpartition(":")[0] if port is not None else url.netloc.removesuffix(":")
+    if _HOST.fullmatch(host) is None:
+        raise wrong("names no host")
+    return f"{url.scheme.lower()}://{host}" + ("" if port is None else f":{port}")
+
+
+def _odd_part(url: SplitResult) -> str | None:
+    """What this has that no address of a gateway has."""
+    if "@" in url.netloc:
+        return "has a user name in it; the bearer token goes into token or TANGRAM_TOKEN"
+    if url.path not in ("", "/"):
+        return f"has the path {url.path!r}, and the gateway answers at the root of its host only"
+    return "has a query or a fragment" if url.query or url.fragment else None

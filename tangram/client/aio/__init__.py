@@ -1,0 +1,1 @@
+"""The asynchronous client, written by hand; `tangram.client.sync` is generated from it."""

@@ -1,0 +1,114 @@
+"""The handle of one trajectory, for the asynchronous client."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Protocol, Self, TypeVar
+
+from tangram.client import requests
+from tangram.client.requests import ApiRequest
+from tangram.client.results import InvocationResult
+from tangram.errors import NotFoundError, TrajectoryEndedError
+from tangram.types import FileEntry
+
+_T = TypeVar("_T")
+
+
+class AsyncSender(Protocol):
+    """Who sends what a handle asks for: the client."""
+
+    async def _send(self, request: ApiRequest[_T]) -> _T: ...
+
+    async def _invoke(self, request: ApiRequest[InvocationResult], logs: bool) -> InvocationResult: ...
+
+
+class AsyncTrajectoryHandle:
+    """One rollout: its actions run in order in one sandbox, which is removed on leaving.
+
+    Once it was opened (by entering it, or by `open`), whatever is asked of it raises TrajectoryEndedError after its
+    end, whoever ended it: it never goes on in a new, empty sandbox. It may be pickled: copies share the trajectory.
+    """
+
+    def __init__(self, client: AsyncSender, id: str, *, function: str, task: str | None, workdir: str) -> None:
+        self.id = id
+        self._client = client
+        self._function = function
+        self._task = task
+        self._workdir = workdir
+        self._opened = False
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.id!r})"
+
+    async def __aenter__(self) -> Self:
+        return await self.open()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def open(self) -> Self:
+        """Make the sandbox, or find the one that lives; a closed handle begins anew."""
+        await self._client._send(requests.open_trajectory(self.id, self._function, self._task))
+        self._opened, self._closed = True, False
+        return self
+
+    async def close(self) -> None:
+        """End the trajectory; idempotent."""
+        self._closed = True
+        try:
+            await self._client._send(requests.end_trajectory(self.id))
+        except NotFoundError:
+            return
+
+    async def exec(
+        self,
+        command: str | Sequence[str],
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        stdin: str | None = None,
+        timeout_s: float | None = None,
+    ) -> InvocationResult:
+        """Run a command: a string is shell text, a sequence an argument vector."""
+        return await self.invoke(self._function, requests.command(command, cwd, env, stdin), timeout_s=timeout_s)
+
+    async def invoke(
+        self, function: str, input: Mapping[str, Any], *, timeout_s: float | None = None, logs: bool = False
+    ) -> InvocationResult:
+        """Run a function in this trajectory."""
+        request = requests.invoke(
+            function,
+            input,
+            mode="sync",
+            task=self._task,
+            trajectory=self.id,
+            timeout_s=timeout_s,
+            living=self._living(),
+        )
+        return await self._client._invoke(request, logs)
+
+    async def upload(self, path: str, data: bytes | str, *, mode: int = 0o644) -> None:
+        """Write a file; a relative path begins at the working directory."""
+        content = data.encode() if isinstance(data, str) else data
+        where = requests.in_workdir(self._workdir, path)
+        await self._client._send(requests.upload(self.id, where, content, mode, living=self._living()))
+
+    async def download(self, path: str) -> bytes:
+        """Read a file; raises NotFoundError."""
+        where = requests.in_workdir(self._workdir, path)
+        return await self._client._send(requests.download(self.id, where, living=self._living()))
+
+    async def list(self, path: str = ".") -> Sequence[FileEntry]:
+        """Return the entries of a directory; raises NotFoundError."""
+        where = requests.in_workdir(self._workdir, path)
+        return await self._client._send(requests.list_files(self.id, where, living=self._living()))
+
+    def _living(self) -> bool:
+        """Return whether the gateway must know of it; raises TrajectoryEndedError if this handle was closed."""
+        if self._closed:
+            raise TrajectoryEndedError(f"trajectory {self.id!r} was closed")
+        return self._opened

@@ -1,0 +1,79 @@
+"""Answers of the gateway: typed values, and errors where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import httpx
+import msgspec
+
+from tangram.client.results import InvocationResult, result_of
+from tangram.errors import ConnectionFailed, TangramError, UnreadableAnswerError, from_problem
+from tangram.types import Problem
+
+_T = TypeVar("_T")
+_QUOTED = 200
+_PROBLEM = msgspec.json.Decoder(Problem)
+_INVOCATION = msgspec.json.Decoder(InvocationResult)
+
+
+def reader(kind: type[_T]) -> Callable[[httpx.Response], _T]:
+    """Return what reads the body of an answer as this type; it raises UnreadableAnswerError for what is none."""
+    decoder = msgspec.json.Decoder(kind)
+    return lambda response: _decoded(decoder, response)
+
+
+def read_invocation(response: httpx.Response) -> InvocationResult:
+    """Return the invocation of an answer, also that of a problem body which tells how it ended."""
+    if response.is_success:
+        return _decoded(_INVOCATION, response)
+    problem = problem_of(response)
+    assert problem is not None and problem.invocation, "read only what is_answered"
+    return result_of(problem.invocation)
+
+
+def is_answered(response: httpx.Response) -> bool:
+    """Return whether the request was granted: an invocation that ended badly is an answer, too."""
+    if response.is_success:
+        return True
+    problem = problem_of(response)
+    return problem is not None and bool(problem.invocation)
+
+
+def problem_of(response: httpx.Response) -> Problem | None:
+    """Return the problem in the body of a refusal; None if it is no problem of a gateway."""
+    try:
+        return _PROBLEM.decode(response.content)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+def error_of(response: httpx.Response) -> TangramError:
+    """Return the exception of a refused request; of a body that is no problem of ours one that quotes it."""
+    problem = problem_of(response)
+    if problem is not None:
+        return from_problem(problem, _retry_after_s(response))
+    text = response.text[:_QUOTED]
+    return UnreadableAnswerError(f"{response.request.url} answered {response.status_code}: {text}")
+
+
+def connection_lost(what: str, error: httpx.TransportError) -> ConnectionFailed:
+    """Return the exception of a broken connection; ``detail["sent"]`` says whether the request may have arrived."""
+    sent = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout | httpx.ProxyError)
+    return ConnectionFailed(f"{what}: {str(error) or type(error).__name__}", detail={"sent": sent})
+
+
+def _decoded(decoder: msgspec.json.Decoder[_T], response: httpx.Response) -> _T:
+    try:
+        return decoder.decode(response.content)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        text = response.text[:_QUOTED]
+        raise UnreadableAnswerError(
+            f"{response.request.url} answered what is not understood ({error}): {text}"
+        ) from error
+
+
+def _retry_after_s(response: httpx.Response) -> float | None:
+    text: Any = response.headers.get("retry-after", "")
+    return float(text) if text.isascii() and text.isdigit() else None

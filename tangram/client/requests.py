@@ -1,0 +1,324 @@
+"""The requests of both clients, made without sending anything."""
+
+from __future__ import annotations
+
+import posixpath
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+from urllib.parse import quote
+
+import httpx
+import msgspec
+
+from tangram.client.answers import error_of, is_answered, read_invocation, reader
+from tangram.client.results import InvocationResult, result_of
+from tangram.errors import TangramError, from_problem
+from tangram.types import (
+    BatchAnswer,
+    BatchItem,
+    BatchRequest,
+    BatchVerdict,
+    ConfigDiff,
+    ConfigFile,
+    ConfigFiles,
+    FileEntry,
+    FileList,
+    FunctionInfo,
+    FunctionList,
+    InvocationPage,
+    Purged,
+    QueuePage,
+    ResourcesInfo,
+    TaskInfo,
+    TaskList,
+    TrajectoryInfo,
+    TrajectoryOpening,
+    TrajectoryPage,
+)
+
+_T = TypeVar("_T")
+_JSON = {"Content-Type": "application/json"}
+#: Only in a trajectory that lives: if it has ended, the request is refused instead of beginning a new one.
+LIVING = {"X-Trajectory-Expect": "living"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchCall:
+    """One call of a batch."""
+
+    function: str
+    input: Mapping[str, Any] = field(default_factory=dict)
+    task: str | None = None
+    trajectory: str | None = None
+    timeout_s: float | None = None
+    #: The call is given up if it still waits after so many seconds.
+    max_age_s: float | None = None
+    #: Drawn at random if it is not given, so that a batch can be sent again.
+    key: str | None = None
+
+    def item(self) -> BatchItem:
+        """Return the call as it is sent."""
+        return BatchItem(
+            function=self.function,
+            input=self.input,
+            task=self.task,
+            trajectory=self.trajectory,
+            timeout=_duration(self.timeout_s),
+            max_age=_duration(self.max_age_s),
+            key=self.key or secrets.token_urlsafe(16),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiRequest(Generic[_T]):
+    """One HTTP request and how its answer is read."""
+
+    method: str
+    path: str
+    read: Callable[[httpx.Response], _T]
+    params: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
+    content: bytes | None = None
+    #: Whether sending it twice does the work once.
+    repeatable: bool = True
+    #: Whether the answer may take as long as the work does.
+    patient: bool = False
+
+    @property
+    def lasting(self) -> bool:
+        """Whether its connection is in use for as long as something else takes."""
+        return self.patient or "wait" in self.params
+
+    def answer(self, response: httpx.Response) -> _T:
+        """Return the typed answer; raises the TangramError of a refused request."""
+        if is_answered(response):
+            return self.read(response)
+        raise error_of(response)
+
+
+def invoke(
+    function: str,
+    input: Mapping[str, Any],
+    *,
+    mode: str,
+    task: str | None = None,
+    trajectory: str | None = None,
+    parent: str | None = None,
+    key: str | None = None,
+    timeout_s: float | None = None,
+    wait_s: float | None = None,
+    callback_url: str | None = None,
+    living: bool = False,
+) -> ApiRequest[InvocationResult]:
+    """Return the request of one invocation. An asynchronous one always carries a key, so that it can be sent again."""
+    if key is None and mode == "async":
+        key = secrets.token_urlsafe(16)
+    headers = {
+        "X-Task": task,
+        "X-Trajectory-Id": trajectory,
+        "X-Parent-Id": parent,
+        "Idempotency-Key": key,
+        "X-Timeout": _duration(timeout_s),
+        "X-Callback-Url": callback_url,
+    }
+    return ApiRequest(
+        method="POST",
+        path=f"{_function_path(function)}/invocations",
+        read=read_invocation,
+        params=_given({"mode": mode, "wait": _duration(wait_s)}),
+        headers=_JSON | _given(headers) | (LIVING if living else {}),
+        content=msgspec.json.encode(input),
+        repeatable=key is not None,
+        patient=mode == "sync",
+    )
+
+
+def batch(
+    calls: Sequence[BatchCall], wait: str, timeout_s: float | None
+) -> ApiRequest[list[InvocationResult | TangramError]]:
+    """Return the request of many asynchronous invocations; the verdicts come in the order of the calls."""
+    read = reader(BatchAnswer)
+    return ApiRequest(
+        method="POST",
+        path="/v1/invocations:batch",
+        read=lambda response: [_verdict(each) for each in read(response).results],
+        params=_given({"wait": wait, "timeout": _duration(timeout_s)}),
+        headers=_JSON,
+        content=msgspec.json.encode(BatchRequest(calls=tuple(call.item() for call in calls))),
+        patient=wait != "none",
+    )
+
+
+def _verdict(verdict: BatchVerdict) -> InvocationResult | TangramError:
+    if verdict.problem:
+        return from_problem(verdict.problem)
+    assert verdict.invocation, "a verdict is an invocation or a problem"
+    return result_of(verdict.invocation)
+
+
+def get_invocation(id: str, wait_s: float | None = None) -> ApiRequest[InvocationResult]:
+    """Return the request of a record, which may wait for its end."""
+    return ApiRequest(
+        method="GET",
+        path=_invocation_path(id),
+        read=read_invocation,
+        params=_given({"wait": _duration(wait_s)}),
+    )
+
+
+def cancel_invocation(id: str) -> ApiRequest[InvocationResult]:
+    return ApiRequest(method="POST", path=f"{_invocation_path(id)}/cancel", read=read_invocation)
+
+
+def list_invocations(filters: Mapping[str, str | None], limit: int, cursor: str | None) -> ApiRequest[InvocationPage]:
+    params = {**filters, "limit": str(limit), "cursor": cursor}
+    return _get("/v1/invocations", InvocationPage, _given(params))
+
+
+def log_path(id: str) -> str:
+    return f"{_invocation_path(id)}/logs"
+
+
+def redrive(id: str) -> ApiRequest[InvocationResult]:
+    path = f"{_dead_letters_path(id)}/redrive"
+    return ApiRequest(method="POST", path=path, read=read_invocation, repeatable=False)
+
+
+def purge(id: str | None, function: str | None = None) -> ApiRequest[Purged]:
+    """Return the request that takes one dead letter, or all (of one function), off the list."""
+    params = _given({"function": function})
+    return ApiRequest(method="DELETE", path=_dead_letters_path(id), read=reader(Purged), params=params)
+
+
+def list_functions() -> ApiRequest[FunctionList]:
+    return _get("/v1/functions", FunctionList)
+
+
+def get_function(name: str) -> ApiRequest[FunctionInfo]:
+    return _get(_function_path(name), FunctionInfo)
+
+
+def apply(files: Mapping[str, str] | None, dry_run: bool) -> ApiRequest[ConfigDiff]:
+    """Return the request that applies files by path, or with None the server's own, read again."""
+    sent = None if files is None else ConfigFiles(files=tuple(ConfigFile(path=p, text=t) for p, t in files.items()))
+    return ApiRequest(
+        method="PUT",
+        path="/v1/config",
+        read=reader(ConfigDiff),
+        params={"dry_run": "true"} if dry_run else {},
+        headers=_JSON,
+        content=b"" if sent is None else msgspec.json.encode(sent),
+    )
+
+
+def get_resources() -> ApiRequest[ResourcesInfo]:
+    return _get("/v1/resources", ResourcesInfo)
+
+
+def get_queue(limit: int) -> ApiRequest[QueuePage]:
+    return _get("/v1/queue", QueuePage, {"limit": str(limit)})
+
+
+def list_tasks() -> ApiRequest[tuple[TaskInfo, ...]]:
+    read = reader(TaskList)
+    return ApiRequest(method="GET", path="/v1/tasks", read=lambda response: read(response).tasks)
+
+
+def list_trajectories(cursor: str | None) -> ApiRequest[TrajectoryPage]:
+    return _get("/v1/trajectories", TrajectoryPage, _given({"cursor": cursor}))
+
+
+def open_trajectory(id: str, function: str, task: str | None) -> ApiRequest[TrajectoryInfo]:
+    """Return the request that makes a trajectory's environment, or finds that it lives already."""
+    opening = TrajectoryOpening(function=function) if task is None else TrajectoryOpening(function=function, task=task)
+    return ApiRequest(
+        method="PUT",
+        path=_trajectory_path(id),
+        read=reader(TrajectoryInfo),
+        headers=_JSON,
+        content=msgspec.json.encode(opening),
+    )
+
+
+def end_trajectory(id: str) -> ApiRequest[None]:
+    return ApiRequest(method="DELETE", path=_trajectory_path(id), read=lambda response: None)
+
+
+def upload(id: str, path: str, data: bytes, mode: int, *, living: bool = False) -> ApiRequest[None]:
+    """Return the request that writes a file; ``mode`` has its permission bits."""
+    return ApiRequest(
+        method="PUT",
+        path=_file_path(id, path),
+        read=lambda response: None,
+        params={"mode": f"{mode:03o}"},
+        headers={"Content-Type": "application/octet-stream"} | (LIVING if living else {}),
+        content=data,
+    )
+
+
+def download(id: str, path: str, *, living: bool = False) -> ApiRequest[bytes]:
+    return ApiRequest(
+        method="GET",
+        path=_file_path(id, path),
+        read=lambda response: response.content,
+        headers=LIVING if living else {},
+    )
+
+
+def list_files(id: str, path: str, *, living: bool = False) -> ApiRequest[tuple[FileEntry, ...]]:
+    read = reader(FileList)
+    return ApiRequest(
+        method="GET",
+        path=_file_path(id, path),
+        read=lambda response: read(response).files,
+        params={"list": "true"},
+        headers=LIVING if living else {},
+    )
+
+
+def command(
+    command: str | Sequence[str], cwd: str | None, env: Mapping[str, str] | None, stdin: str | None
+) -> dict[str, object]:
+    """Return the input of an exec function: a string is shell text, a sequence an argument vector."""
+    body: dict[str, object] = {"command": command} if isinstance(command, str) else {"argv": list(command)}
+    given = {"cwd": cwd, "env": None if env is None else dict(env), "stdin": stdin}
+    return body | {name: value for name, value in given.items() if value is not None}
+
+
+def in_workdir(workdir: str, path: str) -> str:
+    """Return an absolute path in the sandbox."""
+    return posixpath.normpath(posixpath.join(workdir, path))
+
+
+def _get(path: str, kind: type[_T], params: Mapping[str, str] | None = None) -> ApiRequest[_T]:
+    return ApiRequest(method="GET", path=path, read=reader(kind), params=params or {})
+
+
+def _function_path(name: str) -> str:
+    return f"/v1/functions/{quote(name, safe='')}"
+
+
+def _invocation_path(id: str) -> str:
+    return f"/v1/invocations/{quote(id, safe='')}"
+
+
+def _dead_letters_path(id: str | None) -> str:
+    return "/v1/dead-letters" if id is None else f"/v1/dead-letters/{quote(id, safe='')}"
+
+
+def _trajectory_path(id: str) -> str:
+    return f"/v1/trajectories/{quote(id, safe='')}"
+
+
+def _file_path(id: str, path: str) -> str:
+    return f"{_trajectory_path(id)}/files/{quote(path.lstrip('/'))}"
+
+
+def _duration(seconds: float | None) -> str | None:
+    return None if seconds is None else f"{seconds:.3f}s"
+
+
+def _given(values: Mapping[str, str | None]) -> dict[str, str]:
+    return {name: value for name, value in values.items() if value is not None}

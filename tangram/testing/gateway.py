@@ -1,0 +1,326 @@
+"""A gateway that does what a test's script says, as an httpx transport of either client."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import unquote
+
+import httpx
+import msgspec
+
+from tangram.testing.answers import Answer, json_answer, problem_answer
+from tangram.testing.script import Script, ScriptedCall, ScriptedFailure, listed, queued
+from tangram.testing.views import function_info, resources_info, trajectory_info, waiting_entry
+from tangram.types import (
+    BatchAnswer,
+    BatchItem,
+    BatchRequest,
+    BatchVerdict,
+    ConfigDiff,
+    FileEntry,
+    FileList,
+    FileWritten,
+    FunctionList,
+    Health,
+    InvocationPage,
+    LogEnd,
+    Problem,
+    Purged,
+    QueuePage,
+    TaskList,
+    TrajectoryOpening,
+    TrajectoryPage,
+)
+
+_Reply = httpx.Response | Awaitable[httpx.Response]
+_Endpoint = Callable[..., _Reply]
+
+
+class Refused(Exception):
+    """A request that the scripted gateway refuses."""
+
+    def __init__(self, status: int, code: str, detail: str) -> None:
+        super().__init__(detail)
+        self.answer = problem_answer(status, code, detail)
+
+
+@dataclass(slots=True)
+class ScriptedTrajectory:
+    """A living trajectory of a scripted gateway, with the files that were uploaded to it: contents and mode by path."""
+
+    name: str
+    task: str
+    files: dict[str, tuple[bytes, str]] = field(default_factory=dict)
+
+
+class ScriptedGateway(httpx.BaseTransport, httpx.AsyncBaseTransport):
+    """Give it to a client as its transport: ``Client(transport=ScriptedGateway({"reward": {"reward": 1.0}}))``.
+
+    ``functions`` says what each function does (see `Script`). Synchronous calls run at once; submitted ones run when
+    somebody waits for them or follows their log. Trajectories live from their first action, or from being opened,
+    until they are ended, and keep what was uploaded. Nothing takes time, and nothing is ever run in a sandbox.
+    """
+
+    def __init__(self, functions: Mapping[str, Script | object] | None = None) -> None:
+        self.functions: dict[str, Script | object] = dict(functions or {})
+        #: Every invocation, in the order of acceptance.
+        self.calls: list[ScriptedCall] = []
+        #: Every request, whatever became of it.
+        self.requests: list[httpx.Request] = []
+        self.trajectories: dict[str, ScriptedTrajectory] = {}
+        self._troubles: deque[Answer] = deque()
+
+    def trouble(self, *answers: Answer) -> None:
+        """Let the next requests, one for each, have these answers instead: `refusal`, `broken`, or one of your own."""
+        self._troubles.extend(answers)
+
+    def end_trajectory(self, name: str) -> None:
+        """End a trajectory behind its handle's back, as another client or a long silence would."""
+        del self.trajectories[name]
+
+    # The transport
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        request.read()
+        answer = self._answer(request)
+        if isinstance(answer, httpx.Response):
+            return answer
+        if inspect.iscoroutine(answer):
+            answer.close()
+        raise TypeError("a coroutine function as a script needs an AsyncClient")
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        await request.aread()
+        answer = self._answer(request)
+        return answer if isinstance(answer, httpx.Response) else await answer
+
+    def _answer(self, request: httpx.Request) -> _Reply:
+        self.requests.append(request)
+        if self._troubles:
+            return self._troubles.popleft()(request)
+        # Of the path as it was sent: names may hold escaped slashes.
+        path = request.url.raw_path.decode("ascii").partition("?")[0]
+        for method, pattern, endpoint in self._routes():
+            found = re.fullmatch(pattern, path)
+            if found is not None and method == request.method:
+                try:
+                    return endpoint(request, *map(unquote, found.groups()))
+                except Refused as refused:
+                    return refused.answer
+        return problem_answer(404, "not_found", f"no such path: {path}")
+
+    def _routes(self) -> Iterator[tuple[str, str, _Endpoint]]:
+        name, invocation = "([^/]+)", "/v1/invocations/([^/]+)"
+        yield "POST", f"/v1/functions/{name}/invocations", self._invoke
+        yield "POST", "/v1/invocations:batch", self._batch
+        yield "GET", "/v1/invocations", self._list
+        yield "GET", invocation, self._get
+        yield "GET", f"{invocation}/logs", self._logs
+        yield "POST", f"{invocation}/cancel", self._cancel
+        yield "POST", f"/v1/dead-letters/{name}/redrive", self._no_letter
+        yield "DELETE", f"/v1/dead-letters/{name}", self._no_letter
+        yield "DELETE", "/v1/dead-letters", lambda request: json_answer(Purged(purged=0))
+        yield "GET", "/v1/functions", self._functions
+        yield "GET", f"/v1/functions/{name}", self._function
+        yield "PUT", "/v1/config", lambda request: json_answer(ConfigDiff(applied=True))
+        yield "GET", "/v1/resources", lambda request: json_answer(resources_info())
+        yield "GET", "/v1/queue", self._queue
+        yield "GET", "/v1/tasks", lambda request: json_answer(TaskList(tasks=()))
+        yield "GET", "/v1/trajectories", self._list_trajectories
+        yield "PUT", f"/v1/trajectories/{name}", self._open
+        yield "GET", f"/v1/trajectories/{name}", self._trajectory
+        yield "DELETE", f"/v1/trajectories/{name}", self._end
+        yield "PUT", f"/v1/trajectories/{name}/files/(.+)", self._put_file
+        yield "GET", f"/v1/trajectories/{name}/files/(.*)", self._get_file
+        yield "GET", "/healthz", lambda request: json_answer(Health(status="ok"))
+        yield "GET", "/readyz", lambda request: json_answer(Health(status="ready"))
+
+    # Invocations
+
+    def _invoke(self, request: httpx.Request, function: str) -> _Reply:
+        headers, mode = request.headers, request.url.params.get("mode", "sync")
+        item = BatchItem(
+            function=function,
+            input=msgspec.json.decode(request.content or b"{}", type=dict[str, Any]),
+            task=headers.get("x-task"),
+            trajectory=headers.get("x-trajectory-id"),
+            key=headers.get("idempotency-key"),
+        )
+        call = self._accept(item, mode, headers)
+        if mode == "async" or call.record.ended:
+            return json_answer(call.record, 200 if call.record.ended else 202)
+        return self._run(call)
+
+    def _accept(self, item: BatchItem, mode: str, headers: Mapping[str, str]) -> ScriptedCall:
+        if item.function not in self.functions:
+            raise Refused(404, "not_found", f"no function {item.function!r}")
+        for known in self.calls:
+            if item.key is not None and (known.function, known.key) == (item.function, item.key):
+                if known.input != item.input:
+                    raise Refused(422, "idempotency_key_reused", f"the key {item.key} came with another input")
+                return known
+        task = item.task or "default"
+        if item.trajectory is not None:
+            self._living(item.trajectory, headers)
+            self.trajectories.setdefault(item.trajectory, ScriptedTrajectory(item.trajectory, task))
+        record = queued(len(self.calls), item.function, item.input, mode=mode, task=task, trajectory=item.trajectory)
+        call = ScriptedCall(
+            function=item.function,
+            input=item.input,
+            task=task,
+            trajectory=item.trajectory,
+            key=item.key,
+            headers=headers,
+            record=record,
+        )
+        self.calls.append(call)
+        return call
+
+    def _run(self, call: ScriptedCall) -> _Reply:
+        """Run its script, and answer with its record."""
+        script = self.functions[call.function]
+        try:
+            result = script(call) if callable(script) else script
+        except ScriptedFailure as failure:
+            call.end(None, failure)
+        else:
+            if inspect.isawaitable(result):
+                return self._await(call, result)
+            call.end(result)
+        return json_answer(call.record)
+
+    async def _await(self, call: ScriptedCall, result: Awaitable[object]) -> httpx.Response:
+        try:
+            call.end(await result)
+        except ScriptedFailure as failure:
+            call.end(None, failure)
+        return json_answer(call.record)
+
+    def _batch(self, request: httpx.Request) -> httpx.Response:
+        verdicts = []
+        for item in msgspec.json.decode(request.content, type=BatchRequest).calls:
+            try:
+                call = self._accept(item, "async", {})
+            except Refused as refused:
+                problem = msgspec.json.decode(refused.answer.content, type=Problem)
+                verdicts.append(BatchVerdict(status=problem.status, problem=problem))
+                continue
+            if request.url.params.get("wait", "none") != "none" and not call.record.ended:
+                self._run(call)
+            verdicts.append(BatchVerdict(status=200 if call.record.ended else 202, invocation=call.record))
+        return json_answer(BatchAnswer(results=tuple(verdicts)))
+
+    def _list(self, request: httpx.Request) -> httpx.Response:
+        asked = request.url.params
+        found = [
+            listed(call.record)
+            for call in reversed(self.calls)
+            if asked.get("dead") != "true"
+            and all(
+                asked[name] == getattr(call.record, name)
+                for name in ("function", "task", "trajectory", "state")
+                if name in asked
+            )
+        ]
+        begin, limit = int(asked.get("cursor", "0")), int(asked.get("limit", "100"))
+        rest = str(begin + limit) if begin + limit < len(found) else None
+        return json_answer(InvocationPage(invocations=tuple(found[begin : begin + limit]), next_cursor=rest))
+
+    def _get(self, request: httpx.Request, id: str) -> _Reply:
+        call = self._known(id)
+        waits = request.url.params.get("wait", "0.000s") != "0.000s"
+        return self._run(call) if waits and not call.record.ended else json_answer(call.record)
+
+    def _logs(self, request: httpx.Request, id: str) -> httpx.Response:
+        call = self._known(id)
+        if request.url.params.get("follow") == "true" and not call.record.ended:
+            self._run(call)
+        lines: list[object] = list(call.lines[int(request.url.params.get("offset", "0")) :])
+        record = call.record
+        lines.append(LogEnd(stream="eof", offset=len(call.lines), state=record.state, reason=record.reason))
+        return httpx.Response(200, content=b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+
+    def _cancel(self, request: httpx.Request, id: str) -> httpx.Response:
+        call = self._known(id)
+        if call.record.ended:
+            raise Refused(409, "conflict", f"invocation {id} is {call.record.state} already")
+        call.end(None, ScriptedFailure("cancelled", "cancelled by request"))
+        return json_answer(call.record)
+
+    def _no_letter(self, request: httpx.Request, id: str) -> httpx.Response:
+        raise Refused(409, "conflict", f"{self._known(id).record.id} is no dead letter")
+
+    def _known(self, id: str) -> ScriptedCall:
+        for call in self.calls:
+            if call.record.id == id:
+                return call
+        raise Refused(404, "not_found", f"no invocation {id!r}")
+
+    # What there is
+
+    def _functions(self, request: httpx.Request) -> httpx.Response:
+        return json_answer(FunctionList(functions=tuple(function_info(name) for name in sorted(self.functions))))
+
+    def _function(self, request: httpx.Request, name: str) -> httpx.Response:
+        if name not in self.functions:
+            raise Refused(404, "not_found", f"no function {name!r}")
+        return json_answer(function_info(name))
+
+    def _queue(self, request: httpx.Request) -> httpx.Response:
+        waiting = [waiting_entry(call.record) for call in self.calls if not call.record.ended]
+        shown = tuple(waiting[: int(request.url.params.get("limit", "100"))])
+        return json_answer(QueuePage(waiting=len(waiting), queue=shown, next_cursor=None))
+
+    # Trajectories
+
+    def _open(self, request: httpx.Request, name: str) -> httpx.Response:
+        opening = msgspec.json.decode(request.content, type=TrajectoryOpening)
+        if opening.function not in self.functions:
+            raise Refused(404, "not_found", f"no function {opening.function!r}")
+        trajectory = self.trajectories.setdefault(name, ScriptedTrajectory(name, opening.task))
+        return json_answer(trajectory_info(name, trajectory.task))
+
+    def _list_trajectories(self, request: httpx.Request) -> httpx.Response:
+        living = tuple(trajectory_info(name, each.task) for name, each in sorted(self.trajectories.items()))
+        return json_answer(TrajectoryPage(trajectories=living, next_cursor=None))
+
+    def _trajectory(self, request: httpx.Request, name: str) -> httpx.Response:
+        return json_answer(trajectory_info(name, self._found(name, request.headers).task))
+
+    def _end(self, request: httpx.Request, name: str) -> httpx.Response:
+        del self.trajectories[self._found(name, {}).name]
+        return httpx.Response(204)
+
+    def _put_file(self, request: httpx.Request, name: str, path: str) -> httpx.Response:
+        trajectory = self._found(name, request.headers)
+        trajectory.files[f"/{path}"] = (request.content, request.url.params.get("mode", "644"))
+        return json_answer(FileWritten(path=f"/{path}", size_bytes=len(request.content)), 201)
+
+    def _get_file(self, request: httpx.Request, name: str, path: str) -> httpx.Response:
+        files = self._found(name, request.headers).files
+        if request.url.params.get("list") == "true":
+            prefix = f"/{path}".rstrip("/") + "/"
+            entries = [
+                FileEntry(path=each, size_bytes=len(data), directory=False, mode=mode)
+                for each, (data, mode) in sorted(files.items())
+                if each.startswith(prefix) and "/" not in each.removeprefix(prefix)
+            ]
+            return json_answer(FileList(files=tuple(entries)))
+        if f"/{path}" not in files:
+            raise Refused(404, "not_found", f"no file /{path}")
+        return httpx.Response(200, content=files[f"/{path}"][0])
+
+    def _found(self, name: str, headers: Mapping[str, str]) -> ScriptedTrajectory:
+        self._living(name, headers)
+        if name not in self.trajectories:
+            raise Refused(404, "not_found", f"no trajectory {name!r}")
+        return self.trajectories[name]
+
+    def _living(self, name: str, headers: Mapping[str, str]) -> None:
+        if headers.get("x-trajectory-expect") == "living" and name not in self.trajectories:
+            raise Refused(410, "trajectory_ended", f"trajectory {name!r} has ended")
