@@ -39,10 +39,11 @@ def build_core(
     state = SchedulerState(
         spec=spec.scheduler,
         tasks=spec.tasks,
-        services=spec.services,
         resources=resources,
         nodes=nodes,
-        queue=Queue(Bounds(total=spec.scheduler.max_queued, tasks=spec.tasks, functions=function_bounds or {})),
+        queue=Queue(
+            Bounds(total=spec.scheduler.max_queued, tasks=spec.tasks, functions=function_bounds or {}), spec.services
+        ),
         executing=Executing(resources, nodes),
         fair=FairShare(frozenset(spec.quotas)),
         policies={**_policies(spec.scheduler.policies), **(policies or {})},

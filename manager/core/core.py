@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from manager.action import Action
 from manager.core.membership import Membership
-from manager.core.offering import Offering
 from manager.core.prefetching import Prefetching
 from manager.core.queue import Entry
 from manager.core.scheduling_pass import SchedulingPass
@@ -55,7 +54,7 @@ class Core:
         self._pools = pools
         self._scheduling = SchedulingPass(state)
         self._prefetching = Prefetching(state, self._scheduling)
-        self._lanes = TrajectoryOrder(state, Offering(state))
+        self._lanes = TrajectoryOrder(state)
         self._settling = Settling(state, self._lanes)
         self._membership = Membership(state, self._lanes, self._settling, pools)
         self._seq = 0
@@ -195,7 +194,6 @@ class Core:
             case ResidencyReported():
                 for pool in self._state.resources:
                     pool.report(event.node, event.copies)
-                    self._state.dirty.add(pool.name)
             case PrefetchEnded():
                 self._prefetching.end(event)
             case Reconfigured():
@@ -267,10 +265,9 @@ class Core:
         for name, concurrency in (event.concurrency or {}).items():
             self._pools.concurrency(state.resources, name, concurrency)
         if event.services is not None:
-            state.services = {**state.services, **event.services}
+            state.queue.services = {**state.queue.services, **event.services}
             self._pools.services(state.resources, event.services)
         state.fair.reconfigure(frozenset(pool.kind for pool in state.resources.timed))
-        state.all_dirty()
 
     # -- time
 
@@ -278,10 +275,7 @@ class Core:
         state = self._state
         state.now_s = max(state.now_s, now_s)
         for pool in state.resources.timed:
-            free = pool.free
             pool.advance(state.now_s)
-            if pool.free > free:
-                state.dirty.add(pool.name)
 
     def _lend(self) -> bool:
         """Children that are still waiting run on what their parents hold, one at a time; whether any was started."""
@@ -290,7 +284,6 @@ class Core:
         for parent_id, child in state.families.first():
             parent = state.executing.get(parent_id)
             if parent is not None and child.group is not None and state.executing.can_borrow(child, parent):
-                state.touch(child)
                 self._scheduling.starter.lend(child, parent)
                 lent = True
         return lent

@@ -28,12 +28,12 @@ class Dispatcher:
         """
         state = self._state
         mates = self._mates(entry, asks)
-        for mate in mates:
-            state.touch(mate)
-        self._leave(entry)
+        state.queue.leave(entry)
+        self._start(entry)
         state.executing.start(entry, node, asks, workers, state.now_s)
         for mate in mates:
-            self._leave(mate)
+            state.queue.withdraw(mate)
+            self._start(mate)
             state.executing.join(mate, entry, state.now_s)
         if mates:
             state.executing.seal(entry, mates)
@@ -50,7 +50,8 @@ class Dispatcher:
     def lend(self, child: Entry, parent: Entry) -> None:
         """Start a child on the units of its waiting parent."""
         self._state.executing.borrow(child, parent, self._state.now_s)
-        self._leave(child)
+        self._state.queue.withdraw(child)
+        self._start(child)
         self._execute(child)
 
     def resize(self, entry: Entry, kind: str, units: int) -> None:
@@ -59,9 +60,8 @@ class Dispatcher:
         entry.resize_after_s = self._state.now_s + self._state.option(kind, "resize_interval_s", 0.0)
         self._state.commands.append(Resize(action=entry.action, lease=lease))
 
-    def _leave(self, entry: Entry) -> None:
+    def _start(self, entry: Entry) -> None:
         state = self._state
-        state.queue.leave(entry)
         if state.holds:
             state.holds.pop(entry.id, None)
         if entry.child:
@@ -80,7 +80,7 @@ class Dispatcher:
         if not service:
             return []
         units = {pool.kind: ask.units for pool, ask in asks}
-        budget = self._state.services[service].batch_tokens - entry.action.batch_tokens
+        budget = self._state.queue.services[service].batch_tokens - entry.action.batch_tokens
         alike = [group for group in self._state.queue.groups() if group.signature.batch_service == service]
         mates: list[Entry] = []
         for mate in heapq.merge(*(islice(group, _BATCH_WINDOW) for group in alike), key=lambda mate: mate.order):

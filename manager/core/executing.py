@@ -161,8 +161,8 @@ class Executing:
         entry.lease = replace(entry.lease, grants={**entry.lease.grants, kind: grant})
         return entry.lease
 
-    def end(self, entry: Entry, now_s: float) -> list[Pool]:
-        """Release what the action holds; the pools that have more free now."""
+    def end(self, entry: Entry, now_s: float) -> None:
+        """Release what the action holds."""
         lease = entry.lease
         assert lease is not None, f"{entry.id} does not run"
         self._account(entry, now_s)
@@ -176,9 +176,9 @@ class Executing:
         if members is not None:
             members.discard(entry.id)
             if members:
-                return []
+                return
             del self._batches[leader]
-        return self._release(leader, entry, now_s)
+        self._release(leader, entry, now_s)
 
     def remaining(self, entry: Entry, now_s: float) -> float | None:
         """Fraction of the work still to do, by estimate."""
@@ -270,10 +270,9 @@ class Executing:
             plan[kind] = (pool, units.minimum, lent)
         return plan if any(lent for _, _, lent in plan.values()) else None
 
-    def _release(self, holder: str, entry: Entry, now_s: float) -> list[Pool]:
+    def _release(self, holder: str, entry: Entry, now_s: float) -> None:
         lease = entry.lease
         assert lease is not None
-        freed = []
         heir = entry.borrower
         for kind in lease.grants:
             if kind in entry.borrowed:
@@ -289,9 +288,7 @@ class Executing:
             held = self._holders[pool.name].pop(holder)
             self._malleable[pool.name] -= held.malleable(kind)
             self._observe(pool, now_s)
-            freed.append(pool)
         self._pass_loan_on(entry, heir)
-        return freed
 
     def _pass_loan_on(self, entry: Entry, heir: Entry | None) -> None:
         """What the action borrowed goes back to its lender, or serves its own borrower further."""

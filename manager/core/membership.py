@@ -33,7 +33,6 @@ class Membership:
         for pool in state.resources:
             pool.join(node)
         state.nodes.join(node)
-        state.all_dirty()
 
     def lose(self, name: str) -> None:
         """Everything on the node is over: settled as lost, or queued again where that is safe."""
@@ -52,7 +51,6 @@ class Membership:
         for pool in state.resources:
             pool.leave(name)
         state.nodes.leave(name)
-        state.all_dirty()
 
     def _lose(self, entry: Entry, node: str) -> None:
         message = f"node {node} was lost"

@@ -57,8 +57,10 @@ class PoolDispatch:
         pool: Pool,
         candidates: Sequence[Candidate],
         selection: CandidateSelection,
+        look_again: Callable[[Iterable[QueueGroup]], None],
     ) -> None:
         self._state = state
+        self._look_again = look_again
         self._starter = starter
         self._pool = pool
         self._candidates = {candidate.entry.id: candidate for candidate in candidates}
@@ -171,7 +173,6 @@ class PoolDispatch:
             balance -= resize.units - self._pool.held[entry.id]
             if resize.units < self._pool.held[entry.id]:
                 self._starter.resize(entry, self._pool.kind, resize.units)
-                self._state.dirty.add(self._pool.name)
             elif resize.units > self._pool.held[entry.id]:
                 grows.append((entry, resize.units))
         started, balance = self._carry_out_starts(decision.starts, balance)
@@ -225,7 +226,7 @@ class PoolDispatch:
         """
         if self._pool.has_places:
             bound = [group for group in self._groups if group.signature.node or len(group.demand) > 1]
-            self._state.dirty_groups.update(group for group in bound if group.live)
+            self._look_again(group for group in bound if group.live)
         beaten = [one for one in self._candidates.values() if one.choice.minimum > balance]
         for candidate in (*beaten, *self._missed):
             group = candidate.entry.group
@@ -233,15 +234,14 @@ class PoolDispatch:
                 continue
             elsewhere = len(candidate.option.needs) > 1 or len(self._selection.options[group]) > 1
             if elsewhere or candidate.choice.minimum <= self._pool.free:
-                self._state.dirty_groups.add(group)
+                self._look_again([group])
             self._release_cap(group.signature.task)
 
     def _release_cap(self, task: str) -> None:
         """What an action was promised of its task's caps may serve others of the task, wherever they wait."""
         spec = self._state.tasks.get(task)
         if spec is not None and spec.caps:
-            alike = [group for group in self._state.queue.groups() if group.signature.task == task]
-            self._state.dirty_groups.update(alike)
+            self._look_again(group for group in self._state.queue.groups() if group.signature.task == task)
 
     def _start(self, entry: Entry, option: StartOption, start: Start) -> bool:
         """Start an action, unless a start of this very turn took what it needs (a batch, a place, a resource)."""

@@ -61,8 +61,6 @@ class Prefetching:
             name, _, service, chunk = found
             self._state.resources[name].prefetched(service, chunk, event.done)
             self._looked.pop(name, None)
-            if not event.done:
-                self._state.dirty.add(name)  # somebody may wait for it to be warm there
 
     def lose(self, node: str) -> None:
         """What was on its way to a node that is lost will not arrive."""
@@ -179,7 +177,7 @@ class _Look:
 
     def _mates(self, action: Action) -> list[Action]:
         """Those that would join its batch."""
-        service = self._state.services.get(action.service or "")
+        service = self._state.queue.services.get(action.service or "")
         if service is None or not service.batch_tokens or not action.batch_tokens:
             return []
         alike = (one for one in self._waiting if one.service == action.service and one.batch_tokens)

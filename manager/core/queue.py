@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from bisect import insort
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -11,7 +10,8 @@ from typing import NamedTuple
 
 from manager.action import Action, Demand
 from manager.batch import Batch
-from manager.config import TaskSpec
+from manager.config import ServiceSpec, TaskSpec
+from manager.core.expiries import Expiries
 from manager.errors import CapacityExceeded, CodedError, QuotaExceeded
 from manager.lease import Lease
 from manager.outcome import State
@@ -85,7 +85,7 @@ class Signature(NamedTuple):
 class QueueGroup:
     """Waiting actions with one signature, in order of service. Removal is a mark; the list is cleaned in bulk."""
 
-    __slots__ = ("_first", "_items", "arrived", "demand", "live", "pools", "signature")
+    __slots__ = ("_first", "_items", "demand", "live", "pools", "pools_version", "signature")
 
     def __init__(self, signature: Signature) -> None:
         self.signature = signature
@@ -93,10 +93,13 @@ class QueueGroup:
         self._items: list[tuple[Key, int, Entry]] = []
         self._first = 0
         self.live = 0
-        #: Actions offered since the last pass.
-        self.arrived = 0
-        #: Names of the pools that could serve it; None until somebody asks.
-        self.pools: tuple[str, ...] | None = None
+        #: Names of the pools that could serve it, as of this version of the resources.
+        self.pools: tuple[str, ...] = ()
+        self.pools_version = -1
+
+    @property
+    def needs_memory_only(self) -> bool:
+        return self.signature.memory_bytes > 0 and not self.demand
 
     def add(self, entry: Entry) -> None:
         item = (entry.key, entry.seq, entry)
@@ -146,15 +149,20 @@ class Bounds:
 
 
 class Queue:
-    """Everything that waits. ``admit`` and ``leave`` count; ``offer`` and ``withdraw`` make it eligible or not."""
+    """Everything that waits: admitted, offered to a pass when its turn has come, gone when it starts or settles."""
 
-    def __init__(self, bounds: Bounds) -> None:
+    def __init__(self, bounds: Bounds, services: Mapping[str, ServiceSpec]) -> None:
         self.bounds = bounds
+        #: The model services whose actions may wait for a batch.
+        self.services = services
         self._waiting: dict[str, Entry] = {}
         self._groups: dict[Signature, QueueGroup] = {}
         self._by_task: Counter[str] = Counter()
         self._by_function: Counter[str] = Counter()
-        self._deadlines: list[tuple[float, int, Entry]] = []
+        self._deadlines = Expiries[Entry](lambda entry, _: self._waiting.get(entry.id) is not entry)
+        #: What was offered since the last pass, by group, and the groups of which some left what they had reserved.
+        self._arrived: dict[QueueGroup, int] = {}
+        self._forsaken: set[QueueGroup] = set()
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -193,29 +201,45 @@ class Queue:
         self._waiting[entry.id] = entry
         self._by_task[action.task] += 1
         self._by_function[action.function] += 1
-        heapq.heappush(self._deadlines, (now_s + action.queue_timeout_s, entry.seq, entry))
+        self._deadlines.add(now_s + action.queue_timeout_s, entry.seq, entry)
 
-    def leave(self, entry: Entry) -> None:
-        """It started, or settled without starting."""
-        del self._waiting[entry.id]
-        _decrement(self._by_task, entry.action.task)
-        _decrement(self._by_function, entry.action.function)
-        self.withdraw(entry)
-
-    def offer(self, entry: Entry, signature: Signature) -> QueueGroup:
-        """Make it eligible, in the group of those like it."""
+    def offer(self, entry: Entry, node: str = "") -> None:
+        """Let a pass choose an action, on ``node`` if it is bound to one; its trajectory, if any, holds its memory."""
+        action = entry.action
+        memory_bytes = action.memory_bytes if action.trajectory is None else 0
+        signature = Signature(action.task, action.demand, memory_bytes, node, self._batch_service(action), entry.child)
         group = self._groups.get(signature)
         if group is None:
             group = self._groups[signature] = QueueGroup(signature)
         group.add(entry)
-        return group
+        self._arrived[group] = self._arrived.get(group, 0) + 1
 
-    def withdraw(self, entry: Entry) -> None:
+    def leave(self, entry: Entry) -> None:
+        """Remove an action that starts on what it had reserved."""
+        del self._waiting[entry.id]
+        _decrement(self._by_task, entry.action.task)
+        _decrement(self._by_function, entry.action.function)
         group = entry.group
         if group is not None:
             group.remove(entry)
             if not group.live:
                 del self._groups[group.signature]
+
+    def withdraw(self, entry: Entry) -> None:
+        """Remove an action that leaves what it had reserved to others."""
+        if entry.group is not None:
+            self._forsaken.add(entry.group)
+        self.leave(entry)
+
+    def take_arrived(self) -> dict[QueueGroup, int]:
+        """Return how many actions were offered since the last call, by group."""
+        arrived, self._arrived = self._arrived, {}
+        return arrived
+
+    def take_forsaken(self) -> set[QueueGroup]:
+        """Return the groups that an action was withdrawn from since the last call."""
+        forsaken, self._forsaken = self._forsaken, set()
+        return forsaken
 
     def groups(self) -> list[QueueGroup]:
         return list(self._groups.values())
@@ -225,21 +249,11 @@ class Queue:
 
     def next_deadline_s(self) -> float | None:
         """The instant at which the next waiting action's patience ends."""
-        while self._deadlines and self._stale(self._deadlines[0][2]):
-            heapq.heappop(self._deadlines)
-        return self._deadlines[0][0] if self._deadlines else None
+        return self._deadlines.next_s()
 
     def expired(self, now_s: float) -> list[Entry]:
         """Waiting actions whose ``queue_timeout`` has passed."""
-        due: list[Entry] = []
-        while self._deadlines and self._deadlines[0][0] <= now_s:
-            entry = heapq.heappop(self._deadlines)[2]
-            if not self._stale(entry):
-                due.append(entry)
-        if len(self._deadlines) > 64 + 4 * len(self._waiting):
-            self._deadlines = [item for item in self._deadlines if not self._stale(item[2])]
-            heapq.heapify(self._deadlines)
-        return due
+        return self._deadlines.take(now_s, len(self._waiting))
 
     def check(self) -> None:
         """Assert that the counters and the groups agree with what waits."""
@@ -248,8 +262,10 @@ class Queue:
         assert all(self._waiting.get(entry.id) is entry for entry in grouped), "a group holds what does not wait"
         assert sum(self._by_task.values()) == sum(self._by_function.values()) == len(self._waiting)
 
-    def _stale(self, entry: Entry) -> bool:
-        return self._waiting.get(entry.id) is not entry
+    def _batch_service(self, action: Action) -> str:
+        """Return the service whose batch an action may join; empty if it joins none."""
+        service = self.services.get(action.service or "") if action.batch_tokens else None
+        return service.name if service is not None and service.batch_tokens else ""
 
 
 def _over(error: type[CodedError], message: str, action: Action) -> CodedError:

@@ -46,20 +46,15 @@ class Settling:
 
     def release(self, entry: Entry) -> None:
         """Give back what a running action holds, and charge its task for what it used."""
-        state, action, lease = self._state, entry.action, entry.lease
-        for pool in state.executing.end(entry, state.now_s):
-            state.dirty.add(pool.name)
-        if lease is not None and lease.memory_bytes:
-            state.dirty.update(pool.name for pool in state.resources if pool.node == lease.node)
-        self._mark_capped(entry)
+        state, action = self._state, entry.action
+        state.executing.end(entry, state.now_s)
         state.fair.correct(action, state.weight(action.task), entry.used)
         self.accounts.of(action.task).use(entry.used)
 
     def end_waiting(self, entry: Entry, end_state: State, reason: Reason, message: str) -> None:
         """End an action that never started."""
         state = self._state
-        state.touch(entry)
-        state.queue.leave(entry)
+        state.queue.withdraw(entry)
         state.holds.pop(entry.id, None)
         outcome = Outcome(state=end_state, reason=reason, message=message, component="queue")
         queue_s = max(0.0, state.now_s - entry.action.submitted_s)
@@ -106,12 +101,6 @@ class Settling:
         self._state.families.orphan(entry.id)
         self._state.families.leave(entry)
         self._lanes.leave(entry)
-
-    def _mark_capped(self, entry: Entry) -> None:
-        """Where its task has a cap, others of the task may start in pools that did not change."""
-        task = self._state.tasks.get(entry.action.task)
-        for kind in entry.action.cost if task is not None and task.caps else ():
-            self._state.dirty.update(pool.name for pool in self._state.resources.of_kind(kind))
 
 
 def _with_mean_units(entry: Entry, outcome: Outcome, ran_s: float) -> Outcome:

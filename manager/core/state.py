@@ -1,11 +1,11 @@
-"""The state of the scheduler: the parts that the core and its pass share, and what changed since the last pass."""
+"""The state of the scheduler: the parts that the core and its pass share."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from manager.config import SchedulerSpec, ServiceSpec, TaskSpec
+from manager.config import SchedulerSpec, TaskSpec
 from manager.core.executing import Executing
 from manager.core.fairness import FairShare
 from manager.core.queue import Entry, Queue, QueueGroup
@@ -26,7 +26,6 @@ class SchedulerState:
 
     spec: SchedulerSpec
     tasks: Mapping[str, TaskSpec]
-    services: Mapping[str, ServiceSpec]
     resources: Resources
     nodes: Nodes
     queue: Queue
@@ -39,9 +38,6 @@ class SchedulerState:
     now_s: float = 0.0
     #: What the shell is to be told at the end of the step.
     commands: list[Command] = field(default_factory=list)
-    #: Pools of which something changed since the last pass, and groups that something was added to.
-    dirty: set[str] = field(default_factory=set)
-    dirty_groups: set[QueueGroup] = field(default_factory=set)
     #: When a policy wants to be asked again, by pool.
     wakes: dict[str, float] = field(default_factory=dict)
     #: What the policies hold back on purpose, by action.
@@ -70,13 +66,21 @@ class SchedulerState:
             return None
         return max(0, task.caps[kind] - self.executing.held_by(entry.action.task, kind))
 
+    def cap_rooms(self) -> dict[tuple[str, str], int]:
+        """Return the units that each task's caps leave, by task and kind."""
+        return {
+            (task, kind): max(0, cap - self.executing.held_by(task, kind))
+            for task, spec in self.tasks.items()
+            for kind, cap in spec.caps.items()
+        }
+
     def weight(self, task: str) -> float:
         """The share of a task."""
         return self.tasks.get(task, _UNKNOWN_TASK).weight
 
     def pools_of(self, group: QueueGroup) -> tuple[str, ...]:
         """The pools that could serve a group's actions."""
-        if group.pools is None:
+        if group.pools_version != self.resources.version:
             node = group.signature.node
             group.pools = tuple(
                 pool.name
@@ -84,21 +88,8 @@ class SchedulerState:
                 for pool in self.resources.of_kind(kind)
                 if not pool.node or node in ("", pool.node)
             )
+            group.pools_version = self.resources.version
         return group.pools
-
-    def all_dirty(self) -> None:
-        """Everything may have changed, the pools themselves included."""
-        self.dirty.update(pool.name for pool in self.resources)
-        for group in self.queue.groups():
-            group.pools = None
-            self.dirty_groups.add(group)
-
-    def touch(self, entry: Entry) -> None:
-        """What a waiting action had reserved may serve others."""
-        if self.spec.strict:
-            self.all_dirty()  # it may have stood in the way of everything behind it
-        elif entry.group is not None:
-            self.dirty.update(self.pools_of(entry.group))
 
     def waits_for(self, entry: Entry) -> str:
         """What a waiting action waits for, in plain words."""

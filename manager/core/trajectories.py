@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from manager.action import Demand
+from manager.core.expiries import Expiries
 from manager.core.queue import Entry
 
 
@@ -52,7 +52,7 @@ class Trajectories:
         #: In order of arrival, among them some that wait no more.
         self._waiting: deque[TrajectoryState] = deque()
         self._still_waiting = 0
-        self._expiries: list[tuple[float, int, TrajectoryState]] = []
+        self._expiries = Expiries(self._is_stale)
 
     def __iter__(self) -> Iterator[TrajectoryState]:
         return iter(self._living.values())
@@ -94,27 +94,16 @@ class Trajectories:
     def rest(self, trajectory: TrajectoryState, now_s: float) -> None:
         """Nothing of it runs or waits: its idle clock starts."""
         trajectory.idle_since_s = now_s
-        heapq.heappush(self._expiries, (now_s + trajectory.ttl_s, trajectory.opened_seq, trajectory))
+        self._expiries.add(now_s + trajectory.ttl_s, trajectory.opened_seq, trajectory)
 
     def next_expiry_s(self) -> float | None:
-        while self._expiries and self._stale(self._expiries[0]):
-            heapq.heappop(self._expiries)
-        return self._expiries[0][0] if self._expiries else None
+        return self._expiries.next_s()
 
     def expired(self, now_s: float) -> list[TrajectoryState]:
         """Trajectories that were idle for their whole ``ttl_s``."""
-        due = []
-        while self._expiries and self._expiries[0][0] <= now_s:
-            item = heapq.heappop(self._expiries)
-            if not self._stale(item):
-                due.append(item[2])
-        if len(self._expiries) > 64 + 4 * len(self._living):
-            self._expiries = [item for item in self._expiries if not self._stale(item)]
-            heapq.heapify(self._expiries)
-        return due
+        return self._expiries.take(now_s, len(self._living))
 
-    def _stale(self, item: tuple[float, int, TrajectoryState]) -> bool:
-        expiry_s, _, trajectory = item
+    def _is_stale(self, trajectory: TrajectoryState, expiry_s: float) -> bool:
         return (
             self._living.get(trajectory.name) is not trajectory
             or not trajectory.at_rest

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from manager.action import Action, demand_of
-from manager.core.offering import Offering
 from manager.core.queue import Entry
 from manager.core.state import SchedulerState
 from manager.core.trajectories import TrajectoryState
@@ -14,9 +13,8 @@ from manager.resources.nodes import Node
 class TrajectoryOrder:
     """One lane for each trajectory: its actions one at a time and in order; children pass beside."""
 
-    def __init__(self, state: SchedulerState, offering: Offering) -> None:
+    def __init__(self, state: SchedulerState) -> None:
         self._state = state
-        self._offering = offering
 
     def of(self, entry: Entry) -> TrajectoryState | None:
         """The trajectory that an action belongs to."""
@@ -27,7 +25,7 @@ class TrajectoryOrder:
         """Offer an action to the pass, or put it behind the earlier ones of its trajectory."""
         action = entry.action
         if action.trajectory is None:
-            self._offering.offer(entry)
+            self._state.queue.offer(entry)
             return
         trajectory = self._state.trajectories.get(action.trajectory)
         if trajectory is None:
@@ -52,7 +50,7 @@ class TrajectoryOrder:
         trajectory = state.trajectories.get(action.trajectory)
         if trajectory is None or not trajectory.at_rest or trajectory.ending:
             return False
-        if not self._offering.needs_place(action):
+        if not self._needs_place(action):
             return True
         if trajectory.node:
             return trajectory.node == node
@@ -64,14 +62,14 @@ class TrajectoryOrder:
         if trajectory is None:
             return
         trajectory.active = entry
-        if not trajectory.node and self._offering.needs_place(entry.action):
+        if not trajectory.node and self._needs_place(entry.action):
             self._pin(trajectory, self._state.nodes[node])
 
     def again(self, entry: Entry, lost: Entry) -> None:
         """Offer the next attempt of an action whose node was lost."""
         trajectory = self.of(entry)
         if trajectory is None:
-            self._offering.offer(entry)
+            self._state.queue.offer(entry)
             return
         if trajectory.active is lost:
             trajectory.active = entry
@@ -112,27 +110,20 @@ class TrajectoryOrder:
     def place(self) -> None:
         """Give memory to those that wait for it, first come first served."""
         state = self._state
-        waited_from, state.memory_waits_from = state.memory_waits_from, self._place_all()
-        if waited_from not in (None, state.memory_waits_from):
-            # The first that waited does so no more: memory that was kept for it may serve others.
-            state.dirty.update(pool.name for pool in state.resources if pool.node)
-
-    def _place_all(self) -> int | None:
-        """Place all that fit; the submission of the first that does not (None where all do)."""
-        state = self._state
+        state.memory_waits_from = None
         for trajectory in state.trajectories.waiting():
             node = state.nodes.choose(trajectory.demand, trajectory.memory_bytes)
             if node is None:
                 if state.nodes.ever(trajectory.demand, trajectory.memory_bytes):
-                    return trajectory.opened_seq
+                    state.memory_waits_from = trajectory.opened_seq
+                    return
                 continue  # only a new node could serve it: it must not hold up the others
             self._pin(trajectory, node)
             for entry in trajectory.homeless:
-                self._offering.offer(entry, trajectory.node)
+                self._state.queue.offer(entry, trajectory.node)
             trajectory.homeless.clear()
             if trajectory.at_rest:
                 state.trajectories.rest(trajectory, state.now_s)
-        return None
 
     def _pin(self, trajectory: TrajectoryState, node: Node) -> None:
         """Hold its memory where it lives from now on."""
@@ -148,7 +139,6 @@ class TrajectoryOrder:
         state.trajectories.close(trajectory)
         if trajectory.node and trajectory.node in state.nodes:
             state.nodes[trajectory.node].release(trajectory.name)
-            state.dirty.update(pool.name for pool in state.resources if pool.node == trajectory.node)
         state.commands.append(EndTrajectory(trajectory=trajectory.name))
 
     def _next(self, trajectory: TrajectoryState) -> None:
@@ -159,11 +149,11 @@ class TrajectoryOrder:
 
     def _offer(self, entry: Entry, trajectory: TrajectoryState) -> None:
         """Let the pass choose it, once its trajectory has a place (where it needs one)."""
-        if not self._offering.needs_place(entry.action):
-            self._offering.offer(entry)
+        if not self._needs_place(entry.action):
+            self._state.queue.offer(entry)
             return
         if trajectory.node:
-            self._offering.offer(entry, trajectory.node)
+            self._state.queue.offer(entry, trajectory.node)
             return
         trajectory.demand = trajectory.demand or entry.action.demand
         trajectory.homeless.append(entry)
@@ -176,3 +166,7 @@ class TrajectoryOrder:
         if not trajectory.explicit:
             self._state.trajectories.wait_no_more(trajectory)
         self._state.trajectories.rest(trajectory, self._state.now_s)
+
+    def _needs_place(self, action: Action) -> bool:
+        """Return whether an action of a trajectory can run only where the trajectory lives."""
+        return action.memory_bytes > 0 or self._state.resources.any_on_nodes(action.cost)

@@ -34,6 +34,7 @@ class ConcurrencyPool(Pool):
     def reconfigure(self, spec: ConcurrencySpec) -> None:
         """A lower limit takes nothing away: it holds as soon as enough has been released."""
         self._limit = spec.limit
+        self._note_change()
 
     def acquire(self, ask: PoolRequest, now_s: float) -> Grant:
         assert ask.units <= self.free, f"{self.name}: {ask.units} units wanted, {self.free} free"
@@ -94,15 +95,19 @@ class QuotaPool(Pool):
     def reconfigure(self, spec: QuotaSpec) -> None:
         self._spec = spec
         self._tokens = min(self._tokens, float(self._burst))
+        self._note_change()
 
     def advance(self, now_s: float) -> None:
         if now_s <= self._now_s:
             return
+        free = self.free
         if self._now_s > -math.inf:
             self._tokens = min(float(self._burst), self._tokens + (now_s - self._now_s) * self._rate)
         self._now_s = now_s
         while self._window and self._window[0][0] + self._spec.period_s <= now_s:
             self._in_window -= self._window.popleft()[1]
+        if self.free > free:
+            self._note_change()
 
     def next_return_s(self) -> float | None:
         """When the next unit can be had: both the window and the bucket must have room for it."""

@@ -39,6 +39,7 @@ class CpuPool(Pool):
         cores = self._by_holder[holder]
         if units < len(cores):
             cores = self._cores.shrink(cores, units)
+            self._note_change()
         else:
             cores = tuple(sorted(cores + self._cores.allocate(units - len(cores), beside=cores)))
         self._held[holder] = units

@@ -135,6 +135,7 @@ class GpuPool(Pool):
         self._chunks.add_region(start, node.devices)
         for device in range(start, start + node.devices):
             self._residency.add_device(device, node.device_bytes)
+        self._note_change()
 
     def leave(self, node: str) -> None:
         """Forget a node's devices; none of them is held any more."""
@@ -201,11 +202,13 @@ class GpuPool(Pool):
         found = [ResidentCopy(service, (first + start, size)) for service, start, size in copies]
         self._told[node] = found, set(range(first, first + count))
         self._believe(node)
+        self._note_change()
 
     def learn(self, services: Mapping[str, ServiceSpec]) -> None:
         """Services that are new, or of another size than before."""
         self._residency.learn(services)
         self._replicated = False
+        self._note_change()
 
     def restore_s(self, service: str, units: int) -> float:
         return self._residency.restore_s(service, power_at_least(units))
@@ -258,6 +261,8 @@ class GpuPool(Pool):
             self._prefetches.end(copy, done)
             self._replicated = False
             self._believe(self.node_of(chunk))
+            if not done:
+                self._note_change()  # somebody may wait for it to be warm there
 
     def chunk_of(self, holder: str) -> Chunk:
         """The chunk of a holder, in the pool's indices."""

@@ -20,6 +20,8 @@ class Node:
 
     spec: NodeSpec
     bound_bytes: int
+    #: Where it notes its name whenever memory returns.
+    changed: set[str]
     held_bytes: int = 0
     #: Bytes by holder: a trajectory, or an action without one.
     holders: dict[str, int] = field(default_factory=dict)
@@ -37,13 +39,15 @@ class Node:
 
     def release(self, holder: str) -> None:
         self.held_bytes -= self.holders.pop(holder)
+        self.changed.add(self.spec.name)
 
 
 class Nodes:
     """All living nodes by name."""
 
     def __init__(self, specs: Iterable[NodeSpec], resources: Resources) -> None:
-        self._nodes = {spec.name: Node(spec, spec.memory_bytes) for spec in specs}
+        self._changed: set[str] = set()
+        self._nodes = {spec.name: Node(spec, spec.memory_bytes, self._changed) for spec in specs}
         self._resources = resources
         #: Nodes that could serve a demand, were they empty.
         self._able: dict[Demand, list[Node]] = {}
@@ -63,12 +67,19 @@ class Nodes:
 
     def join(self, spec: NodeSpec) -> None:
         assert spec.name not in self._nodes, f"node {spec.name} is there already"
-        self._nodes[spec.name] = Node(spec, spec.memory_bytes)
+        self._nodes[spec.name] = Node(spec, spec.memory_bytes, self._changed)
+        self._changed.add(spec.name)
         self._able.clear()
 
     def leave(self, name: str) -> None:
         del self._nodes[name]
         self._able.clear()
+
+    def take_changed(self) -> set[str]:
+        """Return the names of the nodes that came, or on which memory returned, since the last call."""
+        changed = self._changed & self._nodes.keys()
+        self._changed.clear()
+        return changed
 
     def choose(self, demand: Demand, memory_bytes: int) -> Node | None:
         """The node for a new trajectory: enough units in all, enough memory now, memory left most balanced.

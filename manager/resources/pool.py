@@ -79,6 +79,14 @@ class Pool(ABC):
         #: The node whose units these are; empty where the pool belongs to none, or spans several.
         self.node = node
         self._held: dict[str, int] = {}
+        self._changed: set[str] = set()
+
+    def announce_to(self, changed: set[str]) -> None:
+        """Add the pool's name to ``changed`` from now on whenever more of it may start than before."""
+        self._changed = changed
+
+    def _note_change(self) -> None:
+        self._changed.add(self.name)
 
     @property
     @abstractmethod
@@ -200,6 +208,7 @@ class Pool(ABC):
 
     def _leave(self, holder: str) -> int:
         assert holder in self._held, f"{self.name}: {holder} holds nothing"
+        self._note_change()
         return self._held.pop(holder)
 
 
@@ -212,22 +221,39 @@ class Resources:
         self._node_kinds: dict[str, dict[str, Pool]] = {}
         #: Pools whose units return with time.
         self.timed: tuple[Pool, ...] = ()
+        self._changed: set[str] = set()
+        #: Counts the pools that came and went: what was derived from an earlier version is out of date.
+        self.version = 0
         for pool in pools:
             self.add(pool)
 
     def add(self, pool: Pool) -> None:
         assert pool.name not in self._pools, f"two pools are named {pool.name}"
         self._pools[pool.name] = pool
+        pool.announce_to(self._changed)
         if pool.timed:
             self.timed += (pool,)
         if pool.node:
             self._node_kinds.setdefault(pool.kind, {})[pool.node] = pool
+        self._note_membership()
 
     def remove(self, name: str) -> None:
         pool = self._pools.pop(name)
         self.timed = tuple(one for one in self.timed if one is not pool)
         if pool.node:
             del self._node_kinds[pool.kind][pool.node]
+        self._note_membership()
+
+    def take_changed(self) -> set[str]:
+        """Return the names of the pools that announced a change since the last call."""
+        changed = self._changed & self._pools.keys()
+        self._changed.clear()
+        return changed
+
+    def _note_membership(self) -> None:
+        """Announce every pool: what waits has others to choose from."""
+        self.version += 1
+        self._changed.update(self._pools)
 
     def __iter__(self) -> Iterator[Pool]:
         return iter(self._pools.values())

@@ -6,23 +6,21 @@ import random
 
 from manager.action import Action
 from manager.config import TaskSpec
-from manager.core.queue import Bounds, Entry, Queue, Signature
+from manager.core.queue import Bounds, Entry, Queue
 from manager.errors import CapacityExceeded, QuotaExceeded
 from tests.manager.conftest import action
-
-ALIKE = Signature(task="default", demand=(("cpu", 1),), memory_bytes=0, node="", batch_service="", child=False)
 
 
 def queue(
     total: int = 100, *, tasks: dict[str, TaskSpec] | None = None, functions: dict[str, int] | None = None
 ) -> Queue:
-    return Queue(Bounds(total=total, tasks=tasks or {}, functions=functions or {}))
+    return Queue(Bounds(total=total, tasks=tasks or {}, functions=functions or {}), services={})
 
 
 def admit(waiting: Queue, submitted: Action, stamp: float = 0.0, seq: int = 1, now_s: float = 0.0) -> Entry:
     entry = Entry(submitted, (stamp, seq, 0), seq)
     waiting.admit(entry, now_s)
-    waiting.offer(entry, ALIKE)
+    waiting.offer(entry)
     return entry
 
 
@@ -44,11 +42,21 @@ def test_a_group_is_served_by_stamp_then_submission_whatever_comes_and_goes() ->
 def test_a_group_disappears_with_its_last_action() -> None:
     waiting = queue()
     entry = admit(waiting, action("a"))
-    waiting.withdraw(entry)
-    assert waiting.groups() == [] and "a" in waiting
+    assert [group.live for group in waiting.groups()] == [1]
     waiting.leave(entry)
-    assert len(waiting) == 0
+    assert waiting.groups() == [] and len(waiting) == 0
     waiting.check()
+
+
+def test_what_was_offered_and_what_was_withdrawn_is_told_once() -> None:
+    waiting = queue()
+    starts, gives_up = admit(waiting, action("a"), seq=1), admit(waiting, action("b"), seq=2)
+    (group,) = waiting.groups()
+    assert waiting.take_arrived() == {group: 2} and waiting.take_arrived() == {}
+    waiting.leave(starts)
+    assert waiting.take_forsaken() == set(), "it starts on what it had reserved"
+    waiting.withdraw(gives_up)
+    assert waiting.take_forsaken() == {group} and waiting.take_forsaken() == set()
 
 
 def test_the_bound_of_a_function_is_told_before_that_of_its_task_and_of_the_queue() -> None:
