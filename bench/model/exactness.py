@@ -39,8 +39,8 @@ def differences(directory: Path) -> Differences:
 
 async def _differences(directory: Path) -> Differences:
     settings = ModelSettings(device="cpu", devices=8, device_bytes=64 * 2**20, state_dir=directory / "state")
-    nursery = ForkServer()
-    engine = TorchBackend(settings, nursery, lambda: None)
+    fork_server = ForkServer()
+    engine = TorchBackend(settings, fork_server, lambda: None)
     family, dop = 0.0, 0.0
     try:
         for name, head in itertools.product(FAMILIES, (Head.LM, Head.SCORE)):
@@ -50,7 +50,7 @@ async def _differences(directory: Path) -> Differences:
             dop = max(dop, *(_largest(alone, other) for other in others))
     finally:
         await engine.close()
-        nursery.close()
+        fork_server.close()
     return Differences(family, dop)
 
 
@@ -78,7 +78,7 @@ def _plain(path: Path, head: Head) -> list[float]:
 async def _ask(engine: TorchBackend, asked: FunctionSpec, dop: int) -> list[float]:
     ask = await engine.admit(asked, parse_input(asked, {"token_ids": IDS}, len(IDS)))
     assert asked.model is not None
-    job = ModelJob(service=asked.model.service, chunk=(0, dop), asks=(ask,))
+    job = ModelJob(service=asked.model.service, chunk=(0, dop), requests=(ask,))
     value: Any = (await engine.execute(job, lambda: None)).values[0]
     return list(value["scores"]) if "scores" in value else [number for row in value["logprobs"] for number in row]
 

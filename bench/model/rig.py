@@ -104,13 +104,13 @@ class ModelRig:
 
     def restore_and_bind(self, head: Head) -> None:
         """The same with the model made ready to compute, while the bytes travel."""
-        seat = self.engine.restore(self.place(head))[0]
-        self.engine.bind(self.engine.skeleton(seat.place), seat)
-        self._arrive(seat)
+        loaded = self.engine.restore(self.place(head))[0]
+        self.engine.bind(self.engine.skeleton(loaded.place), loaded)
+        self._arrive(loaded)
 
-    def _arrive(self, seat: LoadedService) -> None:
-        seat.transfer.wait(seat.shard.size_bytes)
-        seat.transfer.finish()
+    def _arrive(self, loaded: LoadedService) -> None:
+        loaded.transfer.wait(loaded.shard.size_bytes)
+        loaded.transfer.finish()
 
     def compute(self, head: Head) -> list[object]:
         """Log-probabilities or scores of the rig's sequences; restores the model where it is not resident."""

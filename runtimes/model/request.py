@@ -15,16 +15,24 @@ _OPTIONS = ("max_new_tokens", "temperature", "top_p", "seed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How the next token is chosen. Temperature 0 is greedy."""
+
+    max_new_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    stop_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInput:
     """Exactly one of texts, token ids and conversations, and how to sample (`generate` only)."""
 
     texts: tuple[str, ...] = ()
     token_ids: tuple[tuple[int, ...], ...] = ()
     conversations: tuple[tuple[Mapping[str, object], ...], ...] = ()
-    max_new_tokens: int = 0
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
+    sampling: Sampling = Sampling(max_new_tokens=0)
 
     def __len__(self) -> int:
         return len(self.texts) + len(self.token_ids) + len(self.conversations)
@@ -46,7 +54,7 @@ def parse_input(function: FunctionSpec, given: Mapping[str, object], sequences_m
     for name in given:
         if name not in allowed:
             raise _invalid(f"$.{name}", "is not known to this function")
-    options = _sampling(given, model_of(function)) if generates else {}
+    sampling = _sampling(given, model_of(function)) if generates else Sampling(max_new_tokens=0)
     kind = kinds[0]
     rows = given[kind]
     if kind == "messages" and isinstance(rows, list) and rows and isinstance(rows[0], dict):
@@ -56,21 +64,20 @@ def parse_input(function: FunctionSpec, given: Mapping[str, object], sequences_m
     if len(rows) > sequences_max:
         raise _invalid(f"$.{kind}", f"has {len(rows)} sequences, more than {sequences_max}")
     if kind == "texts":
-        return ModelInput(texts=tuple(_text(row, i) for i, row in enumerate(rows)), **options)  # type: ignore[arg-type]
+        return ModelInput(texts=tuple(_text(row, i) for i, row in enumerate(rows)), sampling=sampling)
     if kind == "token_ids":
-        return ModelInput(token_ids=tuple(_ids(row, i) for i, row in enumerate(rows)), **options)  # type: ignore[arg-type]
-    return ModelInput(conversations=tuple(_chat(row, i) for i, row in enumerate(rows)), **options)  # type: ignore[arg-type]
+        return ModelInput(token_ids=tuple(_ids(row, i) for i, row in enumerate(rows)), sampling=sampling)
+    return ModelInput(conversations=tuple(_chat(row, i) for i, row in enumerate(rows)), sampling=sampling)
 
 
-def _sampling(given: Mapping[str, object], model: ModelSpec) -> dict[str, float | int]:
-    """The sampling options. An unseeded draw gets a seed here, so that every rank (and a retry) draws alike."""
-    wanted = _number(given, "max_new_tokens", model.max_new_tokens, 1, model.max_new_tokens)
-    return {
-        "max_new_tokens": int(wanted),
-        "temperature": _number(given, "temperature", 0.0, 0.0, 100.0),
-        "top_p": _number(given, "top_p", 1.0, 1e-6, 1.0),
-        "seed": int(_number(given, "seed", secrets.randbits(32), 0, 2**63 - 1)),
-    }
+def _sampling(given: Mapping[str, object], model: ModelSpec) -> Sampling:
+    """Return the sampling options. An unseeded draw gets a seed here, so that every rank (and a retry) draws alike."""
+    return Sampling(
+        max_new_tokens=int(_number(given, "max_new_tokens", model.max_new_tokens, 1, model.max_new_tokens)),
+        temperature=_number(given, "temperature", 0.0, 0.0, 100.0),
+        top_p=_number(given, "top_p", 1.0, 1e-6, 1.0),
+        seed=int(_number(given, "seed", secrets.randbits(32), 0, 2**63 - 1)),
+    )
 
 
 def _number(given: Mapping[str, object], name: str, default: float, low: float, high: float) -> float:

@@ -35,16 +35,16 @@ class ModelRuntime:
         settings: ModelSettings | None = None,
         *,
         on_residency: OnResidency | None = None,
-        nursery: ForkServer | None = None,
+        fork_server: ForkServer | None = None,
     ) -> None:
         self.settings = settings or ModelSettings()
         self.on_residency = on_residency
         #: Told whenever a service's footprint is known better than before.
         self.on_footprint: OnFootprint | None = None
-        self.standing = ModelStats()
-        self._own_nursery = nursery is None
-        self._nursery = nursery or ForkServer()
-        self._in_house: TorchBackend | None = None
+        self.stats = ModelStats()
+        self._own_fork_server = fork_server is None
+        self._fork_server = fork_server or ForkServer()
+        self._torch: TorchBackend | None = None
         self._external = ExternalBackend(self.settings, self._report, self._learn)
         #: Functions that are ready, and what each service costs: functions may share one.
         self._ready: set[str] = set()
@@ -55,29 +55,29 @@ class ModelRuntime:
 
     async def prepare(self, function: FunctionSpec) -> None:
         """Check the checkpoint, read it into host memory and start the devices' processes."""
-        service = await self._engine(function).prepare(function)
+        service = await self._backend(function).prepare(function)
         self._footprints[service.name] = service
         self._ready.add(function.name)
 
     async def execute(self, execution: Execution) -> Result:
-        """Run one action on its chunk, together with the other members of its batch where the lease names some."""
+        """Run one action on its chunk, together with the other members of its batch if the lease names any."""
         function = execution.call.function
-        engine = self._engine(function)
-        batch = self._batch(execution, engine)
+        backend = self._backend(function)
+        batch = self._batch(execution, backend)
         try:
-            ask = await self._admit(execution, engine)
-            await self._evict_elsewhere(execution, engine)
+            request = await self._admit(execution, backend)
+            await self._evict_elsewhere(execution, backend)
         except BaseException:
             batch.leave_out(execution.action.id)
             raise
-        member = BatchMember(ask=ask, begin=execution.begin, evict=_evicted(execution))
-        batch = self._batch(execution, engine)  # another one, where the first left without us
+        member = BatchMember(request=request, begin=execution.begin, evict=_evicted(execution))
+        batch = self._batch(execution, backend)  # another one if the first left without us
         batch.join(execution.action.id, member)
         try:
             answer = await batch.answer(member)
         finally:
             execution.end()
-        self.standing.count(answer.usage)
+        self.stats.count(answer.usage)
         return Result(value=answer.value, usage=answer.usage)
 
     async def resize(self, action: Action, lease: Lease) -> None:
@@ -90,12 +90,12 @@ class ModelRuntime:
         """End every process and free every image."""
         for batch in list(self._batches.values()):
             await batch.cancel()
-        if self._in_house is not None:
-            await self._in_house.close()
-            self._in_house = None
+        if self._torch is not None:
+            await self._torch.close()
+            self._torch = None
         await self._external.close()
-        if self._own_nursery:
-            await asyncio.to_thread(self._nursery.close)
+        if self._own_fork_server:
+            await asyncio.to_thread(self._fork_server.close)
 
     # -- beyond the protocol
 
@@ -106,39 +106,40 @@ class ModelRuntime:
         return self._footprints[model_of(function).service]
 
     async def prefetch(self, function: FunctionSpec, service: str, chunk: Chunk, evict: tuple[str, ...] = ()) -> bool:
-        """Restore a service beside what computes now, once ``evict`` is gone there; False where there was no room."""
-        return await self._engine(function).restore(service, function, chunk, evict)
+        """Restore a service beside what computes, once ``evict`` is gone there; return False if there is no room."""
+        return await self._backend(function).restore(service, function, chunk, evict)
 
     def residency(self) -> Mapping[str, tuple[Chunk, ...]]:
         """Service -> chunks on which it is really resident."""
-        in_house = {} if self._in_house is None else self._in_house.residency()
-        return {**in_house, **self._external.residency()}
+        ours = {} if self._torch is None else self._torch.residency()
+        return {**ours, **self._external.residency()}
 
     def resources(self) -> dict[str, object]:
         """Devices, host memory and swap counts, JSON-able."""
-        return self.standing.view(None if self._in_house is None else self._in_house)
+        return self.stats.view(self._torch)
 
     # -- parts
 
-    def _engine(self, function: FunctionSpec) -> ModelBackend:
+    def _backend(self, function: FunctionSpec) -> ModelBackend:
         if model_of(function).engine_url:
             return self._external
-        if self._in_house is None:
+        if self._torch is None:
             require_torch()
-            self._in_house = TorchBackend(self.settings, self._nursery, self._report, self._learn)
-        return self._in_house
+            self._torch = TorchBackend(self.settings, self._fork_server, self._report, self._learn)
+        return self._torch
 
-    async def _admit(self, execution: Execution, engine: ModelBackend) -> ModelRequest:
+    async def _admit(self, execution: Execution, backend: ModelBackend) -> ModelRequest:
         function = execution.call.function
         try:
-            given = parse_input(function, execution.call.input, self.settings.sequences_max)
+            return await backend.admit(
+                function, parse_input(function, execution.call.input, self.settings.sequences_max)
+            )
         except InvalidInput as error:
             raise ActionFailed(
                 Reason.INVALID_INPUT, error.message, component=error.component, detail=error.detail
             ) from error
-        return await engine.admit(function, given)
 
-    def _batch(self, execution: Execution, engine: ModelBackend) -> BatchJob:
+    def _batch(self, execution: Execution, backend: ModelBackend) -> BatchJob:
         """The batch that the lease names, or one of this action alone."""
         key = _batch_key(execution)
         batch = self._batches.get(key)
@@ -149,7 +150,7 @@ class ModelRuntime:
                     Reason.INTERNAL, "the lease of a model action grants no chunk of devices", component=_COMPONENT
                 )
             batch = BatchJob(
-                engine=engine,
+                backend=backend,
                 service=execution.action.service or model_of(execution.call.function).service,
                 members=key,
                 chunk=grant.chunk,
@@ -160,10 +161,10 @@ class ModelRuntime:
             self._batches[key] = batch
         return batch
 
-    async def _evict_elsewhere(self, execution: Execution, engine: ModelBackend) -> None:
-        """Put to sleep what the manager evicts for this action but another engine holds."""
-        for other in (self._in_house, self._external):
-            if other is None or other is engine:
+    async def _evict_elsewhere(self, execution: Execution, backend: ModelBackend) -> None:
+        """Evict what the manager evicts for this action but the other backend holds."""
+        for other in (self._torch, self._external):
+            if other is None or other is backend:
                 continue
             resident = other.residency()
             for service in _evicted(execution):

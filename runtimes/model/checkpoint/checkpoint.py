@@ -11,25 +11,28 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from manager.errors import InvalidConfig, Unsupported
+from runtimes.model.checkpoint.layout import DTYPE_BYTES
 
 #: A header larger than this is taken for garbage: the largest public checkpoints stay under 10 MiB.
 HEADER_BYTES_MAX = 100 * 2**20
 
-#: Bytes of one element by safetensors dtype. The 8-bit floats mean a quantised checkpoint and are refused.
-ELEMENT_BYTES: Mapping[str, int] = {
-    "F64": 8,
-    "F32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "I64": 8,
-    "I32": 4,
-    "I16": 2,
-    "I8": 1,
-    "U8": 1,
-    "BOOL": 1,
+#: torch's name of each safetensors dtype. The 8-bit floats mean a quantised checkpoint and are refused.
+TORCH_DTYPES: Mapping[str, str] = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
 }
 
 _COMPONENT = "model.checkpoint"
+_AGAIN = "download the checkpoint again"
+_CORRUPT = "the file is truncated or corrupt: download it again"
 _INDEX = "model.safetensors.index.json"
 _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.pkl")
 _WATCHED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
@@ -102,18 +105,18 @@ def fingerprint(path: Path) -> str:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The safetensors files of the checkpoint, by its index where it has one."""
+    """Return the safetensors files of the checkpoint, by its index if it has one."""
     if (path / _INDEX).is_file():
-        index = _read_json(path / _INDEX, "download the checkpoint again")
+        index = _read_json(path / _INDEX, _AGAIN)
         entries = index.get("weight_map")
         if not isinstance(entries, Mapping) or not entries:
-            raise _invalid(path / _INDEX, "has no weight_map", "download the checkpoint again")
+            raise _invalid(path / _INDEX, "has no weight_map", _AGAIN)
         files = [path / str(name) for name in sorted(set(entries.values()))]
         for file in files:
             if file.parent != path:
                 raise _invalid(path / _INDEX, f"names {file}, outside the checkpoint", "use a trusted checkpoint")
             if not file.is_file():
-                raise _invalid(file, f"is missing but named by {_INDEX}", "download the checkpoint again")
+                raise _invalid(file, f"is missing but named by {_INDEX}", _AGAIN)
         return files
     files = sorted(path.glob("*.safetensors"))
     if files:
@@ -125,27 +128,26 @@ def weight_files(path: Path) -> list[Path]:
             "is a pickle, which runs code when it is loaded, and there is no safetensors file",
             "convert it once: transformers' model.save_pretrained(directory) writes model.safetensors",
         )
-    raise _invalid(path / "model.safetensors", "is missing", "download the checkpoint again")
+    raise _invalid(path / "model.safetensors", "is missing", _AGAIN)
 
 
 def _read_header(file: Path) -> Iterator[tuple[str, Tensor]]:
     """The tensors of one safetensors file, each checked against the file's real size."""
-    again = "the file is truncated or corrupt: download it again"
     size = file.stat().st_size
     with file.open("rb") as stream:
         prefix = stream.read(8)
         if len(prefix) < 8:
-            raise _invalid(file, f"has only {size} bytes", again)
+            raise _invalid(file, f"has only {size} bytes", _CORRUPT)
         (header_bytes,) = struct.unpack("<Q", prefix)
         if header_bytes > min(HEADER_BYTES_MAX, size - 8):
-            raise _invalid(file, f"claims a header of {header_bytes} bytes in a file of {size}", again)
+            raise _invalid(file, f"claims a header of {header_bytes} bytes in a file of {size}", _CORRUPT)
         raw = stream.read(header_bytes)
     try:
         header = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise _invalid(file, "has a header that is no JSON", again) from error
+        raise _invalid(file, "has a header that is no JSON", _CORRUPT) from error
     if not isinstance(header, dict):
-        raise _invalid(file, "has a header that is no JSON object", again)
+        raise _invalid(file, "has a header that is no JSON object", _CORRUPT)
     start = 8 + header_bytes
     for name, entry in header.items():
         if name != "__metadata__":
@@ -153,23 +155,22 @@ def _read_header(file: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _tensor(file: Path, name: str, entry: object, start: int, size: int) -> Tensor:
-    again = "the file is truncated or corrupt: download it again"
     try:
         assert isinstance(entry, dict)
         dtype = str(entry["dtype"])
         shape = tuple(int(n) for n in entry["shape"])
         first, last = (int(n) for n in entry["data_offsets"])
     except (AssertionError, KeyError, TypeError, ValueError) as error:
-        raise _invalid(file, f"has a broken entry for tensor {name!r}", again) from error
-    if dtype not in ELEMENT_BYTES:
+        raise _invalid(file, f"has a broken entry for tensor {name!r}", _CORRUPT) from error
+    if dtype not in TORCH_DTYPES:
         raise Unsupported(
             f"{file}: tensor {name!r} is {dtype}, a quantised or unknown dtype; use an unquantised checkpoint",
             component=_COMPONENT,
         )
-    if last - first != math.prod(shape) * ELEMENT_BYTES[dtype] or first < 0:
-        raise _invalid(file, f"tensor {name!r} of shape {shape} does not fill its {last - first} bytes", again)
+    if last - first != math.prod(shape) * DTYPE_BYTES[TORCH_DTYPES[dtype]] or first < 0:
+        raise _invalid(file, f"tensor {name!r} of shape {shape} does not fill its {last - first} bytes", _CORRUPT)
     if start + last > size:
-        raise _invalid(file, f"ends before tensor {name!r} does ({size} of {start + last} bytes)", again)
+        raise _invalid(file, f"ends before tensor {name!r} does ({size} of {start + last} bytes)", _CORRUPT)
     return Tensor(file=file, offset=start + first, size_bytes=last - first, dtype=dtype, shape=shape)
 
 
@@ -179,9 +180,9 @@ def _read_json(file: Path, remedy: str) -> Mapping[str, object]:
     except FileNotFoundError as error:
         raise _invalid(file, "is missing", remedy) from error
     except (OSError, ValueError, RecursionError) as error:
-        raise _invalid(file, f"cannot be read as JSON ({error})", "download the checkpoint again") from error
+        raise _invalid(file, f"cannot be read as JSON ({error})", _AGAIN) from error
     if not isinstance(value, dict):
-        raise _invalid(file, "is no JSON object", "download the checkpoint again")
+        raise _invalid(file, "is no JSON object", _AGAIN)
     return value
 
 

@@ -18,7 +18,7 @@ from runtimes.model.device.messages import Done, Fill, ImageRef, Inspect, Inspec
 from runtimes.model.device.process import ModelProcess, RequestRefused
 from runtimes.model.settings import ModelSettings, host_bytes
 
-_COMPONENT = "model.store"
+_COMPONENT = "model.host_images"
 
 #: (checkpoint, head, dtype as configured).
 ModelKey = tuple[Path, str, str]
@@ -43,7 +43,7 @@ class KnownImage:
 
 @dataclass(slots=True)
 class _Held:
-    """An image in shared memory; the descriptor keeps it alive, whatever becomes of the processes that map it."""
+    """An image in shared memory; the descriptor keeps it alive even if the processes that map it die."""
 
     reference: ImageRef
     descriptor: int
@@ -54,9 +54,11 @@ class _Held:
 class HostImages:
     """Every image of this node. Bytes in all stay within ``host_bytes``; images in use are never dropped."""
 
-    def __init__(self, settings: ModelSettings, clerk: ModelProcess, on_drop: Callable[[str], None]) -> None:
+    def __init__(
+        self, settings: ModelSettings, tokenizer_process: ModelProcess, on_drop: Callable[[str], None]
+    ) -> None:
         self._settings = settings
-        self._clerk = clerk
+        self._tokenizer_process = tokenizer_process
         self._on_drop = on_drop
         self.bound_bytes = host_bytes(settings)
         self._known: dict[ModelKey, KnownImage] = {}
@@ -72,7 +74,7 @@ class HostImages:
         return list(self._held)
 
     async def look(self, key: ModelKey) -> KnownImage:
-        """The checkpoint's layout; a checkpoint replaced on disk is read anew. InvalidConfig or Unsupported."""
+        """Return the checkpoint, inspected again if its files changed; raises InvalidConfig or Unsupported."""
         known = self._known.get(key)
         if known is not None and time.monotonic() - known.checked_s < self._settings.recheck_s:
             return known
@@ -81,7 +83,7 @@ class HostImages:
             known.checked_s = time.monotonic()
             return known
         path, head, dtype = key
-        found = (await ask_clerk(self._clerk, Inspect(path=path, head=head, dtype=dtype))).value
+        found = (await ask_tokenizer(self._tokenizer_process, Inspect(path=path, head=head, dtype=dtype))).value
         assert isinstance(found, Inspection)
         if found.layout.size_bytes > self.bound_bytes:
             raise InvalidConfig(
@@ -95,7 +97,7 @@ class HostImages:
 
     @asynccontextmanager
     async def hold(self, known: KnownImage) -> AsyncIterator[ImageRef]:
-        """The image, read in where it is not; it stays for the length of the block."""
+        """Yield the image, read in if it is not there; it stays for the length of the block."""
         held = await self._acquire(known)
         try:
             yield held.reference
@@ -134,7 +136,7 @@ class HostImages:
             self._changed.notify_all()
 
     async def _make_room(self, size_bytes: int) -> None:
-        """Drop idle images, least recently used first, and wait for busy ones where that is not enough."""
+        """Drop idle images, least recently used first, and wait for busy ones if that is not enough."""
         while self.held_bytes + size_bytes > self.bound_bytes:
             idle = next((image_id for image_id, held in self._held.items() if not held.users), None)
             if idle is None:
@@ -158,7 +160,9 @@ class HostImages:
         path, layout = known.key[0], known.layout
         try:
             threads = self._settings.read_threads
-            await ask_clerk(self._clerk, Fill(path=path, layout=layout, image_path=reference.path, threads=threads))
+            await ask_tokenizer(
+                self._tokenizer_process, Fill(path=path, layout=layout, image_path=reference.path, threads=threads)
+            )
             if await asyncio.to_thread(fingerprint, path) != known.fingerprint:
                 raise InvalidConfig(f"{path} was replaced while it was being read; try again", component=_COMPONENT)
             self.reads += 1
@@ -172,11 +176,11 @@ class HostImages:
 _ERRORS: dict[str, type[CodedError]] = {error.__name__: error for error in (InvalidConfig, Unsupported, InvalidInput)}
 
 
-async def ask_clerk(clerk: ModelProcess, message: object) -> Done:
-    """Ask, and raise the clerk's refusal as the typed error that it was there."""
+async def ask_tokenizer(tokenizer_process: ModelProcess, message: object) -> Done:
+    """Ask, and raise the tokenizer process's refusal as the typed error that it was there."""
     try:
-        return await clerk.ask(message)
+        return await tokenizer_process.ask(message)
     except RequestRefused as refused:
         failed = refused.failed
         error = _ERRORS.get(failed.kind, InvalidConfig)
-        raise error(failed.message, component="model.clerk") from refused
+        raise error(failed.message, component="model.tokenizer_process") from refused

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from manager.errors import InvalidConfig, Unsupported
-from runtimes.model.checkpoint.checkpoint import Checkpoint, Tensor
+from runtimes.model.checkpoint.checkpoint import TORCH_DTYPES, Checkpoint, Tensor
 from runtimes.model.checkpoint.layout import ALIGN_BYTES, PAGE_BYTES, Layout, Piece, align
 from runtimes.model.checkpoint.sharding import ShardingPlan, plan_of
 from runtimes.model.checkpoint.skeleton import FAMILIES, Head, build_skeleton, weight_dtype
@@ -21,19 +21,6 @@ from runtimes.model.device.backend import DeviceBackend
 
 _COMPONENT = "model.image"
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-
-_TORCH_DTYPE: Mapping[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 
 
 def build_layout(checkpoint: Checkpoint, head: Head, dtype: str = "") -> Layout:
@@ -94,7 +81,7 @@ class Image:
 
 
 def map_image(path: str, size_bytes: int) -> mmap.mmap:
-    """A shared, writable mapping of an image file, in huge pages where the kernel gives them to shared memory."""
+    """Return a shared, writable mapping of an image file, in huge pages if the kernel gives them to shared memory."""
     descriptor = os.open(path, os.O_RDWR)
     try:
         mapped = mmap.mmap(descriptor, size_bytes, mmap.MAP_SHARED)
@@ -123,7 +110,7 @@ def _piece(
             component=_COMPONENT,
         )
     found, kind = checkpoint.tensors[source].shape, checkpoint.tensors[source].dtype
-    if value.is_floating_point() != _TORCH_DTYPE[kind].is_floating_point:
+    if value.is_floating_point() != ("float" in TORCH_DTYPES[kind]):
         raise Unsupported(
             f"{checkpoint.path}: {source} is {kind} where the model computes with {value.dtype}: a quantised weight, "
             "which means nothing without its scales; use the unquantised checkpoint",
@@ -168,17 +155,16 @@ def _aliases(model: nn.Module, name: str) -> Iterator[str]:
 
 
 def _read(tensor: Tensor, piece: Piece, image: mmap.mmap) -> None:
-    """Bring one tensor into the image, converted and transposed where the layout says so."""
-    dtype: torch.dtype = getattr(torch, piece.dtype)
-    straight = _TORCH_DTYPE[tensor.dtype] == dtype and not piece.transposed
+    """Bring one tensor into the image, converted and transposed if the layout says so."""
+    straight = TORCH_DTYPES[tensor.dtype] == piece.dtype and not piece.transposed
     whole = memoryview(image)
     target = whole[piece.offset : piece.offset + piece.size_bytes]
     buffer = target if straight else memoryview(bytearray(tensor.size_bytes))
     try:
         _read_into(tensor, buffer)
         if not straight and tensor.size_bytes:
-            loaded = torch.frombuffer(buffer, dtype=_TORCH_DTYPE[tensor.dtype]).view(tensor.shape)
-            placed = torch.frombuffer(target, dtype=dtype).view(piece.shape)
+            loaded = torch.frombuffer(buffer, dtype=getattr(torch, TORCH_DTYPES[tensor.dtype])).view(tensor.shape)
+            placed = torch.frombuffer(target, dtype=getattr(torch, piece.dtype)).view(piece.shape)
             placed.copy_(loaded.t() if piece.transposed else loaded)
             del loaded, placed
     finally:

@@ -14,7 +14,19 @@ ALIGN_BYTES = 256
 #: Images and slots are whole pages.
 PAGE_BYTES = 4096
 
-DTYPE_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4}
+#: Bytes of one element by torch's name of its dtype.
+DTYPE_BYTES: Mapping[str, int] = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
 
 
 class Cut(StrEnum):
@@ -66,7 +78,7 @@ class Layout:
     def check_dop(self, dop: int) -> None:
         """Raise Unsupported with the name of what does not divide."""
         if dop in self.refusals:
-            raise Unsupported(f"DoP {dop}: {self.refusals[dop]}", component="model.plan")
+            raise Unsupported(f"DoP {dop}: {self.refusals[dop]}", component="model.sharding")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +113,7 @@ class Shard:
 
 
 def shard(layout: Layout, rank: int, dop: int) -> Shard:
-    """The part of ``rank`` among ``dop``; raises Unsupported where the layout does not allow the DoP."""
+    """Return the part of ``rank`` among ``dop``; raises Unsupported if the layout does not allow the DoP."""
     layout.check_dop(dop)
     copies: list[CopyRange] = []
     views: dict[str, View] = {}
@@ -120,12 +132,12 @@ def shard(layout: Layout, rank: int, dop: int) -> Shard:
 
 
 def align(size: int, step: int) -> int:
-    """``size`` rounded up to a multiple of ``step``."""
+    """Return ``size`` rounded up to a multiple of ``step``."""
     return (size + step - 1) // step * step
 
 
 def _rows(layout: Layout, piece: Piece, rank: int, dop: int) -> tuple[int, int]:
-    """First and last row (exclusive) of ``piece`` for one rank."""
+    """Return the first and last row (exclusive) of ``piece`` for one rank."""
     rows = piece.shape[0] if piece.shape else 1
     if dop == 1 or piece.cut is Cut.WHOLE:
         return 0, rows
@@ -136,7 +148,7 @@ def _rows(layout: Layout, piece: Piece, rank: int, dop: int) -> tuple[int, int]:
 
 
 def _append(copies: list[CopyRange], copy: CopyRange) -> None:
-    """Add a range, joined to its neighbour where only alignment lies between them."""
+    """Add a range, joined to its neighbour if only alignment lies between them."""
     if copies:
         last = copies[-1]
         gap = copy.source - last.source - last.size_bytes

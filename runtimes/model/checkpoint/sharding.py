@@ -82,24 +82,29 @@ def plan_of(model: nn.Module) -> ShardingPlan:
     return ShardingPlan(styles=styles, embedding=embedding, refusals=refusals, kv_heads=kv_heads, head_dim=head_dim)
 
 
-def _styles(model: nn.Module) -> dict[str, str]:
-    """Style by concrete module name: ``layers.*.mlp`` of the table matches every layer."""
+def _table(model: nn.Module) -> dict[str, str]:
+    """Return the style by module pattern, as transformers declares it for the base model and for its head."""
     base: Any = model.base_model
     prefix = "" if base is model else f"{model.base_model_prefix}."
     table = {prefix + key: style for key, style in (getattr(model.config, "base_model_tp_plan", None) or {}).items()}
-    table |= getattr(type(model), "_tp_plan", None) or {}
+    return table | (getattr(type(model), "_tp_plan", None) or {})
+
+
+def _styles(model: nn.Module) -> dict[str, str]:
+    """Return the style by concrete module name: ``layers.*.mlp`` of the table matches every layer."""
+    table = _table(model)
     named = ((name, table.get(_INDEX.sub(".*", name))) for name, _ in model.named_modules())
     return {name: style for name, style in named if style is not None}
 
 
 def _general_refusal(model: nn.Module, styles: Mapping[str, str]) -> str:
-    """Why the model cannot be sharded at all; empty where it can."""
+    """Return why the model cannot be sharded at all; empty if it can."""
     kind, config = type(model).__name__, model.config
     assert config is not None
     if not getattr(config, "base_model_tp_plan", None):
         return f"{kind} has no tensor-parallel plan; use DoP 1"
     known = _COLUMNS | _ROWS | _WHOLE | _VOCABULARY | _EMBEDDING
-    unknown = sorted({style for style in _table_styles(model) if style not in known})
+    unknown = sorted({style for style in _table(model).values() if style not in known})
     if unknown:
         return f"{kind} uses the sharding style {unknown[0]!r}, which is not supported; use DoP 1"
     if getattr(config, "model_type", "") not in FAMILIES:
@@ -110,13 +115,8 @@ def _general_refusal(model: nn.Module, styles: Mapping[str, str]) -> str:
     return ""
 
 
-def _table_styles(model: nn.Module) -> list[str]:
-    table = dict(getattr(model.config, "base_model_tp_plan", None) or {})
-    return [*table.values(), *(getattr(type(model), "_tp_plan", None) or {}).values()]
-
-
 def _division_refusal(model: nn.Module, styles: Mapping[str, str], embedding: str, dop: int) -> str:
-    """What does not divide by ``dop``, by name; empty where everything does."""
+    """Return what does not divide by ``dop``, by name; empty if everything does."""
     config: Any = model.config
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % dop:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from manager.errors import InvalidConfig, Unsupported
-from runtimes.model.checkpoint.checkpoint import Checkpoint
+from runtimes.model.checkpoint.checkpoint import TORCH_DTYPES, Checkpoint
 
 _COMPONENT = "model.skeleton"
 
@@ -47,8 +47,8 @@ class _EmptyOnMeta(TorchFunctionMode):
 def build_skeleton(config: Mapping[str, object], head: Head, dtype: str, origin: Path) -> nn.Module:
     """Construct the model of a config.json under ``head``, with weights of ``dtype``; ``origin`` is for messages.
 
-    Raises InvalidConfig where transformers does not know the architecture, and Unsupported where the head
-    cannot be computed exactly here.
+    Raises InvalidConfig if transformers does not know the architecture, and Unsupported if the head cannot be
+    computed exactly here.
     """
     parsed = _parse(config, origin)
     if head is Head.LM and parsed.model_type not in FAMILIES:
@@ -78,8 +78,8 @@ def weight_dtype(checkpoint: Checkpoint, dtype: str) -> str:
     """The dtype of the weights: the function's choice, else what config.json says, else that of the tensors."""
     declared = dtype or str(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "")
     if not declared:
-        names = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-        declared = next((names[t.dtype] for t in checkpoint.tensors.values() if t.dtype in names), "float32")
+        stored = (TORCH_DTYPES[tensor.dtype] for tensor in checkpoint.tensors.values())
+        declared = next((name for name in stored if "float" in name), "float32")
     name = declared.removeprefix("torch.")
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point or found.itemsize < 2:

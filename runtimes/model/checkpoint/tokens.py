@@ -41,7 +41,7 @@ class Tokens:
         self._lock = threading.Lock()
 
     def encode(self, texts: Sequence[str], limit: int, truncate: bool) -> EncodedText:
-        """Ids of each text, special tokens included; raises InvalidInput where one is longer than ``limit``."""
+        """Return the ids of each text, special tokens included; raises InvalidInput if one is longer than ``limit``."""
         with self._lock:
             ids = [tuple(row) for row in self._tokenizer(list(texts), verbose=False)["input_ids"]]
             long = _overlong(ids, limit, truncate)
@@ -54,7 +54,7 @@ class Tokens:
     def encode_chats(
         self, conversations: Sequence[Sequence[Mapping[str, object]]], limit: int, truncate: bool, continued: bool
     ) -> EncodedText:
-        """Ids of each conversation by the chat template; ``continued`` adds the prompt for the next answer."""
+        """Return the ids of each conversation by its template; ``continued`` adds the prompt for the next answer."""
         if not self._tokenizer.chat_template:
             raise InvalidInput("the checkpoint has no chat template: send texts", component=_COMPONENT)
         ids = []
@@ -100,7 +100,7 @@ def check_ids(ids: Sequence[Sequence[int]], limit: int, truncate: bool) -> Encod
 
 
 def _overlong(ids: Sequence[Sequence[int]], limit: int, truncate: bool) -> list[int]:
-    """Indices beyond the limit; raises InvalidInput at the first where they may not be cut."""
+    """Return the indices of rows beyond the limit; raises InvalidInput at the first if they may not be cut."""
     long = [index for index, row in enumerate(ids) if len(row) > limit]
     if long and not truncate:
         raise InvalidInput(

@@ -30,7 +30,7 @@ class Slot:
 
 
 class Slots:
-    """Who lies where in an arena of ``size_bytes``; pure bookkeeping."""
+    """Which service has which range of an arena of ``size_bytes``; pure bookkeeping."""
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
@@ -43,25 +43,20 @@ class Slots:
     def keys(self) -> list[SlotKey]:
         return list(self._slots)
 
-    @property
-    def used_bytes(self) -> int:
-        return sum(slot.size_bytes for slot in self._slots.values())
+    def allocate(self, key: SlotKey, size_bytes: int, *, evict_idle: bool = True) -> tuple[int, list[SlotKey]]:
+        """Return an offset for ``key`` and the least recently used idle slots evicted for it; raises DoesNotFit.
 
-    def allocate(self, key: SlotKey, size_bytes: int, *, push: bool = True) -> tuple[int, list[SlotKey]]:
-        """An offset for ``key``, and the least recently used idle slots that had to go; raises DoesNotFit.
-
-        Without ``push`` nothing goes: it takes a hole, or does not fit.
+        Without ``evict_idle`` nothing is evicted: it takes a hole, or does not fit.
         """
         assert key not in self._slots, f"{key} is resident already"
         size_bytes = align(size_bytes, PAGE_BYTES)
         evicted: list[SlotKey] = []
         while (offset := self._hole(size_bytes)) is None:
-            idle = [(slot.last_used, other) for other, slot in self._slots.items() if not slot.pinned]
-            if not push or not idle or size_bytes > self.size_bytes:
+            idle = self.idle()
+            if not evict_idle or not idle or size_bytes > self.size_bytes:
                 raise DoesNotFit(f"{size_bytes} bytes do not fit an arena of {self.size_bytes}")
-            victim = min(idle)[1]
-            self.release(victim)
-            evicted.append(victim)
+            self.release(idle[0])
+            evicted.append(idle[0])
         self._ticks += 1
         self._slots[key] = Slot(offset, size_bytes, self._ticks)
         return offset, evicted
@@ -162,4 +157,4 @@ class Fences:
 
 
 def _silence() -> None:
-    """Nobody listens."""
+    """Ignore the sign of life."""

@@ -87,7 +87,7 @@ class DeviceBackend(Protocol):
         ...
 
     def survives(self, error: Exception) -> bool:
-        """Whether the process may go on with the device after ``error``."""
+        """Return whether the process may go on with the device after ``error``."""
         ...
 
     def close(self) -> None: ...
@@ -128,11 +128,11 @@ class Watermark:
             self._moved.notify_all()
 
     def has(self, part: int) -> bool:
-        """Whether ``part`` and all before it are through."""
+        """Return whether ``part`` and all before it are copied."""
         return self._count > part
 
     def wait(self, part: int) -> None:
-        """Block until ``part`` and all before it are through; raises what the copy failed with."""
+        """Block until ``part`` and all before it are copied; raises what the copy failed with."""
         if self.has(part):
             return
         with self._moved:
@@ -148,7 +148,7 @@ class Host:
 
     def __init__(self, copy_bytes: int, threads: int) -> None:
         self._part_bytes = min(copy_bytes, HOST_PART_BYTES)
-        #: Whoever waits for the bytes is one more.
+        #: The thread that waits for the bytes is one more.
         self._copiers_max = max(threads - 1, 1)
         self._copiers = ThreadPoolExecutor(self._copiers_max, thread_name_prefix="copier")
 
@@ -156,17 +156,17 @@ class Host:
         """Every thread may work for the host."""
 
     def allocate(self, size_bytes: int) -> torch.Tensor:
-        """Anonymous memory in huge pages where the kernel gives them: a restore touches every page of its slot."""
+        """Return anonymous memory, in huge pages if the kernel gives them: a restore touches every page of its slot."""
         memory = mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
         return torch.frombuffer(memory, dtype=torch.uint8)
 
     def pin(self, data: torch.Tensor) -> None:
-        """Host memory is where it is."""
+        """Nothing to do: a copy on the host needs no locked pages."""
 
     def unpin(self, data: torch.Tensor) -> None:
-        """Host memory is where it is."""
+        """Nothing to do: a copy on the host needs no locked pages."""
 
     def copy(
         self, source: torch.Tensor, target: torch.Tensor, copies: Sequence[CopyRange], *, gentle: bool
@@ -191,11 +191,11 @@ class Host:
 
 
 class HostTransfer:
-    """Parts taken one by one by whichever thread is free."""
+    """Parts that free threads take one by one."""
 
     def __init__(self, source: torch.Tensor, target: torch.Tensor, parts: Sequence[CopyRange]) -> None:
         self._parts = parts
-        #: Both stay where they are while anybody holds them.
+        #: A reference keeps both in memory.
         self._held = source, target
         self._from, self._to = source.data_ptr(), target.data_ptr()
         self._arrived = Watermark(parts)
@@ -209,7 +209,7 @@ class HostTransfer:
             pass
 
     def wait(self, end: int) -> None:
-        """Whoever waits has nothing better to do than to lend a hand."""
+        """Copy parts in the waiting thread too."""
         part = self._arrived.part_of(end)
         while not self._arrived.has(part) and self._carry_one():
             pass
@@ -224,7 +224,7 @@ class HostTransfer:
             self._taking.wait_for(lambda: not self._carried)
 
     def _carry_one(self) -> bool:
-        """Copy the next part; False where none is left to take."""
+        """Copy the next part; return False if none is left."""
         number = self._take()
         if number is None:
             return False
@@ -302,7 +302,7 @@ class Cuda:
         self._cuda.empty_cache()
 
     def survives(self, error: Exception) -> bool:
-        """A CUDA error may stick to the context for ever."""
+        """Return False for a CUDA error: it may stay with the context."""
         return not isinstance(error, RuntimeError)
 
     def close(self) -> None:
@@ -310,8 +310,8 @@ class Cuda:
 
     def _check(self, code: Any, what: str) -> None:
         if int(code) != 0:
-            story = self._cuda.cudart().cudaGetErrorString(code)
-            raise RuntimeError(f"CUDA refused to {what} an image: {story} (error {int(code)})")
+            detail = self._cuda.cudart().cudaGetErrorString(code)
+            raise RuntimeError(f"CUDA refused to {what} an image: {detail} (error {int(code)})")
 
 
 class CudaTransfer:
@@ -349,7 +349,7 @@ class CudaTransfer:
         self._arrived = True
 
     def drop(self) -> None:
-        """What is on the stream comes before whatever is put there later."""
+        """Stop sending; parts that are on the stream already come before any later copy."""
         with self._sending:
             self._sent.fail(Dropped())
 

@@ -34,7 +34,7 @@ class Device:
 
     @property
     def environment(self) -> Mapping[str, str] | None:
-        """What its process must find in its environment; None where it needs none of its own.
+        """Return what its process needs in its environment; None if it needs nothing of its own.
 
         NVML counts devices by bus, CUDA in an order of its own: the UUID is the one name that both agree on.
         """
@@ -56,19 +56,19 @@ class DeviceDriver(Protocol):
     """What is asked of NVML."""
 
     def gpus(self) -> Sequence[Gpu]:
-        """Every GPU by bus order; none where there is no driver."""
+        """Return every GPU by bus order; none if there is no driver."""
         ...
 
     def used_bytes(self, uuid: str) -> int | None:
-        """Memory in use by whomever; None where the driver cannot tell."""
+        """Return the bytes in use by all processes; None if the driver cannot tell."""
         ...
 
 
 def discover(settings: ModelSettings, driver: DeviceDriver | None = None, visible: str | None = None) -> list[Device]:
-    """The devices of this node, their number rounded down to a power of two (chunks are powers of two).
+    """Return the devices of this node, their number rounded down to a power of two (chunks are powers of two).
 
-    ``visible`` stands for CUDA_VISIBLE_DEVICES, which is honoured. Raises InvalidConfig where CUDA is demanded and
-    NVML finds no device, or where a device is divided by MIG.
+    ``visible`` stands for CUDA_VISIBLE_DEVICES, which is honoured. Raises InvalidConfig if CUDA is demanded and
+    NVML finds no device, or if a device is divided by MIG.
     """
     found = [] if settings.device == "cpu" else _cuda_devices(settings, driver or nvml(), visible)
     if settings.device == "cuda" and not found:
@@ -91,7 +91,7 @@ def used_bytes(device: Device) -> int | None:
 
 
 def require_torch() -> None:
-    """Raise Unsupported with the remedy where the model extra is not installed."""
+    """Raise Unsupported with the remedy if the model extra is not installed."""
     from importlib.util import find_spec
 
     missing = [name for name in ("torch", "transformers", "safetensors") if find_spec(name) is None]
@@ -102,7 +102,7 @@ def require_torch() -> None:
 
 
 def visible_gpus(gpus: Sequence[Gpu], setting: str | None) -> list[Gpu]:
-    """The GPUs that CUDA_VISIBLE_DEVICES leaves, in its order; all of them where it is not set.
+    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves, in its order; all of them if it is not set.
 
     Read as CUDA reads it: numbers (taken by bus order, as nvidia-smi prints them) or UUIDs, which may be shortened;
     the list ends at the first entry that names no GPU, and one that is named twice leaves none.
@@ -190,7 +190,7 @@ class Nvml:
 
 
 def _initialised() -> Any:
-    """The module of NVML, ready to be asked; None where there is no such thing."""
+    """Return the initialised NVML module; None if there is no binding or no driver."""
     try:
         import pynvml
     except ImportError:

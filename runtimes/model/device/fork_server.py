@@ -1,4 +1,4 @@
-"""The nursery: one process with torch imported that forks the others, so that each starts in milliseconds.
+"""The fork server: one process with torch imported that forks the others, so that each starts in milliseconds.
 
 It runs on one thread and touches no device, which makes forking safe. It dies with the gateway, its children with it.
 On CUDA every child is a fresh interpreter instead: a CUDA context cannot be inherited.
@@ -36,7 +36,7 @@ _PRELOAD = (
 
 
 def main() -> None:
-    """Serve the socket whose descriptor is the first argument: fork and kill on demand."""
+    """Serve the socket of the descriptor in the first argument: fork and kill on demand."""
     control = socket.socket(fileno=int(sys.argv[1]))
     _preload()
     children: set[int] = set()

@@ -9,17 +9,7 @@ from pathlib import Path
 from manager.errors import Reason
 from manager.function import ModelAction
 from runtimes.model.checkpoint.layout import Layout
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """How the next token is chosen. Temperature 0 is greedy."""
-
-    max_new_tokens: int
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-    stop_ids: tuple[int, ...] = ()
+from runtimes.model.request import Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +31,7 @@ class Generated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageRef:
-    """A filled host image: its identity, where it can be mapped, and what is in it."""
+    """A filled host image: its identity, its path for mapping, and its layout."""
 
     id: str
     path: str
@@ -79,7 +69,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restore:
-    """Bring a service in beside what computes, where it fits once ``evict`` is gone; answered by whether it did."""
+    """Restore a service beside what computes if it fits once ``evict`` is gone; answered by whether it did."""
 
     place: Placed
     #: Services that the manager chose to evict for it; nothing else goes.
@@ -108,12 +98,7 @@ class Evict:
     services: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ping:
-    """Answer with what is resident."""
-
-
-# To the clerk.
+# To the tokenizer process.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Model processes as the gateway sees them: forked by the nursery, asked over a socket, replaced when they die."""
+"""Model processes as the gateway sees them: forked by the fork server, asked over a socket, replaced when they die."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ class ForkServer:
         return ours
 
     def kill(self, pid: int) -> None:
-        """SIGKILL a process that is still the nursery's child; a no-op for any other."""
+        """SIGKILL a process that is still the fork server's child; a no-op for any other."""
         with suppress(OSError):
             self._send({"do": "kill", "pid": pid}, [])
 
     def close(self) -> None:
-        """End the nursery, and with it every process; idempotent."""
+        """End the fork server, and with it every process; idempotent."""
         if self._control is not None:
             self._control.close()
         if self._process is not None:
@@ -113,14 +113,14 @@ class ModelProcess:
 
     def __init__(
         self,
-        nursery: ForkServer,
+        fork_server: ForkServer,
         role: str,
         options: Mapping[str, object],
         *,
         environment: Mapping[str, str] | None = None,
         start_s: float,
     ) -> None:
-        self._nursery, self._role, self._options = nursery, role, options
+        self._fork_server, self._role, self._options = fork_server, role, options
         self._environment, self._start_s = environment, start_s
         self.incarnation = 0
         self.pid: int | None = None
@@ -138,35 +138,35 @@ class ModelProcess:
         return self._writer is not None
 
     async def start(self) -> None:
-        """Be alive; raises ActionFailed(model_error) where the process does not come up in time."""
+        """Start the process if it does not run; raises ActionFailed(model_error) if it does not come up in time."""
         async with self._starting:
             if self._writer is not None:
                 return
             await self.close()
-            connection = self._nursery.fork(self._role, self._options, self._environment)
+            connection = self._fork_server.fork(self._role, self._options, self._environment)
             reader, writer = await asyncio.open_connection(sock=connection)
-            hello = await self._first_word(reader, writer)
+            hello = await self._read_hello(reader, writer)
             self.restarts += self.incarnation > 0
             self.incarnation, self.pid, self._writer = next(_INCARNATIONS), hello.pid, writer
             self.attached.clear()
             self._listening = asyncio.create_task(self._listen(reader), name=f"model {self._role} {hello.pid}")
 
-    async def _first_word(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Hello:
-        """Who it is; raises ActionFailed with its reason for not starting, or that it gave none."""
+    async def _read_hello(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Hello:
+        """Return its first message; raises ActionFailed with its reason for not starting."""
         try:
-            word = await asyncio.wait_for(pipe.read(reader), self._start_s)
-            story = f": {word.message}" if isinstance(word, Failed) else ""
+            hello = await asyncio.wait_for(pipe.read(reader), self._start_s)
+            detail = f": {hello.message}" if isinstance(hello, Failed) else ""
         except (TimeoutError, OSError, asyncio.IncompleteReadError) as error:
-            word, story = None, f" ({type(error).__name__}); see the gateway's stderr"
-        if isinstance(word, Hello):
-            return word
+            hello, detail = None, f" ({type(error).__name__}); see the gateway's stderr"
+        if isinstance(hello, Hello):
+            return hello
         writer.close()
-        raise ActionFailed(Reason.MODEL_ERROR, f"the {self._role} process did not start{story}", component=_COMPONENT)
+        raise ActionFailed(Reason.MODEL_ERROR, f"the {self._role} process did not start{detail}", component=_COMPONENT)
 
     async def ask(
         self, message: object, *, stuck_s: float | None = None, on_progress: Callable[[str], None] | None = None
     ) -> Done:
-        """Send and wait for the answer; Refused, or Gone where it died or showed no progress for ``stuck_s``."""
+        """Return the answer; raises RequestRefused, or Gone if it died or showed no progress for ``stuck_s``."""
         await self.start()
         if self._writer is None:
             raise Gone(f"the {self._role} process died as it started")
@@ -187,14 +187,14 @@ class ModelProcess:
             pending.future.cancel()
 
     def tell(self, message: object) -> None:
-        """Send without waiting for the answer; a no-op where the process is not alive."""
+        """Send without waiting for the answer; a no-op if the process is not alive."""
         if self._writer is not None:
             self._writer.write(pipe.encode((0, message)))
 
     def kill(self) -> None:
-        """SIGKILL; whoever waits for an answer learns it by Gone."""
+        """SIGKILL the process; those who wait for an answer get Gone."""
         if self.pid is not None:
-            self._nursery.kill(self.pid)
+            self._fork_server.kill(self.pid)
 
     async def gone(self, within_s: float) -> None:
         """Wait until a killed process has let go of its socket."""
@@ -216,7 +216,7 @@ class ModelProcess:
             while True:
                 self._dispatch(await pipe.read(reader))
         except (asyncio.IncompleteReadError, OSError):
-            pass  # the process is gone: the story is told below
+            pass  # the process is gone: its callers learn it below
         finally:
             writer, self._writer, self.pid = self._writer, None, None
             for pending in self._pending.values():

@@ -1,4 +1,4 @@
-"""The clerk: the process that reads checkpoints and speaks tokens, so that the gateway never imports torch."""
+"""The tokenizer process: it reads checkpoints and turns text into tokens, so that the gateway never imports torch."""
 
 from __future__ import annotations
 
@@ -38,27 +38,27 @@ def serve(connection: socket.socket) -> None:
     import torch
 
     torch.set_num_threads(1)
-    channel = MessagePipe(connection)
-    channel.send(Hello(pid=os.getpid()))
+    pipe = MessagePipe(connection)
+    pipe.send(Hello(pid=os.getpid()))
     pool = ThreadPoolExecutor(THREADS)
     try:
         while True:
-            request: Request = channel.receive()  # type: ignore[assignment]  # our own gateway sends nothing else
-            pool.submit(_answer, channel, *request)
+            request: Request = pipe.receive()  # type: ignore[assignment]  # our own gateway sends nothing else
+            pool.submit(_answer, pipe, *request)
     except EOFError:
         os._exit(0)  # a checkpoint may still be being read: nobody waits for it any more
 
 
-def _answer(channel: MessagePipe, number: int, asked: object) -> None:
+def _answer(pipe: MessagePipe, number: int, asked: object) -> None:
     try:
         value = perform(asked)
     except CodedError as error:
         reason = Reason.INVALID_INPUT if isinstance(error, InvalidInput) else Reason.MODEL_ERROR
-        channel.send(Failed(request=number, kind=type(error).__name__, message=error.message, reason=reason))
+        pipe.send(Failed(request=number, kind=type(error).__name__, message=error.message, reason=reason))
     except Exception as error:  # noqa: BLE001  # crosses the pipe as a failed request
-        channel.send(Failed(request=number, kind=type(error).__name__, message=f"{type(error).__name__}: {error}"))
+        pipe.send(Failed(request=number, kind=type(error).__name__, message=f"{type(error).__name__}: {error}"))
     else:
-        channel.send(Done(request=number, value=value))
+        pipe.send(Done(request=number, value=value))
 
 
 def perform(asked: object) -> object:
@@ -73,7 +73,7 @@ def perform(asked: object) -> object:
             return _encode(asked)
         case Decode():
             return _tokens(asked.path, asked.fingerprint).decode(asked.ids)
-    raise TypeError(f"the clerk does not know {asked!r}")
+    raise TypeError(f"the tokenizer process does not know {asked!r}")
 
 
 def _inspect(asked: Inspect) -> Inspection:

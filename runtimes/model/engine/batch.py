@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 
 from runtimes.model.engine.contract import Chunk, ModelBackend, ModelJob, ModelRequest
 
@@ -21,11 +22,11 @@ class MemberAnswer:
 class BatchMember:
     """One action of a batch; ``begin`` is called when its weights are in place."""
 
-    ask: ModelRequest
+    request: ModelRequest
     begin: Callable[[], None]
     #: What the manager evicts for it: the leader of a batch carries that, and members come in any order.
     evict: tuple[str, ...] = ()
-    answer: asyncio.Future[MemberAnswer] | None = None
+    answer: asyncio.Future[MemberAnswer] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 class BatchJob:
@@ -37,7 +38,7 @@ class BatchJob:
     def __init__(
         self,
         *,
-        engine: ModelBackend,
+        backend: ModelBackend,
         service: str,
         members: tuple[str, ...],
         chunk: Chunk,
@@ -45,7 +46,7 @@ class BatchJob:
         gather_s: float,
         on_end: Callable[[], None],
     ) -> None:
-        self._engine, self._service, self._chunk = engine, service, chunk
+        self._backend, self._service, self._chunk = backend, service, chunk
         self._cores, self._gather_s = cores, gather_s
         self._on_end = on_end
         self._expected = set(members)
@@ -57,7 +58,6 @@ class BatchJob:
         self._task = asyncio.create_task(self._run(), name=f"batch {members[0]}")
 
     def join(self, action_id: str, member: BatchMember) -> None:
-        member.answer = asyncio.get_running_loop().create_future()
         self._present.append(member)
         self._first.set()
         self.leave_out(action_id)
@@ -71,7 +71,6 @@ class BatchJob:
 
     async def answer(self, member: BatchMember) -> MemberAnswer:
         """The member's answer. When the last member is cancelled the job is stopped before this returns."""
-        assert member.answer is not None, "join first"
         try:
             return await member.answer
         except asyncio.CancelledError:
@@ -89,7 +88,9 @@ class BatchJob:
         try:
             await self._first.wait()
             if self._expected:
-                await _wait_for(self._complete, self._gather_s)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._gather_s):
+                        await self._complete.wait()
             self.closed = True
             members = list(self._present)
             if members:
@@ -102,22 +103,20 @@ class BatchJob:
         job = ModelJob(
             service=self._service,
             chunk=self._chunk,
-            asks=tuple(member.ask for member in members),
+            requests=tuple(member.request for member in members),
             evict=tuple({name: None for member in members for name in member.evict}),
             cores=self._cores,
         )
         try:
-            answers = await self._engine.execute(job, lambda: _begin(members))
+            answers = await self._backend.execute(job, lambda: _begin(members))
         except BaseException as error:
             for member in members:
-                assert member.answer is not None
                 if not member.answer.done():
                     _settle_error(member.answer, error)
             if isinstance(error, asyncio.CancelledError):
                 raise
             return
         for member, value in zip(members, answers.values, strict=True):
-            assert member.answer is not None
             if not member.answer.done():
                 member.answer.set_result(MemberAnswer(value=value, usage=answers.usage))
 
@@ -132,10 +131,3 @@ def _settle_error(answer: asyncio.Future[MemberAnswer], error: BaseException) ->
         answer.cancel()
     else:
         answer.set_exception(error)
-
-
-async def _wait_for(event: asyncio.Event, within_s: float) -> None:
-    """Wait, but not longer than ``within_s``."""
-    waiting = asyncio.create_task(event.wait())
-    await asyncio.wait([waiting], timeout=within_s)
-    waiting.cancel()

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from manager.function import ModelAction
 from runtimes.model.checkpoint.skeleton import FAMILIES
-from runtimes.model.device.messages import Generated, Sampling, WorkItem
+from runtimes.model.device.messages import Generated, WorkItem
 from runtimes.model.engine.packing import pack
 from runtimes.model.engine.parallel import RankGroup
+from runtimes.model.request import Sampling
 
 #: Tokens whose next-token distribution exists at once in `logprobs`: [2048, vocabulary / DoP] is the largest tensor.
 HEAD_TOKENS = 2048
@@ -226,7 +227,7 @@ def _hidden(model: Any, tokens: Tensor) -> Tensor:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the device (or, on ``cpu``, the allocator) ran out of memory."""
+    """Return whether the device (or, on ``cpu``, the allocator) ran out of memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(story in str(error) for story in _OUT_OF_MEMORY)
+    return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in _OUT_OF_MEMORY)

@@ -1,4 +1,4 @@
-"""The engine contract: what a slot asks of whatever computes in it, in this house or behind another server's API."""
+"""The contract of a model backend: what the runtime asks of our own processes or of another server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OnFootprint = Callable[[ServiceSpec], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRequest:
-    """One action, admitted: its input checked, and whatever the engine made of it (token ids, a prompt)."""
+    """One action, admitted: its input checked, and what the backend made of it (token ids, a prompt)."""
 
     function: FunctionSpec
     input: ModelInput
@@ -32,7 +32,7 @@ class ModelJob:
 
     service: str
     chunk: Chunk
-    asks: tuple[ModelRequest, ...]
+    requests: tuple[ModelRequest, ...]
     #: Services that the manager chose to evict for it.
     evict: tuple[str, ...] = ()
     #: CPU cores granted; empty leaves the device's own bound.
@@ -41,7 +41,7 @@ class ModelJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answers:
-    """A JSON value for each ask, in their order, and the measured use of the whole job."""
+    """A JSON value for each request, in their order, and the measured use of the whole job."""
 
     values: tuple[Mapping[str, object], ...]
     usage: Mapping[str, float]
@@ -51,22 +51,22 @@ class ModelBackend(Protocol):
     """Restores, executes and evicts services on chunks. Failures of an action are ActionFailed."""
 
     async def prepare(self, function: FunctionSpec) -> ServiceSpec:
-        """Check that the function can ever run, warm up, and say what it costs; InvalidConfig or Unsupported."""
+        """Check that the function can run, warm up and return its cost; raises InvalidConfig or Unsupported."""
         ...
 
     async def admit(self, function: FunctionSpec, given: ModelInput) -> ModelRequest:
-        """Check one action's input before it joins a batch; raises ActionFailed(invalid_input)."""
+        """Check one action's input before it joins a batch; raises InvalidInput, or ActionFailed."""
         ...
 
     async def restore(self, service: str, function: FunctionSpec, chunk: Chunk, evict: tuple[str, ...]) -> bool:
         """Make the service resident without computing (prefetch), once ``evict`` is gone there.
 
-        Nothing else is evicted: False where it does not fit beside what is there.
+        Nothing else is evicted: return False if it does not fit beside what is there.
         """
         ...
 
     async def execute(self, job: ModelJob, restored: Callable[[], None]) -> Answers:
-        """Restore where needed and compute; ``restored`` is called once the weights are in place.
+        """Restore if needed and compute; ``restored`` is called once the weights are in place.
 
         Cancelling stops the work, at the latest by killing the chunk's processes, before it returns.
         """
@@ -74,14 +74,6 @@ class ModelBackend(Protocol):
 
     async def evict(self, service: str, chunk: Chunk) -> None:
         """Give the service's device memory back; nothing is written. Must not fail."""
-        ...
-
-    async def abort(self, chunk: Chunk) -> None:
-        """Stop whatever runs on the chunk, by force."""
-        ...
-
-    async def health(self, chunk: Chunk) -> bool:
-        """Whether the chunk answers."""
         ...
 
     def residency(self) -> Mapping[str, tuple[Chunk, ...]]:

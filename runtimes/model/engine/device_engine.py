@@ -1,4 +1,4 @@
-"""The engine of one device: images attached, services seated in the arena, actions computed. In a worker."""
+"""The engine of one device: images attached, services loaded into the arena, actions computed. In a worker."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Skeleton:
     parked: bool = True
 
     def park(self) -> None:
-        """Let go of the device: the arena's views are forgotten with the seat, the buffers fall back to the host."""
+        """Let go of the device: the arena's views are forgotten with the service, the buffers fall back to the host."""
         self.bound, self.parked = None, True
         place_buffers(self.model, self.buffers, "cpu")
 
@@ -68,7 +68,7 @@ class DeviceEngine:
         self._arena = Arena(arena_bytes, backend)
         self._images: dict[str, Image | Exception] = {}
         self._changed = threading.Condition()
-        self._seats: dict[SlotKey, LoadedService] = {}
+        self._loaded: dict[SlotKey, LoadedService] = {}
         self._skeletons: dict[tuple[str, int, int], Skeleton] = {}
         self._building = threading.Lock()
         self._computing = False
@@ -102,12 +102,12 @@ class DeviceEngine:
     def resident(self) -> tuple[Resident, ...]:
         with self._changed:
             return tuple(
-                Resident(service=key[0], dop=key[1], start=key[2], size_bytes=seat.shard.size_bytes)
-                for key, seat in self._seats.items()
+                Resident(service=key[0], dop=key[1], start=key[2], size_bytes=loaded.shard.size_bytes)
+                for key, loaded in self._loaded.items()
             )
 
     def evict(self, services: Sequence[str] | None = None) -> tuple[str, ...]:
-        """Release the idle slots of these services (of all, where None), with nothing written back."""
+        """Release the idle slots of these services (of all if None); nothing is written back."""
         with self._changed:
             victims = [key for key in self._arena.slots.idle() if services is None or key[0] in services]
             for key in victims:
@@ -115,34 +115,34 @@ class DeviceEngine:
             return tuple(sorted({key[0] for key in victims}))
 
     def restore(self, place: Placed, *, gentle: bool = False) -> tuple[LoadedService, bool, tuple[str, ...]]:
-        """Seat a service: (seat, whether a copy was begun, evicted services). Returns while the bytes still travel.
+        """Load a service: (it, whether a copy was begun, evicted services). Return while the bytes still travel.
 
         A ``gentle`` restore evicts nothing, and leaves room on the way to the device for what computes beside it.
-        Raises DoesNotFit where what may not go leaves no room.
+        Raises DoesNotFit if what may not be evicted leaves no room.
         """
         image = self._await_image(place.image_id)
         key = (place.service, place.dop, place.start)
         with self._changed:
-            seat = self._seats.get(key)
-            if seat is not None and seat.place == place:
-                return seat, False, ()
+            loaded = self._loaded.get(key)
+            if loaded is not None and loaded.place == place:
+                return loaded, False, ()
             if self._arena.slots.is_pinned(key):
                 raise DoesNotFit(f"{place.service} computes with other weights")
             self._drop(key)
             part = shard(image.layout, place.rank, place.dop)
-            offset, evicted = self._arena.slots.allocate(key, part.size_bytes, push=not gentle)
+            offset, evicted = self._arena.slots.allocate(key, part.size_bytes, evict_idle=not gentle)
             for other in evicted:
                 self._drop(other)
-            seat = LoadedService(place, offset, part, self._arena.restore(image.bytes, part, offset, gentle=gentle))
-            self._seats[key] = seat
-            return seat, True, tuple(other[0] for other in evicted)
+            loaded = LoadedService(place, offset, part, self._arena.restore(image.bytes, part, offset, gentle=gentle))
+            self._loaded[key] = loaded
+            return loaded, True, tuple(other[0] for other in evicted)
 
     # -- the act
 
     def run(
         self, asked: RunBatch, restored: Callable[[], None], progress: Callable[[], None]
     ) -> tuple[list[object], Usage]:
-        """Restore where needed, then compute; the copy of a layer overlaps the compute of the ones before it.
+        """Restore if needed, then compute; the copy of a layer overlaps the compute of the ones before it.
 
         ``restored`` is called (from any thread) when the last weight has arrived, ``progress`` as work is done.
         """
@@ -164,23 +164,23 @@ class DeviceEngine:
         # What is small goes to the device first: behind the weights it would wait for the last of them.
         batches = stage(skeleton.model, asked.items, asked.budget_tokens, self.backend.name)
         self._unpark(skeleton)
-        seat, cold, pushed = self._pin(asked.place, key)
-        herald = _Herald(seat, restored, self.backend.enter_thread)
+        loaded, cold, pushed = self._pin(asked.place, key)
+        notice = _ArrivalNotice(loaded, restored, self.backend.enter_thread)
         try:
             skeleton.team.group = self._group(asked)
-            self.bind(skeleton, seat)
+            self.bind(skeleton, loaded)
             self._use_cores(asked.cores)
             skeleton.fences.beat = pulse = _Pulse(progress)
-            results = compute(self._bound(skeleton, seat), batches, pulse)
+            results = compute(self._bound(skeleton, loaded), batches, pulse)
         finally:
-            herald.join()
+            notice.join()
             with self._changed:
                 self._arena.slots.unpin(key)
         usage = Usage(
             restored=cold,
-            restore_s=herald.arrived_s - seat.began_s if cold else 0.0,
-            restore_bytes=seat.shard.size_bytes if cold else 0,
-            compute_s=time.perf_counter() - (herald.arrived_s if cold else began),
+            restore_s=notice.arrived_s - loaded.began_s if cold else 0.0,
+            restore_bytes=loaded.shard.size_bytes if cold else 0,
+            compute_s=time.perf_counter() - (notice.arrived_s if cold else began),
             evict_s=evict_s,
             tokens=sum(len(item.ids) for item in asked.items),
             evicted=(*evicted, *pushed),
@@ -188,7 +188,7 @@ class DeviceEngine:
         return results, usage
 
     def release_cache(self) -> None:
-        """After out of memory: evict whatever is idle and give the allocator's spare blocks back."""
+        """Evict everything idle and return the allocator's spare blocks, after memory ran out."""
         with self._changed:
             self.evict()
             for skeleton in self._skeletons.values():
@@ -196,13 +196,13 @@ class DeviceEngine:
                     skeleton.park()
         self.backend.trim()
 
-    def _bound(self, skeleton: Skeleton, seat: LoadedService) -> BoundModel:
-        end = seat.shard.size_bytes
+    def _bound(self, skeleton: Skeleton, loaded: LoadedService) -> BoundModel:
+        end = loaded.shard.size_bytes
         return BoundModel(
             model=skeleton.model,
             group=skeleton.team.group,
             device=self.backend.name,
-            arrived=lambda: seat.transfer.wait(end),
+            arrived=lambda: loaded.transfer.wait(end),
         )
 
     def _pin(self, place: Placed, key: SlotKey) -> tuple[LoadedService, bool, tuple[str, ...]]:
@@ -212,14 +212,14 @@ class DeviceEngine:
             return found
 
     def _drop(self, key: SlotKey) -> None:
-        """Forget a seat; whichever model was bound to it is parked."""
+        """Forget a loaded service and park the model that is bound to it."""
         self._arena.slots.release(key)
-        seat = self._seats.pop(key, None)
-        if seat is None:
+        loaded = self._loaded.pop(key, None)
+        if loaded is None:
             return
-        seat.transfer.drop()
+        loaded.transfer.drop()
         for skeleton in self._skeletons.values():
-            if skeleton.bound is seat:
+            if skeleton.bound is loaded:
                 skeleton.park()
 
     def _await_image(self, image_id: str, beat: Callable[[], None] | None = None) -> Image:
@@ -267,20 +267,20 @@ class DeviceEngine:
             self._skeletons = {**kept, key: found}
         return found
 
-    def bind(self, skeleton: Skeleton, seat: LoadedService) -> None:
-        """Point the model's parameters at its seat; a no-op where they are."""
+    def bind(self, skeleton: Skeleton, loaded: LoadedService) -> None:
+        """Point the model's parameters at the loaded service; a no-op if they do already."""
         with self._changed:
-            if skeleton.bound is not seat:
-                if skeleton.offset != seat.offset:
-                    layout = self._await_image(seat.place.image_id).layout
-                    bind(skeleton.model, self._arena, seat.shard, seat.offset, layout.tied)
-                    skeleton.offset = seat.offset
+            if skeleton.bound is not loaded:
+                if skeleton.offset != loaded.offset:
+                    layout = self._await_image(loaded.place.image_id).layout
+                    bind(skeleton.model, self._arena, loaded.shard, loaded.offset, layout.tied)
+                    skeleton.offset = loaded.offset
                 self._unpark(skeleton)
-                skeleton.bound = seat
-                skeleton.fences.transfer = seat.transfer
+                skeleton.bound = loaded
+                skeleton.fences.transfer = loaded.transfer
 
     def _unpark(self, skeleton: Skeleton) -> None:
-        """Bring the buffers to the device, where they are not there."""
+        """Bring the buffers to the device if they are on the host."""
         with self._changed:
             if skeleton.parked:
                 place_buffers(skeleton.model, skeleton.buffers, self.backend.name)
@@ -322,19 +322,19 @@ class _Pulse:
             self._send()
 
 
-class _Herald:
-    """Tells when a seat's weights have all arrived; a thread only where they have not yet."""
+class _ArrivalNotice:
+    """Waits in a thread until all weights of a service have arrived, then calls ``restored``."""
 
-    def __init__(self, seat: LoadedService, restored: Callable[[], None], enter_thread: Callable[[], None]) -> None:
-        self._seat, self._restored, self._enter_thread = seat, restored, enter_thread
+    def __init__(self, loaded: LoadedService, restored: Callable[[], None], enter_thread: Callable[[], None]) -> None:
+        self._loaded, self._restored, self._enter_thread = loaded, restored, enter_thread
         self.arrived_s = 0.0
-        self._thread = threading.Thread(target=self._wait, name="herald", daemon=True)
+        self._thread = threading.Thread(target=self._wait, name="notice", daemon=True)
         self._thread.start()
 
     def _wait(self) -> None:
         self._enter_thread()
         try:
-            self._seat.transfer.finish()
+            self._loaded.transfer.finish()
         except Exception:  # noqa: BLE001  # the computation meets the same error, and answers with it
             return
         self.arrived_s = time.perf_counter()

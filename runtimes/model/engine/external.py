@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 
 from manager.config import ServiceSpec
-from manager.errors import ActionFailed, InvalidConfig, Reason
+from manager.errors import ActionFailed, InvalidConfig, InvalidInput, Reason
 from manager.function import FunctionSpec, ModelAction, ModelSpec
 from runtimes.model.device.devices import discover
 from runtimes.model.engine.contract import Answers, Chunk, ModelJob, ModelRequest, OnFootprint
@@ -44,7 +44,7 @@ class _Server:
 
 
 class ExternalBackend:
-    """Implements `contract.Engine` by HTTP calls."""
+    """Implements `contract.ModelBackend` by HTTP calls."""
 
     def __init__(self, settings: ModelSettings, on_residency: Callable[[], None], on_footprint: OnFootprint) -> None:
         self._settings = settings
@@ -84,8 +84,7 @@ class ExternalBackend:
     async def admit(self, function: FunctionSpec, given: ModelInput) -> ModelRequest:
         """The server checks lengths and vocabulary; what it cannot take at all is refused here."""
         if given.conversations and model_of(function).action is not ModelAction.GENERATE:
-            raise ActionFailed(
-                Reason.INVALID_INPUT,
+            raise InvalidInput(
                 "$.messages: an external engine takes conversations for generate only",
                 component=_COMPONENT,
                 detail={"path": "$.messages"},
@@ -97,7 +96,7 @@ class ExternalBackend:
         return True
 
     async def execute(self, job: ModelJob, restored: Callable[[], None]) -> Answers:
-        server = self._server(job.service, job.asks[0].function)
+        server = self._server(job.service, job.requests[0].function)
         began = time.monotonic()
         woken = server.chunk is None
         await self._wake(server, job.chunk)
@@ -108,7 +107,7 @@ class ExternalBackend:
         try:
             # The server batches by itself: a batch here is so many calls at once.
             async with asyncio.TaskGroup() as group:
-                calls = [group.create_task(self._act(ask)) for ask in job.asks]
+                calls = [group.create_task(self._act(request)) for request in job.requests]
         except* ActionFailed as failures:
             raise failures.exceptions[0] from None
         finally:
@@ -121,7 +120,7 @@ class ExternalBackend:
             "restore_bytes": 0.0,
             "compute_s": time.monotonic() - arrived,
             "devices": float(job.chunk[1]),
-            "batch": float(len(job.asks)),
+            "batch": float(len(job.requests)),
         }
         return Answers(values=tuple(call.result() for call in calls), usage=usage)
 
@@ -134,19 +133,6 @@ class ExternalBackend:
                 # A server that does not answer holds no memory that a sleep would free.
                 server.chunk = None
                 self._on_residency()
-
-    async def abort(self, chunk: Chunk) -> None:
-        """Closing our connections makes the server abandon their requests; the next call opens new ones."""
-        await self.close()
-
-    async def health(self, chunk: Chunk) -> bool:
-        servers = [server for server in self._servers.values() if server.chunk == chunk]
-        try:
-            for server in servers:
-                await self._call(server.model, "GET", "/v1/models")
-        except ActionFailed:
-            return False
-        return True
 
     def residency(self) -> Mapping[str, tuple[Chunk, ...]]:
         return {name: (server.chunk,) for name, server in self._servers.items() if server.chunk is not None}
@@ -173,7 +159,7 @@ class ExternalBackend:
         self._on_residency()
 
     def _learn(self, server: _Server, seconds: float) -> None:
-        """Keep what a wake took, whatever the number of devices; tell it where the estimate has moved."""
+        """Keep what a wake took, for any number of devices; report the estimate if it has moved."""
         service, told = server.model.service, server.told
         self._wakes.add(service, 1, 0, seconds)
         if told is None:
@@ -198,8 +184,8 @@ class ExternalBackend:
 
     # -- the actions
 
-    async def _act(self, ask: ModelRequest) -> Mapping[str, object]:
-        action = model_of(ask.function).action
+    async def _act(self, request: ModelRequest) -> Mapping[str, object]:
+        action = model_of(request.function).action
         act = {
             ModelAction.SCORE: self._score,
             ModelAction.LOGPROBS: self._logprobs,
@@ -207,7 +193,7 @@ class ExternalBackend:
             ModelAction.GENERATE: self._generate,
         }[action]
         try:
-            return await act(model_of(ask.function), ask.input)
+            return await act(model_of(request.function), request.input)
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise ActionFailed(Reason.UPSTREAM, f"the engine's answer lacks {error!r}", component=_COMPONENT) from error
 
@@ -228,11 +214,12 @@ class ExternalBackend:
         return {"logprobs": rows, "sums": [sum(row) for row in rows]}
 
     async def _generate(self, model: ModelSpec, given: ModelInput) -> Mapping[str, object]:
+        sampling = given.sampling
         options = {
-            "max_tokens": given.max_new_tokens,
-            "temperature": given.temperature,
-            "top_p": given.top_p,
-            "seed": given.seed,
+            "max_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "seed": sampling.seed,
         }
         if given.conversations:
             chats = [self._post(model, "/v1/chat/completions", {"messages": c, **options}) for c in given.conversations]
@@ -242,7 +229,8 @@ class ExternalBackend:
             answer = await self._post(model, "/v1/completions", {"prompt": _inputs(given), **options})
             choices = _ordered(answer["choices"])
             texts = [choice["text"] for choice in choices]
-        return {"texts": texts, "finish_reasons": [choice["finish_reason"] for choice in choices], "seed": given.seed}
+        reasons = [choice["finish_reason"] for choice in choices]
+        return {"texts": texts, "finish_reasons": reasons, "seed": sampling.seed}
 
     async def _post(self, model: ModelSpec, path: str, body: Mapping[str, object]) -> Any:
         return (await self._call(model, "POST", path, {"model": str(model.path), **body})).json()
@@ -250,7 +238,7 @@ class ExternalBackend:
     async def _call(
         self, model: ModelSpec, method: str, path: str, body: Mapping[str, object] | None = None
     ) -> httpx.Response:
-        """One call; ActionFailed(upstream), or (invalid_input) where the server blames the input."""
+        """Make one call; raise ActionFailed(upstream), or (invalid_input) if the server blames the input."""
         if self._client is None:
             self._client = httpx.AsyncClient(timeout=httpx.Timeout(None, connect=_CONNECT_S))
         url = model.engine_url.rstrip("/") + path

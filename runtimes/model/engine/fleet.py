@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from manager.errors import ActionFailed, Reason
@@ -16,7 +16,6 @@ from runtimes.model.device.messages import (
     Done,
     Evict,
     ImageRef,
-    Ping,
     Placed,
     Resident,
     Restore,
@@ -44,11 +43,6 @@ class SwapCounts:
     #: The service that computes, and its chunk.
     running: tuple[str, Chunk] | None = None
 
-    @property
-    def hit_rate(self) -> float:
-        """Share of the executions that found their service in place; 0 where there were none."""
-        return 0.0 if not self.executions else 1 - self.swaps / self.executions
-
 
 class Fleet:
     """One process for each device. A chunk is used by one job at a time."""
@@ -56,19 +50,19 @@ class Fleet:
     def __init__(
         self,
         devices: Sequence[Device],
-        nursery: ForkServer,
+        fork_server: ForkServer,
         settings: ModelSettings,
-        meeting: Path,
+        rendezvous_dir: Path,
         on_residency: Callable[[], None],
     ) -> None:
         self.devices = devices
         self._settings = settings
-        self._meeting = meeting
+        self._rendezvous_dir = rendezvous_dir
         self._on_residency = on_residency
-        self.workers = [self._worker(device, nursery) for device in devices]
+        self.workers = [self._worker(device, fork_server) for device in devices]
         self._turns = [asyncio.Lock() for _ in devices]
         self._resident: list[tuple[Resident, ...]] = [() for _ in devices]
-        self.tallies = [SwapCounts() for _ in devices]
+        self.counts = [SwapCounts() for _ in devices]
 
     # -- work
 
@@ -77,7 +71,7 @@ class Fleet:
     ) -> tuple[list[object], list[Usage]]:
         """Run on every rank; the first rank's results, and each rank's usage.
 
-        Raises Refused (the model said no, every rank lives), or ChunkBroken after replacing the processes.
+        Raises RequestRefused (the model refused, every rank lives), or ChunkBroken after replacing the processes.
         ``run.place`` is completed for each rank. Cancelling waits ``kill_grace_s``, then kills.
         """
         self._check(chunk)
@@ -89,7 +83,9 @@ class Fleet:
             counted = _Countdown(chunk[1], restored)
             group = self._group(chunk)
             ranks = [
-                asyncio.create_task(self._ask(index, _for_rank(run, rank, chunk, group), counted.one))
+                asyncio.create_task(
+                    self._ask(index, replace(run, place=_placed(run.place, rank, chunk), group=group), counted.one)
+                )
                 for rank, index in enumerate(_members(chunk))
             ]
             try:
@@ -98,21 +94,21 @@ class Fleet:
                 await self._stop(chunk, ranks)
                 raise
         for index, rank in zip(_members(chunk), done, strict=True):
-            self.tallies[index].executions += 1
-            self.tallies[index].swaps += rank.usage.restored
+            self.counts[index].executions += 1
+            self.counts[index].swaps += rank.usage.restored
         results = done[0].value
         assert isinstance(results, list)
         return results, [rank.usage for rank in done]
 
     async def prefetch(self, chunk: Chunk, image: ImageRef, place: Placed, evict: tuple[str, ...]) -> bool:
-        """Restore beside what computes, once ``evict`` is gone; False where it does not fit or a process was lost.
+        """Restore beside what computes, once ``evict`` is gone; False if it does not fit or a process was lost.
 
-        A rank that is slow is waited for, not killed: it computes for somebody else.
+        A slow rank is waited for, not killed: it computes for another action.
         """
         self._check(chunk)
         await self._attach(chunk, image)
         asked = (
-            self._ask(index, Restore(place=_ranked(place, rank, chunk), evict=evict), None, patient=True)
+            self._ask(index, Restore(place=_placed(place, rank, chunk), evict=evict), None, patient=True)
             for rank, index in enumerate(_members(chunk))
         )
         answers = await asyncio.gather(*asked, return_exceptions=True)
@@ -135,12 +131,6 @@ class Fleet:
         for index in _members(chunk):
             self._resident[index] = ()
         self._on_residency()
-
-    async def healthy(self, chunk: Chunk) -> bool:
-        """Whether every device of the chunk answers within ``stuck_s``."""
-        asked = (self._ask(index, Ping(), None) for index in _members(chunk))
-        answers = await asyncio.gather(*asked, return_exceptions=True)
-        return all(isinstance(answer, Done) for answer in answers)
 
     async def start(self) -> None:
         """Start every device's process."""
@@ -178,7 +168,7 @@ class Fleet:
     async def _ask(
         self, index: int, message: object, on_progress: Callable[[str], None] | None, *, patient: bool = False
     ) -> Done:
-        """Ask one device and believe what it reports as resident. Who is ``patient`` takes no silence for stuck."""
+        """Ask one device, keep what it reports as resident. With ``patient`` a silent one is not taken for stuck."""
         worker = self.workers[index]
         stuck_s = None if patient else self._settings.stuck_s
         try:
@@ -194,11 +184,11 @@ class Fleet:
 
     @contextmanager
     def _running(self, index: int, service: str, chunk: Chunk) -> Iterator[None]:
-        self.tallies[index].running = service, chunk
+        self.counts[index].running = service, chunk
         try:
             yield
         finally:
-            self.tallies[index].running = None
+            self.counts[index].running = None
 
     def _report(self, index: int, resident: tuple[Resident, ...] | None) -> None:
         if resident is not None and resident != self._resident[index]:
@@ -243,9 +233,9 @@ class Fleet:
         await asyncio.gather(*ranks, return_exceptions=True)
 
     def _group(self, chunk: Chunk) -> str:
-        """The rendezvous file of this very set of processes: a new process means a new meeting."""
+        """The rendezvous file of this very set of processes: a new process means a new file."""
         incarnations = "-".join(str(self.workers[index].incarnation) for index in _members(chunk))
-        return str(self._meeting / f"{chunk[0]}-{chunk[1]}-{incarnations}")
+        return str(self._rendezvous_dir / f"{chunk[0]}-{chunk[1]}-{incarnations}")
 
     def _check(self, chunk: Chunk) -> None:
         start, size = chunk
@@ -254,7 +244,7 @@ class Fleet:
                 Reason.INTERNAL, f"no such chunk {chunk} among {len(self.devices)} devices", component=_COMPONENT
             )
 
-    def _worker(self, device: Device, nursery: ForkServer) -> ModelProcess:
+    def _worker(self, device: Device, fork_server: ForkServer) -> ModelProcess:
         options: dict[str, object] = {
             "device": device.torch_name,
             "arena_bytes": device.arena_bytes,
@@ -262,7 +252,9 @@ class Fleet:
             "threads": self._settings.device_threads,
             "collective_s": self._settings.collective_s,
         }
-        return ModelProcess(nursery, "worker", options, environment=device.environment, start_s=self._settings.start_s)
+        return ModelProcess(
+            fork_server, "worker", options, environment=device.environment, start_s=self._settings.start_s
+        )
 
 
 class _Countdown:
@@ -282,16 +274,6 @@ def _members(chunk: Chunk) -> range:
     return range(chunk[0], chunk[0] + chunk[1])
 
 
-def _ranked(place: Placed, rank: int, chunk: Chunk) -> Placed:
-    return Placed(service=place.service, image_id=place.image_id, dop=chunk[1], rank=rank, start=chunk[0])
-
-
-def _for_rank(run: RunBatch, rank: int, chunk: Chunk, group: str) -> RunBatch:
-    return RunBatch(
-        place=_ranked(run.place, rank, chunk),
-        items=run.items,
-        budget_tokens=run.budget_tokens,
-        evict=run.evict,
-        group=group,
-        cores=run.cores,
-    )
+def _placed(place: Placed, rank: int, chunk: Chunk) -> Placed:
+    start, dop = chunk
+    return replace(place, dop=dop, rank=rank, start=start)

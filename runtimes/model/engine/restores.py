@@ -45,5 +45,5 @@ def middle(values: Iterable[float]) -> float:
 
 
 def has_moved(told: Mapping[int, float], now: Mapping[int, float]) -> bool:
-    """Whether an estimate differs enough from what was told to tell it anew."""
+    """Return whether an estimate differs enough from the one last reported to report it again."""
     return any(abs(seconds - told.get(dop, 0.0)) > WORTH_TELLING * told.get(dop, 0.0) for dop, seconds in now.items())

@@ -9,6 +9,11 @@ from runtimes.model.device.devices import used_bytes
 from runtimes.model.engine.torch_backend import TorchBackend
 
 
+def hit_rate(executions: float, swaps: float) -> float:
+    """Return the share of the executions that found their model in place; 0 if there were none."""
+    return round(1 - swaps / executions, 4) if executions else 0.0
+
+
 @dataclass(slots=True)
 class ModelStats:
     """Counters since the start."""
@@ -32,37 +37,32 @@ class ModelStats:
             self.restored_bytes += usage["restore_bytes"] * share
         self.evictions += usage.get("evicted", 0.0) * share
 
-    @property
-    def hit_rate(self) -> float:
-        """Share of the executions that found their model in place; 0 where there were none."""
-        return 0.0 if not self.executions else 1 - self.swaps / self.executions
-
-    def view(self, engine: TorchBackend | None) -> dict[str, object]:
+    def view(self, backend: TorchBackend | None) -> dict[str, object]:
         """JSON-able, for ``GET /resources`` and ``tangram top``."""
         view: dict[str, object] = {
             "actions": self.actions,
             "executions": round(self.executions),
             "swaps": round(self.swaps),
-            "hit_rate": round(self.hit_rate, 4),
+            "hit_rate": hit_rate(self.executions, self.swaps),
             "evictions": round(self.evictions),
             "restore_s": round(self.restore_s, 6),
             "restored_bytes": round(self.restored_bytes),
         }
-        if engine is None:
+        if backend is None:
             return {**view, "devices": [], "services": {}, "host_images": {}}
-        images = engine.images
+        images = backend.images
         host = {"bytes": images.held_bytes, "bound_bytes": images.bound_bytes, "count": len(images.ids())}
-        services = {name: [list(chunk) for chunk in chunks] for name, chunks in engine.residency().items()}
+        services = {name: [list(chunk) for chunk in chunks] for name, chunks in backend.residency().items()}
         return {
             **view,
-            "devices": _devices(engine),
+            "devices": _devices(backend),
             "services": services,
             "host_images": {**host, "reads": images.reads},
         }
 
 
-def _devices(engine: TorchBackend) -> list[dict[str, object]]:
-    fleet = engine.fleet
+def _devices(backend: TorchBackend) -> list[dict[str, object]]:
+    fleet = backend.fleet
     return [
         {
             "index": device.index,
@@ -71,10 +71,12 @@ def _devices(engine: TorchBackend) -> list[dict[str, object]]:
             "alive": worker.alive,
             "pid": worker.pid,
             "restarts": worker.restarts,
-            "running": None if tally.running is None else {"service": tally.running[0], "chunk": [*tally.running[1]]},
-            "executions": tally.executions,
-            "swaps": tally.swaps,
-            "hit_rate": round(tally.hit_rate, 4),
+            "running": None
+            if counted.running is None
+            else {"service": counted.running[0], "chunk": [*counted.running[1]]},
+            "executions": counted.executions,
+            "swaps": counted.swaps,
+            "hit_rate": hit_rate(counted.executions, counted.swaps),
             "arena_bytes": device.arena_bytes,
             "resident_bytes": sum(slot.size_bytes for slot in fleet.slots(device.index)),
             "used_bytes": used_bytes(device),
@@ -83,5 +85,5 @@ def _devices(engine: TorchBackend) -> list[dict[str, object]]:
                 for slot in fleet.slots(device.index)
             ],
         }
-        for device, worker, tally in zip(fleet.devices, fleet.workers, fleet.tallies, strict=True)
+        for device, worker, counted in zip(fleet.devices, fleet.workers, fleet.counts, strict=True)
     ]

@@ -1,4 +1,4 @@
-"""The in-house engine: torch in processes of our own, one host image for every DoP, swaps at the speed of the bus."""
+"""The torch backend: processes of our own, one host image for every DoP, swaps at the speed of the bus."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from manager.config import ServiceSpec
 from manager.errors import ActionFailed, CodedError, InvalidConfig, InvalidInput, Reason, Unsupported
 from manager.function import FunctionSpec, ModelAction, ModelSpec
-from runtimes.model.checkpoint.host_images import HostImages, KnownImage, ModelKey, ask_clerk
+from runtimes.model.checkpoint.host_images import HostImages, KnownImage, ModelKey, ask_tokenizer
 from runtimes.model.checkpoint.layout import Layout, shard
 from runtimes.model.checkpoint.tokens import check_ids
 from runtimes.model.device.devices import discover
@@ -26,7 +27,6 @@ from runtimes.model.device.messages import (
     ImageRef,
     Placed,
     RunBatch,
-    Sampling,
     Usage,
     WorkItem,
 )
@@ -37,7 +37,7 @@ from runtimes.model.engine.restores import Restores, has_moved
 from runtimes.model.request import ModelInput, model_of
 from runtimes.model.settings import ModelSettings
 
-_COMPONENT = "model.engine"
+_COMPONENT = "model.torch_backend"
 
 _HEADS: Mapping[ModelAction, str] = {
     ModelAction.SCORE: "score",
@@ -51,20 +51,20 @@ ATTEMPTS = 2
 
 
 class TorchBackend:
-    """Implements `contract.Engine` on this node's devices."""
+    """Implements `contract.ModelBackend` on this node's devices."""
 
     def __init__(
         self,
         settings: ModelSettings,
-        nursery: ForkServer,
+        fork_server: ForkServer,
         on_residency: Callable[[], None],
         on_footprint: OnFootprint = lambda _: None,
     ) -> None:
         self._settings = settings
-        self._meeting = _meeting_place(settings.state_dir)
-        self.fleet = Fleet(discover(settings), nursery, settings, self._meeting, on_residency)
-        self._clerk = ModelProcess(nursery, "tokenizer", {}, start_s=settings.start_s)
-        self.images = HostImages(settings, self._clerk, self.fleet.forget_image)
+        self._rendezvous_dir = _make_rendezvous_dir(settings.state_dir)
+        self.fleet = Fleet(discover(settings), fork_server, settings, self._rendezvous_dir, on_residency)
+        self._tokenizer_process = ModelProcess(fork_server, "tokenizer", {}, start_s=settings.start_s)
+        self.images = HostImages(settings, self._tokenizer_process, self.fleet.forget_image)
         self._restores = Restores(settings.restore_bytes_per_s)
         #: Services as the scheduler knows them, by name.
         self._told: dict[str, ServiceSpec] = {}
@@ -94,15 +94,9 @@ class TorchBackend:
         return service
 
     async def admit(self, function: FunctionSpec, given: ModelInput) -> ModelRequest:
-        try:
+        with _failing_the_action():
             known = await self.images.look(_key(model_of(function)))
             encoded = await self._encode(function, given, known)
-        except InvalidInput as error:
-            raise ActionFailed(
-                Reason.INVALID_INPUT, error.message, component=error.component, detail=error.detail
-            ) from error
-        except CodedError as error:
-            raise ActionFailed(Reason.MODEL_ERROR, error.message, component=error.component) from error
         return ModelRequest(function=function, input=given, admitted=encoded)
 
     async def restore(self, service: str, function: FunctionSpec, chunk: Chunk, evict: tuple[str, ...]) -> bool:
@@ -111,46 +105,34 @@ class TorchBackend:
             return await self.fleet.prefetch(chunk, image, _placed(service, image), evict)
 
     async def execute(self, job: ModelJob, restored: Callable[[], None]) -> Answers:
-        try:
-            known = await self.images.look(_key(model_of(job.asks[0].function)))
+        with _failing_the_action():
+            known = await self.images.look(_key(model_of(job.requests[0].function)))
             async with self.images.hold(known) as image:
                 results, usages = await self._attempt(job, image, restored)
-        except Gone as error:
-            raise ActionFailed(Reason.MODEL_ERROR, str(error), component=_COMPONENT) from error
-        except ActionFailed:
-            raise
-        except CodedError as error:
-            raise ActionFailed(Reason.MODEL_ERROR, error.message, component=error.component) from error
-        self._learn(job, usages)
-        return Answers(values=await self._values(job, known, results), usage=_usage(usages, len(job.asks)))
+            self._learn(job, usages)
+            return Answers(values=await self._values(job, known, results), usage=_usage(usages, len(job.requests)))
 
     async def evict(self, service: str, chunk: Chunk) -> None:
         await self.fleet.evict(chunk, (service,))
-
-    async def abort(self, chunk: Chunk) -> None:
-        await self.fleet.abort(chunk)
-
-    async def health(self, chunk: Chunk) -> bool:
-        return await self.fleet.healthy(chunk)
 
     def residency(self) -> Mapping[str, tuple[Chunk, ...]]:
         return self.fleet.residency()
 
     async def close(self) -> None:
         await self.images.close()
-        await asyncio.gather(self.fleet.close(), self._clerk.close())
-        shutil.rmtree(self._meeting, ignore_errors=True)
+        await asyncio.gather(self.fleet.close(), self._tokenizer_process.close())
+        shutil.rmtree(self._rendezvous_dir, ignore_errors=True)
 
     # -- parts
 
     async def _attempt(
         self, job: ModelJob, image: ImageRef, restored: Callable[[], None]
     ) -> tuple[list[object], list[Usage]]:
-        """Run, and once more where processes were lost or memory ran out: by then everything idle is evicted."""
+        """Run, and once more if processes were lost or memory ran out: by then everything idle is evicted."""
         run = RunBatch(
             place=_placed(job.service, image),
-            items=tuple(item for ask in job.asks for item in _items(ask)),
-            budget_tokens=min(model_of(ask.function).batch_tokens for ask in job.asks),
+            items=tuple(item for request in job.requests for item in _items(request)),
+            budget_tokens=min(model_of(request.function).batch_tokens for request in job.requests),
             evict=tuple(name for name in job.evict if name != job.service),
             cores=job.cores,
         )
@@ -185,7 +167,7 @@ class TorchBackend:
             truncate=truncate,
             continued=model.action is ModelAction.GENERATE,
         )
-        answer = (await ask_clerk(self._clerk, order)).value
+        answer = (await ask_tokenizer(self._tokenizer_process, order)).value
         assert isinstance(answer, EncodedText)
         empty = next((index for index, ids in enumerate(answer.ids) if not ids), None)
         if empty is not None:
@@ -195,24 +177,24 @@ class TorchBackend:
     async def _values(
         self, job: ModelJob, known: KnownImage, results: Sequence[object]
     ) -> tuple[Mapping[str, object], ...]:
-        """Share the results out to the asks, as JSON values."""
+        """Share the results out to the requests, as JSON values."""
         values, start = [], 0
-        for ask in job.asks:
-            end = start + len(ask.input)
+        for request in job.requests:
+            end = start + len(request.input)
             part = list(results[start:end])
             texts: list[str] = []
-            if model_of(ask.function).action is ModelAction.GENERATE:
+            if model_of(request.function).action is ModelAction.GENERATE:
                 ids = tuple(one.ids for one in part if isinstance(one, Generated))
                 order = Decode(path=known.key[0], fingerprint=known.fingerprint, ids=ids)
-                texts = await self._decode(order, bool(ask.input.token_ids))
-            values.append(_value(ask, part, texts))
+                texts = await self._decode(order, bool(request.input.token_ids))
+            values.append(_value(request, part, texts))
             start = end
         return tuple(values)
 
     async def _decode(self, order: Decode, ids_given: bool) -> list[str]:
         """Texts of generated ids; none for a checkpoint without a tokenizer, which was sent ids."""
         try:
-            texts = (await ask_clerk(self._clerk, order)).value
+            texts = (await ask_tokenizer(self._tokenizer_process, order)).value
         except InvalidConfig:
             if ids_given:
                 return []
@@ -221,7 +203,7 @@ class TorchBackend:
         return texts
 
     def _service(self, function: FunctionSpec, layout: Layout) -> ServiceSpec:
-        """Bytes on each device and restore seconds, for every DoP that a function of this service may ask for."""
+        """Return bytes on each device and restore seconds, for every DoP that functions of this service may ask for."""
         name, told = model_of(function).service, self._told.get(model_of(function).service)
         sizes = {dop: shard(layout, 0, dop).size_bytes for dop in function.cost["gpu"]}
         if told is not None:
@@ -244,7 +226,7 @@ class TorchBackend:
                 )
 
     def _learn(self, job: ModelJob, usages: Sequence[Usage]) -> None:
-        """Keep what a restore took, and tell the scheduler where its estimates have moved."""
+        """Keep what a restore took, and tell the scheduler if its estimates have moved."""
         seconds = max((usage.restore_s for usage in usages if usage.restored), default=0.0)
         mine, dop = self._told.get(job.service), job.chunk[1]
         if mine is None or dop not in mine.bytes_by_dop or seconds <= 0:
@@ -257,7 +239,20 @@ class TorchBackend:
                 self._on_footprint(self._told[told.name])
 
 
-def _meeting_place(state_dir: Path) -> Path:
+@contextmanager
+def _failing_the_action() -> Iterator[None]:
+    """Turn what a checkpoint or a process raises into ActionFailed(model_error); refused inputs pass as they are."""
+    try:
+        yield
+    except (ActionFailed, InvalidInput):
+        raise
+    except CodedError as error:
+        raise ActionFailed(Reason.MODEL_ERROR, error.message, component=error.component) from error
+    except Gone as error:
+        raise ActionFailed(Reason.MODEL_ERROR, str(error), component=_COMPONENT) from error
+
+
+def _make_rendezvous_dir(state_dir: Path) -> Path:
     """A directory of our own for rendezvous files; those of processes that were killed are removed."""
     state_dir.mkdir(parents=True, exist_ok=True)
     for left in state_dir.glob("groups-*-*"):
@@ -278,10 +273,10 @@ def _placed(service: str, image: ImageRef) -> Placed:
 def _limit(model: ModelSpec, given: ModelInput, layout: Layout) -> int:
     """Most tokens of one input: the function's bound, and the model's positions less what is to be generated."""
     positions = layout.positions_max or model.max_tokens
-    limit = min(model.max_tokens, positions - given.max_new_tokens)
+    limit = min(model.max_tokens, positions - given.sampling.max_new_tokens)
     if limit < 1:
         raise InvalidInput(
-            f"max_new_tokens {given.max_new_tokens} leaves no room among {positions} positions",
+            f"max_new_tokens {given.sampling.max_new_tokens} leaves no room among {positions} positions",
             component=_COMPONENT,
             detail={"path": "$.max_new_tokens"},
         )
@@ -299,42 +294,32 @@ def _check_vocabulary(given: ModelInput, layout: Layout) -> None:
             )
 
 
-def _items(ask: ModelRequest) -> list[WorkItem]:
-    encoded = ask.admitted
+def _items(request: ModelRequest) -> list[WorkItem]:
+    encoded = request.admitted
     assert isinstance(encoded, EncodedText)
-    action = model_of(ask.function).action
+    action = model_of(request.function).action
     if action is not ModelAction.GENERATE:
         return [WorkItem(ids=ids, action=action) for ids in encoded.ids]
-    given = ask.input
+    asked = replace(request.input.sampling, stop_ids=encoded.stop_ids)
     return [
-        WorkItem(
-            ids=ids,
-            action=action,
-            sampling=Sampling(
-                max_new_tokens=given.max_new_tokens,
-                temperature=given.temperature,
-                top_p=given.top_p,
-                seed=given.seed + index,
-                stop_ids=encoded.stop_ids,
-            ),
-        )
+        WorkItem(ids=ids, action=action, sampling=replace(asked, seed=asked.seed + index))
         for index, ids in enumerate(encoded.ids)
     ]
 
 
-def _value(ask: ModelRequest, results: Sequence[object], texts: Sequence[str]) -> Mapping[str, object]:
+def _value(request: ModelRequest, results: Sequence[object], texts: Sequence[str]) -> Mapping[str, object]:
     """The JSON value of one action; raises ActionFailed(model_error) rather than return a number that is none."""
-    encoded = ask.admitted
+    encoded = request.admitted
     assert isinstance(encoded, EncodedText)
     common: dict[str, object] = {"tokens": [len(ids) for ids in encoded.ids]}
     if encoded.truncated:
         common["truncated"] = list(encoded.truncated)
-    action = model_of(ask.function).action
+    action = model_of(request.function).action
     if action is ModelAction.GENERATE:
         made = [one for one in results if isinstance(one, Generated)]
         written = {"texts": list(texts)} if texts else {}
         ids, reasons = [list(one.ids) for one in made], [one.reason for one in made]
-        return {**written, "token_ids": ids, "finish_reasons": reasons, "seed": ask.input.seed, **common}
+        return {**written, "token_ids": ids, "finish_reasons": reasons, "seed": request.input.sampling.seed, **common}
     if not all(_finite(result) for result in results):
         raise ActionFailed(
             Reason.MODEL_ERROR, "the model computed a value that is not finite", component="model.worker"

@@ -1,4 +1,4 @@
-"""Shared by the tests of the model room: one nursery, tiny checkpoints, and a runtime on eight ``cpu`` devices."""
+"""Shared by the tests of the model room: one fork server, tiny checkpoints, and a runtime on eight ``cpu`` devices."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Write = Callable[..., Path]
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[ForkServer]:
+def fork_server() -> Iterator[ForkServer]:
     """torch is imported once for the model processes of every test."""
     made = ForkServer()
     yield made
@@ -50,7 +50,7 @@ def settings(tmp_path: Path) -> ModelSettings:
 
 
 @pytest.fixture
-async def runtime(settings: ModelSettings, nursery: ForkServer) -> AsyncIterator[ModelRuntime]:
-    made = ModelRuntime(settings, nursery=nursery)
+async def runtime(settings: ModelSettings, fork_server: ForkServer) -> AsyncIterator[ModelRuntime]:
+    made = ModelRuntime(settings, fork_server=fork_server)
     yield made
     await made.close()

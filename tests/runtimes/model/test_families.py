@@ -23,8 +23,9 @@ from runtimes.model.checkpoint.image import build_layout, fill  # noqa: E402
 from runtimes.model.checkpoint.skeleton import Head  # noqa: E402
 from runtimes.model.device.arena import DoesNotFit  # noqa: E402
 from runtimes.model.device.backend import Cuda, DeviceBackend, Dropped, Host  # noqa: E402
-from runtimes.model.device.messages import Generated, ImageRef, Placed, RunBatch, Sampling, WorkItem  # noqa: E402
+from runtimes.model.device.messages import Generated, ImageRef, Placed, RunBatch, WorkItem  # noqa: E402
 from runtimes.model.engine.device_engine import DeviceEngine  # noqa: E402
+from runtimes.model.request import Sampling  # noqa: E402
 from tests.runtimes.model.checkpoints import FAMILIES, IDS, plain, plain_logprobs, plain_score, write  # noqa: E402
 from tests.runtimes.model.conftest import Write  # noqa: E402
 from tests.runtimes.model.fake_cuda import FakeCuda  # noqa: E402
@@ -235,10 +236,10 @@ def test_an_evicted_service_leaves_no_buffer_and_comes_back_exact(checkpoint: Wr
 
 
 def test_a_service_that_is_evicted_while_it_arrives_is_given_up(checkpoint: Write, lazy: OneDevice) -> None:
-    seat = lazy.engine.restore(lazy.place(checkpoint("llama", "lm"), "lm"), gentle=True)[0]
+    loaded = lazy.engine.restore(lazy.place(checkpoint("llama", "lm"), "lm"), gentle=True)[0]
     lazy.engine.evict()
     with pytest.raises(Dropped):
-        seat.transfer.finish()
+        loaded.transfer.finish()
 
 
 def test_other_weights_are_not_restored_over_those_that_compute(checkpoint: Write, device: OneDevice) -> None:

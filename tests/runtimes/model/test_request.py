@@ -51,5 +51,5 @@ def test_one_conversation_may_come_without_its_list() -> None:
 
 
 def test_an_unseeded_draw_gets_a_seed_that_a_retry_will_share() -> None:
-    assert parse_input(GENERATE, {"texts": ["a"], "seed": 7}, sequences_max=4).seed == 7
-    assert parse_input(GENERATE, {"texts": ["a"]}, sequences_max=4).seed >= 0
+    assert parse_input(GENERATE, {"texts": ["a"], "seed": 7}, sequences_max=4).sampling.seed == 7
+    assert parse_input(GENERATE, {"texts": ["a"]}, sequences_max=4).sampling.seed >= 0

@@ -25,7 +25,7 @@ from manager.config import ServiceSpec  # noqa: E402  # torch may be missing
 from manager.errors import ActionFailed, InvalidConfig, Reason, Unsupported  # noqa: E402
 from manager.function import FunctionSpec, ModelAction  # noqa: E402
 from runtimes.model.device.process import ForkServer  # noqa: E402
-from runtimes.model.engine.torch_backend import _meeting_place  # noqa: E402
+from runtimes.model.engine.torch_backend import _make_rendezvous_dir  # noqa: E402
 from runtimes.model.runtime import ModelRuntime  # noqa: E402
 from runtimes.model.settings import ModelSettings  # noqa: E402
 from runtimes.runtime import Result  # noqa: E402
@@ -94,10 +94,10 @@ async def test_a_corrupt_checkpoint_is_refused_at_registration(
 
 
 async def test_a_model_larger_than_a_device_or_the_host_bound_is_refused(
-    checkpoint: Write, settings: ModelSettings, nursery: ForkServer
+    checkpoint: Write, settings: ModelSettings, fork_server: ForkServer
 ) -> None:
     for bound, story in (({"device_bytes": 4096}, "device_memory"), ({"host_bytes": 4096}, "host_memory")):
-        small = ModelRuntime(replace(settings, **bound), nursery=nursery)  # type: ignore[arg-type]
+        small = ModelRuntime(replace(settings, **bound), fork_server=fork_server)  # type: ignore[arg-type]
         with pytest.raises(InvalidConfig, match=story):
             await small.prepare(teacher(checkpoint))
         await small.close()
@@ -144,10 +144,10 @@ async def test_a_service_is_restored_once_and_found_in_place_after(checkpoint: W
 
 
 async def test_what_the_manager_evicts_is_gone_and_the_report_says_so(
-    checkpoint: Write, settings: ModelSettings, nursery: ForkServer
+    checkpoint: Write, settings: ModelSettings, fork_server: ForkServer
 ) -> None:
     reports: list[Mapping[str, tuple[tuple[int, int], ...]]] = []
-    runtime = ModelRuntime(settings, nursery=nursery, on_residency=reports.append)
+    runtime = ModelRuntime(settings, fork_server=fork_server, on_residency=reports.append)
     first, second = teacher(checkpoint), function(checkpoint("llama", "score"), ModelAction.SCORE)
     assert first.model is not None
     assert second.model is not None
@@ -159,11 +159,11 @@ async def test_what_the_manager_evicts_is_gone_and_the_report_says_so(
 
 
 async def test_a_device_too_full_for_two_evicts_the_least_recently_used(
-    checkpoint: Write, settings: ModelSettings, nursery: ForkServer
+    checkpoint: Write, settings: ModelSettings, fork_server: ForkServer
 ) -> None:
     models = [function(checkpoint("qwen3", "lm", seed), ModelAction.LOGPROBS) for seed in (0, 1, 2)]
-    size = await footprint_bytes(models[0], settings, nursery)
-    runtime = ModelRuntime(replace(settings, devices=1, device_bytes=2 * size), nursery=nursery)
+    size = await footprint_bytes(models[0], settings, fork_server)
+    runtime = ModelRuntime(replace(settings, devices=1, device_bytes=2 * size), fork_server=fork_server)
     restored = []
     for index in (0, 1, 0, 2, 0, 1):
         result = await runtime.execute(execution(models[index], GIVEN))
@@ -176,19 +176,19 @@ async def test_a_device_too_full_for_two_evicts_the_least_recently_used(
     await runtime.close()
 
 
-async def footprint_bytes(asked: FunctionSpec, settings: ModelSettings, nursery: ForkServer) -> int:
-    runtime = ModelRuntime(settings, nursery=nursery)
+async def footprint_bytes(asked: FunctionSpec, settings: ModelSettings, fork_server: ForkServer) -> int:
+    runtime = ModelRuntime(settings, fork_server=fork_server)
     size = (await runtime.footprint(asked)).bytes_by_dop[1]
     await runtime.close()
     return size
 
 
 async def test_host_images_stay_within_their_bound_and_are_read_again_on_demand(
-    checkpoint: Write, settings: ModelSettings, nursery: ForkServer
+    checkpoint: Write, settings: ModelSettings, fork_server: ForkServer
 ) -> None:
     models = [function(checkpoint("qwen3", "lm", seed), ModelAction.LOGPROBS) for seed in (0, 1)]
-    size = await footprint_bytes(models[0], settings, nursery)
-    runtime = ModelRuntime(replace(settings, host_bytes=size + 8192), nursery=nursery)
+    size = await footprint_bytes(models[0], settings, fork_server)
+    runtime = ModelRuntime(replace(settings, host_bytes=size + 8192), fork_server=fork_server)
     for index in (0, 1, 0):
         await runtime.execute(execution(models[index], GIVEN, (index, 1)))
     host = runtime.resources()["host_images"]
@@ -226,14 +226,14 @@ async def test_a_prefetched_service_is_found_in_place(checkpoint: Write, runtime
 
 
 async def test_a_prefetch_evicts_what_the_manager_names_and_nothing_else(
-    checkpoint: Write, settings: ModelSettings, nursery: ForkServer
+    checkpoint: Write, settings: ModelSettings, fork_server: ForkServer
 ) -> None:
     first, second = teacher(checkpoint), function(checkpoint("llama", "lm"), ModelAction.LOGPROBS)
     assert first.model is not None and second.model is not None
-    sizing = ModelRuntime(settings, nursery=nursery)
+    sizing = ModelRuntime(settings, fork_server=fork_server)
     size = max([(await sizing.footprint(one)).bytes_by_dop[1] for one in (first, second)])
     await sizing.close()
-    runtime = ModelRuntime(replace(settings, devices=1, device_bytes=int(1.5 * size)), nursery=nursery)
+    runtime = ModelRuntime(replace(settings, devices=1, device_bytes=int(1.5 * size)), fork_server=fork_server)
     await runtime.execute(execution(first, GIVEN))
     there, wanted = first.model.service, second.model.service
     assert not await runtime.prefetch(second, wanted, (0, 1))
@@ -244,9 +244,9 @@ async def test_a_prefetch_evicts_what_the_manager_names_and_nothing_else(
 
 
 async def test_the_footprint_follows_what_restores_take(
-    checkpoint: Write, settings: ModelSettings, nursery: ForkServer
+    checkpoint: Write, settings: ModelSettings, fork_server: ForkServer
 ) -> None:
-    runtime = ModelRuntime(replace(settings, restore_bytes_per_s=1.0), nursery=nursery)
+    runtime = ModelRuntime(replace(settings, restore_bytes_per_s=1.0), fork_server=fork_server)
     told: list[ServiceSpec] = []
     runtime.on_footprint = told.append
     asked = teacher(checkpoint, (1, 2))
@@ -292,9 +292,9 @@ async def test_the_members_of_a_batch_run_as_one_job_with_an_answer_each(
 
 
 async def test_a_refused_member_neither_fails_nor_delays_its_batch(
-    checkpoint: Write, settings: ModelSettings, nursery: ForkServer
+    checkpoint: Write, settings: ModelSettings, fork_server: ForkServer
 ) -> None:
-    runtime = ModelRuntime(replace(settings, gather_s=300), nursery=nursery)
+    runtime = ModelRuntime(replace(settings, gather_s=300), fork_server=fork_server)
     asked, names = teacher(checkpoint), ("good", "bad")
     good = asyncio.create_task(runtime.execute(execution(asked, GIVEN, name="good", batch=names)))
     with pytest.raises(ActionFailed):
@@ -308,7 +308,7 @@ def test_the_meeting_places_of_killed_processes_are_removed(tmp_path: Path) -> N
     dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
     for pid in (int(dead.stdout), os.getppid()):
         (tmp_path / f"groups-{pid}-x").mkdir()
-    ours = _meeting_place(tmp_path)
+    ours = _make_rendezvous_dir(tmp_path)
     assert {place.name for place in tmp_path.iterdir()} == {f"groups-{os.getppid()}-x", ours.name}
 
 
@@ -332,9 +332,9 @@ async def test_a_crashed_rank_is_replaced_and_the_action_retried_once(checkpoint
 
 @pytest.mark.parametrize("ranks", [1, 2])
 async def test_a_stuck_rank_is_found_by_the_deadline_and_the_action_retried(
-    checkpoint: Write, settings: ModelSettings, nursery: ForkServer, ranks: int
+    checkpoint: Write, settings: ModelSettings, fork_server: ForkServer, ranks: int
 ) -> None:
-    runtime = ModelRuntime(replace(settings, stuck_s=3.0), nursery=nursery)
+    runtime = ModelRuntime(replace(settings, stuck_s=3.0), fork_server=fork_server)
     asked = teacher(checkpoint, batch_tokens=128)
     await runtime.prepare(asked)
     task = asyncio.create_task(runtime.execute(execution(asked, LONG, (0, ranks))))
@@ -458,7 +458,7 @@ async def test_a_public_sentence_encoder_tells_like_from_unlike(runtime: ModelRu
         Path(str(file.locate())) for file in files if file.name == "config.json" and "1_Pooling" not in str(file)
     )
     asked = function(config.parent, ModelAction.EMBED)
-    big = ModelRuntime(replace(runtime.settings, device_bytes=128 * 2**20, devices=1), nursery=runtime._nursery)
+    big = ModelRuntime(replace(runtime.settings, device_bytes=128 * 2**20, devices=1), fork_server=runtime._fork_server)
     texts = ["How do I sort a list in Python?", "sorting Python lists", "The cat sat on the mat."]
     rows = value(await big.execute(execution(asked, {"texts": texts})))["embeddings"]
     await big.close()

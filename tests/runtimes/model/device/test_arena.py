@@ -29,12 +29,12 @@ def test_the_least_recently_used_slot_goes_first() -> None:
     assert slots.allocate(key("d"), PAGE)[1] == [key("b")]
 
 
-def test_what_does_not_push_takes_a_hole_or_does_not_fit() -> None:
+def test_what_may_not_evict_takes_a_hole_or_does_not_fit() -> None:
     slots = Slots(3 * PAGE)
     slots.allocate(key("a"), PAGE)
-    assert slots.allocate(key("b"), PAGE, push=False) == (PAGE, [])
+    assert slots.allocate(key("b"), PAGE, evict_idle=False) == (PAGE, [])
     with pytest.raises(DoesNotFit):
-        slots.allocate(key("c"), 2 * PAGE, push=False)
+        slots.allocate(key("c"), 2 * PAGE, evict_idle=False)
     assert slots.keys() == [key("a"), key("b")]
 
 

@@ -80,17 +80,17 @@ def test_a_gentle_restore_beside_a_computation_arrives_whole(checkpoint: Write, 
     expected = device.run(second, items(ModelAction.LOGPROBS))
     device.engine.evict()
     device.run(first, [WorkItem(ids=tuple(IDS[0]), action=ModelAction.LOGPROBS)])
-    seat, cold, _ = device.engine.restore(second, gentle=True)
+    loaded, cold, _ = device.engine.restore(second, gentle=True)
     device.run(first, items(ModelAction.LOGPROBS))
-    seat.transfer.finish()
+    loaded.transfer.finish()
     assert cold
     assert device.run(second, items(ModelAction.LOGPROBS)) == expected
 
 
 async def test_the_runtime_finds_the_devices_and_survives_a_killed_worker(
-    checkpoint: Write, cuda_settings: ModelSettings, nursery: ForkServer
+    checkpoint: Write, cuda_settings: ModelSettings, fork_server: ForkServer
 ) -> None:
-    runtime = ModelRuntime(cuda_settings, nursery=nursery)
+    runtime = ModelRuntime(cuda_settings, fork_server=fork_server)
     asked = function(checkpoint("qwen3", "score"), ModelAction.SCORE)
     first = await runtime.execute(execution(asked, GIVEN))
     devices = runtime.resources()["devices"]
@@ -106,11 +106,11 @@ async def test_the_runtime_finds_the_devices_and_survives_a_killed_worker(
 
 @pytest.mark.parametrize("dop", [2, 4, 8])
 async def test_degrees_of_parallelism_agree_over_nccl(
-    dop: int, checkpoint: Write, cuda_settings: ModelSettings, nursery: ForkServer, tmp_path: Path
+    dop: int, checkpoint: Write, cuda_settings: ModelSettings, fork_server: ForkServer, tmp_path: Path
 ) -> None:
     if len(nvml().gpus()) < dop:
         pytest.skip(f"needs {dop} CUDA devices")
-    runtime = ModelRuntime(replace(cuda_settings, state_dir=tmp_path / str(dop)), nursery=nursery)
+    runtime = ModelRuntime(replace(cuda_settings, state_dir=tmp_path / str(dop)), fork_server=fork_server)
     asked = function(checkpoint("llama", "lm"), ModelAction.LOGPROBS, (1, dop))
     alone, shared = await asyncio.gather(
         runtime.execute(execution(asked, GIVEN, (0, 1))), runtime.execute(execution(asked, GIVEN, (0, dop)))

@@ -107,10 +107,10 @@ def test_without_a_driver_there_are_no_gpus() -> None:
 
 
 @pytest.mark.model
-async def test_a_device_that_cannot_be_had_is_told_by_its_process(nursery: ForkServer) -> None:
+async def test_a_device_that_cannot_be_had_is_told_by_its_process(fork_server: ForkServer) -> None:
     """A process of its own environment: there is no such GPU, and most likely no CUDA in torch either."""
     options = {"device": "cuda:0", "arena_bytes": 4096, "copy_bytes": 4096, "threads": 1, "collective_s": 1.0}
-    worker = ModelProcess(nursery, "worker", options, environment={"CUDA_VISIBLE_DEVICES": "GPU-none"}, start_s=120)
+    worker = ModelProcess(fork_server, "worker", options, environment={"CUDA_VISIBLE_DEVICES": "GPU-none"}, start_s=120)
     with pytest.raises(ActionFailed, match=r"the worker process did not start: cuda:0: .*(CUDA|NVIDIA)"):
         await worker.start()
     assert not worker.alive
@@ -119,9 +119,9 @@ async def test_a_device_that_cannot_be_had_is_told_by_its_process(nursery: ForkS
 
 @pytest.mark.model
 async def test_two_nodes_of_four_devices_run_the_same_service_apart(
-    checkpoint: Write, settings: ModelSettings, nursery: ForkServer
+    checkpoint: Write, settings: ModelSettings, fork_server: ForkServer
 ) -> None:
-    nodes = [ModelRuntime(replace(settings, devices=4, node=name), nursery=nursery) for name in ("a", "b")]
+    nodes = [ModelRuntime(replace(settings, devices=4, node=name), fork_server=fork_server) for name in ("a", "b")]
     asked = function(checkpoint("llama", "lm"), ModelAction.LOGPROBS, (1, 2, 4))
     chunks = [(0, 2), (2, 2), (0, 4), (3, 1)]
     given = {"token_ids": [[5, 6, 7]]}

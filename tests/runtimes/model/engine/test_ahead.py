@@ -68,10 +68,10 @@ def spec(settings: ModelSettings, *, prefetch: bool = False, replicate: bool = F
 
 @asynccontextmanager
 async def serving(
-    functions: Sequence[FunctionSpec], settings: ModelSettings, nursery: ForkServer, made: ManagerSpec
+    functions: Sequence[FunctionSpec], settings: ModelSettings, fork_server: ForkServer, made: ManagerSpec
 ) -> AsyncIterator[tuple[Engine, Lasting]]:
     """An engine over real devices, which knows what the functions need of them."""
-    runtime = ModelRuntime(settings, nursery=nursery)
+    runtime = ModelRuntime(settings, fork_server=fork_server)
     executor = Lasting(runtime)
     services = {service.name: service for service in [await runtime.footprint(one) for one in functions]}
     engine = Engine(build_core(replace(made, services=services)), executor)
@@ -94,10 +94,10 @@ def asking(function: FunctionSpec, id: str) -> Submission:
 
 
 async def settled(
-    first: FunctionSpec, second: FunctionSpec, settings: ModelSettings, nursery: ForkServer, *, prefetch: bool
+    first: FunctionSpec, second: FunctionSpec, settings: ModelSettings, fork_server: ForkServer, *, prefetch: bool
 ) -> tuple[Settlement, Engine, Lasting]:
     """The end of the second action, which waited for the device of the first; the engine is closed."""
-    async with serving((first, second), settings, nursery, spec(settings, prefetch=prefetch)) as (engine, executor):
+    async with serving((first, second), settings, fork_server, spec(settings, prefetch=prefetch)) as (engine, executor):
         if not prefetch:
             executor.brought.set()
         ends = await asyncio.gather(*engine.submit([asking(first, "first"), asking(second, "second")]))
@@ -106,12 +106,12 @@ async def settled(
 
 @pytest.mark.parametrize("dop", [1, 2])
 async def test_a_service_that_was_brought_in_ahead_leaves_no_restore_to_its_action(
-    checkpoint: Write, settings: ModelSettings, nursery: ForkServer, dop: int
+    checkpoint: Write, settings: ModelSettings, fork_server: ForkServer, dop: int
 ) -> None:
     first = function(checkpoint("qwen3", "lm"), ModelAction.LOGPROBS, (dop,))
     second = function(checkpoint("llama", "lm"), ModelAction.LOGPROBS, (dop,))
     size = replace(settings, devices=dop)
-    end, engine, executor = await settled(first, second, size, nursery, prefetch=True)
+    end, engine, executor = await settled(first, second, size, fork_server, prefetch=True)
     assert end.lease is not None
     assert executor.answers == [True]
     assert (end.lease.grants["gpu"].restore, end.outcome.usage["restored"], end.outcome.usage["restore_s"]) == (
@@ -120,20 +120,20 @@ async def test_a_service_that_was_brought_in_ahead_leaves_no_restore_to_its_acti
         0.0,
     )
     assert engine.prefetches()["hits"] == 1
-    end, engine, _ = await settled(first, second, size, nursery, prefetch=False)
+    end, engine, _ = await settled(first, second, size, fork_server, prefetch=False)
     assert end.lease is not None
     assert (end.lease.grants["gpu"].restore, end.outcome.usage["restored"]) == (True, 1.0)
     assert engine.prefetches()["started"] == 0
 
 
 async def test_a_service_in_use_is_copied_to_the_idle_device_and_found_there(
-    checkpoint: Write, settings: ModelSettings, nursery: ForkServer
+    checkpoint: Write, settings: ModelSettings, fork_server: ForkServer
 ) -> None:
     asked = function(checkpoint("qwen3", "lm"), ModelAction.LOGPROBS, (1,))
     assert asked.model is not None
     asked = replace(asked, model=replace(asked.model, batch_tokens=1))  # each alone
     size = replace(settings, devices=2)
-    async with serving((asked,), size, nursery, spec(size, replicate=True)) as (engine, executor):
+    async with serving((asked,), size, fork_server, spec(size, replicate=True)) as (engine, executor):
         await asyncio.gather(*engine.submit([asking(asked, "first")]))
         assert executor.answers == [True]
         ends = await asyncio.gather(*engine.submit([asking(asked, "second"), asking(asked, "third")]))
