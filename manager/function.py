@@ -194,8 +194,10 @@ class FunctionSpec:
     #: Declared elasticity; None means learned (where there is a key).
     elasticity: Elasticity | None = None
     duration: DurationSpec = DurationSpec()
-    #: JSON Schema of the input, or None to accept any object.
+    #: JSON Schema of the input; None takes what the runtime takes.
     input_schema: Mapping[str, object] | None = None
+    #: JSON Schema of the result as its callers are told it; None tells what the runtime returns. It is not checked.
+    result_schema: Mapping[str, object] | None = None
     timeout_s: float = 60.0
     queue_timeout_s: float = 600.0
     idempotent: bool = False

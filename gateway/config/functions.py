@@ -158,6 +158,9 @@ class FunctionBase(Section):
     elasticity: ElasticitySection | None = Field(default=None, description="how more units make it faster")
     duration: DurationSection = Field(default=DurationSection(), description="what is known of the duration")
     input: dict[str, object] | None = Field(default=None, description="JSON Schema of the input")
+    result: dict[str, object] | None = Field(
+        default=None, description="JSON Schema of the result, told to callers and not checked"
+    )
     timeout_s: Annotated[Seconds, Field(gt=0)] = Field(
         default=60.0, validation_alias="timeout", description="execution only"
     )

@@ -1,11 +1,13 @@
-"""The tables of docs/reference/yaml.md, made from the JSON Schema so that they cannot lag behind."""
+"""The tables of docs/reference/yaml.md and runtimes.md, made from the JSON Schemas so that they cannot lag behind."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from gateway.config.document import schema
+from runtimes.kind import Schema
+from runtimes.kinds import KINDS
 
 #: Definitions in reading order: (name in the schema, where it stands in the YAML).
 CHAPTERS = (
@@ -53,16 +55,45 @@ def markdown() -> str:
     return "\n".join(_chapter(place, _mapping(definitions[name]), _ONLY.get(name)) for name, place in CHAPTERS)
 
 
-def _chapter(place: str, definition: Mapping[str, Any], only: tuple[str, ...] | None) -> str:
+def runtimes_markdown() -> str:
+    """Tables of what each runtime kind takes and returns."""
+    return "\n".join(
+        _schema_table(" ".join(filter(None, (name, variant))), what, schema)
+        for name, kind in KINDS.items()
+        for variant, pair in kind.shown.items()
+        for what, schema in zip(("input", "result"), pair, strict=True)
+        if schema is not None
+    )
+
+
+def _chapter(place: str, definition: Schema, only: tuple[str, ...] | None) -> str:
     where, comma, rest = place.partition(",")
-    lines = [f"### `{where}`{comma}{rest}", "", str(definition["description"]), ""]
-    lines += ["| key | value | default | meaning |", "|---|---|---|---|"]
-    required = definition.get("required", ())
-    for key, node in definition["properties"].items():
-        if only is None or key in only:
-            default = "required" if key in required else _default(node)
-            lines.append(f"| `{key}` | {_kind(node)} | {default} | {node.get('description', '')} |")
-    return "\n".join([*lines, ""])
+    keys = set(_mapping(definition["properties"]) if only is None else only)
+    required = _list(definition, "required")
+    rows = [
+        (key, _kind(node), "required" if key in required else _default(node), node.get("description", ""))
+        for key, node in _mapping(definition["properties"]).items()
+        if key in keys
+    ]
+    return _table(f"`{where}`{comma}{rest}", definition, ("key", "value", "default", "meaning"), rows)
+
+
+def _schema_table(title: str, what: str, schema: Schema) -> str:
+    optional = set(_mapping(schema["properties"])) - set(_list(schema, "required"))
+    rows = [
+        (key, _kind(node), "yes" if key in optional else "", node.get("description", ""))
+        for key, node in _mapping(schema["properties"]).items()
+    ]
+    return _table(f"{title}: {what}", schema, ("key", "value", "optional", "meaning"), rows)
+
+
+def _table(title: str, described: Schema, head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [f"### {title}", "", str(described["description"]), "", _row(head), "|---|---|---|---|"]
+    return "\n".join([*lines, *(_row((f"`{key}`", *rest)) for key, *rest in rows), ""])
+
+
+def _row(cells: Iterable[str]) -> str:
+    return " ".join(["|", *(f"{cell} |" for cell in cells)])
 
 
 def _kind(node: Mapping[str, Any]) -> str:
@@ -84,7 +115,9 @@ def _kind(node: Mapping[str, Any]) -> str:
         return " or ".join(dict.fromkeys(kinds))
     kind = node.get("type", "any")
     if kind == "array":
-        return f"list of {_kind(node['items'])}"
+        return f"list of {_kind(node['items'])}" if "items" in node else "list"
+    if kind == "object" and "properties" in node:
+        return " ".join(f"`{key}`" for key in node["properties"])
     first = kind[0] if isinstance(kind, list) else kind
     return {"string": "text", "integer": "count", "object": "mapping"}.get(first, str(first))
 
@@ -94,6 +127,12 @@ def _default(node: Mapping[str, Any]) -> str:
     if default == "":
         return ""
     return f"`{str(default).lower() if isinstance(default, bool) else default}`"
+
+
+def _list(schema: Schema, key: str) -> list[str]:
+    found = schema.get(key, [])
+    assert isinstance(found, list)
+    return found
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

@@ -64,6 +64,7 @@ def function_spec(
         elasticity=None if section.elasticity is None else section.elasticity.elasticity(),
         duration=section.duration.spec(),
         input_schema=section.input,
+        result_schema=section.result,
         timeout_s=section.timeout_s,
         queue_timeout_s=section.queue_timeout_s,
         idempotent=section.idempotent,

@@ -10,7 +10,7 @@ from jsonschema.exceptions import best_match
 
 from manager.errors import InvalidInput
 from manager.function import FunctionSpec
-from runtimes.inputs import input_schema
+from runtimes.kinds import input_schema
 
 #: Compiled schemas that are kept: one for each living revision.
 COMPILED_MAX = 4096

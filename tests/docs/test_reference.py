@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 
@@ -14,9 +15,10 @@ from gateway.client import AsyncClient, AsyncTrajectory, InvocationResult
 from gateway.config.document import ConfigDocument, schema
 from gateway.config.functions import ExecFunction
 from gateway.config.load import load
-from gateway.config.reference import CHAPTERS, markdown
+from gateway.config.reference import CHAPTERS, markdown, runtimes_markdown
 from gateway.errors import FACES, REASON_FACES
 from gateway.grpc.generated import tangram_pb2
+from runtimes.sandbox.handler.worker import Context
 from tests.gateway.conftest import GatewayBench, serving
 from tests.house.source import texts
 
@@ -34,6 +36,13 @@ def code(text: str) -> set[str]:
 
 def test_the_yaml_page_holds_the_tables_of_the_models() -> None:
     assert page("yaml").endswith(markdown()), "run: tangram config-schema --markdown"
+
+
+def test_the_runtimes_page_holds_the_tables_of_the_kinds_and_the_handlers_context() -> None:
+    assert page("runtimes").endswith(runtimes_markdown()), "write the output of gateway.config.reference there"
+    attributes = set(re.findall(r"self\.(\w+)[:\w\s|]* = ", inspect.getsource(Context))) | {"remaining_s"}
+    assert {each for each in attributes if not each.startswith("_")} <= code(page("runtimes"))
+    assert "`log(message" in page("runtimes")
 
 
 def test_every_section_of_the_yaml_has_its_chapter() -> None:

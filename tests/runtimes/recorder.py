@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from jsonschema import Draft202012Validator
+
 from manager.action import Action
 from manager.executor import Call
 from manager.function import FunctionSpec
 from manager.lease import Grant, Lease
+from runtimes.kinds import result_schema
 from runtimes.runtime import Execution
 
 
@@ -39,3 +42,10 @@ def execution_of(
     grants = {"cpu": Grant(pool="cpu:local", units=len(cores), cores=cores)} if cores else {}
     call = Call(function=function, input=input, log=log, traceparent=traceparent)
     return Execution(action=action, lease=Lease(action_id=id, node="local", grants=grants), call=call), log
+
+
+def assert_as_declared(function: FunctionSpec, value: object) -> None:
+    """Fail unless the value is what the function's kind says that it returns, without a key that it does not name."""
+    schema = result_schema(function)
+    assert schema is not None
+    Draft202012Validator({**schema, "additionalProperties": False}).validate(value)

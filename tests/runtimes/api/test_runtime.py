@@ -17,7 +17,7 @@ from manager.function import FunctionSpec, RequestSpec, RetrySpec, RuntimeKind
 from runtimes.api.runtime import ApiRuntime, backoff_s, retry_after_s
 from runtimes.api.secrets import Secrets
 from scripts.quota_server import Quota, QuotaServer
-from tests.runtimes.recorder import execution_of
+from tests.runtimes.recorder import assert_as_declared, execution_of
 
 SECRET = "open sesame"
 RETRY = RetrySpec(max_attempts=20, backoff_s=0.01, backoff_max_s=0.05, on_status=(429,))
@@ -90,6 +90,7 @@ async def test_a_call_answers_with_status_headers_and_json(server: QuotaServer, 
     parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     execution, log = execution_of(search_of(server), {"query": "config parser"}, traceparent=parent)
     result = await runtime.execute(execution)
+    assert_as_declared(execution.call.function, result.value)
     assert isinstance(result.value, dict)
     assert result.value["status"] == 200
     assert result.value["headers"]["content-type"] == "application/json"

@@ -32,6 +32,7 @@ from runtimes.runtime import Result  # noqa: E402
 from tests.runtimes.model.asking import execution, function  # noqa: E402
 from tests.runtimes.model.checkpoints import IDS, plain_logprobs, write  # noqa: E402
 from tests.runtimes.model.conftest import Write  # noqa: E402
+from tests.runtimes.recorder import assert_as_declared  # noqa: E402
 
 ROOT = Path(__file__).parents[3]
 
@@ -66,6 +67,15 @@ def restarts(runtime: ModelRuntime) -> list[int]:
 
 
 # -- registration
+
+
+@pytest.mark.parametrize("action", ModelAction)
+async def test_each_action_returns_what_its_kind_declares(
+    action: ModelAction, checkpoint: Write, runtime: ModelRuntime
+) -> None:
+    head = "score" if action is ModelAction.SCORE else "lm"
+    asked = function(checkpoint("qwen3", head), action, max_new_tokens=2)
+    assert_as_declared(asked, (await runtime.execute(execution(asked, GIVEN))).value)
 
 
 async def test_the_footprint_tells_bytes_and_seconds_by_dop(checkpoint: Write, runtime: ModelRuntime) -> None:

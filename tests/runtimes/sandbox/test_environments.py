@@ -25,7 +25,7 @@ from runtimes.sandbox.resident import ResidentSandbox
 from runtimes.sandbox.runner.protocol import lost
 from runtimes.sandbox.sandbox import Command, Provider, Sandbox
 from runtimes.sandbox.warm_pool import DEMAND_S, WarmPool
-from tests.runtimes.recorder import execution_of
+from tests.runtimes.recorder import assert_as_declared, execution_of
 
 DEADLINE_S = 20.0
 
@@ -321,6 +321,7 @@ class TestExecRuntime:
         script = "printf 'grüße\\n'; echo err >&2; exit 4"
         execution, log = execution_of(self.function, {"command": script, "env": {"A": "b"}}, trajectory="t")
         result = await runtime.execute(execution)
+        assert_as_declared(self.function, result.value)
         assert isinstance(result.value, dict)
         duration_s = result.value.pop("duration_s")
         assert isinstance(duration_s, float)
@@ -372,6 +373,7 @@ class TestExecRuntime:
     async def test_bytes_that_are_no_text_come_as_base64_too(self, environments: Environments) -> None:
         execution, _ = execution_of(self.function, {"argv": ["printf", "\\377"]})
         value = (await ExecRuntime(environments).execute(execution)).value
+        assert_as_declared(self.function, value)
         assert isinstance(value, dict)
         assert (value["stdout"], value["stdout_base64"]) == ("\ufffd", "/w==")
 

@@ -22,7 +22,7 @@ from runtimes.sandbox.creation_gate import CreationGate
 from runtimes.sandbox.environments import Environments, EnvironmentSettings
 from runtimes.sandbox.process.provider import ProcessProvider
 from runtimes.sandbox.pytest.runtime import PytestRuntime, PytestSettings
-from tests.runtimes.recorder import RecordingLog, execution_of
+from tests.runtimes.recorder import RecordingLog, assert_as_declared, execution_of
 
 SPEC = SandboxSpec(memory_bytes=512 * 2**20)
 #: Without plugins that these suites do not need: to load them takes longer than to run the suites.
@@ -72,6 +72,7 @@ class SuiteBench:
         await self.write(files or {})
         execution, self.log = execution_of(function, input, trajectory="t1", cores=cores)
         result: Result = await self.runtime.execute(execution)
+        assert_as_declared(function, result.value)
         assert isinstance(result.value, dict)
         assert result.usage["workers"] == result.value["workers"]
         return result.value

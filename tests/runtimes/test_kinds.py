@@ -1,4 +1,4 @@
-"""The built-in input schemas say what the runtimes take."""
+"""The kinds say what the runtimes take and return."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from manager.function import DurationSpec, FunctionSpec, ModelAction, ModelSpec, RequestSpec, RuntimeKind
-from runtimes.inputs import input_schema
+from runtimes.kind import Kind
+from runtimes.kinds import KINDS, input_schema, result_schema
 
 MODEL = ModelSpec(path=Path("reward"), action=ModelAction.SCORE)
 SUITE = FunctionSpec(name="suite", runtime=RuntimeKind.PYTEST, duration=DurationSpec(key="repo"))
@@ -40,7 +41,25 @@ def test_a_built_in_schema_takes_what_the_runtime_takes(
     assert not checker.is_valid(bad)
 
 
-def test_a_functions_own_schema_wins_and_a_handler_takes_any_object() -> None:
+def test_a_functions_own_schemas_win_and_a_handler_takes_and_returns_any_value() -> None:
     own = {"type": "object", "required": ["answer"]}
     assert input_schema(FunctionSpec(name="f", runtime=RuntimeKind.EXEC, input_schema=own)) == own
     assert input_schema(FunctionSpec(name="f", runtime=RuntimeKind.HANDLER)) is None
+    assert result_schema(FunctionSpec(name="f", runtime=RuntimeKind.EXEC, result_schema=own)) == own
+    assert result_schema(FunctionSpec(name="f", runtime=RuntimeKind.HANDLER)) is None
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_the_schemas_that_are_shown_stand_by_themselves(kind: Kind) -> None:
+    for schema in (schema for pair in kind.shown.values() for schema in pair if schema is not None):
+        Draft202012Validator.check_schema(schema)
+        assert "$ref" not in str(schema)
+        assert schema["description"]
+
+
+@pytest.mark.parametrize("action", ModelAction)
+def test_each_action_of_a_model_has_a_result_of_its_own(action: ModelAction) -> None:
+    model = FunctionSpec(name="m", runtime=RuntimeKind.MODEL, model=ModelSpec(path=Path("m"), action=action))
+    shown = result_schema(model)
+    assert shown is not None
+    assert [other for other in ModelAction if KINDS["model"].shown[other][1] == shown] == [action]

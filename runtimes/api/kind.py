@@ -1,0 +1,44 @@
+"""The kind api: a templated HTTP call, what it takes (the fields of its template) and what it returns."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypedDict
+
+from msgspec import Meta
+
+from manager.function import FunctionSpec
+from runtimes.api.template import RequestTemplate
+from runtimes.kind import Kind, Schema, schema_of
+
+
+class ApiResult(TypedDict):
+    """What the service answered, secrets removed."""
+
+    status: Annotated[int, Meta(description="HTTP status: 2xx, or one of request.accept")]
+    headers: Annotated[dict[str, str], Meta(description="Response headers; cookies are left out")]
+    body: Annotated[Any, Meta(description="The value of a JSON answer, else its text")]
+
+
+RESULT = schema_of(ApiResult)
+
+
+def _input_schema(function: FunctionSpec) -> Schema:
+    """Exactly the fields of the request template, and the one that keys the learning."""
+    assert function.request is not None, f"{function.name} has no request section"
+    fields = sorted(RequestTemplate(function.request).field_names())
+    keyed = [function.duration.key] if function.duration.key else []
+    return {
+        "type": "object",
+        "properties": dict.fromkeys((*keyed, *fields), True),
+        "required": fields,
+        "additionalProperties": False,
+    }
+
+
+API = Kind(
+    name="api",
+    meaning="a templated HTTP call under quotas",
+    input_schema=_input_schema,
+    result_schema=lambda function: RESULT,
+    shown={"": (None, RESULT)},
+)

@@ -1,0 +1,101 @@
+"""The kind model: a model service on the devices, what each of its actions takes and returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, NotRequired, TypedDict
+
+from msgspec import Meta
+
+from manager.function import FunctionSpec, ModelAction
+from runtimes.kind import Kind, Schema, schema_of
+
+TokenId = Annotated[int, Meta(ge=0)]
+Text = Annotated[str, Meta(min_length=1)]
+
+
+class ModelInputFields(TypedDict, total=False):
+    """Sequences: exactly one of ``texts``, ``token_ids`` and ``messages``."""
+
+    texts: Annotated[list[Text], Meta(min_length=1, description="Texts, one sequence each")]
+    token_ids: Annotated[
+        list[Annotated[list[TokenId], Meta(min_length=1)]],
+        Meta(min_length=1, description="Token ids, one list for each sequence"),
+    ]
+    messages: Annotated[
+        list[dict[str, Any] | list[Any]],
+        Meta(min_length=1, description="One conversation (messages with role and content), or a list of them"),
+    ]
+
+
+class GenerateInputFields(ModelInputFields, total=False):
+    """Sequences to continue, and how to sample: exactly one of ``texts``, ``token_ids`` and ``messages``."""
+
+    max_new_tokens: Annotated[int, Meta(ge=1, description="At most the function's max_new_tokens, its default")]
+    temperature: Annotated[float, Meta(ge=0, le=100, description="0, the default, takes the likeliest token")]
+    top_p: Annotated[float, Meta(gt=0, le=1, description="Mass of the likeliest tokens to draw from; 1 by default")]
+    seed: Annotated[int, Meta(ge=0, description="Seed of the draws; a random one by default, told in the result")]
+
+
+class ModelResult(TypedDict):
+    """What every action tells of its sequences; an external engine does not."""
+
+    tokens: NotRequired[Annotated[list[int], Meta(description="Tokens of each sequence as it was read")]]
+    truncated: NotRequired[Annotated[list[int], Meta(description="Indices of the sequences that were cut")]]
+
+
+class ScoreResult(ModelResult):
+    """The value of the head for each sequence."""
+
+    scores: Annotated[
+        list[float | list[float]], Meta(description="A number for each sequence; a list if the head has several labels")
+    ]
+
+
+class LogprobsResult(ModelResult):
+    """The log-probability of each token under the ones before it."""
+
+    logprobs: Annotated[list[list[float]], Meta(description="For each sequence every token's but the first")]
+    sums: Annotated[list[float], Meta(description="Their sum for each sequence")]
+
+
+class EmbedResult(ModelResult):
+    """A unit vector for each sequence."""
+
+    embeddings: list[list[float]]
+
+
+class GenerateResult(ModelResult):
+    """A continuation of each sequence."""
+
+    texts: NotRequired[
+        Annotated[list[str], Meta(description="Continuations; left out if the checkpoint has no tokenizer")]
+    ]
+    token_ids: NotRequired[Annotated[list[list[int]], Meta(description="Their ids; an external engine tells none")]]
+    finish_reasons: Annotated[list[str], Meta(description="stop or length, for each sequence")]
+    seed: Annotated[int, Meta(description="The seed that was used")]
+
+
+_ONE_OF = [{"required": [kind]} for kind in ModelInputFields.__annotations__]
+_SEQUENCES = schema_of(ModelInputFields, oneOf=_ONE_OF, additionalProperties=False)
+_GENERATE = schema_of(GenerateInputFields, oneOf=_ONE_OF, additionalProperties=False)
+_SHOWN: Mapping[str, tuple[Schema, Schema]] = {
+    ModelAction.SCORE: (_SEQUENCES, schema_of(ScoreResult)),
+    ModelAction.LOGPROBS: (_SEQUENCES, schema_of(LogprobsResult)),
+    ModelAction.EMBED: (_SEQUENCES, schema_of(EmbedResult)),
+    ModelAction.GENERATE: (_GENERATE, schema_of(GenerateResult)),
+}
+
+
+def _schemas(function: FunctionSpec) -> tuple[Schema, Schema]:
+    assert function.model is not None, f"{function.name} has no model section"
+    return _SHOWN[function.model.action]
+
+
+MODEL = Kind(
+    name="model",
+    meaning="a model that is restored when it is needed and evicted when not",
+    input_schema=lambda function: _schemas(function)[0],
+    result_schema=lambda function: _schemas(function)[1],
+    shown=_SHOWN,
+)

@@ -1,0 +1,49 @@
+"""The kind exec: a shell command in the trajectory's sandbox, what it takes and what it returns."""
+
+from __future__ import annotations
+
+from typing import Annotated, NotRequired, TypedDict
+
+from msgspec import Meta
+
+from runtimes.kind import Kind, schema_of
+
+Env = Annotated[dict[str, str], Meta(description="Environment variables, added to the sandbox's own")]
+Directory = Annotated[str, Meta(description="Working directory; the sandbox's workdir by default")]
+
+
+class ExecInput(TypedDict, total=False):
+    """A command: exactly one of ``command`` and ``argv``."""
+
+    command: Annotated[str, Meta(description="Shell text")]
+    argv: Annotated[list[str], Meta(min_length=1, description="Program and arguments, run without a shell")]
+    cwd: Directory
+    env: Env
+    stdin: Annotated[str, Meta(description="What it reads on standard input; nothing by default")]
+    user: Annotated[str, Meta(description="User name or id inside; the sandbox's user by default")]
+
+
+class ExecResult(TypedDict):
+    """How a command ended. An exit status that is not zero is data, not a failure."""
+
+    exit_code: Annotated[int | None, Meta(description="Exit status; null if a signal ended it")]
+    signal: Annotated[int | None, Meta(description="The signal that ended it, else null")]
+    stdout: Annotated[str, Meta(description="Standard output, at most the function's output_limit")]
+    stderr: Annotated[str, Meta(description="Standard error, likewise")]
+    stdout_base64: NotRequired[Annotated[str, Meta(description="The bytes of stdout, if they are not UTF-8")]]
+    stderr_base64: NotRequired[Annotated[str, Meta(description="The bytes of stderr, if they are not UTF-8")]]
+    stdout_truncated: Annotated[bool, Meta(description="Whether more was written to stdout than is kept")]
+    stderr_truncated: Annotated[bool, Meta(description="Whether more was written to stderr than is kept")]
+    duration_s: Annotated[float, Meta(description="Seconds that the command ran")]
+
+
+INPUT = schema_of(ExecInput, oneOf=[{"required": ["command"]}, {"required": ["argv"]}], additionalProperties=False)
+RESULT = schema_of(ExecResult)
+
+EXEC = Kind(
+    name="exec",
+    meaning="a shell command in the trajectory's sandbox",
+    input_schema=lambda function: INPUT,
+    result_schema=lambda function: RESULT,
+    shown={"": (INPUT, RESULT)},
+)

@@ -1,0 +1,83 @@
+"""The kind pytest: a test suite in the trajectory's sandbox, what it takes and what it returns."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypedDict
+
+from msgspec import Meta
+
+from manager.function import FunctionSpec
+from runtimes.kind import Kind, Schema, schema_of
+from runtimes.sandbox.exec.kind import Directory, Env
+
+TestId = Annotated[str, Meta(description="A test as pytest names it: path::name")]
+Verdict = Literal["passed", "failed", "error", "skipped", "xfailed", "xpassed", "missing"]
+
+
+class PytestInput(TypedDict, total=False):
+    """Which tests to run; all that pytest collects by default."""
+
+    targets: Annotated[list[str], Meta(description="Files, directories and test ids that pytest is given")]
+    fail_to_pass: Annotated[list[str], Meta(description="Test ids that must pass for a reward of 1")]
+    pass_to_pass: Annotated[list[str], Meta(description="Test ids that must still pass for it")]
+    args: Annotated[list[str], Meta(description="Options of pytest, after those of the function")]
+    cwd: Directory
+    env: Env
+    suite: Annotated[str, Meta(description="Name of the suite, by which a duration can be learned")]
+    workers: Annotated[int, Meta(ge=1, description="Workers; as many as cores were granted by default")]
+    test_timeout_s: Annotated[float, Meta(gt=0, description="Seconds that one test may take")]
+
+
+class ListedTests(TypedDict):
+    """The tests of one list, by how they ended."""
+
+    passed: list[str]
+    failed: list[str]
+
+
+class PytestResult(TypedDict):
+    """The verdicts of a suite, and the reward that they are worth."""
+
+    reward: Annotated[
+        float | None,
+        Meta(
+            description="1 or 0 by the listed tests; without lists the share of tests that passed, skipped ones left "
+            "out; null if the suite did not come to its end"
+        ),
+    ]
+    resolved: Annotated[bool | None, Meta(description="Whether all that count passed; null likewise")]
+    tests: Annotated[
+        dict[str, Verdict],
+        Meta(description="Verdict by test id; passed ones that no list names are left out if the result is too large"),
+    ]
+    fail_to_pass: Annotated[ListedTests, Meta(description="The input's list, parted")]
+    pass_to_pass: Annotated[ListedTests, Meta(description="The input's list, parted")]
+    counts: Annotated[dict[str, int], Meta(description="Tests by verdict")]
+    collection_errors: Annotated[dict[str, str], Meta(description="Why a file could not be collected, by its path")]
+    workers: Annotated[int, Meta(description="Workers that ran")]
+    duration_s: Annotated[float, Meta(description="Seconds that the suite ran")]
+    exit_code: Annotated[
+        int | None, Meta(description="pytest's exit status; null if the suite did not come to its end")
+    ]
+    note: Annotated[str, Meta(description="What a reader of the reward should know; empty for nothing")]
+
+
+_INPUT = schema_of(PytestInput, additionalProperties=False)
+_RESULT = schema_of(PytestResult)
+
+
+def _input_schema(function: FunctionSpec) -> Schema:
+    """The field that keys the learning may be any value, unless it is one of pytest's own."""
+    properties = _INPUT["properties"]
+    assert isinstance(properties, dict)
+    keyed = {function.duration.key: True} if function.duration.key else {}
+    return {**_INPUT, "properties": {**keyed, **properties}}
+
+
+PYTEST = Kind(
+    name="pytest",
+    meaning="a test suite in the trajectory's sandbox; its verdicts are the reward",
+    input_schema=_input_schema,
+    result_schema=lambda function: _RESULT,
+    shown={"": (_INPUT, _RESULT)},
+)
