@@ -183,6 +183,10 @@ class Action:
         """The kind whose policy chooses its units: the key, else the first of the cost; empty where it has none."""
         return self.key if self.key is not None else next(iter(self.cost), "")
 
+    def malleable_in(self, kind: str) -> bool:
+        """Return whether its units of ``kind`` may change while it runs."""
+        return self.malleable and self.key == kind
+
     def duration_s(self, units: int) -> float | None:
         """Expected execution seconds with ``units`` of the key resource; None when nothing is known."""
         if self.t_ori_s is None:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from manager.action import UnitSet
-from manager.core.queue import Entry, Key, QueueGroup
+from manager.core.queue import Key, QueueGroup, Waiting
 from manager.resources.nodes import Nodes
 from manager.resources.pool import Headroom, Pool, Resources
 
@@ -35,7 +35,7 @@ class StartOption:
     memory_bytes: int
 
     def fits(self, beside: str = "") -> bool:
-        """Whether the minimum of everything is left, the units of the pool ``beside`` not counted."""
+        """Return whether the minimum of everything is left, the units of the pool ``beside`` not counted."""
         if self.memory is not None and self.memory.free < self.memory_bytes:
             return False
         for _, pool, headroom, units in self.needs:
@@ -64,7 +64,7 @@ class StartOption:
 
     @property
     def contended(self) -> bool:
-        """Whether something is left that it could reserve, and somebody could take."""
+        """Return whether something is left that it could reserve, and somebody could take."""
         for _, _, headroom, _ in self.needs:
             if headroom.rivals > 0 and headroom.free > 0:
                 return True
@@ -72,7 +72,7 @@ class StartOption:
 
     @property
     def spare(self) -> tuple[int, int]:
-        """How much would be left: the measure by which an unpinned action chooses its node."""
+        """Return how much would be left: the measure by which an unpinned action chooses its node."""
         free = min((headroom.free for _, _, headroom, _ in self.needs), default=0)
         return free, 0 if self.memory is None else self.memory.free
 
@@ -81,7 +81,7 @@ class StartOption:
 class Candidate:
     """A waiting action that can start now, and where."""
 
-    entry: Entry
+    waiting: Waiting
     option: StartOption
     #: The pool whose policy chooses its units, and from which; empty and None for an action that needs nothing.
     pool: str
@@ -90,8 +90,8 @@ class Candidate:
 
     @property
     def choice(self) -> UnitSet:
-        """The units that the policy chooses from."""
-        assert self.units is not None, f"{self.entry.id} needs nothing"
+        """Return the units that the policy chooses from."""
+        assert self.units is not None, f"{self.waiting.id} needs nothing"
         return self.units
 
 
@@ -132,8 +132,8 @@ class Selector:
         self._beaten: set[QueueGroup] = set()
 
     def walk(self, groups: Iterable[QueueGroup]) -> CandidateSelection:
-        """Candidates in order of service."""
-        heap: list[tuple[Key, int, Entry, Iterator[Entry], QueueGroup]] = []
+        """Return the candidates in order of service."""
+        heap: list[tuple[Key, int, Waiting, Iterator[Waiting], QueueGroup]] = []
         for group in groups:
             options = self._found.options[group] = self._options(group)
             for option in options:
@@ -143,8 +143,8 @@ class Selector:
             if first is not None:
                 heapq.heappush(heap, (first.key, first.seq, first, rest, group))
         while heap:
-            _, _, entry, rest, group = heap[0]
-            more = self._consider(entry, group)
+            _, _, waiting, rest, group = heap[0]
+            more = self._consider(waiting, group)
             if self._strict and not more:
                 break
             following = next(rest, None) if more else None
@@ -154,8 +154,8 @@ class Selector:
                 heapq.heapreplace(heap, (following.key, following.seq, following, rest, group))
         return self._found
 
-    def _consider(self, entry: Entry, group: QueueGroup) -> bool:
-        """Take or reserve for one action; whether its group has more to say."""
+    def _consider(self, waiting: Waiting, group: QueueGroup) -> bool:
+        """Take or reserve for one action; return whether its group has more to say."""
         caps = self._caps_of(group)
         options = self._found.options[group]
         if caps and any(cap.free < units for cap, units in caps):
@@ -164,7 +164,7 @@ class Selector:
             self._found.capped.add(group)
             self._give_up(group)
             return False
-        chosen = None if group in self._beaten else self._choose(entry, options)
+        chosen = None if group in self._beaten else self._choose(waiting, options)
         if chosen is None:
             self._give_up(group)
             for option in options:
@@ -173,34 +173,34 @@ class Selector:
         chosen.take()
         for cap, units in caps:
             cap.take(units)
-        self._found.candidates.append(self._candidate(entry, chosen))
+        self._found.candidates.append(self._candidate(waiting, chosen))
         return True
 
     def _give_up(self, group: QueueGroup) -> None:
-        """Nothing more of the group can start: headrooms only shrink."""
+        """Note that nothing more of the group can start: headrooms only shrink."""
         if group not in self._beaten:
             self._beaten.add(group)
             for option in self._found.options[group]:
                 option.compete(-1)
 
-    def _choose(self, entry: Entry, options: list[StartOption]) -> StartOption | None:
-        blocked_memory = self._memory_waits_from is not None and self._memory_waits_from < entry.seq
+    def _choose(self, waiting: Waiting, options: list[StartOption]) -> StartOption | None:
+        blocked_memory = self._memory_waits_from is not None and self._memory_waits_from < waiting.seq
         fitting = [option for option in options if option.fits() and not (blocked_memory and option.memory is not None)]
         if len(fitting) < 2:
             return fitting[0] if fitting else None
         return max(fitting, key=lambda option: option.spare)
 
-    def _candidate(self, entry: Entry, option: StartOption) -> Candidate:
-        action = entry.action
+    def _candidate(self, waiting: Waiting, option: StartOption) -> Candidate:
+        action = waiting.action
         name = action.chooser
-        cap = None if entry.child or not self._caps else self._caps.get((action.task, name))
+        cap = None if waiting.child or not self._caps else self._caps.get((action.task, name))
         for kind, pool, _, _ in option.needs:
             if kind == name:
-                return Candidate(entry, option, pool.name, action.cost[kind], cap)
-        return Candidate(entry, option, "", None, cap)
+                return Candidate(waiting, option, pool.name, action.cost[kind], cap)
+        return Candidate(waiting, option, "", None, cap)
 
     def _caps_of(self, group: QueueGroup) -> list[tuple[Headroom, int]]:
-        """Caps of the task that hold for the group; children run under what their parent was granted."""
+        """Return the caps that hold for the group; children run under what their parent was granted."""
         if group.signature.child or not self._caps:
             return []
         task = group.signature.task

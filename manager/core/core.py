@@ -13,7 +13,7 @@ from __future__ import annotations
 from manager.action import Action
 from manager.core.membership import Membership
 from manager.core.prefetching import Prefetching
-from manager.core.queue import Entry
+from manager.core.queue import Waiting
 from manager.core.scheduling_pass import SchedulingPass
 from manager.core.settling import Settling
 from manager.core.state import SchedulerState
@@ -54,9 +54,9 @@ class Core:
         self._pools = pools
         self._scheduling = SchedulingPass(state)
         self._prefetching = Prefetching(state, self._scheduling)
-        self._lanes = TrajectoryOrder(state)
-        self._settling = Settling(state, self._lanes)
-        self._membership = Membership(state, self._lanes, self._settling, pools)
+        self._order = TrajectoryOrder(state)
+        self._settling = Settling(state, self._order)
+        self._membership = Membership(state, self._order, self._settling, pools)
         self._seq = 0
         self._wake_s: float | None = None
         self.accepted = 0
@@ -78,12 +78,13 @@ class Core:
         """Settle what waited too long, then run one scheduling pass."""
         self._advance(now_s)
         state = self._state
-        for entry in state.queue.expired(state.now_s):
-            message = f"waited longer than queue_timeout, {entry.action.queue_timeout_s:g} s, for "
-            self._settling.end_waiting(entry, State.TIMED_OUT, Reason.QUEUE_TIMEOUT, message + state.waits_for(entry))
+        for waiting in state.queue.expired(state.now_s):
+            message = f"waited longer than queue_timeout, {waiting.action.queue_timeout_s:g} s, for "
+            message += state.waits_for(waiting)
+            self._settling.end_waiting(waiting, State.TIMED_OUT, Reason.QUEUE_TIMEOUT, message)
         for trajectory in state.trajectories.expired(state.now_s):
             self._settling.end_trajectory(trajectory)
-        self._lanes.place()
+        self._order.place()
         self._scheduling.run()
         while self._lend():  # what the children had reserved may serve others
             self._scheduling.run()
@@ -92,7 +93,7 @@ class Core:
         return self._take_commands()
 
     def refusal(self, action: Action) -> CodedError | None:
-        """Why this action would not be accepted now; None where it would."""
+        """Return why an action would not be accepted now; None if it would."""
         state = self._state
         if action.id in state.queue or action.id in state.executing:
             return Conflict(f"action {action.id} is queued or running", component="core", invocation_id=action.id)
@@ -109,7 +110,7 @@ class Core:
         return full
 
     def crowded(self, trajectory: str | None) -> CodedError | None:
-        """Why this trajectory may not begin now; None where it may, or has begun already."""
+        """Return why a trajectory may not begin now; None if it may, or has begun already."""
         living, limit = self._state.trajectories, self._state.spec.trajectories_max
         if trajectory is None or len(living) < limit or living.get(trajectory) is not None:
             return None
@@ -120,7 +121,7 @@ class Core:
         )
 
     def retry_after_s(self) -> float:
-        """Seconds in which the queue is likely to have moved, by the recent rate of ends."""
+        """Return the seconds in which the queue is likely to have moved, by the recent rate of ends."""
         low, high = _RETRY_AFTER_S
         rate = self._settling.finishes.at(self._state.now_s)
         return high if rate <= 0 else min(high, max(low, 0.1 * len(self._state.queue) / rate))
@@ -165,7 +166,7 @@ class Core:
         for trajectory in state.trajectories:
             active = trajectory.active
             assert active is None or active.id in state.queue or active.id in state.executing, f"{trajectory}"
-            assert active is not None or not trajectory.lane, f"trajectory {trajectory.name} stands still"
+            assert active is not None or not trajectory.behind, f"trajectory {trajectory.name} stands still"
 
     # -- events
 
@@ -181,7 +182,7 @@ class Core:
                 self._cancel(event.action_id, event.message or "cancelled by the caller")
             case TrajectoryOpened():
                 self._seq += 1
-                self._lanes.open(event, self._seq)
+                self._order.open(event, self._seq)
             case TrajectoryEnded():
                 trajectory = self._state.trajectories.get(event.trajectory)
                 if trajectory is not None and not trajectory.ending:
@@ -207,43 +208,44 @@ class Core:
         if refusal is not None:
             state.commands.append(Refuse(action_id=action.id, error=refusal))
             return
-        self._seq += 1
-        self.accepted += 1
+        self._accept()
         parent = None if action.parent is None else state.executing.get(action.parent)
-        key = (self._stamp(action), self._seq, 0) if parent is None else (*parent.key[:2], self._seq)
-        entry = Entry(action, key, self._seq, idempotent=event.idempotent, child=parent is not None)
-        state.queue.admit(entry, state.now_s)
+        key = (self._stamp(action), self._seq, 0) if parent is None else (*parent.waited.key[:2], self._seq)
+        waiting = Waiting(action, key, self._seq, event.idempotent, child=parent is not None)
+        state.queue.admit(waiting, state.now_s)
         if parent is not None:
-            state.families.add(parent.id, entry)
-        self._lanes.line_up(entry)
+            state.children.add(parent.id, waiting)
+        self._order.line_up(waiting)
 
     def _resume(self, event: Resumed) -> None:
-        """Refused where its units, or the turn of its trajectory, are not to be had any more."""
+        """Lease a running action; refuse it if its units, or the turn of its trajectory, cannot be had any more."""
         action, state = event.action, self._state
-        entry = Entry(action, (0.0, self._seq + 1, 0), self._seq + 1, idempotent=event.idempotent)
         known = action.id in state.queue or action.id in state.executing
-        asks = state.executing.asks(entry, event.node, event.units)
-        if known or asks is None or not self._lanes.can_resume(action, event.node):
+        requests = state.executing.requests(action, event.node, event.units)
+        if known or requests is None or not self._order.can_resume(action, event.node):
             message = f"action {action.id} cannot be resumed: what it held is not free"
             state.commands.append(Refuse(action_id=action.id, error=Conflict(message, component="core")))
             return
+        self._accept()
+        waiting = Waiting(action, (self._stamp(action), self._seq, 0), self._seq, event.idempotent)
+        self._order.resume(waiting, event.node)
+        self._scheduling.dispatcher.resume(waiting, event.node, requests, event.started_s)
+
+    def _accept(self) -> None:
         self._seq += 1
         self.accepted += 1
-        entry.key = (self._stamp(action), *entry.key[1:])
-        self._lanes.resume(entry, event.node)
-        self._scheduling.starter.resume(entry, event.node, asks, event.started_s)
 
     def _stamp(self, action: Action) -> float:
-        """The fair share's order; the strict reading knows no fairness but the order of submission."""
+        """Return the fair share's order; the strict reading knows no fairness but the order of submission."""
         if self._state.spec.strict:
             return 0.0
         return self._state.fair.stamp(action, self._state.weight(action.task))
 
     def _finish(self, event: Finished) -> None:
-        entry = self._state.executing.get(event.action_id)
-        if entry is None or entry.action.attempt != event.attempt:
+        running = self._state.executing.get(event.action_id)
+        if running is None or running.action.attempt != event.attempt:
             return  # a stale answer: the action was settled when its node was lost
-        self._settling.retire(entry, event.outcome)
+        self._settling.retire(running, event.outcome)
 
     def _cancel(self, action_id: str, message: str) -> None:
         running = self._state.executing.get(action_id)
@@ -278,18 +280,18 @@ class Core:
             pool.advance(state.now_s)
 
     def _lend(self) -> bool:
-        """Children that are still waiting run on what their parents hold, one at a time; whether any was started."""
+        """Start children that still wait on what their parents hold, one at a time; return whether any was started."""
         state = self._state
         lent = False
-        for parent_id, child in state.families.first():
+        for parent_id, child in state.children.first():
             parent = state.executing.get(parent_id)
             if parent is not None and child.group is not None and state.executing.can_borrow(child, parent):
-                self._scheduling.starter.lend(child, parent)
+                self._scheduling.dispatcher.lend(child, parent)
                 lent = True
         return lent
 
     def _wake(self) -> None:
-        """Say when to come back, where that changed."""
+        """Say when to come back, if that changed."""
         state = self._state
         instants = [
             state.queue.next_deadline_s(),
@@ -303,7 +305,7 @@ class Core:
             state.commands.append(WakeAt(instant_s=wake_s))
 
     def _awaited(self) -> set[str]:
-        """Pools whose units return with time and for which something waits."""
+        """Return the pools whose units return with time and for which something waits."""
         timed = {pool.name for pool in self._state.resources.timed}
         if not timed:
             return timed

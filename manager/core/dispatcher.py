@@ -1,4 +1,4 @@
-"""Starting and resizing: a checked decision becomes leases and commands."""
+"""The dispatcher: a checked decision becomes leases and commands."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import heapq
 from collections.abc import Sequence
 from itertools import islice
 
-from manager.core.queue import Entry
+from manager.core.executing import Running
+from manager.core.queue import Waiting
 from manager.core.state import SchedulerState
 from manager.events import Execute, Resize
 from manager.resources.pool import Pool, PoolRequest
 
-#: Queue mates of one group that are looked at for a batch.
+#: Waiting actions of one group that are looked at for a batch.
 _BATCH_WINDOW = 256
 
 
@@ -21,70 +22,64 @@ class Dispatcher:
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
 
-    def start(self, entry: Entry, node: str, asks: Sequence[tuple[Pool, PoolRequest]], workers: int = 0) -> None:
-        """Take an action from the queue and lease it what it asks of each pool, with the queue mates of its batch.
+    def start(
+        self, waiting: Waiting, node: str, requests: Sequence[tuple[Pool, PoolRequest]], workers: int = 0
+    ) -> None:
+        """Lease a waiting action what it requests of each pool, together with those that join its batch.
 
-        ``workers`` are started for its key resource, where it is malleable.
+        ``workers`` are started for its key resource, if it is malleable.
         """
-        state = self._state
-        mates = self._mates(entry, asks)
-        state.queue.leave(entry)
-        self._start(entry)
-        state.executing.start(entry, node, asks, workers, state.now_s)
+        queue, executing, now_s = self._state.queue, self._state.executing, self._state.now_s
+        mates = self._batch_mates(waiting, requests)
+        queue.leave(waiting)
+        members = [executing.start(waiting, node, requests, workers, now_s)]
         for mate in mates:
-            state.queue.withdraw(mate)
-            self._start(mate)
-            state.executing.join(mate, entry, state.now_s)
+            queue.withdraw(mate)
+            members.append(executing.join(mate, members[0], now_s))
         if mates:
-            state.executing.seal(entry, mates)
-        self._execute(entry)
-        for mate in mates:
-            self._execute(mate)
+            executing.seal(members)
+        for member in members:
+            self._execute(member)
 
-    def resume(self, entry: Entry, node: str, asks: Sequence[tuple[Pool, PoolRequest]], started_s: float) -> None:
+    def resume(
+        self, waiting: Waiting, node: str, requests: Sequence[tuple[Pool, PoolRequest]], started_s: float
+    ) -> None:
         """Lease an action that runs already what it was granted at its start."""
-        self._state.executing.resume(entry, node, asks, started_s, self._state.now_s)
-        self._state.fair.started(entry.action, entry.key[0])
-        self._execute(entry)
+        self._execute(self._state.executing.resume(waiting, node, requests, started_s, self._state.now_s))
 
-    def lend(self, child: Entry, parent: Entry) -> None:
+    def lend(self, child: Waiting, parent: Running) -> None:
         """Start a child on the units of its waiting parent."""
-        self._state.executing.borrow(child, parent, self._state.now_s)
+        running = self._state.executing.borrow(child, parent, self._state.now_s)
         self._state.queue.withdraw(child)
-        self._start(child)
-        self._execute(child)
+        self._execute(running)
 
-    def resize(self, entry: Entry, kind: str, units: int) -> None:
+    def resize(self, running: Running, kind: str, units: int) -> None:
         """Change the units of a running action."""
-        lease = self._state.executing.resize(entry, kind, units, self._state.now_s)
-        entry.resize_after_s = self._state.now_s + self._state.option(kind, "resize_interval_s", 0.0)
-        self._state.commands.append(Resize(action=entry.action, lease=lease))
+        lease = self._state.executing.resize(running, kind, units, self._state.now_s)
+        running.resize_after_s = self._state.now_s + self._state.option(kind, "resize_interval_s", 0.0)
+        self._state.commands.append(Resize(action=running.action, lease=lease))
 
-    def _start(self, entry: Entry) -> None:
-        state = self._state
-        if state.holds:
-            state.holds.pop(entry.id, None)
-        if entry.child:
-            state.families.leave(entry)
-        state.fair.started(entry.action, entry.key[0])
+    def _execute(self, running: Running) -> None:
+        state, action = self._state, running.action
+        state.holds.pop(running.id, None)
+        if running.child:
+            state.children.leave(running.waited)
+        state.fair.started(action, running.waited.key[0])
+        queue_s = max(0.0, running.started_s - action.submitted_s)
+        state.commands.append(Execute(action=action, lease=running.lease, queue_s=queue_s))
 
-    def _execute(self, entry: Entry) -> None:
-        action, lease = entry.action, entry.lease
-        assert lease is not None
-        queue_s = max(0.0, entry.started_s - action.submitted_s)
-        self._state.commands.append(Execute(action=action, lease=lease, queue_s=queue_s))
-
-    def _mates(self, entry: Entry, asks: Sequence[tuple[Pool, PoolRequest]]) -> list[Entry]:
-        """Waiting actions of the same service that join the batch, first come first, up to its tokens."""
-        service = "" if entry.group is None else entry.group.signature.batch_service
+    def _batch_mates(self, waiting: Waiting, requests: Sequence[tuple[Pool, PoolRequest]]) -> list[Waiting]:
+        """Return waiting actions of the same service that join the batch, first come first, up to its tokens."""
+        service = "" if waiting.group is None else waiting.group.signature.batch_service
         if not service:
             return []
-        units = {pool.kind: ask.units for pool, ask in asks}
-        budget = self._state.queue.services[service].batch_tokens - entry.action.batch_tokens
-        alike = [group for group in self._state.queue.groups() if group.signature.batch_service == service]
-        mates: list[Entry] = []
+        queue = self._state.queue
+        units = {pool.kind: request.units for pool, request in requests}
+        budget = queue.services[service].batch_tokens - waiting.action.batch_tokens
+        alike = [group for group in queue.groups() if group.signature.batch_service == service]
+        mates: list[Waiting] = []
         for mate in heapq.merge(*(islice(group, _BATCH_WINDOW) for group in alike), key=lambda mate: mate.order):
-            if mate is entry or mate.action.cost.keys() != units.keys():
+            if mate is waiting or mate.action.cost.keys() != units.keys():
                 continue
             if mate.action.batch_tokens > budget:
                 break

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+from manager.action import Action
 from manager.batch import Batch, expected_s
-from manager.core.queue import Entry
+from manager.core.queue import Waiting
 from manager.core.statistics import PoolLoad
 from manager.lease import Grant, Lease
-from manager.outcome import State
 from manager.resources.nodes import Nodes
 from manager.resources.pool import Pool, PoolRequest, Resources
 from manager.scheduler.policy import RunningView
@@ -19,15 +19,52 @@ from manager.scheduler.policy import RunningView
 _LEAST_REMAINING = 0.01
 
 
+@dataclass(slots=True, eq=False)
+class Running:
+    """One started action until it settles."""
+
+    #: As it waited: its place in the order of service.
+    waited: Waiting
+    lease: Lease
+    started_s: float
+    #: When it got its present units (or its service was there), and the fraction of its work done before.
+    since_s: float
+    done: float = 0.0
+    #: What it was started with; None if alone.
+    batch: Batch | None = None
+    #: Unit-seconds used until ``accounted_s``, by kind.
+    used: dict[str, float] = field(default_factory=dict)
+    accounted_s: float = field(init=False)
+    resize_after_s: float = 0.0
+    #: Whether its units have changed while it ran.
+    resized: bool = False
+    aborting: bool = False
+    #: Kinds whose units are lent, by whom, and the child that uses this one's units.
+    borrowed: frozenset[str] = frozenset()
+    lender: Running | None = None
+    borrower: Running | None = None
+    action: Action = field(init=False)
+    id: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.action = self.waited.action
+        self.id = self.action.id
+        self.accounted_s = self.started_s
+
+    @property
+    def child(self) -> bool:
+        return self.waited.child
+
+
 class Executing:
     """Running actions by id and by the pools whose units they hold."""
 
     def __init__(self, resources: Resources, nodes: Nodes) -> None:
         self._resources = resources
         self._nodes = nodes
-        self._running: dict[str, Entry] = {}
-        #: Pool name -> holder id -> entry. A batch has one holder, its leader.
-        self._holders: dict[str, dict[str, Entry]] = {}
+        self._running: dict[str, Running] = {}
+        #: Pool name -> holder id -> running action. A batch has one holder, its leader.
+        self._holders: dict[str, dict[str, Running]] = {}
         #: Members still running, by the id of the leader that holds their units.
         self._batches: dict[str, set[str]] = {}
         self._leader: dict[str, str] = {}
@@ -41,21 +78,21 @@ class Executing:
     def __contains__(self, action_id: str) -> bool:
         return action_id in self._running
 
-    def get(self, action_id: str) -> Entry | None:
+    def get(self, action_id: str) -> Running | None:
         return self._running.get(action_id)
 
-    def all(self) -> list[Entry]:
+    def all(self) -> list[Running]:
         return list(self._running.values())
 
-    def holders(self, pool: str) -> Mapping[str, Entry]:
+    def holders(self, pool: str) -> Mapping[str, Running]:
         return self._holders.get(pool, {})
 
     def malleable(self, pool: str) -> int:
-        """Running actions that hold units of the pool and can be resized."""
+        """Return how many running actions hold units of the pool and can be resized."""
         return self._malleable.get(pool, 0)
 
     def held_by(self, task: str, kind: str) -> int:
-        """Units of ``kind`` that the task's actions hold (children not counted: their parents are)."""
+        """Return the units of ``kind`` that the task's actions hold (children not counted: their parents are)."""
         return self._held_by_task.get((task, kind), 0)
 
     def load(self, pool: str) -> PoolLoad:
@@ -64,247 +101,240 @@ class Executing:
             load = self.loads[pool] = PoolLoad()
         return load
 
-    def asks(self, entry: Entry, node: str, units: Mapping[str, int]) -> list[tuple[Pool, PoolRequest]] | None:
-        """What an action that runs already asks of each pool to run on; None where it is not to be had."""
-        asks: list[tuple[Pool, PoolRequest]] = []
+    def requests(self, action: Action, node: str, units: Mapping[str, int]) -> list[tuple[Pool, PoolRequest]] | None:
+        """Return what an action that runs already needs of each pool to run on; None if it cannot be had."""
+        requests: list[tuple[Pool, PoolRequest]] = []
         for kind, count in units.items():
-            pool, ask = self._resources.find(kind, node), PoolRequest(holder=entry.id, units=count, node=node)
-            if pool is None or not (pool.timed or pool.accepts(ask)):
+            pool, request = self._resources.find(kind, node), PoolRequest(holder=action.id, units=count, node=node)
+            if pool is None or not (pool.timed or pool.accepts(request)):
                 return None
-            asks.append((pool, ask))
-        memory_bytes = _own_memory(entry) if node else 0
+            requests.append((pool, request))
+        memory_bytes = _own_memory(action) if node else 0
         has_room = memory_bytes == 0 or (node in self._nodes and memory_bytes <= self._nodes[node].free_bytes)
-        return asks if has_room else None
+        return requests if has_room else None
 
     def resume(
-        self, entry: Entry, node: str, asks: Sequence[tuple[Pool, PoolRequest]], started_s: float, now_s: float
-    ) -> Lease:
-        """Acquire everything for an action that runs since ``started_s``; what was consumed then is not any more."""
-        grants: dict[str, Grant] = {}
-        for pool, ask in asks:
-            grants[pool.kind] = pool.resume(ask, started_s, now_s)
-            self._hold(pool, entry, now_s)
-        return self._settle_in(entry, node, grants, started_s)
+        self,
+        waiting: Waiting,
+        node: str,
+        requests: Sequence[tuple[Pool, PoolRequest]],
+        started_s: float,
+        now_s: float,
+    ) -> Running:
+        """Acquire everything for an action that runs since ``started_s``; what it consumed then is not any more."""
+        grants = {pool.kind: pool.resume(request, started_s, now_s) for pool, request in requests}
+        return self._lease(waiting, node, grants, started_s, now_s)
 
     def start(
-        self, entry: Entry, node: str, asks: Sequence[tuple[Pool, PoolRequest]], workers: int, now_s: float
-    ) -> Lease:
+        self, waiting: Waiting, node: str, requests: Sequence[tuple[Pool, PoolRequest]], workers: int, now_s: float
+    ) -> Running:
         """Acquire everything for one action; all of it must fit. ``workers`` are for a malleable one's key resource."""
         grants: dict[str, Grant] = {}
-        for pool, ask in asks:
-            grant = pool.acquire(ask, now_s)
-            if workers >= ask.units and entry.malleable(pool.kind):
+        for pool, request in requests:
+            grant = pool.acquire(request, now_s)
+            if workers >= request.units and waiting.action.malleable_in(pool.kind):
                 grant = replace(grant, workers=workers)
             grants[pool.kind] = grant
-            self._hold(pool, entry, now_s)
-        return self._settle_in(entry, node, grants, now_s)
+        return self._lease(waiting, node, grants, now_s, now_s)
 
-    def join(self, entry: Entry, leader: Entry, now_s: float) -> Lease:
-        """Let ``entry`` run on the units of ``leader``, in one batch."""
-        assert leader.lease is not None
-        self._batches.setdefault(leader.id, {leader.id}).add(entry.id)
-        self._leader[entry.id] = leader.id
+    def join(self, waiting: Waiting, leader: Running, now_s: float) -> Running:
+        """Start an action on the units of ``leader``, in one batch."""
+        self._batches.setdefault(leader.id, {leader.id}).add(waiting.id)
+        self._leader[waiting.id] = leader.id
         grants = {kind: replace(grant, restore=False, evict=()) for kind, grant in leader.lease.grants.items()}
-        return self._enter(entry, Lease(action_id=entry.id, node=leader.lease.node, grants=grants), now_s)
+        return self._enter(waiting, Lease(action_id=waiting.id, node=leader.lease.node, grants=grants), now_s)
 
-    def seal(self, leader: Entry, members: list[Entry]) -> None:
-        """Write the batch into the leases of all its members, leader first, and when it is expected to end."""
-        entries = (leader, *members)
-        kin = Counter((entry.action.function, entry.action.profile_key) for entry in entries)
-        alone_s = [_alone_s(entry) for entry in entries]
-        batch, ids = Batch(kin, expected_s(alone_s, leader.action.batch_marginal)), tuple(entry.id for entry in entries)
-        for entry in entries:
-            assert entry.lease is not None
-            entry.lease, entry.batch = replace(entry.lease, batch=ids), batch
+    def seal(self, members: Sequence[Running]) -> None:
+        """Write the batch into the leases of its members, leader first, and when it is expected to end."""
+        kin = Counter((member.action.function, member.action.profile_key) for member in members)
+        alone_s = [_alone_s(member) for member in members]
+        batch = Batch(kin, expected_s(alone_s, members[0].action.batch_marginal))
+        ids = tuple(member.id for member in members)
+        for member in members:
+            member.lease, member.batch = replace(member.lease, batch=ids), batch
 
-    def can_borrow(self, entry: Entry, parent: Entry) -> bool:
-        """Whether a child can run on what its waiting parent holds, with what is free of everything else."""
-        return self._loan(entry, parent) is not None
+    def can_borrow(self, child: Waiting, parent: Running) -> bool:
+        """Return whether a child can run on what its waiting parent holds, with what is free of everything else."""
+        return self._loan(child, parent) is not None
 
-    def borrow(self, entry: Entry, parent: Entry, now_s: float) -> Lease:
+    def borrow(self, child: Waiting, parent: Running, now_s: float) -> Running:
         """Start a child on units that its waiting parent lends; they must be enough.
 
         Without it parents that hold every core and wait for their children would wait for ever.
         """
-        plan = self._loan(entry, parent)
-        assert plan is not None and parent.lease is not None, f"{parent.id} has nothing to lend {entry.id}"
-        grants: dict[str, Grant] = {}
+        plan = self._loan(child, parent)
+        assert plan is not None, f"{parent.id} has nothing to lend {child.id}"
+        node, grants = parent.lease.node, dict[str, Grant]()
         for kind, (pool, count, lent) in plan.items():
             if lent:
-                grants[kind] = replace(
-                    parent.lease.grants[kind], units=count, cores=parent.lease.grants[kind].cores[:count]
-                )
+                grant = parent.lease.grants[kind]
+                grants[kind] = replace(grant, units=count, cores=grant.cores[:count])
             else:
-                ask = PoolRequest(holder=entry.id, units=count, service=entry.action.service, node=parent.lease.node)
-                grants[kind] = pool.acquire(ask, now_s)
-                self._hold(pool, entry, now_s)
-        entry.borrowed = frozenset(kind for kind, (_, _, lent) in plan.items() if lent)
-        entry.lender, parent.borrower = parent, entry
-        node, memory_bytes = parent.lease.node, _own_memory(entry)
-        if memory_bytes:
-            self._nodes[node].hold(entry.id, memory_bytes)
-        lease = Lease(action_id=entry.id, node=node, grants=grants, memory_bytes=memory_bytes)
-        return self._enter(entry, lease, now_s)
+                grants[kind] = pool.acquire(PoolRequest(child.id, count, child.action.service, node=node), now_s)
+        running = self._lease(child, node, grants, now_s, now_s, borrowed={kind for kind in plan if plan[kind][2]})
+        running.lender, parent.borrower = parent, running
+        return running
 
-    def resize(self, entry: Entry, kind: str, units: int, now_s: float) -> Lease:
+    def resize(self, running: Running, kind: str, units: int, now_s: float) -> Lease:
         """Change the units of a running action."""
-        assert entry.lease is not None
-        old = entry.lease.grants[kind]
-        self._account(entry, now_s)
-        entry.done = 1.0 - (self.remaining(entry, now_s) or 1.0)
-        entry.since_s = now_s
-        entry.resized = True
+        old = running.lease.grants[kind]
+        self._account(running, now_s)
+        running.done = 1.0 - (self.remaining(running, now_s) or 1.0)
+        running.since_s = now_s
+        running.resized = True
         pool = self._resources[old.pool]
-        grant = replace(pool.resize(entry.id, units), workers=old.workers)
-        self._count_task(entry, kind, units - old.units)
+        grant = replace(pool.resize(running.id, units), workers=old.workers)
+        self._count_task(running, kind, units - old.units)
         self._observe(pool, now_s)
-        entry.lease = replace(entry.lease, grants={**entry.lease.grants, kind: grant})
-        return entry.lease
+        running.lease = replace(running.lease, grants={**running.lease.grants, kind: grant})
+        return running.lease
 
-    def end(self, entry: Entry, now_s: float) -> None:
+    def end(self, running: Running, now_s: float) -> None:
         """Release what the action holds."""
-        lease = entry.lease
-        assert lease is not None, f"{entry.id} does not run"
-        self._account(entry, now_s)
-        del self._running[entry.id]
+        lease = running.lease
+        self._account(running, now_s)
+        del self._running[running.id]
         for kind, grant in lease.grants.items():
-            self._count_task(entry, kind, -grant.units)
+            self._count_task(running, kind, -grant.units)
         if lease.memory_bytes:
-            self._nodes[lease.node].release(entry.id)
-        leader = self._leader.pop(entry.id, entry.id)
+            self._nodes[lease.node].release(running.id)
+        leader = self._leader.pop(running.id, running.id)
         members = self._batches.get(leader)
         if members is not None:
-            members.discard(entry.id)
+            members.discard(running.id)
             if members:
                 return
             del self._batches[leader]
-        self._release(leader, entry, now_s)
+        self._release(leader, running, now_s)
 
-    def remaining(self, entry: Entry, now_s: float) -> float | None:
-        """Fraction of the work still to do, by estimate."""
-        duration_s = _duration_s(entry)
+    def remaining(self, running: Running, now_s: float) -> float | None:
+        """Return the fraction of the work still to do, by estimate; None if nothing is known of the duration."""
+        duration_s = _duration_s(running)
         if duration_s is None:
             return None
-        passed = max(0.0, now_s - entry.since_s) / duration_s if duration_s > 0 else 1.0
-        return max(_LEAST_REMAINING, 1.0 - entry.done - passed)
+        passed = max(0.0, now_s - running.since_s) / duration_s if duration_s > 0 else 1.0
+        return max(_LEAST_REMAINING, 1.0 - running.done - passed)
 
     def view(self, pool: Pool, now_s: float) -> list[RunningView]:
-        """The running actions of a pool, as its policy sees them."""
-        return [self._running_view(pool, holder, entry, now_s) for holder, entry in self.holders(pool.name).items()]
+        """Return the running actions of a pool, as its policy sees them."""
+        return [self._running_view(pool, holder, one, now_s) for holder, one in self.holders(pool.name).items()]
 
     def check(self) -> None:
         """Assert that pools hold units for running actions and batches only."""
         for pool in self._resources:
             assert set(pool.held) == set(self.holders(pool.name)), f"{pool.name}: {pool.held} without an action"
-        for entry in self._running.values():
-            assert entry.state is State.RUNNING and entry.lease is not None
 
-    def _running_view(self, pool: Pool, holder: str, entry: Entry, now_s: float) -> RunningView:
-        remaining = self.remaining(entry, now_s)
-        duration_s = _duration_s(entry)
-        lease = entry.lease
-        assert lease is not None
+    def _running_view(self, pool: Pool, holder: str, running: Running, now_s: float) -> RunningView:
+        duration_s = _duration_s(running)
         ends_in_s = None
         if duration_s is not None:
-            ends_in_s = max(0.0, entry.since_s + (1.0 - entry.done) * duration_s - now_s)
+            ends_in_s = max(0.0, running.since_s + (1.0 - running.done) * duration_s - now_s)
+        grants = running.lease.grants.values()
         return RunningView(
-            action=entry.action,
+            action=running.action,
             units=pool.held[holder],
             ends_in_s=ends_in_s,
-            started_s=entry.started_s,
-            remaining=remaining,
+            started_s=running.started_s,
+            remaining=self.remaining(running, now_s),
             chunk=pool.chunk_of(holder),
-            resize_after_s=entry.resize_after_s,
-            workers=max((grant.workers for grant in lease.grants.values() if grant.pool == pool.name), default=0),
+            resize_after_s=running.resize_after_s,
+            workers=max((grant.workers for grant in grants if grant.pool == pool.name), default=0),
         )
 
-    def _settle_in(self, entry: Entry, node: str, grants: dict[str, Grant], started_s: float) -> Lease:
-        """Hold its memory, and make its lease of what it was granted."""
-        memory_bytes = _own_memory(entry) if node else 0
+    def _lease(
+        self,
+        waiting: Waiting,
+        node: str,
+        grants: dict[str, Grant],
+        started_s: float,
+        now_s: float,
+        borrowed: Collection[str] = (),
+    ) -> Running:
+        """Make a lease of what an action was granted, and hold its memory; what is ``borrowed`` others hold for it."""
+        memory_bytes = _own_memory(waiting.action) if node else 0
         if memory_bytes:
-            self._nodes[node].hold(entry.id, memory_bytes)
+            self._nodes[node].hold(waiting.id, memory_bytes)
         where = node or next((grant.pool.partition(":")[2] for grant in grants.values() if grant.chunk), "")
-        return self._enter(
-            entry, Lease(action_id=entry.id, node=where, grants=grants, memory_bytes=memory_bytes), started_s
-        )
+        lease = Lease(action_id=waiting.id, node=where, grants=grants, memory_bytes=memory_bytes)
+        running = self._enter(waiting, lease, started_s)
+        for kind in grants:
+            if kind not in borrowed:
+                self._hold(self._pool(kind, where), running, now_s)
+        running.borrowed = frozenset(borrowed)
+        return running
 
-    def _enter(self, entry: Entry, lease: Lease, now_s: float) -> Lease:
-        assert entry.id not in self._running, f"{entry.id} runs already"
-        entry.lease, entry.batch = lease, None
-        entry.state = State.RUNNING
-        entry.started_s = entry.accounted_s = now_s
-        entry.since_s = now_s if entry.action.service is None else now_s + self._restore_s(entry.action.service, lease)
-        self._running[entry.id] = entry
+    def _enter(self, waiting: Waiting, lease: Lease, started_s: float) -> Running:
+        assert waiting.id not in self._running, f"{waiting.id} runs already"
+        service = waiting.action.service
+        since_s = started_s if service is None else started_s + self._restore_s(service, lease)
+        running = self._running[waiting.id] = Running(waiting, lease, started_s, since_s)
         for kind, grant in lease.grants.items():
-            self._count_task(entry, kind, grant.units)
-        return lease
+            self._count_task(running, kind, grant.units)
+        return running
 
     def _restore_s(self, service: str, lease: Lease) -> float:
-        """Seconds until the work of an action that needs the service can begin."""
+        """Return the seconds until the work of an action that needs the service can begin."""
         return sum(
-            self._pool_of_grant(kind, lease).restore_s(service, grant.units)
+            self._pool(kind, lease.node).restore_s(service, grant.units)
             for kind, grant in lease.grants.items()
             if grant.restore
         )
 
-    def _loan(self, entry: Entry, parent: Entry) -> dict[str, tuple[Pool, int, bool]] | None:
-        """(pool, units, lent) by kind, where every unit can be had."""
-        lease = parent.lease
-        if lease is None or parent.borrower is not None or parent.action.malleable or parent.action.batch_tokens:
+    def _loan(self, child: Waiting, parent: Running) -> dict[str, tuple[Pool, int, bool]] | None:
+        """Return (pool, units, whether they are lent) by kind; None if some unit cannot be had."""
+        lease, action = parent.lease, child.action
+        if parent.borrower is not None or parent.action.malleable or parent.action.batch_tokens:
             return None
-        if entry.group is None or entry.group.signature.node not in ("", lease.node):
+        if child.group is None or child.group.signature.node not in ("", lease.node):
             return None
-        memory_bytes = _own_memory(entry)
+        memory_bytes = _own_memory(action)
         if memory_bytes and (not lease.node or self._nodes[lease.node].free_bytes < memory_bytes):
             return None
         plan: dict[str, tuple[Pool, int, bool]] = {}
-        for kind, units in entry.action.cost.items():
+        for kind, units in action.cost.items():
             grant = lease.grants.get(kind)
             pool = self._resources.find(kind, lease.node)
             if pool is None:
                 return None
             lent = grant is not None and grant.pool == pool.name and pool.lendable and grant.units >= units.minimum
-            ask = PoolRequest(holder=entry.id, units=units.minimum, service=entry.action.service, node=lease.node)
-            if not lent and not pool.accepts(ask):
+            request = PoolRequest(holder=child.id, units=units.minimum, service=action.service, node=lease.node)
+            if not lent and not pool.accepts(request):
                 return None
             plan[kind] = (pool, units.minimum, lent)
         return plan if any(lent for _, _, lent in plan.values()) else None
 
-    def _release(self, holder: str, entry: Entry, now_s: float) -> None:
-        lease = entry.lease
-        assert lease is not None
-        heir = entry.borrower
-        for kind in lease.grants:
-            if kind in entry.borrowed:
+    def _release(self, holder: str, running: Running, now_s: float) -> None:
+        heir = running.borrower
+        for kind in running.lease.grants:
+            if kind in running.borrowed:
                 continue
-            pool = self._pool_of_grant(kind, lease)
+            pool = self._pool(kind, running.lease.node)
             if heir is not None and kind in heir.borrowed:
-                assert heir.lease is not None
                 pool.bequeath(holder, heir.id, heir.lease.grants[kind])
                 self._holders[pool.name][heir.id] = heir
-                self._malleable[pool.name] += heir.malleable(kind)
+                self._malleable[pool.name] += heir.action.malleable_in(kind)
             else:
                 pool.release(holder, now_s)
             held = self._holders[pool.name].pop(holder)
-            self._malleable[pool.name] -= held.malleable(kind)
+            self._malleable[pool.name] -= held.action.malleable_in(kind)
             self._observe(pool, now_s)
-        self._pass_loan_on(entry, heir)
+        self._pass_loan_on(running, heir)
 
-    def _pass_loan_on(self, entry: Entry, heir: Entry | None) -> None:
-        """What the action borrowed goes back to its lender, or serves its own borrower further."""
+    def _pass_loan_on(self, running: Running, heir: Running | None) -> None:
+        """Give what the action borrowed back to its lender, or let its own borrower keep it."""
         if heir is not None:
-            heir.borrowed &= entry.borrowed
-            heir.lender = entry.lender if heir.borrowed else None
-        if entry.lender is not None:
-            entry.lender.borrower = heir if heir is not None and heir.borrowed else None
+            heir.borrowed &= running.borrowed
+            heir.lender = running.lender if heir.borrowed else None
+        if running.lender is not None:
+            running.lender.borrower = heir if heir is not None and heir.borrowed else None
 
-    def _hold(self, pool: Pool, entry: Entry, now_s: float) -> None:
+    def _hold(self, pool: Pool, running: Running, now_s: float) -> None:
         holders = self._holders.get(pool.name)
         if holders is None:
             holders = self._holders[pool.name] = {}
             self._malleable[pool.name] = 0
-        holders[entry.id] = entry
-        if entry.malleable(pool.kind):
+        holders[running.id] = running
+        if running.action.malleable_in(pool.kind):
             self._malleable[pool.name] += 1
         self._observe(pool, now_s)
 
@@ -317,24 +347,21 @@ class Executing:
         assert pool is not None, f"no pool of {kind} on {node!r}"
         return pool
 
-    def _pool_of_grant(self, kind: str, lease: Lease) -> Pool:
-        return self._pool(kind, lease.node)
-
-    def _account(self, entry: Entry, now_s: float) -> None:
+    def _account(self, running: Running, now_s: float) -> None:
         """Add the unit-seconds since the last change (whole units for what returns with time)."""
-        lease = entry.lease
-        assert lease is not None
-        last_s, entry.accounted_s = entry.accounted_s, now_s
-        for kind, grant in lease.grants.items():
-            if kind in entry.borrowed or entry.id in self._leader:
+        last_s, running.accounted_s = running.accounted_s, now_s
+        if running.id in self._leader:
+            return
+        for kind, grant in running.lease.grants.items():
+            if kind in running.borrowed:
                 continue
-            pool = self._pool_of_grant(kind, lease)
-            amount = float(grant.units) if pool.timed else grant.units * (now_s - last_s)
-            entry.used[kind] = amount if pool.timed else entry.used.get(kind, 0.0) + amount
+            timed = self._pool(kind, running.lease.node).timed
+            amount = float(grant.units) if timed else grant.units * (now_s - last_s)
+            running.used[kind] = amount if timed else running.used.get(kind, 0.0) + amount
 
-    def _count_task(self, entry: Entry, kind: str, units: int) -> None:
-        if not entry.child:
-            key = (entry.action.task, kind)
+    def _count_task(self, running: Running, kind: str, units: int) -> None:
+        if not running.child:
+            key = (running.action.task, kind)
             held = self._held_by_task.get(key, 0) + units
             if held:
                 self._held_by_task[key] = held
@@ -342,17 +369,16 @@ class Executing:
                 self._held_by_task.pop(key, None)
 
 
-def _own_memory(entry: Entry) -> int:
-    """Bytes that the action holds itself: those of a trajectory are held for its whole life."""
-    return entry.action.memory_bytes if entry.action.trajectory is None else 0
+def _own_memory(action: Action) -> int:
+    """Return the bytes that an action holds itself: those of a trajectory are held for its whole life."""
+    return action.memory_bytes if action.trajectory is None else 0
 
 
-def _duration_s(entry: Entry) -> float | None:
-    """Expected seconds of its work with the units that it has: of its batch, where it is part of one."""
-    return _alone_s(entry) if entry.batch is None else entry.batch.expected_s
+def _duration_s(running: Running) -> float | None:
+    """Return the expected seconds of its work with the units that it has: of its batch, if it is part of one."""
+    return _alone_s(running) if running.batch is None else running.batch.expected_s
 
 
-def _alone_s(entry: Entry) -> float | None:
-    lease, key = entry.lease, entry.action.key
-    assert lease is not None
-    return entry.action.duration_s(lease.units(key) if key is not None else 1)
+def _alone_s(running: Running) -> float | None:
+    key = running.action.key
+    return running.action.duration_s(running.lease.units(key) if key is not None else 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from manager.config import NodeSpec
-from manager.core.queue import Entry
+from manager.core.executing import Running
 from manager.core.settling import Settling
 from manager.core.state import SchedulerState
 from manager.core.trajectory_order import TrajectoryOrder
@@ -17,14 +17,14 @@ from manager.resources.factory import PoolFactory
 class Membership:
     """Joins and losses of nodes."""
 
-    def __init__(self, state: SchedulerState, lanes: TrajectoryOrder, settling: Settling, pools: PoolFactory) -> None:
+    def __init__(self, state: SchedulerState, order: TrajectoryOrder, settling: Settling, pools: PoolFactory) -> None:
         self._state = state
-        self._lanes = lanes
+        self._order = order
         self._settling = settling
         self._pools = pools
 
     def join(self, node: NodeSpec) -> None:
-        """Use a node from now on; nothing where it is there already."""
+        """Use a node from now on; do nothing if it is there already."""
         state = self._state
         if node.name in state.nodes:
             return
@@ -35,14 +35,14 @@ class Membership:
         state.nodes.join(node)
 
     def lose(self, name: str) -> None:
-        """Everything on the node is over: settled as lost, or queued again where that is safe."""
+        """End everything on a node: as lost, or queued again if that is safe."""
         state = self._state
         if name not in state.nodes:
             return
         gone = [trajectory for trajectory in state.trajectories if trajectory.node == name]
-        for entry in state.executing.all():
-            if entry.lease is not None and entry.lease.node == name:
-                self._lose(entry, name)
+        for running in state.executing.all():
+            if running.lease.node == name:
+                self._lose(running, name)
         for trajectory in gone:
             trajectory.node = ""  # nothing of it returns to a node that comes back under this name
             self._settling.end_trajectory(trajectory, State.LOST, Reason.ENVIRONMENT_LOST)
@@ -52,23 +52,22 @@ class Membership:
             pool.leave(name)
         state.nodes.leave(name)
 
-    def _lose(self, entry: Entry, node: str) -> None:
+    def _lose(self, running: Running, node: str) -> None:
         message = f"node {node} was lost"
-        aborting = entry.aborting
-        self._settling.abort(entry, message)
-        pinned = self._lanes.of(entry)
-        if entry.idempotent and not aborting and (pinned is None or pinned.node != node):
-            self._requeue(entry)
+        aborting = running.aborting
+        self._settling.abort(running, message)
+        trajectory = self._order.of(running.action)
+        if running.waited.idempotent and not aborting and (trajectory is None or trajectory.node != node):
+            self._requeue(running)
             return
         state, reason = (State.CANCELLED, Reason.CANCELLED) if aborting else (State.LOST, Reason.NODE_LOST)
-        self._settling.retire(entry, Outcome(state=state, reason=reason, message=message, component="core"))
+        self._settling.retire(running, Outcome(state=state, reason=reason, message=message, component="core"))
 
-    def _requeue(self, lost: Entry) -> None:
+    def _requeue(self, lost: Running) -> None:
         """Queue a lost action again, in its old place, as its next attempt."""
         state = self._state
         self._settling.release(lost)
-        state.families.orphan(lost.id)
-        action = replace(lost.action, attempt=lost.action.attempt + 1)
-        again = Entry(action, lost.key, lost.seq, idempotent=True, child=lost.child)
+        state.children.orphan(lost.id)
+        again = replace(lost.waited, action=replace(lost.action, attempt=lost.action.attempt + 1), group=None)
         state.queue.admit(again, state.now_s)
-        self._lanes.again(again, lost)
+        self._order.again(again, lost.waited)

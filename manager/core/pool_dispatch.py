@@ -8,7 +8,7 @@ from typing import TypeVar, overload
 from manager.action import Action, UnitSet
 from manager.core.candidates import Candidate, CandidateSelection, StartOption
 from manager.core.dispatcher import Dispatcher
-from manager.core.queue import Entry, QueueGroup
+from manager.core.queue import QueueGroup, Waiting
 from manager.core.state import SchedulerState
 from manager.resources.pool import Pool, PoolRequest
 from manager.scheduler.policy import Decision, PoolView, Start, WaitingView
@@ -53,7 +53,7 @@ class PoolDispatch:
     def __init__(
         self,
         state: SchedulerState,
-        starter: Dispatcher,
+        dispatcher: Dispatcher,
         pool: Pool,
         candidates: Sequence[Candidate],
         selection: CandidateSelection,
@@ -61,9 +61,9 @@ class PoolDispatch:
     ) -> None:
         self._state = state
         self._look_again = look_again
-        self._starter = starter
+        self._dispatcher = dispatcher
         self._pool = pool
-        self._candidates = {candidate.entry.id: candidate for candidate in candidates}
+        self._candidates = {candidate.waiting.id: candidate for candidate in candidates}
         self._selection = selection
         self._groups = [group for group in selection.options if pool.name in state.pools_of(group)]
         headroom = selection.headrooms.get(pool.name)
@@ -71,7 +71,7 @@ class PoolDispatch:
         self._spare = pool.free if headroom is None else headroom.free
         self._free = self._spare + sum([candidate.choice.minimum for candidate in candidates])
         #: Waiting actions that the policy was shown as eligible besides the candidates, by id.
-        self._eligible: dict[str, Entry] = {}
+        self._eligible: dict[str, Waiting] = {}
         #: Candidates that the policy started and whose place, or batch, was gone.
         self._missed: list[Candidate] = []
 
@@ -90,9 +90,9 @@ class PoolDispatch:
         if started or decision.resizes or decision.wake_s is not None:
             return
         if self._candidates and not executing.holders(name):
-            # An idle pool with startable work would stay idle for ever: nothing happens that asks again.
+            # An idle pool with startable work would stay idle for ever: nothing happens that requests again.
             first = next(iter(self._candidates.values()))
-            self._start(first.entry, first.option, Start(action_id=first.entry.id, units=first.choice.minimum))
+            self._start(first.waiting, first.option, Start(action_id=first.waiting.id, units=first.choice.minimum))
 
     def _view(self) -> PoolView:
         pool, state, now_s = self._pool, self._state, self._state.now_s
@@ -104,7 +104,7 @@ class PoolDispatch:
             free=self._free,
             running=Lazy(lambda: state.executing.view(pool, now_s)),
             candidates=Lazy(self._show_candidates),
-            queued=Lazy(lambda: [entry.action for entry in self._queued(self._groups)]),
+            queued=Lazy(lambda: [waiting.action for waiting in self._queued(self._groups)]),
             backlog=sum(self._share(group) for group in self._groups),
             eligible=Lazy(self._show_eligible),
             arrival_rate=load.arrivals.at(now_s),
@@ -115,7 +115,7 @@ class PoolDispatch:
 
     def _show_candidates(self) -> list[WaitingView]:
         return [
-            WaitingView(action=candidate.entry.action, limit=self._limit(candidate))
+            WaitingView(action=candidate.waiting.action, limit=self._limit(candidate))
             for candidate in self._candidates.values()
         ]
 
@@ -131,24 +131,24 @@ class PoolDispatch:
         """How many of a group's actions wait for this pool, where several nodes could serve them."""
         return -(-group.live // max(1, len(self._selection.options[group]))) if self._pool.node else group.live
 
-    def _queued(self, groups: Iterable[QueueGroup]) -> list[Entry]:
+    def _queued(self, groups: Iterable[QueueGroup]) -> list[Waiting]:
         """Waiting actions in order of service, candidates first, bounded by the window."""
         window = self._state.spec.queue_window
-        first = [candidate.entry for candidate in self._candidates.values()]
+        first = [candidate.waiting for candidate in self._candidates.values()]
         items = [item for group in groups for item in group.first(window)]
         items.sort()
-        rest = [entry for _, _, entry in items if entry.id not in self._candidates]
+        rest = [waiting for _, _, waiting in items if waiting.id not in self._candidates]
         return [*first, *rest[: max(0, window - len(first))]]
 
     def _show_eligible(self) -> list[Action]:
         if self._state.spec.strict:  # one queue for everything: nothing starts but the candidates
-            return [candidate.entry.action for candidate in self._candidates.values()]
+            return [candidate.waiting.action for candidate in self._candidates.values()]
         entries = self._queued(group for group in self._groups if self._place(group) is not None)
         if any(len(group.demand) > 1 for group in self._groups):
             # What another kind's policy chooses for is not this one's to start, though it needs this pool as well.
-            entries = [entry for entry in entries if entry.action.chooser == self._pool.kind]
-        self._eligible = {entry.id: entry for entry in entries}
-        return [entry.action for entry in entries]
+            entries = [waiting for waiting in entries if waiting.action.chooser == self._pool.kind]
+        self._eligible = {waiting.id: waiting for waiting in entries}
+        return [waiting.action for waiting in entries]
 
     def _place(self, group: QueueGroup) -> StartOption | None:
         """Where a group's actions could start, were this pool's units free; None where something else is missing."""
@@ -161,30 +161,30 @@ class PoolDispatch:
 
     def _carry_out(self, decision: Decision) -> bool:
         """Shrink, start, grow, in this order; whether anything was started."""
-        running = self._state.executing.holders(self._pool.name)
-        grows = []
+        pool, kind, grows = self._pool, self._pool.kind, []
+        holders = self._state.executing.holders(pool.name)
         balance = self._free
         for resize in decision.resizes:
-            entry = running.get(resize.action_id)
-            assert entry is not None and entry.malleable(self._pool.kind), self._story(
+            running = holders.get(resize.action_id)
+            assert running is not None and running.action.malleable_in(kind), self._story(
                 resize, "names no running action that is malleable here"
             )
-            assert resize.units in entry.action.cost[self._pool.kind], self._story(resize, "is not in the unit set")
-            balance -= resize.units - self._pool.held[entry.id]
-            if resize.units < self._pool.held[entry.id]:
-                self._starter.resize(entry, self._pool.kind, resize.units)
-            elif resize.units > self._pool.held[entry.id]:
-                grows.append((entry, resize.units))
+            assert resize.units in running.action.cost[kind], self._story(resize, "is not in the unit set")
+            balance -= resize.units - pool.held[running.id]
+            if resize.units < pool.held[running.id]:
+                self._dispatcher.resize(running, kind, resize.units)
+            elif resize.units > pool.held[running.id]:
+                grows.append((running, resize.units))
         started, balance = self._carry_out_starts(decision.starts, balance)
         if started:
             self._reconsider(balance)
-        for entry, units in grows:
-            held = self._pool.held[entry.id]
-            assert units - held <= self._pool.free, self._story(decision, f"grows {entry.id} beyond what is free")
-            room = self._state.cap_room(entry, self._pool.kind)
-            allowed = units if room is None else entry.action.cost[self._pool.kind].at_most(min(units, held + room))
+        for running, units in grows:
+            held = pool.held[running.id]
+            assert units - held <= pool.free, self._story(decision, f"grows {running.id} beyond what is free")
+            room = self._state.cap_room(running, kind)
+            allowed = units if room is None else running.action.cost[kind].at_most(min(units, held + room))
             if allowed is not None and allowed > held:
-                self._starter.resize(entry, self._pool.kind, allowed)
+                self._dispatcher.resize(running, kind, allowed)
         return started
 
     def _carry_out_starts(self, starts: Sequence[Start], balance: int) -> tuple[bool, int]:
@@ -204,17 +204,17 @@ class PoolDispatch:
             assert within, self._story(start, "is above its limit")
             balance -= start.units
             assert balance >= 0, self._story(start, f"is beyond the {self._free} units to share")
-            if self._start(candidate.entry, candidate.option, start):
+            if self._start(candidate.waiting, candidate.option, start):
                 started = True
             else:
                 self._missed.append(candidate)
         for start in others:
-            entry = self._eligible.get(start.action_id)
-            assert entry is not None, self._story(start, "names neither a candidate nor an eligible action")
-            assert start.units in _unit_set(entry.action), self._story(start, "is not in the unit set")
-            option = None if entry.group is None else self._place(entry.group)
+            waiting = self._eligible.get(start.action_id)
+            assert waiting is not None, self._story(start, "names neither a candidate nor an eligible action")
+            assert start.units in _unit_set(waiting.action), self._story(start, "is not in the unit set")
+            option = None if waiting.group is None else self._place(waiting.group)
             if option is not None:
-                started |= self._start(entry, option, start)
+                started |= self._start(waiting, option, start)
         return started, balance
 
     def _reconsider(self, balance: int) -> None:
@@ -229,7 +229,7 @@ class PoolDispatch:
             self._look_again(group for group in bound if group.live)
         beaten = [one for one in self._candidates.values() if one.choice.minimum > balance]
         for candidate in (*beaten, *self._missed):
-            group = candidate.entry.group
+            group = candidate.waiting.group
             if group is None:
                 continue
             elsewhere = len(candidate.option.needs) > 1 or len(self._selection.options[group]) > 1
@@ -243,36 +243,36 @@ class PoolDispatch:
         if spec is not None and spec.caps:
             self._look_again(group for group in self._state.queue.groups() if group.signature.task == task)
 
-    def _start(self, entry: Entry, option: StartOption, start: Start) -> bool:
+    def _start(self, waiting: Waiting, option: StartOption, start: Start) -> bool:
         """Start an action, unless a start of this very turn took what it needs (a batch, a place, a resource)."""
-        if entry.group is None:
+        if waiting.group is None:
             return False
-        room = self._state.cap_room(entry, self._pool.kind)
-        allowed = start.units if room is None else _unit_set(entry.action).at_most(min(start.units, room))
+        room = self._state.cap_room(waiting, self._pool.kind)
+        allowed = start.units if room is None else _unit_set(waiting.action).at_most(min(start.units, room))
         if allowed is None:
             return False
-        asks = []
+        requests = []
         for _, pool, _, minimum in option.needs:
             if pool is self._pool:
-                units, chunk = self._shaped(entry, option, allowed, start), start.chunk
+                units, chunk = self._shaped(waiting, option, allowed, start), start.chunk
             else:
                 units, chunk = minimum, None
-            ask = PoolRequest(entry.id, units, entry.action.service, chunk, option.node)
-            if not pool.accepts(ask):
+            request = PoolRequest(waiting.id, units, waiting.action.service, chunk, option.node)
+            if not pool.accepts(request):
                 return False
-            asks.append((pool, ask))
+            requests.append((pool, request))
         if option.memory_bytes and self._state.nodes[option.node].free_bytes < option.memory_bytes:
             return False
-        self._starter.start(entry, option.node, asks, workers=start.workers)
+        self._dispatcher.start(waiting, option.node, requests, workers=start.workers)
         return True
 
-    def _shaped(self, entry: Entry, option: StartOption, units: int, start: Start) -> int:
+    def _shaped(self, waiting: Waiting, option: StartOption, units: int, start: Start) -> int:
         """Where the pool has places and the policy named none: the widest count not above ``units`` with a place."""
         if not self._pool.has_places or start.chunk is not None:
             return units
-        counts = [count for count in _unit_set(entry.action) if count <= units]
+        counts = [count for count in _unit_set(waiting.action) if count <= units]
         for count in reversed(counts):
-            if self._pool.accepts(PoolRequest(holder=entry.id, units=count, node=option.node)):
+            if self._pool.accepts(PoolRequest(holder=waiting.id, units=count, node=option.node)):
                 return count
         return counts[0]
 

@@ -9,62 +9,35 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from manager.action import Action, Demand
-from manager.batch import Batch
 from manager.config import ServiceSpec, TaskSpec
 from manager.core.expiries import Expiries
 from manager.errors import CapacityExceeded, CodedError, QuotaExceeded
-from manager.lease import Lease
-from manager.outcome import State
 
 #: Order of service: the fair-share stamp, the submission, and the child's own submission (0 at the top).
 Key = tuple[float, int, int]
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
-    """One accepted action until it settles."""
+class Waiting:
+    """One accepted action until it starts, or settles without."""
 
     action: Action
     key: Key
     seq: int
+    #: Whether it may run again after its node was lost.
     idempotent: bool = False
-    state: State = State.QUEUED
-    #: The group it can be chosen from; None while it runs or waits for its trajectory.
-    group: QueueGroup | None = None
-    #: Earlier action of its trajectory must settle first, unless it was invoked by a running one.
+    #: Whether a running action invoked it: it passes the order of its trajectory and the caps of its task.
     child: bool = False
-    lease: Lease | None = None
-    #: What it was started with; None where alone.
-    batch: Batch | None = None
-    started_s: float = 0.0
-    #: Work done before ``since_s``, as a fraction, and when the units changed last.
-    done: float = 0.0
-    since_s: float = 0.0
-    #: Until when `used` counts.
-    accounted_s: float = 0.0
-    #: Unit-seconds used so far, by kind.
-    used: dict[str, float] = field(default_factory=dict)
-    resize_after_s: float = 0.0
-    #: Whether its units have changed while it ran.
-    resized: bool = False
-    aborting: bool = False
-    #: Kinds whose units are lent, by whom, and the child that uses this one's units.
-    borrowed: frozenset[str] = frozenset()
-    lender: Entry | None = None
-    borrower: Entry | None = None
-    #: Its action's.
+    #: The group that a pass can choose it from; None until its turn in its trajectory has come.
+    group: QueueGroup | None = None
     id: str = field(init=False)
 
     def __post_init__(self) -> None:
         self.id = self.action.id
 
-    def malleable(self, kind: str) -> bool:
-        """Whether its units of ``kind`` may change while it runs."""
-        return self.action.malleable and self.action.key == kind
-
     @property
     def order(self) -> tuple[Key, int]:
-        """Sorts entries in order of service."""
+        """The place in the order of service."""
         return self.key, self.seq
 
 
@@ -90,7 +63,7 @@ class QueueGroup:
     def __init__(self, signature: Signature) -> None:
         self.signature = signature
         self.demand: Mapping[str, int] = dict(signature.demand)
-        self._items: list[tuple[Key, int, Entry]] = []
+        self._items: list[tuple[Key, int, Waiting]] = []
         self._first = 0
         self.live = 0
         #: Names of the pools that could serve it, as of this version of the resources.
@@ -101,18 +74,18 @@ class QueueGroup:
     def needs_memory_only(self) -> bool:
         return self.signature.memory_bytes > 0 and not self.demand
 
-    def add(self, entry: Entry) -> None:
-        item = (entry.key, entry.seq, entry)
+    def add(self, waiting: Waiting) -> None:
+        item = (waiting.key, waiting.seq, waiting)
         if not self._items or item > self._items[-1]:
             self._items.append(item)
         else:
             insort(self._items, item, lo=self._first)
-        entry.group = self
+        waiting.group = self
         self.live += 1
 
-    def remove(self, entry: Entry) -> None:
-        assert entry.group is self, f"{entry.id} is not in this group"
-        entry.group = None
+    def remove(self, waiting: Waiting) -> None:
+        assert waiting.group is self, f"{waiting.id} is not in this group"
+        waiting.group = None
         self.live -= 1
         while self._first < len(self._items) and self._items[self._first][2].group is not self:
             self._first += 1
@@ -120,7 +93,7 @@ class QueueGroup:
             self._items = [item for item in self._items[self._first :] if item[2].group is self]
             self._first = 0
 
-    def first(self, count: int) -> list[tuple[Key, int, Entry]]:
+    def first(self, count: int) -> list[tuple[Key, int, Waiting]]:
         """Up to ``count`` waiting actions in order, each with what sorts it among those of other groups."""
         items = self._items
         found = [item for item in items[self._first : self._first + count] if item[2].group is self]
@@ -131,12 +104,12 @@ class QueueGroup:
             index += count
         return found[:count]
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[Waiting]:
         """Waiting actions in order; the group must not change meanwhile."""
         for index in range(self._first, len(self._items)):
-            entry = self._items[index][2]
-            if entry.group is self:
-                yield entry
+            waiting = self._items[index][2]
+            if waiting.group is self:
+                yield waiting
 
 
 @dataclass(slots=True, kw_only=True)
@@ -155,11 +128,11 @@ class Queue:
         self.bounds = bounds
         #: The model services whose actions may wait for a batch.
         self.services = services
-        self._waiting: dict[str, Entry] = {}
+        self._waiting: dict[str, Waiting] = {}
         self._groups: dict[Signature, QueueGroup] = {}
         self._by_task: Counter[str] = Counter()
         self._by_function: Counter[str] = Counter()
-        self._deadlines = Expiries[Entry](lambda entry, _: self._waiting.get(entry.id) is not entry)
+        self._deadlines = Expiries[Waiting](lambda one, _: self._waiting.get(one.id) is not one)
         #: What was offered since the last pass, by group, and the groups of which some left what they had reserved.
         self._arrived: dict[QueueGroup, int] = {}
         self._forsaken: set[QueueGroup] = set()
@@ -170,17 +143,17 @@ class Queue:
     def __contains__(self, action_id: str) -> bool:
         return action_id in self._waiting
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[Waiting]:
         """Every waiting action, in no order of service."""
         return iter(self._waiting.values())
 
-    def get(self, action_id: str) -> Entry | None:
+    def get(self, action_id: str) -> Waiting | None:
         return self._waiting.get(action_id)
 
-    def of_trajectory(self, trajectory: str) -> list[Entry]:
+    def of_trajectory(self, trajectory: str) -> list[Waiting]:
         """Its waiting actions, latest first: none of them gets its turn while they are cancelled one by one."""
-        found = [entry for entry in self._waiting.values() if entry.action.trajectory == trajectory]
-        return sorted(found, key=lambda entry: entry.order, reverse=True)
+        found = [one for one in self._waiting.values() if one.action.trajectory == trajectory]
+        return sorted(found, key=lambda one: one.order, reverse=True)
 
     def refusal(self, action: Action) -> CodedError | None:
         """Why one more such action cannot be queued now; None where it can."""
@@ -194,42 +167,44 @@ class Queue:
             return _over(CapacityExceeded, f"{self.bounds.total} actions wait, the bound of the queue", action)
         return None
 
-    def admit(self, entry: Entry, now_s: float) -> None:
+    def admit(self, waiting: Waiting, now_s: float) -> None:
         """Count it and start its waiting clock."""
-        assert entry.id not in self._waiting, f"{entry.id} waits already"
-        action = entry.action
-        self._waiting[entry.id] = entry
+        assert waiting.id not in self._waiting, f"{waiting.id} waits already"
+        action = waiting.action
+        self._waiting[waiting.id] = waiting
         self._by_task[action.task] += 1
         self._by_function[action.function] += 1
-        self._deadlines.add(now_s + action.queue_timeout_s, entry.seq, entry)
+        self._deadlines.add(now_s + action.queue_timeout_s, waiting.seq, waiting)
 
-    def offer(self, entry: Entry, node: str = "") -> None:
+    def offer(self, waiting: Waiting, node: str = "") -> None:
         """Let a pass choose an action, on ``node`` if it is bound to one; its trajectory, if any, holds its memory."""
-        action = entry.action
+        action = waiting.action
         memory_bytes = action.memory_bytes if action.trajectory is None else 0
-        signature = Signature(action.task, action.demand, memory_bytes, node, self._batch_service(action), entry.child)
+        signature = Signature(
+            action.task, action.demand, memory_bytes, node, self._batch_service(action), waiting.child
+        )
         group = self._groups.get(signature)
         if group is None:
             group = self._groups[signature] = QueueGroup(signature)
-        group.add(entry)
+        group.add(waiting)
         self._arrived[group] = self._arrived.get(group, 0) + 1
 
-    def leave(self, entry: Entry) -> None:
+    def leave(self, waiting: Waiting) -> None:
         """Remove an action that starts on what it had reserved."""
-        del self._waiting[entry.id]
-        _decrement(self._by_task, entry.action.task)
-        _decrement(self._by_function, entry.action.function)
-        group = entry.group
+        del self._waiting[waiting.id]
+        _decrement(self._by_task, waiting.action.task)
+        _decrement(self._by_function, waiting.action.function)
+        group = waiting.group
         if group is not None:
-            group.remove(entry)
+            group.remove(waiting)
             if not group.live:
                 del self._groups[group.signature]
 
-    def withdraw(self, entry: Entry) -> None:
+    def withdraw(self, waiting: Waiting) -> None:
         """Remove an action that leaves what it had reserved to others."""
-        if entry.group is not None:
-            self._forsaken.add(entry.group)
-        self.leave(entry)
+        if waiting.group is not None:
+            self._forsaken.add(waiting.group)
+        self.leave(waiting)
 
     def take_arrived(self) -> dict[QueueGroup, int]:
         """Return how many actions were offered since the last call, by group."""
@@ -251,21 +226,21 @@ class Queue:
         """The instant at which the next waiting action's patience ends."""
         return self._deadlines.next_s()
 
-    def expired(self, now_s: float) -> list[Entry]:
+    def expired(self, now_s: float) -> list[Waiting]:
         """Waiting actions whose ``queue_timeout`` has passed."""
         return self._deadlines.take(now_s, len(self._waiting))
 
     def check(self) -> None:
         """Assert that the counters and the groups agree with what waits."""
-        grouped = [entry for group in self._groups.values() for entry in group]
+        grouped = [one for group in self._groups.values() for one in group]
         assert len(grouped) == sum(group.live for group in self._groups.values())
-        assert all(self._waiting.get(entry.id) is entry for entry in grouped), "a group holds what does not wait"
+        assert all(self._waiting.get(one.id) is one for one in grouped), "a group holds what does not wait"
         assert sum(self._by_task.values()) == sum(self._by_function.values()) == len(self._waiting)
 
     def _batch_service(self, action: Action) -> str:
         """Return the service whose batch an action may join; empty if it joins none."""
         service = self.services.get(action.service or "") if action.batch_tokens else None
-        return service.name if service is not None and service.batch_tokens else ""
+        return action.service or "" if service is not None and service.batch_tokens else ""
 
 
 def _over(error: type[CodedError], message: str, action: Action) -> CodedError:

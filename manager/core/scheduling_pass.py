@@ -22,12 +22,8 @@ class SchedulingPass:
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
-        self._starter = Dispatcher(state)
+        self.dispatcher = Dispatcher(state)
         self._changes = Changes(state)
-
-    @property
-    def starter(self) -> Dispatcher:
-        return self._starter
 
     def run(self) -> None:
         """Start what can start and resize what the policies want, until nothing changes (bounded)."""
@@ -46,11 +42,11 @@ class SchedulingPass:
         for candidate in selection.candidates:
             by_pool.setdefault(candidate.pool, []).append(candidate)
         for candidate in by_pool.pop("", []):
-            self._starter.start(candidate.entry, candidate.option.node, ())
+            self.dispatcher.start(candidate.waiting, candidate.option.node, ())
         for pool in list(state.resources):
             if pool.name in pools:
                 candidates = by_pool.get(pool.name, [])
-                PoolDispatch(state, self._starter, pool, candidates, selection, self._changes.look_again).take()
+                PoolDispatch(state, self.dispatcher, pool, candidates, selection, self._changes.look_again).take()
 
     def select(self, groups: Iterable[QueueGroup]) -> CandidateSelection:
         """What could start now of these groups, by reservation."""
@@ -76,7 +72,7 @@ class SchedulingPass:
             if group not in selection.capped and any(one.fits(beside=pool.name) for one in selection.options[group])
             for item in group.first(most)
         ]
-        return [entry.action for _, _, entry in sorted(items) if entry.action.chooser == pool.kind][:most]
+        return [one.action for _, _, one in sorted(items) if one.action.chooser == pool.kind][:most]
 
     def _closure(self, changed: set[str], changed_groups: set[QueueGroup]) -> tuple[set[str], list[QueueGroup]]:
         """The pools that compete for the same waiting actions as those that changed, and these actions' groups."""

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from manager.config import SchedulerSpec, TaskSpec
-from manager.core.executing import Executing
+from manager.core.executing import Executing, Running
 from manager.core.fairness import FairShare
-from manager.core.queue import Entry, Queue, QueueGroup
+from manager.core.queue import Queue, QueueGroup, Waiting
 from manager.core.trajectories import Trajectories
 from manager.core.waiting_children import WaitingChildren
 from manager.events import Command
@@ -34,7 +34,7 @@ class SchedulerState:
     #: By resource kind; ``default`` for the others.
     policies: Mapping[str, Policy]
     trajectories: Trajectories = field(default_factory=Trajectories)
-    families: WaitingChildren = field(default_factory=WaitingChildren)
+    children: WaitingChildren = field(default_factory=WaitingChildren)
     now_s: float = 0.0
     #: What the shell is to be told at the end of the step.
     commands: list[Command] = field(default_factory=list)
@@ -51,20 +51,20 @@ class SchedulerState:
         return self.policies.get(kind) or self.policies["default"]
 
     def option(self, kind: str, name: str, default: float) -> float:
-        """A constant of the policy of ``kind``."""
+        """Return a constant of the policy of ``kind``."""
         policies = self.spec.policies
         spec = policies.get(kind, policies.get("default"))
         return default if spec is None else float(spec.options.get(name, default))
 
-    def cap_room(self, entry: Entry, kind: str) -> int | None:
-        """Units of ``kind`` that the task's cap leaves for one of its actions; None where no cap binds it.
+    def cap_room(self, one: Waiting | Running, kind: str) -> int | None:
+        """Return the units of ``kind`` that the task's cap leaves for one of its actions; None if no cap binds it.
 
         Children run under what their parents were granted: a full cap never blocks what it waits for.
         """
-        task = self.tasks.get(entry.action.task)
-        if task is None or kind not in task.caps or entry.child:
+        task = self.tasks.get(one.action.task)
+        if task is None or kind not in task.caps or one.child:
             return None
-        return max(0, task.caps[kind] - self.executing.held_by(entry.action.task, kind))
+        return max(0, task.caps[kind] - self.executing.held_by(one.action.task, kind))
 
     def cap_rooms(self) -> dict[tuple[str, str], int]:
         """Return the units that each task's caps leave, by task and kind."""
@@ -75,11 +75,11 @@ class SchedulerState:
         }
 
     def weight(self, task: str) -> float:
-        """The share of a task."""
+        """Return the share of a task."""
         return self.tasks.get(task, _UNKNOWN_TASK).weight
 
     def pools_of(self, group: QueueGroup) -> tuple[str, ...]:
-        """The pools that could serve a group's actions."""
+        """Return the names of the pools that could serve a group's actions."""
         if group.pools_version != self.resources.version:
             node = group.signature.node
             group.pools = tuple(
@@ -91,15 +91,15 @@ class SchedulerState:
             group.pools_version = self.resources.version
         return group.pools
 
-    def waits_for(self, entry: Entry) -> str:
-        """What a waiting action waits for, in plain words."""
-        action = entry.action
+    def waits_for(self, waiting: Waiting) -> str:
+        """Say what a waiting action waits for, in plain words."""
+        action = waiting.action
         trajectory = None if action.trajectory is None else self.trajectories.get(action.trajectory)
-        if entry.group is None and trajectory is not None:
-            if entry in trajectory.homeless:
+        if waiting.group is None and trajectory is not None:
+            if waiting in trajectory.unplaced:
                 return f"{trajectory.memory_bytes} bytes of memory on a node"
             return f"the earlier actions of trajectory {trajectory.name}"
-        hold = self.holds.get(entry.id)
+        hold = self.holds.get(waiting.id)
         if hold is not None:
             return hold.waits_for
         parts = [f"{units.minimum} of {kind}" for kind, units in action.cost.items()]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from manager.action import Demand
 from manager.core.expiries import Expiries
-from manager.core.queue import Entry
+from manager.core.queue import Waiting
 
 
 @dataclass(slots=True, eq=False)
@@ -27,10 +27,10 @@ class TrajectoryState:
     #: Whether it waits for a node's memory.
     waiting: bool = False
     #: The action whose turn it is (eligible or running), and those behind it.
-    active: Entry | None = None
-    lane: deque[Entry] = field(default_factory=deque)
+    active: Waiting | None = None
+    behind: deque[Waiting] = field(default_factory=deque)
     #: Actions whose turn it is, but which need the place that it waits for.
-    homeless: list[Entry] = field(default_factory=list)
+    unplaced: list[Waiting] = field(default_factory=list)
     #: Actions invoked by the active one, queued or running.
     children: int = 0
     idle_since_s: float = 0.0
@@ -41,7 +41,7 @@ class TrajectoryState:
     @property
     def at_rest(self) -> bool:
         """Whether none of its actions is queued or running."""
-        return self.active is None and not self.lane and not self.children
+        return self.active is None and not self.behind and not self.children
 
 
 class Trajectories:
@@ -63,11 +63,11 @@ class Trajectories:
     def get(self, name: str) -> TrajectoryState | None:
         return self._living.get(name)
 
-    def open(self, trajectory: TrajectoryState) -> None:
+    def add(self, trajectory: TrajectoryState) -> None:
         assert trajectory.name not in self._living, f"trajectory {trajectory.name} is open already"
         self._living[trajectory.name] = trajectory
 
-    def close(self, trajectory: TrajectoryState) -> None:
+    def remove(self, trajectory: TrajectoryState) -> None:
         del self._living[trajectory.name]
         self.wait_no_more(trajectory)
 
@@ -78,13 +78,13 @@ class Trajectories:
             self._waiting.append(trajectory)
 
     def wait_no_more(self, trajectory: TrajectoryState) -> None:
-        """It has its place, or needs none any more."""
+        """Note that a trajectory has its place, or needs none any more."""
         if trajectory.waiting:
             trajectory.waiting = False
             self._still_waiting -= 1
 
     def waiting(self) -> Iterator[TrajectoryState]:
-        """Those that wait for memory, the longest first; they may cease to wait meanwhile."""
+        """Return those that wait for memory, the longest first; they may cease to wait meanwhile."""
         if len(self._waiting) > 64 + 2 * self._still_waiting:
             self._waiting = deque(dict.fromkeys(trajectory for trajectory in self._waiting if trajectory.waiting))
         while self._waiting and not self._waiting[0].waiting:
@@ -92,15 +92,16 @@ class Trajectories:
         return (trajectory for trajectory in self._waiting if trajectory.waiting)
 
     def rest(self, trajectory: TrajectoryState, now_s: float) -> None:
-        """Nothing of it runs or waits: its idle clock starts."""
+        """Start the idle clock of a trajectory of which nothing runs or waits."""
         trajectory.idle_since_s = now_s
         self._expiries.add(now_s + trajectory.ttl_s, trajectory.opened_seq, trajectory)
 
     def next_expiry_s(self) -> float | None:
+        """Return the instant at which the next idle trajectory ends; None if there is none."""
         return self._expiries.next_s()
 
     def expired(self, now_s: float) -> list[TrajectoryState]:
-        """Trajectories that were idle for their whole ``ttl_s``."""
+        """Return the trajectories that were idle for their whole ``ttl_s``."""
         return self._expiries.take(now_s, len(self._living))
 
     def _is_stale(self, trajectory: TrajectoryState, expiry_s: float) -> bool:

@@ -1,9 +1,9 @@
-"""Lanes: the rules of trajectories. Whose turn it is, where a trajectory lives, and when it is over."""
+"""The order of trajectories: whose turn it is, where a trajectory lives, and when it is over."""
 
 from __future__ import annotations
 
 from manager.action import Action, demand_of
-from manager.core.queue import Entry
+from manager.core.queue import Waiting
 from manager.core.state import SchedulerState
 from manager.core.trajectories import TrajectoryState
 from manager.events import EndTrajectory, TrajectoryOpened, TrajectoryPlaced
@@ -11,39 +11,38 @@ from manager.resources.nodes import Node
 
 
 class TrajectoryOrder:
-    """One lane for each trajectory: its actions one at a time and in order; children pass beside."""
+    """The actions of each trajectory run one at a time and in order; children pass beside."""
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
 
-    def of(self, entry: Entry) -> TrajectoryState | None:
-        """The trajectory that an action belongs to."""
-        name = entry.action.trajectory
-        return None if name is None else self._state.trajectories.get(name)
+    def of(self, action: Action) -> TrajectoryState | None:
+        """Return the trajectory that an action belongs to; None if there is none."""
+        return None if action.trajectory is None else self._state.trajectories.get(action.trajectory)
 
-    def line_up(self, entry: Entry) -> None:
+    def line_up(self, waiting: Waiting) -> None:
         """Offer an action to the pass, or put it behind the earlier ones of its trajectory."""
-        action = entry.action
+        action = waiting.action
         if action.trajectory is None:
-            self._state.queue.offer(entry)
+            self._state.queue.offer(waiting)
             return
         trajectory = self._state.trajectories.get(action.trajectory)
         if trajectory is None:
             trajectory = TrajectoryState(
-                action.trajectory, action.task, action.memory_bytes, action.trajectory_ttl_s, entry.seq
+                action.trajectory, action.task, action.memory_bytes, action.trajectory_ttl_s, waiting.seq
             )
-            self._state.trajectories.open(trajectory)
-        if entry.child:
+            self._state.trajectories.add(trajectory)
+        if waiting.child:
             trajectory.children += 1
-            self._offer(entry, trajectory)
         elif trajectory.active is None:
-            trajectory.active = entry
-            self._offer(entry, trajectory)
+            trajectory.active = waiting
         else:
-            trajectory.lane.append(entry)
+            trajectory.behind.append(waiting)
+            return
+        self._offer(waiting, trajectory)
 
     def can_resume(self, action: Action, node: str) -> bool:
-        """Whether an action that runs on ``node`` already may have the turn of its trajectory, which lives there."""
+        """Return whether a running action may take its trajectory's turn on ``node``."""
         if action.trajectory is None:
             return True
         state = self._state
@@ -56,40 +55,42 @@ class TrajectoryOrder:
             return trajectory.node == node
         return node in state.nodes and trajectory.memory_bytes <= state.nodes[node].free_bytes
 
-    def resume(self, entry: Entry, node: str) -> None:
-        """It has the turn, and its trajectory its place."""
-        trajectory = self.of(entry)
+    def resume(self, waiting: Waiting, node: str) -> None:
+        """Give a running action its trajectory's turn, and the trajectory its place."""
+        trajectory = self.of(waiting.action)
         if trajectory is None:
             return
-        trajectory.active = entry
-        if not trajectory.node and self._needs_place(entry.action):
+        trajectory.active = waiting
+        if not trajectory.node and self._needs_place(waiting.action):
             self._pin(trajectory, self._state.nodes[node])
 
-    def again(self, entry: Entry, lost: Entry) -> None:
+    def again(self, waiting: Waiting, lost: Waiting) -> None:
         """Offer the next attempt of an action whose node was lost."""
-        trajectory = self.of(entry)
+        trajectory = self.of(waiting.action)
         if trajectory is None:
-            self._state.queue.offer(entry)
+            self._state.queue.offer(waiting)
             return
         if trajectory.active is lost:
-            trajectory.active = entry
-        self._offer(entry, trajectory)
+            trajectory.active = waiting
+        self._offer(waiting, trajectory)
 
-    def leave(self, entry: Entry) -> None:
-        """An action has settled: the turn of the next one."""
-        trajectory = self.of(entry)
+    def leave(self, waiting: Waiting) -> None:
+        """Give the turn of an action that has settled to the next one."""
+        trajectory = self.of(waiting.action)
         if trajectory is None:
             return
-        if entry in trajectory.homeless:
-            trajectory.homeless.remove(entry)
-        if trajectory.active is entry:
+        if waiting in trajectory.unplaced:
+            trajectory.unplaced.remove(waiting)
+        if trajectory.active is waiting:
             trajectory.active = None
-        elif entry.child:
+        elif waiting.child:
             trajectory.children -= 1
         else:
-            trajectory.lane.remove(entry)
-        self._next(trajectory)
-        if trajectory.active is None and not trajectory.children:
+            trajectory.behind.remove(waiting)
+        if trajectory.active is None and trajectory.behind:
+            trajectory.active = trajectory.behind.popleft()
+            self._offer(trajectory.active, trajectory)
+        if trajectory.at_rest:
             self._rest(trajectory)
 
     def open(self, event: TrajectoryOpened, seq: int) -> None:
@@ -100,7 +101,7 @@ class TrajectoryOrder:
             known.explicit = True
             return
         trajectory = TrajectoryState(event.trajectory, event.task, event.memory_bytes, event.ttl_s, seq)
-        trajectories.open(trajectory)
+        trajectories.add(trajectory)
         trajectory.explicit = True
         trajectory.demand = demand_of(event.cost)
         if event.memory_bytes or self._state.resources.any_on_nodes(event.cost):
@@ -108,7 +109,7 @@ class TrajectoryOrder:
         trajectories.rest(trajectory, self._state.now_s)
 
     def place(self) -> None:
-        """Give memory to those that wait for it, first come first served."""
+        """Give memory to those that wait for it, first come first served, and note the first that gets none."""
         state = self._state
         state.memory_waits_from = None
         for trajectory in state.trajectories.waiting():
@@ -119,11 +120,19 @@ class TrajectoryOrder:
                     return
                 continue  # only a new node could serve it: it must not hold up the others
             self._pin(trajectory, node)
-            for entry in trajectory.homeless:
-                self._state.queue.offer(entry, trajectory.node)
-            trajectory.homeless.clear()
+            for waiting in trajectory.unplaced:
+                state.queue.offer(waiting, trajectory.node)
+            trajectory.unplaced.clear()
             if trajectory.at_rest:
                 state.trajectories.rest(trajectory, state.now_s)
+
+    def close(self, trajectory: TrajectoryState) -> None:
+        """Give back the memory, and end the environment, of a trajectory of which nothing runs or waits."""
+        state = self._state
+        state.trajectories.remove(trajectory)
+        if trajectory.node and trajectory.node in state.nodes:
+            state.nodes[trajectory.node].release(trajectory.name)
+        state.commands.append(EndTrajectory(trajectory=trajectory.name))
 
     def _pin(self, trajectory: TrajectoryState, node: Node) -> None:
         """Hold its memory where it lives from now on."""
@@ -133,31 +142,16 @@ class TrajectoryOrder:
         if trajectory.explicit:
             self._state.commands.append(TrajectoryPlaced(trajectory=trajectory.name, node=trajectory.node))
 
-    def close(self, trajectory: TrajectoryState) -> None:
-        """Its memory returns and its environment goes; nothing of it runs or waits."""
-        state = self._state
-        state.trajectories.close(trajectory)
-        if trajectory.node and trajectory.node in state.nodes:
-            state.nodes[trajectory.node].release(trajectory.name)
-        state.commands.append(EndTrajectory(trajectory=trajectory.name))
-
-    def _next(self, trajectory: TrajectoryState) -> None:
-        """The turn of the trajectory's next action, where none has it."""
-        if trajectory.active is None and trajectory.lane:
-            trajectory.active = trajectory.lane.popleft()
-            self._offer(trajectory.active, trajectory)
-
-    def _offer(self, entry: Entry, trajectory: TrajectoryState) -> None:
-        """Let the pass choose it, once its trajectory has a place (where it needs one)."""
-        if not self._needs_place(entry.action):
-            self._state.queue.offer(entry)
-            return
-        if trajectory.node:
-            self._state.queue.offer(entry, trajectory.node)
-            return
-        trajectory.demand = trajectory.demand or entry.action.demand
-        trajectory.homeless.append(entry)
-        self._state.trajectories.wait_for_memory(trajectory)
+    def _offer(self, waiting: Waiting, trajectory: TrajectoryState) -> None:
+        """Let the pass choose an action, once its trajectory has a place (if it needs one)."""
+        if not self._needs_place(waiting.action):
+            self._state.queue.offer(waiting)
+        elif trajectory.node:
+            self._state.queue.offer(waiting, trajectory.node)
+        else:
+            trajectory.demand = trajectory.demand or waiting.action.demand
+            trajectory.unplaced.append(waiting)
+            self._state.trajectories.wait_for_memory(trajectory)
 
     def _rest(self, trajectory: TrajectoryState) -> None:
         if trajectory.ending:

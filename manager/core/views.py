@@ -9,11 +9,11 @@ from collections.abc import Mapping
 
 from manager.config import TaskSpec
 from manager.core.core import Core
-from manager.core.queue import Entry, Key
+from manager.core.queue import Key, Waiting
 from manager.core.trajectories import TrajectoryState
 from manager.errors import InvalidInput
 
-#: A place in the order of service as bytes: it stays a place when the entry has left.
+#: A place in the order of service as bytes: it stays a place when the waiting has left.
 _PLACE = struct.Struct(">dqqq")
 
 
@@ -58,30 +58,30 @@ def queue_view(core: Core, limit: int, cursor: str | None) -> dict[str, object]:
     ``cursor`` is the ``next_cursor`` of the page before; raises InvalidInput for any other.
     """
     after = None if cursor is None else _place_of(cursor)
-    waiting = core.state.queue
-    behind = (entry for entry in waiting if after is None or entry.order > after)
-    page = heapq.nsmallest(limit + 1, behind, key=lambda entry: entry.order)
+    queue = core.state.queue
+    behind = (waiting for waiting in queue if after is None or waiting.order > after)
+    page = heapq.nsmallest(limit + 1, behind, key=lambda waiting: waiting.order)
     return {
-        "waiting": len(waiting),
-        "queue": [_waiting_view(core, entry) for entry in page[:limit]],
+        "waiting": len(queue),
+        "queue": [_waiting_view(core, waiting) for waiting in page[:limit]],
         "next_cursor": _cursor(page[limit - 1]) if len(page) > limit else None,
     }
 
 
-def _waiting_view(core: Core, entry: Entry) -> dict[str, object]:
+def _waiting_view(core: Core, waiting: Waiting) -> dict[str, object]:
     return {
-        "id": entry.id,
-        "function": entry.action.function,
-        "task": entry.action.task,
-        "trajectory": entry.action.trajectory,
-        "age_s": core.now_s - entry.action.submitted_s,
-        "cost": {kind: [units.minimum, units.maximum] for kind, units in entry.action.cost.items()},
-        "waits_for": core.state.waits_for(entry),
+        "id": waiting.id,
+        "function": waiting.action.function,
+        "task": waiting.action.task,
+        "trajectory": waiting.action.trajectory,
+        "age_s": core.now_s - waiting.action.submitted_s,
+        "cost": {kind: [units.minimum, units.maximum] for kind, units in waiting.action.cost.items()},
+        "waits_for": core.state.waits_for(waiting),
     }
 
 
-def _cursor(entry: Entry) -> str:
-    return _PLACE.pack(*entry.key, entry.seq).hex()
+def _cursor(waiting: Waiting) -> str:
+    return _PLACE.pack(*waiting.key, waiting.seq).hex()
 
 
 def _place_of(cursor: str) -> tuple[Key, int]:
@@ -112,7 +112,7 @@ def trajectory_view(core: Core, trajectory: TrajectoryState) -> dict[str, object
         "memory_bytes": trajectory.memory_bytes,
         "ttl_s": trajectory.ttl_s,
         "state": _trajectory_state(core, trajectory.active, trajectory.ending, trajectory.waiting),
-        "queued": len(trajectory.lane),
+        "queued": len(trajectory.behind),
         "active": None if trajectory.active is None else trajectory.active.id,
         "idle_s": core.now_s - trajectory.idle_since_s if trajectory.at_rest else 0.0,
     }
@@ -132,7 +132,7 @@ def tasks_view(core: Core) -> list[dict[str, object]]:
                 "max_queued": spec.max_queued,
                 "caps": dict(spec.caps),
                 "queued": state.queue.by_task(name),
-                "running": sum(entry.action.task == name for entry in state.executing.all()),
+                "running": sum(running.action.task == name for running in state.executing.all()),
                 **_measured(core, {} if account is None else account.used),
                 **({} if account is None else account.describe()),
             }
@@ -154,7 +154,7 @@ def _measured(core: Core, used: Mapping[str, float]) -> dict[str, object]:
     return found | by_name
 
 
-def _trajectory_state(core: Core, active: Entry | None, ending: bool, waiting: bool) -> str:
+def _trajectory_state(core: Core, active: Waiting | None, ending: bool, waiting: bool) -> str:
     if ending:
         return "ending"
     if waiting:

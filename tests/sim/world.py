@@ -334,7 +334,7 @@ class World:
         """A policy that starts what it can leaves nothing waiting that could start beside all reservations."""
         state = self.core.state
         startable = SchedulingPass(state).select(state.queue.groups()).candidates
-        assert not startable, f"{[candidate.entry.id for candidate in startable]} could start at {self._now_s}"
+        assert not startable, f"{[candidate.waiting.id for candidate in startable]} could start at {self._now_s}"
 
     def _tell(self, event: Event | None, commands: list[Command]) -> None:
         self.journal.note(self._now_s, event, commands)

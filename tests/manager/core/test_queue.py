@@ -6,7 +6,7 @@ import random
 
 from manager.action import Action
 from manager.config import TaskSpec
-from manager.core.queue import Bounds, Entry, Queue
+from manager.core.queue import Bounds, Queue, Waiting
 from manager.errors import CapacityExceeded, QuotaExceeded
 from tests.manager.conftest import action
 
@@ -17,8 +17,8 @@ def queue(
     return Queue(Bounds(total=total, tasks=tasks or {}, functions=functions or {}), services={})
 
 
-def admit(waiting: Queue, submitted: Action, stamp: float = 0.0, seq: int = 1, now_s: float = 0.0) -> Entry:
-    entry = Entry(submitted, (stamp, seq, 0), seq)
+def admit(waiting: Queue, submitted: Action, stamp: float = 0.0, seq: int = 1, now_s: float = 0.0) -> Waiting:
+    entry = Waiting(submitted, (stamp, seq, 0), seq)
     waiting.admit(entry, now_s)
     waiting.offer(entry)
     return entry
