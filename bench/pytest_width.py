@@ -118,7 +118,7 @@ def conclude(report: BenchReport, name: str, widths: dict[str, dict[str, float]]
 async def measure(report: BenchReport, *, quick: bool) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)
-        provider = ProcessProvider(state_dir=directory / "state", starting=CreationGate(2), shared_cores=(0,))
+        provider = ProcessProvider(state_dir=directory / "state", gate=CreationGate(2), shared_cores=(0,))
         environments = Environments(provider, EnvironmentSettings(default=SPEC))
         runtime = PytestRuntime(environments)
         for name in ("generated", *(() if quick else SUITES)):

@@ -215,7 +215,7 @@ def reward(rollout: Rollout) -> Action:
 
 @asynccontextmanager
 async def stage(policy: str, node: NodeSpec, scratch: Path) -> AsyncIterator[RolloutStage]:
-    provider = ProcessProvider(state_dir=scratch, starting=CreationGate(2), shared_cores=node.numa[0][:1])
+    provider = ProcessProvider(state_dir=scratch, gate=CreationGate(2), shared_cores=node.numa[0][:1])
     environments = Environments(provider, EnvironmentSettings(default=SPEC))
     runtimes: dict[RuntimeKind, Runtime] = {
         RuntimeKind.EXEC: ExecRuntime(environments),

@@ -158,7 +158,7 @@ async def as_if_remote(rig: SandboxRig, report: BenchReport, rounds: int) -> Non
         DockerEngine.connect(state_dir=state_dir, timeout_s=60, workers=4),
         state_dir=state_dir,
         gateway_id="bench",
-        starting=CreationGate(1),
+        gate=CreationGate(1),
         shared_cores=(),
         transport="attach",
         hierarchy=Hierarchy(1, {}),

@@ -12,7 +12,7 @@ import structlog
 from manager.clock import Clock, MonotonicClock
 from manager.errors import CapacityExceeded, InvalidConfig, InvalidInput, Unsupported
 
-logger = structlog.get_logger("sandbox.starting")
+logger = structlog.get_logger("sandbox.creation")
 
 #: Failures that say nothing about the engine's health.
 CALLERS_FAULT = (InvalidConfig, InvalidInput, Unsupported)

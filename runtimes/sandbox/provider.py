@@ -65,7 +65,7 @@ def make_provider(settings: ProviderSettings) -> Provider:
 
 def _make(settings: ProviderSettings) -> Provider:
     shared_cores = settings.shared_cores or tuple(sorted(os.sched_getaffinity(0)))
-    starting = CreationGate(settings.max_starting)
+    gate = CreationGate(settings.max_starting)
     if settings.kind != "process":
         try:
             from runtimes.sandbox.docker.engine import DockerEngine
@@ -86,7 +86,7 @@ def _make(settings: ProviderSettings) -> Provider:
                 engine,
                 state_dir=settings.state_dir,
                 gateway_id=settings.gateway_id,
-                starting=starting,
+                gate=gate,
                 shared_cores=shared_cores,
                 transport=transport,
                 copy_limit_bytes=chosen.copy_limit_bytes,
@@ -95,4 +95,4 @@ def _make(settings: ProviderSettings) -> Provider:
             if settings.kind == "container":
                 raise
             logger.warning("no containers here", why=str(error))
-    return ProcessProvider(state_dir=settings.state_dir, starting=starting, shared_cores=shared_cores)
+    return ProcessProvider(state_dir=settings.state_dir, gate=gate, shared_cores=shared_cores)

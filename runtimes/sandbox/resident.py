@@ -25,7 +25,7 @@ PATH_MAX_BYTES = 4096
 
 
 class RunnerClient(Protocol):
-    """How a sandbox is spoken to: a runner's channel, or ``docker exec`` where there is no runner."""
+    """How a sandbox is spoken to: a stream to its runner, or ``docker exec`` where there is no runner."""
 
     @property
     def lost(self) -> asyncio.Event: ...
@@ -82,21 +82,21 @@ class SandboxControl(Protocol):
 
 
 class ResidentSandbox:
-    """A living environment (`runtimes.sandbox.sandbox.Sandbox`) behind a line, in a hold."""
+    """A living environment (`runtimes.sandbox.sandbox.Sandbox`) behind a `RunnerClient`, in the grip of a `SandboxControl`."""
 
     def __init__(
         self,
         *,
         record: SandboxRecord,
         directory: Path,
-        line: RunnerClient,
-        hold: SandboxControl,
+        client: RunnerClient,
+        control: SandboxControl,
         shared_cores: Sequence[int],
     ) -> None:
         self._id = record.name
         self._spec = record.spec
-        self._line = line
-        self._hold = hold
+        self._client = client
+        self._control = control
         self._shared_cores = tuple(shared_cores)
         self._frozen = False
         #: The claims of commands under way, and whether they are detached.
@@ -119,12 +119,12 @@ class ResidentSandbox:
 
     @property
     def alive(self) -> bool:
-        return not self._closed and not self._line.lost.is_set()
+        return not self._closed and not self._client.lost.is_set()
 
     @property
     def lost(self) -> asyncio.Event:
-        """Set when its line is cut, for whatever reason."""
-        return self._line.lost
+        """Set when the connection to it is cut, for whatever reason."""
+        return self._client.lost
 
     @property
     def loss_reported(self) -> bool:
@@ -132,14 +132,14 @@ class ResidentSandbox:
 
     @property
     def resumable(self) -> Mapping[str, ResumableCommand]:
-        return self._line.resumable
+        return self._client.resumable
 
     async def run(self, command: Command, on_output: OnOutput | None = None) -> CommandResult:
         if command.claim:
             self._under_way[command.claim] = command.detached
         try:
             await self.thaw()
-            result = await self._line.run(command, on_output)
+            result = await self._client.run(command, on_output)
             if self._under_way.get(command.claim):
                 self._unacknowledged.append(command.claim)
         except ActionFailed as failure:
@@ -148,10 +148,10 @@ class ResidentSandbox:
             self._under_way.pop(command.claim, None)
         if result.exit_code == 0:
             return result
-        kills = self._hold.oom_kills()
+        kills = self._control.oom_kills()
         if kills > self._record.oom_told:
             self._note(replace(self._record, oom_told=kills))
-            return out_of_memory(result, self._hold.peak_memory_bytes())
+            return out_of_memory(result, self._control.peak_memory_bytes())
         return result
 
     def keep(self, claims: str, *, detached: bool) -> None:
@@ -161,14 +161,14 @@ class ResidentSandbox:
             unsettled = [claim for claim in self._unacknowledged if not claim.startswith(claims)]
             self._unacknowledged = deque(unsettled, maxlen=ENDED_MAX)
         if self.alive and (attended or not detached):
-            self._line.keep(claims, detached=detached)
+            self._client.keep(claims, detached=detached)
 
     def has_detached(self, claims: str) -> bool:
         kept = [*(claim for claim, detached in self._under_way.items() if detached), *self._unacknowledged]
         return self._spec.unattended_s > 0 and self.alive and any(claim.startswith(claims) for claim in kept)
 
     def never_started(self, claims: str) -> bool:
-        begun = self._line.started if self._spec.unattended_s > 0 and self.alive else None
+        begun = self._client.started if self._spec.unattended_s > 0 and self.alive else None
         return begun is not None and not any(claim.startswith(claims) for claim in begun)
 
     def secret(self, purpose: str) -> str:
@@ -176,16 +176,16 @@ class ResidentSandbox:
 
     async def spawn(self, command: Command) -> SandboxProcess:
         await self.thaw()
-        return await self._line.spawn(command)
+        return await self._client.spawn(command)
 
     async def set_cores(self, cores: Sequence[int]) -> None:
         self._require()
-        await self._hold.set_cores(cores)
+        await self._control.set_cores(cores)
 
     async def thaw(self) -> None:
         self._require()
         if self._frozen:
-            await self._hold.thaw()
+            await self._control.thaw()
             self._frozen = False
 
     async def quiesce(self, background: Background) -> None:
@@ -193,54 +193,54 @@ class ResidentSandbox:
             return
         if background is Background.KILL:
             await self.thaw()
-            await self._line.sweep()
+            await self._client.sweep()
         if background is Background.RUN:
-            await self._hold.set_cores(self._shared_cores, background=True)
+            await self._control.set_cores(self._shared_cores, background=True)
         elif not self._frozen:
-            await self._hold.freeze()
+            await self._control.freeze()
             self._frozen = True
 
     async def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         await self._prepare_path(path)
         if len(data) > self._spec.disk_bytes:
             raise TooLarge(f"{len(data)} bytes are more than the sandbox's disk", component=COMPONENT)
-        await self._line.write_file(path, data, mode=mode)
+        await self._client.write_file(path, data, mode=mode)
 
     async def read_file(self, path: str, *, limit_bytes: int) -> bytes:
         await self._prepare_path(path)
-        return await self._line.read_file(path, limit_bytes=limit_bytes)
+        return await self._client.read_file(path, limit_bytes=limit_bytes)
 
     async def list_files(self, path: str) -> list[FileStat]:
         await self._prepare_path(path)
-        return await self._line.list_files(path)
+        return await self._client.list_files(path)
 
     async def relabel(self, labels: Mapping[str, str]) -> None:
         self._note(replace(self._record, labels=dict(labels)))
 
     async def snapshot(self, name: str) -> str:
         self._require()
-        return await self._hold.snapshot(name)
+        return await self._control.snapshot(name)
 
     async def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        self._line.close()
-        await self._hold.remove()
+        self._client.close()
+        await self._control.remove()
 
     async def condemn(self, cause: str) -> None:
         """End it for a reason of ours; the action that runs in it is told, or else the next one."""
         if self.alive:
             self._condemned = cause
-            self._line.close()
-            await self._hold.remove()
+            self._client.close()
+            await self._control.remove()
 
     async def release(self) -> None:
         """Let go of it without ending it: the next gateway of the same state directory adopts it."""
-        if not self._closed and not self._line.lost.is_set() and not any(self._under_way.values()):
+        if not self._closed and not self._client.lost.is_set() and not any(self._under_way.values()):
             await self.quiesce(self._spec.background)
         self._closed = True
-        self._line.close()
+        self._client.close()
 
     async def _prepare_path(self, path: str) -> None:
         if not path or "\0" in path or len(path.encode("utf-8", "replace")) > PATH_MAX_BYTES:
@@ -255,7 +255,7 @@ class ResidentSandbox:
     def _require(self) -> None:
         if self._closed:
             raise Conflict("the sandbox is closed", component=COMPONENT)
-        if self._line.lost.is_set():
+        if self._client.lost.is_set():
             self._loss_reported = True
             cause = f" ({self._condemned})" if self._condemned else ""
             raise lost(f"the sandbox {self._id} is gone{cause}; its files and processes are lost")
@@ -265,9 +265,9 @@ class ResidentSandbox:
         if failure.reason is not Reason.ENVIRONMENT_LOST or self._closed:
             return failure
         self._loss_reported = True
-        cause = self._condemned or await self._hold.cause_of_death()
+        cause = self._condemned or await self._control.cause_of_death()
         logger.warning("sandbox lost", sandbox=self._id, cause=cause or failure.message)
-        detail = {"environment_lost": True, "cause": cause, "peak_memory_bytes": self._hold.peak_memory_bytes()}
+        detail = {"environment_lost": True, "cause": cause, "peak_memory_bytes": self._control.peak_memory_bytes()}
         reason = Reason.OUT_OF_MEMORY if cause == "out_of_memory" else failure.reason
         message = f"{failure.message}: {cause}; its files and processes are lost" if cause else failure.message
         return ActionFailed(reason, message, component=COMPONENT, result=failure.result, detail=detail)

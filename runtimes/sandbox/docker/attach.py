@@ -1,4 +1,4 @@
-"""The attach stream: a link to the first process of a container, wherever its engine runs.
+"""The attach stream: the byte stream to the first process of a container, wherever its engine runs.
 
 The engine carries the bytes: what is written goes to standard input as it is, what comes is cut into chunks that name
 their stream. It has no beginning that both sides see, so the two agree on one

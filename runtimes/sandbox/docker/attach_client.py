@@ -1,4 +1,4 @@
-"""The line to a container over attach streams, one after the other: sandbox and commands outlive each of them."""
+"""The client of a runner over attach streams, one after the other: sandbox and commands outlive each of them."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class AttachClient:
     ) -> None:
         #: Whether commands may outlast this gateway.
         self._detachable = detachable
-        #: Opens a channel whose numbers go on from the last one's.
+        #: Opens a client whose numbers go on from the last one's.
         self._attach = attach
         #: Asks the engine whether the container lives.
         self._running = running
-        self._channel: StreamClient | None = None
+        self._client: StreamClient | None = None
         self._attaching = asyncio.Lock()
         self._watch: asyncio.Task[None] | None = None
         self.lost = asyncio.Event()
@@ -59,84 +59,82 @@ class AttachClient:
         detachable: bool,
     ) -> AttachClient:
         """Attach for the first time; raises ActionFailed(environment_lost)."""
-        line = cls(attach, running, detachable=detachable)
-        await line._attached()
-        return line
+        made = cls(attach, running, detachable=detachable)
+        await made._attached()
+        return made
 
     @property
     def resumable(self) -> Mapping[str, ResumableCommand]:
-        return {} if self._channel is None else self._channel.resumable
+        return {} if self._client is None else self._client.resumable
 
     @property
     def started(self) -> frozenset[str] | None:
-        return None if self._channel is None else self._channel.started
+        return None if self._client is None else self._client.started
 
     async def run(self, command: Command, on_output: OnOutput | None = None) -> CommandResult:
         claim = command.claim or f"attached/{secrets.token_hex(8)}"
         asked = replace(command, claim=claim, detached=command.detached and self._detachable)
         shown = Shown(on_output)
-        channel, number = await self._attached(), None
+        client, number = await self._attached(), None
         while True:
-            if claim not in channel.resumable:
-                number = (channel.number + 1) % NUMBERS  # it is given before anything else can happen
+            if claim not in client.resumable:
+                number = (client.number + 1) % NUMBERS  # it is given before anything else can happen
             try:
-                result = await channel.run(asked, shown.again())
+                result = await client.run(asked, shown.again())
                 if not asked.detached:
-                    channel.keep(claim, detached=False)
+                    client.keep(claim, detached=False)
                 return result
             except ActionFailed as failure:
-                channel = await self._after(channel, failure, number, claim)
+                client = await self._after(client, failure, number, claim)
 
     def keep(self, claims: str, *, detached: bool) -> None:
-        if self._channel is not None:
-            self._channel.keep(claims, detached=detached and self._detachable)
+        if self._client is not None:
+            self._client.keep(claims, detached=detached and self._detachable)
 
     async def spawn(self, command: Command) -> SandboxProcess:
         return await (await self._attached()).spawn(command)
 
     async def read_file(self, path: str, *, limit_bytes: int) -> bytes:
-        return await self._again(lambda channel: channel.read_file(path, limit_bytes=limit_bytes))
+        return await self._again(lambda client: client.read_file(path, limit_bytes=limit_bytes))
 
     async def write_file(self, path: str, data: bytes, *, mode: int) -> None:
-        await self._again(lambda channel: channel.write_file(path, data, mode=mode))
+        await self._again(lambda client: client.write_file(path, data, mode=mode))
 
     async def list_files(self, path: str) -> list[FileStat]:
-        return await self._again(lambda channel: channel.list_files(path))
+        return await self._again(lambda client: client.list_files(path))
 
     async def sweep(self) -> None:
-        await self._again(lambda channel: channel.sweep())
+        await self._again(lambda client: client.sweep())
 
     def close(self) -> None:
         self.lost.set()
         if self._watch is not None:
             self._watch.cancel()
-        if self._channel is not None:
-            self._channel.close()
+        if self._client is not None:
+            self._client.close()
 
     # --- inside
 
     async def _again(self, work: Callable[[StreamClient], Awaitable[T]]) -> T:
         """What can be done twice, until it was done over one connection."""
         while True:
-            channel = await self._attached()
+            client = await self._attached()
             try:
-                return await work(channel)
+                return await work(client)
             except ActionFailed as failure:
-                await self._reattached(channel, failure)
+                await self._reattached(client, failure)
 
-    async def _after(
-        self, channel: StreamClient, failure: ActionFailed, number: int | None, claim: str
-    ) -> StreamClient:
-        """The channel over which a command goes on whose channel was cut, or is run that the runner never saw."""
-        made = await self._reattached(channel, failure)
+    async def _after(self, client: StreamClient, failure: ActionFailed, number: int | None, claim: str) -> StreamClient:
+        """The client over which a command goes on whose client was cut, or is run that the runner never saw."""
+        made = await self._reattached(client, failure)
         if claim not in made.resumable and not _is_ahead(number, made.taken):
             message = "the connection was cut while the command was given its input, or it was forgotten"
             raise cut_off(message, result=failure.result)
         return made
 
-    async def _reattached(self, channel: StreamClient, failure: ActionFailed) -> StreamClient:
-        """The next channel, where the ``failure`` was that this one was cut."""
-        if not channel.lost.is_set() or self.lost.is_set() or await self._ended(channel):
+    async def _reattached(self, client: StreamClient, failure: ActionFailed) -> StreamClient:
+        """The next client, where the ``failure`` was that this one was cut."""
+        if not client.lost.is_set() or self.lost.is_set() or await self._ended(client):
             raise failure
         try:
             return await self._attached()
@@ -146,28 +144,28 @@ class AttachClient:
             ) from None
 
     async def _attached(self) -> StreamClient:
-        """The channel, opened again where it was cut; raises ActionFailed."""
+        """The client, opened again where it was cut; raises ActionFailed."""
         async with self._attaching:
-            channel = self._channel
-            if channel is not None and not channel.lost.is_set():
-                return channel
-            if channel is None:
+            client = self._client
+            if client is not None and not client.lost.is_set():
+                return client
+            if client is None:
                 made = await self._attach(secrets.randbits(31))
             else:
-                made = await self._attach_again(channel)
-            self._channel = made
+                made = await self._attach_again(client)
+            self._client = made
             self._watch = asyncio.create_task(self._tell(made))
             return made
 
-    async def _attach_again(self, channel: StreamClient) -> StreamClient:
-        """In place of a channel that was cut, as soon as the engine is there again."""
+    async def _attach_again(self, client: StreamClient) -> StreamClient:
+        """In place of a client that was cut, as soon as the engine is there again."""
         away_until_s = time.monotonic() + AWAY_S
         while True:
-            if self.lost.is_set() or await self._ended(channel):
+            if self.lost.is_set() or await self._ended(client):
                 raise lost("the sandbox's runner is gone")
             try:
                 await self._running()  # an engine that does not answer is not waited for any longer than need be
-                made = await self._attach(channel.number)
+                made = await self._attach(client.number)
             except CodedError as error:
                 if time.monotonic() >= away_until_s:
                     raise self._given_up(error) from None
@@ -183,15 +181,15 @@ class AttachClient:
         self.lost.set()
         return error
 
-    async def _tell(self, channel: StreamClient) -> None:
+    async def _tell(self, client: StreamClient) -> None:
         """Learn at once, and not with the next action, that the container has ended."""
-        await channel.lost.wait()
-        await self._ended(channel)
+        await client.lost.wait()
+        await self._ended(client)
 
-    async def _ended(self, channel: StreamClient) -> bool:
+    async def _ended(self, client: StreamClient) -> bool:
         """Whether the sandbox is gone, and not just the connection to it; where the engine is gone nobody knows."""
         try:
-            over = channel.distrusted or not await self._running()
+            over = client.distrusted or not await self._running()
         except CodedError:
             over = False
         if over:

@@ -30,13 +30,13 @@ class ContainerControl:
     """
 
     def __init__(
-        self, engine: DockerEngine, container: str, directory: Path, cgroup: Cgroup | None, remains: LeftoverCleaner
+        self, engine: DockerEngine, container: str, directory: Path, cgroup: Cgroup | None, cleaner: LeftoverCleaner
     ) -> None:
         self._engine = engine
         self._container = container
         self._directory = directory
         self._cgroup = cgroup
-        self._remains = remains
+        self._cleaner = cleaner
         #: Where freezing is a write.
         self._freezer = cgroup if cgroup is not None and cgroup.freezable else None
 
@@ -105,7 +105,7 @@ class ContainerControl:
 
     def _forget(self) -> None:
         """The directory last: while it is there the next gateway knows of the container."""
-        self._remains.watch(self._container)
+        self._cleaner.watch(self._container)
         shutil.rmtree(self._directory, ignore_errors=True)
 
 

@@ -90,7 +90,7 @@ class DockerEngine:
     def __init__(self, connection: EngineConnection, *, workers: int, silence_s: float) -> None:
         self._connection = connection
         self._api = connection.api
-        self._pulse = EngineWatchdog(connection.answers, threads=workers, silence_s=silence_s)
+        self._watchdog = EngineWatchdog(connection.answers, threads=workers, silence_s=silence_s)
         info = connection.info
         self.version = str(info.get("ServerVersion", "?"))
         self.cgroup_version = str(info.get("CgroupVersion", "1"))
@@ -126,7 +126,7 @@ class DockerEngine:
         return f"/v{self._api.api_version}/containers/{container}/attach?stream=1&stdin=1&stdout=1&stderr=1"
 
     async def close(self) -> None:
-        await self._pulse.close()
+        await self._watchdog.close()
         self._connection.close()
 
     async def call(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -146,7 +146,7 @@ class DockerEngine:
                     f"the Docker engine does not answer: {error}", component=COMPONENT, retry_after_s=RETRY_S
                 ) from None
 
-        return await self._pulse.call(guarded)
+        return await self._watchdog.call(guarded)
 
     # --- images
 

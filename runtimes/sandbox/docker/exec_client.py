@@ -1,4 +1,4 @@
-"""The line to a container whose image has no python3: ``docker exec`` with the runner's semantics, slower."""
+"""The client of a container whose image has no python3: ``docker exec`` with a runner's semantics, slower."""
 
 from __future__ import annotations
 

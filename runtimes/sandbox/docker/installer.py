@@ -44,7 +44,7 @@ class RunnerInstaller(Protocol):
         """Put in, before its start, what it cannot see from outside."""
         ...
 
-    async def line(self, found: Found, record: SandboxRecord, directory: Path) -> RunnerClient:
+    async def connect(self, found: Found, record: SandboxRecord, directory: Path) -> RunnerClient:
         """Speak to the runner of a started container; raises ActionFailed(environment_lost)."""
         ...
 
@@ -70,9 +70,9 @@ class SharedDirectoryInstaller:
     async def furnish(self, container: str, mounts: Mapping[str, str]) -> None:
         """They are mounted."""
 
-    async def line(self, found: Found, record: SandboxRecord, directory: Path) -> StreamClient:
-        link = SocketStream(directory / "run", peer_pid=found.pid)
-        return await StreamClient.open(link, greeting(record), within_s=START_S)
+    async def connect(self, found: Found, record: SandboxRecord, directory: Path) -> StreamClient:
+        stream = SocketStream(directory / "run", peer_pid=found.pid)
+        return await StreamClient.open(stream, greeting(record), within_s=START_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,14 +94,14 @@ class AttachInstaller:
         for source, target in mounts.items():
             await self.engine.put_tree(container, Path(source), target, limit_bytes=self.copy_limit_bytes)
 
-    async def line(self, found: Found, record: SandboxRecord, directory: Path) -> AttachClient:
+    async def connect(self, found: Found, record: SandboxRecord, directory: Path) -> AttachClient:
         unattended_s = max(record.spec.unattended_s, UNSEEN_S)
         life_s = min(record.spec.idle_ttl_s, unattended_s) / LIFE_SIGNS
-        link = AttachByteStream(self.engine, found.id, token=record.token, life_s=life_s)
+        stream = AttachByteStream(self.engine, found.id, token=record.token, life_s=life_s)
         hello = {**greeting(record), "unattended_s": unattended_s, "sequence": 1 + secrets.randbits(31)}
 
         async def attach(first: int) -> StreamClient:
-            return await StreamClient.open(link, hello, within_s=START_S, first=first)
+            return await StreamClient.open(stream, hello, within_s=START_S, first=first)
 
         async def running() -> bool:
             return await self.engine.running(found.id)

@@ -56,7 +56,7 @@ class ContainerProvider:
         *,
         state_dir: Path,
         gateway_id: str,
-        starting: CreationGate,
+        gate: CreationGate,
         shared_cores: Sequence[int],
         transport: str = SharedDirectoryInstaller.name,
         copy_limit_bytes: int = 0,
@@ -64,16 +64,16 @@ class ContainerProvider:
     ) -> None:
         self._engine = engine
         self._transport = transport
-        attaching = AttachInstaller(engine, copy_limit_bytes)
-        self._transports: Mapping[str, RunnerInstaller] = {
-            each.name: each for each in (SharedDirectoryInstaller(), attaching)
+        attach = AttachInstaller(engine, copy_limit_bytes)
+        self._installers: Mapping[str, RunnerInstaller] = {
+            each.name: each for each in (SharedDirectoryInstaller(), attach)
         }
         self._root = state_dir / "sandboxes"
         self._label = f"{gateway_id}-{_state_id(state_dir)}"
-        self._starting = starting
+        self._gate = gate
         self._shared_cores = tuple(shared_cores)
         self._hierarchy = Hierarchy.discover() if hierarchy is None else hierarchy
-        self._remains = LeftoverCleaner(self._hierarchy, state_dir / "removed")
+        self._cleaner = LeftoverCleaner(self._hierarchy, state_dir / "removed")
         #: Images found to have no python3.
         self._bare: set[str] = set()
         self._abandoned: set[asyncio.Task[None]] = set()
@@ -118,7 +118,7 @@ class ContainerProvider:
     async def create(
         self, spec: SandboxSpec, *, name: str, labels: Mapping[str, str], mounts: Mapping[str, str]
     ) -> ResidentSandbox:
-        async with self._starting.slot(name):
+        async with self._gate.slot(name):
             await self.check(spec)
             making = asyncio.create_task(self._create(spec, name, labels, mounts))
             try:
@@ -144,7 +144,7 @@ class ContainerProvider:
         return adopted
 
     async def reap(self, living: Collection[str]) -> int:
-        with self._starting.watching() as young:
+        with self._gate.watching() as young:
             listed = await self._engine.list(f"{GATEWAY}={self._label}")
             directories = [directory for directory, _ in await asyncio.to_thread(read_records, self._root)]
             kept = {*living, *young}
@@ -152,13 +152,13 @@ class ContainerProvider:
         for directory in directories:
             if directory.name not in kept:
                 await asyncio.to_thread(self._forget, directory, {found.id for found in listed})
-        return removed + await asyncio.to_thread(self._remains.sweep)
+        return removed + await asyncio.to_thread(self._cleaner.sweep)
 
     def _forget(self, directory: Path, listed: Collection[str]) -> None:
         """Remove what is left of a sandbox; its container the engine may have forgotten."""
         container = noted_container(directory)
         if container and container not in listed:
-            self._remains.watch(container)
+            self._cleaner.watch(container)
         shutil.rmtree(directory, ignore_errors=True)
 
     async def remove_snapshot(self, name: str) -> None:
@@ -205,14 +205,14 @@ class ContainerProvider:
             if container:
                 with suppress(CodedError):
                     await self._engine.remove(container)
-                    await asyncio.to_thread(self._remains.watch, container)
+                    await asyncio.to_thread(self._cleaner.watch, container)
             await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
             raise
 
     async def _made(self, blueprint: Blueprint, mounts: Mapping[str, str]) -> str:
         container = await self._engine.create(blueprint)
         try:
-            await self._transports[self._transport].furnish(container, mounts)
+            await self._installers[self._transport].furnish(container, mounts)
         except BaseException:
             await self._engine.remove(container)
             raise
@@ -241,7 +241,7 @@ class ContainerProvider:
             hosts={} if egress is None else egress.hosts,
             dns=NO_NAMES if spec.network is Network.INTERNAL else (),
         )
-        blueprint = self._transports[self._transport].equip(blueprint, directory, mounts)
+        blueprint = self._installers[self._transport].equip(blueprint, directory, mounts)
         return self._bare_blueprint(blueprint) if spec.image in self._bare else blueprint
 
     def _without_runner(self, blueprint: Blueprint, record: SandboxRecord, error: NoRunner) -> Blueprint:
@@ -261,14 +261,14 @@ class ContainerProvider:
         """Speak to a started container and take hold of it."""
         spec = record.spec
         if found.pid:
-            self._remains.learn(found.id, found.pid)
-        line: RunnerClient
+            self._cleaner.learn(found.id, found.pid)
+        client: RunnerClient
         if not record.runner:
-            line = ExecClient(self._engine, found.id, spec)
-            await (line.end_left() if adopted else line.prepare_workdir())
+            client = ExecClient(self._engine, found.id, spec)
+            await (client.end_left() if adopted else client.prepare_workdir())
         else:
             try:
-                line = await self._transports[record.transport].line(found, record, directory)
+                client = await self._installers[record.transport].connect(found, record, directory)
             except ActionFailed as failure:
                 state = await self._engine.inspect(found.id)
                 if not state.running and state.exit_code != KILLED:
@@ -278,8 +278,8 @@ class ContainerProvider:
         sandbox = ResidentSandbox(
             record=record,
             directory=directory,
-            line=line,
-            hold=self._hold(found),
+            client=client,
+            control=self._control(found),
             shared_cores=self._shared_cores,
         )
         self._watch_disk(sandbox, found)
@@ -300,13 +300,13 @@ class ContainerProvider:
             raise lost("it is not running")
         if found.paused:  # by a gateway that saw no cgroup
             await self._engine.unpause(found.id)
-        await self._hold(found).thaw()
+        await self._control(found).thaw()
         return await self._assemble(found, record, self._root / record.name, adopted=True)
 
-    def _hold(self, found: Found) -> ContainerControl:
+    def _control(self, found: Found) -> ContainerControl:
         cgroup = None if self._hierarchy is None or not found.pid else self._hierarchy.of_process(found.pid)
         return ContainerControl(
-            self._engine, found.id, self._root / found.labels.get(NAME, "unknown"), cgroup, self._remains
+            self._engine, found.id, self._root / found.labels.get(NAME, "unknown"), cgroup, self._cleaner
         )
 
     async def _discard(self, found: Found) -> bool:
@@ -314,10 +314,10 @@ class ContainerProvider:
         try:
             known = await self._engine.inspect(found.id)
             if known.pid:
-                self._remains.learn(known.id, known.pid)
-            await self._hold(known).remove()
+                self._cleaner.learn(known.id, known.pid)
+            await self._control(known).remove()
         except NotFound:
-            await asyncio.to_thread(self._remains.watch, found.id)
+            await asyncio.to_thread(self._cleaner.watch, found.id)
             return False
         except CodedError as error:
             logger.warning("not removed", container=found.id[:12], why=error.message)

@@ -1,4 +1,4 @@
-"""The pulse of an engine: blocking calls to it in threads, given up when it has fallen silent.
+"""The watchdog of an engine: blocking calls to it in threads, given up if it falls silent.
 
 A request may take its time (a pull, a commit, a creation under load), but a living engine answers a ping meanwhile. One
 that does not is asked nothing more until it answers again: callers are refused at once instead of queueing up.

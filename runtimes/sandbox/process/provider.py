@@ -70,11 +70,11 @@ class ProcessProvider:
     """Makes sandboxes of local processes (`runtimes.sandbox.sandbox.Provider`)."""
 
     def __init__(
-        self, *, state_dir: Path, starting: CreationGate, shared_cores: Sequence[int], means: Means | None = None
+        self, *, state_dir: Path, gate: CreationGate, shared_cores: Sequence[int], means: Means | None = None
     ) -> None:
         self._means = Means.discover() if means is None else means
         self._root = state_dir / "sandboxes"
-        self._starting = starting
+        self._gate = gate
         self._disk = DiskWatch()
         self._shared_cores = tuple(shared_cores)
 
@@ -126,7 +126,7 @@ class ProcessProvider:
         self, spec: SandboxSpec, *, name: str, labels: Mapping[str, str], mounts: Mapping[str, str]
     ) -> ResidentSandbox:
         await self.check(spec)
-        async with self._starting.slot(name):
+        async with self._gate.slot(name):
             return await self._create(spec, name, labels, mounts)
 
     async def _create(
@@ -143,43 +143,43 @@ class ProcessProvider:
             parent = self._start(directory, spec, mounts)
             # A gateway that is killed from here on leaves a process behind: the next one must know of it.
             replace(record, pid=parent, started=_started(parent), ready=False).write(directory)
-            channel = await self._connect(directory, record, 0)
+            client = await self._connect(directory, record, 0)
             if group is not None:
-                group.enter(channel.peer_pid)
+                group.enter(client.peer_pid)
         except BaseException as error:
             await ProcessControl(parent, directory, group, parent).remove()
             if isinstance(error, OSError):
                 raise Unsupported(f"a process sandbox cannot be made here: {error}", component=COMPONENT) from None
             raise
-        _bound(channel.peer_pid, spec, grouped=group is not None)
-        record = replace(record, pid=channel.peer_pid, started=_started(channel.peer_pid))
+        _bound(client.peer_pid, spec, grouped=group is not None)
+        record = replace(record, pid=client.peer_pid, started=_started(client.peer_pid))
         record.write(directory)
-        return self._sandbox(directory, record, channel, group, parent)
+        return self._sandbox(directory, record, client, group, parent)
 
     async def adopt(self) -> list[tuple[Sandbox, Mapping[str, str]]]:
-        """The sandboxes whose runner still answers; the others' remains are removed."""
+        """The sandboxes whose runner still answers; what is left of the others is removed."""
         adopted: list[tuple[Sandbox, Mapping[str, str]]] = []
         for directory, record in await asyncio.to_thread(read_records, self._root):
-            hold = self._hold_of(directory, record)
-            if record is not None and record.ready and hold.pid != 0:
+            control = self._control_of(directory, record)
+            if record is not None and record.ready and control.pid != 0:
                 try:
-                    await hold.thaw()
-                    channel = await self._connect(directory, record, record.pid)
+                    await control.thaw()
+                    client = await self._connect(directory, record, record.pid)
                 except ActionFailed as failure:
                     logger.warning("not adopted", sandbox=record.name, why=failure.message)
                 else:
-                    adopted.append((self._sandbox(directory, record, channel, hold.group, 0), record.labels))
+                    adopted.append((self._sandbox(directory, record, client, control.group, 0), record.labels))
                     continue
-            await hold.remove()
+            await control.remove()
         return adopted
 
     async def reap(self, living: Collection[str]) -> int:
-        with self._starting.watching() as young:
+        with self._gate.watching() as young:
             found = await asyncio.to_thread(read_records, self._root)
-            remains = [item for item in found if item[0].name not in {*living, *young}]
-        for directory, record in remains:
-            await self._hold_of(directory, record).remove()
-        return len(remains)
+            left = [item for item in found if item[0].name not in {*living, *young}]
+        for directory, record in left:
+            await self._control_of(directory, record).remove()
+        return len(left)
 
     async def remove_snapshot(self, name: str) -> None:
         """There are none."""
@@ -190,19 +190,19 @@ class ProcessProvider:
     # --- inside
 
     def _sandbox(
-        self, directory: Path, record: SandboxRecord, channel: StreamClient, group: Cgroup | None, parent: int
+        self, directory: Path, record: SandboxRecord, client: StreamClient, group: Cgroup | None, parent: int
     ) -> ResidentSandbox:
         sandbox = ResidentSandbox(
             record=record,
             directory=directory,
-            line=channel,
-            hold=ProcessControl(channel.peer_pid, directory, group, parent),
+            client=client,
+            control=ProcessControl(client.peer_pid, directory, group, parent),
             shared_cores=self._shared_cores,
         )
         self._disk.add(sandbox, directory / "work", record.spec.disk_bytes)
         return sandbox
 
-    def _hold_of(self, directory: Path, record: SandboxRecord | None) -> ProcessControl:
+    def _control_of(self, directory: Path, record: SandboxRecord | None) -> ProcessControl:
         """What an earlier gateway left in a directory: its process only if it is still the same one."""
         pid = record.pid if record is not None and _same_process(record) else 0
         return ProcessControl(pid, directory, self._group(directory.name))

@@ -1,4 +1,4 @@
-"""The link: the way of the bytes between the gateway and one resident runner, whatever is spoken over it."""
+"""Byte streams: the way of the bytes between the gateway and one resident runner, whatever is spoken over it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations: what is said on a channel to a runner, one numbered exchange each."""
+"""Conversations: the numbered exchanges on one connection to a runner."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STREAM_NAMES = {wire.STDOUT: "stdout", wire.STDERR: "stderr"}
 
 
 class Carrier(Protocol):
-    """What carries them: a channel."""
+    """What a conversation needs of the connection that carries it."""
 
     async def send(self, frame: bytes) -> None:
         """Send one frame, and wait while too much is under way."""
@@ -34,7 +34,7 @@ class Carrier(Protocol):
 
 
 class Conversation(Protocol):
-    """One numbered exchange on a channel."""
+    """One numbered exchange."""
 
     def data(self, stream: int, data: bytes) -> None: ...
 
@@ -48,8 +48,8 @@ class Conversation(Protocol):
 class Stdin:
     """Standard input under the runner's window."""
 
-    def __init__(self, channel: Carrier) -> None:
-        self._channel = channel
+    def __init__(self, carrier: Carrier) -> None:
+        self._carrier = carrier
         self._window = wire.WINDOW_BYTES
         self._opened = asyncio.Event()
         self._opened.set()
@@ -64,10 +64,10 @@ class Stdin:
             self._window -= len(piece)
             if self._window <= 0:
                 self._opened.clear()
-            await self._channel.send(encode(wire.STDIN, number, piece))
+            await self._carrier.send(encode(wire.STDIN, number, piece))
 
     async def end(self, number: int) -> None:
-        await self._channel.send(encode(wire.STDIN, number))
+        await self._carrier.send(encode(wire.STDIN, number))
 
     def taken(self, count: int | None) -> None:
         if count is None:
@@ -104,9 +104,9 @@ class RunnerAnswer:
 class CommandExchange:
     """A command under way whose output is kept, and shown as it comes."""
 
-    def __init__(self, channel: Carrier, command: Command, on_output: OnOutput | None) -> None:
+    def __init__(self, carrier: Carrier, command: Command, on_output: OnOutput | None) -> None:
         self.end: asyncio.Future[Mapping[str, object]] = asyncio.get_running_loop().create_future()
-        self.stdin = Stdin(channel)
+        self.stdin = Stdin(carrier)
         self._on_output = on_output
         self._room = {wire.STDOUT: command.output_limit_bytes, wire.STDERR: command.output_limit_bytes}
         self._kept: dict[int, list[bytes]] = {wire.STDOUT: [], wire.STDERR: []}
@@ -142,12 +142,12 @@ class CommandExchange:
 class RemoteProcess:
     """A long-lived command (`runtimes.sandbox.sandbox.SandboxProcess`)."""
 
-    def __init__(self, channel: Carrier) -> None:
+    def __init__(self, carrier: Carrier) -> None:
         self.number = 0
-        self._channel = channel
+        self._carrier = carrier
         self._end: asyncio.Future[Mapping[str, object]] = asyncio.get_running_loop().create_future()
         self._end.add_done_callback(_retrieve)
-        self._stdin = Stdin(channel)
+        self._stdin = Stdin(carrier)
         self._unread: deque[tuple[str, bytes]] = deque()
         self._unread_bytes = 0
         self._arrived = asyncio.Event()
@@ -161,7 +161,7 @@ class RemoteProcess:
         self._unread_bytes += len(data)
         self._arrived.set()
         if self._unread_bytes > UNREAD_MAX_BYTES:
-            self._channel.pause_reading()
+            self._carrier.pause_reading()
 
     def taken(self, count: int | None) -> None:
         self._stdin.taken(count)
@@ -186,7 +186,7 @@ class RemoteProcess:
                 name, data = self._unread.popleft()
                 self._unread_bytes -= len(data)
                 if self._unread_bytes <= UNREAD_MAX_BYTES // 2:
-                    self._channel.resume_reading()
+                    self._carrier.resume_reading()
                 yield name, data
             if self._end.done():
                 return
@@ -200,14 +200,14 @@ class RemoteProcess:
 
     async def kill(self) -> None:
         self._drop()
-        await self._channel.kill(self.number, self._end)
+        await self._carrier.kill(self.number, self._end)
 
     def _drop(self) -> None:
         """Nobody reads any more: the connection must go on for the others."""
         self._dropping = True
         self._unread.clear()
         self._unread_bytes = 0
-        self._channel.resume_reading()
+        self._carrier.resume_reading()
 
 
 def _resolve(future: asyncio.Future[Mapping[str, object]], answer: Mapping[str, object] | Exception) -> None:

@@ -1,4 +1,4 @@
-"""The channel: the gateway's end of the connection to one resident runner."""
+"""The client of a resident runner: the gateway's end of one connection to it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ANSWER_S = 30.0
 
 
 class StreamClient(asyncio.BufferedProtocol):
-    """Requests to a runner, each with its own number; every one of them ends, if only with the channel."""
+    """Requests to a runner, each with its own number; every one of them ends, if only with the connection."""
 
     def __init__(self, first: int | None = None) -> None:
         self._decoder = Decoder()
@@ -61,36 +61,36 @@ class StreamClient(asyncio.BufferedProtocol):
         self.resumable: dict[str, ResumableCommand] = {}
         #: The claims of detached commands begun earlier, of whose end there may be no record; None where unknown.
         self.started: frozenset[str] | None = None
-        #: The last command of this gateway, if any, that the runner took on an earlier channel.
+        #: The last command of this gateway, if any, that the runner took on an earlier client.
         self.taken: int | None = None
         #: Whether the runner is not to be believed any more.
         self.distrusted = False
 
     @classmethod
     async def open(
-        cls, link: ByteStream, hello: Mapping[str, object], *, within_s: float, first: int | None = None
+        cls, stream: ByteStream, hello: Mapping[str, object], *, within_s: float, first: int | None = None
     ) -> StreamClient:
-        """Greet the runner at the other end of a link, starting up perhaps; raises ActionFailed(environment_lost).
+        """Greet the runner at the other end of a stream, which may be starting up; raises ActionFailed(environment_lost).
 
-        Numbers go on from ``first``, where this channel takes the place of another.
+        Numbers go on from ``first``, if this connection takes the place of another.
         """
         deadline_s = time.monotonic() + within_s
-        channel = cls(first)
-        channel.peer_pid = await link.join(channel, deadline_s=deadline_s)
-        channel._write(encode_json(wire.HELLO, 0, hello))
+        client = cls(first)
+        client.peer_pid = await stream.join(client, deadline_s=deadline_s)
+        client._write(encode_json(wire.HELLO, 0, hello))
         try:
             async with asyncio.timeout(max(0.1, deadline_s - time.monotonic())):
-                answer = await channel._ready
+                answer = await client._ready
         except TimeoutError:
-            channel.close()
+            client.close()
             raise lost("the runner does not answer") from None
         if answer.get("protocol") != wire.PROTOCOL:
-            channel.close()
+            client.close()
             raise lost(f"the runner speaks protocol {answer.get('protocol')}, not {wire.PROTOCOL}")
-        channel.known = answer.get("known") is True
+        client.known = answer.get("known") is True
         taken = answer.get("taken")
-        channel.taken = taken if isinstance(taken, int) else None
-        return channel
+        client.taken = taken if isinstance(taken, int) else None
+        return client
 
     # --- requests
 

@@ -127,7 +127,7 @@ class TestTrajectories:
         await environments.ensure("t")
         removes, reaped = ProcessControl.remove, asyncio.Event()
 
-        async def fails(hold: ProcessControl) -> None:
+        async def fails(control: ProcessControl) -> None:
             monkeypatch.setattr(ProcessControl, "remove", removes)
             raise CapacityExceeded("the engine does not answer")
 
@@ -228,26 +228,26 @@ class TestWarmPool:
 
 class TestStarting:
     async def test_no_more_than_the_limit_are_made_at_once(self) -> None:
-        starting = CreationGate(2)
+        gate = CreationGate(2)
         going, peak = 0, 0
 
         async def make(name: str) -> None:
             nonlocal going, peak
-            async with starting.slot(name):
+            async with gate.slot(name):
                 going += 1
                 peak = max(peak, going)
                 await asyncio.sleep(0)
                 going -= 1
 
         await asyncio.gather(*(make(str(index)) for index in range(10)))
-        assert (peak, starting.names) == (2, set())
+        assert (peak, gate.names) == (2, set())
 
     async def test_failures_close_the_gate_for_a_growing_while(self) -> None:
         clock = VirtualClock()
-        starting = CreationGate(1, threshold=2, backoff_s=1.0, clock=clock)
+        gate = CreationGate(1, threshold=2, backoff_s=1.0, clock=clock)
 
         async def fail(error: Exception) -> None:
-            async with starting.slot("x"):
+            async with gate.slot("x"):
                 raise error
 
         for _ in range(2):
@@ -259,21 +259,21 @@ class TestStarting:
         clock.advance_to(1.5)
         with pytest.raises(CodedError, match="broken"):
             await fail(CodedError("broken"))
-        assert starting.wait_s == 2.0
+        assert gate.wait_s == 2.0
         clock.advance_to(10.0)
-        async with starting.slot("x"):
+        async with gate.slot("x"):
             pass
         with pytest.raises(CodedError, match="broken"):
             await fail(CodedError("broken"))
-        assert starting.wait_s == 0.0
+        assert gate.wait_s == 0.0
 
     async def test_what_was_under_way_when_the_gate_closed_counts_once(self) -> None:
         clock = VirtualClock()
-        starting = CreationGate(8, threshold=1, backoff_s=1.0, clock=clock)
+        gate = CreationGate(8, threshold=1, backoff_s=1.0, clock=clock)
         inside, breaks = asyncio.Semaphore(0), asyncio.Event()
 
         async def fail(name: str) -> None:
-            async with starting.slot(name):
+            async with gate.slot(name):
                 inside.release()
                 await breaks.wait()
                 raise CodedError("broken")
@@ -284,33 +284,33 @@ class TestStarting:
         clock.advance_to(5.0)
         breaks.set()
         await asyncio.gather(*going, return_exceptions=True)
-        assert starting.wait_s == 1.0
+        assert gate.wait_s == 1.0
 
     async def test_a_success_opens_the_gate(self) -> None:
-        starting = CreationGate(2, threshold=1, clock=VirtualClock())
-        async with starting.slot("slow"):
+        gate = CreationGate(2, threshold=1, clock=VirtualClock())
+        async with gate.slot("slow"):
             with pytest.raises(CodedError):
-                async with starting.slot("x"):
+                async with gate.slot("x"):
                     raise CodedError("broken")
-            assert starting.wait_s == 1.0
-        assert starting.wait_s == 0.0
+            assert gate.wait_s == 1.0
+        assert gate.wait_s == 0.0
 
     async def test_a_search_sees_what_was_begun_and_made_while_it_looked(self) -> None:
-        starting = CreationGate(2)
-        async with starting.slot("before"):
-            with starting.watching() as young, starting.watching() as other:
-                async with starting.slot("meanwhile"):
+        gate = CreationGate(2)
+        async with gate.slot("before"):
+            with gate.watching() as young, gate.watching() as other:
+                async with gate.slot("meanwhile"):
                     pass
                 assert young == other == {"before", "meanwhile"}
-        async with starting.slot("after"):
+        async with gate.slot("after"):
             assert young == {"before", "meanwhile"}
 
     async def test_the_callers_mistakes_do_not_count(self) -> None:
-        starting = CreationGate(1, threshold=1, clock=VirtualClock())
+        gate = CreationGate(1, threshold=1, clock=VirtualClock())
         with pytest.raises(Unsupported):
-            async with starting.slot("x"):
+            async with gate.slot("x"):
                 raise Unsupported("never")
-        assert starting.wait_s == 0.0
+        assert gate.wait_s == 0.0
 
 
 class TestExecRuntime:

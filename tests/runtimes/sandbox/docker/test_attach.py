@@ -125,7 +125,7 @@ async def engine(tmp_path: Path) -> AsyncIterator[PipeEngine]:
         await made.stop()
 
 
-def link(engine: PipeEngine, *, token: str = "token", life_s: float = 60.0) -> AttachByteStream:
+def stream(engine: PipeEngine, *, token: str = "token", life_s: float = 60.0) -> AttachByteStream:
     return AttachByteStream(engine, "c", token=token, life_s=life_s)
 
 
@@ -143,7 +143,7 @@ async def attach(
         "token": "token", "user": str(os.getuid()), "workdir": str(tmp_path), "env": {},
         "orphan_s": orphan_s, "unattended_s": unattended_s, "sequence": sequence,
     }  # fmt: skip
-    return await StreamClient.open(link(engine, life_s=life_s), hello, within_s=DEADLINE_S, first=first)
+    return await StreamClient.open(stream(engine, life_s=life_s), hello, within_s=DEADLINE_S, first=first)
 
 
 async def begin_line(engine: PipeEngine, tmp_path: Path) -> AttachClient:
@@ -202,11 +202,11 @@ def test_silence_while_it_was_frozen_is_not_the_gateways(monkeypatch: pytest.Mon
 
 
 async def test_a_command_runs_over_the_attached_streams(engine: PipeEngine, tmp_path: Path) -> None:
-    channel = await attach(engine, tmp_path)
+    client = await attach(engine, tmp_path)
     data = os.urandom(300_000)
-    result = await channel.run(Command(argv=("cat",), stdin=data, cwd=str(tmp_path)))
+    result = await client.run(Command(argv=("cat",), stdin=data, cwd=str(tmp_path)))
     assert (result.stdout, result.exit_code) == (data, 0)
-    channel.close()
+    client.close()
 
 
 async def test_a_gateway_that_was_cut_within_a_frame_does_not_disturb_the_next(
@@ -236,42 +236,42 @@ async def test_what_was_said_to_the_gateway_before_is_not_heard_by_the_next(engi
 
 
 async def test_without_the_token_nobody_is_answered(engine: PipeEngine, tmp_path: Path) -> None:
-    channel = await attach(engine, tmp_path)
+    client = await attach(engine, tmp_path)
     with pytest.raises(ActionFailed, match="does not answer"):
-        await StreamClient.open(link(engine, token="guess"), {"token": "guess"}, within_s=0.3)
-    channel.close()
+        await StreamClient.open(stream(engine, token="guess"), {"token": "guess"}, within_s=0.3)
+    client.close()
     assert (await (await attach(engine, tmp_path)).run(Command(shell="echo on"))).stdout == b"on\n"
 
 
 async def test_a_runner_without_a_sign_of_life_ends(engine: PipeEngine, tmp_path: Path) -> None:
-    channel = await attach(engine, tmp_path, orphan_s=0.2)
+    client = await attach(engine, tmp_path, orphan_s=0.2)
     assert await engine.runner.wait() == 0
-    await channel.lost.wait()
+    await client.lost.wait()
 
 
 async def test_signs_of_life_keep_an_idle_runner(engine: PipeEngine, tmp_path: Path) -> None:
     orphan_s, life_s = 1.0, 0.1
-    channel = await attach(engine, tmp_path, life_s=life_s, orphan_s=orphan_s)
+    client = await attach(engine, tmp_path, life_s=life_s, orphan_s=orphan_s)
     begun_s = time.monotonic()
     while engine.heard.count(SIGN_OF_LIFE) * life_s < 1.5 * orphan_s:
         engine.arrived.clear()
         await engine.arrived.wait()
     assert time.monotonic() - begun_s > orphan_s
-    assert (await channel.run(Command(shell="echo on"))).stdout == b"on\n"
-    channel.close()
+    assert (await client.run(Command(shell="echo on"))).stdout == b"on\n"
+    client.close()
 
 
 class TestLine:
     """Commands over connections that are cut."""
 
     @pytest.fixture
-    async def line(self, engine: PipeEngine, tmp_path: Path) -> AsyncIterator[AttachClient]:
+    async def client(self, engine: PipeEngine, tmp_path: Path) -> AsyncIterator[AttachClient]:
         made = await begin_line(engine, tmp_path)
         yield made
         made.close()
 
     async def test_a_command_goes_on_and_is_told_once(
-        self, engine: PipeEngine, line: AttachClient, tmp_path: Path
+        self, engine: PipeEngine, client: AttachClient, tmp_path: Path
     ) -> None:
         shown: list[tuple[str, bytes]] = []
         script = "echo a; while [ ! -e go ]; do sleep 0.01; done; echo b; echo c >&2; exit 7"
@@ -282,24 +282,24 @@ class TestLine:
             begun.set()
 
         command = Command(shell=script, cwd=str(tmp_path))
-        running = asyncio.create_task(line.run(command, on_output))
+        running = asyncio.create_task(client.run(command, on_output))
         await begun.wait()
         for _ in range(3):
             engine.cut()
-            assert [entry.path for entry in await line.list_files(str(tmp_path))]  # over the next connection
+            assert [entry.path for entry in await client.list_files(str(tmp_path))]  # over the next connection
         engine.cut()
-        await line.write_file(str(tmp_path / "go"), b"", mode=0o644)
+        await client.write_file(str(tmp_path / "go"), b"", mode=0o644)
         result = await running
         assert (result.stdout, result.stderr, result.exit_code) == (b"a\nb\n", b"c\n", 7)
         assert b"".join(data for stream, data in shown if stream == "stdout") == b"a\nb\n"
         assert b"".join(data for stream, data in shown if stream == "stderr") == b"c\n"
 
     async def test_one_that_ended_unheard_is_told_afterwards(
-        self, engine: PipeEngine, line: AttachClient, tmp_path: Path
+        self, engine: PipeEngine, client: AttachClient, tmp_path: Path
     ) -> None:
         begun = asyncio.Event()
         command = Command(shell="echo begun; while [ ! -e go ]; do sleep 0.01; done", cwd=str(tmp_path))
-        running = asyncio.create_task(line.run(command, lambda *_: begun.set()))
+        running = asyncio.create_task(client.run(command, lambda *_: begun.set()))
         await begun.wait()
         engine.head = b"HTTP/1.1 503 away\r\n\r\n"
         engine.cut()
@@ -310,13 +310,13 @@ class TestLine:
         assert (await running).stdout == b"begun\n"
 
     async def test_one_that_never_arrived_is_run_and_only_once(
-        self, engine: PipeEngine, line: AttachClient, tmp_path: Path
+        self, engine: PipeEngine, client: AttachClient, tmp_path: Path
     ) -> None:
         count = Command(shell="echo x >> count", cwd=str(tmp_path))
-        await line.run(count)
+        await client.run(count)
         engine.deaf = True
         engine.arrived.clear()
-        running = asyncio.create_task(line.run(count))
+        running = asyncio.create_task(client.run(count))
         await engine.arrived.wait()
         engine.deaf = False
         engine.cut()
@@ -324,29 +324,31 @@ class TestLine:
         assert (tmp_path / "count").read_text() == "x\nx\n"
 
     async def test_one_that_was_being_given_its_input_is_not_run_twice(
-        self, engine: PipeEngine, line: AttachClient, tmp_path: Path
+        self, engine: PipeEngine, client: AttachClient, tmp_path: Path
     ) -> None:
         begun = asyncio.Event()
         command = Command(shell="echo begun; sleep 1000", stdin=b"x" * 2**22)
-        running = asyncio.create_task(line.run(command, lambda *_: begun.set()))
+        running = asyncio.create_task(client.run(command, lambda *_: begun.set()))
         await begun.wait()
         engine.cut()
         with pytest.raises(ActionFailed, match="its input") as caught:
             await running
         assert (caught.value.reason, caught.value.result) == (Reason.NODE_LOST, {"stdout": "begun\n", "stderr": ""})
-        assert not line.lost.is_set()
+        assert not client.lost.is_set()
 
     async def test_another_gateway_finds_only_what_shall_outlast_the_one_before(
-        self, engine: PipeEngine, line: AttachClient, tmp_path: Path
+        self, engine: PipeEngine, client: AttachClient, tmp_path: Path
     ) -> None:
         begun = [asyncio.Event(), asyncio.Event()]
         command = Command(shell="echo begun; while [ ! -e go ]; do sleep 0.01; done; exit 3", cwd=str(tmp_path))
         both = [
-            asyncio.create_task(line.run(replace(command, claim=claim, detached=detached), lambda *_, e=event: e.set()))
+            asyncio.create_task(
+                client.run(replace(command, claim=claim, detached=detached), lambda *_, e=event: e.set())
+            )
             for claim, detached, event in (("a", True, begun[0]), ("b", False, begun[1]))
         ]
         await asyncio.gather(*(event.wait() for event in begun))
-        line.close()
+        client.close()
         await asyncio.gather(*both, return_exceptions=True)
         other = await attach(engine, tmp_path, first=0, sequence=2)
         assert list(other.resumable) == ["a"]
@@ -355,47 +357,47 @@ class TestLine:
         other.close()
 
     async def test_nothing_runs_on_for_a_gateway_that_is_not_heard_of(self, engine: PipeEngine, tmp_path: Path) -> None:
-        channel = await attach(engine, tmp_path, orphan_s=600.0, unattended_s=0.3)
+        client = await attach(engine, tmp_path, orphan_s=600.0, unattended_s=0.3)
         begun = asyncio.Event()
         command = Command(shell="echo begun; exec sleep 1000", claim="a", detached=True)
-        running = asyncio.create_task(channel.run(command, lambda *_: begun.set()))
+        running = asyncio.create_task(client.run(command, lambda *_: begun.set()))
         await begun.wait()
         (child,) = children(engine.runner.pid)
         await gone(child)
-        channel.close()
+        client.close()
         await asyncio.gather(running, return_exceptions=True)
         assert (await attach(engine, tmp_path)).resumable == {}
 
-    async def test_an_end_is_told_from_a_cut(self, engine: PipeEngine, line: AttachClient, tmp_path: Path) -> None:
+    async def test_an_end_is_told_from_a_cut(self, engine: PipeEngine, client: AttachClient, tmp_path: Path) -> None:
         begun = asyncio.Event()
-        running = asyncio.create_task(line.run(Command(shell="echo; sleep 1000"), lambda *_: begun.set()))
+        running = asyncio.create_task(client.run(Command(shell="echo; sleep 1000"), lambda *_: begun.set()))
         await begun.wait()
         engine.alive = False
         engine.runner.kill()
         with pytest.raises(ActionFailed) as caught:
             await running
         assert caught.value.reason is Reason.ENVIRONMENT_LOST
-        assert line.lost.is_set()
+        assert client.lost.is_set()
 
     async def test_a_runner_that_breaks_the_protocol_is_not_attached_to_again(
-        self, engine: PipeEngine, line: AttachClient, tmp_path: Path
+        self, engine: PipeEngine, client: AttachClient, tmp_path: Path
     ) -> None:
         for writer in engine.attached:
             writer.write(CHUNK.pack(1, 5000) + b"\xff" * 5000)
-        await line.lost.wait()
+        await client.lost.wait()
         with pytest.raises(ActionFailed) as caught:
-            await line.run(Command(argv=("true",)))
+            await client.run(Command(argv=("true",)))
         assert caught.value.reason is Reason.ENVIRONMENT_LOST
 
     async def test_a_runner_that_answers_no_more_is_lost(
-        self, engine: PipeEngine, line: AttachClient, monkeypatch: pytest.MonkeyPatch
+        self, engine: PipeEngine, client: AttachClient, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("runtimes.sandbox.docker.attach_client.AWAY_S", 0.0)
         engine.head = b"HTTP/1.1 500 no\r\n\r\n"
         engine.cut()
         with pytest.raises(ActionFailed, match="does not attach") as caught:
-            await line.read_file("/etc/passwd", limit_bytes=10)
-        assert (caught.value.reason, line.lost.is_set()) == (Reason.ENVIRONMENT_LOST, True)
+            await client.read_file("/etc/passwd", limit_bytes=10)
+        assert (caught.value.reason, client.lost.is_set()) == (Reason.ENVIRONMENT_LOST, True)
 
 
 @pytest.mark.parametrize(
@@ -412,7 +414,7 @@ async def test_what_cannot_be_attached_to_is_a_lost_environment(
 ) -> None:
     engine.head, engine.alive = head, alive
     with pytest.raises(ActionFailed, match=message) as caught:
-        await StreamClient.open(link(engine), {"token": "token"}, within_s=DEADLINE_S)
+        await StreamClient.open(stream(engine), {"token": "token"}, within_s=DEADLINE_S)
     assert caught.value.reason is Reason.ENVIRONMENT_LOST
 
 
@@ -421,7 +423,7 @@ async def test_an_engine_that_is_not_there_is_a_lost_environment(tmp_path: Path)
     for url in (f"unix://{tmp_path}/nothing", "tcp://127.0.0.1:1"):
         engine.address = EngineAddress.of(url)
         with pytest.raises(ActionFailed, match="cannot be reached"):
-            await StreamClient.open(link(engine), {"token": "token"}, within_s=DEADLINE_S)
+            await StreamClient.open(stream(engine), {"token": "token"}, within_s=DEADLINE_S)
 
 
 @pytest.mark.parametrize("url", ["", "npipe://x", "tcp://host", "ssh://host", "docker"])

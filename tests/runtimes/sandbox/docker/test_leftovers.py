@@ -71,14 +71,14 @@ def test_processes_shims_and_groups_of_a_forgotten_container_go(places: tuple[Hi
         }
         for container in (forgotten, living):
             make(hierarchy, parent, container, started["init", container].pid)
-        remains = LeftoverCleaner(hierarchy, tmp_path, grace_s=0.0)
-        remains.learn(living, started["init", living].pid)
-        remains.watch(forgotten)
-        assert remains.sweep() == 1
+        cleaner = LeftoverCleaner(hierarchy, tmp_path, grace_s=0.0)
+        cleaner.learn(living, started["init", living].pid)
+        cleaner.watch(forgotten)
+        assert cleaner.sweep() == 1
         assert [started[what, forgotten].wait(10) for what in ("shim", "init")] == [-signal.SIGKILL] * 2
-        remains.sweep()
+        cleaner.sweep()
         assert groups(hierarchy, parent, forgotten) == []
-        assert remains.sweep() == 0, "it is over"
+        assert cleaner.sweep() == 0, "it is over"
         assert len(groups(hierarchy, parent, living)) == len(hierarchy.roots)
         assert [started[what, living].poll() for what in ("shim", "init")] == [None, None]
 
@@ -96,55 +96,55 @@ def fake(tmp_path: Path) -> tuple[Hierarchy, Path]:
 
 def test_a_shim_without_groups_goes_as_well(tmp_path: Path) -> None:
     hierarchy, proc = fake(tmp_path)
-    remains = LeftoverCleaner(hierarchy, tmp_path / "removed", proc=proc, grace_s=0.0)
-    remains.learn("one", 1)
+    cleaner = LeftoverCleaner(hierarchy, tmp_path / "removed", proc=proc, grace_s=0.0)
+    cleaner.learn("one", 1)
     with sleeping("containerd-shim-runc-v2", "-id", "three") as shim:
         place = proc / str(shim.pid)
         place.mkdir()
         (place / "cmdline").write_bytes(Path(f"/proc/{shim.pid}/cmdline").read_bytes())
-        remains.watch("three")
-        assert remains.sweep() == 1
+        cleaner.watch("three")
+        assert cleaner.sweep() == 1
         assert shim.wait(10) == -signal.SIGKILL
         (place / "cmdline").unlink()
-        assert remains.sweep() == 0
+        assert cleaner.sweep() == 0
 
 
 def test_an_engine_that_lives_is_left_the_time_to_clean_up(tmp_path: Path) -> None:
     hierarchy, proc = fake(tmp_path)
-    remains = LeftoverCleaner(hierarchy, tmp_path / "removed", proc=proc)
-    remains.learn("one", 1)
-    remains.watch("two")
-    assert remains.sweep() == 0
+    cleaner = LeftoverCleaner(hierarchy, tmp_path / "removed", proc=proc)
+    cleaner.learn("one", 1)
+    cleaner.watch("two")
+    assert cleaner.sweep() == 0
     assert (tmp_path / "cpu/system.slice/docker-two.scope").is_dir()
 
 
 def test_every_hierarchy_is_looked_into_under_whatever_name_the_engine_gives(tmp_path: Path) -> None:
     hierarchy, proc = fake(tmp_path)
-    remains = LeftoverCleaner(hierarchy, tmp_path / "removed", proc=proc, grace_s=0.0)
-    remains.watch("two")
-    assert remains.sweep() == 0, "where to look is not known yet"
-    remains.learn("one", 1)
-    remains.learn("one", 404)  # gone meanwhile
-    assert remains.sweep() == 1
+    cleaner = LeftoverCleaner(hierarchy, tmp_path / "removed", proc=proc, grace_s=0.0)
+    cleaner.watch("two")
+    assert cleaner.sweep() == 0, "where to look is not known yet"
+    cleaner.learn("one", 1)
+    cleaner.learn("one", 404)  # gone meanwhile
+    assert cleaner.sweep() == 1
     assert list(tmp_path.glob("*/system.slice/*")) == []
 
 
 def test_what_cannot_be_removed_is_given_up_after_some_looks(tmp_path: Path) -> None:
     hierarchy, proc = fake(tmp_path)
     (tmp_path / "cpu/system.slice/docker-two.scope/child").mkdir()
-    remains = LeftoverCleaner(hierarchy, tmp_path / "removed", proc=proc, grace_s=0.0)
-    remains.learn("one", 1)
-    remains.watch("two")
-    assert [remains.sweep() for _ in range(LOOKS_MAX + 2)] == [1] * LOOKS_MAX + [0, 0]
+    cleaner = LeftoverCleaner(hierarchy, tmp_path / "removed", proc=proc, grace_s=0.0)
+    cleaner.learn("one", 1)
+    cleaner.watch("two")
+    assert [cleaner.sweep() for _ in range(LOOKS_MAX + 2)] == [1] * LOOKS_MAX + [0, 0]
 
 
 def test_a_full_disk_does_not_keep_a_container_from_being_looked_after(tmp_path: Path) -> None:
     hierarchy, proc = fake(tmp_path)
-    remains = LeftoverCleaner(hierarchy, tmp_path / "removed", proc=proc, grace_s=0.0)
+    cleaner = LeftoverCleaner(hierarchy, tmp_path / "removed", proc=proc, grace_s=0.0)
     (tmp_path / "removed").rmdir()  # nothing can be written there
-    remains.learn("one", 1)
-    remains.watch("two")
-    assert remains.sweep() == 1
+    cleaner.learn("one", 1)
+    cleaner.watch("two")
+    assert cleaner.sweep() == 1
 
 
 def test_groups_that_are_not_ours_to_write_end_no_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,17 +154,17 @@ def test_groups_that_are_not_ours_to_write_end_no_search(tmp_path: Path, monkeyp
     monkeypatch.setattr(Cgroup, "kill", denied)
     hierarchy, proc = fake(tmp_path)
     mounts = {"cpu": tmp_path / "cpu", "freezer": tmp_path / "cpu"}
-    remains = LeftoverCleaner(Hierarchy(1, mounts, hierarchy.roots), tmp_path / "removed", proc=proc, grace_s=0.0)
-    remains.learn("one", 1)
-    remains.watch("two")
-    assert remains.sweep() == 1
+    cleaner = LeftoverCleaner(Hierarchy(1, mounts, hierarchy.roots), tmp_path / "removed", proc=proc, grace_s=0.0)
+    cleaner.learn("one", 1)
+    cleaner.watch("two")
+    assert cleaner.sweep() == 1
 
 
 def test_without_control_groups_in_sight_there_is_nothing_to_look_after(tmp_path: Path) -> None:
-    remains = LeftoverCleaner(None, tmp_path / "removed", grace_s=0.0)
-    remains.learn("one", os.getpid())
-    remains.watch("one")
-    assert remains.sweep() == 0
+    cleaner = LeftoverCleaner(None, tmp_path / "removed", grace_s=0.0)
+    cleaner.learn("one", os.getpid())
+    cleaner.watch("one")
+    assert cleaner.sweep() == 0
 
 
 def test_the_next_gateway_goes_on_looking_and_forgets_what_is_gone(tmp_path: Path) -> None:

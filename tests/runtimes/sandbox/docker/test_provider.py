@@ -109,7 +109,7 @@ async def test_where_the_cgroup_cannot_be_seen_the_engine_is_asked(
         DockerEngine.connect(state_dir=tmp_path, timeout_s=60, workers=2),
         state_dir=tmp_path,
         gateway_id="blind",
-        starting=CreationGate(1),
+        gate=CreationGate(1),
         shared_cores=(0,),
         hierarchy=Hierarchy(1, {}),
     )

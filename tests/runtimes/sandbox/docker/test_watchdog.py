@@ -43,64 +43,64 @@ def engine() -> Iterator[SlowEngine]:
 
 
 async def test_a_slow_call_is_waited_for_while_the_engine_answers(engine: SlowEngine) -> None:
-    pulse = EngineWatchdog(engine.ping, threads=1, silence_s=SILENCE_S)
-    call = asyncio.create_task(pulse.call(engine.work))
+    watchdog = EngineWatchdog(engine.ping, threads=1, silence_s=SILENCE_S)
+    call = asyncio.create_task(watchdog.call(engine.work))
     for _ in range(3):
         assert await asyncio.to_thread(engine.pinged.acquire, timeout=DEADLINE_S)
     engine.released.set()
     assert await call == "done"
-    await pulse.close()
+    await watchdog.close()
 
 
 async def test_a_silent_engine_is_given_up_by_all_and_asked_nothing_more_until_it_answers(engine: SlowEngine) -> None:
     engine.answers = False
-    pulse = EngineWatchdog(engine.ping, threads=2, silence_s=SILENCE_S)
+    watchdog = EngineWatchdog(engine.ping, threads=2, silence_s=SILENCE_S)
     async with asyncio.timeout(DEADLINE_S):
-        ends = await asyncio.gather(*(pulse.call(engine.work) for _ in range(4)), return_exceptions=True)
+        ends = await asyncio.gather(*(watchdog.call(engine.work) for _ in range(4)), return_exceptions=True)
         assert [type(end) for end in ends] == [CapacityExceeded] * 4
         with pytest.raises(CapacityExceeded, match="does not answer") as refusal:
-            await pulse.call(lambda: pytest.fail("it was asked"))
+            await watchdog.call(lambda: pytest.fail("it was asked"))
         assert refusal.value.retry_after_s == SILENCE_S / 2
         engine.answers = True
         engine.released.set()
-        while pulse.silent:
+        while watchdog.silent:
             await asyncio.to_thread(engine.pinged.acquire, timeout=DEADLINE_S)
-        assert await pulse.call(lambda: "heard") == "heard"
-        await pulse.close()
+        assert await watchdog.call(lambda: "heard") == "heard"
+        await watchdog.close()
     begun = sum(iter(lambda: int(engine.begun.acquire(blocking=False)), 0))
     assert begun == 2, "what waited for a thread was carried out after all"
 
 
 async def test_what_a_call_raises_is_raised(engine: SlowEngine) -> None:
-    pulse = EngineWatchdog(engine.ping, threads=1, silence_s=SILENCE_S)
+    watchdog = EngineWatchdog(engine.ping, threads=1, silence_s=SILENCE_S)
 
     def work() -> None:
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
-        await pulse.call(work)
-    await pulse.close()
+        await watchdog.call(work)
+    await watchdog.close()
 
 
 async def test_a_cancelled_call_lets_go_at_once(engine: SlowEngine) -> None:
-    pulse = EngineWatchdog(engine.ping, threads=1, silence_s=60.0)
-    call = asyncio.create_task(pulse.call(engine.work))
+    watchdog = EngineWatchdog(engine.ping, threads=1, silence_s=60.0)
+    call = asyncio.create_task(watchdog.call(engine.work))
     assert await asyncio.to_thread(engine.begun.acquire, timeout=DEADLINE_S)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
     engine.released.set()
-    assert await pulse.call(lambda: "free") == "free"
-    await pulse.close()
+    assert await watchdog.call(lambda: "free") == "free"
+    await watchdog.close()
 
 
 async def test_the_end_does_not_wait_for_a_silent_engine(engine: SlowEngine) -> None:
     engine.answers = False
-    pulse = EngineWatchdog(engine.ping, threads=1, silence_s=SILENCE_S)
+    watchdog = EngineWatchdog(engine.ping, threads=1, silence_s=SILENCE_S)
     with pytest.raises(CapacityExceeded):
-        await pulse.call(engine.work)
+        await watchdog.call(engine.work)
     async with asyncio.timeout(DEADLINE_S / 2):
-        await pulse.close()
+        await watchdog.close()
     assert not engine.released.is_set()
 
 

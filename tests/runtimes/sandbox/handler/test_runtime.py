@@ -28,7 +28,7 @@ Function = Callable[..., FunctionSpec]
 
 @pytest.fixture
 async def provider(tmp_path: Path) -> AsyncIterator[ProcessProvider]:
-    provider = ProcessProvider(state_dir=tmp_path / "state", starting=CreationGate(4), shared_cores=(0,))
+    provider = ProcessProvider(state_dir=tmp_path / "state", gate=CreationGate(4), shared_cores=(0,))
     yield provider
     assert not [path.name for path in (tmp_path / "state" / "sandboxes").glob("*")], "a sandbox was leaked"
     await provider.close()
@@ -424,7 +424,7 @@ async def test_an_instance_that_could_not_be_removed_is_the_reapers(
     assert await call(runtime, function("def score(event, context): return 1")) == 1
     with monkeypatch.context() as broken:
 
-        async def fails(hold: ProcessControl) -> None:
+        async def fails(control: ProcessControl) -> None:
             raise CapacityExceeded("the engine does not answer")
 
         broken.setattr(ProcessControl, "remove", fails)

@@ -34,7 +34,7 @@ def state_dir() -> Iterator[Path]:
 @pytest.fixture
 async def provider(state_dir: Path) -> AsyncIterator[ProcessProvider]:
     means = Means(bubblewrap=None, root=os.geteuid() == 0, cgroup=None)
-    made = ProcessProvider(state_dir=state_dir, starting=CreationGate(1), shared_cores=(0,), means=means)
+    made = ProcessProvider(state_dir=state_dir, gate=CreationGate(1), shared_cores=(0,), means=means)
     yield made
     await made.reap(())
     await made.close()

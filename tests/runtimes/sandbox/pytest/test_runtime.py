@@ -85,7 +85,7 @@ class SuiteBench:
 
 @pytest.fixture
 async def bench(tmp_path: Path) -> AsyncIterator[SuiteBench]:
-    provider = ProcessProvider(state_dir=tmp_path, starting=CreationGate(4), shared_cores=(0,))
+    provider = ProcessProvider(state_dir=tmp_path, gate=CreationGate(4), shared_cores=(0,))
     environments = Environments(provider, EnvironmentSettings(default=SPEC))
     yield SuiteBench(environments)
     await environments.close()

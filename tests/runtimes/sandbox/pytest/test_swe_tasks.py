@@ -29,7 +29,7 @@ FUNCTION = FunctionSpec(
 
 @pytest.fixture
 async def environments(tmp_path: Path) -> AsyncIterator[Environments]:
-    provider = ProcessProvider(state_dir=tmp_path / "state", starting=CreationGate(4), shared_cores=(0,))
+    provider = ProcessProvider(state_dir=tmp_path / "state", gate=CreationGate(4), shared_cores=(0,))
     environments = Environments(provider, EnvironmentSettings(default=SPEC))
     yield environments
     await environments.close()

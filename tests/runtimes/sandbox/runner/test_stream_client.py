@@ -1,4 +1,4 @@
-"""The channel against runners that are not what they should be, and the decoder against any bytes."""
+"""The client against runners that are not what they should be, and the decoder against any bytes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 @asynccontextmanager
 async def speaking(directory: Path, script: Script) -> AsyncIterator[StreamClient]:
-    """A channel to a runner that answers the greeting properly and then follows its script."""
+    """A client to a runner that answers the greeting properly and then follows its script."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await next_frame(reader)
@@ -36,12 +36,12 @@ async def speaking(directory: Path, script: Script) -> AsyncIterator[StreamClien
 
     over = asyncio.Event()
     server = await asyncio.start_unix_server(serve, directory / "s")
-    channel = await StreamClient.open(SocketStream(directory), {"token": "t"}, within_s=5)
+    client = await StreamClient.open(SocketStream(directory), {"token": "t"}, within_s=5)
     try:
         async with asyncio.timeout(DEADLINE_S):
-            yield channel
+            yield client
     finally:
-        channel.close()
+        client.close()
         async with asyncio.timeout(DEADLINE_S):
             await over.wait()
         server.close()
@@ -107,9 +107,9 @@ async def _unknown_kind(reader: asyncio.StreamReader, writer: asyncio.StreamWrit
 
 @pytest.mark.parametrize("script", [_nonsense, _hang_up, _bad_end, _no_json, _unknown_kind])
 async def test_a_runner_that_breaks_the_protocol_is_a_lost_environment(tmp_path: Path, script: Script) -> None:
-    async with speaking(tmp_path, script) as channel:
+    async with speaking(tmp_path, script) as client:
         with pytest.raises(ActionFailed) as caught:
-            await channel.run(Command(argv=("true",)))
+            await client.run(Command(argv=("true",)))
         assert caught.value.reason is Reason.ENVIRONMENT_LOST
 
 
@@ -124,12 +124,12 @@ async def test_a_runner_that_falls_silent_is_given_up_with_what_it_said(
         writer.write(encode(wire.STDOUT, number, b"begun"))
         await reader.read()
 
-    async with speaking(tmp_path, whisper) as channel:
+    async with speaking(tmp_path, whisper) as client:
         with pytest.raises(ActionFailed, match="fallen silent") as caught:
-            await channel.run(Command(shell="x", timeout_s=0.05, kill_grace_s=0.0))
+            await client.run(Command(shell="x", timeout_s=0.05, kill_grace_s=0.0))
         assert caught.value.reason is Reason.ENVIRONMENT_LOST
         assert caught.value.result == {"stdout": "begun", "stderr": ""}
-        assert channel.lost.is_set()
+        assert client.lost.is_set()
 
 
 async def test_a_cancelled_command_is_killed_before_it_is_let_go(tmp_path: Path) -> None:
@@ -145,14 +145,14 @@ async def test_a_cancelled_command_is_killed_before_it_is_let_go(tmp_path: Path)
         writer.write(encode_json(wire.EXIT, number, {"code": None, "signal": 9}))
         await reader.read()
 
-    async with speaking(tmp_path, obey) as channel:
-        running = asyncio.create_task(channel.run(Command(shell="x")))
+    async with speaking(tmp_path, obey) as client:
+        running = asyncio.create_task(client.run(Command(shell="x")))
         await begun.wait()
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
         steps.append("let go")
-        assert not channel.lost.is_set()
+        assert not client.lost.is_set()
     assert steps == ["killed", "let go"]
 
 
@@ -163,8 +163,8 @@ async def test_more_output_than_was_allowed_is_not_kept(tmp_path: Path) -> None:
         writer.write(encode(wire.EXIT, number, json.dumps({"code": 0}).encode()))
         await reader.read()
 
-    async with speaking(tmp_path, flood) as channel:
-        assert len((await channel.run(Command(argv=("true",), output_limit_bytes=10))).stdout) == 10
+    async with speaking(tmp_path, flood) as client:
+        assert len((await client.run(Command(argv=("true",), output_limit_bytes=10))).stdout) == 10
 
 
 async def test_frames_for_other_conversations_are_nobodys(tmp_path: Path) -> None:
@@ -175,8 +175,8 @@ async def test_frames_for_other_conversations_are_nobodys(tmp_path: Path) -> Non
         writer.write(encode(wire.EXIT, number, b'{"code": 3}'))
         await reader.read()
 
-    async with speaking(tmp_path, confuse) as channel:
-        result = await channel.run(Command(argv=("true",)))
+    async with speaking(tmp_path, confuse) as client:
+        result = await client.run(Command(argv=("true",)))
         assert (result.exit_code, result.stdout) == (3, b"")
 
 

@@ -37,44 +37,44 @@ async def until(condition: Callable[[], bool] | Callable[[], Awaitable[bool]]) -
 async def abandoned(box: Box, given: Command, *, unattended_s: float = 60.0) -> None:
     """A gateway begins with the command and goes away once it has said something."""
     said = asyncio.Event()
-    channel = await box.connect(unattended_s)
-    running = asyncio.create_task(channel.run(given, lambda *_: said.set()))
+    client = await box.connect(unattended_s)
+    running = asyncio.create_task(client.run(given, lambda *_: said.set()))
     async with asyncio.timeout(DEADLINE_S):
         await said.wait()
-    channel.close()
+    client.close()
     await asyncio.gather(running, return_exceptions=True)
 
 
 async def claimed(box: Box, given: Command) -> CommandResult:
     """What the next gateway gets."""
-    channel = await box.connect()
+    client = await box.connect()
     try:
-        assert given.claim in channel.resumable
+        assert given.claim in client.resumable
         async with asyncio.timeout(DEADLINE_S):
-            return await channel.run(given)
+            return await client.run(given)
     finally:
-        channel.close()
+        client.close()
 
 
 async def holds(box: Box, claim: str = "a.1/1", *, running: bool | None = None) -> bool:
-    channel = await box.connect()
-    held = channel.resumable.get(claim)
-    channel.close()
+    client = await box.connect()
+    held = client.resumable.get(claim)
+    client.close()
     return held is not None and running in (None, held.running)
 
 
 async def test_a_running_command_is_claimed_with_all_that_it_said(box: Box) -> None:
     await abandoned(box, command())
-    channel = await box.connect()
-    assert channel.resumable["a.1/1"].running
+    client = await box.connect()
+    assert client.resumable["a.1/1"].running
     seen: list[tuple[str, bytes]] = []
-    running = asyncio.create_task(channel.run(command(), lambda *said: seen.append(said)))
+    running = asyncio.create_task(client.run(command(), lambda *said: seen.append(said)))
     await until(lambda: len(seen) == 2)
     box.open_gate()
     result = await running
     assert seen == [("stdout", b"one\n"), ("stderr", b"two\n"), ("stdout", b"three\n")]
     assert (result.exit_code, result.stdout, result.stderr, box.runs) == (7, b"one\nthree\n", b"two\n", 1)
-    channel.close()
+    client.close()
 
 
 async def test_one_that_ended_meanwhile_is_claimed_with_its_end(box: Box) -> None:
@@ -89,58 +89,58 @@ async def test_one_that_ended_meanwhile_is_claimed_with_its_end(box: Box) -> Non
 
 async def test_it_can_be_claimed_again_until_its_end_is_acknowledged(box: Box) -> None:
     box.open_gate()
-    channel = await box.connect()
-    assert (await channel.run(command())).exit_code == 7
-    channel.close()
+    client = await box.connect()
+    assert (await client.run(command())).exit_code == 7
+    client.close()
     assert (await claimed(box, command())).exit_code == 7
-    channel = await box.connect()
-    channel.keep("a.1/", detached=False)
-    await channel.sweep()
-    channel.close()
+    client = await box.connect()
+    client.keep("a.1/", detached=False)
+    await client.sweep()
+    client.close()
     assert not await holds(box)
 
 
 async def test_what_was_started_is_told_until_it_is_acknowledged_whatever_became_of_it(box: Box) -> None:
-    channel = await box.connect()
-    assert channel.started == frozenset()
+    client = await box.connect()
+    assert client.started == frozenset()
     box.open_gate()
-    await channel.run(command(claim="ended.1/1"))
-    await channel.run(command(claim="attended.1/1", detached=False))
-    killed = asyncio.create_task(channel.run(command(SLEEP, "killed.1/1")))
+    await client.run(command(claim="ended.1/1"))
+    await client.run(command(claim="attended.1/1", detached=False))
+    killed = asyncio.create_task(client.run(command(SLEEP, "killed.1/1")))
     await asyncio.sleep(0)
     killed.cancel()
     await asyncio.gather(killed, return_exceptions=True)
-    channel.close()
-    channel = await box.connect(unattended_s=0.0)
-    assert channel.started == frozenset({"ended.1/1", "killed.1/1"})
-    assert set(channel.resumable) == {"ended.1/1"}
-    channel.close()
+    client.close()
+    client = await box.connect(unattended_s=0.0)
+    assert client.started == frozenset({"ended.1/1", "killed.1/1"})
+    assert set(client.resumable) == {"ended.1/1"}
+    client.close()
 
     async def dropped() -> bool:  # by the runner, once it has seen that the gateway left
-        channel = await box.connect(unattended_s=0.0)
-        channel.close()
-        return not channel.resumable
+        client = await box.connect(unattended_s=0.0)
+        client.close()
+        return not client.resumable
 
     await until(dropped)
-    channel = await box.connect()
-    assert channel.started == frozenset({"ended.1/1", "killed.1/1"}), "what is not kept any more was begun all the same"
+    client = await box.connect()
+    assert client.started == frozenset({"ended.1/1", "killed.1/1"}), "what is not kept any more was begun all the same"
     for claims in ("ended.1/", "killed.1/"):
-        channel.keep(claims, detached=False)
-    await channel.sweep()
-    channel.close()
-    channel = await box.connect()
-    assert channel.started == frozenset()
-    channel.close()
+        client.keep(claims, detached=False)
+    await client.sweep()
+    client.close()
+    client = await box.connect()
+    assert client.started == frozenset()
+    client.close()
 
 
 async def test_of_more_claims_than_it_can_remember_nothing_is_certain(box: Box) -> None:
-    channel = await box.connect()
+    client = await box.connect()
     for number in range(wire.STARTED_MAX + 1):
-        await channel.run(command("true", f"{number}.1/1"))
-    channel.close()
-    channel = await box.connect()
-    assert channel.started is None
-    channel.close()
+        await client.run(command("true", f"{number}.1/1"))
+    client.close()
+    client = await box.connect()
+    assert client.started is None
+    client.close()
 
 
 async def test_what_is_not_detached_ends_with_its_gateway(box: Box) -> None:
@@ -150,13 +150,13 @@ async def test_what_is_not_detached_ends_with_its_gateway(box: Box) -> None:
 
 
 async def test_it_may_become_detached_while_it_runs(box: Box) -> None:
-    channel = await box.connect()
+    client = await box.connect()
     said = asyncio.Event()
-    running = asyncio.create_task(channel.run(command(detached=False), lambda *_: said.set()))
+    running = asyncio.create_task(client.run(command(detached=False), lambda *_: said.set()))
     await said.wait()
-    channel.keep("a.1/", detached=True)
-    await channel.list_files("")
-    channel.close()
+    client.keep("a.1/", detached=True)
+    await client.list_files("")
+    client.close()
     await asyncio.gather(running, return_exceptions=True)
     box.open_gate()
     assert (await claimed(box, command())).stdout == b"one\nthree\n"
@@ -187,19 +187,19 @@ async def test_no_more_is_kept_than_its_bound(box: Box) -> None:
 
 
 async def test_the_oldest_ends_make_room(box: Box) -> None:
-    channel = await box.connect()
+    client = await box.connect()
     for number in range(wire.ENDED_MAX + 2):
-        await channel.run(command("echo a", f"{number}.1/1"))
+        await client.run(command("echo a", f"{number}.1/1"))
     large = command("head -c 3000000 /dev/zero", "x", output_limit_bytes=2**22)
-    channel.close()
-    channel = await box.connect()
-    assert list(channel.resumable) == [f"{number}.1/1" for number in range(2, wire.ENDED_MAX + 2)]
+    client.close()
+    client = await box.connect()
+    assert list(client.resumable) == [f"{number}.1/1" for number in range(2, wire.ENDED_MAX + 2)]
     for claim in ("large.1/1", "larger.1/1"):
-        await channel.run(command(large.shell, claim, output_limit_bytes=2**22))
-    channel.close()
-    channel = await box.connect()
-    assert list(channel.resumable) == ["larger.1/1"]
-    channel.close()
+        await client.run(command(large.shell, claim, output_limit_bytes=2**22))
+    client.close()
+    client = await box.connect()
+    assert list(client.resumable) == ["larger.1/1"]
+    client.close()
 
 
 async def test_one_that_has_not_got_all_its_input_is_ended(box: Box) -> None:
@@ -217,13 +217,13 @@ async def test_a_program_that_cannot_be_started_is_kept_as_well(box: Box) -> Non
 
 async def test_what_was_claimed_can_be_killed(box: Box) -> None:
     await abandoned(box, command())
-    channel = await box.connect()
-    running = asyncio.create_task(channel.run(command()))
+    client = await box.connect()
+    running = asyncio.create_task(client.run(command()))
     await asyncio.sleep(0)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     assert not children(box)
-    channel.close()
+    client.close()
     assert not await holds(box)
 
 
