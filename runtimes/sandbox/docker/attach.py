@@ -10,23 +10,19 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
-import struct
 import time
 from typing import Protocol, cast
 
 from runtimes.sandbox.docker.address import EngineAddress
+from runtimes.sandbox.docker.chunks import chunk_decoder
 from runtimes.sandbox.runner import runner as wire
-from runtimes.sandbox.runner.protocol import encode, lost
+from runtimes.sandbox.runner.protocol import lost
 
-#: The engine's cutting: stream, three bytes of nothing, length.
-_CHUNK = struct.Struct("!BxxxI")
 _STDOUT = 1
-#: Bytes of one piece, above which it is no engine that speaks.
-CHUNK_MAX_BYTES = 16 * 2**20
 #: Bytes of an answer's head, and of what the runner complained of, that are kept.
 HEAD_MAX_BYTES, COMPLAINT_MAX_BYTES = 16 * 2**10, 2 * 2**10
 #: A frame that says nothing but that the gateway lives: standard input for a number that is never given.
-SIGN_OF_LIFE = encode(wire.STDIN, 2**32 - 1)
+SIGN_OF_LIFE = wire.encode(wire.STDIN, 2**32 - 1)
 
 
 class AttachEngine(Protocol):
@@ -83,7 +79,8 @@ class AttachStream(asyncio.Protocol):
         self._life_s = life_s
         self._life: asyncio.TimerHandle | None = None
         self._transport: asyncio.Transport | None = None
-        self._incoming = bytearray()
+        self._head = bytearray()
+        self._chunks = chunk_decoder()
         #: Set when the engine has agreed to carry bytes.
         self.answered: asyncio.Future[None] = loop.create_future()
         self._agreed: asyncio.Future[None] = loop.create_future()
@@ -115,11 +112,15 @@ class AttachStream(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # a stream's is one; uvloop's does not inherit from it
 
     def data_received(self, data: bytes) -> None:
-        self._incoming += data
         if not self.answered.done():
-            self._read_head()
-        if self.answered.done():
-            self._read_chunks()
+            self._head += data
+            data = self._read_head()
+        try:
+            for (stream, _), chunk in self._chunks.feed(data):
+                self._take(stream, chunk)
+        except wire.ProtocolError as error:
+            self._fail(f"the engine sends {error}")
+            self.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._life is not None:
@@ -144,32 +145,17 @@ class AttachStream(asyncio.Protocol):
                 future.set_exception(lost(message))
                 future.exception()  # seen: of the two only one is waited for
 
-    def _read_head(self) -> None:
-        head, separator, rest = bytes(self._incoming).partition(b"\r\n\r\n")
+    def _read_head(self) -> bytes:
+        """Return what follows the head of the engine's answer, once that has come."""
+        head, separator, rest = bytes(self._head).partition(b"\r\n\r\n")
         if not separator and len(head) <= HEAD_MAX_BYTES:
-            return
-        status = head.split(b" ", 2)[1:2]
-        if status not in ([b"101"], [b"200"]):
+            return b""
+        if head.split(b" ", 2)[1:2] not in ([b"101"], [b"200"]):
             said = (head.partition(b"\r\n")[0] + b" " + rest)[:COMPLAINT_MAX_BYTES].decode("utf-8", "replace")
             self._fail(f"the engine does not attach: {said}")
-            return
-        self._incoming = bytearray(rest)
+            return b""
         self.answered.set_result(None)
-
-    def _read_chunks(self) -> None:
-        incoming, start = self._incoming, 0
-        while len(incoming) - start >= _CHUNK.size:
-            stream, length = _CHUNK.unpack_from(incoming, start)
-            if length > CHUNK_MAX_BYTES:
-                self._fail(f"the engine sends {length} bytes at once")
-                self.abort()
-                return
-            stop = start + _CHUNK.size + length
-            if len(incoming) < stop:
-                break
-            self._take(stream, bytes(incoming[start + _CHUNK.size : stop]))
-            start = stop
-        del incoming[:start]
+        return rest
 
     def _take(self, stream: int, data: bytes) -> None:
         if stream != _STDOUT:

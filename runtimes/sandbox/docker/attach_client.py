@@ -127,7 +127,7 @@ class AttachClient:
     async def _after(self, client: StreamClient, failure: ActionFailed, number: int | None, claim: str) -> StreamClient:
         """The client over which a command goes on whose client was cut, or is run that the runner never saw."""
         made = await self._reattached(client, failure)
-        if claim not in made.resumable and not _is_ahead(number, made.taken):
+        if claim not in made.resumable and not _is_ahead(number, made.greeted.taken):
             message = "the connection was cut while the command was given its input, or it was forgotten"
             raise cut_off(message, result=failure.result)
         return made

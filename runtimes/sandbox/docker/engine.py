@@ -19,6 +19,7 @@ from manager.errors import CapacityExceeded, CodedError, InvalidConfig, InvalidI
 from runtimes.sandbox.cgroup import PERIOD_US, SHARES_ACTION, SHARES_BACKGROUND
 from runtimes.sandbox.docker.address import EngineAddress
 from runtimes.sandbox.docker.archive import ARCHIVE_SLACK_BYTES, pack_tree, packed_file, unpacked_file
+from runtimes.sandbox.docker.chunks import chunk_decoder
 from runtimes.sandbox.docker.client import AWAY, EngineConnection
 from runtimes.sandbox.docker.watchdog import EngineWatchdog
 
@@ -371,7 +372,7 @@ class DockerEngine:
         self, made: str, sock: Any, output: Callable[[int, bytes], None], abandoned: Callable[[], bool]
     ) -> int | None:
         """Read the multiplexed stream until it ends, or until the command has ended and said nothing more."""
-        buffer = bytearray()
+        decoder = chunk_decoder()
         while not abandoned():
             try:
                 data = sock.recv(CHUNK_BYTES)
@@ -381,10 +382,8 @@ class DockerEngine:
                 data = b""
             if not data:
                 return int(self._api.exec_inspect(made)["ExitCode"] or 0)
-            buffer += data
-            while len(buffer) >= 8 and len(buffer) >= 8 + (size := int.from_bytes(buffer[4:8], "big")):
-                output(buffer[0], bytes(buffer[8 : 8 + size]))
-                del buffer[: 8 + size]
+            for (stream, _), chunk in decoder.feed(data):
+                output(stream, chunk)
         return None
 
     async def put_file(self, container: str, directory: str, name: str, data: bytes, *, mode: int, uid: int) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import math
 import secrets
-import struct
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,11 +20,11 @@ from manager.function import Background, FunctionSpec, HandlerSpec, SandboxSpec
 from runtimes.runtime import Execution, Result
 from runtimes.sandbox.environments import PURPOSE, EnvironmentSettings
 from runtimes.sandbox.handler import worker
+from runtimes.sandbox.runner.runner import FrameDecoder, ProtocolError
 from runtimes.sandbox.sandbox import Command, CommandResult, Provider, Sandbox, SandboxProcess
 
 COMPONENT = "handler"
 
-_HEADER = struct.Struct("!I")
 _SOURCE = Path(worker.__file__).read_text(encoding="utf-8")
 _MOUNT = "/function"
 #: Bytes of a frame beside the result that it carries: usage, a traceback, a line of log.
@@ -90,7 +89,8 @@ class Instance:
         self._process = process
         self._living = living
         self._pending: dict[str, _Pending] = {}
-        self._incoming = bytearray()
+        limit = function.output_limit_bytes + _FRAME_SLACK_BYTES
+        self._decoder = FrameDecoder(worker.HEADER, limit=limit)
         self._tail = bytearray()  # the last raw output, for the story of a crash
         self._ready: asyncio.Future[Mapping[str, Any]] = asyncio.get_running_loop().create_future()
         self._posture = asyncio.Lock()
@@ -237,30 +237,18 @@ class Instance:
         try:
             async for stream, data in self._process.chunks():
                 if stream == "stdout":
-                    self._feed(data)
+                    for _, frame in self._decoder.feed(data):
+                        self._on_message(orjson.loads(frame))
                 else:
                     self._raw(data)
             self._fail(self._post_mortem(await self._process.wait()))
         except ActionFailed as error:
             self._fail(error)
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ProtocolError, ValueError, KeyError, TypeError, AttributeError):
             # Only foreign code that found our descriptor writes no frame: nothing it says is believed any more.
             with contextlib.suppress(ActionFailed):
                 await self._process.kill()
             self._fail(ActionFailed(Reason.HANDLER_ERROR, "the worker's protocol was broken", component=COMPONENT))
-
-    def _feed(self, data: bytes) -> None:
-        self._incoming += data
-        while len(self._incoming) >= _HEADER.size:
-            (length,) = _HEADER.unpack_from(self._incoming)
-            if length > self.function.output_limit_bytes + _FRAME_SLACK_BYTES:
-                raise ValueError(f"a frame of {length} bytes")
-            end = _HEADER.size + length
-            if len(self._incoming) < end:
-                return
-            message = orjson.loads(self._incoming[_HEADER.size : end])
-            del self._incoming[:end]
-            self._on_message(message)
 
     def _on_message(self, message: Mapping[str, Any]) -> None:
         pending = self._pending.get(message.get("id", ""))
@@ -339,7 +327,7 @@ def _request(execution: Execution) -> Mapping[str, object]:
 
 def _frame(message: Mapping[str, object]) -> bytes:
     body = orjson.dumps(message)
-    return _HEADER.pack(len(body)) + body
+    return worker.HEADER.pack(len(body)) + body
 
 
 _REASONS: Mapping[str, Reason] = {"limit": Reason.OUTPUT_LIMIT, "memory": Reason.OUT_OF_MEMORY}

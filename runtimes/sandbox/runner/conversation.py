@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from typing import Protocol
 
 from manager.errors import ActionFailed
 from runtimes.sandbox.runner import runner as wire
-from runtimes.sandbox.runner.protocol import ProtocolError, encode, lost, result_of
+from runtimes.sandbox.runner.protocol import RunnerEnd, lost
 from runtimes.sandbox.sandbox import Command, CommandResult, OnOutput
 
 #: Bytes of a long-lived process's output kept for a slow reader before the connection is paused.
@@ -18,31 +18,19 @@ STREAM_NAMES = {wire.STDOUT: "stdout", wire.STDERR: "stderr"}
 
 
 class Carrier(Protocol):
-    """What a conversation needs of the connection that carries it."""
+    """What an exchange needs of the connection that carries it."""
 
     async def send(self, frame: bytes) -> None:
         """Send one frame, and wait while too much is under way."""
         ...
 
-    async def kill(self, number: int, end: asyncio.Future[Mapping[str, object]]) -> None:
-        """SIGKILL a command's tree and wait until it is gone; a runner that cannot is hung up on."""
+    async def kill(self, number: int, end: asyncio.Future[RunnerEnd]) -> None:
+        """SIGKILL a command's tree and wait until it is gone; hang up on a runner that cannot."""
         ...
 
     def pause_reading(self) -> None: ...
 
     def resume_reading(self) -> None: ...
-
-
-class Conversation(Protocol):
-    """One numbered exchange."""
-
-    def data(self, stream: int, data: bytes) -> None: ...
-
-    def taken(self, count: int | None) -> None:
-        """The runner passed ``count`` bytes of standard input on; None: nothing more is read."""
-        ...
-
-    def ended(self, answer: Mapping[str, object] | Exception) -> None: ...
 
 
 class Stdin:
@@ -64,52 +52,66 @@ class Stdin:
             self._window -= len(piece)
             if self._window <= 0:
                 self._opened.clear()
-            await self._carrier.send(encode(wire.STDIN, number, piece))
+            await self._carrier.send(wire.encode(wire.STDIN, number, piece))
 
     async def end(self, number: int) -> None:
-        await self._carrier.send(encode(wire.STDIN, number))
+        await self._carrier.send(wire.encode(wire.STDIN, number))
 
     def taken(self, count: int | None) -> None:
+        """Widen the window by what the runner passed on; None: the command reads no more."""
         if count is None:
             self.refused = True
         else:
             self._window += count
         self._opened.set()
 
-    def refuse(self) -> None:
-        self.taken(None)
+
+class Exchange:
+    """A request and its one end."""
+
+    def __init__(self) -> None:
+        self.end: asyncio.Future[RunnerEnd] = asyncio.get_running_loop().create_future()
+
+    def data(self, stream: int, data: bytes) -> None:
+        raise wire.ProtocolError("data that nobody asked for")
+
+    def taken(self, count: int | None) -> None:
+        raise wire.ProtocolError("an acknowledgement of nothing")
+
+    def ended(self, end: RunnerEnd | Exception) -> None:
+        if self.end.done():
+            return
+        if isinstance(end, Exception):
+            self.end.set_exception(end)
+            self.end.exception()  # seen: a caller that was cancelled does not come back for it
+        else:
+            self.end.set_result(end)
 
 
-class RunnerAnswer:
-    """A request with one end, and perhaps data before it."""
+class RunnerAnswer(Exchange):
+    """A request that is answered, perhaps with data before the end."""
 
-    def __init__(self, limit_bytes: int) -> None:
-        self.end: asyncio.Future[Mapping[str, object]] = asyncio.get_running_loop().create_future()
+    def __init__(self, limit_bytes: int = 0) -> None:
+        super().__init__()
         self.chunks: list[bytes] = []
         self._room = limit_bytes
 
     def data(self, stream: int, data: bytes) -> None:
         self._room -= len(data)
         if self._room < 0:
-            raise ProtocolError("more than was asked for")
+            raise wire.ProtocolError("more than was asked for")
         self.chunks.append(data)
 
-    def taken(self, count: int | None) -> None:
-        raise ProtocolError("an acknowledgement of nothing")
 
-    def ended(self, answer: Mapping[str, object] | Exception) -> None:
-        _resolve(self.end, answer)
-
-
-class CommandExchange:
+class CommandExchange(Exchange):
     """A command under way whose output is kept, and shown as it comes."""
 
     def __init__(self, carrier: Carrier, command: Command, on_output: OnOutput | None) -> None:
-        self.end: asyncio.Future[Mapping[str, object]] = asyncio.get_running_loop().create_future()
+        super().__init__()
         self.stdin = Stdin(carrier)
         self._on_output = on_output
-        self._room = {wire.STDOUT: command.output_limit_bytes, wire.STDERR: command.output_limit_bytes}
-        self._kept: dict[int, list[bytes]] = {wire.STDOUT: [], wire.STDERR: []}
+        self._room = dict.fromkeys(STREAM_NAMES, command.output_limit_bytes)
+        self._kept: dict[int, list[bytes]] = {stream: [] for stream in STREAM_NAMES}
 
     def data(self, stream: int, data: bytes) -> None:
         data = data[: self._room[stream]]  # the runner keeps the bound; it is not taken on trust
@@ -122,31 +124,28 @@ class CommandExchange:
     def taken(self, count: int | None) -> None:
         self.stdin.taken(count)
 
-    def ended(self, answer: Mapping[str, object] | Exception) -> None:
-        self.stdin.refuse()
-        if isinstance(answer, ActionFailed):
-            answer = lost(answer.message, result=self.partial())
-        _resolve(self.end, answer)
+    def ended(self, end: RunnerEnd | Exception) -> None:
+        self.stdin.taken(None)
+        if isinstance(end, ActionFailed):
+            end = lost(end.message, result=self.partial())
+        super().ended(end)
 
-    def result(self, answer: Mapping[str, object]) -> CommandResult:
-        try:
-            return result_of(answer, b"".join(self._kept[wire.STDOUT]), b"".join(self._kept[wire.STDERR]))
-        except ProtocolError as error:
-            raise lost(f"the sandbox's runner does not keep the protocol: {error}") from None
+    async def result(self) -> CommandResult:
+        end = await asyncio.shield(self.end)
+        return end.result(b"".join(self._kept[wire.STDOUT]), b"".join(self._kept[wire.STDERR]))
 
     def partial(self) -> dict[str, str]:
-        """What it has said so far."""
+        """Return its output so far."""
         return {STREAM_NAMES[stream]: b"".join(kept).decode("utf-8", "replace") for stream, kept in self._kept.items()}
 
 
-class RemoteProcess:
+class RemoteProcess(Exchange):
     """A long-lived command (`runtimes.sandbox.sandbox.SandboxProcess`)."""
 
     def __init__(self, carrier: Carrier) -> None:
+        super().__init__()
         self.number = 0
         self._carrier = carrier
-        self._end: asyncio.Future[Mapping[str, object]] = asyncio.get_running_loop().create_future()
-        self._end.add_done_callback(_retrieve)
         self._stdin = Stdin(carrier)
         self._unread: deque[tuple[str, bytes]] = deque()
         self._unread_bytes = 0
@@ -166,9 +165,9 @@ class RemoteProcess:
     def taken(self, count: int | None) -> None:
         self._stdin.taken(count)
 
-    def ended(self, answer: Mapping[str, object] | Exception) -> None:
-        self._stdin.refuse()
-        _resolve(self._end, answer)
+    def ended(self, end: RunnerEnd | Exception) -> None:
+        self._stdin.taken(None)
+        super().ended(end)
         self._arrived.set()
 
     async def write_stdin(self, data: bytes) -> None:
@@ -188,7 +187,7 @@ class RemoteProcess:
                 if self._unread_bytes <= UNREAD_MAX_BYTES // 2:
                     self._carrier.resume_reading()
                 yield name, data
-            if self._end.done():
+            if self.end.done():
                 return
             self._arrived.clear()
             await self._arrived.wait()
@@ -196,11 +195,11 @@ class RemoteProcess:
     async def wait(self) -> CommandResult:
         if not self._reading:
             self._drop()
-        return result_of(await asyncio.shield(self._end), b"", b"")
+        return (await asyncio.shield(self.end)).result()
 
     async def kill(self) -> None:
         self._drop()
-        await self._carrier.kill(self.number, self._end)
+        await self._carrier.kill(self.number, self.end)
 
     def _drop(self) -> None:
         """Nobody reads any more: the connection must go on for the others."""
@@ -208,18 +207,3 @@ class RemoteProcess:
         self._unread.clear()
         self._unread_bytes = 0
         self._carrier.resume_reading()
-
-
-def _resolve(future: asyncio.Future[Mapping[str, object]], answer: Mapping[str, object] | Exception) -> None:
-    if future.done():
-        return
-    if isinstance(answer, Exception):
-        future.set_exception(answer)
-        future.exception()  # seen: a caller that was cancelled does not come back for it
-    else:
-        future.set_result(answer)
-
-
-def _retrieve(future: asyncio.Future[Mapping[str, object]]) -> None:
-    if not future.cancelled():
-        future.exception()

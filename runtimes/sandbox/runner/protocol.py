@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import TypeVar
+
+import msgspec
 
 from manager.errors import (
     ActionFailed,
@@ -17,64 +20,19 @@ from manager.errors import (
     TooLarge,
     Unsupported,
 )
-from runtimes.sandbox.runner.runner import FRAME_MAX_BYTES, HEADER
+from runtimes.sandbox.runner.runner import ProtocolError, as_json, encode
 from runtimes.sandbox.sandbox import Command, CommandResult, FileStat, ResumableCommand
 
 COMPONENT = "sandbox"
-_ENCODER = json.JSONEncoder(separators=(",", ":"))
-
-
-class ProtocolError(Exception):
-    """The other side does not speak the protocol: the sandbox is not to be believed any more."""
-
-
-class Decoder:
-    """Bytes in, frames out: (kind, number, payload)."""
-
-    def __init__(self) -> None:
-        self._incoming = bytearray()
-
-    def feed(self, data: bytes | memoryview) -> Iterator[tuple[int, int, bytes]]:
-        """The frames completed by ``data``; raises ProtocolError when a frame exceeds the bound."""
-        incoming = self._incoming
-        incoming += data
-        start = 0
-        try:
-            while len(incoming) - start >= HEADER.size:
-                length, kind, number = HEADER.unpack_from(incoming, start)
-                if length > FRAME_MAX_BYTES:
-                    raise ProtocolError(f"a frame of {length} bytes")
-                end = start + HEADER.size + length
-                if len(incoming) < end:
-                    return
-                payload = bytes(incoming[start + HEADER.size : end])
-                start = end
-                yield kind, number, payload
-        finally:
-            del incoming[:start]
-
-
-def encode(kind: int, number: int, payload: bytes = b"") -> bytes:
-    return HEADER.pack(len(payload), kind, number) + payload
+T = TypeVar("T")
 
 
 def encode_json(kind: int, number: int, value: Mapping[str, object]) -> bytes:
-    return encode(kind, number, _ENCODER.encode(value).encode())
-
-
-def decode_json(payload: bytes) -> dict[str, object]:
-    """Raises ProtocolError when it is no JSON object."""
-    try:
-        value = json.loads(payload)
-    except ValueError as error:
-        raise ProtocolError(str(error)) from None
-    if not isinstance(value, dict):
-        raise ProtocolError("an answer that is no object")
-    return value
+    return encode(kind, number, as_json(value))
 
 
 def run_request(command: Command, *, marker: str, interactive: bool) -> dict[str, object]:
-    """A command as the runner wants it; raises InvalidInput when it can be no command at all."""
+    """Return a command as the runner wants it; raises InvalidInput unless it has one of argv and shell."""
     if bool(command.argv) == bool(command.shell):
         raise InvalidInput("give exactly one of argv and shell", component=COMPONENT)
     return {
@@ -92,79 +50,87 @@ def run_request(command: Command, *, marker: str, interactive: bool) -> dict[str
     }
 
 
-def result_of(answer: Mapping[str, object], stdout: bytes, stderr: bytes) -> CommandResult:
-    """The runner's EXIT as a result; raises ProtocolError when it does not fit."""
-    try:
-        code, signal = answer.get("code"), answer.get("signal")
-        truncated = answer.get("truncated", (False, False))
-        if not isinstance(truncated, list | tuple):
-            raise TypeError("truncated")
+class RunnerReady(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to a greeting; its fields bear the names of protocol 1."""
+
+    protocol: int = 0
+    #: Whether the runner knew the token already (it is no new one).
+    known: bool = False
+    #: Commands of an earlier gateway that can be claimed.
+    held: dict[str, ResumableCommand] = {}
+    #: Claims of detached commands that were started and whose end may not be on record; None if unknown.
+    begun: frozenset[str] | None = None
+    #: The last command of this gateway, if any, that the runner took over an earlier connection.
+    taken: int | None = None
+
+
+class RunnerEntry(msgspec.Struct, frozen=True):
+    """One entry of a listing."""
+
+    name: str
+    size: int
+    directory: bool
+    mode: int
+
+
+class RunnerEnd(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of an exchange: of a command (EXIT), or of another request (DONE)."""
+
+    code: int | None = None
+    signal: int | None = None
+    timed_out: bool = False
+    out_of_memory: bool = False
+    truncated: tuple[bool, bool] = (False, False)
+    duration_s: float = 0.0
+    cpu_s: float = 0.0
+    peak_bytes: int = 0
+    entries: list[RunnerEntry] = []
+
+    def result(self, stdout: bytes = b"", stderr: bytes = b"") -> CommandResult:
         return CommandResult(
-            exit_code=None if code is None else _whole(code),
-            signal=None if signal is None else _whole(signal),
+            exit_code=self.code,
+            signal=self.signal,
             stdout=stdout,
             stderr=stderr,
-            stdout_truncated=bool(truncated[0]),
-            stderr_truncated=bool(truncated[1]),
-            timed_out=answer.get("timed_out") is True,
-            out_of_memory=answer.get("out_of_memory") is True,
-            duration_s=_number(answer.get("duration_s", 0.0)),
-            cpu_s=_number(answer.get("cpu_s", 0.0)),
-            peak_memory_bytes=_whole(answer.get("peak_bytes", 0)),
+            stdout_truncated=self.truncated[0],
+            stderr_truncated=self.truncated[1],
+            timed_out=self.timed_out,
+            out_of_memory=self.out_of_memory,
+            duration_s=self.duration_s,
+            cpu_s=self.cpu_s,
+            peak_memory_bytes=self.peak_bytes,
         )
-    except (TypeError, ValueError, IndexError) as error:
-        raise ProtocolError(f"an end that does not fit: {error}") from None
 
-
-def resumable_of(answer: Mapping[str, object]) -> dict[str, ResumableCommand]:
-    """The commands that a READY says can be claimed; raises ProtocolError when it does not fit."""
-    held = answer.get("held", {})
-    try:
-        if not isinstance(held, dict):
-            raise TypeError("held")
-        return {
-            str(claim): ResumableCommand(_number(ran_s), running is True) for claim, (ran_s, running) in held.items()
-        }
-    except (TypeError, ValueError) as error:
-        raise ProtocolError(f"a greeting that does not fit: {error}") from None
-
-
-def started_of(answer: Mapping[str, object]) -> frozenset[str] | None:
-    """The detached commands that a READY says were begun; None where it cannot tell; ProtocolError when misfit."""
-    begun = answer.get("begun")
-    if begun is not None and not isinstance(begun, list):
-        raise ProtocolError("a greeting that does not fit: begun")
-    return None if begun is None else frozenset(map(str, begun))
-
-
-def files_of(answer: Mapping[str, object], directory: str) -> list[FileStat]:
-    """The runner's listing; raises ProtocolError when it does not fit."""
-    entries = answer.get("entries")
-    try:
-        if not isinstance(entries, list):
-            raise TypeError("entries")
+    def files(self, directory: str) -> list[FileStat]:
+        prefix = f"{directory.rstrip('/')}/" if directory else ""
         return [
-            FileStat(
-                path=f"{directory.rstrip('/')}/{entry['name']}" if directory else str(entry["name"]),
-                size_bytes=_whole(entry["size"]),
-                directory=entry["directory"] is True,
-                mode=_whole(entry["mode"]),
-            )
-            for entry in entries
+            FileStat(path=prefix + entry.name, size_bytes=entry.size, directory=entry.directory, mode=entry.mode)
+            for entry in self.entries
         ]
-    except (TypeError, KeyError, ValueError) as error:
-        raise ProtocolError(f"a listing that does not fit: {error}") from None
 
 
-def error_of(answer: Mapping[str, object]) -> CodedError:
-    """The runner's refusal as a typed error."""
-    message = str(answer.get("message", "refused"))[:1000]
-    kinds: dict[object, type[CodedError]] = {"not_found": NotFound, "too_large": TooLarge}
-    return kinds.get(answer.get("code"), InvalidInput)(message, component=COMPONENT)
+class RunnerRefusal(msgspec.Struct, frozen=True):
+    """Why a request was not carried out (ERROR)."""
+
+    code: str = ""
+    message: str = "refused"
+
+    def error(self) -> CodedError:
+        kinds: dict[str, type[CodedError]] = {"not_found": NotFound, "too_large": TooLarge}
+        return kinds.get(self.code, InvalidInput)(self.message[:1000], component=COMPONENT)
+
+
+def decode(payload: bytes, wanted: type[T]) -> T:
+    """Return what the runner sent; raises ProtocolError if it does not fit."""
+    try:
+        # Not msgspec's own parser: names of files may hold lone surrogates.
+        return msgspec.convert(json.loads(payload), wanted)
+    except ValueError as error:
+        raise ProtocolError(f"an answer that does not fit: {error}") from None
 
 
 def unmade(error: CodedError) -> ActionFailed:
-    """An environment that could not be had: the function's fault, or the engine's, which may have recovered soon."""
+    """Return the end of an action whose sandbox could not be made: its function's fault, or the engine's."""
     if isinstance(error, ActionFailed):
         return error
     theirs = isinstance(error, InvalidConfig | InvalidInput | Unsupported)
@@ -177,28 +143,16 @@ def unmade(error: CodedError) -> ActionFailed:
 
 
 def lost(message: str, *, result: object = None) -> ActionFailed:
-    """The end of every action whose sandbox died under it."""
+    """Return the end of an action whose sandbox died under it."""
     return ActionFailed(Reason.ENVIRONMENT_LOST, message, component=COMPONENT, result=result)
 
 
 def cut_off(message: str, *, result: object = None) -> ActionFailed:
-    """The end of an action whose sandbox is out of reach, and perhaps lives on."""
+    """Return the end of an action whose sandbox is out of reach and perhaps lives on."""
     message = f"{message}; the sandbox may live on"
     return ActionFailed(Reason.NODE_LOST, message, component=COMPONENT, result=result)
 
 
 def out_of_memory(result: CommandResult, peak_memory_bytes: int) -> CommandResult:
-    """The same end, with what the kernel knows of it."""
+    """Return the same result with what the kernel knows about its end."""
     return replace(result, out_of_memory=True, peak_memory_bytes=max(peak_memory_bytes, result.peak_memory_bytes))
-
-
-def _whole(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{value!r} is no integer")
-    return value
-
-
-def _number(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{value!r} is no number")
-    return float(value)

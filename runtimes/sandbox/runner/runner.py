@@ -8,8 +8,8 @@ PID 1 of the sandbox's process namespace, or else the subreaper of everything st
 A frame is ``length:u32 type:u8 id:u32`` in network order, then ``length`` bytes: JSON for requests and ends, raw bytes
 for data. The first connection's HELLO sets the token, before any foreign code can run; later connections must know it.
 
-A command outlives its gateway where it was asked to, for ``unattended_s`` at most: what it says and how it ends is kept
-until the next gateway claims it by the name that it was given, or tells that it need not be kept.
+A command outlives its gateway if it was asked to, for ``unattended_s`` at most: its output and its end are kept until
+the next gateway claims it by the name that it was given, or says that it need not be kept.
 
 Commands run as the sandbox's user, never as the runner: it takes on the user's ids around ``posix_spawn`` (a vfork),
 which leaves the child no privilege to return to and makes the runner itself untraceable.
@@ -30,7 +30,7 @@ import stat
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 PROTOCOL = 1
@@ -50,27 +50,76 @@ PENDING_MAX_BYTES = 1 * 2**20
 TICK_S = 0.01
 #: Seconds after SIGKILL at which a process that will not die is reported instead of awaited.
 UNKILLABLE_S = 5.0
-DRAINS_MAX = 128
-#: Ended commands that can still be claimed, and the bytes that they said; of the last one everything.
+ORPHAN_PIPES_MAX = 128
+#: Ended commands that can still be claimed, and the bytes of their output; the last one is kept whole.
 ENDED_MAX = 16
 ENDED_MAX_BYTES = 4 * 2**20
-#: Claims of which the next gateway is told that they were begun; where there were more, it is told nothing.
+#: Claims that the next gateway is told were started; if there were more, it is told nothing.
 STARTED_MAX = 64
-STRANGERS_MAX = 8
-#: What a gateway begins with that attaches, and what it wants to hear then.
+UNAUTHENTICATED_MAX = 8
+#: What a gateway sends first when it attaches, and what it expects back.
 MARK_BYTES, ANSWER_BYTES = 32, 16
 ENTRIES_MAX = 10000
 OOM_SCORE = b"500"
 
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-#: What the kernel tells of the memory of our own cgroup (v2, v1), where the sandbox has one.
+#: What the kernel says about the memory of our own cgroup (v2, v1), if the sandbox has one.
 MEMORY_EVENTS = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
 MEMORY_PEAKS = ("/sys/fs/cgroup/memory.peak", "/sys/fs/cgroup/memory/memory.max_usage_in_bytes")
-#: Where reading and writing is no file access: the kernel's own trees.
+#: The kernel's own trees, in which reading and writing is no file access.
 KERNEL_TREES = ("/proc", "/sys", "/dev")
 
 
+# --- the wire
+
+
+class ProtocolError(Exception):
+    """The other side does not speak the protocol."""
+
+
+class FrameDecoder:
+    """Bytes in, frames out. The gateway decodes with it too, also frames of other formats."""
+
+    def __init__(self, header: struct.Struct = HEADER, *, length_at: int = 0, limit: int = FRAME_MAX_BYTES) -> None:
+        """``length_at`` is the place of the payload's length among the header's fields, ``limit`` its bound."""
+        self.header = header
+        self.length_at = length_at
+        self.limit = limit
+        self.incoming = bytearray()
+
+    def feed(self, data: bytes | memoryview) -> Iterator[tuple[tuple[Any, ...], bytes]]:
+        """Yield the header fields and the payload of each frame that ``data`` completes.
+
+        Raises ProtocolError if a payload exceeds the bound.
+        """
+        incoming, size = self.incoming, self.header.size
+        incoming += data
+        start = 0
+        try:
+            while len(incoming) - start >= size:
+                fields = self.header.unpack_from(incoming, start)
+                length = fields[self.length_at]
+                if length > self.limit:
+                    raise ProtocolError(f"a frame of {length} bytes")
+                end = start + size + length
+                if len(incoming) < end:
+                    return
+                payload = bytes(incoming[start + size : end])
+                start = end
+                yield fields, payload
+        finally:
+            del incoming[:start]
+
+
+def encode(kind: int, number: int, payload: bytes = b"") -> bytes:
+    return HEADER.pack(len(payload), kind, number) + payload
+
+
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
+
+
+def as_json(value: Mapping[str, Any]) -> bytes:
+    return _ENCODER.encode(value).encode()
 
 
 class Refused(Exception):
@@ -81,8 +130,46 @@ class Refused(Exception):
         self.code = code
 
 
+def _refusal(error: Refused | OSError) -> bytes:
+    """Return the payload of an ERROR frame."""
+    if isinstance(error, Refused):
+        return as_json({"code": error.code, "message": str(error)})
+    code = "not_found" if error.errno in (errno.ENOENT, errno.ENOTDIR) else "invalid_input"
+    return as_json({"code": code, "message": _sentence(error)})
+
+
+def _sentence(error: OSError) -> str:
+    return f"{error.filename or 'file'}: {os.strerror(error.errno or 0)}"
+
+
+class Poller:
+    """One epoll over all descriptors, and the handler of each."""
+
+    def __init__(self) -> None:
+        self.epoll = select.epoll()
+        self.handlers: dict[int, Callable[[int], None]] = {}
+
+    def watch(self, fd: int, handler: Callable[[int], None], events: int = select.EPOLLIN) -> None:
+        self.handlers[fd] = handler
+        self.epoll.register(fd, events)
+
+    def forget(self, fd: int) -> None:
+        if self.handlers.pop(fd, None) is not None:
+            self.epoll.unregister(fd)
+
+    def handle(self, within_s: float) -> None:
+        """Wait for descriptors to be ready and call their handlers."""
+        for fd, _ in self.epoll.poll(within_s):
+            handler = self.handlers.get(fd)
+            if handler is not None:
+                handler(fd)
+
+
+# --- users and paths
+
+
 class Identity:
-    """A user of the sandbox, and the way to become it for a moment."""
+    """A user of the sandbox. As a context manager it becomes that user for a moment."""
 
     def __init__(self, user: str, workdir: str) -> None:
         try:
@@ -108,6 +195,479 @@ class Identity:
             os.setresuid(0, 0, 0)
             os.setresgid(0, 0, 0)
             os.setgroups([0])
+
+
+class Workplace:
+    """The sandbox as the gateway's greeting describes it: its users and its paths."""
+
+    def __init__(self) -> None:
+        self.config: dict[str, Any] = {}
+        self.identities: dict[str, Identity] = {}
+
+    def identity(self, user: str = "") -> Identity:
+        """Return a user, by default the sandbox's own; raises Refused if commands cannot run as that user."""
+        user = user or self.config["user"]
+        if user not in self.identities:
+            self.identities[user] = Identity(user, self.config["workdir"])
+        identity = self.identities[user]
+        if os.getuid() != 0 and identity.uid != os.getuid() and user != self.config["user"]:
+            raise Refused("invalid_input", f"this sandbox cannot run commands as {user!r}")
+        return identity
+
+    def prepare_workdir(self) -> None:
+        """Make the working directory the user's, before any command runs."""
+        identity = self.identity()
+        workdir = self.real(self.config["workdir"])
+        if not os.path.isdir(workdir):
+            os.makedirs(workdir, 0o755)
+            if os.getuid() == 0:
+                os.chown(workdir, identity.uid, identity.gid)
+        with identity:
+            pass  # from here on the kernel calls the runner undumpable: nobody inside can trace or read it
+
+    def real(self, path: str) -> str:
+        """Return the path as this process sees it: a sandbox without its own root keeps its files in a directory."""
+        workdir: str = self.config["workdir"]
+        base: str = self.config.get("base", "")
+        full = os.path.normpath(os.path.join(workdir, path))
+        if not os.path.isabs(path) and not _within(full, workdir):
+            raise Refused("invalid_input", f"{path!r} leaves the sandbox's working directory")
+        if not base:
+            return full
+        if not _within(full, workdir):
+            if _within(full, base):
+                return full
+            raise Refused("invalid_input", f"{path!r} leaves the sandbox")
+        return os.path.normpath(base + "/" + os.path.relpath(full, workdir))
+
+    def locate(self, path: str, *, last: bool) -> tuple[int, str]:
+        """Return the directory (an open descriptor) and the name that a path means; raises Refused out of bounds.
+
+        Links are resolved, those of the ``last`` part only if asked. The resolved path is walked again without
+        following links, so that nothing can be slipped in between.
+        """
+        wanted = self.real(path)
+        parent, name = os.path.split(wanted)
+        true = os.path.realpath(wanted if last else parent)
+        if not self.contains(true) or any(_within(true, tree) for tree in KERNEL_TREES):
+            raise Refused("invalid_input", f"{path!r} leaves the sandbox")
+        if last:
+            true, name = os.path.split(true)
+        flags = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW  # passing through needs no right to read
+        fd = os.open("/", flags)
+        for part in [part for part in true.split("/") if part]:
+            try:
+                below = os.open(part, flags, dir_fd=fd)
+            finally:
+                os.close(fd)
+            fd = below
+        return fd, name
+
+    def make_parents(self, path: str) -> None:
+        """Make the missing directories of a path if the existing part of it lies in the sandbox, else raise Refused."""
+        parent = os.path.dirname(self.real(path))
+        missing: list[str] = []
+        while not os.path.lexists(parent):
+            parent, name = os.path.split(parent)
+            missing.append(name)
+        if missing and not self.contains(os.path.realpath(parent)):
+            raise Refused("invalid_input", f"{path!r} leaves the sandbox")
+        for name in reversed(missing):
+            parent = os.path.join(parent, name)
+            os.mkdir(parent, 0o755)
+
+    def contains(self, true: str) -> bool:
+        """Return whether a path without links lies below the directory of a sandbox that has no root of its own."""
+        base: str = self.config.get("base", "")
+        return not base or _within(true, os.path.realpath(base))
+
+
+def _within(path: str, tree: str) -> bool:
+    return path == tree or path.startswith(tree.rstrip("/") + "/")
+
+
+# --- files
+
+
+class Files:
+    """Reads, listings and uploads, all with the rights of the sandbox's user."""
+
+    def __init__(self, workplace: Workplace, send: Callable[[int, int, bytes], None]) -> None:
+        self.workplace = workplace
+        self.send = send
+        self.uploads: dict[int, Upload] = {}
+
+    def open_path(self, path: str, flags: int) -> int:
+        with self.workplace.identity():
+            directory, name = self.workplace.locate(path, last=True)
+            try:
+                return os.open(name or ".", flags | os.O_RDONLY | os.O_NOFOLLOW, dir_fd=directory)
+            finally:
+                os.close(directory)
+
+    def read(self, number: int, request: dict[str, Any]) -> None:
+        path: str = request["path"]
+        with open(self.open_path(path, os.O_NONBLOCK), "rb", buffering=0) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise Refused("invalid_input", f"{path!r} is no regular file")
+            left: int = request["limit"]
+            while True:
+                data = file.read(min(CHUNK_BYTES, left + 1))
+                if len(data) > left:
+                    raise Refused("too_large", f"{path!r} is larger than {request['limit']} bytes")
+                if not data:
+                    break
+                left -= len(data)
+                self.send(STDOUT, number, data)
+        self.send(DONE, number, b"{}")
+
+    def list_directory(self, number: int, request: dict[str, Any]) -> None:
+        fd = self.open_path(request["path"], os.O_DIRECTORY)
+        try:
+            names = sorted(os.listdir(fd))
+            if len(names) > ENTRIES_MAX:
+                message = f"{request['path']!r} has {len(names)} entries, more than {ENTRIES_MAX}"
+                raise Refused("too_large", message)
+            entries = [_entry(fd, name) for name in names]
+        finally:
+            os.close(fd)
+        self.send(DONE, number, as_json({"entries": entries}))
+
+    def write(self, number: int, request: dict[str, Any]) -> None:
+        self.uploads[number] = Upload(self.workplace, request["path"], request["mode"])
+
+    def feed(self, number: int, data: bytes) -> bool:
+        """Take the next piece of an upload, empty at its end; return whether there is such an upload."""
+        upload = self.uploads.get(number)
+        if upload is None:
+            return False
+        try:
+            if data:
+                upload.write(data)
+                return True
+            upload.finish()
+        except OSError as error:
+            upload.abandon()
+            self.send(ERROR, number, _refusal(error))
+        else:
+            self.send(DONE, number, b"{}")
+        del self.uploads[number]
+        return True
+
+    def abandon_uploads(self) -> None:
+        for upload in self.uploads.values():
+            upload.abandon()
+        self.uploads.clear()
+
+
+class Upload:
+    """A file on its way in: written beside its place, and moved there when complete."""
+
+    def __init__(self, workplace: Workplace, path: str, mode: int) -> None:
+        self.workplace = workplace
+        self.mode = mode
+        with workplace.identity():
+            workplace.make_parents(path)
+            self.directory, self.name = workplace.locate(path, last=False)
+            self.part = f".tangram-{os.urandom(6).hex()}"
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+            try:
+                self.fd = os.open(self.part, flags, 0o600, dir_fd=self.directory)
+            except OSError:
+                os.close(self.directory)
+                raise
+
+    def write(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(self.fd, view) :]
+
+    def finish(self) -> None:
+        """Move it to its place; if that raises OSError it must be abandoned."""
+        with self.workplace.identity():
+            os.fchmod(self.fd, self.mode)
+            os.replace(self.part, self.name, src_dir_fd=self.directory, dst_dir_fd=self.directory)
+        self.close()
+
+    def abandon(self) -> None:
+        try:
+            with self.workplace.identity():
+                os.unlink(self.part, dir_fd=self.directory)
+        except OSError:
+            pass
+        self.close()
+
+    def close(self) -> None:
+        os.close(self.fd)
+        os.close(self.directory)
+
+
+def _entry(directory: int, name: str) -> dict[str, Any]:
+    entry = {"name": os.fsencode(name).decode("utf-8", "replace"), "size": 0, "directory": False, "mode": 0}
+    try:
+        info = os.stat(name, dir_fd=directory, follow_symlinks=False)
+    except OSError:
+        return entry
+    return {**entry, "size": info.st_size, "directory": stat.S_ISDIR(info.st_mode), "mode": stat.S_IMODE(info.st_mode)}
+
+
+# --- the gateway
+
+
+class GatewayConnection:
+    """A descriptor with frames in and one with frames out, of a socket the same; never blocks."""
+
+    def __init__(self, source: int, sink: int) -> None:
+        self.source = source
+        self.sink = sink
+        self.trusted = False
+        self.decoder = FrameDecoder()
+        self.pending = bytearray()
+
+    def send(self, data: bytes) -> None:
+        self.pending += data
+        self.flush()
+
+    def flush(self) -> None:
+        try:
+            while self.pending:
+                del self.pending[: os.write(self.sink, self.pending)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.pending.clear()  # the reading side reports the loss
+
+
+class Attachment:
+    """Our standard streams, to which one gateway after the other attaches. Between two there is no end of the stream.
+
+    A gateway begins with a mark, which the first one chose and nobody inside knows, and an answer, which is sent back:
+    at these two points both sides begin anew, and what was under way to and from the gateway before is dropped.
+    """
+
+    def __init__(self) -> None:
+        self.mark = b""
+        self.heard = bytearray()
+
+    def feed(self, data: bytes) -> tuple[bytes | None, bytes]:
+        """Return the answer for a gateway that attached just now, or None; and what belongs to its conversation."""
+        self.heard += data
+        if not self.mark and len(self.heard) >= MARK_BYTES:
+            self.mark = bytes(self.heard[:MARK_BYTES])
+        at = self.heard.rfind(self.mark) if self.mark else 0
+        end = at + MARK_BYTES + ANSWER_BYTES
+        if at < 0:
+            del self.heard[: 1 - MARK_BYTES]  # a mark may have begun to arrive
+            return None, data
+        if len(self.heard) < end:
+            return None, b""
+        answer, rest = bytes(self.heard[end - ANSWER_BYTES : end]), bytes(self.heard[end:])
+        self.heard = bytearray(rest[1 - MARK_BYTES :])
+        return answer, rest
+
+
+class Silence:
+    """How long no gateway was heard. Of one that attached no end is seen: only its silence tells."""
+
+    def __init__(self, *, attached: bool) -> None:
+        self.attached = attached
+        self.present = False
+        self.orphan_s = 600.0
+        self.unattended_s = 0.0
+        self.since_s = self.looked_s = time.monotonic()
+
+    @property
+    def lasts_s(self) -> float:
+        return time.monotonic() - self.since_s if self.attached or not self.present else 0.0
+
+    @property
+    def unattended(self) -> bool:
+        """Whether it has lasted so long that nothing is kept for the next gateway."""
+        return self.lasts_s > self.unattended_s
+
+    @property
+    def longest_sleep_s(self) -> float:
+        bounds_s = (self.orphan_s / 4, self.unattended_s / 4) if self.attached else ()
+        return min([60.0, *(bound_s for bound_s in bounds_s if bound_s > 0)])
+
+    def discount_frozen_time(self) -> None:
+        """Leave out the time in which we were frozen and could not hear a gateway."""
+        now = time.monotonic()
+        if self.attached:
+            self.since_s += max(0.0, now - self.looked_s - self.longest_sleep_s)
+        self.looked_s = now
+
+
+class GatewayLink:
+    """The gateway: who may give us orders, and what it is sent."""
+
+    def __init__(self, runner: Runner, poller: Poller, directory: str | None) -> None:
+        self.runner = runner
+        self.poller = poller
+        self.gateway: GatewayConnection | None = None
+        self.unauthenticated: list[GatewayConnection] = []
+        self.throttled: GatewayConnection | None = None
+        self.attached: GatewayConnection | None = None
+        self.token = ""
+        self.silence = Silence(attached=directory is None)
+        if directory is None:
+            self.attachment = Attachment()
+            for fd in (0, 1):
+                os.set_blocking(fd, False)
+            poller.watch(0, self.on_attached)
+        else:
+            self.listener = _listen(directory)
+            poller.watch(self.listener.fileno(), self.on_connect)
+
+    def on_connect(self, fd: int) -> None:
+        sock, _ = self.listener.accept()
+        sock.setblocking(False)
+        if len(self.unauthenticated) >= UNAUTHENTICATED_MAX:
+            self.drop(self.unauthenticated[0])
+        fd = sock.detach()
+        connection = GatewayConnection(fd, fd)
+        self.unauthenticated.append(connection)
+        self.poller.watch(fd, lambda _: self.on_frames(connection))
+
+    def on_attached(self, fd: int) -> None:
+        """Read from the gateway that is attached, or from the next one, which takes the place of the one before."""
+        try:
+            data = os.read(fd, 4 * CHUNK_BYTES)
+        except BlockingIOError:
+            return
+        self.silence.since_s = time.monotonic()
+        answer, rest = self.attachment.feed(data)
+        if self.attached is not None and (answer is not None or not data):
+            self.drop(self.attached)
+        if answer is not None:
+            self.attached = GatewayConnection(0, 1)
+            self.unauthenticated.append(self.attached)
+            self.attached.send(answer)
+            self.hold_back(self.attached)
+        if self.attached is not None and rest:
+            self.hear(self.attached, rest)
+        if not data:  # the engine has closed it: nobody can attach any more
+            self.poller.forget(fd)
+
+    def on_frames(self, connection: GatewayConnection) -> None:
+        self.on_writable(connection)
+        try:
+            data = os.read(connection.source, 4 * CHUNK_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        self.hear(connection, data)
+
+    def on_writable(self, connection: GatewayConnection) -> None:
+        if self.throttled is connection:
+            connection.flush()
+            if not connection.pending:
+                self.unthrottle(connection)
+
+    def hear(self, connection: GatewayConnection, data: bytes) -> None:
+        """Obey what has arrived; no data is the end."""
+        try:
+            if not data:
+                raise ProtocolError("it hung up")
+            for (_, kind, number), payload in connection.decoder.feed(data):
+                if connection.trusted:
+                    self.runner.obey(kind, number, payload)
+                else:
+                    self.greet(connection, kind, payload)
+        except (ProtocolError, ValueError, KeyError, TypeError):
+            self.drop(connection)
+
+    def greet(self, connection: GatewayConnection, kind: int, payload: bytes) -> None:
+        """Take the first caller's token for the gateway's; hang up on everybody who does not know it."""
+        if kind != HELLO:
+            raise ProtocolError("no greeting")
+        hello = json.loads(payload)
+        known = self.token != ""
+        if known and not _same(hello["token"], self.token):
+            raise ProtocolError("not the gateway")
+        previous, self.token = self.gateway, hello["token"]
+        self.silence.orphan_s = hello.get("orphan_s", 600.0)
+        self.silence.unattended_s = hello.get("unattended_s", 0.0)
+        self.runner.workplace.config = hello
+        connection.trusted = True
+        self.unauthenticated.remove(connection)
+        if previous is not None:
+            self.drop(previous)
+        self.gateway, self.silence.present = connection, True
+        self.runner.on_hello(hello, known=known)
+
+    def drop(self, connection: GatewayConnection) -> None:
+        """Hang up; what the gateway had running goes on if it is detached and has all its input."""
+        if connection is self.attached:
+            self.attached = None
+        else:
+            self.poller.forget(connection.source)
+            os.close(connection.source)
+        if connection in self.unauthenticated:
+            self.unauthenticated.remove(connection)
+        self.unthrottle(connection)
+        if connection is self.gateway:
+            self.gateway, self.silence.present = None, False
+            self.silence.since_s = time.monotonic()
+            self.runner.on_gateway_lost()
+
+    def drop_silent(self) -> None:
+        """Hang up on a gateway that attached and is not heard any more."""
+        if self.attached is not None and self.attached is self.gateway:
+            self.drop(self.attached)
+
+    def send(self, kind: int, number: int, payload: bytes) -> None:
+        """Send a frame, unless its number says that no gateway listens for it."""
+        gateway = self.gateway
+        if gateway is not None and number >= 0:
+            gateway.send(encode(kind, number, payload))
+            self.hold_back(gateway)
+
+    def hold_back(self, connection: GatewayConnection) -> None:
+        """Wait for a gateway that does not take all of what it is sent."""
+        if connection.pending and self.throttled is None:
+            if connection.sink == connection.source:
+                self.poller.epoll.modify(connection.sink, select.EPOLLIN | select.EPOLLOUT)
+            else:
+                self.poller.watch(connection.sink, lambda _: self.on_writable(connection), select.EPOLLOUT)
+            self.throttled = connection
+            self.runner.jobs.regulate()
+
+    def unthrottle(self, connection: GatewayConnection) -> None:
+        if self.throttled is connection:
+            self.throttled = None
+            if connection.sink != connection.source:
+                self.poller.forget(connection.sink)
+            elif connection.sink in self.poller.handlers:
+                self.poller.epoll.modify(connection.sink, select.EPOLLIN)
+            self.runner.jobs.regulate()
+
+
+def _listen(directory: str) -> socket.socket:
+    os.chdir(directory)  # a socket's path may have 107 bytes, a directory's may have more
+    try:
+        os.unlink("s")
+    except FileNotFoundError:
+        pass
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind("s")
+    listener.listen(UNAUTHENTICATED_MAX)
+    listener.setblocking(False)
+    os.chdir("/")
+    return listener
+
+
+def _same(one: str, other: str) -> bool:
+    """Compare in a time that does not tell where the two differ."""
+    wanted, given = one.encode(), other.encode()
+    difference = len(wanted) ^ len(given)
+    for index in range(min(len(wanted), len(given))):
+        difference |= wanted[index] ^ given[index]
+    return difference == 0
+
+
+# --- commands
 
 
 class CommandOutput:
@@ -158,7 +718,7 @@ class Job:
         self.deadline_s: float | None = None if timeout_s is None else self.started_s + timeout_s
         self.kill_s: float | None = None  # set while it is being ended
         self.timed_out = False
-        self.status: int | None = None
+        self.status: int | None = None  # set when its first process was reaped
         self.cpu_s = 0.0
         self.peak_kib = 0
         self.ended_s: float | None = None
@@ -168,442 +728,84 @@ class Job:
     def ran_s(self) -> float:
         return (time.monotonic() if self.ended_s is None else self.ended_s) - self.started_s
 
+    def let_end(self) -> None:
+        """Make it one that ends with its gateway and that nobody can claim."""
+        self.detached, self.claim = False, ""
 
-class GatewayConnection:
-    """A descriptor with frames in and one with frames out, of a socket the same; never blocks."""
+    def cut(self, stream: int, data: bytes) -> bytes:
+        """Return what of its next output is within its bound."""
+        if self.limit is not None:
+            room = self.limit - self.kept[stream]
+            self.truncated[stream] = self.truncated[stream] or len(data) > room
+            data = data[:room]
+            self.kept[stream] += len(data)
+        return data
 
-    def __init__(self, source: int, sink: int) -> None:
-        self.source = source
-        self.sink = sink
-        self.trusted = False
-        self.incoming = bytearray()
-        self.pending = bytearray()
-
-    def frames(self, data: bytes) -> Iterator[tuple[int, int, bytes]]:
-        """What ``data`` completes; raises ConnectionError when the other side talks nonsense."""
-        self.incoming += data
-        while len(self.incoming) >= HEADER.size:
-            length, kind, number = HEADER.unpack_from(self.incoming)
-            if length > FRAME_MAX_BYTES:
-                raise ConnectionError("oversized frame")
-            end = HEADER.size + length
-            if len(self.incoming) < end:
-                return
-            payload = bytes(self.incoming[HEADER.size : end])
-            del self.incoming[:end]
-            yield kind, number, payload
-
-    def send(self, kind: int, number: int, payload: bytes) -> None:
-        self.pending += HEADER.pack(len(payload), kind, number) + payload
-        self.flush()
-
-    def flush(self) -> None:
-        try:
-            while self.pending:
-                del self.pending[: os.write(self.sink, self.pending)]
-        except BlockingIOError:
-            pass
-        except OSError:
-            self.pending.clear()  # the reading side reports the loss
+    def accounts(self, survivors: int) -> dict[str, Any]:
+        """Return how it ended, as the gateway is told."""
+        status = self.status or 0
+        return {
+            "code": os.WEXITSTATUS(status) if os.WIFEXITED(status) else None,
+            "signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else None,
+            "timed_out": self.timed_out,
+            "truncated": [self.truncated[STDOUT], self.truncated[STDERR]],
+            "duration_s": time.monotonic() - self.started_s,
+            "cpu_s": self.cpu_s,
+            "peak_bytes": self.peak_kib * 1024,
+            "survivors": survivors,
+        }
 
 
-class Attachment:
-    """Our standard streams, to which one gateway after the other attaches. Between two there is no end of the stream.
+class Launcher:
+    """Starts commands as their users, with a worse score for the kernel's memory killer than ours."""
 
-    A gateway begins with a mark, which the first one chose and nobody inside knows, and an answer, which is sent back:
-    at these two points both sides begin anew, and what was under way to and from the gateway before is dropped.
-    """
-
-    def __init__(self) -> None:
-        self.mark = b""
-        self.heard = bytearray()
-
-    def feed(self, data: bytes) -> tuple[bytes | None, bytes]:
-        """The answer that a gateway wants which attached just now, or None; and what belongs to its conversation."""
-        self.heard += data
-        if not self.mark and len(self.heard) >= MARK_BYTES:
-            self.mark = bytes(self.heard[:MARK_BYTES])
-        at = self.heard.rfind(self.mark) if self.mark else 0
-        end = at + MARK_BYTES + ANSWER_BYTES
-        if at < 0:
-            del self.heard[: 1 - MARK_BYTES]  # a mark may have begun to arrive
-            return None, data
-        if len(self.heard) < end:
-            return None, b""
-        answer, rest = bytes(self.heard[end - ANSWER_BYTES : end]), bytes(self.heard[end:])
-        self.heard = bytearray(rest[1 - MARK_BYTES :])
-        return answer, rest
-
-
-class Runner:
-    """The loop: one epoll over the gateway, the commands' pipes and the children's ends."""
-
-    def __init__(self, directory: str | None) -> None:
-        self.poll = select.epoll()
-        self.handlers: dict[int, Callable[[int], None]] = {}
-        self.jobs: dict[int, Job] = {}
-        self.by_pid: dict[int, Job] = {}
-        self.ended: dict[str, Job] = {}  # those that the next gateway may still claim
-        self.started: dict[str, None] = {}  # claims, until it is on record what became of them
-        self.forgetful = False
-        self.drains: dict[int, None] = {}  # output of what outlived its command, read and dropped
-        self.uploads: dict[int, Upload] = {}
-        self.sweeps: dict[int, float] = {}  # asked for, and when to give up on what will not die
-        self.gateway: GatewayConnection | None = None
-        self.strangers: list[GatewayConnection] = []
-        self.throttled: GatewayConnection | None = None
-        self.token = ""
-        self.config: dict[str, Any] = {}
-        self.identities: dict[str, Identity] = {}
-        self.pid = os.getpid()
-        self.alone_since_s = self.looked_s = time.monotonic()
-        self.sequence = 0  # the gateway's own, over all of its connections
-        self.taken: int | None = None  # the last of its numbers under which a command came
+    def __init__(self, workplace: Workplace) -> None:
+        self.workplace = workplace
         self.shell = "/bin/bash" if os.access("/bin/bash", os.X_OK) else "/bin/sh"
         self.environment = dict(os.environ)
-        try:
-            self.listing = os.open(f"/proc/self/task/{self.pid}/children", os.O_RDONLY)
-        except OSError:
-            self.listing = -1
         self.null = os.open("/dev/null", os.O_RDWR)
         self.oom, self.oom_score = _own_oom_score()
-        self.memory_kills = _memory_kills()
-        self.attachment: Attachment | None = None
-        self.attached: GatewayConnection | None = None
-        if directory is None:
-            self.attach()
-        else:
-            os.chdir(directory)
-            self.listener = _listen()
-            os.chdir("/")
-            self.watch(self.listener.fileno(), self.on_connect)
-        self.wakeup = _children_signal()
-        self.watch(self.wakeup, self.on_children)
 
-    # --- the loop
+    def argv(self, request: dict[str, Any]) -> list[str]:
+        return request["argv"] or [self.shell, "-c", request["shell"]]
 
-    def watch(self, fd: int, handler: Callable[[int], None], events: int = select.EPOLLIN) -> None:
-        self.handlers[fd] = handler
-        self.poll.register(fd, events)
+    def launch(self, request: dict[str, Any]) -> tuple[int, dict[int, int], int]:
+        """Return the process, our ends of its output pipes with their streams, and of its input or -1.
 
-    def forget(self, fd: int) -> None:
-        if self.handlers.pop(fd, None) is not None:
-            self.poll.unregister(fd)
-
-    def serve(self) -> None:
-        """Until no gateway has come for ``orphan_s``; the sandbox ends with us."""
-        while True:
-            for fd, _ in self.poll.poll(self.next_deadline_s()):
-                handler = self.handlers.get(fd)
-                if handler is not None:
-                    handler(fd)
-            self.discount_frozen_time()
-            self.on_clock()
-            if self.alone_s > self.patience_s and not self.claimable():
-                return
-
-    @property
-    def patience_s(self) -> float:
-        patience_s: float = self.config.get("orphan_s", 600.0)
-        return patience_s
-
-    @property
-    def unattended_s(self) -> float:
-        """Seconds without a gateway after which nothing is kept for the next one."""
-        unattended_s: float = self.config.get("unattended_s", 0.0)
-        return unattended_s
-
-    @property
-    def alone_s(self) -> float:
-        """Seconds without a gateway. Of one that attached we see no end: only its silence tells."""
-        missed = self.gateway is None or self.attachment is not None
-        return time.monotonic() - self.alone_since_s if missed else 0.0
-
-    @property
-    def rest_s(self) -> float:
-        """The longest sleep."""
-        silences_s = () if self.attachment is None else (self.patience_s / 4, self.unattended_s / 4)
-        return min([60.0, *(silence_s for silence_s in silences_s if silence_s > 0)])
-
-    def discount_frozen_time(self) -> None:
-        """While we were frozen no gateway could be heard."""
-        now = time.monotonic()
-        if self.attachment is not None:
-            self.alone_since_s += max(0.0, now - self.looked_s - self.rest_s)
-        self.looked_s = now
-
-    def next_deadline_s(self) -> float:
-        if self.sweeps or any(job.kill_s is not None for job in self.jobs.values()):
-            return TICK_S
-        now = time.monotonic()
-        due = [job.deadline_s - now for job in self.jobs.values() if job.deadline_s is not None]
-        if self.claimable():
-            due.append(self.unattended_s - self.alone_s)
-        return max(0.0, min([self.rest_s, *due]))
-
-    def on_clock(self) -> None:
-        now = time.monotonic()
-        for job in list(self.jobs.values()):
-            if job.kill_s is not None:
-                self.pursue(job, now)
-            elif job.deadline_s is not None and now >= job.deadline_s:
-                job.timed_out = True
-                self.end(job, job.grace_s)
-        if self.sweeps:
-            self.sweep(now)
-        if self.alone_s > self.unattended_s:
-            if self.attached is not None and self.attached is self.gateway:
-                self.drop(self.attached)
-            if self.claimable():
-                self.keep("", detached=False)
-
-    # --- the gateway
-
-    def on_connect(self, fd: int) -> None:
-        sock, _ = self.listener.accept()
-        sock.setblocking(False)
-        if len(self.strangers) >= STRANGERS_MAX:
-            self.drop(self.strangers[0])
-        fd = sock.detach()
-        connection = GatewayConnection(fd, fd)
-        self.strangers.append(connection)
-        self.watch(fd, lambda _: self.on_frames(connection))
-
-    def attach(self) -> None:
-        for fd in (0, 1):
-            os.set_blocking(fd, False)
-        self.attachment = Attachment()
-        self.watch(0, self.on_attached)
-
-    def on_attached(self, fd: int) -> None:
-        """Bytes of the gateway that is attached, or of the next one, who takes the place of the one before."""
-        assert self.attachment is not None
-        try:
-            data = os.read(fd, 4 * CHUNK_BYTES)
-        except BlockingIOError:
-            return
-        self.alone_since_s = time.monotonic()
-        answer, rest = self.attachment.feed(data)
-        if self.attached is not None and (answer is not None or not data):
-            self.drop(self.attached)
-        if answer is not None:
-            self.attached = GatewayConnection(0, 1)
-            self.strangers.append(self.attached)
-            self.attached.pending += answer
-            self.attached.flush()
-            self.hold_back(self.attached)
-        if self.attached is not None and rest:
-            self.hear(self.attached, rest)
-        if not data:  # the engine has closed it: nobody can attach any more
-            self.forget(fd)
-
-    def on_frames(self, connection: GatewayConnection) -> None:
-        self.on_writable(connection)
-        try:
-            data = os.read(connection.source, 4 * CHUNK_BYTES)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        self.hear(connection, data)
-
-    def on_writable(self, connection: GatewayConnection) -> None:
-        if self.throttled is connection:
-            connection.flush()
-            if not connection.pending:
-                self.unthrottle(connection)
-
-    def hear(self, connection: GatewayConnection, data: bytes) -> None:
-        """Obey what has arrived; nothing is the end."""
-        try:
-            if not data:
-                raise ConnectionError
-            for kind, number, payload in connection.frames(data):
-                if connection.trusted:
-                    self.obey(kind, number, payload)
-                else:
-                    self.greet(connection, kind, payload)
-        except (ConnectionError, ValueError, KeyError, TypeError):
-            self.drop(connection)
-
-    def greet(self, connection: GatewayConnection, kind: int, payload: bytes) -> None:
-        """Take the first caller's token for the gateway's; a stranger without it is hung up on."""
-        if kind != HELLO:
-            raise ConnectionError
-        hello = json.loads(payload)
-        known = self.token != ""
-        if known and not _same(hello["token"], self.token):
-            raise ConnectionError
-        previous, self.token, self.config = self.gateway, hello["token"], hello
-        connection.trusted = True
-        self.strangers.remove(connection)
-        if previous is not None:
-            self.drop(previous)
-        self.gateway = connection
-        if not known:
-            self.prepare_workdir()
-        if hello.get("sequence", 0) != self.sequence:
-            self.sequence, self.taken = hello.get("sequence", 0), None
-            self.drop_attached()
-        held = {job.claim: [job.ran_s, job.ended_s is None] for job in self.claimable()}
-        ready = {"protocol": PROTOCOL, "known": known, "pid": self.pid, "held": held, "taken": self.taken}
-        ready["begun"] = None if self.forgetful else list(self.started)
-        self.send(READY, 0, _json(ready))
-
-    def prepare_workdir(self) -> None:
-        """Make the working directory the user's, before any command runs."""
-        identity = self.identity("")
-        workdir = self.real(self.config["workdir"])
-        if not os.path.isdir(workdir):
-            os.makedirs(workdir, 0o755)
-            if os.getuid() == 0:
-                os.chown(workdir, identity.uid, identity.gid)
-        with identity:
-            pass  # from here on the kernel calls the runner undumpable: nobody inside can trace or read it
-
-    def drop(self, connection: GatewayConnection) -> None:
-        """Hang up; what the gateway had running goes on where it shall outlast it and has all its input."""
-        if connection is self.attached:
-            self.attached = None
-        else:
-            self.forget(connection.source)
-            os.close(connection.source)
-        if connection in self.strangers:
-            self.strangers.remove(connection)
-        self.unthrottle(connection)
-        if connection is self.gateway:
-            self.gateway = None
-            self.alone_since_s = time.monotonic()
-            for job in list(self.jobs.values()):
-                self.renumber(job, -job.pid)
-                if not self.outlives(job) or (job.stdin >= 0 and not job.input_ended):
-                    job.detached, job.claim = False, ""
-                    self.end(job, 0.0)
-            for upload in self.uploads.values():
-                upload.abandon()
-            self.uploads.clear()
-            self.sweeps.clear()
-
-    def send(self, kind: int, number: int, payload: bytes) -> None:
-        gateway = self.gateway
-        if gateway is None or number < 0:
-            return
-        gateway.send(kind, number, payload)
-        self.hold_back(gateway)
-
-    def hold_back(self, connection: GatewayConnection) -> None:
-        """Wait for a gateway that does not take all of what it is sent."""
-        if connection.pending and self.throttled is None:
-            if connection.sink == connection.source:
-                self.poll.modify(connection.sink, select.EPOLLIN | select.EPOLLOUT)
-            else:
-                self.watch(connection.sink, lambda _: self.on_writable(connection), select.EPOLLOUT)
-            self.throttled = connection
-            self.regulate()
-
-    def unthrottle(self, connection: GatewayConnection) -> None:
-        if self.throttled is connection:
-            self.throttled = None
-            if connection.sink != connection.source:
-                self.forget(connection.sink)
-            elif connection.sink in self.handlers:
-                self.poll.modify(connection.sink, select.EPOLLIN)
-            self.regulate()
-
-    def regulate(self) -> None:
-        """Read the commands' pipes only while the gateway takes what they say."""
-        for job in self.jobs.values():
-            for fd in job.streams:
-                self.poll.modify(fd, 0 if self.throttled is not None else select.EPOLLIN)
-
-    def obey(self, kind: int, number: int, payload: bytes) -> None:
-        if kind == STDIN:
-            self.feed(number, payload)
-            return
-        request = json.loads(payload) if payload else {}
-        try:
-            if kind == RUN:
-                self.taken = number
-                self.run(number, request)
-            elif kind == KILL and number in self.jobs:
-                self.jobs[number].detached, self.jobs[number].claim = False, ""
-                self.end(self.jobs[number], request["grace_s"])
-            elif kind == CLAIM:
-                self.claim(number, request["claim"])
-            elif kind == KEEP:
-                self.keep(request["claim"], detached=request["lasting"])
-                if not request["lasting"]:
-                    self.started = {claim: None for claim in self.started if not claim.startswith(request["claim"])}
-            elif kind == READ:
-                self.read(number, request)
-            elif kind == WRITE:
-                self.uploads[number] = Upload(self, request)
-            elif kind == LIST:
-                self.send(DONE, number, _json({"entries": self.entries(request["path"])}))
-            elif kind == SWEEP:
-                self.sweeps[number] = time.monotonic() + UNKILLABLE_S
-        except Refused as refusal:
-            self.send(ERROR, number, _json({"code": refusal.code, "message": str(refusal)}))
-        except OSError as error:
-            self.send(ERROR, number, _json({"code": _code_of(error), "message": _sentence(error)}))
-
-    # --- commands
-
-    def children(self) -> set[int]:
-        """Direct children: what earlier commands left behind, and the other commands under way."""
-        if self.listing >= 0:
-            return {int(word) for word in os.pread(self.listing, CHUNK_BYTES, 0).split()}
-        return {child for child, (parent, _) in _processes().items() if parent == self.pid}
-
-    def identity(self, user: str) -> Identity:
-        user = user or self.config["user"]
-        if user not in self.identities:
-            self.identities[user] = Identity(user, self.config["workdir"])
-        identity = self.identities[user]
-        if os.getuid() != 0 and identity.uid != os.getuid() and user != self.config["user"]:
-            raise Refused("invalid_input", f"this sandbox cannot run commands as {user!r}")
-        return identity
-
-    def run(self, number: int, request: dict[str, Any]) -> None:
-        job = Job(number, request, self.children())
-        if job.detached:
-            self.remember_claim(job.claim)
-        identity = self.identity(request["user"])
-        environment = {"PATH": DEFAULT_PATH, "HOME": identity.home, "USER": identity.name, "LOGNAME": identity.name}
-        environment.update(self.environment)
-        environment.update(self.config["env"])
-        if identity.uid != 0 and environment.get("HOME") == "/root":
-            environment["HOME"] = identity.home
-        environment.update(request["env"])
-        environment["TANGRAM_ACTION"] = request["marker"]
-        argv = request["argv"] or [self.shell, "-c", request["shell"]]
+        Raises Refused if there can be no such command, OSError if its program cannot be started.
+        """
+        identity = self.workplace.identity(request["user"])
+        environment = self.environment_of(identity, request)
         out, err = os.pipe(), os.pipe()
         source = os.pipe() if request["stdin"] else (self.null, -1)
+        ours = (out[0], err[0], source[1])
         try:
-            job.pid = self.spawn(identity, request["cwd"], argv, environment, (source[0], out[1], err[1]))
-        except BaseException as error:
-            for fd in (out[0], err[0], source[1]):
+            fds = (source[0], out[1], err[1])
+            pid = self.spawn(identity, request["cwd"], self.argv(request), environment, fds)
+        except BaseException:
+            for fd in ours:
                 if fd >= 0:
                     os.close(fd)
-            if not isinstance(error, OSError):
-                raise
-            self.refuse(job, argv[0], error)
-            return
+            raise
         finally:
             os.close(out[1])
             os.close(err[1])
             if source[0] != self.null:
                 os.close(source[0])
-        self.jobs[number] = self.by_pid[job.pid] = job
-        job.streams = {out[0]: STDOUT, err[0]: STDERR}
-        for fd in job.streams:
-            os.set_blocking(fd, False)
-        if source[1] >= 0:
-            job.stdin = source[1]
-            os.set_blocking(job.stdin, False)
-        self.on_children(self.wakeup)  # a short command has often ended before its vfork lets us go on
-        for fd in job.streams:
-            self.watch(fd, self.output_handler(job), 0 if self.throttled is not None else select.EPOLLIN)
+        for fd in ours:
+            if fd >= 0:
+                os.set_blocking(fd, False)
+        return pid, {out[0]: STDOUT, err[0]: STDERR}, source[1]
+
+    def environment_of(self, identity: Identity, request: dict[str, Any]) -> dict[str, str]:
+        environment = {"PATH": DEFAULT_PATH, "HOME": identity.home, "USER": identity.name, "LOGNAME": identity.name}
+        environment.update(self.environment)
+        environment.update(self.workplace.config["env"])
+        if identity.uid != 0 and environment.get("HOME") == "/root":
+            environment["HOME"] = identity.home
+        environment.update(request["env"])
+        environment["TANGRAM_ACTION"] = request["marker"]
+        return environment
 
     def spawn(
         self, identity: Identity, cwd: str, argv: list[str], environment: dict[str, str], fds: tuple[int, int, int]
@@ -613,7 +815,7 @@ class Runner:
         try:
             with identity:
                 try:
-                    os.chdir(self.real(cwd or self.config["workdir"]))
+                    os.chdir(self.workplace.real(cwd or self.workplace.config["workdir"]))
                 except OSError as error:
                     raise Refused("invalid_input", f"working directory: {_sentence(error)}") from None
                 actions = [(os.POSIX_SPAWN_DUP2, fd, target) for target, fd in enumerate(fds)]
@@ -634,216 +836,32 @@ class Runner:
             if self.oom >= 0:
                 os.pwrite(self.oom, self.oom_score, 0)
 
-    def refuse(self, job: Job, name: str, error: OSError) -> None:
-        """A program that cannot be started is a result, with a shell's exit codes."""
-        self.say(job, STDERR, f"{name}: {os.strerror(error.errno or 0)}\n".encode())
-        self.conclude(job, {"code": 127 if error.errno == errno.ENOENT else 126})
 
-    def feed(self, number: int, data: bytes) -> None:
-        """Standard input of a command, or the body of an upload; empty ends it."""
-        upload = self.uploads.get(number)
-        if upload is not None:
-            if upload.feed(number, data):
-                del self.uploads[number]
-            return
-        job = self.jobs.get(number)
-        if job is None or job.stdin < 0:
-            return
-        job.input += data
-        job.input_ended = job.input_ended or not data
-        self.on_input(job)
+class ProcessTree:
+    """The processes below the runner: which of them belong to a job, and how they are ended."""
 
-    def on_input(self, job: Job) -> None:
+    def __init__(self, workplace: Workplace, jobs: dict[int, Job]) -> None:
+        self.workplace = workplace
+        self.jobs = jobs
+        self.pid = os.getpid()
+        self.sweeps: dict[int, float] = {}  # asked for, and when to give up on what will not die
         try:
-            while job.input:
-                taken = os.write(job.stdin, memoryview(job.input)[:CHUNK_BYTES])
-                del job.input[:taken]
-                self.send(ACK, job.number, HEADER.pack(taken, 0, 0))
-        except BlockingIOError:
-            if job.stdin not in self.handlers:
-                self.watch(job.stdin, lambda _: self.on_input(job), select.EPOLLOUT)
-            return
+            self.listing = os.open(f"/proc/self/task/{self.pid}/children", os.O_RDONLY)
         except OSError:
-            job.input.clear()
-            job.input_ended = True
-            self.send(ACK, job.number, b"")  # it reads no more
-        self.forget(job.stdin)
-        if job.input_ended:
-            os.close(job.stdin)
-            job.stdin = -1
+            self.listing = -1
 
-    def output_handler(self, job: Job) -> Callable[[int], None]:
-        def handle(fd: int) -> None:
-            self.on_output(job, fd)
+    def children(self) -> set[int]:
+        """Return direct children: what earlier commands left behind, and the other commands under way."""
+        if self.listing >= 0:
+            return {int(word) for word in os.pread(self.listing, CHUNK_BYTES, 0).split()}
+        return {child for child, (parent, _) in _processes().items() if parent == self.pid}
 
-        return handle
-
-    def on_output(self, job: Job, fd: int) -> bool:
-        """Pass on one chunk; False at the end of the stream or when there is nothing now."""
-        try:
-            data = os.read(fd, CHUNK_BYTES)
-        except BlockingIOError:
-            return False
-        except OSError:
-            data = b""
-        if not data:
-            job.streams.pop(fd, None)
-            self.drains.pop(fd, None)
-            self.forget(fd)
-            os.close(fd)
-            return False
-        stream = job.streams.get(fd)
-        if stream is None:
-            return True  # its command has ended: read, so that the writer lives on, and dropped
-        if job.limit is not None:
-            room = job.limit - job.kept[stream]
-            job.truncated[stream] = job.truncated[stream] or len(data) > room
-            data = data[:room]
-            job.kept[stream] += len(data)
-        if data:
-            self.say(job, stream, data)
-        return True
-
-    def say(self, job: Job, stream: int, data: bytes) -> None:
-        if job.claim:
-            job.output.add(stream, data)
-        self.send(stream, job.number, data)
-
-    # --- commands that outlast their gateway
-
-    def outlives(self, job: Job) -> bool:
-        """Whether a command goes on when its connection ends. One over which we are attached to may end any time."""
-        return job.detached or (self.attachment is not None and job.claim != "")
-
-    def claimable(self) -> list[Job]:
-        return [job for job in [*self.jobs.values(), *self.ended.values()] if self.outlives(job)]
-
-    def drop_attached(self) -> None:
-        """Another gateway has attached than the one whose commands go on over any number of its connections."""
-        for job in [job for job in self.claimable() if not job.detached]:
-            if self.ended.pop(job.claim, None) is None:
-                self.end(job, 0.0)
-            job.claim = ""
-
-    def claim(self, number: int, claim: str) -> None:
-        """Tell from its beginning what a command of an earlier gateway has said, and from now on what it says."""
-        for job in self.claimable():
-            if job.claim == claim:
-                self.renumber(job, number)
-                for stream, data in job.output:
-                    self.send(stream, number, data)
-                if job.account:
-                    self.send(EXIT, number, job.account)
-                return
-        raise Refused("not_found", f"there is no {claim!r} to be claimed")
-
-    def keep(self, prefix: str, *, detached: bool) -> None:
-        """Whether what is claimed by names with this prefix outlasts its gateway; if not, and unheard, it is ended."""
-        for job in [*self.jobs.values(), *self.ended.values()]:
-            if job.claim.startswith(prefix):
-                job.detached = detached
-                if detached:
-                    self.remember_claim(job.claim)
-                elif self.ended.pop(job.claim, None) is None and job.number < 0:
-                    job.claim = ""
-                    self.end(job, job.grace_s if self.gateway is None else 0.0)
-
-    def remember_claim(self, claim: str) -> None:
-        """It was begun; of every other detached command it is certain that it was not."""
-        self.started[claim] = None
-        if len(self.started) > STARTED_MAX:
-            del self.started[next(iter(self.started))]
-            self.forgetful = True
-
-    def renumber(self, job: Job, number: int) -> None:
-        if self.jobs.pop(job.number, None) is not None:
-            self.jobs[number] = job
-        job.number = number
-
-    # --- ends
-
-    def on_children(self, fd: int) -> None:
-        try:
-            os.read(fd, 4096)
-        except BlockingIOError:
-            pass
-        while True:
-            try:
-                pid, status, usage = os.wait4(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
-            job = self.by_pid.pop(pid, None)
-            if job is not None:
-                job.status = status
-                job.cpu_s = usage.ru_utime + usage.ru_stime
-                job.peak_kib = usage.ru_maxrss
-                if job.kill_s is None:
-                    self.finish(job, survivors=0)
-
-    def end(self, job: Job, grace_s: float) -> None:
-        """Begin to end a job's whole tree: SIGTERM, and SIGKILL after the grace."""
-        kill_s = time.monotonic() + grace_s
-        if job.kill_s is None or kill_s < job.kill_s:
-            job.kill_s = kill_s
-            if grace_s > 0:
-                self.signal(job, signal.SIGTERM)
-            self.pursue(job, time.monotonic())
-
-    def pursue(self, job: Job, now: float) -> None:
-        """Until nothing of it is left; a process that SIGKILL does not end in time is reported."""
-        kill_s = now if job.kill_s is None else job.kill_s
-        if now >= kill_s:
-            self.signal(job, signal.SIGKILL)
-        left = self.members(job)
-        if (job.status is not None and not left) or now >= kill_s + UNKILLABLE_S:
-            self.finish(job, survivors=len(left))
-
-    def finish(self, job: Job, survivors: int) -> None:
-        """Hand over what its pipes still hold and how it ended. Pipes kept open by others are drained from now on."""
-        for fd in list(job.streams):
-            for _ in range(PENDING_MAX_BYTES // CHUNK_BYTES):
-                if not self.on_output(job, fd):
-                    break
-        for fd in list(job.streams):
-            del job.streams[fd]
-            self.forget(fd)
-            self.watch(fd, self.output_handler(job))
-            self.drains[fd] = None
-        while len(self.drains) > DRAINS_MAX:
-            fd = next(iter(self.drains))
-            del self.drains[fd]
-            self.forget(fd)
-            os.close(fd)
-        if job.stdin >= 0:
-            self.forget(job.stdin)
-            os.close(job.stdin)
-        del self.jobs[job.number]
-        self.by_pid.pop(job.pid, None)
-        self.conclude(job, {**_account(job, survivors), **self.shortage(job)})
-
-    def conclude(self, job: Job, account: dict[str, Any]) -> None:
-        """Tell how it ended; it can be claimed until too much else has ended."""
-        job.ended_s, job.account = time.monotonic(), _json(account)
-        self.send(EXIT, job.number, job.account)
-        if self.outlives(job):
-            self.ended[job.claim] = job
-        while len(self.ended) > ENDED_MAX or (len(self.ended) > 1 and self.ended_bytes() > ENDED_MAX_BYTES):
-            del self.ended[next(iter(self.ended))]
-
-    def ended_bytes(self) -> int:
-        return sum(len(job.output.data) for job in self.ended.values())
-
-    def shortage(self, job: Job) -> dict[str, Any]:
-        """Whether the kernel ended a process of the sandbox for want of memory, if the command did not end well."""
-        if not job.status or not self.config.get("own_cgroup") or (kills := _memory_kills()) <= self.memory_kills:
-            return {}
-        self.memory_kills = kills
-        return {"out_of_memory": True, "peak_bytes": max(job.peak_kib * 1024, _memory_peak_bytes())}
+    def job_of(self, pid: int) -> Job | None:
+        """Return the job whose first process this is, unless that was reaped."""
+        return next((job for job in self.jobs.values() if job.pid == pid and job.status is None), None)
 
     def members(self, job: Job) -> list[int]:
-        """Living processes that the job started, by whatever detour: double forks and new sessions included."""
+        """Return the living processes that a job started, also through double forks and in new sessions."""
         table = _processes()
         return [
             pid
@@ -854,12 +872,12 @@ class Runner:
         ]
 
     def owns(self, job: Job, pid: int) -> bool:
-        """Whether a child of ours is the job's: one that we adopted since it began is, unless it names another."""
-        owner = self.by_pid.get(pid)
+        """Return whether a child of ours is the job's: one adopted since it began is, unless it names another."""
+        owner = self.job_of(pid)
         if owner is not None or len(self.jobs) == 1:
             return owner in (job, None)
         try:
-            with self.identity(""), open(f"/proc/{pid}/environ", "rb") as file:
+            with self.workplace.identity(), open(f"/proc/{pid}/environ", "rb") as file:
                 words = file.read().split(b"\0")
         except OSError:
             return True
@@ -877,173 +895,317 @@ class Runner:
         for pid in members:
             _kill(pid, number)
 
-    def sweep(self, now: float) -> None:
-        """Kill every process in the sandbox but the runner; answered when the last one is gone, not just told to go."""
+    def sweep(self, now: float) -> tuple[list[int], int]:
+        """Kill every process but the runner; return the sweeps that are over, and how many processes live on.
+
+        A sweep is over when the last process is gone, not just told to go.
+        """
         others = _descendants(self.pid, _processes())
         for pid in [-1] if self.pid == 1 and others else others:
             _kill(pid, signal.SIGKILL)
-        for number in [number for number, give_up_s in self.sweeps.items() if not others or now >= give_up_s]:
+        over = [number for number, give_up_s in self.sweeps.items() if not others or now >= give_up_s]
+        for number in over:
             del self.sweeps[number]
-            self.send(DONE, number, _json({"survivors": len(others)}))
+        return over, len(others)
 
-    # --- files
 
-    def real(self, path: str) -> str:
-        """The path as this process sees it: a sandbox without its own root keeps its files in a directory."""
-        workdir: str = self.config["workdir"]
-        base: str = self.config.get("base", "")
-        full = os.path.normpath(os.path.join(workdir, path))
-        if not os.path.isabs(path) and not _within(full, workdir):
-            raise Refused("invalid_input", f"{path!r} leaves the sandbox's working directory")
-        if not base:
-            return full
-        if not _within(full, workdir):
-            if _within(full, base):
-                return full
-            raise Refused("invalid_input", f"{path!r} leaves the sandbox")
-        return os.path.normpath(base + "/" + os.path.relpath(full, workdir))
+class Claims:
+    """What the next gateway can claim, and which commands it is told were started."""
 
-    def locate(self, path: str, *, last: bool) -> tuple[int, str]:
-        """The directory (an open descriptor) and the name that a path means, links resolved and bounds checked.
+    def __init__(self) -> None:
+        self.ended: dict[str, Job] = {}
+        self.started: dict[str, None] = {}  # claims, until it is on record what became of them
+        self.forgetful = False
 
-        The resolved path is walked again without following links, so that nothing can be slipped in between.
-        """
-        wanted = self.real(path)
-        parent, name = os.path.split(wanted)
-        true = os.path.realpath(wanted if last else parent)
-        base = self.config.get("base", "")
-        if (base and not _within(true, os.path.realpath(base))) or any(_within(true, tree) for tree in KERNEL_TREES):
-            raise Refused("invalid_input", f"{path!r} leaves the sandbox")
-        if last:
-            true, name = os.path.split(true)
-        way = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW  # passing through needs no right to read
-        fd = os.open("/", way)
-        for part in [part for part in true.split("/") if part]:
-            try:
-                below = os.open(part, way, dir_fd=fd)
-            finally:
-                os.close(fd)
-            fd = below
-        return fd, name
+    def remember_claim(self, claim: str) -> None:
+        """Remember that it was started; of every other detached command it is certain that it was not."""
+        self.started[claim] = None
+        if len(self.started) > STARTED_MAX:
+            del self.started[next(iter(self.started))]
+            self.forgetful = True
 
-    def read(self, number: int, request: dict[str, Any]) -> None:
-        with self.identity(""):
-            directory, name = self.locate(request["path"], last=True)
-            try:
-                fd = os.open(name or ".", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory)
-            finally:
-                os.close(directory)
-        with open(fd, "rb", buffering=0) as file:
-            info = os.fstat(fd)
-            if not stat.S_ISREG(info.st_mode):
-                raise Refused("invalid_input", f"{request['path']!r} is no regular file")
-            left: int = request["limit"]
-            while True:
-                data = file.read(min(CHUNK_BYTES, left + 1))
-                if len(data) > left:
-                    raise Refused("too_large", f"{request['path']!r} is larger than {request['limit']} bytes")
-                if not data:
-                    break
-                left -= len(data)
-                self.send(STDOUT, number, data)
-        self.send(DONE, number, b"{}")
+    def forget_claims(self, prefix: str) -> None:
+        for claim in [claim for claim in self.started if claim.startswith(prefix)]:
+            del self.started[claim]
 
-    def entries(self, path: str) -> list[dict[str, Any]]:
-        with self.identity(""):
-            directory, name = self.locate(path, last=True)
-            try:
-                fd = os.open(name or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=directory)
-            finally:
-                os.close(directory)
+    def add_ended(self, job: Job) -> None:
+        """Keep an ended command until too much else has ended."""
+        self.ended[job.claim] = job
+        while len(self.ended) > ENDED_MAX or (len(self.ended) > 1 and self.ended_bytes() > ENDED_MAX_BYTES):
+            del self.ended[next(iter(self.ended))]
+
+    def ended_bytes(self) -> int:
+        return sum(len(job.output.data) for job in self.ended.values())
+
+    def told(self) -> list[str] | None:
+        return None if self.forgetful else list(self.started)
+
+
+class Jobs:
+    """The commands: started, fed, listened to and ended."""
+
+    def __init__(self, poller: Poller, workplace: Workplace, link: GatewayLink) -> None:
+        self.poller = poller
+        self.workplace = workplace
+        self.link = link
+        self.running: dict[int, Job] = {}
+        self.claims = Claims()
+        self.launcher = Launcher(workplace)
+        self.tree = ProcessTree(workplace, self.running)
+        self.orphan_pipes: dict[int, None] = {}  # output of what outlived its command, read and dropped
+        self.memory_kills = _memory_kills()
+        self.wakeup = _children_signal()
+        poller.watch(self.wakeup, self.on_children)
+
+    # --- the clock
+
+    def next_deadline_s(self, now: float) -> float:
+        """Return when something is due, infinity if nothing is."""
+        if self.tree.sweeps or any(job.kill_s is not None for job in self.running.values()):
+            return now + TICK_S
+        return min(
+            [job.deadline_s for job in self.running.values() if job.deadline_s is not None], default=float("inf")
+        )
+
+    def on_clock(self, now: float) -> None:
+        for job in list(self.running.values()):
+            if job.kill_s is not None:
+                self.pursue(job, now)
+            elif job.deadline_s is not None and now >= job.deadline_s:
+                job.timed_out = True
+                self.end(job, job.grace_s)
+        if self.tree.sweeps:
+            over, survivors = self.tree.sweep(now)
+            for number in over:
+                self.link.send(DONE, number, as_json({"survivors": survivors}))
+
+    # --- start, input and output
+
+    def run(self, number: int, request: dict[str, Any]) -> None:
+        job = Job(number, request, self.tree.children())
+        if job.detached:
+            self.claims.remember_claim(job.claim)
         try:
-            names = sorted(os.listdir(fd))
-            if len(names) > ENTRIES_MAX:
-                raise Refused("too_large", f"{path!r} has {len(names)} entries, more than {ENTRIES_MAX}")
-            return [_entry(fd, name) for name in names]
-        finally:
+            job.pid, job.streams, job.stdin = self.launcher.launch(request)
+        except OSError as error:  # a result, with a shell's exit codes
+            name = self.launcher.argv(request)[0]
+            self.say(job, STDERR, f"{name}: {os.strerror(error.errno or 0)}\n".encode())
+            self.conclude(job, {"code": 127 if error.errno == errno.ENOENT else 126})
+            return
+        self.running[number] = job
+        self.on_children(self.wakeup)  # a short command has often ended before its vfork lets us go on
+        for fd in job.streams:
+            self.poller.watch(fd, self.output_handler(job), self.output_events())
+
+    def feed(self, number: int, data: bytes) -> None:
+        """Pass on standard input; empty ends it."""
+        job = self.running.get(number)
+        if job is not None and job.stdin >= 0:
+            job.input += data
+            job.input_ended = job.input_ended or not data
+            self.on_input(job)
+
+    def on_input(self, job: Job) -> None:
+        try:
+            while job.input:
+                taken = os.write(job.stdin, memoryview(job.input)[:CHUNK_BYTES])
+                del job.input[:taken]
+                self.link.send(ACK, job.number, HEADER.pack(taken, 0, 0))
+        except BlockingIOError:
+            if job.stdin not in self.poller.handlers:
+                self.poller.watch(job.stdin, lambda _: self.on_input(job), select.EPOLLOUT)
+            return
+        except OSError:
+            job.input.clear()
+            job.input_ended = True
+            self.link.send(ACK, job.number, b"")  # it reads no more
+        self.poller.forget(job.stdin)
+        if job.input_ended:
+            os.close(job.stdin)
+            job.stdin = -1
+
+    def output_handler(self, job: Job) -> Callable[[int], None]:
+        def handle(fd: int) -> None:
+            self.on_output(job, fd)
+
+        return handle
+
+    def on_output(self, job: Job, fd: int) -> bool:
+        """Pass on one chunk; return False at the end of the stream or if there is nothing now."""
+        try:
+            data = os.read(fd, CHUNK_BYTES)
+        except BlockingIOError:
+            return False
+        except OSError:
+            data = b""
+        if not data:
+            job.streams.pop(fd, None)
+            self.orphan_pipes.pop(fd, None)
+            self.poller.forget(fd)
             os.close(fd)
-
-
-class Upload:
-    """A file on its way in: written beside its place, and moved there when complete."""
-
-    def __init__(self, runner: Runner, request: dict[str, Any]) -> None:
-        self.runner = runner
-        self.mode: int = request["mode"]
-        with runner.identity(""):
-            parent = os.path.dirname(runner.real(request["path"]))
-            if not os.path.isdir(parent):
-                _make_beneath(runner, request["path"])
-            self.directory, self.name = runner.locate(request["path"], last=False)
-            self.part = f".tangram-{os.urandom(6).hex()}"
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-            try:
-                self.fd = os.open(self.part, flags, 0o600, dir_fd=self.directory)
-            except OSError:
-                os.close(self.directory)
-                raise
-
-    def feed(self, number: int, data: bytes) -> bool:
-        """True when it is over, one way or the other."""
-        try:
+            return False
+        stream = job.streams.get(fd)
+        if stream is not None:  # else its command has ended: read, so that the writer lives on, and dropped
+            data = job.cut(stream, data)
             if data:
-                view = memoryview(data)
-                while view:
-                    view = view[os.write(self.fd, view) :]
-                return False
-            with self.runner.identity(""):
-                os.fchmod(self.fd, self.mode)
-                os.replace(self.part, self.name, src_dir_fd=self.directory, dst_dir_fd=self.directory)
-        except OSError as error:
-            self.abandon()
-            self.runner.send(ERROR, number, _json({"code": _code_of(error), "message": _sentence(error)}))
-            return True
-        os.close(self.fd)
-        os.close(self.directory)
-        self.runner.send(DONE, number, b"{}")
+                self.say(job, stream, data)
         return True
 
-    def abandon(self) -> None:
+    def say(self, job: Job, stream: int, data: bytes) -> None:
+        if job.claim:
+            job.output.add(stream, data)
+        self.link.send(stream, job.number, data)
+
+    def output_events(self) -> int:
+        return 0 if self.link.throttled is not None else select.EPOLLIN
+
+    def regulate(self) -> None:
+        """Read the commands' pipes only while the gateway takes what they say."""
+        for job in self.running.values():
+            for fd in job.streams:
+                self.poller.epoll.modify(fd, self.output_events())
+
+    # --- commands that outlive their gateway
+
+    def outlives(self, job: Job) -> bool:
+        """Return whether a command goes on if its connection ends. One to which we are attached may end any time."""
+        return job.detached or (self.link.silence.attached and job.claim != "")
+
+    def claimable(self) -> list[Job]:
+        return [job for job in [*self.running.values(), *self.claims.ended.values()] if self.outlives(job)]
+
+    def drop_attached(self) -> None:
+        """Give up what is not detached: another gateway has attached than the one that it was run for."""
+        for job in [job for job in self.claimable() if not job.detached]:
+            if self.claims.ended.pop(job.claim, None) is None:
+                self.end(job, 0.0)
+            job.claim = ""
+
+    def claim(self, number: int, claim: str) -> None:
+        """Repeat all output of an earlier gateway's command, and pass on what follows; raises Refused if it is gone."""
+        for job in self.claimable():
+            if job.claim == claim:
+                self.renumber(job, number)
+                for stream, data in job.output:
+                    self.link.send(stream, number, data)
+                if job.account:
+                    self.link.send(EXIT, number, job.account)
+                return
+        raise Refused("not_found", f"there is no {claim!r} to be claimed")
+
+    def keep(self, prefix: str, *, detached: bool) -> None:
+        """Say whether commands with such claims outlive their gateway; if not, and unheard, they are ended."""
+        for job in [*self.running.values(), *self.claims.ended.values()]:
+            if job.claim.startswith(prefix):
+                job.detached = detached
+                if detached:
+                    self.claims.remember_claim(job.claim)
+                elif self.claims.ended.pop(job.claim, None) is None and job.number < 0:
+                    job.claim = ""
+                    self.end(job, job.grace_s if self.link.gateway is None else 0.0)
+
+    def renumber(self, job: Job, number: int) -> None:
+        if self.running.pop(job.number, None) is not None:
+            self.running[number] = job
+        job.number = number
+
+    def on_gateway_lost(self) -> None:
+        for job in list(self.running.values()):
+            self.renumber(job, -job.pid)
+            if not self.outlives(job) or (job.stdin >= 0 and not job.input_ended):
+                job.let_end()
+                self.end(job, 0.0)
+        self.tree.sweeps.clear()
+
+    # --- ends
+
+    def on_children(self, fd: int) -> None:
+        """Reap every child that has ended."""
         try:
-            with self.runner.identity(""):
-                os.unlink(self.part, dir_fd=self.directory)
-        except OSError:
+            os.read(fd, 4096)
+        except BlockingIOError:
             pass
-        os.close(self.fd)
-        os.close(self.directory)
+        while True:
+            try:
+                pid, status, usage = os.wait4(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            job = self.tree.job_of(pid)
+            if job is not None:
+                job.status = status
+                job.cpu_s = usage.ru_utime + usage.ru_stime
+                job.peak_kib = usage.ru_maxrss
+                if job.kill_s is None:
+                    self.finish(job, survivors=0)
 
+    def kill(self, number: int, grace_s: float) -> None:
+        job = self.running.get(number)
+        if job is not None:
+            job.let_end()
+            self.end(job, grace_s)
 
-def _make_beneath(runner: Runner, path: str) -> None:
-    """The missing directories of a path, made only where the existing part of it lies in the sandbox."""
-    parent = os.path.dirname(runner.real(path))
-    missing: list[str] = []
-    while not os.path.lexists(parent):
-        parent, name = os.path.split(parent)
-        missing.append(name)
-    base = runner.config.get("base", "")
-    if base and not _within(os.path.realpath(parent), os.path.realpath(base)):
-        raise Refused("invalid_input", f"{path!r} leaves the sandbox")
-    for name in reversed(missing):
-        parent = os.path.join(parent, name)
-        os.mkdir(parent, 0o755)
+    def end(self, job: Job, grace_s: float) -> None:
+        """Begin to end a job's whole tree: SIGTERM, and SIGKILL after the grace."""
+        kill_s = time.monotonic() + grace_s
+        if job.kill_s is None or kill_s < job.kill_s:
+            job.kill_s = kill_s
+            if grace_s > 0:
+                self.tree.signal(job, signal.SIGTERM)
+            self.pursue(job, time.monotonic())
 
+    def pursue(self, job: Job, now: float) -> None:
+        """Go on until nothing of it is left; a process that SIGKILL does not end in time is reported."""
+        kill_s = now if job.kill_s is None else job.kill_s
+        if now >= kill_s:
+            self.tree.signal(job, signal.SIGKILL)
+        left = self.tree.members(job)
+        if (job.status is not None and not left) or now >= kill_s + UNKILLABLE_S:
+            self.finish(job, survivors=len(left))
 
-def _account(job: Job, survivors: int) -> dict[str, Any]:
-    status = job.status or 0
-    return {
-        "code": os.WEXITSTATUS(status) if os.WIFEXITED(status) else None,
-        "signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else None,
-        "timed_out": job.timed_out,
-        "truncated": [job.truncated[STDOUT], job.truncated[STDERR]],
-        "duration_s": time.monotonic() - job.started_s,
-        "cpu_s": job.cpu_s,
-        "peak_bytes": job.peak_kib * 1024,
-        "survivors": survivors,
-    }
+    def finish(self, job: Job, survivors: int) -> None:
+        """Hand over what its pipes still hold and how it ended. Pipes that others keep open are drained from now on."""
+        for fd in list(job.streams):
+            for _ in range(PENDING_MAX_BYTES // CHUNK_BYTES):
+                if not self.on_output(job, fd):
+                    break
+        for fd in list(job.streams):
+            del job.streams[fd]
+            self.poller.forget(fd)
+            self.poller.watch(fd, self.output_handler(job))
+            self.orphan_pipes[fd] = None
+        while len(self.orphan_pipes) > ORPHAN_PIPES_MAX:
+            fd = next(iter(self.orphan_pipes))
+            del self.orphan_pipes[fd]
+            self.poller.forget(fd)
+            os.close(fd)
+        if job.stdin >= 0:
+            self.poller.forget(job.stdin)
+            os.close(job.stdin)
+        del self.running[job.number]
+        self.conclude(job, {**job.accounts(survivors), **self.shortage(job)})
+
+    def conclude(self, job: Job, account: dict[str, Any]) -> None:
+        """Tell how it ended, and keep it if it can be claimed."""
+        job.ended_s, job.account = time.monotonic(), as_json(account)
+        self.link.send(EXIT, job.number, job.account)
+        if self.outlives(job):
+            self.claims.add_ended(job)
+
+    def shortage(self, job: Job) -> dict[str, Any]:
+        """Say if a command failed and the kernel ended a process of the sandbox for want of memory."""
+        if not job.status or not self.workplace.config.get("own_cgroup"):
+            return {}
+        kills = _memory_kills()
+        if kills <= self.memory_kills:
+            return {}
+        self.memory_kills = kills
+        return {"out_of_memory": True, "peak_bytes": max(job.peak_kib * 1024, _memory_peak_bytes())}
 
 
 def _processes() -> dict[int, tuple[int, str]]:
-    """Every visible process: its parent and its state."""
+    """Return every visible process with its parent and its state."""
     table = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -1085,44 +1247,6 @@ def _which(name: str, path: str) -> str:
     raise FileNotFoundError(errno.ENOENT, "not found", name)
 
 
-def _entry(directory: int, name: str) -> dict[str, Any]:
-    try:
-        info = os.stat(name, dir_fd=directory, follow_symlinks=False)
-    except OSError:
-        return {"name": os.fsencode(name).decode("utf-8", "replace"), "size": 0, "directory": False, "mode": 0}
-    return {
-        "name": os.fsencode(name).decode("utf-8", "replace"),
-        "size": info.st_size,
-        "directory": stat.S_ISDIR(info.st_mode),
-        "mode": stat.S_IMODE(info.st_mode),
-    }
-
-
-def _within(path: str, tree: str) -> bool:
-    return path == tree or path.startswith(tree.rstrip("/") + "/")
-
-
-def _same(one: str, other: str) -> bool:
-    """Equality in a time that does not tell where the two differ."""
-    wanted, given = one.encode(), other.encode()
-    difference = len(wanted) ^ len(given)
-    for index in range(min(len(wanted), len(given))):
-        difference |= wanted[index] ^ given[index]
-    return difference == 0
-
-
-def _code_of(error: OSError) -> str:
-    return "not_found" if error.errno in (errno.ENOENT, errno.ENOTDIR) else "invalid_input"
-
-
-def _sentence(error: OSError) -> str:
-    return f"{error.filename or 'file'}: {os.strerror(error.errno or 0)}"
-
-
-def _json(value: dict[str, Any]) -> bytes:
-    return _ENCODER.encode(value).encode()
-
-
 def _memory_kills() -> int:
     for path in MEMORY_EVENTS:
         try:
@@ -1145,7 +1269,7 @@ def _memory_peak_bytes() -> int:
 
 
 def _own_oom_score() -> tuple[int, bytes]:
-    """The descriptor through which children get a worse score than ours (they are ended first), and ours."""
+    """Return the descriptor by which children get a worse score than ours (they are ended first), and ours."""
     try:
         with open("/proc/self/oom_score_adj", "rb") as file:
             score = file.read()
@@ -1154,20 +1278,8 @@ def _own_oom_score() -> tuple[int, bytes]:
         return -1, b""
 
 
-def _listen() -> socket.socket:
-    try:
-        os.unlink("s")
-    except FileNotFoundError:
-        pass
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind("s")
-    listener.listen(STRANGERS_MAX)
-    listener.setblocking(False)
-    return listener
-
-
 def _children_signal() -> int:
-    """A descriptor that becomes readable when a child ends."""
+    """Return a descriptor that becomes readable when a child ends."""
     ours, theirs = os.pipe()
     os.set_blocking(ours, False)
     os.set_blocking(theirs, False)
@@ -1176,8 +1288,90 @@ def _children_signal() -> int:
     return ours
 
 
+# --- the loop
+
+
+class Runner:
+    """The loop: what was asked, what is due, and when to end."""
+
+    def __init__(self, directory: str | None) -> None:
+        self.poller = Poller()
+        self.workplace = Workplace()
+        self.link = GatewayLink(self, self.poller, directory)
+        self.jobs = Jobs(self.poller, self.workplace, self.link)
+        self.files = Files(self.workplace, self.link.send)
+        self.sequence = 0  # the gateway's own, over all of its connections
+        self.taken: int | None = None  # the last of its numbers under which a command came
+
+    def serve(self) -> None:
+        """Serve until no gateway has come for ``orphan_s``; the sandbox ends with us."""
+        silence, jobs = self.link.silence, self.jobs
+        while True:
+            self.poller.handle(self.sleep_s())
+            silence.discount_frozen_time()
+            jobs.on_clock(time.monotonic())
+            if silence.unattended:
+                self.link.drop_silent()
+                if jobs.claimable():
+                    jobs.keep("", detached=False)
+            if silence.lasts_s > silence.orphan_s and not jobs.claimable():
+                return
+
+    def sleep_s(self) -> float:
+        now, silence = time.monotonic(), self.link.silence
+        due_s = self.jobs.next_deadline_s(now) - now
+        if self.jobs.claimable():
+            due_s = min(due_s, silence.unattended_s - silence.lasts_s)
+        return max(0.0, min(silence.longest_sleep_s, due_s))
+
+    def on_hello(self, hello: dict[str, Any], *, known: bool) -> None:
+        """Answer the greeting of a gateway that knows the token."""
+        if not known:
+            self.workplace.prepare_workdir()
+        if hello.get("sequence", 0) != self.sequence:
+            self.sequence, self.taken = hello.get("sequence", 0), None
+            self.jobs.drop_attached()
+        held = {job.claim: [job.ran_s, job.ended_s is None] for job in self.jobs.claimable()}
+        ready = {"protocol": PROTOCOL, "known": known, "pid": os.getpid(), "held": held, "taken": self.taken}
+        self.link.send(READY, 0, as_json({**ready, "begun": self.jobs.claims.told()}))
+
+    def on_gateway_lost(self) -> None:
+        self.jobs.on_gateway_lost()
+        self.files.abandon_uploads()
+
+    def obey(self, kind: int, number: int, payload: bytes) -> None:
+        """Carry out one request."""
+        if kind == STDIN:
+            if not self.files.feed(number, payload):
+                self.jobs.feed(number, payload)
+            return
+        request = json.loads(payload) if payload else {}
+        try:
+            if kind == RUN:
+                self.taken = number
+                self.jobs.run(number, request)
+            elif kind == KILL:
+                self.jobs.kill(number, request["grace_s"])
+            elif kind == CLAIM:
+                self.jobs.claim(number, request["claim"])
+            elif kind == KEEP:
+                self.jobs.keep(request["claim"], detached=request["lasting"])
+                if not request["lasting"]:
+                    self.jobs.claims.forget_claims(request["claim"])
+            elif kind == READ:
+                self.files.read(number, request)
+            elif kind == WRITE:
+                self.files.write(number, request)
+            elif kind == LIST:
+                self.files.list_directory(number, request)
+            elif kind == SWEEP:
+                self.jobs.tree.sweeps[number] = time.monotonic() + UNKILLABLE_S
+        except (Refused, OSError) as error:
+            self.link.send(ERROR, number, _refusal(error))
+
+
 def _shed_privileges() -> None:
-    """What a container engine has done already, and bubblewrap or a plain start has not."""
+    """Do what a container engine has done already, and bubblewrap or a plain start has not."""
     import ctypes
 
     libc = ctypes.CDLL(None, use_errno=True)

@@ -12,25 +12,15 @@ from typing import cast
 from manager.errors import ActionFailed, TooLarge
 from runtimes.sandbox.runner import runner as wire
 from runtimes.sandbox.runner.byte_stream import ByteStream
-from runtimes.sandbox.runner.conversation import (
-    STREAM_NAMES,
-    CommandExchange,
-    Conversation,
-    RemoteProcess,
-    RunnerAnswer,
-)
+from runtimes.sandbox.runner.conversation import STREAM_NAMES, CommandExchange, Exchange, RemoteProcess, RunnerAnswer
 from runtimes.sandbox.runner.protocol import (
-    Decoder,
-    ProtocolError,
-    decode_json,
-    encode,
+    RunnerEnd,
+    RunnerReady,
+    RunnerRefusal,
+    decode,
     encode_json,
-    error_of,
-    files_of,
     lost,
-    resumable_of,
     run_request,
-    started_of,
 )
 from runtimes.sandbox.sandbox import Command, CommandResult, FileStat, OnOutput, ResumableCommand
 
@@ -44,35 +34,38 @@ class StreamClient(asyncio.BufferedProtocol):
     """Requests to a runner, each with its own number; every one of them ends, if only with the connection."""
 
     def __init__(self, first: int | None = None) -> None:
-        self._decoder = Decoder()
+        self._decoder = wire.FrameDecoder()
         self._buffer = memoryview(bytearray(wire.CHUNK_BYTES))
-        self._conversations: dict[int, Conversation] = {}
+        self._exchanges: dict[int, Exchange] = {}
         self._transport: asyncio.Transport | None = None
-        self._number = secrets.randbits(31) if first is None else first
+        #: The last number that was given.
+        self.number = secrets.randbits(31) if first is None else first
         self._writable = asyncio.Event()
         self._writable.set()
-        self._ready: asyncio.Future[Mapping[str, object]] = asyncio.get_running_loop().create_future()
+        self._ready: asyncio.Future[RunnerReady] = asyncio.get_running_loop().create_future()
         self.lost = asyncio.Event()
-        #: The runner's process id as this side sees it; 0 where it cannot.
+        #: The runner's process id as this side sees it; 0 if it cannot.
         self.peer_pid = 0
-        #: Whether the runner knew the token already (it is no new one).
-        self.known = False
+        #: The runner's answer to the greeting.
+        self.greeted = RunnerReady()
         #: The commands of an earlier gateway that nobody has claimed yet.
         self.resumable: dict[str, ResumableCommand] = {}
-        #: The claims of detached commands begun earlier, of whose end there may be no record; None where unknown.
-        self.started: frozenset[str] | None = None
-        #: The last command of this gateway, if any, that the runner took on an earlier client.
-        self.taken: int | None = None
-        #: Whether the runner is not to be believed any more.
+        #: Whether the runner broke the protocol.
         self.distrusted = False
+
+    @property
+    def started(self) -> frozenset[str] | None:
+        """The claims of detached commands started earlier, of whose end there may be no record; None if unknown."""
+        return self.greeted.begun
 
     @classmethod
     async def open(
         cls, stream: ByteStream, hello: Mapping[str, object], *, within_s: float, first: int | None = None
     ) -> StreamClient:
-        """Greet the runner at the other end of a stream, which may be starting up; raises ActionFailed(environment_lost).
+        """Greet the runner at the other end of a stream, which may be starting up.
 
-        Numbers go on from ``first``, if this connection takes the place of another.
+        Numbers go on from ``first`` if this connection takes the place of another. Raises
+        ActionFailed(environment_lost).
         """
         deadline_s = time.monotonic() + within_s
         client = cls(first)
@@ -80,47 +73,44 @@ class StreamClient(asyncio.BufferedProtocol):
         client._write(encode_json(wire.HELLO, 0, hello))
         try:
             async with asyncio.timeout(max(0.1, deadline_s - time.monotonic())):
-                answer = await client._ready
+                client.greeted = await client._ready
         except TimeoutError:
             client.close()
             raise lost("the runner does not answer") from None
-        if answer.get("protocol") != wire.PROTOCOL:
+        if client.greeted.protocol != wire.PROTOCOL:
             client.close()
-            raise lost(f"the runner speaks protocol {answer.get('protocol')}, not {wire.PROTOCOL}")
-        client.known = answer.get("known") is True
-        taken = answer.get("taken")
-        client.taken = taken if isinstance(taken, int) else None
+            raise lost(f"the runner speaks protocol {client.greeted.protocol}, not {wire.PROTOCOL}")
         return client
 
     # --- requests
 
     async def run(self, command: Command, on_output: OnOutput | None = None) -> CommandResult:
-        """Execute to the end, or claim it where it is held. Cancelling kills its processes before it lets go."""
-        execution = CommandExchange(self, command, on_output)
+        """Execute to the end, or claim it if it is resumable. Cancelling kills its processes before it lets go."""
+        exchange = CommandExchange(self, command, on_output)
         claimed = self.resumable.pop(command.claim, None) is not None
         if claimed:
-            number = self._begin(wire.CLAIM, {"claim": command.claim}, execution)
+            number = self._begin(wire.CLAIM, {"claim": command.claim}, exchange)
         else:
             request = run_request(command, marker=secrets.token_hex(8), interactive=False)
-            number = self._begin(wire.RUN, request, execution)
+            number = self._begin(wire.RUN, request, exchange)
         patience_s = command.timeout_s + command.kill_grace_s + wire.UNKILLABLE_S + SILENCE_S
         try:
             async with asyncio.timeout(patience_s if math.isfinite(patience_s) else None):
                 if command.stdin and not claimed:
-                    await execution.stdin.feed(number, command.stdin)
-                    await execution.stdin.end(number)
-                return execution.result(await asyncio.shield(execution.end))
+                    await exchange.stdin.feed(number, command.stdin)
+                    await exchange.stdin.end(number)
+                return await exchange.result()
         except TimeoutError:
             self.close()
-            raise lost("the runner has fallen silent", result=execution.partial()) from None
+            raise lost("the runner has fallen silent", result=exchange.partial()) from None
         except asyncio.CancelledError:
-            await self.kill(number, execution.end)
+            await self.kill(number, exchange.end)
             raise
         finally:
-            self._conversations.pop(number, None)
+            self._exchanges.pop(number, None)
 
     async def spawn(self, command: Command) -> RemoteProcess:
-        """Start a long-lived process; what it is fed and what it says flows under back-pressure."""
+        """Start a long-lived process; its input and output flow under back-pressure."""
         process = RemoteProcess(self)
         request = run_request(command, marker=secrets.token_hex(8), interactive=True)
         process.number = self._begin(wire.RUN, request, process)
@@ -136,32 +126,29 @@ class StreamClient(asyncio.BufferedProtocol):
 
     async def write_file(self, path: str, data: bytes, *, mode: int) -> None:
         """Raises NotFound, InvalidInput."""
-        answer = RunnerAnswer(0)
+        answer = RunnerAnswer()
         number = self._begin(wire.WRITE, {"path": path, "mode": mode}, answer)
         view = memoryview(data)
         for start in range(0, len(data), wire.CHUNK_BYTES):
             if answer.end.done():
                 break
-            await self.send(encode(wire.STDIN, number, bytes(view[start : start + wire.CHUNK_BYTES])))
-        await self.send(encode(wire.STDIN, number))
+            await self.send(wire.encode(wire.STDIN, number, bytes(view[start : start + wire.CHUNK_BYTES])))
+        await self.send(wire.encode(wire.STDIN, number))
         await self._await_answer(number, answer)
 
     async def list_files(self, path: str) -> list[FileStat]:
         """Raises NotFound, InvalidInput."""
-        try:
-            return files_of(await self._ask(wire.LIST, {"path": path}, RunnerAnswer(0)), path)
-        except ProtocolError as error:
-            raise self._distrust(error) from None
+        return (await self._ask(wire.LIST, {"path": path}, RunnerAnswer())).files(path)
 
     def keep(self, claims: str, *, detached: bool) -> None:
-        """Whether the commands whose claims begin so are kept for the next gateway; there is no answer."""
+        """Say whether commands whose claims begin so are kept for the next gateway; there is no answer."""
         if not detached:
-            self.resumable = {claim: held for claim, held in self.resumable.items() if not claim.startswith(claims)}
+            self.resumable = {claim: one for claim, one in self.resumable.items() if not claim.startswith(claims)}
         self._write(encode_json(wire.KEEP, 0, {"claim": claims, "lasting": detached}))
 
     async def sweep(self) -> None:
         """Kill every process in the sandbox but the runner."""
-        await self._ask(wire.SWEEP, {}, RunnerAnswer(0))
+        await self._ask(wire.SWEEP, {}, RunnerAnswer())
 
     def close(self) -> None:
         """Hang up. The runner then ends what this side had running and is not detached."""
@@ -179,10 +166,13 @@ class StreamClient(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         try:
-            for kind, number, payload in self._decoder.feed(self._buffer[:nbytes]):
+            for (_, kind, number), payload in self._decoder.feed(self._buffer[:nbytes]):
                 self._receive(kind, number, payload)
-        except ProtocolError as error:
-            self._fail(self._distrust(error))
+        except wire.ProtocolError as error:
+            self.distrusted = True
+            if self._transport is not None:
+                self._transport.abort()
+            self._fail(lost(f"the sandbox's runner does not keep the protocol: {error}"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._fail(lost("the sandbox's runner is gone"))
@@ -206,59 +196,45 @@ class StreamClient(asyncio.BufferedProtocol):
     def _receive(self, kind: int, number: int, payload: bytes) -> None:
         if kind == wire.READY:
             if not self._ready.done():
-                answer = decode_json(payload)
-                self.resumable, self.started = resumable_of(answer), started_of(answer)
-                self._ready.set_result(answer)
+                ready = decode(payload, RunnerReady)
+                self.resumable = ready.held
+                self._ready.set_result(ready)
             return
-        conversation = self._conversations.get(number)
-        if conversation is None:
+        exchange = self._exchanges.get(number)
+        if exchange is None:
             return
         if kind in STREAM_NAMES:
-            conversation.data(kind, payload)
+            exchange.data(kind, payload)
         elif kind == wire.ACK:
-            conversation.taken(wire.HEADER.unpack(payload)[0] if len(payload) == wire.HEADER.size else None)
+            exchange.taken(wire.HEADER.unpack(payload)[0] if len(payload) == wire.HEADER.size else None)
         elif kind in (wire.EXIT, wire.DONE, wire.ERROR):
-            answer = decode_json(payload)
-            del self._conversations[number]
-            conversation.ended(error_of(answer) if kind == wire.ERROR else answer)
+            refused = kind == wire.ERROR
+            end = decode(payload, RunnerRefusal).error() if refused else decode(payload, RunnerEnd)
+            del self._exchanges[number]
+            exchange.ended(end)
         else:
-            raise ProtocolError(f"a frame of kind {kind}")
-
-    def _distrust(self, error: ProtocolError) -> ActionFailed:
-        self.distrusted = True
-        if self._transport is not None:
-            self._transport.abort()
-        return lost(f"the sandbox's runner does not keep the protocol: {error}")
+            raise wire.ProtocolError(f"a frame of kind {kind}")
 
     def _fail(self, error: ActionFailed) -> None:
         self.lost.set()
         self._writable.set()
         if not self._ready.done():
             self._ready.set_exception(error)
-        conversations, self._conversations = self._conversations, {}
-        for conversation in conversations.values():
-            conversation.ended(error)
+        exchanges, self._exchanges = self._exchanges, {}
+        for exchange in exchanges.values():
+            exchange.ended(error)
 
-    def _begin(self, kind: int, request: Mapping[str, object], conversation: Conversation) -> int:
+    def _begin(self, kind: int, request: Mapping[str, object], exchange: Exchange) -> int:
         if self.lost.is_set():
             raise lost("the sandbox's runner is gone")
-        frame = encode_json(kind, number := self._next(), request)
+        self.number = number = (self.number + 1) % 2**31
+        frame = encode_json(kind, number, request)
         if len(frame) > wire.FRAME_MAX_BYTES:
-            raise TooLarge(
-                f"the command takes {len(frame)} bytes, more than {wire.FRAME_MAX_BYTES}", component="sandbox"
-            )
-        self._conversations[number] = conversation
+            message = f"the command takes {len(frame)} bytes, more than {wire.FRAME_MAX_BYTES}"
+            raise TooLarge(message, component="sandbox")
+        self._exchanges[number] = exchange
         self._write(frame)
         return number
-
-    @property
-    def number(self) -> int:
-        """The last number that was given."""
-        return self._number
-
-    def _next(self) -> int:
-        self._number = (self._number + 1) % 2**31
-        return self._number
 
     def _write(self, frame: bytes) -> None:
         if self._transport is not None and not self.lost.is_set():
@@ -269,10 +245,10 @@ class StreamClient(asyncio.BufferedProtocol):
         if not self._writable.is_set():
             await self._writable.wait()
 
-    async def _ask(self, kind: int, request: Mapping[str, object], answer: RunnerAnswer) -> Mapping[str, object]:
+    async def _ask(self, kind: int, request: Mapping[str, object], answer: RunnerAnswer) -> RunnerEnd:
         return await self._await_answer(self._begin(kind, request, answer), answer)
 
-    async def _await_answer(self, number: int, answer: RunnerAnswer) -> Mapping[str, object]:
+    async def _await_answer(self, number: int, answer: RunnerAnswer) -> RunnerEnd:
         try:
             async with asyncio.timeout(ANSWER_S):
                 return await answer.end
@@ -280,10 +256,10 @@ class StreamClient(asyncio.BufferedProtocol):
             self.close()
             raise lost("the runner has fallen silent") from None
         finally:
-            self._conversations.pop(number, None)
+            self._exchanges.pop(number, None)
 
-    async def kill(self, number: int, end: asyncio.Future[Mapping[str, object]]) -> None:
-        """SIGKILL its tree and wait until it is gone; a runner that cannot is hung up on."""
+    async def kill(self, number: int, end: asyncio.Future[RunnerEnd]) -> None:
+        """SIGKILL its tree and wait until it is gone; hang up on a runner that cannot."""
         if end.done():
             return
         self._write(encode_json(wire.KILL, number, {"grace_s": 0.0}))

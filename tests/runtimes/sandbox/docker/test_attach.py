@@ -23,7 +23,7 @@ from runtimes.sandbox.docker.attach import SIGN_OF_LIFE, AttachByteStream
 from runtimes.sandbox.docker.attach_client import AttachClient
 from runtimes.sandbox.docker.installer import RUNNER
 from runtimes.sandbox.runner import runner as wire
-from runtimes.sandbox.runner.runner import ANSWER_BYTES, MARK_BYTES, Attachment
+from runtimes.sandbox.runner.runner import ANSWER_BYTES, MARK_BYTES, Attachment, Silence
 from runtimes.sandbox.runner.stream_client import StreamClient
 from runtimes.sandbox.sandbox import Command
 
@@ -190,15 +190,14 @@ def test_a_new_gateway_is_noticed_wherever_the_one_before_was_cut(
 
 
 def test_silence_while_it_was_frozen_is_not_the_gateways(monkeypatch: pytest.MonkeyPatch) -> None:
-    runner, now_s = wire.Runner.__new__(wire.Runner), [1000.0]
+    now_s = [1000.0]
     monkeypatch.setattr("runtimes.sandbox.runner.runner.time", SimpleNamespace(monotonic=lambda: now_s[0]))
-    runner.attachment, runner.gateway = Attachment(), None
-    runner.config = {"orphan_s": 1800.0, "unattended_s": 60.0}
-    runner.alone_since_s = runner.looked_s = now_s[0]
-    for step_s, alone_s in ((10.0, 10.0), (3600.0, 25.0), (15.0, 40.0)):  # it looks every 15 s unless it is frozen
+    silence = Silence(attached=True)
+    silence.orphan_s, silence.unattended_s = 1800.0, 60.0
+    for step_s, lasts_s in ((10.0, 10.0), (3600.0, 25.0), (15.0, 40.0)):  # it looks every 15 s unless it is frozen
         now_s[0] += step_s
-        runner.discount_frozen_time()
-        assert runner.alone_s == alone_s
+        silence.discount_frozen_time()
+        assert silence.lasts_s == lasts_s
 
 
 async def test_a_command_runs_over_the_attached_streams(engine: PipeEngine, tmp_path: Path) -> None:
@@ -217,7 +216,7 @@ async def test_a_gateway_that_was_cut_within_a_frame_does_not_disturb_the_next(
     assert first._transport is not None
     first._transport.close()  # after what was written
     second = await attach(engine, tmp_path)
-    assert second.known
+    assert second.greeted.known
     assert (await second.run(Command(shell="echo on"))).stdout == b"on\n"
     second.close()
 
@@ -406,7 +405,7 @@ class TestLine:
         (b"HTTP/1.1 404 Not Found\r\n\r\n" + b'{"message":"No such container"}', True, "No such container"),
         (b"HTTP/1.1 101 UPGRADED\r\n\r\n", False, "has ended"),
         (b"\xff" * 20_000, True, "does not attach"),
-        (b"HTTP/1.1 101 UPGRADED\r\n\r\n" + CHUNK.pack(1, 2**30), True, "1073741824 bytes at once"),
+        (b"HTTP/1.1 101 UPGRADED\r\n\r\n" + CHUNK.pack(1, 2**30), True, "a frame of 1073741824 bytes"),
     ],
 )
 async def test_what_cannot_be_attached_to_is_a_lost_environment(

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from manager.errors import ActionFailed, Reason
 from runtimes.sandbox.runner import runner as wire
 from runtimes.sandbox.runner.byte_stream import SocketStream
-from runtimes.sandbox.runner.protocol import Decoder, ProtocolError, encode, encode_json
+from runtimes.sandbox.runner.protocol import encode_json
+from runtimes.sandbox.runner.runner import FrameDecoder, ProtocolError, encode
 from runtimes.sandbox.runner.stream_client import StreamClient
 from runtimes.sandbox.sandbox import Command
 
@@ -65,17 +66,17 @@ async def next_frame(reader: asyncio.StreamReader) -> tuple[int, int, bytes]:
 )
 def test_frames_survive_any_cutting(frames: list[tuple[int, int, bytes]], cuts: list[int]) -> None:
     stream = b"".join(encode(*frame) for frame in frames)
-    decoder, seen, start, turn = Decoder(), [], 0, 0
+    decoder, seen, start, turn = FrameDecoder(), [], 0, 0
     while start < len(stream):
         size = cuts[turn % len(cuts)]
-        seen += list(decoder.feed(stream[start : start + size]))
+        seen += [(kind, number, data) for (_, kind, number), data in decoder.feed(stream[start : start + size])]
         start, turn = start + size, turn + 1
     assert seen == frames
 
 
 def test_an_oversized_frame_is_refused_before_it_is_taken_in() -> None:
     with pytest.raises(ProtocolError):
-        list(Decoder().feed(wire.HEADER.pack(wire.FRAME_MAX_BYTES + 1, wire.STDOUT, 1)))
+        list(FrameDecoder().feed(wire.HEADER.pack(wire.FRAME_MAX_BYTES + 1, wire.STDOUT, 1)))
 
 
 async def _nonsense(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,0 +1,17 @@
+"""The multiplexed stream of an engine: output in chunks that name their stream (1 stdout, 2 stderr)."""
+
+from __future__ import annotations
+
+import struct
+
+from runtimes.sandbox.runner.runner import FrameDecoder
+
+#: Stream, three bytes of nothing, length.
+_HEADER = struct.Struct("!BxxxI")
+#: Bytes of one chunk above which it is no engine that speaks.
+CHUNK_MAX_BYTES = 16 * 2**20
+
+
+def chunk_decoder() -> FrameDecoder:
+    """Return a decoder whose frames are ``((stream, length), data)``."""
+    return FrameDecoder(_HEADER, length_at=1, limit=CHUNK_MAX_BYTES)
