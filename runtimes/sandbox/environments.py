@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 
+import msgspec
 import structlog
 
 from manager.clock import Clock, MonotonicClock
 from manager.errors import CodedError, Conflict, NotFound, Unsupported
 from manager.function import Isolation, SandboxSpec
-from runtimes.sandbox.record import spec_as_json
 from runtimes.sandbox.runner.protocol import lost
 from runtimes.sandbox.sandbox import Provider, ResumableCommand, Sandbox
 from runtimes.sandbox.warm_pool import WarmPool
@@ -25,7 +24,7 @@ logger = structlog.get_logger("sandbox.environments")
 COMPONENT = "sandbox"
 TRAJECTORY = "tangram.trajectory"
 PURPOSE = "tangram.purpose"
-#: Seconds that the sandbox of a single action waits at most for the action's end to be on record.
+#: Seconds for which the sandbox of a single action waits at most for the action's end to be on record.
 ACK_WAIT_S = 5.0
 
 
@@ -35,9 +34,9 @@ class EnvironmentSettings:
 
     #: For functions and trajectories that name no sandbox.
     default: SandboxSpec = field(default_factory=lambda: SandboxSpec(image="tangram-base:bookworm"))
-    #: Leave the sandboxes alive when the gateway ends in good order, for the next one to adopt.
+    #: Whether sandboxes live on when the gateway ends in good order, for the next one to adopt.
     keep_on_close: bool = False
-    #: Seconds between two searches for orphans, and until the next where something may have been left behind.
+    #: Seconds between two searches for orphans, and until the next if something may have been left behind.
     reap_every_s: float = 60.0
     reap_soon_s: float = 5.0
     #: Sandboxes that are removed at the same time.
@@ -65,26 +64,28 @@ class Environments:
         self._clock = clock or MonotonicClock()
         self._environments: dict[str, Environment] = {}
         self._ephemeral: dict[str, Sandbox] = {}
-        #: Sandboxes of single actions that an earlier gateway began, until they are claimed or let go.
+        #: Sandboxes of single actions that an earlier gateway started, until they are claimed or removed.
         self._orphaned: list[Sandbox] = []
-        #: Those of single actions whose end is not on record yet, by what their claims begin with.
+        #: Sandboxes of single actions whose end is not on record yet, by what their claims begin with.
         self._awaiting_ack: dict[str, Sandbox] = {}
-        #: Ids of those that were left to the next gateway.
+        #: Ids of sandboxes that were left to the next gateway.
         self._left: set[str] = set()
+        #: Trajectories whose sandbox died with an earlier gateway.
         self._lost: set[str] = set()
+        #: Ids of sandboxes that belong to others.
         self._excluded: list[Callable[[], Collection[str]]] = []
-        self._pools: dict[str, WarmPool] = {}
+        self._pools: dict[bytes, WarmPool] = {}
         self._removals: set[asyncio.Task[None]] = set()
         self._closing = asyncio.Semaphore(self.settings.max_closing)
         self._reaper: asyncio.Task[None] | None = None
-        #: Set where a creation or a removal failed: what it left behind is looked for soon.
+        #: Set if a creation or a removal failed: what it left behind is looked for soon.
         self._suspicion = asyncio.Event()
         self._closed = False
 
     async def start(self, trajectories: Collection[str] | None = None) -> list[str]:
         """Adopt what an earlier gateway left (of these trajectories; None: of all), remove the rest, watch for orphans.
 
-        Returns the trajectories that live on, with their files. What runs in them runs on until `end_unclaimed`.
+        Return the trajectories that live on, with their files. What runs in them runs on until `end_unclaimed`.
         """
         for sandbox, labels in await self.provider.adopt():
             trajectory = labels.get(TRAJECTORY)
@@ -99,8 +100,8 @@ class Environments:
         return list(self._environments)
 
     async def _adopt(self, trajectory: str, sandbox: Sandbox) -> None:
-        """Where no action runs its processes go on as they do between two, so before any action comes."""
-        if not any(held.running for held in sandbox.resumable.values()) and not await self._quiesced(sandbox):
+        """Own it. If no action runs in it, its processes go on as between two, before any action comes."""
+        if not _busy(sandbox) and not await self._quiesced(sandbox):
             return
         self._environments[trajectory] = Environment(trajectory, sandbox=sandbox, made_s=time.time())
         logger.info("sandbox adopted", trajectory=trajectory, sandbox=sandbox.id)
@@ -117,31 +118,29 @@ class Environments:
     # --- commands that outlast a gateway
 
     def resumable(self) -> dict[str, ResumableCommand]:
-        """The commands of an earlier gateway that can be claimed, by claim."""
-        return {
-            claim: held for sandbox in [*self._owned(), *self._orphaned] for claim, held in sandbox.resumable.items()
-        }
+        """Return the commands of an earlier gateway that can be claimed, by claim."""
+        return dict(item for sandbox in [*self._owned(), *self._orphaned] for item in sandbox.resumable.items())
 
     def never_started(self, trajectory: str, claims: str) -> bool:
-        """Whether the trajectory's sandbox is certain that no command of the action with these claims has begun."""
+        """Return whether the trajectory's sandbox is certain that no command with such a claim was started."""
         sandbox = self.get(trajectory)
         return sandbox is not None and sandbox.never_started(claims)
 
     async def end_unclaimed(self, taken: Collection[str]) -> None:
-        """End every held command whose claim begins with none of these: nobody comes for it any more."""
+        """End every resumable command whose claim begins with none of ``taken``: nobody comes for it any more."""
         for sandbox in self._owned():
-            held = dict(sandbox.resumable)
-            for claim in held:
+            busy = _busy(sandbox)
+            for claim in list(sandbox.resumable):
                 if not claim.startswith(tuple(taken)):
                     sandbox.keep(claim, detached=False)
-            if any(each.running for each in held.values()) and not sandbox.resumable:
+            if busy and not sandbox.resumable:
                 await self._quiesced(sandbox)
         for sandbox in [one for one in self._orphaned if not _claimed(one, taken)]:
             self._orphaned.remove(sandbox)
             self._remove(sandbox)
 
     async def leave(self, claims: str) -> bool:
-        """Leave the action whose claims begin so to the next gateway, as it runs; False where that cannot be."""
+        """Leave a running action to the next gateway, as it runs; return False if that cannot be."""
         if not self.settings.keep_on_close:
             return False
         for sandbox in [*self._owned(), *self._ephemeral.values(), *self._awaiting_ack.values()]:
@@ -153,38 +152,38 @@ class Environments:
         return False
 
     def detach(self, claims: str) -> None:
-        """The action whose claims begin so has become one that outlasts this gateway."""
+        """Let the action whose claims begin so outlive this gateway."""
         for sandbox in [*self._owned(), *self._ephemeral.values()]:
             sandbox.keep(claims, detached=True)
 
     def acknowledge(self, trajectory: str | None, claims: str) -> None:
-        """How the action whose claims begin so has ended is on record: nobody needs to keep it any more."""
+        """Forget the action whose claims begin so: its end is on record."""
         sandbox = None if trajectory is None else self.get(trajectory)
         if sandbox is not None:
             sandbox.keep(claims, detached=False)
-        spent = self._awaiting_ack.pop(claims, None)
-        if spent is not None:
-            self._remove(spent)
+        ended = self._awaiting_ack.pop(claims, None)
+        if ended is not None:
+            self._remove(ended)
 
     def mark_lost(self, trajectories: Collection[str]) -> None:
-        """Know of trajectories whose sandbox died with an earlier gateway: the next action of each is told."""
+        """Note trajectories whose sandbox died with an earlier gateway: the next action of each is told."""
         self._lost.update(trajectories)
 
     def keep(self) -> None:
-        """Leave the trajectories' sandboxes alive at `close`, for the next gateway to adopt."""
+        """Let the trajectories' sandboxes live on at `close`, for the next gateway to adopt."""
         self.settings = replace(self.settings, keep_on_close=True)
 
     def exclude(self, living: Callable[[], Collection[str]]) -> None:
-        """Leave alone, in the search for orphans, the sandboxes (ids) that another room owns."""
+        """Exclude sandboxes (ids) that another room owns from the search for orphans."""
         self._excluded.append(living)
 
     # --- trajectories
 
     async def ensure(self, trajectory: str, spec: SandboxSpec | None = None) -> Sandbox:
-        """The trajectory's sandbox, made at the first call; an existing one wins over ``spec``.
+        """Return the trajectory's sandbox, made at the first call; an existing one wins over ``spec``.
 
-        Raises Unsupported or InvalidConfig when such a sandbox cannot be made, and ActionFailed(environment_lost)
-        once when it has died unseen: what was in it is lost, and that is never passed over in silence.
+        Raises Unsupported or InvalidConfig if such a sandbox cannot be made, and ActionFailed(environment_lost)
+        once if it died unseen: what was in it is lost, and that is never passed over in silence.
         """
         spec = self._known(spec)
         environment = self._environments.setdefault(trajectory, Environment(trajectory))
@@ -212,7 +211,7 @@ class Environments:
                 await self._guarded(sandbox.close())
 
     def list(self) -> list[dict[str, object]]:
-        """Every environment as plain JSON values."""
+        """Return every environment as plain JSON values."""
         return [
             {
                 "trajectory": environment.trajectory,
@@ -229,36 +228,37 @@ class Environments:
     # --- snapshots
 
     async def snapshot(self, trajectory: str, name: str = "") -> str:
-        """Keep the trajectory's file system as an image; NotFound, or Unsupported for local sandboxes."""
-        sandbox = self.get(trajectory)
-        if sandbox is None:
-            raise NotFound(f"trajectory {trajectory!r} has no sandbox", component=COMPONENT)
-        return await sandbox.snapshot(name or secrets.token_hex(6))
+        """Keep the trajectory's file system as an image; raises NotFound, or Unsupported for local sandboxes."""
+        return await self._require(trajectory).snapshot(name or secrets.token_hex(6))
 
     async def restore(self, trajectory: str, snapshot: str, spec: SandboxSpec | None = None) -> Sandbox:
-        """A new sandbox for a trajectory that has none, with the files of a snapshot; Conflict when it has one."""
+        """Make a sandbox with the files of a snapshot for a trajectory; raises Conflict if it has one already."""
         if self.get(trajectory) is not None:
             raise Conflict(f"trajectory {trajectory!r} has a sandbox already", component=COMPONENT)
         return await self.ensure(trajectory, replace(self._known(spec), image=snapshot))
 
     async def fork(self, source: str, trajectory: str) -> Sandbox:
-        """A new trajectory that begins with a copy of another's files."""
-        sandbox = self.get(source)
-        if sandbox is None:
-            raise NotFound(f"trajectory {source!r} has no sandbox", component=COMPONENT)
+        """Make a trajectory that begins with a copy of another's files."""
+        sandbox = self._require(source)
         image = await self.snapshot(source)
         try:
             return await self.restore(trajectory, image, sandbox.spec)
         finally:
             await self.provider.remove_snapshot(image)
 
-    # --- actions without a trajectory, and sandboxes that lie ready
+    def _require(self, trajectory: str) -> Sandbox:
+        sandbox = self.get(trajectory)
+        if sandbox is None:
+            raise NotFound(f"trajectory {trajectory!r} has no sandbox", component=COMPONENT)
+        return sandbox
+
+    # --- actions without a trajectory, and warm sandboxes
 
     @asynccontextmanager
     async def ephemeral(self, spec: SandboxSpec | None = None, claims: str = "") -> AsyncIterator[Sandbox]:
-        """A sandbox for one action; it is removed behind the caller's back.
+        """Yield a sandbox for one action; it is removed in the background.
 
-        It is the one that an earlier gateway made, where that holds a command whose claim begins with ``claims``.
+        It is the one that an earlier gateway made if that has a resumable command whose claim begins with ``claims``.
         """
         sandbox = self._reclaim(claims) or await self._obtain(self._known(spec), {PURPOSE: "ephemeral"})
         self._ephemeral[sandbox.id] = sandbox
@@ -286,7 +286,7 @@ class Environments:
             self.pool(spec).start()
 
     def pool(self, spec: SandboxSpec) -> WarmPool:
-        """The pool of sandboxes equal to ``spec``, idle so far."""
+        """Return the pool of sandboxes equal to ``spec``, which keeps none ready until it is started."""
         key = _key(spec)
         if key not in self._pools:
 
@@ -325,7 +325,7 @@ class Environments:
     # --- inside
 
     def _known(self, spec: SandboxSpec | None) -> SandboxSpec:
-        """The spec to use; the isolation that a function requires is checked even where a sandbox exists."""
+        """Return the spec to use; the isolation that a function requires is checked even if a sandbox exists."""
         if spec is None:
             return self.settings.default
         if spec.isolation is Isolation.CONTAINER and self.provider.info.kind != "container":
@@ -341,9 +341,8 @@ class Environments:
             return sandbox
         if sandbox is not None:
             environment.sandbox = None
-            told = sandbox.loss_reported
             self._remove(sandbox)
-            if not told:
+            if not sandbox.loss_reported:
                 raise lost(f"the sandbox of trajectory {environment.trajectory!r} died; what was in it is lost")
         elif environment.trajectory in self._lost:
             self._lost.discard(environment.trajectory)
@@ -407,7 +406,7 @@ class Environments:
                 self._suspicion.set()
 
     def _owned(self) -> tuple[Sandbox, ...]:
-        """The sandboxes of the trajectories."""
+        """Return the sandboxes of the trajectories."""
         return tuple([each.sandbox for each in self._environments.values() if each.sandbox is not None])
 
     async def _reap(self) -> None:
@@ -419,10 +418,15 @@ class Environments:
             logger.warning("orphaned sandboxes removed", count=removed)
 
 
+def _busy(sandbox: Sandbox) -> bool:
+    """Return whether a command of an earlier gateway runs in it."""
+    return any(command.running for command in sandbox.resumable.values())
+
+
 def _claimed(sandbox: Sandbox, taken: Collection[str]) -> bool:
-    """Whether it holds a command whose claim begins with one of these."""
+    """Return whether it has a resumable command whose claim begins with one of ``taken``."""
     return any(claim.startswith(tuple(taken)) for claim in sandbox.resumable)
 
 
-def _key(spec: SandboxSpec) -> str:
-    return json.dumps(spec_as_json(spec), sort_keys=True)
+def _key(spec: SandboxSpec) -> bytes:
+    return msgspec.json.encode(spec, order="deterministic")

@@ -1,13 +1,15 @@
-"""What a gateway writes down of each sandbox, so that the next one can adopt it."""
+"""What a gateway writes down about each sandbox, so that the next one can adopt it."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
-from manager.function import Background, Isolation, Network, SandboxSpec, Warm
+import msgspec
+
+from manager.function import SandboxSpec
 
 NAME = "record.json"
 #: Beside it: the id of its container, once there is one.
@@ -35,30 +37,42 @@ class SandboxRecord:
     transport: str = "socket"
 
     def write(self, directory: Path) -> None:
-        """Durable enough for a gateway's crash; readable by the owner alone, for the token's sake."""
-        text = json.dumps({**asdict(self), "labels": dict(self.labels), "spec": spec_as_json(self.spec)})
+        """Write it so that it survives a crash of the gateway; only the owner can read it, for the token's sake."""
         part = directory / f"{NAME}.part"
         part.touch(0o600)
-        part.write_text(text, encoding="utf-8")
+        part.write_text(json.dumps(msgspec.to_builtins(self)), encoding="utf-8")
         part.replace(directory / NAME)
 
     @classmethod
     def read(cls, directory: Path) -> SandboxRecord | None:
-        """None where there is none, or none that is whole."""
+        """Return the record of a sandbox's directory, None if there is none that is whole."""
         try:
-            value = json.loads((directory / NAME).read_text(encoding="utf-8"))
-            return cls(**{**value, "spec": spec_of_json(value["spec"])})
-        except (OSError, ValueError, KeyError, TypeError):
+            return msgspec.convert(json.loads((directory / NAME).read_text(encoding="utf-8")), cls)
+        except (OSError, ValueError):
             return None
+
+    def greeting(self, **more: object) -> dict[str, object]:
+        """Return what its runner is told first."""
+        spec = self.spec
+        return {
+            "token": self.token,
+            "user": spec.user,
+            "workdir": spec.workdir,
+            "base": "",
+            "env": {},
+            "orphan_s": spec.idle_ttl_s,
+            "unattended_s": spec.unattended_s,
+            **more,
+        }
 
 
 def note_container(directory: Path, container: str) -> None:
-    """Write down which container it is, so that the next gateway knows what to look for when the engine does not."""
+    """Write down which container it is, so that the next gateway knows what to look for if the engine does not."""
     (directory / CONTAINER).write_text(container, encoding="ascii")
 
 
 def noted_container(directory: Path) -> str:
-    """Empty where none was noted."""
+    """Return the container that was noted, empty if none was."""
     try:
         return (directory / CONTAINER).read_text(encoding="ascii")
     except OSError:
@@ -66,28 +80,7 @@ def noted_container(directory: Path) -> str:
 
 
 def read_records(root: Path) -> list[tuple[Path, SandboxRecord | None]]:
-    """Every sandbox directory below ``root``."""
+    """Return every sandbox directory below ``root`` with its record."""
     if not root.is_dir():
         return []
     return [(directory, SandboxRecord.read(directory)) for directory in sorted(root.iterdir()) if directory.is_dir()]
-
-
-def spec_as_json(spec: SandboxSpec) -> dict[str, object]:
-    return {**asdict(spec), "env": dict(spec.env), "allow": list(spec.allow)}
-
-
-def spec_of_json(value: Mapping[str, object]) -> SandboxSpec:
-    """Raises KeyError, TypeError or ValueError when it does not fit."""
-    known = {field.name for field in fields(SandboxSpec)}
-    plain: dict[str, object] = {name: item for name, item in value.items() if name in known}
-    warm, allow = plain["warm"], plain["allow"]
-    if not isinstance(warm, dict) or not isinstance(allow, list):
-        raise TypeError("no sandbox spec")
-    plain |= {
-        "network": Network(str(plain["network"])),
-        "isolation": Isolation(str(plain["isolation"])),
-        "background": Background(str(plain["background"])),
-        "allow": tuple(allow),
-        "warm": Warm(**warm),
-    }
-    return SandboxSpec(**plain)  # type: ignore[arg-type]  # the names were checked, the values came from us

@@ -25,7 +25,7 @@ PATH_MAX_BYTES = 4096
 
 
 class RunnerClient(Protocol):
-    """How a sandbox is spoken to: a stream to its runner, or ``docker exec`` where there is no runner."""
+    """How a sandbox is spoken to: over a stream to its runner, or by ``docker exec`` if it has none."""
 
     @property
     def lost(self) -> asyncio.Event: ...
@@ -54,7 +54,7 @@ class RunnerClient(Protocol):
 
 
 class SandboxControl(Protocol):
-    """The grip that its maker keeps on a sandbox from outside."""
+    """How a sandbox is governed from outside: cores, freezing, memory, removal."""
 
     async def set_cores(self, cores: Sequence[int], *, background: bool = False) -> None: ...
 
@@ -63,17 +63,17 @@ class SandboxControl(Protocol):
     async def thaw(self) -> None: ...
 
     def oom_kills(self) -> int:
-        """Processes ended for want of memory so far, as far as can be seen."""
+        """Return how many processes were ended for want of memory so far, as far as can be seen."""
         ...
 
     def peak_memory_bytes(self) -> int: ...
 
     async def cause_of_death(self) -> str:
-        """Why it ended, as far as can be known; ``out_of_memory`` alone is a reason of its own."""
+        """Return why it ended, as far as can be known; ``out_of_memory`` alone is a reason of its own."""
         ...
 
     async def snapshot(self, name: str) -> str:
-        """Raises Unsupported where there are no images."""
+        """Keep its file system as an image; raises Unsupported if there are no images."""
         ...
 
     async def remove(self) -> None:
@@ -82,7 +82,7 @@ class SandboxControl(Protocol):
 
 
 class ResidentSandbox:
-    """A living environment (`runtimes.sandbox.sandbox.Sandbox`) behind a `RunnerClient`, in the grip of a `SandboxControl`."""
+    """A living environment (`runtimes.sandbox.sandbox.Sandbox`): spoken to by a client, governed by a control."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class ResidentSandbox:
         self._frozen = False
         #: The claims of commands under way, and whether they are detached.
         self._under_way: dict[str, bool] = {}
-        #: The claims of detached ones that have ended, until that is on record.
+        #: The claims of detached commands that have ended, until that is on record.
         self._unacknowledged: deque[str] = deque(maxlen=ENDED_MAX)
         self._closed = False
         self._loss_reported = False
@@ -123,7 +123,7 @@ class ResidentSandbox:
 
     @property
     def lost(self) -> asyncio.Event:
-        """Set when the connection to it is cut, for whatever reason."""
+        """Set if it can be spoken to no more, for whatever reason."""
         return self._client.lost
 
     @property
@@ -155,12 +155,12 @@ class ResidentSandbox:
         return result
 
     def keep(self, claims: str, *, detached: bool) -> None:
-        attended = [claim for claim in self._under_way if claim.startswith(claims)]
-        self._under_way.update(dict.fromkeys(attended, detached))
+        running = [claim for claim in self._under_way if claim.startswith(claims)]
+        self._under_way.update(dict.fromkeys(running, detached))
         if not detached:
-            unsettled = [claim for claim in self._unacknowledged if not claim.startswith(claims)]
-            self._unacknowledged = deque(unsettled, maxlen=ENDED_MAX)
-        if self.alive and (attended or not detached):
+            others = [claim for claim in self._unacknowledged if not claim.startswith(claims)]
+            self._unacknowledged = deque(others, maxlen=ENDED_MAX)
+        if self.alive and (running or not detached):
             self._client.keep(claims, detached=detached)
 
     def has_detached(self, claims: str) -> bool:
@@ -168,8 +168,8 @@ class ResidentSandbox:
         return self._spec.unattended_s > 0 and self.alive and any(claim.startswith(claims) for claim in kept)
 
     def never_started(self, claims: str) -> bool:
-        begun = self._client.started if self._spec.unattended_s > 0 and self.alive else None
-        return begun is not None and not any(claim.startswith(claims) for claim in begun)
+        started = self._client.started if self._spec.unattended_s > 0 and self.alive else None
+        return started is not None and not any(claim.startswith(claims) for claim in started)
 
     def secret(self, purpose: str) -> str:
         return hmac.new(self._record.token.encode(), purpose.encode(), "sha256").hexdigest()[:32]
@@ -229,15 +229,15 @@ class ResidentSandbox:
         await self._control.remove()
 
     async def condemn(self, cause: str) -> None:
-        """End it for a reason of ours; the action that runs in it is told, or else the next one."""
+        """End it for a reason of ours; the action that runs in it, or else the next one, is told."""
         if self.alive:
             self._condemned = cause
             self._client.close()
             await self._control.remove()
 
     async def release(self) -> None:
-        """Let go of it without ending it: the next gateway of the same state directory adopts it."""
-        if not self._closed and not self._client.lost.is_set() and not any(self._under_way.values()):
+        """Leave it to the next gateway of the same state directory, without ending it."""
+        if self.alive and not any(self._under_way.values()):
             await self.quiesce(self._spec.background)
         self._closed = True
         self._client.close()
@@ -248,7 +248,7 @@ class ResidentSandbox:
         await self.thaw()
 
     def _note(self, record: SandboxRecord) -> None:
-        """What the next gateway must know of it."""
+        """Write down what the next gateway must know about it."""
         self._record = record
         record.write(self._directory)
 
@@ -261,7 +261,7 @@ class ResidentSandbox:
             raise lost(f"the sandbox {self._id} is gone{cause}; its files and processes are lost")
 
     async def _explained(self, failure: ActionFailed) -> ActionFailed:
-        """The loss of the sandbox with its cause; what is left of it is removed at once."""
+        """Return the failure of a command, with its cause if the sandbox was lost."""
         if failure.reason is not Reason.ENVIRONMENT_LOST or self._closed:
             return failure
         self._loss_reported = True

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequen
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from manager.errors import InvalidConfig
 from manager.function import Background, SandboxSpec
 
 #: Receives (``stdout`` | ``stderr``, bytes) as the command produces them; must not block.
@@ -29,9 +30,9 @@ class Command:
     kill_grace_s: float = 2.0
     #: Bytes kept of each stream; the rest is read and dropped, and the mark set.
     output_limit_bytes: int = 1 * 2**20
-    #: The name by which the next gateway can claim it: `claims_of` its action, and a number. Empty: nobody can.
+    #: The name by which the next gateway can claim it: `claims_of` its action, and a number. Empty: it cannot.
     claim: str = ""
-    #: Whether it goes on when this gateway is gone, for ``unattended_s`` of the sandbox at most.
+    #: Whether it outlives this gateway, for ``unattended_s`` of the sandbox at most.
     detached: bool = False
 
 
@@ -62,7 +63,7 @@ class ResumableCommand(NamedTuple):
 
 
 def claims_of(action_id: str, attempt: int) -> str:
-    """What the claims of all commands of one try of an action begin with."""
+    """Return what the claims of all commands of one try of an action begin with."""
     return f"{action_id}.{attempt}/"
 
 
@@ -74,7 +75,7 @@ class SandboxProcess(Protocol):
     """
 
     async def write_stdin(self, data: bytes) -> None:
-        """Append to its standard input; raises ActionFailed(environment_lost) when sandbox or process is gone."""
+        """Append to its standard input; raises ActionFailed(environment_lost) if sandbox or process is gone."""
         ...
 
     async def close_stdin(self) -> None:
@@ -82,11 +83,11 @@ class SandboxProcess(Protocol):
         ...
 
     def chunks(self) -> AsyncIterator[tuple[str, bytes]]:
-        """(``stdout`` | ``stderr``, bytes) in order, until it ended. One reader at a time."""
+        """Yield (``stdout`` | ``stderr``, bytes) in order until it has ended. One reader at a time."""
         ...
 
     async def wait(self) -> CommandResult:
-        """How it ended; stdout and stderr are empty. Chunks that nobody reads meanwhile are dropped."""
+        """Return how it ended; stdout and stderr are empty. Chunks that nobody reads meanwhile are dropped."""
         ...
 
     async def kill(self) -> None:
@@ -105,7 +106,7 @@ class FileStat:
 
 
 class Sandbox(Protocol):
-    """A living environment. Methods raise ActionFailed(environment_lost) when it is gone, never hang."""
+    """A living environment. Methods raise ActionFailed(environment_lost) if it is gone, never hang."""
 
     @property
     def id(self) -> str: ...
@@ -120,7 +121,7 @@ class Sandbox(Protocol):
 
     @property
     def loss_reported(self) -> bool:
-        """Whether its death was reported to somebody (an action that ended with environment_lost)."""
+        """Whether its loss was reported to somebody (an action that ended with environment_lost)."""
         ...
 
     @property
@@ -131,35 +132,35 @@ class Sandbox(Protocol):
     async def run(self, command: Command, on_output: OnOutput | None = None) -> CommandResult:
         """Execute to the end; cancelling kills the process tree, setsid children included.
 
-        A command that is `held` is claimed instead: its output comes from its beginning, and nothing is run twice.
+        A command that is `resumable` is claimed instead: its output comes from its start, and nothing is run twice.
         """
         ...
 
     def keep(self, claims: str, *, detached: bool) -> None:
-        """Whether commands whose claims begin so are kept for the next gateway, running or ended.
+        """Say whether commands whose claims begin so are kept for the next gateway, running or ended.
 
-        Held ones that are not to be kept are ended.
+        Resumable ones that are not to be kept are ended.
         """
         ...
 
     def has_detached(self, claims: str) -> bool:
-        """Whether `release` would leave a detached command with such a claim to the next gateway, running or ended."""
+        """Return whether `release` would leave a detached command with such a claim, running or ended."""
         ...
 
     def never_started(self, claims: str) -> bool:
-        """Whether it is certain that an earlier gateway began no detached command with such a claim.
+        """Return whether it is certain that an earlier gateway started no detached command with such a claim.
 
-        Until what was begun is acknowledged by `keep`, and only of those of whose end there may be no record.
+        Holds until what was started is acknowledged by `keep`, and for commands whose end may not be on record.
         """
         ...
 
     def secret(self, purpose: str) -> str:
-        """32 hexadecimal digits that nobody inside can know, and the next gateway knows too."""
+        """Return 32 hexadecimal digits that nobody inside can know, and that the next gateway knows too."""
         ...
 
     async def spawn(self, command: Command) -> SandboxProcess:
         """Start a long-lived process. ``stdin`` is written first and left open; no output limit applies, and
-        ``timeout_s`` only where it is finite (``math.inf``: until killed)."""
+        ``timeout_s`` only if it is finite (``math.inf``: until killed)."""
         ...
 
     async def set_cores(self, cores: Sequence[int]) -> None:
@@ -171,7 +172,7 @@ class Sandbox(Protocol):
         ...
 
     async def quiesce(self, background: Background) -> None:
-        """Between actions: freeze, kill, or leave its background processes, and give the cores back."""
+        """Freeze, kill, or leave its background processes between actions, and give the cores back."""
         ...
 
     async def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
@@ -179,25 +180,25 @@ class Sandbox(Protocol):
         ...
 
     async def read_file(self, path: str, *, limit_bytes: int) -> bytes:
-        """Read a file; NotFound, TooLarge, or InvalidInput when it is no regular file or leaves the sandbox."""
+        """Read a file; raises NotFound, TooLarge, or InvalidInput if it is no regular file or leaves the sandbox."""
         ...
 
     async def list_files(self, path: str) -> list[FileStat]:
-        """The entries of a directory, sorted by name; NotFound where there is none."""
+        """Return the entries of a directory, sorted by name; raises NotFound if there is none."""
         ...
 
     async def relabel(self, labels: Mapping[str, str]) -> None:
-        """Record whose it is from now on: `Provider.adopt` returns these labels."""
+        """Record its owner from now on: `Provider.adopt` returns these labels."""
         ...
 
     async def snapshot(self, name: str) -> str:
-        """Keep its file system as an image, and return the image's name; Unsupported where there are no images."""
+        """Keep its file system as an image, and return the image's name; raises Unsupported if there are none."""
         ...
 
     async def release(self) -> None:
-        """Let go of it without ending it, for `Provider.adopt` of the next gateway; idempotent.
+        """Leave it to `Provider.adopt` of the next gateway, without ending it; idempotent.
 
-        What runs in it and is detached goes on; what waits for it here is told environment_lost.
+        Detached commands go on; whoever waits for one here is told environment_lost.
         """
         ...
 
@@ -216,6 +217,12 @@ class ProviderInfo:
     limits: Mapping[str, bool] = field(default_factory=dict)  #: promise -> kept (memory, pids, network, disk ...)
 
 
+def require_workdir(spec: SandboxSpec) -> None:
+    """Raise InvalidConfig unless the working directory can be one."""
+    if not spec.workdir.startswith("/") or spec.workdir == "/":
+        raise InvalidConfig(f"sandbox.workdir must be an absolute directory, not {spec.workdir!r}")
+
+
 class Provider(Protocol):
     """Makes sandboxes of one kind."""
 
@@ -223,7 +230,7 @@ class Provider(Protocol):
     def info(self) -> ProviderInfo: ...
 
     async def check(self, spec: SandboxSpec) -> None:
-        """Raise InvalidConfig or Unsupported, with the remedy, when such a sandbox can never be made."""
+        """Raise InvalidConfig or Unsupported, with the remedy, if such a sandbox can never be made."""
         ...
 
     async def create(
@@ -233,11 +240,11 @@ class Provider(Protocol):
         ...
 
     async def adopt(self) -> list[tuple[Sandbox, Mapping[str, str]]]:
-        """Living sandboxes of an earlier gateway of the same state directory, with their labels."""
+        """Return the living sandboxes of an earlier gateway of the same state directory, with their labels."""
         ...
 
     async def reap(self, living: Collection[str]) -> int:
-        """Remove every remainder of this state directory's sandboxes but the ``living`` (ids); returns how many."""
+        """Remove what is left of this state directory's sandboxes but the ``living`` (ids); return how many."""
         ...
 
     async def remove_snapshot(self, name: str) -> None:
@@ -245,5 +252,5 @@ class Provider(Protocol):
         ...
 
     async def close(self) -> None:
-        """Let go of the engine (sandboxes are closed by their owner); idempotent."""
+        """Disconnect from the engine (sandboxes are closed by their owner); idempotent."""
         ...

@@ -14,11 +14,10 @@ import time
 from typing import Protocol, cast
 
 from runtimes.sandbox.docker.address import EngineAddress
-from runtimes.sandbox.docker.chunks import chunk_decoder
+from runtimes.sandbox.docker.chunks import STDOUT, chunk_decoder
 from runtimes.sandbox.runner import runner as wire
 from runtimes.sandbox.runner.protocol import lost
 
-_STDOUT = 1
 #: Bytes of an answer's head, and of what the runner complained of, that are kept.
 HEAD_MAX_BYTES, COMPLAINT_MAX_BYTES = 16 * 2**10, 2 * 2**10
 #: A frame that says nothing but that the gateway lives: standard input for a number that is never given.
@@ -158,7 +157,7 @@ class AttachStream(asyncio.Protocol):
         return rest
 
     def _take(self, stream: int, data: bytes) -> None:
-        if stream != _STDOUT:
+        if stream != STDOUT:
             self._complaint += data
             del self._complaint[:-COMPLAINT_MAX_BYTES]
         elif self._agreed.done():

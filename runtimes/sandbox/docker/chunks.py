@@ -1,4 +1,4 @@
-"""The multiplexed stream of an engine: output in chunks that name their stream (1 stdout, 2 stderr)."""
+"""The multiplexed stream of an engine: output in chunks that name their stream."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import struct
 
 from runtimes.sandbox.runner.runner import FrameDecoder
 
+STDOUT, STDERR = 1, 2
 #: Stream, three bytes of nothing, length.
 _HEADER = struct.Struct("!BxxxI")
 #: Bytes of one chunk above which it is no engine that speaks.

@@ -19,7 +19,7 @@ from manager.errors import CapacityExceeded, CodedError, InvalidConfig, InvalidI
 from runtimes.sandbox.cgroup import PERIOD_US, SHARES_ACTION, SHARES_BACKGROUND
 from runtimes.sandbox.docker.address import EngineAddress
 from runtimes.sandbox.docker.archive import ARCHIVE_SLACK_BYTES, pack_tree, packed_file, unpacked_file
-from runtimes.sandbox.docker.chunks import chunk_decoder
+from runtimes.sandbox.docker.chunks import STDERR, chunk_decoder
 from runtimes.sandbox.docker.client import AWAY, EngineConnection
 from runtimes.sandbox.docker.watchdog import EngineWatchdog
 
@@ -131,7 +131,7 @@ class DockerEngine:
         self._connection.close()
 
     async def call(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """``function`` in one of the engine's threads; what it raises is a TangramError."""
+        """``function`` in one of the engine's threads; what it raises is a CodedError."""
 
         def guarded() -> T:
             try:
@@ -348,10 +348,13 @@ class DockerEngine:
         cwd: str,
         env: Mapping[str, str],
         stdin: bytes,
-        output: Callable[[int, bytes], None],
+        output: Callable[[str, bytes], None],
         abandoned: Callable[[], bool],
     ) -> int | None:
-        """Run to the end, in a thread of the caller's; ``output`` gets (1 | 2, bytes). None when abandoned."""
+        """Run to the end in a thread of the caller's; return the exit code, None if abandoned.
+
+        ``output`` gets (``stdout`` | ``stderr``, bytes).
+        """
         made = self._api.exec_create(
             container, list(argv), stdin=bool(stdin), user=user, workdir=cwd or None, environment=dict(env)
         )["Id"]
@@ -369,7 +372,7 @@ class DockerEngine:
                     part.close()
 
     def _follow(
-        self, made: str, sock: Any, output: Callable[[int, bytes], None], abandoned: Callable[[], bool]
+        self, made: str, sock: Any, output: Callable[[str, bytes], None], abandoned: Callable[[], bool]
     ) -> int | None:
         """Read the multiplexed stream until it ends, or until the command has ended and said nothing more."""
         decoder = chunk_decoder()
@@ -383,7 +386,7 @@ class DockerEngine:
             if not data:
                 return int(self._api.exec_inspect(made)["ExitCode"] or 0)
             for (stream, _), chunk in decoder.feed(data):
-                output(stream, chunk)
+                output("stderr" if stream == STDERR else "stdout", chunk)
         return None
 
     async def put_file(self, container: str, directory: str, name: str, data: bytes, *, mode: int, uid: int) -> None:

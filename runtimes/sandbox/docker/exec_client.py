@@ -6,13 +6,15 @@ import asyncio
 import math
 import posixpath
 import secrets
+import threading
 import time
 from collections.abc import Mapping
 
 from manager.errors import CapacityExceeded, CodedError, InvalidInput, NotFound, Unsupported
 from manager.function import SandboxSpec
 from runtimes.sandbox.docker.engine import DockerEngine
-from runtimes.sandbox.runner.protocol import lost
+from runtimes.sandbox.runner.conversation import KeptOutput
+from runtimes.sandbox.runner.protocol import COMMAND_FORM, lost
 from runtimes.sandbox.sandbox import Command, CommandResult, FileStat, OnOutput, ResumableCommand, SandboxProcess
 
 COMPONENT = "sandbox.container"
@@ -23,7 +25,7 @@ for p in /proc/[0-9]*; do
 done; true
 """
 SWEEP_SCRIPT = "kill -9 -1"
-#: The markers of commands that run: what was brought in from outside has no parent here.
+#: Prints the markers of the commands that run: what came in from outside has no parent here.
 LEFT_SCRIPT = """
 for p in /proc/[0-9]*; do
   case $p in /proc/1|/proc/$$) continue;; esac
@@ -37,7 +39,6 @@ LIST_SCRIPT = """
 cd "$1" || exit 66
 for f in * .[!.]* ..?*; do [ -e "$f" ] || [ -L "$f" ] || continue; stat -c '%s %f %n' "$f"; done
 """
-POLL_S = 0.05
 SCRIPT_S = 10.0
 
 
@@ -49,12 +50,12 @@ class ExecClient:
         self._container = container
         self._spec = spec
         self.lost = asyncio.Event()
-        #: Nothing can be claimed: the output of a ``docker exec`` goes to whom it was started for, and to nobody else.
+        #: Nothing can be claimed: only whoever started a ``docker exec`` gets its output.
         self.resumable: Mapping[str, ResumableCommand] = {}
         self.started: frozenset[str] | None = None
 
     async def end_left(self) -> None:
-        """End the commands that an earlier gateway had running, which nobody hears any more."""
+        """End the commands of an earlier gateway, whose output nobody gets any more."""
         user = self._spec.user
         _, markers = await self._script(LEFT_SCRIPT, user=user)
         for marker in markers.decode("ascii", "replace").split():
@@ -67,7 +68,7 @@ class ExecClient:
 
     async def run(self, command: Command, on_output: OnOutput | None = None) -> CommandResult:
         if bool(command.argv) == bool(command.shell):
-            raise InvalidInput("give exactly one of argv and shell", component=COMPONENT)
+            raise InvalidInput(COMMAND_FORM, component=COMPONENT)
         if command.stdin and self._engine.address.tls is not None:
             # Its end cannot be told apart from the connection's: the command would wait for it until its timeout.
             raise InvalidInput(
@@ -77,7 +78,13 @@ class ExecClient:
             )
         marker = secrets.token_hex(8)
         user = command.user or self._spec.user
-        kept = _Kept(command, on_output, asyncio.get_running_loop())
+        loop, abandoned = asyncio.get_running_loop(), threading.Event()
+
+        def show(stream: str, data: bytes) -> None:
+            if on_output is not None and not loop.is_closed():
+                loop.call_soon_threadsafe(on_output, stream, data)
+
+        output = KeptOutput(command.output_limit_bytes, show)
         started_s = time.monotonic()
         work = asyncio.ensure_future(
             self._engine.call(
@@ -88,8 +95,8 @@ class ExecClient:
                 cwd=posixpath.join(self._spec.workdir, command.cwd),
                 env={"HOME": self._spec.workdir, **self._spec.env, **command.env, "TANGRAM_ACTION": marker},
                 stdin=command.stdin,
-                output=kept.take,
-                abandoned=lambda: kept.abandoned,
+                output=output.add,
+                abandoned=abandoned.is_set,
             )
         )
         try:
@@ -99,11 +106,21 @@ class ExecClient:
             code = await work
         except asyncio.CancelledError:
             await self._end(work, marker, user, 0.0)
-            kept.abandoned = True
+            abandoned.set()
             raise
         except CodedError as error:
             raise await self._explained(error) from None
-        return kept.result(code, time.monotonic() - started_s, timed_out=timed_out)
+        signal = code - 128 if code is not None and timed_out and code > 128 else None
+        return CommandResult(
+            exit_code=None if signal is not None else code,
+            signal=signal,
+            stdout=bytes(output.streams["stdout"]),
+            stderr=bytes(output.streams["stderr"]),
+            stdout_truncated=output.truncated["stdout"],
+            stderr_truncated=output.truncated["stderr"],
+            timed_out=timed_out,
+            duration_s=time.monotonic() - started_s,
+        )
 
     async def spawn(self, command: Command) -> SandboxProcess:
         raise Unsupported(
@@ -158,7 +175,7 @@ class ExecClient:
         return full
 
     async def _end(self, work: asyncio.Future[int | None], marker: str, user: str, grace_s: float) -> None:
-        """SIGTERM, the grace, SIGKILL until the command is gone."""
+        """Send SIGTERM, wait for the grace, and send SIGKILL until the command is gone."""
         if grace_s > 0:
             await self._script(SIGNAL_SCRIPT, marker, "TERM", user=user)
             await _within(work, grace_s)
@@ -188,47 +205,13 @@ class ExecClient:
         return code or 0, bytes(output)
 
     async def _explained(self, error: CodedError) -> CodedError:
-        """An engine that says that there is no such running container tells of a lost environment."""
+        """Return the failure as the action is told it: without a running container its environment is lost."""
         if isinstance(error, CapacityExceeded):
             return lost(error.message)
         if isinstance(error, NotFound) or "is not running" in error.message:
             self.lost.set()
             return lost("the container is gone")
         return error
-
-
-class _Kept:
-    """The output of one command, taken in a thread of the engine's."""
-
-    def __init__(self, command: Command, on_output: OnOutput | None, loop: asyncio.AbstractEventLoop) -> None:
-        self._command, self._on_output, self._loop = command, on_output, loop
-        self._streams: Mapping[int, bytearray] = {1: bytearray(), 2: bytearray()}
-        self._truncated = {1: False, 2: False}
-        self.abandoned = False
-
-    def take(self, stream: int, data: bytes) -> None:
-        kept = self._streams.get(stream)
-        if kept is None:
-            return
-        room = self._command.output_limit_bytes - len(kept)
-        self._truncated[stream] = self._truncated[stream] or len(data) > room
-        data = data[:room]
-        kept += data
-        if data and self._on_output is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._on_output, "stdout" if stream == 1 else "stderr", data)
-
-    def result(self, code: int | None, duration_s: float, *, timed_out: bool) -> CommandResult:
-        signal = code - 128 if code is not None and timed_out and code > 128 else None
-        return CommandResult(
-            exit_code=None if signal is not None else code,
-            signal=signal,
-            stdout=bytes(self._streams[1]),
-            stderr=bytes(self._streams[2]),
-            stdout_truncated=self._truncated[1],
-            stderr_truncated=self._truncated[2],
-            timed_out=timed_out,
-            duration_s=duration_s,
-        )
 
 
 async def _within(work: asyncio.Future[int | None], seconds: float) -> bool:

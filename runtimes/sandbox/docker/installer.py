@@ -18,12 +18,11 @@ from runtimes.sandbox.docker.engine import Blueprint, DockerEngine, Found
 from runtimes.sandbox.record import SandboxRecord
 from runtimes.sandbox.resident import RunnerClient
 from runtimes.sandbox.runner.byte_stream import SocketStream
+from runtimes.sandbox.runner.protocol import INSIDE, ISOLATED, RUNNER
 from runtimes.sandbox.runner.stream_client import StreamClient
 
 START_S = 30.0
-RUNNER = Path(__file__).parents[1] / "runner" / "runner.py"
-INSIDE = "/.tangram"
-PYTHON = ("python3", "-I", "-S")
+PYTHON = ("python3", *ISOLATED)
 #: Signs of life that a gateway gives in the time after which a runner takes it for gone.
 LIFE_SIGNS = 3
 #: Seconds that commands go on at least when no gateway is heard of: it may be the network that is silent.
@@ -72,7 +71,7 @@ class SharedDirectoryInstaller:
 
     async def connect(self, found: Found, record: SandboxRecord, directory: Path) -> StreamClient:
         stream = SocketStream(directory / "run", peer_pid=found.pid)
-        return await StreamClient.open(stream, greeting(record), within_s=START_S)
+        return await StreamClient.open(stream, record.greeting(own_cgroup=True), within_s=START_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +97,8 @@ class AttachInstaller:
         unattended_s = max(record.spec.unattended_s, UNSEEN_S)
         life_s = min(record.spec.idle_ttl_s, unattended_s) / LIFE_SIGNS
         stream = AttachByteStream(self.engine, found.id, token=record.token, life_s=life_s)
-        hello = {**greeting(record), "unattended_s": unattended_s, "sequence": 1 + secrets.randbits(31)}
+        sequence = 1 + secrets.randbits(31)
+        hello = record.greeting(own_cgroup=True, unattended_s=unattended_s, sequence=sequence)
 
         async def attach(first: int) -> StreamClient:
             return await StreamClient.open(stream, hello, within_s=START_S, first=first)
@@ -107,21 +107,6 @@ class AttachInstaller:
             return await self.engine.running(found.id)
 
         return await AttachClient.begin(attach, running, detachable=record.spec.unattended_s > 0)
-
-
-def greeting(record: SandboxRecord) -> dict[str, object]:
-    """What a runner is told first."""
-    spec = record.spec
-    return {
-        "token": record.token,
-        "user": spec.user,
-        "workdir": spec.workdir,
-        "base": "",
-        "own_cgroup": True,
-        "env": {},
-        "orphan_s": spec.idle_ttl_s,
-        "unattended_s": spec.unattended_s,
-    }
 
 
 @cache

@@ -71,7 +71,7 @@ class Egress:
         return made
 
     async def enforce(self, pid: int) -> None:
-        """Set the rules in the network namespace of a process; raises TangramError when one cannot be set."""
+        """Set the rules in the network namespace of a process; raises CodedError if one cannot be set."""
         for rule in self.rules():
             process = await asyncio.create_subprocess_exec(
                 "nsenter",

@@ -28,7 +28,7 @@ from runtimes.sandbox.docker.network import Egress
 from runtimes.sandbox.record import SandboxRecord, note_container, noted_container, read_records
 from runtimes.sandbox.resident import ResidentSandbox, RunnerClient
 from runtimes.sandbox.runner.protocol import lost
-from runtimes.sandbox.sandbox import ProviderInfo, Sandbox
+from runtimes.sandbox.sandbox import ProviderInfo, Sandbox, require_workdir
 
 logger = structlog.get_logger("sandbox.container")
 
@@ -103,8 +103,7 @@ class ContainerProvider:
         )
 
     async def check(self, spec: SandboxSpec) -> None:
-        if not spec.workdir.startswith("/") or spec.workdir == "/":
-            raise InvalidConfig(f"sandbox.workdir must be an absolute directory, not {spec.workdir!r}")
+        require_workdir(spec)
         if spec.allow and spec.network is not Network.EGRESS:
             raise InvalidConfig("sandbox.allow needs network: egress", component=COMPONENT)
         if spec.allow:

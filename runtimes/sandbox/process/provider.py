@@ -22,7 +22,7 @@ from pathlib import Path
 
 import structlog
 
-from manager.errors import ActionFailed, InvalidConfig, Unsupported
+from manager.errors import ActionFailed, Unsupported
 from manager.function import Isolation, Network, SandboxSpec
 from runtimes.sandbox.cgroup import Cgroup, Hierarchy
 from runtimes.sandbox.creation_gate import CreationGate
@@ -30,17 +30,15 @@ from runtimes.sandbox.disk import DiskWatch
 from runtimes.sandbox.record import SandboxRecord, read_records
 from runtimes.sandbox.resident import ResidentSandbox
 from runtimes.sandbox.runner.byte_stream import SocketStream
+from runtimes.sandbox.runner.protocol import INSIDE, ISOLATED, RUNNER
 from runtimes.sandbox.runner.stream_client import StreamClient
-from runtimes.sandbox.sandbox import ProviderInfo, Sandbox
+from runtimes.sandbox.sandbox import ProviderInfo, Sandbox, require_workdir
 
 logger = structlog.get_logger("sandbox.process")
 
 COMPONENT = "sandbox.process"
 START_S = 15.0
 FILES_MAX = 4096
-RUNNER = Path(__file__).parents[1] / "runner" / "runner.py"
-#: Where the runner and its socket lie inside.
-INSIDE = "/.tangram"
 #: Host files that programs need and that tell nothing.
 ETC = (
     "nsswitch.conf", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "localtime",
@@ -119,8 +117,7 @@ class ProcessProvider:
             )
         if spec.network is Network.EGRESS and self._means.bubblewrap is None:
             return
-        if not spec.workdir.startswith("/") or spec.workdir == "/":
-            raise InvalidConfig(f"sandbox.workdir must be an absolute directory, not {spec.workdir!r}")
+        require_workdir(spec)
 
     async def create(
         self, spec: SandboxSpec, *, name: str, labels: Mapping[str, str], mounts: Mapping[str, str]
@@ -214,21 +211,13 @@ class ProcessProvider:
         return Cgroup(own.version, {key: place / f"tangram-{name}" for key, place in own.places.items()})
 
     async def _connect(self, directory: Path, record: SandboxRecord, pid: int) -> StreamClient:
-        spec = record.spec
-        hello = {
-            "token": record.token,
-            "user": spec.user,
-            "workdir": spec.workdir,
-            "base": "" if self._means.bubblewrap is not None else str(directory / "work"),
-            "env": dict(spec.env),
-            "orphan_s": spec.idle_ttl_s,
-            "unattended_s": spec.unattended_s,
-        }
+        base = "" if self._means.bubblewrap is not None else str(directory / "work")
+        hello = record.greeting(base=base, env=dict(record.spec.env))
         return await StreamClient.open(SocketStream(directory / "run", peer_pid=pid), hello, within_s=START_S)
 
     def _start(self, directory: Path, spec: SandboxSpec, mounts: Mapping[str, str]) -> int:
         """The process that leads to the runner: bubblewrap, or the runner itself."""
-        python = [os.path.realpath(sys.executable), "-I", "-S"]
+        python = [os.path.realpath(sys.executable), *ISOLATED]
         environment = {"PATH": _search_path(), "LANG": "C.UTF-8"}
         if self._means.bubblewrap is None:
             argv = [*python, str(RUNNER), str(directory / "run"), "--shed"]

@@ -103,23 +103,42 @@ class RunnerAnswer(Exchange):
         self.chunks.append(data)
 
 
+class KeptOutput:
+    """What a command says, kept up to a bound and shown as it comes."""
+
+    def __init__(self, limit_bytes: int, on_output: OnOutput | None) -> None:
+        self._limit_bytes = limit_bytes
+        self._on_output = on_output
+        self.streams = {"stdout": bytearray(), "stderr": bytearray()}
+        self.truncated = {"stdout": False, "stderr": False}
+
+    def add(self, stream: str, data: bytes) -> None:
+        kept = self.streams[stream]
+        room = self._limit_bytes - len(kept)
+        if len(data) > room:
+            self.truncated[stream] = True
+            data = data[:room]
+        if data:
+            kept += data
+            if self._on_output is not None:
+                self._on_output(stream, data)
+
+    def text(self) -> dict[str, str]:
+        """Return its output so far."""
+        return {stream: kept.decode("utf-8", "replace") for stream, kept in self.streams.items()}
+
+
 class CommandExchange(Exchange):
     """A command under way whose output is kept, and shown as it comes."""
 
     def __init__(self, carrier: Carrier, command: Command, on_output: OnOutput | None) -> None:
         super().__init__()
         self.stdin = Stdin(carrier)
-        self._on_output = on_output
-        self._room = dict.fromkeys(STREAM_NAMES, command.output_limit_bytes)
-        self._kept: dict[int, list[bytes]] = {stream: [] for stream in STREAM_NAMES}
+        #: Bounded here too: the runner is not trusted to keep the bound.
+        self.output = KeptOutput(command.output_limit_bytes, on_output)
 
     def data(self, stream: int, data: bytes) -> None:
-        data = data[: self._room[stream]]  # the runner keeps the bound; it is not taken on trust
-        self._room[stream] -= len(data)
-        if data:
-            self._kept[stream].append(data)
-            if self._on_output is not None:
-                self._on_output(STREAM_NAMES[stream], data)
+        self.output.add(STREAM_NAMES[stream], data)
 
     def taken(self, count: int | None) -> None:
         self.stdin.taken(count)
@@ -127,16 +146,12 @@ class CommandExchange(Exchange):
     def ended(self, end: RunnerEnd | Exception) -> None:
         self.stdin.taken(None)
         if isinstance(end, ActionFailed):
-            end = lost(end.message, result=self.partial())
+            end = lost(end.message, result=self.output.text())
         super().ended(end)
 
     async def result(self) -> CommandResult:
         end = await asyncio.shield(self.end)
-        return end.result(b"".join(self._kept[wire.STDOUT]), b"".join(self._kept[wire.STDERR]))
-
-    def partial(self) -> dict[str, str]:
-        """Return its output so far."""
-        return {STREAM_NAMES[stream]: b"".join(kept).decode("utf-8", "replace") for stream, kept in self._kept.items()}
+        return end.result(**{stream: bytes(kept) for stream, kept in self.output.streams.items()})
 
 
 class RemoteProcess(Exchange):

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -20,10 +21,16 @@ from manager.errors import (
     TooLarge,
     Unsupported,
 )
+from runtimes.sandbox.runner import runner
 from runtimes.sandbox.runner.runner import ProtocolError, as_json, encode
 from runtimes.sandbox.sandbox import Command, CommandResult, FileStat, ResumableCommand
 
 COMPONENT = "sandbox"
+COMMAND_FORM = "give exactly one of argv and shell"
+#: The runner, and where it and its socket lie inside a sandbox.
+RUNNER = Path(runner.__file__)
+INSIDE = "/.tangram"
+ISOLATED = ("-I", "-S")
 T = TypeVar("T")
 
 
@@ -34,7 +41,7 @@ def encode_json(kind: int, number: int, value: Mapping[str, object]) -> bytes:
 def run_request(command: Command, *, marker: str, interactive: bool) -> dict[str, object]:
     """Return a command as the runner wants it; raises InvalidInput unless it has one of argv and shell."""
     if bool(command.argv) == bool(command.shell):
-        raise InvalidInput("give exactly one of argv and shell", component=COMPONENT)
+        raise InvalidInput(COMMAND_FORM, component=COMPONENT)
     return {
         "marker": marker,
         "argv": list(command.argv),

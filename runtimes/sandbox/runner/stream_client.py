@@ -102,7 +102,7 @@ class StreamClient(asyncio.BufferedProtocol):
                 return await exchange.result()
         except TimeoutError:
             self.close()
-            raise lost("the runner has fallen silent", result=exchange.partial()) from None
+            raise lost("the runner has fallen silent", result=exchange.output.text()) from None
         except asyncio.CancelledError:
             await self.kill(number, exchange.end)
             raise

@@ -21,8 +21,8 @@ from manager.errors import ActionFailed, Reason
 from runtimes.sandbox.docker.address import EngineAddress
 from runtimes.sandbox.docker.attach import SIGN_OF_LIFE, AttachByteStream
 from runtimes.sandbox.docker.attach_client import AttachClient
-from runtimes.sandbox.docker.installer import RUNNER
 from runtimes.sandbox.runner import runner as wire
+from runtimes.sandbox.runner.protocol import RUNNER
 from runtimes.sandbox.runner.runner import ANSWER_BYTES, MARK_BYTES, Attachment, Silence
 from runtimes.sandbox.runner.stream_client import StreamClient
 from runtimes.sandbox.sandbox import Command

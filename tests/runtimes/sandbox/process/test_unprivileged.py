@@ -25,7 +25,7 @@ AS_NOBODY = (
 LIFE = """
 import asyncio, json, os, sys
 from pathlib import Path
-from manager.errors import ActionFailed, TangramError
+from manager.errors import ActionFailed
 from manager.function import Background, SandboxSpec
 from runtimes.sandbox.provider import ProviderSettings, make_provider
 from runtimes.sandbox.sandbox import Command
