@@ -10,6 +10,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from manager.action import Action
 from manager.clock import Clock, MonotonicClock
@@ -22,7 +23,7 @@ from manager.core.views import (
     trajectories_view,
     trajectory_view,
 )
-from manager.errors import CapacityExceeded, CodedError, Conflict, Draining, Reason, Unsatisfiable
+from manager.errors import CodedError, Conflict, Draining, Reason
 from manager.events import (
     Abort,
     CancelRequested,
@@ -42,7 +43,6 @@ from manager.events import (
     Resumed,
     Settle,
     Submitted,
-    TrajectoryEnded,
     TrajectoryOpened,
     TrajectoryPlaced,
     WakeAt,
@@ -51,14 +51,14 @@ from manager.executor import Call, Executor
 from manager.function import FunctionSpec
 from manager.learning.history import History
 from manager.lease import Lease
-from manager.listener import Listener
 from manager.outcome import Outcome, Settlement, State
+from manager.trajectory_lifecycle import TrajectoryLifecycle
 
 logger = logging.getLogger("manager.engine")
 
 #: Seconds until a timer that rang too early is looked at again.
 EARLY_S = 0.001
-#: Waiting actions, and living trajectories, of one page where nothing else is asked for.
+#: Waiting actions, and living trajectories, of one page if nothing else is asked for.
 QUEUE_PAGE, TRAJECTORIES_PAGE = 100, 1000
 
 
@@ -76,6 +76,14 @@ class _Job:
 
     call: Call
     future: asyncio.Future[Settlement]
+
+
+class Listener(Protocol):
+    """Whoever wants to know what the engine does; called from the event loop, must not block and must not raise."""
+
+    def started(self, action: Action, lease: Lease, queue_s: float) -> None: ...
+
+    def settled(self, settlement: Settlement) -> None: ...
 
 
 class Engine:
@@ -107,10 +115,7 @@ class Engine:
         self._prefetches: dict[int, asyncio.Task[bool]] = {}
         #: The function that asked for each service last: how the service is brought in ahead of its use.
         self._functions: dict[str, FunctionSpec] = {}
-        self._placing: dict[str, asyncio.Future[None]] = {}
-        #: Removals of environments under way, and callers that wait for one to begin.
-        self._ending: dict[str, asyncio.Future[None]] = {}
-        self._leaving: dict[str, asyncio.Future[None]] = {}
+        self._lifecycle = TrajectoryLifecycle(core, executor, self._feed, self._chore)
         self._timer: asyncio.TimerHandle | None = None
         self._pass: asyncio.Handle | None = None
         self._idle = asyncio.Event()
@@ -124,7 +129,7 @@ class Engine:
         self._request_pass()
 
     async def drain(self, grace_s: float) -> int:
-        """Start nothing more (but what running actions invoke) and wait for what runs; how many still run."""
+        """Start nothing more (but what running actions invoke), wait for what runs, and return how many still run."""
         self._core.pause()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), grace_s)
@@ -147,7 +152,7 @@ class Engine:
     # -- actions
 
     def submit(self, submissions: Sequence[Submission]) -> list[asyncio.Future[Settlement]]:
-        """Queue actions; each future gives its settlement, or raises the TangramError with which it was refused.
+        """Queue actions; each future gives its settlement, or raises the CodedError with which it was refused.
 
         One that is refused is so before this returns; none has ended by then.
         """
@@ -159,9 +164,9 @@ class Engine:
             futures.append(future)
             action = submission.action
             if self._closed or self.fault is not None:
-                self._refuse(future, Draining(self.fault or "the gateway is closed", invocation_id=action.id))
+                _refuse(future, Draining(self.fault or "the gateway is closed", invocation_id=action.id))
             elif action.id in self._jobs:
-                self._refuse(future, Conflict(f"action {action.id} is queued or running", invocation_id=action.id))
+                _refuse(future, Conflict(f"action {action.id} is queued or running", invocation_id=action.id))
             else:
                 self._jobs[action.id] = _Job(submission.call, future)
                 if action.service is not None:
@@ -175,7 +180,7 @@ class Engine:
     ) -> asyncio.Future[Settlement] | None:
         """Take up an action that runs since ``started_s`` (on the engine's clock); its runtime joins it.
 
-        None where what it was granted, ``units`` by resource kind, cannot be had: then nothing has happened.
+        Return None if what it was granted, ``units`` by resource kind, cannot be had: then nothing has happened.
         """
         action, function = submission.action, submission.call.function
         future: asyncio.Future[Settlement] = asyncio.get_running_loop().create_future()
@@ -186,7 +191,7 @@ class Engine:
         return future if action.id in self._jobs else None
 
     def cancel(self, action_id: str, message: str = "") -> bool:
-        """Cancel a queued or running action; False where there is none. Its future gives the end."""
+        """Cancel a queued or running action, whose future gives the end; return False if there is none."""
         if action_id not in self._jobs:
             return False
         self._feed([CancelRequested(action_id=action_id, message=message)])
@@ -195,82 +200,54 @@ class Engine:
     # -- trajectories
 
     async def open_trajectory(self, trajectory: str, task: str, function: FunctionSpec) -> None:
-        """Hold memory on a node, then make the environment that the function describes; idempotent.
-
-        Raises Unsatisfiable where no node could ever hold it, CapacityExceeded where none could within the
-        function's ``queue_timeout`` or too many trajectories live, and what the executor raises.
-        """
-        self.check_trajectory(trajectory)
-        memory_bytes = 0 if function.sandbox is None else function.sandbox.memory_bytes
-        ttl_s = 1800.0 if function.sandbox is None else function.sandbox.idle_ttl_s
-        if not self._core.state.nodes.ever((), memory_bytes):
-            raise Unsatisfiable(
-                f"no node could ever hold {memory_bytes} bytes for trajectory {trajectory}", component="engine"
-            )
-        self.adopt_trajectory(trajectory, task, memory_bytes=memory_bytes, ttl_s=ttl_s)
-        await self._placed(trajectory, function.queue_timeout_s)
-        try:
-            await self._ended(trajectory)
-            await self._executor.open_trajectory(trajectory, task, function)
-        except (CodedError, asyncio.CancelledError):
-            self._feed([TrajectoryEnded(trajectory=trajectory)])
-            raise
+        """Make the environment that the function describes, as `TrajectoryLifecycle.open` says."""
+        await self._lifecycle.open(trajectory, task, function)
 
     def check_trajectory(self, trajectory: str) -> None:
-        """Raise CapacityExceeded where this one may not begin now."""
-        crowded = self._core.crowded(trajectory)
-        if crowded is not None:
-            raise crowded
+        """Raise CapacityExceeded if this one may not begin now."""
+        self._lifecycle.check(trajectory)
 
     def adopt_trajectory(self, trajectory: str, task: str, *, memory_bytes: int, ttl_s: float) -> None:
         """Know of a trajectory whose environment lives already, for example after a restart."""
-        opened = TrajectoryOpened(trajectory=trajectory, task=task, memory_bytes=memory_bytes, ttl_s=ttl_s)
-        self._feed([opened])
+        self._feed([TrajectoryOpened(trajectory=trajectory, task=task, memory_bytes=memory_bytes, ttl_s=ttl_s)])
 
     async def end_trajectory(self, trajectory: str) -> bool:
-        """Cancel its actions, remove its environment, give its memory back; False where there is none."""
-        if self._core.trajectories.get(trajectory) is None:
-            return False
-        self._feed([TrajectoryEnded(trajectory=trajectory)])
-        if self._core.trajectories.get(trajectory) is not None:  # something of it is being killed
-            leaving = self._leaving.setdefault(trajectory, asyncio.get_running_loop().create_future())
-            await asyncio.shield(leaving)
-        await self._ended(trajectory)
-        return True
+        """Cancel its actions, remove its environment, give its memory back; return False if there is none."""
+        return await self._lifecycle.end(trajectory)
 
     # -- the world
 
     def report_residency(self, node: str, copies: Sequence[tuple[str, int, int]]) -> None:
-        """What a node's devices really hold, as (service, start, size)."""
+        """Take in what a node's devices really hold, as (service, start, size)."""
         self._feed([ResidencyReported(node=node, copies=tuple(copies))])
 
     def tell(self, event: NodeLost | NodeJoined | Reconfigured) -> None:
-        """A node has come or gone, or there are new bounds and model services; nothing in flight is dropped."""
+        """Take in that a node has come or gone, or new bounds and model services; nothing in flight is dropped."""
         self._feed([event])
 
     def resources(self) -> dict[str, object]:
-        """Pools and nodes, JSON-able."""
+        """Return the pools and nodes, JSON-able."""
         return resources_view(self._core)
 
     def prefetches(self) -> dict[str, int]:
-        """How services that were brought in ahead of their use have fared, by outcome."""
+        """Return how services that were brought in ahead of their use have fared, by outcome."""
         return prefetches_view(self._core)
 
     def queue(self, limit: int = QUEUE_PAGE, cursor: str | None = None) -> dict[str, object]:
-        """How many wait, and a page of them in order of service with what for; raises InvalidInput for a bad cursor."""
+        """Return how many wait, and a page of them in order of service; raise InvalidInput for a bad cursor."""
         return queue_view(self._core, limit, cursor)
 
     def trajectories(self, limit: int = TRAJECTORIES_PAGE, cursor: str | None = None) -> dict[str, object]:
-        """A page of the living trajectories, by name."""
+        """Return a page of the living trajectories, by name."""
         return trajectories_view(self._core, limit, cursor)
 
     def trajectory(self, name: str) -> dict[str, object] | None:
-        """One living trajectory; None where there is none of that name."""
+        """Return one living trajectory; None if there is none of that name."""
         found = self._core.trajectories.get(name)
         return None if found is None else trajectory_view(self._core, found)
 
     def tasks(self) -> list[dict[str, object]]:
-        """What each task waits for, was given and how it fared."""
+        """Return what each task waits for, was given and how it fared."""
         return tasks_view(self._core)
 
     def check(self) -> None:
@@ -279,7 +256,7 @@ class Engine:
 
     # -- events in
 
-    def _feed(self, events: list[Event]) -> None:
+    def _feed(self, events: Sequence[Event]) -> None:
         if self.fault is not None:
             return
         try:
@@ -303,7 +280,7 @@ class Engine:
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        """A bug of ours: the core stands between two states, and what it says next may not be believed.
+        """Stop asking the core after a bug: it stands between two states, and what it says next may not be believed.
 
         Whoever waits is told; what runs goes on until `close`, for the next engine may take it over.
         """
@@ -315,9 +292,9 @@ class Engine:
         told = CodedError(self.fault, component="engine")
         jobs, self._jobs = self._jobs, {}
         for job in jobs.values():
-            self._refuse(job.future, told)
-        for waiting in (*self._placing.values(), *self._leaving.values()):
-            _tell(waiting, told)
+            _refuse(job.future, told)
+        for waiting in self._lifecycle.waiting:
+            _refuse(waiting, told)
         if self._on_fault is not None:
             self._on_fault()
 
@@ -337,13 +314,11 @@ class Engine:
                 case Settle():
                     self._settle(command.settlement)
                 case Refuse():
-                    self._refuse(self._jobs.pop(command.action_id).future, command.error)
+                    _refuse(self._jobs.pop(command.action_id).future, command.error)
                 case TrajectoryPlaced():
-                    placed = self._placing.pop(command.trajectory, None)
-                    if placed is not None and not placed.done():
-                        placed.set_result(None)
+                    self._lifecycle.placed(command.trajectory)
                 case EndTrajectory():
-                    self._end_trajectory(command.trajectory)
+                    self._lifecycle.remove(command.trajectory)
                 case WakeAt():
                     self._wake_at(command.instant_s)
 
@@ -360,11 +335,11 @@ class Engine:
 
     async def _run(self, action: Action, lease: Lease, call: Call) -> Outcome:
         if action.trajectory is not None:
-            await self._ended(action.trajectory)
+            await self._lifecycle.until_removed(action.trajectory)
         return await self._executor.execute(action, lease, call)
 
     def _done(self, key: tuple[str, int], task: asyncio.Task[Outcome]) -> None:
-        """Whatever happened to the task, its action has an end."""
+        """Tell the core how an action has ended, whatever happened to its task."""
         del self._tasks[key]
         message = self._abort_messages.pop(key, "cancelled")
         if task.cancelled():
@@ -414,53 +389,6 @@ class Engine:
         if not job.future.done():
             job.future.set_result(settlement)
 
-    def _refuse(self, future: asyncio.Future[Settlement], error: CodedError) -> None:
-        _tell(future, error)
-
-    def _end_trajectory(self, trajectory: str) -> None:
-        placing = self._placing.pop(trajectory, None)
-        if placing is not None and not placing.done():
-            placing.set_exception(Conflict(f"trajectory {trajectory} ended while it waited", component="engine"))
-        leaving = self._leaving.pop(trajectory, None)
-        if leaving is not None and not leaving.done():
-            leaving.set_result(None)
-        earlier = self._ending.get(trajectory)
-        task = self._chore(self._remove(trajectory, earlier))
-        self._ending[trajectory] = task
-        task.add_done_callback(lambda done: self._ended_now(trajectory, done))
-
-    async def _remove(self, trajectory: str, earlier: asyncio.Future[None] | None) -> None:
-        if earlier is not None:
-            await asyncio.wait([earlier])
-        await self._executor.end_trajectory(trajectory)
-
-    def _ended_now(self, trajectory: str, done: asyncio.Future[None]) -> None:
-        if self._ending.get(trajectory) is done:
-            del self._ending[trajectory]
-
-    async def _ended(self, trajectory: str) -> None:
-        """Wait until an earlier environment of this name is gone."""
-        ending = self._ending.get(trajectory)
-        if ending is not None:
-            await asyncio.wait([ending])
-
-    async def _placed(self, trajectory: str, timeout_s: float) -> None:
-        found = self._core.trajectories.get(trajectory)
-        if found is None or not found.waiting:
-            return
-        placed = self._placing.get(trajectory)
-        if placed is None:
-            placed = self._placing[trajectory] = asyncio.get_running_loop().create_future()
-        try:
-            await asyncio.wait_for(asyncio.shield(placed), timeout_s)
-        except TimeoutError:
-            self._feed([TrajectoryEnded(trajectory=trajectory)])
-            raise CapacityExceeded(
-                f"no node had the memory for trajectory {trajectory} within {timeout_s:g} s",
-                component="engine",
-                retry_after_s=self._core.retry_after_s(),
-            ) from None
-
     def _chore(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._chores.add(task)
@@ -481,7 +409,7 @@ class Engine:
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._woken, instant_s)
 
     def _woken(self, instant_s: float) -> None:
-        """The instant has come; a loop's timer may be a little early, and the core does not ask for the same twice."""
+        """Run a pass at its instant; a loop's timer may be a little early, and the core asks for each instant once."""
         self._timer = None
         if self._clock.now() < instant_s:
             self._timer = asyncio.get_running_loop().call_later(EARLY_S, self._woken, instant_s)
@@ -489,7 +417,7 @@ class Engine:
             self._schedule()
 
 
-def _tell(future: asyncio.Future[Settlement] | asyncio.Future[None], error: CodedError) -> None:
+def _refuse(future: asyncio.Future[Settlement] | asyncio.Future[None], error: CodedError) -> None:
     if not future.done():
         future.set_exception(error)
         future.exception()  # seen: a caller that went away must not make the loop complain

@@ -1,4 +1,4 @@
-"""The executor: what the engine asks of the hands. One implementation is ``runtimes.local.LocalExecutor``."""
+"""The executor: what the engine asks of the runtimes. One implementation is ``runtimes.local.LocalExecutor``."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Executor(Protocol):
         ...
 
     async def open_trajectory(self, trajectory: str, task: str, function: FunctionSpec) -> None:
-        """Make the environment of a trajectory of ``task`` before its first action; raises TangramError."""
+        """Make the environment of a trajectory of ``task`` before its first action; raises CodedError."""
         ...
 
     async def end_trajectory(self, trajectory: str) -> None:

@@ -10,6 +10,8 @@ hold that for ever, the child ends with queue_timeout and says what it waited fo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from manager.action import Action
 from manager.core.membership import Membership
 from manager.core.prefetching import Prefetching
@@ -67,7 +69,7 @@ class Core:
         """Take in what happened and decide what to do, in one scheduling pass."""
         return [*self.apply(events, now_s), *self.schedule(now_s)]
 
-    def apply(self, events: list[Event], now_s: float) -> list[Command]:
+    def apply(self, events: Sequence[Event], now_s: float) -> list[Command]:
         """Take in what happened; nothing is started. An instant before the last one counts as the last one."""
         self._advance(now_s)
         for event in events:

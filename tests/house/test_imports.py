@@ -33,7 +33,7 @@ NOUNS = tuple(
     for noun in ("errors", "clock", "action", "lease", "outcome", "function", "executor", "config", "scheduler.policy")
 )
 #: Shells of the manager that wait: they alone may import asyncio.
-ASYNC_SHELLS = ("manager/engine",)
+ASYNC_SHELLS = ("manager/engine.py", "manager/trajectory_lifecycle.py")
 
 
 def test_the_manager_imports_the_standard_library_and_numpy_only() -> None:
