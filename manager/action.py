@@ -59,7 +59,7 @@ class UnitSet:
         return len(self.choices) if self.choices is not None else self.maximum - self.minimum + 1
 
     def at_most(self, units: int) -> int | None:
-        """The largest admissible count not above ``units``; None where even the minimum is too much."""
+        """Return the largest admissible count not above ``units``; None if even the minimum is too much."""
         if units < self.minimum:
             return None
         if self.choices is None:
@@ -67,7 +67,7 @@ class UnitSet:
         return self.choices[bisect_right(self.choices, units) - 1]
 
     def smallest(self, d: int) -> int:
-        """The d-th smallest admissible count, d from 1, the largest where there are fewer (docs/SCHEDULING.md R5)."""
+        """Return the d-th smallest admissible count, d from 1, or else the largest (docs/SCHEDULING.md R5)."""
         if self.choices is None:
             return min(self.minimum + d - 1, self.maximum)
         return self.choices[min(d, len(self.choices)) - 1]
@@ -77,11 +77,11 @@ class Elasticity(Protocol):
     """E(m) in (0, 1]: duration(m) = T_ori / (E(m) * m) (paper, equation 1)."""
 
     def efficiency(self, units: int) -> float:
-        """E at ``units`` of the key elasticity resource."""
+        """Return E at ``units`` of the key elasticity resource."""
         ...
 
     def __hash__(self) -> int:
-        """Elasticities are values: equal ones share their tables of durations."""
+        """Return the hash of a value: equal elasticities share their tables of durations."""
         ...
 
 
@@ -120,7 +120,7 @@ Demand = tuple[tuple[str, int], ...]
 
 
 def demand_of(cost: Mapping[str, UnitSet]) -> Demand:
-    """The minimum of each kind of a cost."""
+    """Return the minimum of each kind of a cost."""
     return tuple([(kind, units.minimum) for kind, units in cost.items()])
 
 
@@ -139,7 +139,7 @@ class Action:
     trajectory: str | None = None
     #: C_i: for each resource kind the admissible unit counts.
     cost: Mapping[str, UnitSet] = field(default_factory=dict)
-    #: Bytes held on the node for the trajectory's life (or the action's, where it has no trajectory).
+    #: Bytes held on the node for the trajectory's life (or the action's, if it has no trajectory).
     memory_bytes: int = 0
     #: Seconds without an action after which its trajectory ends.
     trajectory_ttl_s: float = 1800.0
@@ -156,7 +156,7 @@ class Action:
     batch_tokens: int = 0
     #: What it adds to a batch as a further member, as a fraction of what it takes alone (learned).
     batch_marginal: float = PRIOR_BATCH_MARGINAL
-    #: The caller's key for learning (for example the suite); empty where there is none.
+    #: The caller's key for learning (for example the suite); empty if there is none.
     profile_key: str = ""
     #: Seconds on the engine's clock at which it was submitted.
     submitted_s: float = 0.0
@@ -175,12 +175,12 @@ class Action:
 
     @property
     def units(self) -> UnitSet | None:
-        """The unit set of the key resource, or of the first resource of a rigid action (docs/SCHEDULING.md R2)."""
+        """Return the unit set of the key resource, or of a rigid action's first resource (docs/SCHEDULING.md R2)."""
         return self.cost.get(self.chooser)
 
     @property
     def chooser(self) -> str:
-        """The kind whose policy chooses its units: the key, else the first of the cost; empty where it has none."""
+        """Return the kind whose policy chooses its units: the key, else the first of the cost; empty if it has none."""
         return self.key if self.key is not None else next(iter(self.cost), "")
 
     def malleable_in(self, kind: str) -> bool:
@@ -188,7 +188,7 @@ class Action:
         return self.malleable and self.key == kind
 
     def duration_s(self, units: int) -> float | None:
-        """Expected execution seconds with ``units`` of the key resource; None when nothing is known."""
+        """Return the expected execution seconds with ``units`` of the key resource; None if nothing is known."""
         if self.t_ori_s is None:
             return None
         if self.elasticity is None:

@@ -24,9 +24,9 @@ def build_core(
     policies: Mapping[str, Policy] | None = None,
     function_bounds: Mapping[str, int] | None = None,
 ) -> Core:
-    """The core that ``spec`` describes; ``policies`` by resource kind replace those that it names.
+    """Build the core that ``spec`` describes; ``policies`` by resource kind replace those that it names.
 
-    Raises InvalidConfig where a policy is unknown.
+    Raises InvalidConfig if a policy is unknown.
     """
     factory = PoolFactory()
     resources = Resources(pool for node in spec.nodes for pool in factory.of_node(node))

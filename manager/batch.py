@@ -25,11 +25,11 @@ class Work:
 
     @property
     def size(self) -> float:
-        """How many members as long as the longest it amounts to."""
+        """Return how many members as long as the longest it amounts to."""
         return 1.0 + self.others_s / self.longest_s
 
     def seconds(self, marginal: float) -> float:
-        """What the batch takes, where a further member adds ``marginal`` of what it would take alone."""
+        """Return what the batch takes if a further member adds ``marginal`` of what it would take alone."""
         return self.longest_s + marginal * self.others_s
 
 
@@ -39,12 +39,12 @@ class Batch:
 
     #: Members by function and caller's key.
     members: Mapping[Kin, int] = field(default_factory=dict)
-    #: None where nothing is known of any member.
+    #: None if nothing is known of any member.
     expected_s: float | None = None
 
 
 def expected_s(alone_s: Sequence[float | None], marginal: float) -> float | None:
-    """Expected seconds of a batch by those of its members alone; one of unknown duration counts as their mean."""
+    """Return the expected seconds of a batch by those of its members alone; an unknown one counts as their mean."""
     known = [one for one in alone_s if one is not None]
     if not known:
         return None

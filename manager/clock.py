@@ -11,7 +11,7 @@ class Clock(Protocol):
     """Seconds that never go back."""
 
     def now(self) -> float:
-        """Seconds since an arbitrary origin, monotonic."""
+        """Return the seconds since an arbitrary origin, monotonic."""
         ...
 
 

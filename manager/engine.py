@@ -125,7 +125,7 @@ class Engine:
     # -- life
 
     async def start(self) -> None:
-        """Begin; nothing runs before the first submission."""
+        """Start passes; nothing runs before the first submission."""
         self._request_pass()
 
     async def drain(self, grace_s: float) -> int:
@@ -208,7 +208,7 @@ class Engine:
         self._lifecycle.check(trajectory)
 
     def adopt_trajectory(self, trajectory: str, task: str, *, memory_bytes: int, ttl_s: float) -> None:
-        """Know of a trajectory whose environment lives already, for example after a restart."""
+        """Take in a trajectory whose environment lives already, for example after a restart."""
         self._feed([TrajectoryOpened(trajectory=trajectory, task=task, memory_bytes=memory_bytes, ttl_s=ttl_s)])
 
     async def end_trajectory(self, trajectory: str) -> bool:

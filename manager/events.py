@@ -29,7 +29,7 @@ class Resumed:
     idempotent: bool = False
     #: What it was granted; it gets as many units, of its own again.
     units: Mapping[str, int]
-    #: Where it runs; empty where it holds nothing of a node.
+    #: Where it runs; empty if it holds nothing of a node.
     node: str
     #: The instant at which it was started.
     started_s: float
@@ -156,7 +156,7 @@ class Resize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abort:
-    """Kill a running action. Where its node lives the core waits for `Finished`; else it has settled already."""
+    """Kill a running action. While its node lives the core waits for `Finished`; else it has settled already."""
 
     action_id: str
     attempt: int

@@ -31,7 +31,7 @@ class Call:
     traceparent: str | None = None
     context: Mapping[str, str] = field(default_factory=dict)
     #: Awaited just before the caller's own work begins, by runtimes that take their time to get ready for it: whether
-    #: it goes on when this process is gone, for the next one to take over. Raises ActionFailed where it must not begin.
+    #: it goes on when this process is gone, for the next one to take over. Raises ActionFailed if it must not begin.
     announce: Callable[[], Awaitable[bool]] | None = None
 
 

@@ -27,9 +27,9 @@ def formulate(
     parent: str | None = None,
     attempt: int = 1,
 ) -> Action:
-    """The action of one call, with what is known of its duration and elasticity.
+    """Make the action of one call, with what is known of its duration and elasticity.
 
-    ``timeout_s`` may shorten the function's, not lengthen it. Raises InvalidInput where the timeout is not positive
+    ``timeout_s`` may shorten the function's, not lengthen it. Raises InvalidInput if the timeout is not positive
     or the learning key is no plain value.
     """
     if timeout_s is not None and not timeout_s > 0:
@@ -63,7 +63,7 @@ def formulate(
 
 
 def check_satisfiable(function: FunctionSpec, spec: ManagerSpec) -> None:
-    """Raise Unsatisfiable where no node, quota or limit could ever serve the function's minimum."""
+    """Raise Unsatisfiable if no node, quota or limit could ever serve the function's minimum."""
     memory_bytes = 0 if function.sandbox is None else function.sandbox.memory_bytes
     on_node = {kind: units for kind, units in function.cost.items() if kind in ("cpu", "gpu")}
     for kind, units in function.cost.items():
@@ -78,7 +78,7 @@ def check_satisfiable(function: FunctionSpec, spec: ManagerSpec) -> None:
 
 
 def _expectation(function: FunctionSpec, learned: Learned) -> tuple[float | None, Elasticity | None]:
-    """(T_ori, elasticity): as declared, else as learned."""
+    """Return (T_ori, elasticity): as declared, else as learned."""
     declared = function.duration.profile == "declared" and function.duration.initial_s is not None
     t_ori_s = function.duration.initial_s if declared else learned.t_ori_s
     if function.key is None:
@@ -87,7 +87,7 @@ def _expectation(function: FunctionSpec, learned: Learned) -> tuple[float | None
 
 
 def _profile_key(function: FunctionSpec, input: Mapping[str, object]) -> str:
-    """The value of the input field that keys the learning; empty where there is none."""
+    """Return the value of the input field that keys the learning; empty if there is none."""
     name = function.duration.key
     value = input.get(name, "") if name else ""
     if not isinstance(value, str | int | float | bool):
@@ -97,7 +97,7 @@ def _profile_key(function: FunctionSpec, input: Mapping[str, object]) -> str:
 
 
 def _batch_tokens(function: FunctionSpec, input: Mapping[str, object]) -> int:
-    """What the call adds to a batch: its token ids, or about one token for four characters of its texts."""
+    """Return what the call adds to a batch: its token ids, or about one token for four characters of its texts."""
     if function.model is None:
         return 0
     ids, texts = input.get("token_ids"), input.get("texts")
@@ -109,7 +109,7 @@ def _batch_tokens(function: FunctionSpec, input: Mapping[str, object]) -> int:
 
 
 def _check_named(function: FunctionSpec, kind: str, units: UnitSet, spec: ManagerSpec) -> None:
-    """A resource without a place: a quota or a concurrency limit."""
+    """Check a resource without a place: a quota or a concurrency limit."""
     if kind in spec.quotas:
         quota = spec.quotas[kind]
         most = quota.limit if quota.burst is None else min(quota.limit, quota.burst)
@@ -131,7 +131,7 @@ def _serves(node: NodeSpec, cost: Mapping[str, UnitSet], memory_bytes: int) -> b
 
 
 def _chunk_max(devices: int) -> int:
-    """The largest power of two not above the number of devices."""
+    """Return the largest power of two not above the number of devices."""
     return 1 << (devices.bit_length() - 1) if devices else 0
 
 

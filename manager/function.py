@@ -133,7 +133,7 @@ class ModelSpec:
 
     @property
     def service(self) -> str:
-        """The name under which the model is resident: functions that share a checkpoint and its head share it."""
+        """Return the name under which the model is resident: functions of one checkpoint and head share it."""
         head = "lm" if self.action in (ModelAction.LOGPROBS, ModelAction.GENERATE) else self.action.value
         return ":".join(filter(None, (self.engine_url or str(self.path), head, self.dtype)))
 
@@ -191,7 +191,7 @@ class FunctionSpec:
     cost: Mapping[str, UnitSet] = field(default_factory=dict)
     #: The key elasticity resource; None for a rigid function.
     key: str | None = None
-    #: Declared elasticity; None means learned (where there is a key).
+    #: Declared elasticity; None means learned (if there is a key).
     elasticity: Elasticity | None = None
     duration: DurationSpec = DurationSpec()
     #: JSON Schema of the input; None takes what the runtime takes.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grant:
-    """An amount of one resource kind, with its place where it has one."""
+    """An amount of one resource kind, with its place if it has one."""
 
     #: The pool it was taken from, for example ``cpu:local``, ``gpu:local`` or ``google_search``.
     pool: str
@@ -38,7 +38,7 @@ class Lease:
     batch: tuple[str, ...] = ()
 
     def units(self, kind: str) -> int:
-        """Units granted of ``kind``, 0 where none."""
+        """Return the units granted of ``kind``; 0 if none."""
         grant = self.grants.get(kind)
         return 0 if grant is None else grant.units
 

@@ -76,7 +76,7 @@ class TrajectoryLifecycle:
 
     @property
     def waiting(self) -> Iterable[asyncio.Future[None]]:
-        """Callers that wait for something that the core will say."""
+        """Return what callers wait on until the core says it."""
         return (*self._placing.values(), *self._leaving.values())
 
     def placed(self, trajectory: str) -> None:

@@ -44,7 +44,7 @@ class FairShare:
         self._instantaneous = instantaneous
 
     def stamp(self, action: Action, weight: float) -> float:
-        """The virtual start time of a new action, and the charge of its task for it."""
+        """Return the virtual start time of a new action, and charge its task for it."""
         stamp = 0.0
         flows = []
         for kind, _ in action.demand:
@@ -57,7 +57,7 @@ class FairShare:
         return stamp
 
     def started(self, action: Action, stamp: float) -> None:
-        """Virtual time follows what is served."""
+        """Move virtual time on to what is served."""
         for kind, _ in action.demand:
             if stamp > self._virtual.get(kind, 0.0):
                 self._virtual[kind] = stamp
@@ -70,7 +70,7 @@ class FairShare:
                 flow.finish += (amount - self.charge(action, kind)) / weight
 
     def charge(self, action: Action, kind: str) -> float:
-        """Expected unit-seconds of ``kind``."""
+        """Return the expected unit-seconds of ``kind``."""
         units = action.cost[kind].minimum
         if kind in self._instantaneous:
             return float(units)

@@ -76,7 +76,7 @@ class PoolDispatch:
         self._missed: list[Candidate] = []
 
     def take(self) -> None:
-        """Ask the policy, where there is anything to decide."""
+        """Ask the policy, if there is anything to decide, and do what it wants."""
         executing, name = self._state.executing, self._pool.name
         if not self._candidates and not executing.malleable(name) and not (self._groups and self._pool.free):
             return
@@ -120,7 +120,7 @@ class PoolDispatch:
         ]
 
     def _limit(self, candidate: Candidate) -> int:
-        """Units it may take now: what is free for the candidates, which the policy may leave waiting behind it."""
+        """Return the units it may take now: what is free for the candidates, which may wait behind it."""
         units = candidate.choice
         room = self._free if candidate.cap is None else min(self._free, units.minimum + candidate.cap.free)
         limit = units.at_most(room)
@@ -128,11 +128,11 @@ class PoolDispatch:
         return limit
 
     def _share(self, group: QueueGroup) -> int:
-        """How many of a group's actions wait for this pool, where several nodes could serve them."""
+        """Return how many of a group's actions wait for this pool, if several nodes could serve them."""
         return -(-group.live // max(1, len(self._selection.options[group]))) if self._pool.node else group.live
 
     def _queued(self, groups: Iterable[QueueGroup]) -> list[Waiting]:
-        """Waiting actions in order of service, candidates first, bounded by the window."""
+        """Return waiting actions in order of service, candidates first, bounded by the window."""
         window = self._state.spec.queue_window
         first = [candidate.waiting for candidate in self._candidates.values()]
         items = [item for group in groups for item in group.first(window)]
@@ -151,7 +151,7 @@ class PoolDispatch:
         return [waiting.action for waiting in entries]
 
     def _place(self, group: QueueGroup) -> StartOption | None:
-        """Where a group's actions could start, were this pool's units free; None where something else is missing."""
+        """Return where a group's actions could start, were this pool free; None if something else is missing."""
         if group in self._selection.capped:
             return None
         for option in self._selection.options[group]:
@@ -160,7 +160,7 @@ class PoolDispatch:
         return None
 
     def _carry_out(self, decision: Decision) -> bool:
-        """Shrink, start, grow, in this order; whether anything was started."""
+        """Shrink, start, grow, in this order; return whether anything was started."""
         pool, kind, grows = self._pool, self._pool.kind, []
         holders = self._state.executing.holders(pool.name)
         balance = self._free
@@ -188,9 +188,9 @@ class PoolDispatch:
         return started
 
     def _carry_out_starts(self, starts: Sequence[Start], balance: int) -> tuple[bool, int]:
-        """Candidates first, for which the policy must keep its sums; then whatever else it chose and still fits.
+        """Start candidates, for which the policy must keep its sums, then whatever else it chose and still fits.
 
-        Whether anything was started, and what is left of the units that the policy was shown.
+        Return whether anything was started, and what is left of the units that the policy was shown.
         """
         started = False
         others = []
@@ -221,8 +221,8 @@ class PoolDispatch:
         """Ask for another round for candidates whose promise was given to an earlier one that started wider.
 
         Such a candidate may have been promised other resources, which would idle; may start elsewhere; or may still
-        fit here, where the policy was shown less than there is (a reservation of somebody behind, a narrower start).
-        Where the pool has places, an action that needs one on a certain node may find that it was spared.
+        fit here, if the policy was shown less than there is (a reservation of somebody behind, a narrower start).
+        If the pool has places, an action that needs one on a certain node may find that it was left free.
         """
         if self._pool.has_places:
             bound = [group for group in self._groups if group.signature.node or len(group.demand) > 1]
@@ -238,7 +238,7 @@ class PoolDispatch:
             self._release_cap(group.signature.task)
 
     def _release_cap(self, task: str) -> None:
-        """What an action was promised of its task's caps may serve others of the task, wherever they wait."""
+        """Offer what an action was promised of its task's caps to others of the task, wherever they wait."""
         spec = self._state.tasks.get(task)
         if spec is not None and spec.caps:
             self._look_again(group for group in self._state.queue.groups() if group.signature.task == task)
@@ -267,7 +267,7 @@ class PoolDispatch:
         return True
 
     def _shaped(self, waiting: Waiting, option: StartOption, units: int, start: Start) -> int:
-        """Where the pool has places and the policy named none: the widest count not above ``units`` with a place."""
+        """Return the widest count up to ``units`` that has a place, if the pool has places and none was named."""
         if not self._pool.has_places or start.chunk is not None:
             return units
         counts = [count for count in _unit_set(waiting.action) if count <= units]
@@ -277,7 +277,7 @@ class PoolDispatch:
         return counts[0]
 
     def _story(self, wish: object, broken: str) -> str:
-        """Which promise the policy broke, and how."""
+        """Say which promise the policy broke, and how."""
         policy = self._state.policy(self._pool.kind).name
         return f"policy {policy} on {self._pool.name} at {self._state.now_s:.6f}: {wish} {broken}"
 

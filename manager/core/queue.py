@@ -37,7 +37,7 @@ class Waiting:
 
     @property
     def order(self) -> tuple[Key, int]:
-        """The place in the order of service."""
+        """Return the place in the order of service."""
         return self.key, self.seq
 
 
@@ -48,9 +48,9 @@ class Signature(NamedTuple):
     demand: Demand
     #: Bytes newly held by the action itself.
     memory_bytes: int
-    #: The node it is pinned to; empty where any will do.
+    #: The node it is pinned to; empty if any will do.
     node: str
-    #: The service whose batch it may join; empty where it joins none.
+    #: The service whose batch it may join; empty if it joins none.
     batch_service: str
     child: bool
 
@@ -94,7 +94,7 @@ class QueueGroup:
             self._first = 0
 
     def first(self, count: int) -> list[tuple[Key, int, Waiting]]:
-        """Up to ``count`` waiting actions in order, each with what sorts it among those of other groups."""
+        """Return up to ``count`` waiting actions in order, each with what sorts it among those of other groups."""
         items = self._items
         found = [item for item in items[self._first : self._first + count] if item[2].group is self]
         index = self._first + count
@@ -105,7 +105,7 @@ class QueueGroup:
         return found[:count]
 
     def __iter__(self) -> Iterator[Waiting]:
-        """Waiting actions in order; the group must not change meanwhile."""
+        """Iterate over waiting actions in order; the group must not change meanwhile."""
         for index in range(self._first, len(self._items)):
             waiting = self._items[index][2]
             if waiting.group is self:
@@ -144,19 +144,19 @@ class Queue:
         return action_id in self._waiting
 
     def __iter__(self) -> Iterator[Waiting]:
-        """Every waiting action, in no order of service."""
+        """Iterate over every waiting action, in no order of service."""
         return iter(self._waiting.values())
 
     def get(self, action_id: str) -> Waiting | None:
         return self._waiting.get(action_id)
 
     def of_trajectory(self, trajectory: str) -> list[Waiting]:
-        """Its waiting actions, latest first: none of them gets its turn while they are cancelled one by one."""
+        """Return its waiting actions, latest first: none gets its turn while they are cancelled one by one."""
         found = [one for one in self._waiting.values() if one.action.trajectory == trajectory]
         return sorted(found, key=lambda one: one.order, reverse=True)
 
     def refusal(self, action: Action) -> CodedError | None:
-        """Why one more such action cannot be queued now; None where it can."""
+        """Return why one more such action cannot be queued now; None if it can."""
         bound = self.bounds.functions.get(action.function)
         if bound is not None and self._by_function[action.function] >= bound:
             return _over(QuotaExceeded, f"function {action.function} has {bound} actions waiting, its bound", action)
@@ -168,7 +168,7 @@ class Queue:
         return None
 
     def admit(self, waiting: Waiting, now_s: float) -> None:
-        """Count it and start its waiting clock."""
+        """Count an action and start its waiting clock."""
         assert waiting.id not in self._waiting, f"{waiting.id} waits already"
         action = waiting.action
         self._waiting[waiting.id] = waiting
@@ -223,11 +223,11 @@ class Queue:
         return self._by_task[task]
 
     def next_deadline_s(self) -> float | None:
-        """The instant at which the next waiting action's patience ends."""
+        """Return the instant at which the next waiting action's patience ends; None if nothing waits."""
         return self._deadlines.next_s()
 
     def expired(self, now_s: float) -> list[Waiting]:
-        """Waiting actions whose ``queue_timeout`` has passed."""
+        """Return the waiting actions whose ``queue_timeout`` has passed."""
         return self._deadlines.take(now_s, len(self._waiting))
 
     def check(self) -> None:
@@ -248,7 +248,7 @@ def _over(error: type[CodedError], message: str, action: Action) -> CodedError:
 
 
 def _decrement(counter: Counter[str], name: str) -> None:
-    """Count down; names that callers invent must not pile up."""
+    """Count down, and forget a name at nought: callers invent names, which must not pile up."""
     left = counter[name] - 1
     if left > 0:
         counter[name] = left

@@ -49,7 +49,7 @@ class SchedulingPass:
                 PoolDispatch(state, self.dispatcher, pool, candidates, selection, self._changes.look_again).take()
 
     def select(self, groups: Iterable[QueueGroup]) -> CandidateSelection:
-        """What could start now of these groups, by reservation."""
+        """Return what could start now of these groups, by reservation."""
         state = self._state
         selector = Selector(
             state.resources,
@@ -75,7 +75,7 @@ class SchedulingPass:
         return [one.action for _, _, one in sorted(items) if one.action.chooser == pool.kind][:most]
 
     def _closure(self, changed: set[str], changed_groups: set[QueueGroup]) -> tuple[set[str], list[QueueGroup]]:
-        """The pools that compete for the same waiting actions as those that changed, and these actions' groups."""
+        """Return the pools that compete for waiting actions with those that changed, and these actions' groups."""
         pools = set(changed)
         left = [
             (group, self._state.pools_of(group))

@@ -27,7 +27,7 @@ class Rate:
         self.per_s += count / SMOOTHING_S
 
     def at(self, now_s: float) -> float:
-        """The rate as it has decayed until now."""
+        """Return the rate as it has decayed until now."""
         if now_s > self._at_s:
             self.per_s *= math.exp((self._at_s - now_s) / SMOOTHING_S)
             self._at_s = now_s
@@ -44,7 +44,7 @@ class PoolLoad:
     _at_s: float = 0.0
 
     def observe(self, now_s: float, fraction: float) -> None:
-        """From now on ``fraction`` of the pool is in use."""
+        """Note that ``fraction`` of the pool is in use from now on."""
         self.utilisation(now_s)
         self._fraction = fraction
 
@@ -76,12 +76,12 @@ class Account:
         self.execution_s += settlement.execution_s
 
     def use(self, used: Mapping[str, float]) -> None:
-        """Unit-seconds by kind (units of quotas) that one action has used."""
+        """Add the unit-seconds by kind (units of quotas) that one action has used."""
         for kind, amount in used.items():
             self.used[kind] = self.used.get(kind, 0.0) + amount
 
     def describe(self) -> dict[str, object]:
-        """How it fared; the view of a task says what it used, in the units of the resources."""
+        """Return how it fared; the view of a task says what it used, in the units of the resources."""
         return {
             "settled": dict(self.settled),
             "act_s": self.act_s,
@@ -107,7 +107,7 @@ class Accounts:
         return self._accounts.get(task)
 
     def of(self, task: str) -> Account:
-        """A task's account, opened where there is none."""
+        """Return a task's account, which is opened if there is none."""
         account = self._accounts.get(task)
         if account is None:
             account = self._accounts[task] = Account()

@@ -40,7 +40,7 @@ class TrajectoryState:
 
     @property
     def at_rest(self) -> bool:
-        """Whether none of its actions is queued or running."""
+        """Return whether none of its actions is queued or running."""
         return self.active is None and not self.behind and not self.children
 
 

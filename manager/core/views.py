@@ -18,7 +18,7 @@ _PLACE = struct.Struct(">dqqq")
 
 
 def resources_view(core: Core) -> dict[str, object]:
-    """Nodes with their memory, and every pool with its holders and load."""
+    """Return the nodes with their memory, and every pool with its holders and load."""
     state = core.state
     return {
         "nodes": [
@@ -53,7 +53,7 @@ def prefetches_view(core: Core) -> dict[str, int]:
 
 
 def queue_view(core: Core, limit: int, cursor: str | None) -> dict[str, object]:
-    """How many wait, and ``limit`` of them in order of service, each with what it waits for.
+    """Return how many wait, and ``limit`` of them in order of service, each with what it waits for.
 
     ``cursor`` is the ``next_cursor`` of the page before; raises InvalidInput for any other.
     """
@@ -94,7 +94,7 @@ def _place_of(cursor: str) -> tuple[Key, int]:
 
 
 def trajectories_view(core: Core, limit: int, cursor: str | None) -> dict[str, object]:
-    """``limit`` living trajectories by name; ``cursor`` is the ``next_cursor`` of the page before."""
+    """Return ``limit`` living trajectories by name; ``cursor`` is the ``next_cursor`` of the page before."""
     behind = (each for each in core.trajectories if cursor is None or each.name > cursor)
     page = heapq.nsmallest(limit + 1, behind, key=lambda trajectory: trajectory.name)
     return {
@@ -104,7 +104,7 @@ def trajectories_view(core: Core, limit: int, cursor: str | None) -> dict[str, o
 
 
 def trajectory_view(core: Core, trajectory: TrajectoryState) -> dict[str, object]:
-    """One of them."""
+    """Return one living trajectory."""
     return {
         "trajectory": trajectory.name,
         "task": trajectory.task,
@@ -119,7 +119,7 @@ def trajectory_view(core: Core, trajectory: TrajectoryState) -> dict[str, object
 
 
 def tasks_view(core: Core) -> list[dict[str, object]]:
-    """Every task that is configured or was seen: its share, its bounds, and its account."""
+    """Return every task that is configured or was seen: its share, its bounds, and its account."""
     state = core.state
     views: list[dict[str, object]] = []
     for name in sorted(set(state.tasks) | set(core.accounts)):
@@ -141,7 +141,7 @@ def tasks_view(core: Core) -> list[dict[str, object]]:
 
 
 def _measured(core: Core, used: Mapping[str, float]) -> dict[str, object]:
-    """What was used, by its unit: core_s and gpu_s, quota_units and slot_s by resource."""
+    """Return what was used, by its unit: core_s and gpu_s, quota_units and slot_s by resource."""
     found: dict[str, object] = {"core_s": 0.0, "gpu_s": 0.0}
     by_name: dict[str, dict[str, float]] = {"quota_units": {}, "slot_s": {}}
     for kind, amount in used.items():
