@@ -392,7 +392,7 @@ class App:
         watch("tangram_input_bytes_held", "Bytes of inputs that arrive or live", lambda: self.held.bytes)
         watch("tangram_living", "Invocations that have not ended", lambda: len(self.invocations.living))
         self.metrics.watch_units(self._units)
-        self.metrics.watch_prefetches(self.engine.prefetches)
+        self.metrics.watch_replicas(self.engine.replicas)
         self.metrics.watch_learned(self._learned)
 
     def _watch_connections(self, door: str, counted: Connections) -> None:

@@ -65,9 +65,9 @@ class Metrics:
         """Ask for (pool, total | free, units) whenever the metrics are read."""
         self.registry.register(_Units(read))
 
-    def watch_prefetches(self, read: Callable[[], Mapping[str, int]]) -> None:
-        """Ask how the models that were brought in ahead of their use have fared, by outcome."""
-        self.registry.register(_Prefetches(read))
+    def watch_replicas(self, read: Callable[[], Mapping[str, int]]) -> None:
+        """Ask how the copies of models have fared, by outcome."""
+        self.registry.register(_Replicas(read))
 
     def watch_learned(self, read: Callable[[], Iterator[tuple[str, Learned]]]) -> None:
         """Ask for (function, what was learned of it) whenever the metrics are read."""
@@ -105,12 +105,12 @@ class _Units(Collector):
         yield family
 
 
-class _Prefetches(Collector):
+class _Replicas(Collector):
     def __init__(self, read: Callable[[], Mapping[str, int]]) -> None:
         self._read = read
 
     def collect(self) -> Iterator[Metric]:
-        about = "Models restored ahead of their use: begun, used, given up before their use, or not arrived"
+        about = "Copies of models in free memory: begun, used, given up before their use, or not arrived"
         family = CounterMetricFamily("tangram_prefetches", about, labels=("outcome",))
         counts = self._read()
         for outcome in ("started", "hits", "wasted", "failed"):

@@ -79,10 +79,8 @@ class SchedulerSpec:
     trajectories_max: int = 65536
     #: Most waiting actions of one pool that a policy is shown.
     queue_window: int = 2048
-    #: Whether the next service of a busy chunk is restored beside what computes there, where it leaves room.
-    prefetch: bool = False
     #: Whether services in use are copied into free memory of idle devices.
-    replicate: bool = False
+    replicate: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

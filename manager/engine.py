@@ -16,8 +16,8 @@ from manager.action import Action
 from manager.clock import Clock, MonotonicClock
 from manager.core.core import Core
 from manager.core.views import (
-    prefetches_view,
     queue_view,
+    replicas_view,
     resources_view,
     tasks_view,
     trajectories_view,
@@ -34,10 +34,10 @@ from manager.events import (
     Finished,
     NodeJoined,
     NodeLost,
-    Prefetch,
-    PrefetchEnded,
     Reconfigured,
     Refuse,
+    ReplicaEnded,
+    Replicate,
     ResidencyReported,
     Resize,
     Resumed,
@@ -112,8 +112,8 @@ class Engine:
         self._abort_messages: dict[tuple[str, int], str] = {}
         #: Resizes and trajectory ends under way.
         self._chores: set[asyncio.Task[None]] = set()
-        self._prefetches: dict[int, asyncio.Task[bool]] = {}
-        #: The function that asked for each service last: how the service is brought in ahead of its use.
+        self._replicas: dict[int, asyncio.Task[bool]] = {}
+        #: The function that asked for each service last: how a copy of the service is made.
         self._functions: dict[str, FunctionSpec] = {}
         self._lifecycle = TrajectoryLifecycle(core, executor, self._feed, self._chore)
         self._timer: asyncio.TimerHandle | None = None
@@ -140,9 +140,9 @@ class Engine:
         self._core.pause()
         for job_id in list(self._jobs):
             self.cancel(job_id, "the gateway is closing")
-        for work in (*self._prefetches.values(), *(self._tasks.values() if self.fault is not None else ())):
+        for work in (*self._replicas.values(), *(self._tasks.values() if self.fault is not None else ())):
             work.cancel()
-        while under_way := [*self._tasks.values(), *self._chores, *self._prefetches.values()]:
+        while under_way := [*self._tasks.values(), *self._chores, *self._replicas.values()]:
             await asyncio.wait(under_way)
         self._closed = True
         for handle in (self._timer, self._pass):
@@ -229,9 +229,9 @@ class Engine:
         """Return the pools and nodes, JSON-able."""
         return resources_view(self._core)
 
-    def prefetches(self) -> dict[str, int]:
-        """Return how services that were brought in ahead of their use have fared, by outcome."""
-        return prefetches_view(self._core)
+    def replicas(self) -> dict[str, int]:
+        """Return how copies of services have fared, by outcome."""
+        return replicas_view(self._core)
 
     def queue(self, limit: int = QUEUE_PAGE, cursor: str | None = None) -> dict[str, object]:
         """Return how many wait, and a page of them in order of service; raise InvalidInput for a bad cursor."""
@@ -309,8 +309,8 @@ class Engine:
                     self._chore(self._executor.resize(command.action, command.lease))
                 case Abort():
                     self._abort(command)
-                case Prefetch():
-                    self._prefetch(command)
+                case Replicate():
+                    self._replicate(command)
                 case Settle():
                     self._settle(command.settlement)
                 case Refuse():
@@ -362,23 +362,23 @@ class Engine:
             self._abort_messages[key] = command.message
             task.cancel()
 
-    def _prefetch(self, command: Prefetch) -> None:
-        """Have a service restored ahead of its use; whatever comes of it, the core is told."""
+    def _replicate(self, command: Replicate) -> None:
+        """Have a copy of a service made; whatever comes of it, the core is told."""
         function, number = self._functions[command.service], command.number
-        work = self._executor.prefetch(function, command.service, command.node, command.chunk, command.evict)
-        task = asyncio.get_running_loop().create_task(work, name=f"prefetch {number} {command.service}")
-        self._prefetches[number] = task
-        task.add_done_callback(lambda done: self._prefetched(number, done))
+        work = self._executor.replicate(function, command.service, command.node, command.chunk)
+        task = asyncio.get_running_loop().create_task(work, name=f"replica {number} of {command.service}")
+        self._replicas[number] = task
+        task.add_done_callback(lambda done: self._replicated(number, done))
 
-    def _prefetched(self, number: int, task: asyncio.Task[bool]) -> None:
-        del self._prefetches[number]
+    def _replicated(self, number: int, task: asyncio.Task[bool]) -> None:
+        del self._replicas[number]
         done = False
         if not task.cancelled():
             error = task.exception()
             if error is not None:
-                logger.error("a prefetch: the executor raised", exc_info=error)
+                logger.error("a replica: the executor raised", exc_info=error)
             done = error is None and task.result()
-        self._feed([PrefetchEnded(number=number, done=done)])
+        self._feed([ReplicaEnded(number=number, done=done)])
 
     def _settle(self, settlement: Settlement) -> None:
         job = self._jobs.pop(settlement.action.id)

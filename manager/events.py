@@ -95,8 +95,8 @@ class ResidencyReported:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefetchEnded:
-    """What a `Prefetch` asked for is in place, or will not be (no room, a lost process): the answer to each."""
+class ReplicaEnded:
+    """What a `Replicate` asked for is in place, or will not be (no room, a lost process): the answer to each."""
 
     number: int
     done: bool
@@ -130,7 +130,7 @@ Event = (
     | NodeLost
     | NodeJoined
     | ResidencyReported
-    | PrefetchEnded
+    | ReplicaEnded
     | Reconfigured
     | Tick
 )
@@ -164,19 +164,14 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prefetch:
-    """Restore a service ahead of its use, beside what computes there or on idle devices; a hint.
-
-    Answer with `PrefetchEnded`.
-    """
+class Replicate:
+    """Copy a service in use into free memory of idle devices; a hint. Answer with `ReplicaEnded`."""
 
     number: int
     service: str
     node: str
     #: (start, size), counted on the node.
     chunk: tuple[int, int]
-    #: Services of which every idle copy there goes first.
-    evict: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,4 +211,4 @@ class WakeAt:
     instant_s: float | None
 
 
-Command = Execute | Resize | Abort | Prefetch | Settle | Refuse | TrajectoryPlaced | EndTrajectory | WakeAt
+Command = Execute | Resize | Abort | Replicate | Settle | Refuse | TrajectoryPlaced | EndTrajectory | WakeAt

@@ -46,12 +46,10 @@ class Executor(Protocol):
         """Give a running, malleable action the cores of the new ``lease``; a no-op once it has ended."""
         ...
 
-    async def prefetch(
-        self, function: FunctionSpec, service: str, node: str, chunk: tuple[int, int], evict: tuple[str, ...]
-    ) -> bool:
-        """Make a function's service resident on devices where another action computes, once ``evict`` is gone there.
+    async def replicate(self, function: FunctionSpec, service: str, node: str, chunk: tuple[int, int]) -> bool:
+        """Copy a function's service into free memory of devices; return whether it is in place now.
 
-        Whether it is in place now. It never disturbs what computes but by the bytes that travel.
+        Nothing is evicted for it, and what computes there is not disturbed but by the bytes that travel.
         """
         ...
 

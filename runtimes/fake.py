@@ -50,7 +50,7 @@ class ScriptedRuntime:
         self._beginnings: dict[str, asyncio.Event] = {}
         self._asked: dict[str, asyncio.Event] = {}
         self._closed = asyncio.Event()
-        #: Whether services can be brought in ahead of their use.
+        #: Whether there is room for copies of services.
         self.has_room = True
         #: What happened, in order: (verb, id of the action or trajectory, or name of the function or service).
         self.seen: list[tuple[str, str]] = []
@@ -78,11 +78,9 @@ class ScriptedRuntime:
             del self.running[action_id]
             self.seen.append(("end", action_id))
 
-    async def prefetch(
-        self, function: FunctionSpec, service: str, chunk: tuple[int, int], evict: tuple[str, ...]
-    ) -> bool:
+    async def replicate(self, function: FunctionSpec, service: str, chunk: tuple[int, int]) -> bool:
         """Say whether there is room, as scripted by ``has_room``."""
-        self.seen.append(("prefetch", service))
+        self.seen.append(("replicate", service))
         self._asking(service).set()
         return self.has_room
 
@@ -100,8 +98,8 @@ class ScriptedRuntime:
         """Wait until an action's own work has begun."""
         await self._begun(action_id).wait()
 
-    async def asked_ahead(self, service: str) -> None:
-        """Wait until a service was to be brought in ahead of its use."""
+    async def asked_for_copy(self, service: str) -> None:
+        """Wait until a copy of a service was asked for."""
         await self._asking(service).wait()
 
     def let_go(self, action_id: str) -> None:

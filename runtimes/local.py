@@ -15,7 +15,7 @@ from manager.executor import Call
 from manager.function import FunctionSpec, RuntimeKind
 from manager.lease import Lease
 from manager.outcome import Outcome, State
-from runtimes.runtime import Execution, Prefetcher, Result, Runtime
+from runtimes.runtime import Execution, Replicator, Result, Runtime
 
 logger = logging.getLogger("runtimes.local")
 
@@ -105,17 +105,15 @@ class LocalExecutor:
         if runtime is not None:
             await runtime.resize(action, lease)
 
-    async def prefetch(
-        self, function: FunctionSpec, service: str, node: str, chunk: tuple[int, int], evict: tuple[str, ...]
-    ) -> bool:
-        """Bring a service in beside what computes, within ``prepare_s``; a failure is told by False and logged."""
+    async def replicate(self, function: FunctionSpec, service: str, node: str, chunk: tuple[int, int]) -> bool:
+        """Copy a service into free memory within ``prepare_s``; a failure is told by False and logged."""
         runtime: object = self._runtimes.get(function.runtime)
-        if not isinstance(runtime, Prefetcher):
+        if not isinstance(runtime, Replicator):
             return False
         try:
-            return await asyncio.wait_for(runtime.prefetch(function, service, chunk, evict), self._deadlines.prepare_s)
+            return await asyncio.wait_for(runtime.replicate(function, service, chunk), self._deadlines.prepare_s)
         except Exception as error:  # noqa: BLE001  # a hint: whoever needs the service meets the same error and tells it
-            logger.warning("the prefetch of %s to devices %s of %s failed: %r", service, chunk, node, error)
+            logger.warning("the copy of %s to devices %s of %s failed: %r", service, chunk, node, error)
             return False
 
     async def open_trajectory(self, trajectory: str, task: str, function: FunctionSpec) -> None:

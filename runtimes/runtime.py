@@ -85,14 +85,12 @@ class Runtime(Protocol):
 
 
 @runtime_checkable
-class Prefetcher(Protocol):
-    """A runtime that can bring in what a function needs while something else computes in the same place."""
+class Replicator(Protocol):
+    """A runtime that can copy what a function needs into free memory before anybody asks for it there."""
 
-    async def prefetch(
-        self, function: FunctionSpec, service: str, chunk: tuple[int, int], evict: tuple[str, ...]
-    ) -> bool:
-        """Make ``service`` resident on ``chunk`` once ``evict`` is gone there; False where there is no room.
+    async def replicate(self, function: FunctionSpec, service: str, chunk: tuple[int, int]) -> bool:
+        """Make ``service`` resident on ``chunk``; return False if there is no room.
 
-        Nothing else is evicted, and what computes is not disturbed but by the bytes that travel.
+        Nothing is evicted, and what computes is not disturbed but by the bytes that travel.
         """
         ...

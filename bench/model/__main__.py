@@ -1,4 +1,4 @@
-"""The model bench: restore, swap, overlap and prefetch on one device, and exactness on every family and DoP.
+"""The model bench: restore, swap and overlap on one device, and exactness on every family and DoP.
 
     python -m bench.model --device cpu --quick --json
     python -m bench.model --device cuda --directory /dev/shm --budget 540 --json     # a random 8B model in bfloat16
@@ -124,7 +124,7 @@ def swaps(rig: ModelRig) -> None:
 
 
 def overlaps(rig: ModelRig) -> None:
-    """A cold action against the longer of restore and compute, and what a prefetch costs a running action."""
+    """A cold action against the longer of restore and compute, and what a restore beside it costs a running action."""
     restore_s, cold_s, warm_s, beside_s = [], [], [], []
     expected, wrong = rig.compute(Head.LM), 0
     for _ in rig.rounds():
@@ -135,7 +135,7 @@ def overlaps(rig: ModelRig) -> None:
         cold_s.append(rig.timed(lambda found=cold: found.extend(rig.compute(Head.LM))))  # type: ignore[misc]
         wrong += cold != expected
         warm_s.append(rig.timed(lambda: rig.compute(Head.LM)))
-        beside_s.append(rig.computed_beside_a_prefetch())
+        beside_s.append(rig.computed_beside_a_restore())
     longer_s = [max(pair) for pair in zip(restore_s, warm_s, strict=True)]
     turns_s = [sum(pair) for pair in zip(restore_s, warm_s, strict=True)]
     report = rig.report
@@ -144,7 +144,7 @@ def overlaps(rig: ModelRig) -> None:
     limit = 1.15 if rig.cuda else 1.15 * median_ratio(turns_s, longer_s)
     report.check("cold_over_max_restore_compute", median_ratio(cold_s, longer_s), limit, "lower")
     limit = 1.05 if rig.cuda else 1.15 * median_ratio(turns_s, warm_s)
-    report.check("prefetch_slowdown", median_ratio(beside_s, warm_s), limit, "lower")
+    report.check("replica_slowdown", median_ratio(beside_s, warm_s), limit, "lower")
     report.check("wrong_cold_actions", wrong, 0, "lower")
 
 

@@ -122,7 +122,7 @@ class ModelRig:
         )
         return self.engine.run(asked, restored=lambda: None, progress=lambda: None)[0]
 
-    def computed_beside_a_prefetch(self) -> float:
+    def computed_beside_a_restore(self) -> float:
         """Seconds that the language model computes while the other one is brought in."""
         other = threading.Thread(target=lambda: self.engine.restore(self.place(Head.SCORE), gentle=True))
         gc.collect()

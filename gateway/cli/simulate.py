@@ -79,7 +79,6 @@ def _explained(answer: Mapping[str, object]) -> Iterable[str]:
 @click.option("--gpus", default=40, show_default=True, help="devices in nodes of eight")
 @click.option("--policy", "names", multiple=True, help=f"repeatable; also the baselines {', '.join(BASELINES)}")
 @click.option("--learned", is_flag=True, help="hide all profiles: the policies know what history tells them")
-@click.option("--prefetch", is_flag=True, help="models are restored ahead of their use where there is room")
 @click.option(
     "--replicate/--no-replicate",
     default=True,
@@ -109,7 +108,6 @@ def simulate(
     gpus: int,
     names: tuple[str, ...],
     learned: bool,
-    prefetch: bool,
     replicate: bool,
     batch_marginal: float,
     bound: bool,
@@ -120,7 +118,7 @@ def simulate(
     export_trace: Path | None,
 ) -> None:
     """Play a workload on the very same scheduler under a virtual clock: what if I had other sizes or policies?"""
-    size = Size(nodes=nodes, cores=cores, gpus=gpus, prefetch=prefetch, replicate=replicate)
+    size = Size(nodes=nodes, cores=cores, gpus=gpus, replicate=replicate)
     try:
         chosen = load_workload(workload, batch, seed)
         result = run(

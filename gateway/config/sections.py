@@ -336,10 +336,6 @@ class SchedulerConfig(Section):
     max_queued: Positive = Field(default=65536, description="most actions that wait in all")
     trajectories_max: Positive = Field(default=65536, description="most living trajectories; beyond it 503")
     queue_window: Positive = Field(default=2048, description="most waiting actions that a policy is shown")
-    prefetch: bool = Field(
-        default=False, description="restore the model that a busy device will serve next, where it has room for both"
-    )
-
     replicate: bool = Field(
         default=True, description="copy models in use into free memory of idle devices; the copies go first"
     )
@@ -355,7 +351,6 @@ class SchedulerConfig(Section):
             max_queued=self.max_queued,
             trajectories_max=self.trajectories_max,
             queue_window=self.queue_window,
-            prefetch=self.prefetch,
             replicate=self.replicate,
         )
 

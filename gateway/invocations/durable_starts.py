@@ -57,10 +57,8 @@ class DurableStarts:
     async def resize(self, action: Action, lease: Lease) -> None:
         await self._executor.resize(action, lease)
 
-    async def prefetch(
-        self, function: FunctionSpec, service: str, node: str, chunk: tuple[int, int], evict: tuple[str, ...]
-    ) -> bool:
-        return await self._executor.prefetch(function, service, node, chunk, evict)
+    async def replicate(self, function: FunctionSpec, service: str, node: str, chunk: tuple[int, int]) -> bool:
+        return await self._executor.replicate(function, service, node, chunk)
 
     async def open_trajectory(self, trajectory: str, task: str, function: FunctionSpec) -> None:
         if self._trajectories.opened(trajectory, task, function):

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 from manager.action import Action
 from manager.core.membership import Membership
-from manager.core.prefetching import Prefetching
 from manager.core.queue import Waiting
+from manager.core.replication import Replication
 from manager.core.scheduling_pass import SchedulingPass
 from manager.core.settling import Settling
 from manager.core.state import SchedulerState
@@ -30,9 +30,9 @@ from manager.events import (
     Finished,
     NodeJoined,
     NodeLost,
-    PrefetchEnded,
     Reconfigured,
     Refuse,
+    ReplicaEnded,
     ResidencyReported,
     Resumed,
     Submitted,
@@ -55,7 +55,7 @@ class Core:
         self._state = state
         self._pools = pools
         self._scheduling = SchedulingPass(state)
-        self._prefetching = Prefetching(state, self._scheduling)
+        self._replication = Replication(state)
         self._order = TrajectoryOrder(state)
         self._settling = Settling(state, self._order)
         self._membership = Membership(state, self._order, self._settling, pools)
@@ -90,7 +90,7 @@ class Core:
         self._scheduling.run()
         while self._lend():  # what the children had reserved may serve others
             self._scheduling.run()
-        self._prefetching.run()
+        self._replication.run()
         self._wake()
         return self._take_commands()
 
@@ -191,14 +191,14 @@ class Core:
                     self._settling.end_trajectory(trajectory)
             case NodeLost():
                 self._membership.lose(event.node)
-                self._prefetching.lose(event.node)
+                self._replication.lose(event.node)
             case NodeJoined():
                 self._membership.join(event.node)
             case ResidencyReported():
                 for pool in self._state.resources:
                     pool.report(event.node, event.copies)
-            case PrefetchEnded():
-                self._prefetching.end(event)
+            case ReplicaEnded():
+                self._replication.end(event)
             case Reconfigured():
                 self._reconfigure(event)
             case Tick():

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from manager.action import Action
 from manager.core.candidates import Candidate, CandidateSelection, Selector
 from manager.core.changes import Changes
 from manager.core.dispatcher import Dispatcher
 from manager.core.pool_dispatch import PoolDispatch
 from manager.core.queue import QueueGroup
 from manager.core.state import SchedulerState
-from manager.resources.pool import Headroom, Pool
+from manager.resources.pool import Headroom
 
 #: Rounds of one pass: units that a policy frees by resizing, or gives to somebody wider, are offered again this often.
 _ROUNDS = 4
@@ -59,20 +58,6 @@ class SchedulingPass:
             strict=state.spec.strict,
         )
         return selector.walk(groups)
-
-    def eligible(self, pool: Pool, most: int) -> list[Action]:
-        """Waiting actions whose units this pool's policy chooses, and that nothing else keeps, in order of service."""
-        groups = [group for group in self._state.queue.groups() if pool.name in self._state.pools_of(group)]
-        if not groups:
-            return []
-        selection = self.select(groups)
-        items = [
-            item
-            for group in groups
-            if group not in selection.capped and any(one.fits(beside=pool.name) for one in selection.options[group])
-            for item in group.first(most)
-        ]
-        return [one.action for _, _, one in sorted(items) if one.action.chooser == pool.kind][:most]
 
     def _closure(self, changed: set[str], changed_groups: set[QueueGroup]) -> tuple[set[str], list[QueueGroup]]:
         """Return the pools that compete for waiting actions with those that changed, and these actions' groups."""

@@ -44,11 +44,11 @@ def resources_view(core: Core) -> dict[str, object]:
     }
 
 
-def prefetches_view(core: Core) -> dict[str, int]:
-    """How services that were brought in ahead have fared: started, under_way, hits, wasted, failed."""
+def replicas_view(core: Core) -> dict[str, int]:
+    """Return how copies of services have fared: started, under_way, hits, wasted, failed."""
     counts = Counter[str]()
     for pool in core.state.resources:
-        counts.update(pool.prefetches)
+        counts.update(pool.replicas)
     return dict(counts)
 
 

@@ -33,13 +33,6 @@ class Chunks:
         self.total = 0
         self.free_units = 0
 
-    def copy(self) -> Chunks:
-        """The same free chunks, to try things on."""
-        twin = Chunks()
-        twin._free, twin._ends, twin._start_of = set(self._free), dict(self._ends), dict(self._start_of)
-        twin.total, twin.free_units = self.total, self.free_units
-        return twin
-
     def add_region(self, start: int, count: int) -> None:
         """Add devices [start, start + count); ``start`` is a multiple of the power of two not below ``count``."""
         assert start % power_at_least(count) == 0, f"region [{start}, {start + count}) is not aligned"

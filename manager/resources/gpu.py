@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from manager.config import NodeSpec, ServiceSpec
 from manager.lease import Grant
 from manager.resources.chunk import Chunk, Chunks, power_at_least
 from manager.resources.demand import Demand
-from manager.resources.forecast import Forecast
-from manager.resources.pool import Ahead, Headroom, Pool, PoolRequest
-from manager.resources.prefetches import Prefetches
-from manager.resources.replicas import replicas
+from manager.resources.pool import Headroom, Pool, PoolRequest, Replica
+from manager.resources.replicas import Replicas
 from manager.resources.residency import Residency, ResidentCopy
 from manager.scheduler.policy import ChunkView
 
@@ -94,12 +92,9 @@ class GpuPool(Pool):
         super().__init__("gpu", "gpu")
         self._chunks = Chunks()
         self._residency = Residency(services)
-        self._prefetches = Prefetches(self._residency)
+        self._replicas = Replicas(self._residency)
         self._demand = Demand()
         self._by_holder: dict[str, Chunk] = {}
-        #: What each holder computes with, and the holders beside which a service was brought in already.
-        self._in_use: dict[str, ResidentCopy] = {}
-        self._accompanied: set[str] = set()
         #: Node name -> (first device in the pool's indices, number of devices).
         self._regions: dict[str, tuple[int, int]] = {}
         #: What each node said last, and the devices for which that is still news.
@@ -146,7 +141,7 @@ class GpuPool(Pool):
         self._chunks.remove_region(start)
         for device in range(start, start + count):
             self._residency.remove_device(device)
-        self._prefetches.forget(range(start, start + count))
+        self._replicas.forget(range(start, start + count))
 
     def headroom(self) -> Headroom:
         sizes: dict[str, Counter[int]] = {name: Counter() for name in self._regions}
@@ -172,7 +167,6 @@ class GpuPool(Pool):
         self._by_holder[ask.holder] = chunk
         self._told.get(self.node_of(chunk), ([], set()))[1].difference_update(_devices(chunk))
         if ask.service is not None:
-            self._in_use[ask.holder] = ResidentCopy(ask.service, chunk)
             self._demand.use(ask.service, now_s)
         restore, evicted = self._make_resident(ask.service, chunk)
         node = self.node_of(chunk)
@@ -189,8 +183,6 @@ class GpuPool(Pool):
         self._replicated = False
         chunk = self._by_holder.pop(holder)
         self._chunks.release(chunk)
-        self._in_use.pop(holder, None)
-        self._accompanied.discard(holder)
         self._believe(self.node_of(chunk))
 
     def report(self, node: str, copies: Iterable[tuple[str, int, int]]) -> None:
@@ -214,53 +206,26 @@ class GpuPool(Pool):
         return self._residency.restore_s(service, power_at_least(units))
 
     @property
-    def prefetches(self) -> Mapping[str, int]:
-        return self._prefetches.counts()
+    def replicas(self) -> Mapping[str, int]:
+        return self._replicas.counts()
 
-    def forecast(self, now_s: float) -> Forecast | None:
-        if self._accompanied.issuperset(self._by_holder):
-            return None
-        return Forecast(self._chunks.copy(), self.chunk_view(now_s))
-
-    def prefetch(self, service: str, chunk: Chunk, spared: Callable[[str], bool]) -> Ahead | None:
-        """Once for each holder, and only within its chunk."""
-        holder = next((name for name, held in self._by_holder.items() if _inside(chunk, held)), None)
-        if holder is None or holder in self._accompanied:
-            return None
-        copy, in_use = ResidentCopy(service, chunk), set(self._in_use.values())
-
-        def kept(other: ResidentCopy) -> bool:
-            return other in in_use or spared(other.service) or self._prefetches.under_way(other)
-
-        victims = self._prefetches.begin(copy, kept)
-        if victims is None:
-            return None
-        self._accompanied.add(holder)
-        names = tuple(dict.fromkeys(victim.service for victim in victims))
-        for other in self._residency.on(copy.devices):
-            if other.service in names and other not in in_use:
-                self._residency.evict(other)
-        node = self.node_of(chunk)
-        return Ahead(service, node, (chunk[0] - self._regions[node][0], chunk[1]), names)
-
-    def replicate(self, now_s: float) -> Sequence[tuple[Chunk, Ahead]]:
+    def replicate(self, now_s: float) -> Sequence[Replica]:
         if self._replicated or not self._chunks.free_units:
             return ()
         self._replicated = True
         found = []
-        for copy in replicas(self._residency, lambda service: self._demand.recent(service, now_s), self._chunks.free):
-            if self._prefetches.begin_spare(copy):
-                node = self.node_of(copy.chunk)
-                local = copy.chunk[0] - self._regions[node][0], copy.chunk[1]
-                found.append((copy.chunk, Ahead(copy.service, node, local, ())))
+        for copy in self._replicas.begin(lambda service: self._demand.recent(service, now_s), self._chunks.free):
+            node = self.node_of(copy.chunk)
+            start, size = copy.chunk
+            found.append(Replica(copy.service, node, (start - self._regions[node][0], size), copy.chunk))
         return found
 
-    def prefetched(self, service: str, chunk: Chunk, done: bool) -> None:
-        copy = ResidentCopy(service, chunk)
-        if self._prefetches.under_way(copy):
-            self._prefetches.end(copy, done)
+    def replicated(self, replica: Replica, done: bool) -> None:
+        copy = ResidentCopy(replica.service, replica.place)
+        if self._replicas.is_under_way(copy):
+            self._replicas.end(copy, done)
             self._replicated = False
-            self._believe(self.node_of(chunk))
+            self._believe(self.node_of(copy.chunk))
             if not done:
                 self._note_change()  # somebody may wait for it to be warm there
 
@@ -282,7 +247,7 @@ class GpuPool(Pool):
         super().check()
         self._chunks.check(self._by_holder.values())
         self._residency.check()
-        self._prefetches.check()
+        self._replicas.check()
 
     def describe(self) -> dict[str, object]:
         return {
@@ -293,7 +258,7 @@ class GpuPool(Pool):
             "services": self._residency.describe_services(),
             "restores": self.restores,
             "hits": self.hits,
-            "prefetches": self.prefetches,
+            "prefetches": self.replicas,
         }
 
     def _chosen(self, ask: PoolRequest, size: int) -> Chunk | None:
@@ -332,7 +297,7 @@ class GpuPool(Pool):
         if not news:
             return
         first, count = self._regions[node]
-        unsettled = self._prefetches.reached().union(*(_devices(chunk) for chunk in self._by_holder.values()))
+        unsettled = self._replicas.reached().union(*(_devices(chunk) for chunk in self._by_holder.values()))
         settled = set(range(first, first + count)) - unsettled
         touching = {copy for copy in self._residency.on(news & settled) if settled.issuperset(copy.devices)}
         told = [copy for copy in found if settled.issuperset(copy.devices) and not news.isdisjoint(copy.devices)]
@@ -351,7 +316,7 @@ class GpuPool(Pool):
             if not warm and victim.service in names:
                 self._residency.evict(victim)
         self._residency.restore(copy)
-        self._prefetches.use(copy, warm)
+        self._replicas.use(copy, warm)
         self.hits += warm
         self.restores += not warm
         return not warm, names
@@ -359,7 +324,3 @@ class GpuPool(Pool):
 
 def _devices(chunk: Chunk) -> range:
     return range(chunk[0], sum(chunk))
-
-
-def _inside(chunk: Chunk, outer: Chunk) -> bool:
-    return outer[0] <= chunk[0] and sum(chunk) <= sum(outer)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from manager.config import NodeSpec
 from manager.lease import Grant
-from manager.resources.forecast import Forecast
 from manager.scheduler.policy import ChunkView
 
 
@@ -50,15 +49,15 @@ class PoolRequest(NamedTuple):
     node: str = ""
 
 
-class Ahead(NamedTuple):
-    """A service that is to be made resident before anybody starts it there."""
+class Replica(NamedTuple):
+    """A copy of a service in use that is to be made in free memory of idle places."""
 
     service: str
     node: str
     #: (start, size), counted on the node.
     chunk: tuple[int, int]
-    #: Services of which every copy there goes first.
-    evict: tuple[str, ...]
+    #: The same in the pool's indices.
+    place: tuple[int, int]
 
 
 class Pool(ABC):
@@ -150,31 +149,17 @@ class Pool(ABC):
         return 0.0
 
     @property
-    def prefetches(self) -> Mapping[str, int]:
-        """How services that were brought in ahead have fared, where the pool has places."""
+    def replicas(self) -> Mapping[str, int]:
+        """How copies of services have fared, where the pool has places."""
         return {}
 
-    def forecast(self, now_s: float) -> Forecast | None:
-        """A copy of the places to look ahead with; None where nothing more may be brought in now."""
-        return None
-
-    def prefetch(self, service: str, chunk: tuple[int, int], spared: Callable[[str], bool]) -> Ahead | None:
-        """Count on a service beside what computes on ``chunk``; None where it may not be brought in.
-
-        Services that are ``spared`` are not evicted for it, nor is anything in use.
-        """
-        return None
-
-    def replicate(self, now_s: float) -> Sequence[tuple[tuple[int, int], Ahead]]:
-        """Count on copies of services in use in free memory of idle places: each with its chunk in the pool's indices.
-
-        Nothing goes for them.
-        """
+    def replicate(self, now_s: float) -> Iterable[Replica]:
+        """Count on copies of services in use in free memory of idle places; nothing goes for them."""
         return ()
 
-    def prefetched(self, service: str, chunk: tuple[int, int], done: bool) -> None:
-        """What `prefetch` or `replicate` promised has arrived, or never will."""
-        raise AssertionError(f"{self.name}: nothing is prefetched")
+    def replicated(self, replica: Replica, done: bool) -> None:
+        """What `replicate` promised has arrived, or never will."""
+        raise AssertionError(f"{self.name}: nothing is replicated")
 
     def chunk_of(self, holder: str) -> tuple[int, int] | None:
         """The place of a holder's units, where the pool has places."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from manager.config import ServiceSpec
@@ -78,12 +78,6 @@ class Residency:
 
     def victims(self, copy: ResidentCopy) -> list[ResidentCopy]:
         """The least recently used copies whose eviction makes room for ``copy`` on each of its devices."""
-        victims = self.victims_beside(copy, lambda _: False)
-        assert victims is not None, f"{copy} is larger than its devices"
-        return victims
-
-    def victims_beside(self, copy: ResidentCopy, kept: Callable[[ResidentCopy], bool]) -> list[ResidentCopy] | None:
-        """As `victims`, but those that are ``kept`` stay; None where they leave no room."""
         size = self.size_bytes(copy)
         short = {device: self._used(device) + size - self._capacity[device] for device in copy.devices}
         victims: list[ResidentCopy] = []
@@ -91,12 +85,18 @@ class Residency:
             return victims
         touching = {other for device in copy.devices for other in self._on_device[device]}
         for other in self._copies:
-            if other in touching and any(short.get(device, 0) > 0 for device in other.devices) and not kept(other):
+            if other in touching and any(short.get(device, 0) > 0 for device in other.devices):
                 victims.append(other)
                 for device in other.devices:
                     if device in short:
                         short[device] -= self.size_bytes(other)
-        return victims if all(missing <= 0 for missing in short.values()) else None
+        assert all(missing <= 0 for missing in short.values()), f"{copy} is larger than its devices"
+        return victims
+
+    def has_room(self, copy: ResidentCopy) -> bool:
+        """Return whether ``copy`` fits into the free bytes of each of its devices."""
+        size_bytes = self.size_bytes(copy)
+        return all(self._room_bytes(device) >= size_bytes for device in copy.devices)
 
     def restore(self, copy: ResidentCopy) -> None:
         """Note that ``copy`` is resident, as the most recently used one."""
@@ -115,16 +115,12 @@ class Residency:
         """Each resident service with the size of its most recently used chunk."""
         return {copy.service: copy.chunk[1] for copy in self._copies}
 
-    def room_bytes(self, device: int) -> int:
-        """Free bytes of a device."""
-        return self._capacity[device] - self._used(device)
-
     def spare_bytes(self) -> int:
         """Free bytes of all devices beyond what one copy of each known service that is nowhere will need."""
         resident = {copy.service for copy in self._copies}
         absent = (spec.bytes_by_dop for name, spec in self._services.items() if name not in resident)
         coming = sum(min((dop * size for dop, size in by_dop.items()), default=0) for by_dop in absent)
-        return sum(self.room_bytes(device) for device in self._capacity) - coming
+        return sum(self._room_bytes(device) for device in self._capacity) - coming
 
     def is_replicable(self, service: str) -> bool:
         """Whether it may be resident on several chunks at once."""
@@ -178,6 +174,9 @@ class Residency:
     def check(self) -> None:
         for device, capacity in self._capacity.items():
             assert self._used(device) <= capacity, f"device {device} holds {self._used(device)} of {capacity} bytes"
+
+    def _room_bytes(self, device: int) -> int:
+        return self._capacity[device] - self._used(device)
 
     def _used(self, device: int) -> int:
         return sum(self.size_bytes(copy) for copy in self._on_device[device])

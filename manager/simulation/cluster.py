@@ -24,7 +24,6 @@ def cluster(
     quotas: Mapping[str, QuotaSpec] | None = None,
     policy: str = "adaptive",
     strict: bool = False,
-    prefetch: bool = False,
     replicate: bool = True,
 ) -> ManagerSpec:
     """CPU nodes with ``cores`` in all and device nodes with ``devices`` in all, as even as possible.
@@ -43,9 +42,7 @@ def cluster(
         quotas=dict(quotas or {}),
         tasks={"default": TaskSpec(max_queued=10**9)},
         services=dict(services or {}),
-        scheduler=SchedulerSpec(
-            policies=policies(policy), strict=strict, max_queued=10**9, prefetch=prefetch, replicate=replicate
-        ),
+        scheduler=SchedulerSpec(policies=policies(policy), strict=strict, max_queued=10**9, replicate=replicate),
     )
 
 

@@ -1,4 +1,4 @@
-"""Arrivals in a simulation: services that travel to devices beside what computes there, one after the other."""
+"""Restores under way in a simulation: services that travel to devices, one after the other on each."""
 
 from __future__ import annotations
 

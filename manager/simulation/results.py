@@ -27,7 +27,7 @@ class Row:
     utilisation: dict[str, float] = field(default_factory=dict)
     resizes: int = 0
     restores: int = 0
-    #: Services restored ahead of their first use, and how many of them were used.
+    #: Copies of services made in free memory, and how many of them were used.
     prefetches: int = 0
     prefetch_hits: int = 0
     #: Actions that never ended well (uncontrolled baselines only: our own policies assert that all do).
@@ -53,8 +53,8 @@ class Row:
             },
             resizes=run.resizes,
             restores=run.restores,
-            prefetches=run.prefetches,
-            prefetch_hits=run.prefetch_hits,
+            prefetches=run.replicas,
+            prefetch_hits=run.replica_hits,
             failures=run.failures,
         )
 

@@ -29,8 +29,6 @@ class Size:
     nodes: int = 5
     cores: int = 1280
     gpus: int = 0
-    #: Whether services may be restored ahead of their use.
-    prefetch: bool = False
     #: Whether services in use are copied into free memory of idle devices.
     replicate: bool = True
 
@@ -43,7 +41,6 @@ class Size:
             quotas=workload.quotas,
             policy=policy,
             strict=strict,
-            prefetch=self.prefetch,
             replicate=self.replicate,
         )
 
@@ -96,19 +93,14 @@ def simulate(
 def adopted(base: ManagerSpec, spec: ManagerSpec) -> ManagerSpec:
     """A gateway's nodes, quotas, weights and caps, with the workload's services and the policy under test.
 
-    It prefetches where either says so, and replicates where both do. Queues are as long as the workload needs: a
-    simulated trajectory does not try again.
+    It replicates if both do. Queues are as long as the workload needs: a simulated trajectory does not try again.
     """
     return replace(
         base,
         quotas={**spec.quotas, **base.quotas},
         services={**spec.services, **base.services},
         tasks={**spec.tasks, **{name: replace(task, max_queued=10**9) for name, task in base.tasks.items()}},
-        scheduler=replace(
-            spec.scheduler,
-            prefetch=spec.scheduler.prefetch or base.scheduler.prefetch,
-            replicate=spec.scheduler.replicate and base.scheduler.replicate,
-        ),
+        scheduler=replace(spec.scheduler, replicate=spec.scheduler.replicate and base.scheduler.replicate),
     )
 
 

@@ -15,16 +15,16 @@ from manager.action import Action
 from manager.assembly import build_core
 from manager.batch import Work
 from manager.config import ManagerSpec
-from manager.core.views import prefetches_view
+from manager.core.views import replicas_view
 from manager.errors import Unsatisfiable
 from manager.events import (
     Command,
     Event,
     Execute,
     Finished,
-    Prefetch,
-    PrefetchEnded,
     Refuse,
+    ReplicaEnded,
+    Replicate,
     Resize,
     Settle,
     Submitted,
@@ -51,8 +51,8 @@ class Physics:
     worker_cost_s: float = 0.3
     #: Seconds that a resized action stands still (more than a cgroup write takes in ``bench.sandbox``).
     resize_cost_s: float = 0.02
-    #: How many times as long work takes while a service is restored beside it (the limit of ``bench.model.__main__``).
-    prefetch_slowdown: float = 1.05
+    #: How many times as long work takes while a service is restored beside it (the limit of ``bench.model``).
+    replica_slowdown: float = 1.05
     #: What a further member adds to a batch, as a fraction of what it takes alone: 1 where one sequence keeps a device
     #: busy, as the log-probabilities of a whole rollout do; near 0 where launching is all that a short one costs. The
     #: runtime computes a batch in forward passes of ``batch_tokens`` each and answers all members at its end.
@@ -90,9 +90,9 @@ class SimulationRun:
     ledger: LeaseAudit
     resizes: int = 0
     restores: int = 0
-    #: Services restored ahead of their first use, and how many of them were used.
-    prefetches: int = 0
-    prefetch_hits: int = 0
+    #: Copies of services made in free memory, and how many of them were used.
+    replicas: int = 0
+    replica_hits: int = 0
     #: Actions that gave up: in baselines only.
     failures: int = 0
 
@@ -177,8 +177,8 @@ class Simulation:
             ledger=self._ledger,
             resizes=self._resizes,
             restores=self._restores,
-            prefetches=self._arrivals.count,
-            prefetch_hits=prefetches_view(self._core).get("hits", 0),
+            replicas=self._arrivals.count,
+            replica_hits=replicas_view(self._core).get("hits", 0),
         )
 
     def _finish(self) -> None:
@@ -254,8 +254,8 @@ class Simulation:
                 self._execute(command.action, command.lease)
             case Resize():
                 self._resize(command.action, command.lease)
-            case Prefetch():
-                self._prefetch(command)
+            case Replicate():
+                self._replicate(command)
             case Settle():
                 self._settle(command.settlement)
             case WakeAt():
@@ -291,20 +291,15 @@ class Simulation:
     def _restore_s(self, service: str, units: int) -> float:
         return self._spec.services[service].restore_s_by_dop[units]
 
-    def _prefetch(self, command: Prefetch) -> None:
-        """A service travels beside what computes, once the running action's own has arrived."""
-        beside = [running for running in self._running.values() if _holds(running.lease, command)]
-        from_s = max([self._now_s, *(running.since_s for running in beside)])
+    def _replicate(self, command: Replicate) -> None:
+        """Send a copy to devices on which nothing computes yet; what starts there meanwhile is slowed."""
         restore_s = self._restore_s(command.service, command.chunk[1])
-        arrives_s = self._arrivals.add(command.node, command.service, command.chunk, from_s, restore_s)
-        self._push(arrives_s, PrefetchEnded(number=command.number, done=True))
-        for running in beside:
-            self._account(running)
-            self._slow(running)
+        arrives_s = self._arrivals.add(command.node, command.service, command.chunk, self._now_s, restore_s)
+        self._push(arrives_s, ReplicaEnded(number=command.number, done=True))
 
     def _slow(self, running: _Running) -> None:
         """Plan the end of an action that works more slowly while anything travels to its devices."""
-        chunk, slowdown = chunk_of(running.lease), self._physics.prefetch_slowdown
+        chunk, slowdown = chunk_of(running.lease), self._physics.replica_slowdown
         if chunk is not None:
             from_s = max(self._now_s, running.since_s)
             beside_s = max(0.0, self._arrivals.busy_until_s(running.lease.node, chunk, self._now_s) - from_s)
@@ -395,13 +390,3 @@ def _work_s(step: TraceStep, lease: Lease) -> float:
         return step.t_ori_s
     units = lease.units(step.key)
     return step.t_ori_s / (step.elasticity.efficiency(units) * units)
-
-
-def _holds(lease: Lease, command: Prefetch) -> bool:
-    chunk = chunk_of(lease)
-    return (
-        chunk is not None
-        and lease.node == command.node
-        and chunk[0] <= command.chunk[0]
-        and sum(command.chunk) <= sum(chunk)
-    )

@@ -105,9 +105,9 @@ class ModelRuntime:
             await self.prepare(function)
         return self._footprints[model_of(function).service]
 
-    async def prefetch(self, function: FunctionSpec, service: str, chunk: Chunk, evict: tuple[str, ...] = ()) -> bool:
-        """Restore a service beside what computes, once ``evict`` is gone there; return False if there is no room."""
-        return await self._backend(function).restore(service, function, chunk, evict)
+    async def replicate(self, function: FunctionSpec, service: str, chunk: Chunk) -> bool:
+        """Restore a service where there is room, beside what computes now; return False if there was none."""
+        return await self._backend(function).restore(service, function, chunk)
 
     def residency(self) -> Mapping[str, tuple[Chunk, ...]]:
         """Service -> chunks on which it is really resident."""

@@ -224,67 +224,60 @@ async def test_a_timer_that_rings_early_loses_no_wake_up(rig: EngineRig) -> None
     await engine.close()
 
 
-def on_one_device(executor: LocalExecutor) -> Engine:
-    """An engine with one device of 100 bytes and two services of 40."""
-    services = {
-        name: ServiceSpec(name=name, bytes_by_dop={1: 40}, restore_s_by_dop={1: 1.0}) for name in ("first", "second")
-    }
-    base = spec(node(devices=1))
-    config = replace(base, services=services, scheduler=replace(base.scheduler, prefetch=True))
-    return Engine(build_core(config), executor)
+def on_two_devices(executor: LocalExecutor) -> Engine:
+    """An engine with two devices of 100 bytes and a service of 40."""
+    services = {"judge": ServiceSpec(name="judge", bytes_by_dop={1: 40}, restore_s_by_dop={1: 1.0})}
+    return Engine(build_core(replace(spec(node(devices=2)), services=services)), executor)
 
 
-async def test_the_next_service_is_brought_in_while_the_current_action_computes() -> None:
+async def test_a_service_in_use_is_copied_to_the_idle_device_and_its_next_action_finds_it_there() -> None:
     runtime = ScriptedRuntime(lambda execution: ScriptStep(held=execution.action.id == "a"))
     executor = LocalExecutor({RuntimeKind.EXEC: runtime})
-    engine = on_one_device(executor)
+    engine = on_two_devices(executor)
     await engine.start()
     call = Call(function=FUNCTION, input={}, log=Silent())
-    actions = [action("a", {"gpu": 1}, service="first"), action("b", {"gpu": 1}, service="second")]
-    futures = engine.submit([Submission(action=one, call=call) for one in actions])
+    first, second = (Submission(action=action(name, {"gpu": 1}, service="judge"), call=call) for name in ("a", "b"))
     async with asyncio.timeout(5):
-        await runtime.asked_ahead("second")
+        futures = engine.submit([first])
+        await runtime.asked_for_copy("judge")
+        futures += engine.submit([second])
+        await asyncio.gather(futures[1])
         runtime.let_go("a")
         await asyncio.gather(*futures)
     leases = {name: lease for name, (lease, *_) in runtime.leases.items()}
     assert [leases[name].grants["gpu"].restore for name in ("a", "b")] == [True, False]
-    assert engine.prefetches()["hits"] == 1
+    assert engine.replicas()["hits"] == 1
     await engine.close()
 
 
-async def test_a_prefetch_that_hangs_holds_nobody_up() -> None:
+async def test_a_copy_that_hangs_holds_nobody_up() -> None:
     class Hangs(LocalExecutor):
-        """Whose prefetches never end."""
+        """Whose copies never end."""
 
         asked = asyncio.Event()
 
-        async def prefetch(
-            self, function: FunctionSpec, service: str, node: str, chunk: tuple[int, int], evict: tuple[str, ...]
-        ) -> bool:
+        async def replicate(self, function: FunctionSpec, service: str, node: str, chunk: tuple[int, int]) -> bool:
             self.asked.set()
             await asyncio.Event().wait()
             return True
 
     runtime = ScriptedRuntime(lambda execution: ScriptStep(held=execution.action.id != "c"))
     executor = Hangs({RuntimeKind.EXEC: runtime})
-    engine = on_one_device(executor)
+    engine = on_two_devices(executor)
     await engine.start()
     call = Call(function=FUNCTION, input={}, log=Silent())
-    actions = [
-        action("a", {"gpu": 1}, service="first"),
-        action("b", {"gpu": 1}, service="second"),
-        action("c", {"gpu": 1}, service="second"),
-    ]
-    futures = engine.submit([Submission(action=one, call=call) for one in actions])
+    first, *later = (Submission(action=action(name, {"gpu": 1}, service="judge"), call=call) for name in "abc")
     async with asyncio.timeout(5):
+        futures = engine.submit([first])
         await executor.asked.wait()
-        runtime.let_go("a")
+        futures += engine.submit(later)
         await runtime.begun("b")
         runtime.let_go("b")
+        runtime.let_go("a")
         settled = await asyncio.gather(*futures)
         await engine.close()
     assert [one.outcome.state for one in settled] == [State.SUCCEEDED] * 3
-    assert engine.prefetches() == {"started": 1, "under_way": 0, "hits": 0, "wasted": 0, "failed": 1}
+    assert engine.replicas() == {"started": 1, "under_way": 0, "hits": 0, "wasted": 0, "failed": 1}
 
 
 @dataclass

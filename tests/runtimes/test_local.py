@@ -128,30 +128,26 @@ async def test_the_end_of_a_trajectory_reaches_every_runtime() -> None:
     assert runtime.seen == [("end_trajectory", "t")]
 
 
-async def test_a_prefetch_reaches_a_runtime_that_can_and_its_failure_is_an_answer() -> None:
+async def test_a_copy_is_asked_of_a_runtime_that_can_make_it_and_its_failure_is_an_answer() -> None:
     class Broken(ScriptedRuntime):
-        """Cannot bring anything in."""
+        """Cannot copy anything."""
 
-        async def prefetch(
-            self, function: FunctionSpec, service: str, chunk: tuple[int, int], evict: tuple[str, ...]
-        ) -> bool:
+        async def replicate(self, function: FunctionSpec, service: str, chunk: tuple[int, int]) -> bool:
             raise ActionFailed(Reason.MODEL_ERROR, "no checkpoint", component="fake")
 
     class Hangs(ScriptedRuntime):
-        """Brings nothing in, ever."""
+        """Never ends."""
 
-        async def prefetch(
-            self, function: FunctionSpec, service: str, chunk: tuple[int, int], evict: tuple[str, ...]
-        ) -> bool:
+        async def replicate(self, function: FunctionSpec, service: str, chunk: tuple[int, int]) -> bool:
             await asyncio.Event().wait()
             return True
 
     async def answer(runtime: ScriptedRuntime) -> bool:
         executor = LocalExecutor({RuntimeKind.EXEC: runtime}, deadlines=Deadlines(prepare_s=0.02))
-        return await executor.prefetch(FUNCTION, "judge", "n", (0, 1), ())
+        return await executor.replicate(FUNCTION, "judge", "n", (0, 1))
 
     able, full = ScriptedRuntime(), ScriptedRuntime()
     full.has_room = False
     assert [await answer(runtime) for runtime in (able, full, Broken(), Hangs())] == [True, False, False, False]
-    assert able.seen == [("prefetch", "judge")]
-    assert not await LocalExecutor({}).prefetch(FUNCTION, "judge", "n", (0, 1), ())
+    assert able.seen == [("replicate", "judge")]
+    assert not await LocalExecutor({}).replicate(FUNCTION, "judge", "n", (0, 1))

@@ -16,9 +16,9 @@ from manager.events import (
     Finished,
     NodeJoined,
     NodeLost,
-    Prefetch,
-    PrefetchEnded,
     Refuse,
+    ReplicaEnded,
+    Replicate,
     ResidencyReported,
     Resize,
     Settle,
@@ -237,7 +237,7 @@ class Late:
 
 
 class Residents:
-    """A service is found in place only where it was brought, one at a time, and evicts only beside what computes.
+    """A service is found in place only where it was brought; copies travel one at a time, to idle devices only.
 
     What the core believes may be less than what is there, never more: it is told of every failure and every report.
     What failed to arrive is not asked for again before an action has restored it there.
@@ -247,7 +247,7 @@ class Residents:
         #: (node, first device, size) -> services that may be there, and those that failed to come.
         self._there: dict[Place, set[str]] = defaultdict(set)
         self._failed: dict[Place, set[str]] = defaultdict(set)
-        self._under_way: dict[int, Prefetch] = {}
+        self._under_way: dict[int, Replicate] = {}
         #: Those of them that are there whether they arrive or not: an action restores it, or the node says so.
         self._begun: set[int] = set()
         self._busy: dict[str, tuple[str, Place]] = {}
@@ -256,7 +256,7 @@ class Residents:
         match event:
             case NodeLost():
                 self._lose(event.node)
-            case PrefetchEnded():
+            case ReplicaEnded():
                 self._end(event)
             case ResidencyReported():
                 for service, start, size in event.copies:
@@ -270,8 +270,8 @@ class Residents:
                     self._busy.pop(command.settlement.action.id, None)
                 case Execute():
                     self._execute(command.action, command.lease)
-                case Prefetch():
-                    self._prefetch(command)
+                case Replicate():
+                    self._replicate(command)
                 case _:
                     pass
 
@@ -285,17 +285,17 @@ class Residents:
         self._under_way = {number: one for number, one in self._under_way.items() if one.node != node}
         self._busy = {key: held for key, held in self._busy.items() if held[1][0] != node}
 
-    def _end(self, event: PrefetchEnded) -> None:
-        prefetch = self._under_way.pop(event.number, None)
-        if prefetch is None:
+    def _end(self, event: ReplicaEnded) -> None:
+        replica = self._under_way.pop(event.number, None)
+        if replica is None:
             return
-        place = (prefetch.node, *prefetch.chunk)
+        place = (replica.node, *replica.chunk)
         if event.done:
-            self._there[place].add(prefetch.service)
+            self._there[place].add(replica.service)
             return
-        self._failed[place].add(prefetch.service)
+        self._failed[place].add(replica.service)
         if event.number not in self._begun:
-            self._there[place].discard(prefetch.service)
+            self._there[place].discard(replica.service)
 
     def _execute(self, action: Action, lease: Lease) -> None:
         grant = lease.grants.get("gpu")
@@ -320,15 +320,12 @@ class Residents:
             if (one.service, one.node, *one.chunk) == (service, *place)
         }
 
-    def _prefetch(self, command: Prefetch) -> None:
+    def _replicate(self, command: Replicate) -> None:
         place = (command.node, *command.chunk)
         for other in self._under_way.values():
             assert not _meet(place, (other.node, *other.chunk)), f"{command} beside {other}"
-        beside = [(service, where) for service, where in self._busy.values() if _meet(place, where)]
-        assert beside or not command.evict, f"{command} evicts, and nothing computes beside it"
-        assert (command.service, place) not in beside, f"{command} computes there"
+        assert not any(_meet(place, where) for _, where in self._busy.values()), f"{command}: its devices are not idle"
         assert command.service not in self._failed[place], f"{command} failed there before"
-        self._evict(place, command.evict)
         self._under_way[command.number] = command
         self._there[place].add(command.service)
 

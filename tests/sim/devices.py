@@ -6,7 +6,7 @@ import random
 
 from manager.config import ManagerSpec
 from manager.core.core import Core
-from manager.events import Command, Event, Execute, Finished, NodeLost, Prefetch, PrefetchEnded, ResidencyReported
+from manager.events import Command, Event, Execute, Finished, NodeLost, ReplicaEnded, Replicate, ResidencyReported
 
 #: (service, first device, size), counted on a node.
 Copy = tuple[str, int, int]
@@ -21,7 +21,7 @@ class Devices:
         self._held: dict[str, set[Copy]] = {node.name: set() for node in spec.nodes}
         #: What runs, by action and try: its node, its copy, and what goes for it.
         self._runs: dict[tuple[str, int], tuple[str, Copy, tuple[str, ...]]] = {}
-        self._under_way: dict[int, Prefetch] = {}
+        self._under_way: dict[int, Replicate] = {}
 
     def obey(self, commands: list[Command]) -> None:
         """Begin what the core asks for."""
@@ -33,7 +33,7 @@ class Devices:
                     if grant is not None and grant.chunk is not None and action.service is not None and leads:
                         copy = (action.service, *grant.chunk)
                         self._runs[action.id, action.attempt] = lease.node, copy, grant.evict
-                case Prefetch():
+                case Replicate():
                     self._under_way[command.number] = command
                 case _:
                     pass
@@ -47,29 +47,22 @@ class Devices:
                 node, copy, evict = self._runs.pop((event.action_id, event.attempt))
                 self._end(node, copy, evict)
                 return self._report(node)
-            case PrefetchEnded() if event.number in self._under_way:
-                prefetch = self._under_way.pop(event.number)
-                self._evict(prefetch.node, prefetch.chunk, prefetch.evict)
+            case ReplicaEnded() if event.number in self._under_way:
+                replica = self._under_way.pop(event.number)
                 if event.done:
-                    self._held[prefetch.node].add((prefetch.service, *prefetch.chunk))
-                return self._report(prefetch.node)
+                    self._held[replica.node].add((replica.service, *replica.chunk))
+                return self._report(replica.node)
             case _:
                 pass
         return None
 
     def has_room(self, number: int) -> bool:
-        """Whether what is under way fits once it has arrived, beside everything that may not go for it."""
-        prefetch = self._under_way.get(number)
-        if prefetch is None:
+        """Return whether what is under way fits beside everything that is there: nothing goes for it."""
+        replica = self._under_way.get(number)
+        if replica is None:
             return False
-        copy, held = (prefetch.service, *prefetch.chunk), self._held[prefetch.node]
-        gone = {
-            one
-            for one in held
-            if one[0] in prefetch.evict and _meet(one, copy) and not self._in_use(prefetch.node, one)
-        }
-        running = {one for node, one, _ in self._runs.values() if node == prefetch.node}
-        return self._fits(prefetch.node, (held - gone) | running | {copy})
+        running = {one for node, one, _ in self._runs.values() if node == replica.node}
+        return self._fits(replica.node, self._held[replica.node] | running | {(replica.service, *replica.chunk)})
 
     def check(self, core: Core) -> None:
         """Of devices on which nothing computes or arrives the core believes no more than what is there."""

@@ -31,9 +31,9 @@ from manager.events import (
     Finished,
     NodeJoined,
     NodeLost,
-    Prefetch,
-    PrefetchEnded,
     Reconfigured,
+    ReplicaEnded,
+    Replicate,
     ResidencyReported,
     Resize,
     Settle,
@@ -189,7 +189,6 @@ class World:
                 strict=chance.random() < 0.1,
                 max_queued=chance.choice((15, 1000)),
                 queue_window=chance.choice((4, 2048)),
-                prefetch=chance.random() < 0.9,
                 replicate=chance.random() < 0.7,
             ),
         )
@@ -350,7 +349,7 @@ class World:
                     self._begin(command)
                 case Abort():
                     self._kill(command)
-                case Prefetch():
+                case Replicate():
                     self._bring(command)
                 case WakeAt():
                     self._wake_s = command.instant_s
@@ -368,15 +367,15 @@ class World:
                 self._at(self._now_s + ran_s * chance.uniform(0, 1), lambda: self._child(key, action))
         self._at(self._now_s + (action.timeout_s if hangs else ran_s), self._outcome(key, hangs))
 
-    def _bring(self, command: Prefetch) -> None:
+    def _bring(self, command: Replicate) -> None:
         """It arrives sooner or later, or does not; an answer may come twice."""
         for _ in range(self._random.choice((1, 1, 1, 2))):
             lucky = self._random.random() < 0.8
             instant_s = self._now_s + self._random.choice((0.0, 0.1, 0.4, 3.0))
             self._at(instant_s, lambda lucky=lucky: self._brought(command.number, lucky))  # type: ignore[misc]
 
-    def _brought(self, number: int, lucky: bool) -> PrefetchEnded:
-        return PrefetchEnded(number=number, done=lucky and (self._devices is None or self._devices.has_room(number)))
+    def _brought(self, number: int, lucky: bool) -> ReplicaEnded:
+        return ReplicaEnded(number=number, done=lucky and (self._devices is None or self._devices.has_room(number)))
 
     def _child(self, key: tuple[str, int], parent: Action) -> Event | None:
         """A running action invokes another and goes on for a while."""

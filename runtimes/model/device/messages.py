@@ -69,11 +69,9 @@ class Placed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restore:
-    """Restore a service beside what computes if it fits once ``evict`` is gone; answered by whether it did."""
+    """Bring a service in beside what computes if it fits; answered by whether it did."""
 
     place: Placed
-    #: Services that the manager chose to evict for it; nothing else goes.
-    evict: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

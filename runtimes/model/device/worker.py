@@ -91,14 +91,13 @@ def _control(engine: DeviceEngine, asked: object) -> tuple[object, Usage]:
 
 def _restore(engine: DeviceEngine, asked: Restore) -> tuple[object, Usage]:
     """Return whether the service is in place. One that does not fit evicts nothing."""
-    evicted = engine.evict(asked.evict) if asked.evict else ()
     try:
         loaded, cold, _ = engine.restore(asked.place, gentle=True)
         loaded.transfer.finish()
         engine.make_ready(asked.place)
     except (DoesNotFit, Dropped):
-        return False, Usage(evicted=evicted)
-    return True, Usage(restored=cold, restore_bytes=loaded.shard.size_bytes if cold else 0, evicted=evicted)
+        return False, Usage()
+    return True, Usage(restored=cold, restore_bytes=loaded.shard.size_bytes if cold else 0)
 
 
 def _run(pipe: MessagePipe, engine: DeviceEngine, number: int, asked: RunBatch) -> tuple[object, Usage]:

@@ -58,11 +58,8 @@ class ModelBackend(Protocol):
         """Check one action's input before it joins a batch; raises InvalidInput, or ActionFailed."""
         ...
 
-    async def restore(self, service: str, function: FunctionSpec, chunk: Chunk, evict: tuple[str, ...]) -> bool:
-        """Make the service resident without computing (prefetch), once ``evict`` is gone there.
-
-        Nothing else is evicted: return False if it does not fit beside what is there.
-        """
+    async def restore(self, service: str, function: FunctionSpec, chunk: Chunk) -> bool:
+        """Make the service resident without computing; return False if it does not fit beside what is there."""
         ...
 
     async def execute(self, job: ModelJob, restored: Callable[[], None]) -> Answers:

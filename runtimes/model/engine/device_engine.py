@@ -238,7 +238,7 @@ class DeviceEngine:
         return image
 
     def make_ready(self, place: Placed) -> None:
-        """Build the model of a service that was restored ahead, unless something computes.
+        """Build the model of a service that was restored without computing, unless something computes.
 
         Not beside it: that would slow it down, and transformers changes torch's default dtype of all threads meanwhile.
         """

@@ -91,7 +91,7 @@ class ExternalBackend:
             )
         return ModelRequest(function=function, input=given)
 
-    async def restore(self, service: str, function: FunctionSpec, chunk: Chunk, evict: tuple[str, ...]) -> bool:
+    async def restore(self, service: str, function: FunctionSpec, chunk: Chunk) -> bool:
         await self._wake(self._server(service, function), chunk)
         return True
 

@@ -100,15 +100,15 @@ class Fleet:
         assert isinstance(results, list)
         return results, [rank.usage for rank in done]
 
-    async def prefetch(self, chunk: Chunk, image: ImageRef, place: Placed, evict: tuple[str, ...]) -> bool:
-        """Restore beside what computes, once ``evict`` is gone; False if it does not fit or a process was lost.
+    async def restore(self, chunk: Chunk, image: ImageRef, place: Placed) -> bool:
+        """Restore without computing; return False if it does not fit or a process was lost.
 
         A slow rank is waited for, not killed: it computes for another action.
         """
         self._check(chunk)
         await self._attach(chunk, image)
         asked = (
-            self._ask(index, Restore(place=_placed(place, rank, chunk), evict=evict), None, patient=True)
+            self._ask(index, Restore(place=_placed(place, rank, chunk)), None, patient=True)
             for rank, index in enumerate(_members(chunk))
         )
         answers = await asyncio.gather(*asked, return_exceptions=True)

@@ -99,10 +99,10 @@ class TorchBackend:
             encoded = await self._encode(function, given, known)
         return ModelRequest(function=function, input=given, admitted=encoded)
 
-    async def restore(self, service: str, function: FunctionSpec, chunk: Chunk, evict: tuple[str, ...]) -> bool:
+    async def restore(self, service: str, function: FunctionSpec, chunk: Chunk) -> bool:
         known = await self.images.look(_key(model_of(function)))
         async with self.images.hold(known) as image:
-            return await self.fleet.prefetch(chunk, image, _placed(service, image), evict)
+            return await self.fleet.restore(chunk, image, _placed(service, image))
 
     async def execute(self, job: ModelJob, restored: Callable[[], None]) -> Answers:
         with _failing_the_action():

@@ -157,6 +157,10 @@ def test_a_directory_is_its_server_file_and_its_functions(tmp_path: Path) -> Non
         ("resources: {a: {kind: quota, limit: 1}}", "resources.a.period: is required"),
         ("tasks: {t: {caps: {gpuu: 1}}}", "tasks.t.caps.gpuu: 'gpuu' is no resource; did you mean 'gpu'?"),
         ("scheduler: {policy: adaptiv}", "did you mean 'adaptive'?"),
+        (
+            "scheduler: {prefetch: true}",
+            "1: scheduler.prefetch: is gone, as looking ahead made learned workloads slower: remove it",
+        ),
         ("scheduler: {policy: {cpuu: price}}", "'cpuu' is no resource; did you mean 'cpu'?"),
         ("server: {host: 0.0.0.0}", "no server.token"),
         ("server: {token_file: nowhere}", "cannot be read"),

@@ -105,13 +105,12 @@ def test_what_was_reported_of_a_chunk_in_use_is_believed_once_it_is_free() -> No
 
 
 def test_what_was_reported_before_a_chunk_was_taken_is_old_news_when_it_is_free() -> None:
-    gpus = pool(1)
-    gpus.acquire(PoolRequest(holder="x", units=1, service="a"), 0.0)
-    assert gpus.prefetch("c", (0, 1), lambda _: False) is not None
-    gpus.release("x", 1.0)
-    gpus.report("n0", [])
-    gpus.acquire(PoolRequest(holder="y", units=1, service="b"), 1.0)
-    gpus.prefetched("c", (0, 1), True)
+    gpus = pool(2)
+    gpus.acquire(PoolRequest(holder="x", units=1, service="c"), 0.0)
+    (replica,) = gpus.replicate(0.0)
+    gpus.report("n0", [("c", 0, 1)])
+    gpus.acquire(PoolRequest(holder="y", units=1, service="b", chunk=(1, 1)), 1.0)
+    gpus.replicated(replica, True)
     gpus.release("y", 2.0)
     assert "b" in gpus.chunk_view(0.0).resident
 

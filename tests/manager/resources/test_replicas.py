@@ -8,7 +8,7 @@ import pytest
 
 from manager.config import NodeSpec, ServiceSpec
 from manager.resources.gpu import GpuPool
-from manager.resources.pool import PoolRequest
+from manager.resources.pool import PoolRequest, Replica
 
 
 def service(name: str, size: int, *, replicable: bool = True) -> ServiceSpec:
@@ -35,13 +35,14 @@ def run(gpus: GpuPool, holder: str, name: str, chunk: tuple[int, int] = (0, 1), 
 
 def copied(gpus: GpuPool, now_s: float = 0.0) -> list[tuple[str, str, tuple[int, int]]]:
     """(service, node, chunk on the node) of what is asked for now."""
-    found = [(ahead.service, ahead.node, ahead.chunk) for _, ahead in gpus.replicate(now_s)]
+    found = [(replica.service, replica.node, replica.chunk) for replica in gpus.replicate(now_s)]
     gpus.check()
     return found
 
 
 def arrive(gpus: GpuPool, name: str, chunk: tuple[int, int], *, done: bool = True) -> None:
-    gpus.prefetched(name, chunk, done)
+    """End a copy on the first node."""
+    gpus.replicated(Replica(name, "n0", chunk, chunk), done)
     gpus.check()
 
 
@@ -52,7 +53,17 @@ def test_what_is_in_use_is_copied_to_every_idle_device_that_has_room() -> None:
     assert copied(gpus) == [], "each is on its way"
     arrive(gpus, "b", (1, 1))
     assert run(gpus, "y", "b", (1, 1))
-    assert gpus.prefetches["hits"] == 1
+    assert gpus.replicas == {"started": 3, "under_way": 2, "hits": 1, "wasted": 0, "failed": 0}
+
+
+def test_a_copy_that_is_still_under_way_is_found_as_well() -> None:
+    gpus = pool()
+    run(gpus, "x", "b")
+    assert copied(gpus) == [("b", "n0", (1, 1))]
+    assert run(gpus, "y", "b", (1, 1))
+    assert (gpus.replicas["hits"], gpus.replicas["under_way"]) == (0, 1), "it may still fail"
+    arrive(gpus, "b", (1, 1))
+    assert (gpus.replicas["hits"], gpus.replicas["under_way"]) == (1, 0)
 
 
 def test_the_copies_have_the_width_of_the_last_use() -> None:
@@ -87,7 +98,7 @@ def test_nothing_goes_for_a_copy_and_it_goes_before_everything_that_was_used() -
     assert run(gpus, "w", "c", (1, 1), now_s=1.0)
     gpus.release("z", 1.0)
     assert not run(gpus, "v", "c", now_s=1.0), "the copy made room, b stayed"
-    assert gpus.prefetches["wasted"] == 1
+    assert gpus.replicas["wasted"] == 1
 
 
 def test_room_is_left_for_every_service_that_is_nowhere() -> None:
@@ -120,4 +131,43 @@ def test_a_copy_that_does_not_arrive_is_not_tried_again_and_not_counted_on(meanw
         arrive(gpus, "b", (1, 1), done=False)
         assert copied(gpus) == []
         assert not run(gpus, "y", "b", (1, 1)), "the action restores it"
-    assert gpus.prefetches["failed"] == 1
+    assert (gpus.replicas["hits"], gpus.replicas["failed"]) == (0, 1)
+    assert (1, 1) in gpus.chunk_view(0.0).resident["b"], "the action restores it itself"
+
+
+def test_a_copy_is_tried_again_once_an_action_has_restored_the_service_there() -> None:
+    gpus = pool(services=(service("b", 40), service("large", 90)))
+    gpus.learn({"large": service("large", 20)})
+    run(gpus, "x", "b")
+    assert copied(gpus) == [("b", "n0", (1, 1))]
+    arrive(gpus, "b", (1, 1), done=False)
+    assert not run(gpus, "y", "b", (1, 1))
+    gpus.release("y", 0.0)
+    gpus.learn({"large": service("large", 90)})
+    assert not run(gpus, "z", "large", (1, 1)), "b goes"
+    gpus.release("z", 0.0)
+    gpus.learn({"large": service("large", 20)})
+    assert ("b", "n0", (1, 1)) in copied(gpus)
+
+
+def test_a_report_that_lags_behind_does_not_undo_what_is_under_way() -> None:
+    gpus = pool()
+    run(gpus, "x", "b")
+    assert copied(gpus) == [("b", "n0", (1, 1))]
+    gpus.report("n0", [("b", 0, 1)])
+    assert (1, 1) in gpus.chunk_view(0.0).resident["b"]
+    arrive(gpus, "b", (1, 1))
+    gpus.report("n0", [("b", 0, 1)])
+    assert gpus.chunk_view(0.0).resident == {"b": ((0, 1),)}, "now it should be there, and is not"
+
+
+def test_a_lost_node_takes_what_was_under_way_with_it() -> None:
+    gpus = pool()
+    run(gpus, "x", "b")
+    assert copied(gpus) == [("b", "n0", (1, 1))]
+    gpus.release("x", 1.0)
+    gpus.leave("n0")
+    gpus.join(NodeSpec(name="n0", numa=(), memory_bytes=0, devices=2, device_bytes=100))
+    arrive(gpus, "b", (1, 1))
+    assert gpus.chunk_view(0.0).resident == {}
+    assert gpus.replicas["wasted"] == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar
 
 import pytest
 
@@ -105,60 +104,55 @@ def test_learning_comes_close_to_exact_profiles_after_one_step() -> None:
     assert sum(r.act_s for r in learned.records) <= 1.1 * sum(r.act_s for r in oracle.records)
 
 
-def crowded(*, restore_s: float = 1.0) -> Workload:
-    """Nine models, one after the other, on one device that holds two."""
-    names = [f"judge-{index}" for index in range(9)]
-    services = {
-        name: ServiceSpec(name=name, bytes_by_dop={1: 30 * 10**9}, restore_s_by_dop={1: restore_s}) for name in names
-    }
-    trajectories = tuple(
-        TracedTrajectory(
-            id=name,
-            steps=(
-                TraceStep(think_s=0.0, function="judge", cost={"gpu": UnitSet.fixed(1)}, t_ori_s=4.0, service=name),
-            ),
-        )
-        for name in names
-    )
-    return Workload(name="crowded", trajectories=trajectories, services=services)
+def followed(service: str | None, *, restore_s: float, after_s: float) -> Workload:
+    """A request of four seconds to a model, and another one ``after_s`` later, to ``service`` or to none."""
+    step = TraceStep(think_s=0.0, function="judge", cost={"gpu": UnitSet.fixed(1)}, t_ori_s=4.0, service="judge")
+    first = TracedTrajectory(id="first", steps=(step,))
+    second = TracedTrajectory(id="second", arrival_s=after_s, steps=(replace(step, service=service),))
+    judge = ServiceSpec(name="judge", bytes_by_dop={1: 30 * 10**9}, restore_s_by_dop={1: restore_s})
+    return Workload(name="followed", trajectories=(first, second), services={"judge": judge})
 
 
-def total(run_: SimulationRun) -> tuple[float, float]:
-    """The overhead and the execution of all actions together."""
-    return sum(record.overhead_s for record in run_.records), sum(record.execution_s for record in run_.records)
+TWO = Size(nodes=1, cores=0, gpus=2)
 
 
-def test_what_is_restored_ahead_of_its_use_is_no_overhead_and_slows_what_computes() -> None:
-    workload, one = crowded(), Size(nodes=1, cores=0, gpus=1, prefetch=True)
-    without = simulate(workload, "price", replace(one, prefetch=False))
-    free = simulate(workload, "price", one, physics=Physics(prefetch_slowdown=1.0))
-    dear = simulate(workload, "price", one, physics=Physics(prefetch_slowdown=2.0))
-    assert total(without) == pytest.approx((9.0, 36.0)), "nine restores"
-    assert (free.prefetches, free.prefetch_hits, free.restores) == (8, 8, 1)
-    assert total(free) == pytest.approx((1.0, 36.0))
-    assert total(dear) == pytest.approx((1.0, 40.0)), "each second of a restore costs half a second of work"
+def second(run_: SimulationRun) -> tuple[float, float]:
+    """Return the overhead and the execution of the later request."""
+    return next((one.overhead_s, one.execution_s) for one in run_.records if one.trajectory == "second")
 
 
-def test_what_travels_beside_an_action_does_not_change_the_units_that_it_is_said_to_have_had() -> None:
+def test_a_copy_in_free_memory_spares_the_next_request_its_restore() -> None:
+    workload = followed("judge", restore_s=1.0, after_s=2.0)
+    without, copied = (simulate(workload, "price", replace(TWO, replicate=each)) for each in (False, True))
+    assert second(without) == pytest.approx((1.0, 4.0))
+    assert second(copied) == pytest.approx((0.0, 4.0))
+    assert (without.restores, without.replicas) == (2, 0)
+    assert (copied.restores, copied.replicas, copied.replica_hits) == (1, 1, 1)
+
+
+@pytest.mark.parametrize(("slowdown", "execution_s"), [(1.0, 4.0), (2.0, 5.5)])
+def test_what_starts_where_a_copy_is_arriving_is_slowed_but_keeps_its_units(
+    slowdown: float, execution_s: float
+) -> None:
     class Watching(Oracle):
-        units: ClassVar[list[float]] = []
+        def __init__(self) -> None:
+            super().__init__(1.0)
+            self.units: list[float] = []
 
         def observe(self, settlement: Settlement) -> None:
             self.units.append(settlement.outcome.usage["mean_units"])
 
-    simulate(crowded(), "price", Size(nodes=1, cores=0, gpus=1, prefetch=True), knowledge=Watching())
-    assert Watching.units == pytest.approx([1.0] * 9)
+    watching = Watching()
+    workload = followed(None, restore_s=4.0, after_s=1.0)
+    run_ = simulate(workload, "price", TWO, physics=Physics(replica_slowdown=slowdown), knowledge=watching)
+    assert second(run_) == pytest.approx((0.0, execution_s)), "each second of a copy costs half a second of work"
+    assert watching.units == pytest.approx([1.0] * 2)
 
 
-def test_an_action_waits_for_the_rest_of_what_is_on_its_way() -> None:
-    late = simulate(
-        crowded(restore_s=6.0),
-        "price",
-        Size(nodes=1, cores=0, gpus=1, prefetch=True),
-        physics=Physics(prefetch_slowdown=1.0),
-    )
-    assert late.restores == 1
-    assert total(late) == pytest.approx((6.0 + 8 * 2.0, 36.0)), "two of the six seconds are left each time"
+def test_a_request_waits_for_the_rest_of_a_copy_that_is_on_its_way() -> None:
+    run_ = simulate(followed("judge", restore_s=6.0, after_s=2.0), "price", TWO)
+    assert run_.restores == 1
+    assert second(run_) == pytest.approx((4.0, 4.0)), "four of the six seconds are left"
 
 
 def judged(works_s: Sequence[float], *, tokens: int) -> Workload:
@@ -187,9 +181,7 @@ def judged(works_s: Sequence[float], *, tokens: int) -> Workload:
 @pytest.mark.parametrize(("marginal", "batch_s"), [(1.0, 6.0), (0.5, 4.5), (0.0, 3.0)])
 def test_the_members_of_a_batch_end_together_after_what_each_adds(marginal: float, batch_s: float) -> None:
     workload = judged([4.0, 1.0, 2.0, 3.0], tokens=1000)
-    run_ = simulate(
-        workload, "price", Size(nodes=1, cores=0, gpus=1, prefetch=False), physics=Physics(batch_marginal=marginal)
-    )
+    run_ = simulate(workload, "price", Size(nodes=1, cores=0, gpus=1), physics=Physics(batch_marginal=marginal))
     records = {record.trajectory: record for record in run_.records}
     first, *batch = (records[f"t{index}"] for index in range(4))
     assert {(round(one.ended_s, 9), round(one.execution_s, 9)) for one in batch} == {

@@ -247,14 +247,14 @@ def test_other_weights_are_not_restored_over_those_that_compute(checkpoint: Writ
     replaced = replace(place, image_id=device.place(checkpoint("llama", "lm", 1), "lm").image_id)
     met: list[BaseException] = []
 
-    def prefetch() -> None:
+    def restore_other() -> None:
         try:
             device.engine.restore(replaced)
         except DoesNotFit as error:
             met.append(error)
 
     asked = RunBatch(place=place, items=tuple(items(ModelAction.LOGPROBS)), budget_tokens=20)
-    device.engine.run(asked, restored=prefetch, progress=lambda: None)
+    device.engine.run(asked, restored=restore_other, progress=lambda: None)
     assert met
 
 

@@ -226,16 +226,16 @@ async def test_a_checkpoint_replaced_on_disk_is_noticed(
     assert rows[0] == pytest.approx(plain_logprobs(checkpoint("qwen3", "lm", 1), IDS[0]), abs=1e-5)
 
 
-async def test_a_prefetched_service_is_found_in_place(checkpoint: Write, runtime: ModelRuntime) -> None:
+async def test_a_service_that_was_copied_is_found_in_place(checkpoint: Write, runtime: ModelRuntime) -> None:
     first, second = teacher(checkpoint), function(checkpoint("llama", "lm"), ModelAction.LOGPROBS, (1, 2))
     busy = asyncio.create_task(runtime.execute(execution(first, GIVEN, (0, 2))))
     assert second.model is not None
-    assert await runtime.prefetch(second, second.model.service, (0, 2))
+    assert await runtime.replicate(second, second.model.service, (0, 2))
     await busy
     assert (await runtime.execute(execution(second, GIVEN, (0, 2)))).usage["restored"] == 0.0
 
 
-async def test_a_prefetch_evicts_what_the_manager_names_and_nothing_else(
+async def test_nothing_is_evicted_for_a_copy(
     checkpoint: Write, settings: ModelSettings, fork_server: ForkServer
 ) -> None:
     first, second = teacher(checkpoint), function(checkpoint("llama", "lm"), ModelAction.LOGPROBS)
@@ -245,11 +245,8 @@ async def test_a_prefetch_evicts_what_the_manager_names_and_nothing_else(
     await sizing.close()
     runtime = ModelRuntime(replace(settings, devices=1, device_bytes=int(1.5 * size)), fork_server=fork_server)
     await runtime.execute(execution(first, GIVEN))
-    there, wanted = first.model.service, second.model.service
-    assert not await runtime.prefetch(second, wanted, (0, 1))
-    assert set(runtime.residency()) == {there}, "a hint costs nobody the place"
-    assert await runtime.prefetch(second, wanted, (0, 1), evict=(there,))
-    assert set(runtime.residency()) == {wanted}
+    assert not await runtime.replicate(second, second.model.service, (0, 1))
+    assert set(runtime.residency()) == {first.model.service}, "a hint costs nobody the place"
     await runtime.close()
 
 
