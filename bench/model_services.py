@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -28,8 +28,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from bench.gateway import GATEWAY, process
 from bench.model.checkpoints import TINY, write_checkpoint
 from bench.report import BenchReport, Figure, median, parser, percentile
-from gateway.client import AsyncClient, InvocationResult
 from runtimes.model.checkpoint.skeleton import Head
+from tangram import AsyncClient, InvocationResult
+from tangram.types import ModelDevice, ModelsInfo, ResourcesInfo
 
 SERVICES = 10
 DEVICES = 4
@@ -131,18 +132,19 @@ class OfferedLoad:
 
     async def kill(self) -> None:
         """SIGKILL the process of a device that computes, and wait until another one is in its place."""
-        device = await self._device(lambda each: each["running"] is not None)
-        os.kill(device["pid"], signal.SIGKILL)
-        self.killed = killed = KilledDevice(device["index"], time.time())
-        await self._device(lambda each: each["index"] == killed.device and each["alive"] and each["restarts"] > 0)
+        device = await self._device(lambda each: each.running is not None)
+        assert device.pid is not None
+        os.kill(device.pid, signal.SIGKILL)
+        self.killed = killed = KilledDevice(device.index, time.time())
+        await self._device(lambda each: each.index == killed.device and each.alive and each.restarts > 0)
         killed.back_s = time.time() - killed.instant_s
 
-    async def _device(self, wanted: Any) -> dict[str, Any]:
+    async def _device(self, wanted: Callable[[ModelDevice], bool]) -> ModelDevice:
         async with asyncio.timeout(60):
             while True:
-                for device in (await self.client.resources())["models"]["devices"]:
+                for device in (await self.client.resources()).models.devices:
                     if wanted(device):
-                        return dict(device)
+                        return device
                 await asyncio.sleep(0.005)
 
 
@@ -155,7 +157,7 @@ async def measure(directory: Path, options: Any, report: BenchReport) -> None:
         weights = [1 / (rank + 1) ** SKEW for rank in range(SERVICES)]
         load = OfferedLoad(client, random.Random(0), [f"service-{index}" for index in range(SERVICES)], weights)
         warm_s, cold_s = await load.calibrate()
-        before = (await client.resources())["models"]
+        before = (await client.resources()).models
         cores = len(os.sched_getaffinity(0))
         rate_per_s = LOAD * min(cores, DEVICES) / warm_s
         actions = min(ACTIONS_MAX, max(100, int(rate_per_s * (15 if options.quick else 90))))
@@ -183,28 +185,31 @@ def _configure(directory: Path) -> Path:
     return config
 
 
-def _report(report: BenchReport, load: OfferedLoad, before: Mapping[str, Any], resources: Mapping[str, Any]) -> None:
-    models, gpu = resources["models"], resources["pools"]["gpu"]
+def _report(report: BenchReport, load: OfferedLoad, before: ModelsInfo, resources: ResourcesInfo) -> None:
+    models, gpu = resources.models, resources.pools["gpu"]
     done = [one for one in load.answers if one.ok]
-    grown = {name: models[name] - before[name] for name in ("executions", "swaps", "evictions", "restored_bytes")}
+    grown = {
+        name: getattr(models, name) - getattr(before, name)
+        for name in ("executions", "swaps", "evictions", "restored_bytes")
+    }
     report.figure("actions", len(load.answers))
     for name, value in grown.items():
         report.figure(name, value)
     report.figure("hit_rate", 1 - grown["swaps"] / grown["executions"])
     resident = list(accumulate(sorted(load.weights, reverse=True)))[DEVICES * FIT - 1] / sum(load.weights)
     report.figure("share_of_what_fits", resident)
-    report.figure("prefetches", dict(gpu["prefetches"]))
+    report.figure("prefetches", dict(gpu.prefetches or {}))
     report.figure("in_a_batch", sum(one.usage["batch"] > 1 for one in done))
     report.figure("units", {str(k): v for k, v in sorted(Counter(one.units["gpu"] for one in done).items())})
     report.figure("act", _times(load, done))
     report.figure("services", {name: _service(load, name) for name in load.names})
-    report.figure("devices", {str(each["index"]): _device(each) for each in models["devices"]})
+    report.figure("devices", {str(each.index): _device(each) for each in models.devices})
     killed = load.killed
     assert killed is not None
     report.figure("killed", {"device": killed.device, "back_s": killed.back_s})
     for story, count in Counter(f"{one.reason}: {one.message}" for one in load.answers if not one.ok).items():
         report.note(f"{count} failed with {story}")
-    restarts = {each["index"]: each["restarts"] for each in models["devices"]}
+    restarts = {each.index: each.restarts for each in models.devices}
     report.check("failed_actions", len(load.answers) - len(done), 0, "lower")
     report.check("restarts_of_the_killed", restarts.pop(killed.device), 1, "higher")
     if max(restarts.values()):
@@ -241,10 +246,10 @@ def _service(load: OfferedLoad, name: str) -> dict[str, Figure]:
     }
 
 
-def _device(device: Mapping[str, Any]) -> dict[str, Figure]:
-    return {name: device[name] for name in ("executions", "swaps", "hit_rate", "restarts", "resident_bytes")} | {
-        "holds": " ".join(f"{Path(slot['service']).name}x{slot['chunk'][1]}" for slot in device["resident"])
-    }
+def _device(device: ModelDevice) -> dict[str, Figure]:
+    return {
+        name: getattr(device, name) for name in ("executions", "swaps", "hit_rate", "restarts", "resident_bytes")
+    } | {"holds": " ".join(f"{Path(slot.service).name}x{slot.chunk[1]}" for slot in device.resident)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -24,6 +24,7 @@ FACES: Mapping[str, Face] = {
     "invalid_input": Face(422, "INVALID_ARGUMENT", 65, "The input does not fit"),
     "invalid_config": Face(422, "INVALID_ARGUMENT", 78, "The configuration cannot be used"),
     "not_found": Face(404, "NOT_FOUND", 66, "No such thing"),
+    "trajectory_ended": Face(410, "FAILED_PRECONDITION", 66, "The trajectory has ended"),
     "conflict": Face(409, "FAILED_PRECONDITION", 73, "Not in this state"),
     "idempotency_key_reused": Face(422, "ALREADY_EXISTS", 65, "The key was used with another body"),
     "too_large": Face(413, "RESOURCE_EXHAUSTED", 65, "Too large"),

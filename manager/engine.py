@@ -203,9 +203,9 @@ class Engine:
         """Make the environment that the function describes, as `TrajectoryLifecycle.open` says."""
         await self._lifecycle.open(trajectory, task, function)
 
-    def check_trajectory(self, trajectory: str) -> None:
-        """Raise CapacityExceeded if this one may not begin now."""
-        self._lifecycle.check(trajectory)
+    def check_trajectory(self, trajectory: str, *, living: bool = False) -> None:
+        """Raise CapacityExceeded if it may not begin now; with ``living`` TrajectoryHasEnded if it would begin."""
+        self._lifecycle.check(trajectory, living=living)
 
     def adopt_trajectory(self, trajectory: str, task: str, *, memory_bytes: int, ttl_s: float) -> None:
         """Take in a trajectory whose environment lives already, for example after a restart."""

@@ -75,6 +75,12 @@ class Conflict(CodedError):
     code = "conflict"
 
 
+class TrajectoryHasEnded(CodedError):
+    """The caller expects a living trajectory, and it has ended: it was closed, or idle for too long."""
+
+    code = "trajectory_ended"
+
+
 class KeyReused(CodedError):
     """An Idempotency-Key came again with another body."""
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 
 from manager.core.core import Core
-from manager.errors import CapacityExceeded, CodedError, Conflict, Unsatisfiable
+from manager.errors import CapacityExceeded, CodedError, Conflict, TrajectoryHasEnded, Unsatisfiable
 from manager.events import Event, TrajectoryEnded, TrajectoryOpened
 from manager.executor import Executor
 from manager.function import FunctionSpec
@@ -51,8 +51,11 @@ class TrajectoryLifecycle:
             self._feed([TrajectoryEnded(trajectory=trajectory)])
             raise
 
-    def check(self, trajectory: str) -> None:
-        """Raise CapacityExceeded if a trajectory may not begin now."""
+    def check(self, trajectory: str, *, living: bool = False) -> None:
+        """Raise CapacityExceeded if it may not begin now; with ``living`` TrajectoryHasEnded if it would begin."""
+        known = self._core.trajectories.get(trajectory)
+        if living and (known is None or known.ending):
+            raise TrajectoryHasEnded(f"trajectory {trajectory!r} has ended", component="engine")
         crowded = self._core.crowded(trajectory)
         if crowded is not None:
             raise crowded

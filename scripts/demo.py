@@ -18,8 +18,8 @@ from pathlib import Path
 import httpx
 import orjson
 
-from gateway.client import AsyncClient, AsyncTrajectory, InvocationResult
 from scripts.demo_projects import PROJECTS, Project, checkout, fix
+from tangram import AsyncClient, AsyncTrajectory, InvocationResult
 
 ROOT = Path(__file__).resolve().parents[1]
 STATE = ROOT / ".demo"

@@ -20,7 +20,6 @@ TWINS = frozenset({"running.py"})
 #: What is called otherwise, besides `AsyncName` -> `Name`.
 NAMES = {
     "AsyncIterator": "Iterator",
-    "AsyncTrajectoryHandle": "TrajectoryHandle",
     "AsyncBaseTransport": "BaseTransport",
     "AsyncByteStream": "SyncByteStream",
     "AsyncHTTPTransport": "HTTPTransport",

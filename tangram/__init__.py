@@ -2,13 +2,13 @@
 
 from tangram.client import (
     AsyncClient,
-    AsyncTrajectoryHandle,
+    AsyncTrajectory,
     BatchCall,
     Client,
     InvocationResult,
     MapProgress,
     Retries,
-    TrajectoryHandle,
+    Trajectory,
 )
 from tangram.errors import (
     CapacityExceededError,
@@ -37,7 +37,7 @@ from tangram.types import FileEntry, Invocation, LogLine, Problem
 
 __all__ = [
     "AsyncClient",
-    "AsyncTrajectoryHandle",
+    "AsyncTrajectory",
     "BatchCall",
     "CapacityExceededError",
     "Client",
@@ -63,8 +63,8 @@ __all__ = [
     "TangramError",
     "TooLargeError",
     "TooSlowError",
+    "Trajectory",
     "TrajectoryEndedError",
-    "TrajectoryHandle",
     "UnauthorizedError",
     "UnreadableAnswerError",
     "UnsatisfiableError",

@@ -12,11 +12,7 @@ from typing import TypeVar
 
 from bench.report import percentile
 from bench.soak.gateway import SoakGateway
-from gateway.client import AsyncClient
-from gateway.client.requests import Retries
-from gateway.client.results import InvocationResult
-from manager.errors import CodedError, Conflict, NotFound
-from manager.outcome import State
+from tangram import AsyncClient, ConflictError, InvocationResult, NotFoundError, Retries, TangramError
 
 T = TypeVar("T")
 TRAJECTORIES = 10
@@ -131,9 +127,9 @@ class Traffic:
         while True:
             try:
                 return await ask()
-            except (NotFound, Conflict):
+            except (NotFoundError, ConflictError):
                 return None
-            except CodedError as error:
+            except TangramError as error:
                 self.repeated += 1
                 self._complaint = str(error)
                 await asyncio.sleep(min(error.retry_after_s or PAUSE_S, 5.0))
@@ -141,5 +137,5 @@ class Traffic:
     def _count(self, function: str, ended: InvocationResult) -> None:
         how = str(ended.state) if ended.reason is None else str(ended.reason)
         self.ends[function, how] += 1
-        if ended.state is not State.SUCCEEDED and (ended.reason is None or how == "internal"):
+        if not ended.ok and (ended.reason is None or how == "internal"):
             self.untyped.append(f"{ended.id}: {ended.state} {how} {ended.message}")

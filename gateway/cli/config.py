@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from gateway.cli.output import json_option, print_json, print_table, server_options
+from gateway.cli.output import json_option, plain, print_json, print_table, server_options
 from gateway.config.quantities import show_size
 
 _paths = click.argument("paths", nargs=-1, type=click.Path(path_type=Path))
@@ -126,8 +126,8 @@ def node(paths: tuple[Path, ...], as_json: bool) -> None:
 
 
 def _send(paths: tuple[Path, ...], own: bool, server: str, token: str, *, dry_run: bool) -> Mapping[str, Any]:
-    from gateway.client import Client
     from gateway.config import load
+    from tangram import Client
 
     files = None
     if own and paths:
@@ -138,7 +138,7 @@ def _send(paths: tuple[Path, ...], own: bool, server: str, token: str, *, dry_ru
             raise load.refusal(problems)
         files = {str(source.path.absolute()): source.text for source in sources}
     with Client(server, token=token) as client:
-        return client.apply(files, dry_run=dry_run)
+        return plain(client.apply(files, dry_run=dry_run))
 
 
 def _show(diff: Mapping[str, Any], as_json: bool) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import click
 import orjson
 
-from gateway.cli.output import json_option, print_json, print_table, server_options
-from gateway.client import Client
+from gateway.cli.output import json_option, plain, print_json, print_table, server_options
+from tangram import Client
 
 
 @click.group()
@@ -24,7 +24,7 @@ def list_letters(function: str | None, limit: int, server: str, token: str, as_j
     with Client(server, token=token) as client:
         found = list(client.list(function=function, dead=True, limit=limit))
     if as_json:
-        print_json([dict(each.record) for each in found])
+        print_json([plain(each) for each in found])
         return
     print_table(
         ("ID", "FUNCTION", "STATE", "REASON", "TRIES", "ENDED", "MESSAGE"),
@@ -32,8 +32,8 @@ def list_letters(function: str | None, limit: int, server: str, token: str, as_j
             (
                 each.id,
                 each.function,
-                each.state.value,
-                each.reason.value if each.reason else None,
+                each.state,
+                each.reason,
                 each.attempt,
                 each.ended_at.isoformat(timespec="seconds") if each.ended_at else None,
                 each.message,
@@ -50,9 +50,9 @@ def list_letters(function: str | None, limit: int, server: str, token: str, as_j
 def show(id: str, server: str, token: str, as_json: bool) -> None:
     """Show why an invocation is dead: each of its tries, and its input."""
     with Client(server, token=token) as client:
-        record = client.get(id).record
+        record = plain(client.get(id))
     if as_json:
-        print_json(dict(record))
+        print_json(record)
         return
     for attempt in record["attempts"]:
         click.echo(f"try {attempt['attempt']}: {attempt['state']} ({attempt['reason']}) {attempt['message']}")
@@ -70,7 +70,7 @@ def redrive(ids: tuple[str, ...], server: str, token: str, as_json: bool) -> Non
     with Client(server, token=token) as client:
         sent = [client.redrive(id) for id in ids]
     if as_json:
-        print_json([dict(each.record) for each in sent])
+        print_json([plain(each) for each in sent])
     else:
         for each in sent:
             click.echo(each.id)

@@ -11,6 +11,7 @@ import orjson
 from gateway.cli.output import (
     Duration,
     json_option,
+    plain,
     print_json,
     print_table,
     say,
@@ -18,9 +19,9 @@ from gateway.cli.output import (
     show_seconds,
     show_units,
 )
-from gateway.client import Client, InvocationResult, LogLine
 from gateway.errors import reason_face
-from manager.errors import CodedError
+from manager.errors import Reason
+from tangram import Client, InvocationResult, LogLine, TangramError
 
 #: Log lines shown of an invocation that failed.
 LAST_LINES = 20
@@ -63,7 +64,7 @@ def invoke(
             return show_end(client, result, as_json, told=False)
         result = client.submit(function, body, task=task, trajectory=trajectory, key=key, timeout_s=timeout_s)
         if detach:
-            print_json(dict(result.record)) if as_json else click.echo(result.id)
+            print_json(plain(result)) if as_json else click.echo(result.id)
             return 0
         say(result.id)
         try:
@@ -97,7 +98,7 @@ def ps(
     with Client(server, token=token) as client:
         found = list(client.list(function=function, task=task, trajectory=trajectory, state=state, limit=limit))
     if as_json:
-        print_json([dict(each.record) for each in found])
+        print_json([plain(each) for each in found])
         return
     print_table(
         ("ID", "FUNCTION", "TRAJECTORY", "STATE", "REASON", "QUEUE", "OVERHEAD", "EXECUTION", "UNITS"),
@@ -106,8 +107,8 @@ def ps(
                 each.id,
                 each.function,
                 each.trajectory,
-                each.state.value,
-                each.reason.value if each.reason else None,
+                each.state,
+                each.reason,
                 show_seconds(each.queue_s),
                 show_seconds(each.overhead_s),
                 show_seconds(each.execution_s),
@@ -131,13 +132,13 @@ def get(id: str, wait_s: float | None, server: str, token: str, as_json: bool) -
         except TimeoutError:
             result = client.get(id)
     if as_json:
-        print_json(dict(result.record))
+        print_json(plain(result))
     else:
-        for name, value in result.record.items():
+        for name, value in plain(result).items():
             if value not in (None, "", {}, []):
                 shown = value if isinstance(value, str) else orjson.dumps(value).decode()
                 click.echo(f"{name:<14} {shown}")
-    return reason_face(result.reason).exit
+    return exit_of(result)
 
 
 @click.command()
@@ -166,10 +167,10 @@ def cancel(ids: tuple[str, ...], server: str, token: str, as_json: bool) -> None
     with Client(server, token=token) as client:
         ended = [client.cancel(id) for id in ids]
     if as_json:
-        print_json([dict(each.record) for each in ended])
+        print_json([plain(each) for each in ended])
     else:
         for each in ended:
-            click.echo(f"{each.id} {each.state.value}")
+            click.echo(f"{each.id} {each.state}")
 
 
 def read_input(text: str) -> dict[str, object]:
@@ -189,22 +190,27 @@ def read_input(text: str) -> dict[str, object]:
 def show_end(client: Client, result: InvocationResult, as_json: bool, *, told: bool) -> int:
     """Print the result, and for a failure its story; the exit status. ``told``: its log was shown already."""
     if as_json:
-        print_json(dict(result.record))
+        print_json(plain(result))
     elif result.result is not None:
         print_json(result.result)
     if result.reason is not None:
-        say(f"{result.component}: {result.reason.value}: {result.message}")
+        say(f"{result.component}: {result.reason}: {result.message}")
         if not told:
             for line in last_lines(client, result.id):
                 print_line(line, err=True)
-    return reason_face(result.reason).exit
+    return exit_of(result)
+
+
+def exit_of(result: InvocationResult) -> int:
+    """The exit status of an invocation's end."""
+    return reason_face(None if result.reason is None else Reason(result.reason)).exit
 
 
 def last_lines(client: Client, id: str) -> list[LogLine]:
     """The end of the log; nothing where even that cannot be had."""
     try:
         return list(client.logs(id))[-LAST_LINES:]
-    except CodedError:
+    except TangramError:
         return []
 
 

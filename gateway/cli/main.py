@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 import click
 
 from gateway.cli.output import say
-from gateway.errors import face
+from gateway.errors import FACES
 from manager.errors import CodedError
+from tangram import TangramError
 
 #: Verb -> where it lives.
 VERBS: Mapping[str, str] = {
@@ -73,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
-    except CodedError as error:
+    except (CodedError, TangramError) as error:
         say(f"{error.component}: {error.code}: {error.message}")
         sys.exit(exit_status(error))
     except BrokenPipeError:
@@ -83,6 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(status if isinstance(status, int) else 0)
 
 
-def exit_status(error: CodedError) -> int:
+def exit_status(error: CodedError | TangramError) -> int:
     """The exit status of a refused request."""
-    return UNREACHABLE if error.code == "connection_failed" else face(error).exit
+    if error.code == "connection_failed":
+        return UNREACHABLE
+    return FACES.get(error.code, FACES["internal"]).exit

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import click
+import msgspec
 import orjson
 
 from gateway.config.quantities import duration_s, show_duration
@@ -50,6 +51,13 @@ def server_options(command: _Command) -> _Command:
 
 def print_json(value: object) -> None:
     click.echo(orjson.dumps(value, default=str, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS))
+
+
+def plain(answer: msgspec.Struct) -> dict[str, Any]:
+    """Return an answer of the gateway as JSON values: what was left out stays so."""
+    body = msgspec.to_builtins(answer)
+    assert isinstance(body, dict)
+    return body
 
 
 def say(text: str) -> None:

@@ -11,9 +11,8 @@ from typing import NoReturn
 import click
 from click.core import ParameterSource
 
-from gateway.cli.output import server_options
+from gateway.cli.output import plain, server_options
 from gateway.cli.trace_export import recorded
-from gateway.client import Client
 from gateway.config import load
 from gateway.machine import describe
 from manager.config import ManagerSpec
@@ -25,6 +24,7 @@ from manager.simulation.simulate import FINDABLE, Size, preset, run
 from manager.simulation.simulator import Physics
 from manager.simulation.trace import read_trace, write_trace
 from manager.simulation.workloads import PRESETS, Workload
+from tangram import Client
 
 #: What `--policy` is when it is not given: ours beside the paper's.
 DEFAULT_POLICIES = ("adaptive", "price", "paper")
@@ -170,7 +170,7 @@ def check(path: Path, as_json: bool) -> None:
 def export(task: str | None, limit: int, out: Path | None, server: str, token: str) -> None:
     """Write a gateway's recorded history as a trace."""
     with Client(server, token=token) as client:
-        functions = {str(body["name"]): body for body in client.functions()}
+        functions = {each.name: plain(each) for each in client.functions()}
         trajectories = recorded(client.list(task=task, state="succeeded", limit=limit), functions)
     text = "".join(f"{line}\n" for line in write_trace(trajectories))
     if out is None:

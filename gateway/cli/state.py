@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from gateway.cli.output import json_option, print_json, print_table, server_options, show_seconds
-from gateway.client import Client
+from gateway.cli.output import json_option, plain, print_json, print_table, server_options, show_seconds
+from tangram import Client
 
 
 @click.group()
@@ -22,7 +22,7 @@ def functions() -> None:
 def list_functions(server: str, token: str, as_json: bool) -> None:
     """List the functions."""
     with Client(server, token=token) as client:
-        found = client.functions()
+        found = [plain(each) for each in client.functions()]
     if as_json:
         print_json(found)
         return
@@ -39,7 +39,7 @@ def list_functions(server: str, token: str, as_json: bool) -> None:
 def show_function(name: str, server: str, token: str, as_json: bool) -> None:
     """Show one function as it is now, with what was learned of it."""
     with Client(server, token=token) as client:
-        found = client.function(name)
+        found = plain(client.function(name))
     if as_json:
         print_json(found)
         return
@@ -74,7 +74,7 @@ def trajectories() -> None:
 def list_trajectories(server: str, token: str, as_json: bool) -> None:
     """List the living trajectories."""
     with Client(server, token=token) as client:
-        found = client.trajectories()
+        found = [plain(each) for each in client.trajectories()]
     print_rows(found, as_json)
 
 
@@ -95,7 +95,7 @@ def end_trajectories(ids: tuple[str, ...], server: str, token: str) -> None:
 def tasks(server: str, token: str, as_json: bool) -> None:
     """RL tasks: their weights, bounds, and use in core-seconds, gpu-seconds, units of quotas and seconds of slots."""
     with Client(server, token=token) as client:
-        found = client.tasks()
+        found = [plain(each) for each in client.tasks()]
     print_rows(found, as_json)
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import click
 
-from gateway.cli.output import Duration, json_option, print_json, print_table, server_options
+from gateway.cli.output import Duration, json_option, plain, print_json, print_table, server_options
 from gateway.cli.state import print_rows, print_tree
-from gateway.client import Client
 from gateway.config.quantities import show_size
+from tangram import Client
 
 #: Waiting actions that are shown.
 QUEUE_SHOWN = 20
@@ -26,8 +26,9 @@ def top(interval_s: float | None, server: str, token: str, as_json: bool) -> Non
     """What the machine is doing: resources, who holds them, and what waits for what."""
     with Client(server, token=token) as client:
         while True:
-            resources, queue = client.resources(), client.queue(QUEUE_SHOWN)
-            waiting = sum(int(task["queued"]) for task in client.tasks())
+            resources = plain(client.resources())
+            queue = [plain(each) for each in client.queue(QUEUE_SHOWN)]
+            waiting = sum(task.queued for task in client.tasks())
             if as_json:
                 print_json({"resources": resources, "waiting": waiting, "queue": queue})
             else:

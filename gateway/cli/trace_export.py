@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from gateway.client.results import InvocationResult
 from manager.action import Amdahl, EfficiencyTable, Elasticity
 from manager.learning.history import PRIOR_SERIAL_FRACTION
-from manager.outcome import State
 from manager.simulation.trace import TracedTrajectory, TraceStep, parse_cost
+from tangram import InvocationResult
 
 #: Durations below this are noise; a trace needs positive ones.
 SHORTEST_S = 1e-4
@@ -26,7 +25,7 @@ def recorded(records: Iterable[InvocationResult], functions: Mapping[str, Mappin
     lanes: dict[str, list[InvocationResult]] = {}
     for record in records:
         timed = record.accepted_at is not None and record.ended_at is not None
-        if record.state is State.SUCCEEDED and timed and record.function in functions:
+        if record.state == "succeeded" and timed and record.function in functions:
             lanes.setdefault(record.trajectory or record.id, []).append(record)
     for lane in lanes.values():
         lane.sort(key=lambda record: (_accepted_s(record), record.id))

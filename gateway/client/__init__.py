@@ -1,12 +1,21 @@
-"""The Python client: `Client` and `AsyncClient`, typed results and errors, logs, and trajectories."""
+"""The former place of the client, for one release: import it from `tangram`, which needs nothing of the server."""
 
 from __future__ import annotations
 
-from gateway.client.aio import AsyncClient, AsyncTrajectory
-from gateway.client.problems import ConnectionFailed
-from gateway.client.requests import BatchCall
-from gateway.client.results import FileEntry, InvocationFailed, InvocationResult, LogLine
-from gateway.client.sync import Client, Trajectory
+import warnings
+
+from tangram import (
+    AsyncClient,
+    AsyncTrajectory,
+    BatchCall,
+    Client,
+    ConnectionFailed,
+    FileEntry,
+    InvocationFailed,
+    InvocationResult,
+    LogLine,
+    Trajectory,
+)
 
 __all__ = [
     "AsyncClient",
@@ -20,3 +29,9 @@ __all__ = [
     "LogLine",
     "Trajectory",
 ]
+
+warnings.warn(
+    "gateway.client has moved: write `from tangram import Client`; this module goes with the next release",
+    DeprecationWarning,
+    stacklevel=2,
+)

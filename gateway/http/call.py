@@ -22,6 +22,7 @@ def read_call(request: HttpRequest, function: str, body: bytes) -> InvocationReq
         mode=read_mode(request),
         task=wire.name(headers.get("x-task", "default"), "X-Task"),
         trajectory=None if trajectory is None else wire.name(trajectory, "X-Trajectory-Id"),
+        living=read_living(request),
         parent=None if parent is None else wire.name(parent, "X-Parent-Id"),
         timeout_s=None if timeout is None else wire.duration_s(timeout, "X-Timeout"),
         max_age_s=None if max_age is None else wire.duration_s(max_age, "X-Max-Age"),
@@ -30,6 +31,14 @@ def read_call(request: HttpRequest, function: str, body: bytes) -> InvocationReq
         detached=_detached(headers.get("x-on-disconnect")),
         traceparent=_traceparent(headers.get("traceparent")),
     )
+
+
+def read_living(request: HttpRequest) -> bool:
+    """Return whether only a living trajectory will do; raises InvalidInput."""
+    expected = request.headers.get("x-trajectory-expect")
+    if expected not in (None, "living"):
+        raise InvalidInput("X-Trajectory-Expect must be living", detail={"path": "X-Trajectory-Expect"})
+    return expected == "living"
 
 
 def read_mode(request: HttpRequest) -> Mode:

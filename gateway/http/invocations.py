@@ -20,6 +20,7 @@ from gateway.http.messages import (
 )
 from gateway.http.operation import (
     DURATION,
+    EXPECT,
     FLAG,
     KEY,
     NAME,
@@ -174,7 +175,7 @@ class InvocationOperations:
                 ),
                 202: json_answer("Accepted, and durable", record, accepted),
             },
-            problems=(404, 408, 409, 413, 422, 429, 502, 504),
+            problems=(404, 408, 409, 410, 413, 422, 429, 502, 504),
         )
 
     def _record_rows(self) -> list[Operation]:
@@ -250,6 +251,7 @@ class InvocationOperations:
 CALL_HEADERS: tuple[Parameter, ...] = (
     header("Idempotency-Key", "The same key and body latch on to the first invocation", KEY),
     header("X-Trajectory-Id", "The rollout whose environment it needs", NAME),
+    EXPECT,
     header("X-Task", "The RL task it belongs to", NAME),
     header("X-Timeout", "Bound of the execution, at most the function's", DURATION),
     header("X-Max-Age", "Asynchronous work that still waits at this age is given up", DURATION),

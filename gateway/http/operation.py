@@ -105,6 +105,13 @@ def header(name: str, about: str, schema: Schema = TEXT) -> Parameter:
     return Parameter(name=name, place="header", about=about, schema=schema)
 
 
+EXPECT = header(
+    "X-Trajectory-Expect",
+    "living: if the trajectory has ended the request is refused with 410, where otherwise a new one would begin",
+    {"type": "string", "enum": ["living"]},
+)
+
+
 def ref(name: str) -> Schema:
     return {"$ref": f"#/components/schemas/{name}"}
 

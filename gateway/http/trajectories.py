@@ -6,8 +6,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway import wire
+from gateway.http.call import read_living
 from gateway.http.messages import json_response, read_body
 from gateway.http.operation import (
+    EXPECT,
     FLAG,
     TEXT,
     Operation,
@@ -94,6 +96,8 @@ class TrajectoryOperations:
 
     def _sandbox(self, request: Request) -> Sandbox:
         trajectory = wire.name(request.path_params["id"], "trajectory")
+        if read_living(request):
+            self._services.engine.check_trajectory(trajectory, living=True)
         sandbox = self._services.environments.get(trajectory)
         if sandbox is None:
             raise NotFound(f"trajectory {trajectory!r} has no sandbox: it starts with its first action, or by PUT")
@@ -172,10 +176,10 @@ class TrajectoryOperations:
                 endpoint=self.put_file,
                 summary="Write a file into the sandbox",
                 tag="trajectories",
-                parameters=(TRAJECTORY_ID, FILE_PATH, query("mode", "Permission bits in octal")),
+                parameters=(TRAJECTORY_ID, FILE_PATH, EXPECT, query("mode", "Permission bits in octal")),
                 body={BYTES: {"type": "string", "format": "binary"}},
                 answers={201: json_answer("It is written", {"type": "object"})},
-                problems=(404, 413, 422, 502),
+                problems=(404, 410, 413, 422, 502),
             ),
             Operation(
                 id="getFile",
@@ -184,14 +188,14 @@ class TrajectoryOperations:
                 endpoint=self.get_file,
                 summary="Read a file from the sandbox, or list a directory",
                 tag="trajectories",
-                parameters=(TRAJECTORY_ID, FILE_PATH, query("list", "List the directory instead", FLAG)),
+                parameters=(TRAJECTORY_ID, FILE_PATH, EXPECT, query("list", "List the directory instead", FLAG)),
                 answers={
                     200: ResponseSpec(
                         about="The bytes, or the entries",
                         content={BYTES: {"type": "string", "format": "binary"}, "application/json": {"type": "object"}},
                     )
                 },
-                problems=(404, 413, 422, 502),
+                problems=(404, 410, 413, 422, 502),
             ),
         ]
 

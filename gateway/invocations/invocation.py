@@ -38,6 +38,8 @@ class InvocationRequest:
     mode: Mode = Mode.SYNC
     task: str = "default"
     trajectory: str | None = None
+    #: Only in a trajectory that lives already: to be refused where it has ended, and not to begin a new one.
+    living: bool = False
     parent: str | None = None
     #: Bounds in seconds, each at most the function's own: the execution, and the whole of an asynchronous call.
     timeout_s: float | None = None

@@ -142,7 +142,7 @@ class Invocations:
         self._admission.check(function, request.task)
         self._held.check(len(request.body))
         if request.trajectory is not None:
-            self.engine.check_trajectory(request.trajectory)
+            self.engine.check_trajectory(request.trajectory, living=request.living)
         self._inputs.check(function, request.input)
         seq = self._store.next_seq()
         record = Record(

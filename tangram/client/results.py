@@ -10,7 +10,7 @@ from tangram.errors import InvocationFailed
 from tangram.types import Invocation, LogLine
 
 
-class InvocationResult(Invocation, frozen=True, kw_only=True):
+class InvocationResult(Invocation, frozen=True, kw_only=True, omit_defaults=True):
     """An invocation as its record stood when it was answered; all times are those of its last try."""
 
     #: The log, if it was asked for with ``logs=True``.

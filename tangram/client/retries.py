@@ -16,6 +16,8 @@ from tangram.errors import (
 
 #: Refused before any work: trying again later cannot run anything twice.
 REFUSALS = (QuotaExceededError, CapacityExceededError, DrainingError, StorageUnavailableError)
+#: Half of the first wait after a lost connection; it doubles with each further one.
+BACKOFF_S = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +27,6 @@ class Retries:
     max_attempts: int = 5
     #: Longest single wait in seconds; a longer Retry-After is not waited for, the error is raised.
     wait_max_s: float = 30.0
-    #: Half of the first wait after a lost connection; it doubles with each further one.
-    backoff_s: float = 0.2
 
     def wait_s(self, error: TangramError, attempt: int, *, repeatable: bool) -> float | None:
         """Return the seconds to wait before try ``attempt + 1``, or None if the error is to be raised.
@@ -38,5 +38,5 @@ class Retries:
         if isinstance(error, REFUSALS) and error.retry_after_s is not None:
             return error.retry_after_s if error.retry_after_s <= self.wait_max_s else None
         if isinstance(error, ConnectionFailed) and (repeatable or not error.detail.get("sent", True)):
-            return min(self.wait_max_s, self.backoff_s * 2.0**attempt) * random.uniform(0.5, 1.0)
+            return min(self.wait_max_s, BACKOFF_S * 2.0**attempt) * random.uniform(0.5, 1.0)
         return None

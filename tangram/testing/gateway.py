@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote
@@ -37,7 +37,7 @@ from tangram.types import (
     TrajectoryPage,
 )
 
-_Reply = httpx.Response | Awaitable[httpx.Response]
+_Reply = httpx.Response | Coroutine[object, None, httpx.Response]
 _Endpoint = Callable[..., _Reply]
 
 
@@ -90,9 +90,13 @@ class ScriptedGateway(httpx.BaseTransport, httpx.AsyncBaseTransport):
         answer = self._answer(request)
         if isinstance(answer, httpx.Response):
             return answer
-        if inspect.iscoroutine(answer):
-            answer.close()
-        raise TypeError("a coroutine function as a script needs an AsyncClient")
+        try:
+            answer.send(None)
+        except StopIteration as done:  # a coroutine that did not have to wait
+            assert isinstance(done.value, httpx.Response)
+            return done.value
+        answer.close()
+        raise TypeError("a script that waits needs an AsyncClient")
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         await request.aread()

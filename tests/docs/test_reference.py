@@ -11,7 +11,6 @@ import httpx
 import pytest
 
 from gateway.cli.main import VERBS, cli
-from gateway.client import AsyncClient, AsyncTrajectory, InvocationResult
 from gateway.config.document import ConfigDocument, schema
 from gateway.config.functions import ExecFunction
 from gateway.config.load import load
@@ -19,6 +18,7 @@ from gateway.config.reference import CHAPTERS, markdown, runtimes_markdown
 from gateway.errors import FACES, REASON_FACES
 from gateway.grpc.generated import tangram_pb2
 from runtimes.sandbox.handler.worker import Context
+from tangram import AsyncClient, AsyncTrajectory, InvocationResult, MapProgress
 from tests.gateway.conftest import GatewayBench, serving
 from tests.house.source import texts
 
@@ -130,7 +130,16 @@ def test_every_method_and_field_is_on_the_clients_page() -> None:
     for owner in (AsyncClient, AsyncTrajectory):
         methods = [name for name in vars(owner) if not name.startswith("_")]
         assert [name for name in methods if f"`{name}" not in text] == []
-    assert [name for name in InvocationResult.__dataclass_fields__ if name not in text] == []
+    assert [name for name in InvocationResult.__struct_fields__ if f"`{name}`" not in text] == []
+
+
+def test_the_clients_page_names_every_kind_of_end_of_many_calls() -> None:
+    assert [name for name in MapProgress.__dataclass_fields__ if name not in page("client")] == []
+
+
+def test_the_example_of_a_scripted_gateway_runs() -> None:
+    *_, example = re.findall(r"```python\n(.*?)```", page("client"), re.DOTALL)
+    exec(compile(example, "client.md", "exec"), {})
 
 
 def test_every_section_of_the_scheduling_page_that_is_cited_is_there() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.client import Client
+from tangram import Client
 from tests.conftest import REMOTE
 from tests.e2e.gateway import GatewayProcess, document
 

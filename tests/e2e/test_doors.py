@@ -11,20 +11,19 @@ import httpx
 import pytest
 from grpclib.client import Channel
 
-from gateway.client import Client
 from gateway.grpc.generated.tangram_grpc import GatewayStub
 from gateway.grpc.generated.tangram_pb2 import InvokeRequest
-from manager.errors import InvalidInput, NotFound, TooLarge, Unsatisfiable
+from tangram import Client, InvalidInputError, NotFoundError, TooLargeError, UnsatisfiableError
 from tests.e2e.gateway import GatewayProcess, document
 
 
 def test_bad_input_is_refused_with_its_place(client: Client) -> None:
-    with pytest.raises(NotFound, match="no_such"):
+    with pytest.raises(NotFoundError, match="no_such"):
         client.invoke("no_such", {})
-    with pytest.raises(InvalidInput) as refused:
+    with pytest.raises(InvalidInputError) as refused:
         client.invoke("shell", {"command": 7})
     assert "command" in str(refused.value.detail) + refused.value.message
-    with pytest.raises(TooLarge):
+    with pytest.raises(TooLargeError):
         client.invoke("shell", {"command": "x" * 100_000})
 
 
@@ -36,7 +35,7 @@ def test_a_reload_serves_new_invocations_and_drops_none(gateway: GatewayProcess,
         added = {"runtime": "exec", "cost": {"cpu": 1}, "timeout": "10s"}
         gateway.add(added=added)
         assert "added" in json.dumps(client.apply(dry_run=True))
-        assert "added" not in [each["name"] for each in client.functions()]
+        assert "added" not in [each.name for each in client.functions()]
         client.apply()
         assert client.invoke("added", {"command": "echo new"}).result["stdout"] == "new\n"
         assert client.get(running.id).state == "running"
@@ -45,12 +44,12 @@ def test_a_reload_serves_new_invocations_and_drops_none(gateway: GatewayProcess,
 
 
 def test_a_bad_reload_changes_nothing_and_names_the_place(gateway: GatewayProcess, client: Client) -> None:
-    before = [each["name"] for each in client.functions()]
+    before = [each.name for each in client.functions()]
     greedy = {"runtime": "exec", "cost": {"cpu": 4096}}
     gateway.add(greedy=greedy)
-    with pytest.raises(Unsatisfiable, match=r"greedy.*largest, local"):
+    with pytest.raises(UnsatisfiableError, match=r"greedy.*largest, local"):
         client.apply()
-    assert [each["name"] for each in client.functions()] == before
+    assert [each.name for each in client.functions()] == before
 
 
 def test_metrics_tell_the_act_of_each_function(gateway: GatewayProcess, client: Client) -> None:

@@ -9,8 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from gateway.client import Client, Trajectory
-from manager.errors import NotFound
+from tangram import Client, NotFoundError, Trajectory
 from tests.e2e.gateway import GatewayProcess
 
 SUITE = """
@@ -158,14 +157,14 @@ def test_many_trajectories_at_once_leave_nothing_behind(client: Client) -> None:
 
     with ThreadPoolExecutor(6) as pool:
         assert list(pool.map(rollout, range(6))) == [f"{number}\n" for number in range(6)]
-    pools = client.resources()["pools"]
-    assert pools["cpu:local"]["free"] == pools["cpu:local"]["total"]
+    pools = client.resources().pools
+    assert pools["cpu:local"].free == pools["cpu:local"].total
 
 
 def test_an_ended_trajectory_is_gone(client: Client) -> None:
     name = f"gone-{uuid.uuid4().hex[:8]}"
     with client.trajectory(name, function="shell") as sandbox:
         sandbox.exec("true")
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         client.end_trajectory(name)
-    assert name not in [each["id"] for each in client.trajectories()]
+    assert name not in [each.trajectory for each in client.trajectories()]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.client import Client
+from tangram import Client
 from tests.conftest import REMOTE
 from tests.e2e.gateway import GatewayProcess, document
 from tests.faults.world import at_rest, record, sandboxes, until

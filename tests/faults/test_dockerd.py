@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from bench.private_docker import PrivateDocker
-from gateway.client import Client
+from tangram import Client
 from tests.e2e.gateway import GatewayProcess, document
 from tests.faults.world import HTTP, Deeds, at_rest, balanced, record, series, until
 

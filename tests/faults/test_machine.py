@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gateway.client import Client
+from tangram import Client
 from tests.e2e.gateway import GatewayProcess
 from tests.faults.world import HTTP, Deeds, Submitter, at_rest, faulty, record, runner_pids, until
 

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from gateway.client import Client
+from tangram import Client
 from tests.e2e.gateway import GatewayProcess, document
 from tests.faults.world import at_rest, balanced, record, series, until
 
@@ -46,8 +47,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Itera
 
 
 def devices(client: Client) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = client.resources()["models"]["devices"]
-    return found
+    return [msgspec.to_builtins(each) for each in client.resources().models.devices]
 
 
 def busy_s(pid: int) -> float:

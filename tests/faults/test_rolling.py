@@ -6,8 +6,7 @@ import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
 
-from gateway.client import Client
-from manager.errors import NotFound
+from tangram import Client, NotFoundError
 from tests.e2e.gateway import GatewayProcess
 from tests.faults.world import Deeds, Submitter, at_rest, record, runner_pids, series, until
 
@@ -48,7 +47,7 @@ def test_a_trajectory_goes_on_with_its_files_after_a_kill_and_after_sigterm(gate
         end()
         gateway.start()
         with Client(gateway.url) as client:
-            assert [(each["trajectory"], each["task"]) for each in client.trajectories()] == [("t", "rl")]
+            assert [(each.trajectory, each.task) for each in client.trajectories()] == [("t", "rl")]
             assert output(client, "cat note; echo again >> note").startswith("kept\n")
     with Client(gateway.url) as client:
         assert output(client, "cat note") == "kept\nagain\nagain\n"
@@ -81,5 +80,5 @@ def test_ctrl_c_leaves_no_sandbox_behind(gateway: GatewayProcess) -> None:
     with Client(gateway.url) as client:
         try:
             client.end_trajectory("t")
-        except NotFound:
+        except NotFoundError:
             raise AssertionError("nobody is told that the sandbox of an open trajectory is gone") from None

@@ -14,8 +14,8 @@ import httpx
 import pytest
 import yaml
 
-from gateway.client import Client
 from runtimes.sandbox.environments import TRAJECTORY
+from tangram import Client
 from tests.conftest import REMOTE
 from tests.e2e.gateway import GatewayProcess, document
 from tests.faults.world import HTTP, at_rest, record, sandboxes, until
@@ -54,7 +54,7 @@ def gateway(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[GatewayP
     yield made
     with suppress(Exception), Client(made.url) as client:
         for trajectory in client.trajectories():
-            client.end_trajectory(trajectory["trajectory"])
+            client.end_trajectory(trajectory.trajectory)
     made.stop()
 
 

@@ -26,18 +26,18 @@ def failed() -> InvocationFailed:
 
 def every_error() -> list[TangramError]:
     own: list[TangramError] = [failed(), MapFailed([failed().invocation, NotFoundError("no f")])]
-    plain = [TangramError, *(kind for kind in kinds() if kind not in (InvocationFailed, MapFailed))]
+    plain: list[type[TangramError]] = [
+        TangramError,
+        *(kind for kind in kinds() if kind not in (InvocationFailed, MapFailed)),
+    ]
     more: dict[str, Any] = {"component": "admission", "invocation_id": "i", "retry_after_s": 1.5, "detail": {"n": 1}}
     return own + [kind("why", **more) for kind in plain]
 
 
 def kinds() -> list[type[TangramError]]:
     """Every class of errors but their base."""
-    found: list[type[TangramError]] = []
-    for value in vars(errors).values():
-        if isinstance(value, type) and issubclass(value, TangramError) and value is not TangramError:
-            found.append(value)
-    return found
+    types = [value for value in vars(errors).values() if isinstance(value, type)]
+    return [each for each in types if issubclass(each, TangramError) and each is not TangramError]
 
 
 @pytest.mark.parametrize("error", every_error(), ids=lambda error: type(error).__name__)
@@ -82,9 +82,7 @@ def test_a_code_of_a_newer_gateway_is_a_plain_error() -> None:
 
 
 def test_every_error_can_be_imported_from_the_top() -> None:
-    assert [
-        kind.__name__ for kind in (TangramError, *kinds()) if getattr(tangram, kind.__name__, None) is not kind
-    ] == []
+    assert [kind.__name__ for kind in kinds() if getattr(tangram, kind.__name__, None) is not kind] == []
 
 
 def problem(code: str, **more: object) -> Problem:

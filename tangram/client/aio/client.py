@@ -15,7 +15,7 @@ from tangram.client import requests
 from tangram.client.address import server_of, token_of
 from tangram.client.aio.connections import AsyncConnectionPool
 from tangram.client.aio.running import AsyncOpened, AsyncSlots, for_each, pause
-from tangram.client.aio.trajectory import AsyncTrajectoryHandle
+from tangram.client.aio.trajectory import AsyncTrajectory
 from tangram.client.answers import connection_lost, error_of
 from tangram.client.bulk import CONCURRENCY, MapEnds, OnProgress
 from tangram.client.log_follower import LogFollower
@@ -348,9 +348,9 @@ class AsyncClient:
 
     def trajectory(
         self, id: str, *, function: str = "shell", task: str | None = None, workdir: str = "/workspace"
-    ) -> AsyncTrajectoryHandle:
+    ) -> AsyncTrajectory:
         """Return a rollout's environment, made like ``function``'s sandbox on entering and removed on leaving."""
-        return AsyncTrajectoryHandle(self, id, function=function, task=task, workdir=workdir)
+        return AsyncTrajectory(self, id, function=function, task=task, workdir=workdir)
 
     async def _invoke(self, request: ApiRequest[InvocationResult], logs: bool) -> InvocationResult:
         result = await self._send(request)

@@ -23,7 +23,7 @@ class AsyncSender(Protocol):
     async def _invoke(self, request: ApiRequest[InvocationResult], logs: bool) -> InvocationResult: ...
 
 
-class AsyncTrajectoryHandle:
+class AsyncTrajectory:
     """One rollout: its actions run in order in one sandbox, which is removed on leaving.
 
     Once it was opened (by entering it, or by `open`), whatever is asked of it raises TrajectoryEndedError after its

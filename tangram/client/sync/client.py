@@ -23,7 +23,7 @@ from tangram.client.results import InvocationResult, result_of
 from tangram.client.retries import Retries
 from tangram.client.sync.connections import ConnectionPool
 from tangram.client.sync.running import Opened, Slots, for_each, pause
-from tangram.client.sync.trajectory import TrajectoryHandle
+from tangram.client.sync.trajectory import Trajectory
 from tangram.errors import ConnectionFailed, InvalidInputError, MapFailed, TangramError
 from tangram.types import ConfigDiff, FunctionInfo, LogLine, QueueEntry, ResourcesInfo, TaskInfo, TrajectoryInfo
 
@@ -350,9 +350,9 @@ class Client:
 
     def trajectory(
         self, id: str, *, function: str = "shell", task: str | None = None, workdir: str = "/workspace"
-    ) -> TrajectoryHandle:
+    ) -> Trajectory:
         """Return a rollout's environment, made like ``function``'s sandbox on entering and removed on leaving."""
-        return TrajectoryHandle(self, id, function=function, task=task, workdir=workdir)
+        return Trajectory(self, id, function=function, task=task, workdir=workdir)
 
     def _invoke(self, request: ApiRequest[InvocationResult], logs: bool) -> InvocationResult:
         result = self._send(request)

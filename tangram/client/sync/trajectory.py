@@ -25,7 +25,7 @@ class Sender(Protocol):
     def _invoke(self, request: ApiRequest[InvocationResult], logs: bool) -> InvocationResult: ...
 
 
-class TrajectoryHandle:
+class Trajectory:
     """One rollout: its actions run in order in one sandbox, which is removed on leaving.
 
     Once it was opened (by entering it, or by `open`), whatever is asked of it raises TrajectoryEndedError after its

@@ -197,7 +197,7 @@ def test_the_machine_is_shown(tangram: Tangram, tmp_path: Path) -> None:
 
 
 def test_a_gateway_that_is_not_there_is_said_plainly(tangram: Tangram, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.client.requests._BACKOFF_S", 0.001)
+    monkeypatch.setattr("tangram.client.retries.BACKOFF_S", 0.001)
     status, _, err = tangram("ps", "--server", "http://127.0.0.1:9")
     assert status == 69 and "connection_failed" in err
 

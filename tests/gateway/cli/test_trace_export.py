@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from gateway.cli.trace_export import recorded
-from gateway.client.results import InvocationResult
-from manager.outcome import State
 from manager.simulation.simulate import Size, run
 from manager.simulation.trace import read_trace, write_trace
 from manager.simulation.workloads import Workload
+from tangram import InvocationResult
 
 FUNCTIONS: dict[str, Any] = {
     "shell": {"name": "shell", "runtime": "exec", "cost": {"cpu": 1}, "sandbox": {"memory_bytes": 1024}},
@@ -29,18 +28,27 @@ FUNCTIONS: dict[str, Any] = {
 
 def record(id: str, function: str, start_s: float, end_s: float, execution_s: float, **more: Any) -> InvocationResult:
     values: dict[str, Any] = {
+        **dict.fromkeys(("parent", "retry_after_s", "started_at", "node", "callback", "act_ms")),
         "id": id,
         "function": function,
         "task": "t",
         "trajectory": "r1",
-        "state": State.SUCCEEDED,
+        "revision": "",
+        "mode": "sync",
+        "state": "succeeded",
         "reason": None,
         "message": "",
         "component": "",
+        "detail": {},
         "result": None,
-        "queue_s": 0.0,
-        "overhead_s": 0.0,
-        "execution_s": execution_s,
+        "queue_ms": 0.0,
+        "overhead_ms": 0.0,
+        "execution_ms": 1000 * execution_s,
+        "units": {},
+        "usage": {},
+        "attempt": 1,
+        "attempts": (),
+        "dead": False,
         "accepted_at": datetime.fromtimestamp(start_s, UTC),
         "ended_at": datetime.fromtimestamp(end_s, UTC),
     }
@@ -51,7 +59,7 @@ def test_pauses_become_thinking_and_granted_units_become_work() -> None:
     newest_first = [
         record("i2", "tests", 1010.0, 1015.0, 4.0, units={"cpu": 4}),
         record("i1", "shell", 1000.0, 1002.0, 1.5, units={"cpu": 1}),
-        record("i3", "shell", 1020.0, 1021.0, 1.0, state=State.FAILED),
+        record("i3", "shell", 1020.0, 1021.0, 1.0, state="failed"),
         record("i4", "gone", 1020.0, 1021.0, 1.0),
     ]
     (trajectory,) = recorded(newest_first, FUNCTIONS)

@@ -11,7 +11,7 @@ from multiprocessing.pool import Pool
 
 import pytest
 
-from tangram import AsyncClient, Client, InvocationFailed, NotFoundError, Retries, TrajectoryHandle
+from tangram import AsyncClient, Client, InvocationFailed, NotFoundError, Retries, Trajectory
 from tangram.testing import ScriptedCall, ScriptedFailure, ScriptedGateway
 from tests.tangram.sockets import DEADLINE_S, ScriptedServer, served
 
@@ -50,7 +50,7 @@ def miss(client: Client) -> None:
     client.invoke("nobody", {})
 
 
-def act(trajectory: TrajectoryHandle) -> bytes:
+def act(trajectory: Trajectory) -> bytes:
     trajectory.upload("from-worker", "hello")
     return trajectory.download("from-parent")
 

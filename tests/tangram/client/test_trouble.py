@@ -1,0 +1,122 @@
+"""What a client does about answers that a gateway gives only in trouble."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import httpx
+import msgspec
+import pytest
+
+from tangram import Client, ConnectionFailed, QuotaExceededError, Retries, UnreadableAnswerError
+from tangram.testing import ScriptedGateway, broken, refusal
+
+QUICK = Retries(max_attempts=3, wait_max_s=5.0)
+
+
+@pytest.fixture(autouse=True)
+def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tangram.client.retries.BACKOFF_S", 0.001)
+
+
+def test_a_refusal_is_tried_again_after_the_time_it_names() -> None:
+    gateway = ScriptedGateway()
+    gateway.trouble(refusal(429, "quota_exceeded", retry_after_s=0.001), refusal(503, "draining", retry_after_s=0.001))
+    with Client(transport=gateway, retries=QUICK) as client:
+        assert client.queue() == ()
+    assert len(gateway.requests) == 3
+
+
+def test_retries_are_bounded_in_number_and_in_time() -> None:
+    gateway = ScriptedGateway()
+    gateway.trouble(*[refusal(429, "quota_exceeded", retry_after_s=0.001)] * 3)
+    with Client(transport=gateway, retries=QUICK) as client, pytest.raises(QuotaExceededError):
+        client.queue()
+    assert len(gateway.requests) == 3
+    gateway = ScriptedGateway()
+    gateway.trouble(refusal(429, "quota_exceeded", retry_after_s=60.0))
+    with Client(transport=gateway, retries=QUICK) as client, pytest.raises(QuotaExceededError) as caught:
+        client.queue()
+    assert (len(gateway.requests), caught.value.retry_after_s) == (1, 60.0)
+
+
+def test_work_that_may_have_started_is_not_sent_again_without_a_key() -> None:
+    gateway = ScriptedGateway({"f": {}})
+    gateway.trouble(broken(httpx.ReadError))
+    with Client(transport=gateway, retries=QUICK) as client, pytest.raises(ConnectionFailed) as caught:
+        client.invoke("f", {})
+    assert (len(gateway.requests), caught.value.detail["sent"]) == (1, True)
+    gateway.trouble(broken(httpx.ConnectError), broken(httpx.ConnectError))
+    with Client(transport=gateway, retries=QUICK) as client:
+        assert client.invoke("f", {}).ok
+    assert len(gateway.requests) == 4
+
+
+def test_work_with_a_key_is_sent_again_and_runs_once() -> None:
+    gateway = ScriptedGateway({"f": {}})
+    gateway.trouble(broken(httpx.ReadError))
+    with Client(transport=gateway, retries=QUICK) as client:
+        assert client.invoke("f", {}, key="once").id == client.invoke("f", {}, key="once").id
+    assert (len(gateway.requests), len(gateway.calls)) == (3, 1)
+
+
+def test_a_submit_that_is_sent_again_carries_the_same_key() -> None:
+    gateway = ScriptedGateway({"f": {}})
+    gateway.trouble(broken(httpx.ReadError))
+    with Client(transport=gateway, retries=QUICK) as client:
+        client.submit("f", {})
+    first, second = (request.headers["idempotency-key"] for request in gateway.requests)
+    assert first == second
+
+
+def log(*records: dict[str, object], broken_off: bool = False) -> Callable[[httpx.Request], httpx.Response]:
+    def chunks() -> Iterator[bytes]:
+        for record in records:
+            yield msgspec.json.encode(record) + b"\n"
+        if broken_off:
+            raise httpx.ReadError("broken")
+
+    class Stream(httpx.SyncByteStream):
+        def __iter__(self) -> Iterator[bytes]:
+            return chunks()
+
+    return lambda request: httpx.Response(200, stream=Stream())
+
+
+def row(offset: int) -> dict[str, object]:
+    return {"offset": offset, "time": "2026-01-01T00:00:00.000Z", "stream": "stdout", "data": f"{offset}\n"}
+
+
+def test_a_followed_log_resumes_where_it_broke_and_repeats_nothing() -> None:
+    gateway = ScriptedGateway()
+    gateway.trouble(
+        log(row(0), {"stream": "heartbeat"}, row(1), broken_off=True),
+        log(row(1), row(2)),
+        log(row(3), {"stream": "dropped", "next_offset": 4, "data": "too slow"}),
+        log(row(4), {"stream": "eof", "offset": 5, "state": "succeeded", "reason": None}),
+    )
+    with Client(transport=gateway, retries=QUICK) as client:
+        assert [line.text for line in client.logs("i", follow=True)] == ["0\n", "1\n", "2\n", "3\n", "4\n"]
+    assert [request.url.params["offset"] for request in gateway.requests] == ["0", "2", "3", "4"]
+
+
+def test_a_log_that_never_comes_back_is_an_error() -> None:
+    gateway = ScriptedGateway()
+    gateway.trouble(*[log(broken_off=True)] * 3)
+    with Client(transport=gateway, retries=QUICK) as client, pytest.raises(ConnectionFailed, match="log of i"):
+        list(client.logs("i", follow=True))
+    assert len(gateway.requests) == 3
+
+
+def test_an_answer_that_is_not_ours_is_quoted() -> None:
+    gateway = ScriptedGateway()
+    gateway.trouble(lambda request: httpx.Response(502, text="<html>bad gateway</html>"))
+    with Client(transport=gateway) as client, pytest.raises(UnreadableAnswerError, match="502: <html>bad gateway"):
+        client.queue()
+
+
+def test_an_answer_of_another_kind_is_quoted() -> None:
+    gateway = ScriptedGateway()
+    gateway.trouble(lambda request: httpx.Response(200, json={"greeting": "hello"}))
+    with Client(transport=gateway) as client, pytest.raises(UnreadableAnswerError, match="greeting"):
+        client.queue()
