@@ -39,6 +39,9 @@ class RequestRefused(Exception):
 class ForkServer:
     """The parent of every model process; itself started at the first fork. One may serve several runtimes."""
 
+    #: What its process runs.
+    module = "runtimes.model.device.fork_server"
+
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -92,7 +95,7 @@ class ForkServer:
         }
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "runtimes.model.device.fork_server", str(theirs.fileno())],
+                [sys.executable, "-m", self.module, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 env=environment,
                 stdin=subprocess.DEVNULL,

@@ -6,7 +6,6 @@ import asyncio
 import importlib.metadata
 import math
 import os
-import resource
 import select
 import shutil
 import signal
@@ -30,6 +29,7 @@ from runtimes.model.runtime import ModelRuntime  # noqa: E402
 from runtimes.model.settings import ModelSettings  # noqa: E402
 from runtimes.runtime import Result  # noqa: E402
 from tests.runtimes.model.asking import execution, function  # noqa: E402
+from tests.runtimes.model.bounded import BOUND, BoundedForkServer  # noqa: E402
 from tests.runtimes.model.checkpoints import IDS, plain_logprobs, write  # noqa: E402
 from tests.runtimes.model.conftest import Write  # noqa: E402
 from tests.runtimes.recorder import assert_as_declared  # noqa: E402
@@ -54,10 +54,6 @@ def pid_of(runtime: ModelRuntime, device: int) -> int:
     devices = runtime.resources()["devices"]
     assert isinstance(devices, list)
     return int(devices[device]["pid"])
-
-
-def address_space_bytes(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def restarts(runtime: ModelRuntime) -> list[int]:
@@ -352,22 +348,28 @@ async def test_a_stuck_rank_is_found_by_the_deadline_and_the_action_retried(
 
 
 async def test_out_of_memory_is_retried_with_everything_else_evicted_then_said_plainly(
-    checkpoint: Write, runtime: ModelRuntime
+    checkpoint: Write, settings: ModelSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked, other = teacher(checkpoint), function(checkpoint("llama", "lm"), ModelAction.LOGPROBS)
-    for one in (other, asked):
-        await runtime.execute(execution(one, GIVEN))
-    pid = pid_of(runtime, 0)
-    had = resource.prlimit(pid, resource.RLIMIT_AS)
-    resource.prlimit(pid, resource.RLIMIT_AS, (address_space_bytes(pid) + 2**20, had[1]))
-    big = teacher(checkpoint, batch_tokens=2**20)
-    with pytest.raises(ActionFailed, match="can't allocate memory") as caught:
-        await runtime.execute(execution(big, LONG))
-    assert caught.value.reason is Reason.OUT_OF_MEMORY
-    assert runtime.residency() == {}, "the idle services went first, then the one that failed"
-    resource.prlimit(pid, resource.RLIMIT_AS, had)
-    assert (await runtime.execute(execution(big, GIVEN))).usage["restored"] == 1.0
-    assert restarts(runtime)[0] == 0
+    bound = tmp_path / "bound"
+    monkeypatch.setenv(BOUND, str(bound))
+    server = BoundedForkServer()
+    runtime = ModelRuntime(replace(settings, devices=1), nursery=server)
+    try:
+        asked, other = teacher(checkpoint), function(checkpoint("llama", "lm"), ModelAction.LOGPROBS)
+        for one in (other, asked):
+            await runtime.execute(execution(one, GIVEN))
+        bound.write_text(str(2**20))
+        big = teacher(checkpoint, batch_tokens=2**20)
+        with pytest.raises(ActionFailed, match="can't allocate memory") as caught:
+            await runtime.execute(execution(big, LONG))
+        assert caught.value.reason is Reason.OUT_OF_MEMORY
+        assert runtime.residency() == {}, "the idle services went first, then the one that failed"
+        bound.unlink()
+        assert (await runtime.execute(execution(big, GIVEN))).usage["restored"] == 1.0
+        assert restarts(runtime)[0] == 0
+    finally:
+        await runtime.close()
+        server.close()
 
 
 async def test_a_chunk_that_breaks_twice_is_a_model_error(checkpoint: Write, runtime: ModelRuntime) -> None:
@@ -440,6 +442,7 @@ from pathlib import Path
 from manager.function import ModelAction
 from runtimes.model.runtime import ModelRuntime
 from runtimes.model.settings import ModelSettings
+from tests.runtimes.model.bounded import BOUND, BoundedForkServer  # noqa: E402
 from tests.runtimes.model.asking import execution, function
 
 async def main():
