@@ -38,6 +38,11 @@ class Stream:
                 self._done += 1
             self._moved.notify_all()
 
+    def finish(self) -> None:
+        """Do all that lies here."""
+        with self._moved:
+            self.run(len(self._work))
+
     def look_on(self, until: int, within_s: float) -> None:
         """Wait for others to have it run so far."""
         with self._moved:
