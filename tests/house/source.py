@@ -39,6 +39,17 @@ class Source:
         return self.path.relative_to(ROOT).parts[0]
 
     @property
+    def module(self) -> str:
+        """Dotted, as an import names it."""
+        parts = self.path.relative_to(ROOT).with_suffix("").parts
+        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+    @property
+    def room(self) -> str:
+        """The folder, dotted."""
+        return ".".join(self.path.relative_to(ROOT).parent.parts)
+
+    @property
     def lines(self) -> int:
         return self.text.count("\n")
 

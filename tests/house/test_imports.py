@@ -59,6 +59,49 @@ def test_the_runtimes_know_the_manager_by_its_nouns_only() -> None:
     assert not [line for line in strangers if not line.endswith("imports manager")]
 
 
+def test_the_client_imports_nothing_of_the_server() -> None:
+    server = ("gateway", "manager", "runtimes", "bench", "scripts", "tests")
+    assert not [
+        f"{source.name}:{found.line} imports {found.module}"
+        for source in of("tangram")
+        for found in source.imports()
+        if any(within(found.module, package) for package in server)
+    ]
+
+
+def test_of_the_client_the_runtimes_know_its_types_only() -> None:
+    assert not [
+        f"{source.name}:{found.line} imports {found.module}"
+        for source in of("runtimes")
+        for found in source.imports()
+        if within(found.module, "tangram") and found.module != "tangram" and not within(found.module, "tangram.types")
+    ]
+
+
+def test_no_two_modules_import_each_other_round_a_circle() -> None:
+    modules = {source.module: source for source in sources()}
+    graph = {
+        name: {found.module for found in source.imports() if found.module in modules} - {name}
+        for name, source in modules.items()
+    }
+    for name, targets in graph.items():  # an import of a package's own parts, and of a package by its parts, is none
+        graph[name] = {target for target in targets if not within(name, target) and not within(target, name)}
+    while leaves := [name for name, targets in graph.items() if not targets & graph.keys()]:
+        for name in leaves:
+            del graph[name]
+    assert {name: sorted(targets & graph.keys()) for name, targets in graph.items()} == {}
+
+
+def test_no_two_rooms_of_the_manager_import_each_other() -> None:
+    ways = {
+        (source.room, ".".join(found.module.split(".")[:2]))
+        for source in of("manager")
+        for found in source.imports()
+        if source.room.count(".") == 1 and found.module.count(".") >= 2 and within(found.module, "manager")
+    }
+    assert not [pair for pair in ways if pair[0] != pair[1] and pair[::-1] in ways]
+
+
 def test_time_is_passed_in_to_the_thinking() -> None:
     clocks = [
         f"{source.name}:{found.line}"
@@ -84,7 +127,7 @@ def test_only_the_shells_of_the_manager_wait() -> None:
 def test_a_heavy_library_has_one_room(library: str) -> None:
     elsewhere = [
         f"{source.name}:{found.line}"
-        for package in ("manager", "runtimes", "gateway")
+        for package in ("manager", "runtimes", "gateway", "tangram")
         for source in of(package)
         for found in source.imports()
         if found.module.split(".")[0] == library and not source.name.startswith(ROOMS[library])
@@ -105,7 +148,7 @@ def test_the_core_and_the_scheduler_never_name_a_kind_of_resource() -> None:
 
 
 def test_nothing_is_imported_for_the_type_checker_alone() -> None:
-    """A cycle that needs TYPE_CHECKING means that a noun stands too high (STYLE 21)."""
+    """A cycle that needs TYPE_CHECKING means that a noun stands too high."""
     assert not [
         source.name
         for source in sources()

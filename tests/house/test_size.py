@@ -1,17 +1,32 @@
-"""The size feeling of STYLE.md: a file is one noun, a function fits a screen."""
+"""Sizes: a file is one noun, a function fits a screen, a folder is seen at a glance."""
 
 from __future__ import annotations
 
+from collections import Counter
 from statistics import median
 
-from tests.house.source import sources
+from tests.house.source import ROOT, sources
 
 LONGEST_FILE = 500
 #: One file by contract, with its reason.
 ONE_FILE = {
     "runtimes/sandbox/runner/runner.py": "started inside foreign images, where there is nothing to import it from"
 }
-LONGEST_FUNCTION = 70
+LONGEST_FUNCTION = 60
+#: Modules of one folder, ``__init__`` aside.
+WIDEST_FOLDER = 20
+#: Folders of many alike: plugs of other frameworks, each a module of its own.
+WIDE = {"tangram/adapters"}
+#: Functions that are longer still: each goes from here when it is mended, and none comes.
+PENDING = frozenset(
+    {
+        "gateway/app.py _start_thinking",
+        "gateway/http/administration.py operations",
+        "gateway/http/invocations.py _record_rows",
+        "gateway/http/openapi.py schemas",
+        "gateway/http/trajectories.py operations",
+    }
+)
 LONGEST_MEDIAN = 180
 
 
@@ -24,25 +39,33 @@ def test_a_file_stays_under_five_hundred_lines() -> None:
 
 
 def test_half_of_the_files_are_short() -> None:
-    ours = [source.lines for source in sources() if source.package in {"manager", "runtimes", "gateway"}]
+    ours = [source.lines for source in sources() if source.package in {"manager", "runtimes", "gateway", "tangram"}]
     assert median(ours) <= LONGEST_MEDIAN
 
 
 def test_a_function_fits_a_screen() -> None:
-    long = [
-        f"{source.name}:{function.lineno} {function.name}: {(function.end_lineno or 0) - function.lineno + 1}"
+    long = {
+        f"{source.name} {function.name}": (function.end_lineno or 0) - function.lineno + 1
         for source in sources()
         for function in source.functions()
         if (function.end_lineno or 0) - function.lineno + 1 > LONGEST_FUNCTION
-    ]
-    assert not long
+    }
+    assert {name: lines for name, lines in long.items() if name not in PENDING} == {}
+    assert set(long) >= PENDING, "mended: take it off the list"
+
+
+def test_no_folder_holds_more_than_twenty_modules() -> None:
+    modules = Counter(
+        source.path.relative_to(ROOT).parent.as_posix() for source in sources() if source.path.name != "__init__.py"
+    )
+    assert {folder: count for folder, count in modules.items() if count > WIDEST_FOLDER and folder not in WIDE} == {}
 
 
 def test_nine_functions_in_ten_are_under_thirty_five_lines() -> None:
     lengths = sorted(
         (function.end_lineno or 0) - function.lineno + 1
         for source in sources()
-        if source.package in {"manager", "runtimes", "gateway"}
+        if source.package in {"manager", "runtimes", "gateway", "tangram"}
         for function in source.functions()
     )
     assert lengths[int(len(lengths) * 0.9)] < 35

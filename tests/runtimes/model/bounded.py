@@ -26,11 +26,11 @@ class BoundedForkServer(ForkServer):
     module = __name__
 
 
-class BoundedTensors(TorchDispatchMode):
+class BoundedTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
     """Raises what torch raises for host memory that cannot be had, whatever allocator there is."""
 
     def __init__(self, size_bytes: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self._size_bytes = size_bytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -57,5 +57,5 @@ class BoundedEngine(DeviceEngine):
 
 
 if __name__ == "__main__":
-    worker.DeviceEngine = BoundedEngine  # type: ignore[misc]  # what `serve` makes, in every process forked from here
+    vars(worker)["DeviceEngine"] = BoundedEngine  # what `serve` makes, in every process forked from here
     fork_server.main()

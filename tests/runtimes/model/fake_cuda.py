@@ -14,7 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 
-class Stream:
+class FakeStream:
     """Work in the order in which it was put here; done when it is waited for."""
 
     def __init__(self, device: str = "cpu") -> None:
@@ -48,20 +48,20 @@ class Stream:
         with self._moved:
             self._moved.wait_for(lambda: self._done >= until, within_s)
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event: FakeEvent) -> None:
         """What this stream computes later comes after ``event``; the fake's computations happen at once."""
         event.run()
 
 
-class Event:
+class FakeEvent:
     """A place in a stream. A thread that is blocked by it leaves the work to the computation for ``patience_s``."""
 
     def __init__(self, patience_s: float) -> None:
-        self._stream: Stream | None = None
+        self._stream: FakeStream | None = None
         self._place = 0
         self._patience_s = patience_s
 
-    def record(self, stream: Stream) -> None:
+    def record(self, stream: FakeStream) -> None:
         self._stream = stream
         self._place = stream.put(lambda: None)
 
@@ -78,7 +78,7 @@ class Event:
 class _On(TorchFunctionMode):
     """Copies within the block go to a stream."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: FakeStream) -> None:
         super().__init__()
         self._stream = stream
 
@@ -118,13 +118,13 @@ class FakeCuda:
     """Stands for the module ``torch.cuda``."""
 
     def __init__(self, patience_s: float = 0.0) -> None:
-        self.Stream, self.Event = Stream, lambda: Event(patience_s)
+        self.Stream, self.Event = FakeStream, lambda: FakeEvent(patience_s)
         self.runtime = FakeCudaRuntime()
-        self.streams: list[Stream] = []
+        self.streams: list[FakeStream] = []
         #: Threads that have said which device is theirs.
         self.entered: dict[str, str] = {}
         self.trims = 0
-        self._computing = Stream()
+        self._computing = FakeStream()
 
     def init(self) -> None:
         """It is always ready."""
@@ -132,12 +132,12 @@ class FakeCuda:
     def set_device(self, device: str) -> None:
         self.entered[threading.current_thread().name] = device
 
-    def stream(self, stream: Stream) -> _On:
+    def stream(self, stream: FakeStream) -> _On:
         if stream not in self.streams:
             self.streams.append(stream)
         return _On(stream)
 
-    def current_stream(self) -> Stream:
+    def current_stream(self) -> FakeStream:
         return self._computing
 
     def cudart(self) -> FakeCudaRuntime:

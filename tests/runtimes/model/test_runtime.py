@@ -353,7 +353,7 @@ async def test_out_of_memory_is_retried_with_everything_else_evicted_then_said_p
     bound = tmp_path / "bound"
     monkeypatch.setenv(BOUND, str(bound))
     server = BoundedForkServer()
-    runtime = ModelRuntime(replace(settings, devices=1), nursery=server)
+    runtime = ModelRuntime(replace(settings, devices=1), fork_server=server)
     try:
         asked, other = teacher(checkpoint), function(checkpoint("llama", "lm"), ModelAction.LOGPROBS)
         for one in (other, asked):

@@ -1,0 +1,52 @@
+"""One name a thing: no class name twice. Private names, classes inside functions and generated code are aside."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+
+from tests.house.source import sources
+
+#: Doors that speak somebody else's protocol use that protocol's names.
+FOREIGN = ("gateway/facades/", "tangram/adapters/")
+#: Names that still serve twice: each goes from here when it is mended, and none comes.
+PENDING = frozenset(
+    {
+        "AsyncClient",
+        "Attempt",
+        "BatchCall",
+        "Client",
+        "ConfigDiff",
+        "ConnectionFailed",
+        "FileEntry",
+        "InvocationFailed",
+        "InvocationResult",
+        "LogLine",
+        "Problem",
+        "Refused",
+        "Retries",
+        "Slots",
+    }
+)
+
+
+def test_no_class_name_serves_twice() -> None:
+    homes: defaultdict[str, list[str]] = defaultdict(list)
+    for source in sources():
+        if not source.name.startswith(FOREIGN):
+            for found in classes(source.tree):
+                homes[found.name].append(f"{source.name}:{found.lineno}")
+    shared = {name: places for name, places in homes.items() if len(places) > 1}
+    assert {name: places for name, places in shared.items() if name not in PENDING} == {}
+    assert set(shared) >= PENDING, "mended: take it off the list"
+
+
+def classes(tree: ast.Module) -> Iterator[ast.ClassDef]:
+    """Public classes of a module, those inside classes too."""
+    within: list[ast.stmt] = list(tree.body)
+    while within:
+        node = within.pop()
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            yield node
+            within.extend(node.body)
