@@ -21,11 +21,13 @@ def names(report: dict[str, object]) -> set[str]:
     return {check["name"] for check in checks}
 
 
+@pytest.mark.slow
 def test_scheduler_reports_decision_and_burst(capsys: pytest.CaptureFixture[str]) -> None:
     scheduler.main(["--quick", "--json"])
     assert names(last_line(capsys)) == {"decision_p99_ms", "burst_step_ms"}
 
 
+@pytest.mark.slow
 def test_figures_report_every_workload(capsys: pytest.CaptureFixture[str]) -> None:
     assert figures.main(["--quick", "--json"]) == 0
     found = names(last_line(capsys))

@@ -14,6 +14,8 @@ from typing import Any
 
 import yaml
 
+from bench.rollouts import unplugged
+
 ROOT = Path(__file__).resolve().parents[2]
 START_S, STOP_S = 120.0, 60.0
 
@@ -131,7 +133,12 @@ def document(provider: str, state: Path, **functions: dict[str, Any]) -> dict[st
         "functions": {
             "shell": {"runtime": "exec", "cost": {"cpu": 1}, "timeout": "30s"},
             "daemon": {"runtime": "exec", "sandbox": {"background": "run"}, "cost": {"cpu": 1}, "timeout": "30s"},
-            "tests": {"runtime": "pytest", "cost": {"cpu": {"min": 1, "max": 2}}, "timeout": "60s"},
+            "tests": {
+                "runtime": "pytest",
+                "pytest": {"args": list(unplugged())},
+                "cost": {"cpu": {"min": 1, "max": 2}},
+                "timeout": "60s",
+            },
             "double": {"runtime": "handler", "handler": "handler:score", "cost": {"cpu": 1}, "idempotent": True},
             "broken": {"runtime": "handler", "handler": "handler:broken", "cost": {"cpu": 1}},
             **functions,

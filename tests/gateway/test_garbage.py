@@ -21,13 +21,15 @@ FULL = {"full": function("full", max_queued=0)}
 
 @pytest.fixture
 def collector() -> Iterator[None]:
-    """A collector that comes when it is called, and keeps what it finds."""
+    """A collector that comes when it is called, and keeps what it finds; what was there before is none of its work."""
     gc.collect()
+    gc.freeze()
     gc.disable()
     gc.set_debug(gc.DEBUG_SAVEALL)
     yield
     gc.set_debug(0)
     gc.garbage.clear()
+    gc.unfreeze()
     gc.enable()
 
 

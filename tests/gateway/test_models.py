@@ -20,6 +20,7 @@ from tests.runtimes.model import checkpoints  # it imports torch
 ANSWER_S = 60.0
 
 
+@pytest.mark.slow
 async def test_a_model_that_is_applied_while_the_gateway_runs_is_weighed_by_the_scheduler(tmp_path: Path) -> None:
     checkpoint = checkpoints.write(tmp_path, "llama", "score")
     config = GatewayConfig(

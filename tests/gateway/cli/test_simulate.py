@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 
 from gateway.cli.simulate import plan, simulate, trace
@@ -23,6 +24,7 @@ def test_simulate_compares_policies_and_writes_the_trace_that_it_played(tmp_path
     assert checked.exit_code == 0 and "12 trajectories" in checked.output
 
 
+@pytest.mark.slow
 def test_a_trace_is_played_again_with_another_size(tmp_path: Path) -> None:
     out = tmp_path / "trace.jsonl"
     CliRunner().invoke(simulate, [*SMALL, "--export-trace", str(out), "--policy", "price"])
@@ -57,6 +59,7 @@ def test_a_configuration_without_sizes_brings_its_machine(tmp_path: Path) -> Non
     assert done.exit_code == 0, done.output
 
 
+@pytest.mark.slow
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
     picture = tmp_path / "out.png"
     done = CliRunner().invoke(simulate, [*SMALL, "--policy", "price", "--plot", str(picture)])

@@ -76,6 +76,7 @@ def ask_everything(document: schemathesis.BaseSchema) -> int:
     return asked
 
 
+@pytest.mark.slow
 def test_every_answer_is_one_that_the_document_names(document: schemathesis.BaseSchema) -> None:
     assert ask_everything(document.exclude(operation_id="putConfig")) > 100
 
@@ -86,6 +87,7 @@ def test_so_is_every_answer_to_a_new_configuration(tmp_path: Path) -> None:
         assert ask_everything(document.include(operation_id="putConfig")) > 0
 
 
+@pytest.mark.slow
 def test_sequences_that_follow_the_links_of_the_document_hold_together(document: schemathesis.BaseSchema) -> None:
     machine: type[APIStateMachine] = document.exclude(operation_id="putConfig").as_state_machine()
     seen: Counter[tuple[str, int]] = Counter()

@@ -55,6 +55,7 @@ def test_policies_joined_by_a_comma_are_told_how_to_be_several() -> None:
         run(preset("ai-coding", 4, 1), ["adaptive,paper"], SMALL)
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_bytes() -> None:
     def once(seed: int) -> str:
         return run(preset("mixed", 24, seed), POLICIES, SMALL, with_bound=True).to_json()
@@ -63,6 +64,7 @@ def test_the_same_seed_gives_the_same_bytes() -> None:
     assert once(3) != once(4)
 
 
+@pytest.mark.slow
 def test_the_answer_is_json_and_a_table_with_the_bound() -> None:
     result = run(preset("ai-coding", 24, 1), ["adaptive"], SMALL, with_bound=True)
     value = json.loads(result.to_json())
@@ -95,6 +97,7 @@ def test_resizes_and_workers_are_charged() -> None:
     assert sum(record.overhead_s for record in dear.records) > 0
 
 
+@pytest.mark.slow
 def test_learning_comes_close_to_exact_profiles_after_one_step() -> None:
     workload = coding(64, 2, Coding(suites=8))
     learning = Learning()

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from bench.rollouts import unplugged
 from manager.action import UnitSet
 from manager.errors import ActionFailed, Reason
 from manager.function import FunctionSpec, PytestSpec, RuntimeKind, SandboxSpec
@@ -25,10 +26,8 @@ from runtimes.sandbox.pytest.runtime import PytestRuntime, PytestSettings
 from tests.runtimes.recorder import RecordingLog, assert_as_declared, execution_of
 
 SPEC = SandboxSpec(memory_bytes=512 * 2**20)
-#: Without plugins that these suites do not need: to load them takes longer than to run the suites.
-ARGS = tuple(
-    word for name in ("cacheprovider", "hypothesispytest", "asyncio", "anyio") for word in ("-p", f"no:{name}")
-)
+#: Without plugins that these suites do not need: to load them takes many times as long as to run the suites.
+ARGS = ("-p", "no:cacheprovider", *unplugged())
 FUNCTION = FunctionSpec(name="unit_tests", runtime=RuntimeKind.PYTEST, timeout_s=60.0, pytest=PytestSpec(args=ARGS))
 
 CALC = "def add(a, b):\n    return a {sign} b\n"

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from bench.rollouts import unplugged
 from manager.function import FunctionSpec, PytestSpec, RuntimeKind, SandboxSpec
 from runtimes.sandbox.creation_gate import CreationGate
 from runtimes.sandbox.environments import Environments, EnvironmentSettings
@@ -23,7 +24,7 @@ FUNCTION = FunctionSpec(
     name="unit_tests",
     runtime=RuntimeKind.PYTEST,
     timeout_s=120.0,
-    pytest=PytestSpec(args=("-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-p", "no:asyncio", "-q")),
+    pytest=PytestSpec(args=("-p", "no:cacheprovider", *unplugged(), "-q")),
 )
 
 
