@@ -243,7 +243,7 @@ class Engine:
 
     def trajectory(self, name: str) -> dict[str, object] | None:
         """Return one living trajectory; None if there is none of that name."""
-        found = self._core.trajectories.get(name)
+        found = self._core.state.trajectories.get(name)
         return None if found is None else trajectory_view(self._core, found)
 
     def tasks(self) -> list[dict[str, object]]:

@@ -53,7 +53,7 @@ class TrajectoryLifecycle:
 
     def check(self, trajectory: str, *, living: bool = False) -> None:
         """Raise CapacityExceeded if it may not begin now; with ``living`` TrajectoryHasEnded if it would begin."""
-        known = self._core.trajectories.get(trajectory)
+        known = self._core.state.trajectories.get(trajectory)
         if living and (known is None or known.ending):
             raise TrajectoryHasEnded(f"trajectory {trajectory!r} has ended", component="engine")
         crowded = self._core.crowded(trajectory)
@@ -62,10 +62,10 @@ class TrajectoryLifecycle:
 
     async def end(self, trajectory: str) -> bool:
         """Cancel its actions, remove its environment, give its memory back; return False if there is none."""
-        if self._core.trajectories.get(trajectory) is None:
+        if self._core.state.trajectories.get(trajectory) is None:
             return False
         self._feed([TrajectoryEnded(trajectory=trajectory)])
-        if self._core.trajectories.get(trajectory) is not None:  # something of it is being killed
+        if self._core.state.trajectories.get(trajectory) is not None:  # something of it is being killed
             leaving = self._leaving.setdefault(trajectory, asyncio.get_running_loop().create_future())
             await asyncio.shield(leaving)
         await self.until_removed(trajectory)
@@ -110,7 +110,7 @@ class TrajectoryLifecycle:
             del self._removals[trajectory]
 
     async def _wait_for_place(self, trajectory: str, timeout_s: float) -> None:
-        found = self._core.trajectories.get(trajectory)
+        found = self._core.state.trajectories.get(trajectory)
         if found is None or not found.waiting:
             return
         placed = self._placing.get(trajectory)

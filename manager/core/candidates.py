@@ -29,52 +29,43 @@ class StartOption:
     """One way to place a group's actions: a node and the pools there."""
 
     node: str
-    #: (kind, pool, headroom, minimum) for each resource of the cost.
-    needs: tuple[tuple[str, Pool, Headroom, int], ...]
-    memory: Headroom | None
+    #: The pool and the minimum of each resource of the cost.
+    needs: tuple[tuple[Pool, int], ...]
     memory_bytes: int
+    #: What is left of each pool, and of the node's memory (last, if any is needed), each with the minimum.
+    headrooms: tuple[tuple[Headroom, int], ...]
 
-    def fits(self, beside: str = "") -> bool:
-        """Return whether the minimum of everything is left, the units of the pool ``beside`` not counted."""
-        if self.memory is not None and self.memory.free < self.memory_bytes:
-            return False
-        for _, pool, headroom, units in self.needs:
-            if not headroom.fits(units, self.node) and pool.name != beside:
+    def fits(self, beside: Headroom | None = None) -> bool:
+        """Return whether the minimum of everything is left, what is left of the pool ``beside`` not counted."""
+        for headroom, least in self.headrooms:
+            if not headroom.fits(least, self.node) and headroom is not beside:
                 return False
         return True
 
     def take(self) -> None:
-        for _, _, headroom, units in self.needs:
-            headroom.take(units, self.node)
-        if self.memory is not None:
-            self.memory.take(self.memory_bytes)
+        for headroom, least in self.headrooms:
+            headroom.take(least, self.node)
 
     def reserve(self) -> None:
-        for _, _, headroom, units in self.needs:
-            headroom.reserve(units, self.node)
-        if self.memory is not None:
-            self.memory.reserve(self.memory_bytes)
+        for headroom, least in self.headrooms:
+            headroom.reserve(least, self.node)
 
     def compete(self, groups: int) -> None:
         """Count ``groups`` more (or fewer) that may take of what this option needs."""
-        for _, _, headroom, _ in self.needs:
+        for headroom, _ in self.headrooms:
             headroom.rivals += groups
-        if self.memory is not None:
-            self.memory.rivals += groups
 
     @property
     def contended(self) -> bool:
         """Return whether something is left that it could reserve, and somebody could take."""
-        for _, _, headroom, _ in self.needs:
-            if headroom.rivals > 0 and headroom.free > 0:
-                return True
-        return self.memory is not None and self.memory.rivals > 0 and self.memory.free > 0
+        return any(headroom.rivals > 0 and headroom.free > 0 for headroom, _ in self.headrooms)
 
     @property
     def spare(self) -> tuple[int, int]:
         """Return how much would be left: the measure by which an unpinned action chooses its node."""
-        free = min((headroom.free for _, _, headroom, _ in self.needs), default=0)
-        return free, 0 if self.memory is None else self.memory.free
+        free = [headroom.free for headroom, _ in self.headrooms]
+        memory_bytes = free.pop() if self.memory_bytes else 0
+        return min(free, default=0), memory_bytes
 
 
 @dataclass(slots=True)
@@ -185,7 +176,7 @@ class Selector:
 
     def _choose(self, waiting: Waiting, options: list[StartOption]) -> StartOption | None:
         blocked_memory = self._memory_waits_from is not None and self._memory_waits_from < waiting.seq
-        fitting = [option for option in options if option.fits() and not (blocked_memory and option.memory is not None)]
+        fitting = [option for option in options if option.fits() and not (blocked_memory and option.memory_bytes)]
         if len(fitting) < 2:
             return fitting[0] if fitting else None
         return max(fitting, key=lambda option: option.spare)
@@ -194,9 +185,9 @@ class Selector:
         action = waiting.action
         name = action.chooser
         cap = None if waiting.child or not self._caps else self._caps.get((action.task, name))
-        for kind, pool, _, _ in option.needs:
-            if kind == name:
-                return Candidate(waiting, option, pool.name, action.cost[kind], cap)
+        for pool, _ in option.needs:
+            if pool.kind == name:
+                return Candidate(waiting, option, pool.name, action.cost[name], cap)
         return Candidate(waiting, option, "", None, cap)
 
     def _caps_of(self, group: QueueGroup) -> list[tuple[Headroom, int]]:
@@ -218,20 +209,22 @@ class Selector:
         return [option for option in options if option is not None]
 
     def _option(self, group: QueueGroup, node: str) -> StartOption | None:
-        needs = []
+        needs, headrooms = [], []
         for kind, units in group.signature.demand:
             pool = self._resources.find(kind, node)
             if pool is None:
                 return None
-            needs.append((kind, pool, self._headroom(pool.name), units))
+            needs.append((pool, units))
+            headrooms.append((self._headroom(pool), units))
         memory_bytes = group.signature.memory_bytes
-        memory = self._memory_of(node) if memory_bytes else None
-        return StartOption(node, tuple(needs), memory, memory_bytes)
+        if memory_bytes:
+            headrooms.append((self._memory_of(node), memory_bytes))
+        return StartOption(node, tuple(needs), memory_bytes, tuple(headrooms))
 
-    def _headroom(self, pool: str) -> Headroom:
-        headroom = self._found.headrooms.get(pool)
+    def _headroom(self, pool: Pool) -> Headroom:
+        headroom = self._found.headrooms.get(pool.name)
         if headroom is None:
-            headroom = self._found.headrooms[pool] = self._resources[pool].headroom()
+            headroom = self._found.headrooms[pool.name] = pool.headroom()
         return headroom
 
     def _memory_of(self, node: str) -> Headroom:

@@ -19,8 +19,6 @@ from manager.core.replication import Replication
 from manager.core.scheduling_pass import SchedulingPass
 from manager.core.settling import Settling
 from manager.core.state import SchedulerState
-from manager.core.statistics import Accounts
-from manager.core.trajectories import Trajectories
 from manager.core.trajectory_order import TrajectoryOrder
 from manager.errors import CapacityExceeded, CodedError, Conflict, Reason
 from manager.events import (
@@ -52,13 +50,14 @@ class Core:
     """The state machine. ``step`` is ``apply`` (what happened) and then ``schedule`` (what to do about it)."""
 
     def __init__(self, state: SchedulerState, pools: PoolFactory) -> None:
-        self._state = state
+        self.state = self._state = state
         self._pools = pools
         self._scheduling = SchedulingPass(state)
         self._replication = Replication(state)
         self._order = TrajectoryOrder(state)
         self._settling = Settling(state, self._order)
         self._membership = Membership(state, self._order, self._settling, pools)
+        self.accounts = self._settling.accounts
         self._seq = 0
         self._wake_s: float | None = None
         self.accepted = 0
@@ -135,24 +134,9 @@ class Core:
     # -- views
 
     @property
-    def state(self) -> SchedulerState:
-        return self._state
-
-    @property
-    def trajectories(self) -> Trajectories:
-        return self._state.trajectories
-
-    @property
-    def accounts(self) -> Accounts:
-        return self._settling.accounts
-
-    @property
     def settled(self) -> int:
+        """Return how many actions have ended."""
         return self._settling.count
-
-    @property
-    def now_s(self) -> float:
-        return self._state.now_s
 
     def check(self) -> None:
         """Assert the invariants: nothing leased twice, and every accepted action queued, running or settled."""
@@ -210,7 +194,8 @@ class Core:
         if refusal is not None:
             state.commands.append(Refuse(action_id=action.id, error=refusal))
             return
-        self._accept()
+        self._seq += 1
+        self.accepted += 1
         parent = None if action.parent is None else state.executing.get(action.parent)
         key = (self._stamp(action), self._seq, 0) if parent is None else (*parent.waited.key[:2], self._seq)
         waiting = Waiting(action, key, self._seq, event.idempotent, child=parent is not None)
@@ -228,14 +213,11 @@ class Core:
             message = f"action {action.id} cannot be resumed: what it held is not free"
             state.commands.append(Refuse(action_id=action.id, error=Conflict(message, component="core")))
             return
-        self._accept()
+        self._seq += 1
+        self.accepted += 1
         waiting = Waiting(action, (self._stamp(action), self._seq, 0), self._seq, event.idempotent)
         self._order.resume(waiting, event.node)
         self._scheduling.dispatcher.resume(waiting, event.node, requests, event.started_s)
-
-    def _accept(self) -> None:
-        self._seq += 1
-        self.accepted += 1
 
     def _stamp(self, action: Action) -> float:
         """Return the fair share's order; the strict reading knows no fairness but the order of submission."""

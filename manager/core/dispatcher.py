@@ -61,7 +61,8 @@ class Dispatcher:
 
     def _execute(self, running: Running) -> None:
         state, action = self._state, running.action
-        state.holds.pop(running.id, None)
+        if state.holds:
+            state.holds.pop(running.id, None)
         if running.child:
             state.children.leave(running.waited)
         state.fair.started(action, running.waited.key[0])

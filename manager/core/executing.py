@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from manager.action import Action
@@ -45,15 +45,11 @@ class Running:
     borrower: Running | None = None
     action: Action = field(init=False)
     id: str = field(init=False)
+    child: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.action = self.waited.action
-        self.id = self.action.id
+        self.action, self.id, self.child = self.waited.action, self.waited.id, self.waited.child
         self.accounted_s = self.started_s
-
-    @property
-    def child(self) -> bool:
-        return self.waited.child
 
 
 class Executing:
@@ -64,13 +60,13 @@ class Executing:
         self._nodes = nodes
         self._running: dict[str, Running] = {}
         #: Pool name -> holder id -> running action. A batch has one holder, its leader.
-        self._holders: dict[str, dict[str, Running]] = {}
+        self._holders: defaultdict[str, dict[str, Running]] = defaultdict(dict)
         #: Members still running, by the id of the leader that holds their units.
         self._batches: dict[str, set[str]] = {}
         self._leader: dict[str, str] = {}
-        self._malleable: dict[str, int] = {}
+        self._malleable: Counter[str] = Counter()
         self._held_by_task: dict[tuple[str, str], int] = {}
-        self.loads: dict[str, PoolLoad] = {}
+        self._loads: defaultdict[str, PoolLoad] = defaultdict(PoolLoad)
 
     def __len__(self) -> int:
         return len(self._running)
@@ -89,17 +85,14 @@ class Executing:
 
     def malleable(self, pool: str) -> int:
         """Return how many running actions hold units of the pool and can be resized."""
-        return self._malleable.get(pool, 0)
+        return self._malleable[pool]
 
     def held_by(self, task: str, kind: str) -> int:
         """Return the units of ``kind`` that the task's actions hold (children not counted: their parents are)."""
         return self._held_by_task.get((task, kind), 0)
 
     def load(self, pool: str) -> PoolLoad:
-        load = self.loads.get(pool)
-        if load is None:
-            load = self.loads[pool] = PoolLoad()
-        return load
+        return self._loads[pool]
 
     def requests(self, action: Action, node: str, units: Mapping[str, int]) -> list[tuple[Pool, PoolRequest]] | None:
         """Return what an action that runs already needs of each pool to run on; None if it cannot be had."""
@@ -123,7 +116,7 @@ class Executing:
     ) -> Running:
         """Acquire everything for an action that runs since ``started_s``; what it consumed then is not any more."""
         grants = {pool.kind: pool.resume(request, started_s, now_s) for pool, request in requests}
-        return self._lease(waiting, node, grants, started_s, now_s)
+        return self._lease(waiting, node, grants, [pool for pool, _ in requests], started_s, now_s)
 
     def start(
         self, waiting: Waiting, node: str, requests: Sequence[tuple[Pool, PoolRequest]], workers: int, now_s: float
@@ -135,7 +128,7 @@ class Executing:
             if workers >= request.units and waiting.action.malleable_in(pool.kind):
                 grant = replace(grant, workers=workers)
             grants[pool.kind] = grant
-        return self._lease(waiting, node, grants, now_s, now_s)
+        return self._lease(waiting, node, grants, [pool for pool, _ in requests], now_s, now_s)
 
     def join(self, waiting: Waiting, leader: Running, now_s: float) -> Running:
         """Start an action on the units of ``leader``, in one batch."""
@@ -164,14 +157,18 @@ class Executing:
         """
         plan = self._loan(child, parent)
         assert plan is not None, f"{parent.id} has nothing to lend {child.id}"
-        node, grants = parent.lease.node, dict[str, Grant]()
+        node = parent.lease.node
+        grants: dict[str, Grant] = {}
+        acquired: list[Pool] = []
         for kind, (pool, count, lent) in plan.items():
             if lent:
                 grant = parent.lease.grants[kind]
                 grants[kind] = replace(grant, units=count, cores=grant.cores[:count])
             else:
                 grants[kind] = pool.acquire(PoolRequest(child.id, count, child.action.service, node=node), now_s)
-        running = self._lease(child, node, grants, now_s, now_s, borrowed={kind for kind in plan if plan[kind][2]})
+                acquired.append(pool)
+        running = self._lease(child, node, grants, acquired, now_s, now_s)
+        running.borrowed = frozenset(kind for kind, (_, _, lent) in plan.items() if lent)
         running.lender, parent.borrower = parent, running
         return running
 
@@ -246,21 +243,21 @@ class Executing:
         waiting: Waiting,
         node: str,
         grants: dict[str, Grant],
+        pools: Sequence[Pool],
         started_s: float,
         now_s: float,
-        borrowed: Collection[str] = (),
     ) -> Running:
-        """Make a lease of what an action was granted, and hold its memory; what is ``borrowed`` others hold for it."""
+        """Make a lease of what an action was granted, in part by ``pools``, and hold its memory."""
         memory_bytes = _own_memory(waiting.action) if node else 0
         if memory_bytes:
             self._nodes[node].hold(waiting.id, memory_bytes)
         where = node or next((grant.pool.partition(":")[2] for grant in grants.values() if grant.chunk), "")
         lease = Lease(action_id=waiting.id, node=where, grants=grants, memory_bytes=memory_bytes)
         running = self._enter(waiting, lease, started_s)
-        for kind in grants:
-            if kind not in borrowed:
-                self._hold(self._pool(kind, where), running, now_s)
-        running.borrowed = frozenset(borrowed)
+        for pool in pools:
+            self._holders[pool.name][running.id] = running
+            self._malleable[pool.name] += running.action.malleable_in(pool.kind)
+            self._observe(pool, now_s)
         return running
 
     def _enter(self, waiting: Waiting, lease: Lease, started_s: float) -> Running:
@@ -327,16 +324,6 @@ class Executing:
             heir.lender = running.lender if heir.borrowed else None
         if running.lender is not None:
             running.lender.borrower = heir if heir is not None and heir.borrowed else None
-
-    def _hold(self, pool: Pool, running: Running, now_s: float) -> None:
-        holders = self._holders.get(pool.name)
-        if holders is None:
-            holders = self._holders[pool.name] = {}
-            self._malleable[pool.name] = 0
-        holders[running.id] = running
-        if running.action.malleable_in(pool.kind):
-            self._malleable[pool.name] += 1
-        self._observe(pool, now_s)
 
     def _observe(self, pool: Pool, now_s: float) -> None:
         total = pool.total

@@ -66,10 +66,10 @@ class PoolDispatch:
         self._candidates = {candidate.waiting.id: candidate for candidate in candidates}
         self._selection = selection
         self._groups = [group for group in selection.options if pool.name in state.pools_of(group)]
-        headroom = selection.headrooms.get(pool.name)
-        #: Units that nobody holds and nobody earlier was promised, without and with the candidates' minima.
-        self._spare = pool.free if headroom is None else headroom.free
-        self._free = self._spare + sum([candidate.choice.minimum for candidate in candidates])
+        self._headroom = selection.headrooms.get(pool.name)
+        #: Units that nobody holds and nobody earlier was promised, with the candidates' minima.
+        self._free = pool.free if self._headroom is None else self._headroom.free
+        self._free += sum([candidate.choice.minimum for candidate in candidates])
         #: Waiting actions that the policy was shown as eligible besides the candidates, by id.
         self._eligible: dict[str, Waiting] = {}
         #: Candidates that the policy started and whose place, or batch, was gone.
@@ -155,7 +155,7 @@ class PoolDispatch:
         if group in self._selection.capped:
             return None
         for option in self._selection.options[group]:
-            if self._pool.node in ("", option.node) and option.fits(beside=self._pool.name):
+            if self._pool.node in ("", option.node) and option.fits(beside=self._headroom):
                 return option
         return None
 
@@ -252,7 +252,7 @@ class PoolDispatch:
         if allowed is None:
             return False
         requests = []
-        for _, pool, _, minimum in option.needs:
+        for pool, minimum in option.needs:
             if pool is self._pool:
                 units, chunk = self._shaped(waiting, option, allowed, start), start.chunk
             else:

@@ -180,9 +180,8 @@ class Queue:
         """Let a pass choose an action, on ``node`` if it is bound to one; its trajectory, if any, holds its memory."""
         action = waiting.action
         memory_bytes = action.memory_bytes if action.trajectory is None else 0
-        signature = Signature(
-            action.task, action.demand, memory_bytes, node, self._batch_service(action), waiting.child
-        )
+        service = self._batch_service(action) if action.batch_tokens else ""
+        signature = Signature(action.task, action.demand, memory_bytes, node, service, waiting.child)
         group = self._groups.get(signature)
         if group is None:
             group = self._groups[signature] = QueueGroup(signature)
@@ -238,9 +237,9 @@ class Queue:
         assert sum(self._by_task.values()) == sum(self._by_function.values()) == len(self._waiting)
 
     def _batch_service(self, action: Action) -> str:
-        """Return the service whose batch an action may join; empty if it joins none."""
-        service = self.services.get(action.service or "") if action.batch_tokens else None
-        return action.service or "" if service is not None and service.batch_tokens else ""
+        """Return the service whose batch an action with tokens may join; empty if the service makes none."""
+        name = action.service or ""
+        return name if name in self.services and self.services[name].batch_tokens else ""
 
 
 def _over(error: type[CodedError], message: str, action: Action) -> CodedError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from manager.outcome import Settlement
@@ -91,27 +91,15 @@ class Account:
         }
 
 
-class Accounts:
+class Accounts(OrderedDict[str, Account]):
     """Accounts by task, at most `ACCOUNTS_MAX`."""
-
-    def __init__(self) -> None:
-        self._accounts: OrderedDict[str, Account] = OrderedDict()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._accounts)
-
-    def __getitem__(self, task: str) -> Account:
-        return self._accounts[task]
-
-    def get(self, task: str) -> Account | None:
-        return self._accounts.get(task)
 
     def of(self, task: str) -> Account:
         """Return a task's account, which is opened if there is none."""
-        account = self._accounts.get(task)
+        account = self.get(task)
         if account is None:
-            account = self._accounts[task] = Account()
-            if len(self._accounts) > ACCOUNTS_MAX:
-                self._accounts.popitem(last=False)
-        self._accounts.move_to_end(task)
+            account = self[task] = Account()
+            if len(self) > ACCOUNTS_MAX:
+                self.popitem(last=False)
+        self.move_to_end(task)
         return account

@@ -36,8 +36,8 @@ def resources_view(core: Core) -> dict[str, object]:
             pool.name: {
                 **pool.describe(),
                 "policy": state.policy(pool.kind).name,
-                "utilisation": state.executing.load(pool.name).utilisation(core.now_s),
-                "arrivals_per_s": state.executing.load(pool.name).arrivals.at(core.now_s),
+                "utilisation": state.executing.load(pool.name).utilisation(core.state.now_s),
+                "arrivals_per_s": state.executing.load(pool.name).arrivals.at(core.state.now_s),
             }
             for pool in state.resources
         },
@@ -74,7 +74,7 @@ def _waiting_view(core: Core, waiting: Waiting) -> dict[str, object]:
         "function": waiting.action.function,
         "task": waiting.action.task,
         "trajectory": waiting.action.trajectory,
-        "age_s": core.now_s - waiting.action.submitted_s,
+        "age_s": core.state.now_s - waiting.action.submitted_s,
         "cost": {kind: [units.minimum, units.maximum] for kind, units in waiting.action.cost.items()},
         "waits_for": core.state.waits_for(waiting),
     }
@@ -95,7 +95,7 @@ def _place_of(cursor: str) -> tuple[Key, int]:
 
 def trajectories_view(core: Core, limit: int, cursor: str | None) -> dict[str, object]:
     """Return ``limit`` living trajectories by name; ``cursor`` is the ``next_cursor`` of the page before."""
-    behind = (each for each in core.trajectories if cursor is None or each.name > cursor)
+    behind = (each for each in core.state.trajectories if cursor is None or each.name > cursor)
     page = heapq.nsmallest(limit + 1, behind, key=lambda trajectory: trajectory.name)
     return {
         "trajectories": [trajectory_view(core, trajectory) for trajectory in page[:limit]],
@@ -114,7 +114,7 @@ def trajectory_view(core: Core, trajectory: TrajectoryState) -> dict[str, object
         "state": _trajectory_state(core, trajectory.active, trajectory.ending, trajectory.waiting),
         "queued": len(trajectory.behind),
         "active": None if trajectory.active is None else trajectory.active.id,
-        "idle_s": core.now_s - trajectory.idle_since_s if trajectory.at_rest else 0.0,
+        "idle_s": core.state.now_s - trajectory.idle_since_s if trajectory.at_rest else 0.0,
     }
 
 

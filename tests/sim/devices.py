@@ -67,7 +67,11 @@ class Devices:
     def check(self, core: Core) -> None:
         """Of devices on which nothing computes or arrives the core believes no more than what is there."""
         pool = core.state.resources["gpu"].describe()
-        regions, chunks, view = pool["regions"], pool["chunks"], core.state.resources["gpu"].chunk_view(core.now_s)
+        regions, chunks, view = (
+            pool["regions"],
+            pool["chunks"],
+            core.state.resources["gpu"].chunk_view(core.state.now_s),
+        )
         assert isinstance(regions, dict) and isinstance(chunks, dict) and view is not None
         for node, region in regions.items():
             first = region["start"]

@@ -115,4 +115,4 @@ def test_trajectories_live_on_all_nodes() -> None:
     """What the first property is about: more than one node has something to do."""
     core = build_core(SPEC)
     core.step([TrajectoryOpened(trajectory=f"t{index}", memory_bytes=2) for index in range(6)], 0.0)
-    assert {trajectory.node for trajectory in core.trajectories} == {node.name for node in SPEC.nodes}
+    assert {trajectory.node for trajectory in core.state.trajectories} == {node.name for node in SPEC.nodes}
