@@ -1,4 +1,4 @@
-"""The one table of errors: what a failure is called on HTTP, on gRPC and as an exit status of the CLI."""
+"""The one table of errors: what a failure is called on HTTP and on gRPC; its exit status is the CLI's own."""
 
 from __future__ import annotations
 
@@ -11,53 +11,52 @@ from manager.errors import CodedError, Reason
 
 @dataclass(frozen=True, slots=True)
 class Face:
-    """How one failure shows itself: HTTP status, gRPC status name, exit status (sysexits) and a title."""
+    """How one failure shows itself: HTTP status, gRPC status name and a title."""
 
     http: int
     grpc: str
-    exit: int
     title: str
 
 
 #: By `CodedError.code`: the request itself was refused or failed.
 FACES: Mapping[str, Face] = {
-    "invalid_input": Face(422, "INVALID_ARGUMENT", 65, "The input does not fit"),
-    "invalid_config": Face(422, "INVALID_ARGUMENT", 78, "The configuration cannot be used"),
-    "not_found": Face(404, "NOT_FOUND", 66, "No such thing"),
-    "trajectory_ended": Face(410, "FAILED_PRECONDITION", 66, "The trajectory has ended"),
-    "conflict": Face(409, "FAILED_PRECONDITION", 73, "Not in this state"),
-    "idempotency_key_reused": Face(422, "ALREADY_EXISTS", 65, "The key was used with another body"),
-    "too_large": Face(413, "RESOURCE_EXHAUSTED", 65, "Too large"),
-    "unauthorized": Face(401, "UNAUTHENTICATED", 77, "A valid bearer token is needed"),
-    "unsatisfiable": Face(422, "FAILED_PRECONDITION", 78, "No node could ever run this"),
-    "quota_exceeded": Face(429, "RESOURCE_EXHAUSTED", 75, "A bound of the caller is reached"),
-    "capacity_exceeded": Face(503, "UNAVAILABLE", 75, "The gateway is full"),
-    "draining": Face(503, "UNAVAILABLE", 75, "The gateway is shutting down"),
-    "storage_unavailable": Face(503, "UNAVAILABLE", 74, "The record cannot be written"),
-    "unsupported": Face(422, "UNIMPLEMENTED", 69, "Not possible here"),
-    "action_failed": Face(500, "INTERNAL", 70, "The action failed"),
-    "method_not_allowed": Face(405, "UNIMPLEMENTED", 64, "The method is not allowed here"),
-    "too_slow": Face(408, "DEADLINE_EXCEEDED", 124, "The request came too slowly"),
-    "internal": Face(500, "INTERNAL", 70, "A fault of the gateway"),
+    "invalid_input": Face(422, "INVALID_ARGUMENT", "The input does not fit"),
+    "invalid_config": Face(422, "INVALID_ARGUMENT", "The configuration cannot be used"),
+    "not_found": Face(404, "NOT_FOUND", "No such thing"),
+    "trajectory_ended": Face(410, "FAILED_PRECONDITION", "The trajectory has ended"),
+    "conflict": Face(409, "FAILED_PRECONDITION", "Not in this state"),
+    "idempotency_key_reused": Face(422, "ALREADY_EXISTS", "The key was used with another body"),
+    "too_large": Face(413, "RESOURCE_EXHAUSTED", "Too large"),
+    "unauthorized": Face(401, "UNAUTHENTICATED", "A valid bearer token is needed"),
+    "unsatisfiable": Face(422, "FAILED_PRECONDITION", "No node could ever run this"),
+    "quota_exceeded": Face(429, "RESOURCE_EXHAUSTED", "A bound of the caller is reached"),
+    "capacity_exceeded": Face(503, "UNAVAILABLE", "The gateway is full"),
+    "draining": Face(503, "UNAVAILABLE", "The gateway is shutting down"),
+    "storage_unavailable": Face(503, "UNAVAILABLE", "The record cannot be written"),
+    "unsupported": Face(422, "UNIMPLEMENTED", "Not possible here"),
+    "action_failed": Face(500, "INTERNAL", "The action failed"),
+    "method_not_allowed": Face(405, "UNIMPLEMENTED", "The method is not allowed here"),
+    "too_slow": Face(408, "DEADLINE_EXCEEDED", "The request came too slowly"),
+    "internal": Face(500, "INTERNAL", "A fault of the gateway"),
 }
 
 #: By the reason of an invocation that ended badly. 200 marks an answer of the user's own work: it carries
 #: ``X-Function-Error``, so that no client's default retry runs the work again.
 REASON_FACES: Mapping[Reason, Face] = {
-    Reason.TIMEOUT: Face(504, "DEADLINE_EXCEEDED", 124, "The execution took too long"),
-    Reason.QUEUE_TIMEOUT: Face(408, "DEADLINE_EXCEEDED", 124, "It waited too long"),
-    Reason.OUT_OF_MEMORY: Face(200, "OK", 1, "Out of memory"),
-    Reason.CANCELLED: Face(409, "CANCELLED", 130, "Cancelled"),
-    Reason.ENVIRONMENT_LOST: Face(502, "ABORTED", 71, "The environment was lost"),
-    Reason.NODE_LOST: Face(502, "ABORTED", 71, "The node was lost"),
-    Reason.GATEWAY_RESTART: Face(502, "ABORTED", 71, "The gateway was restarted"),
-    Reason.QUOTA: Face(429, "RESOURCE_EXHAUSTED", 75, "A quota refused it"),
-    Reason.UPSTREAM: Face(502, "UNAVAILABLE", 69, "An external service failed"),
-    Reason.HANDLER_ERROR: Face(200, "OK", 1, "The function failed"),
-    Reason.MODEL_ERROR: Face(500, "INTERNAL", 70, "The model failed"),
-    Reason.INVALID_INPUT: Face(422, "INVALID_ARGUMENT", 65, "The input does not fit"),
-    Reason.OUTPUT_LIMIT: Face(200, "OK", 1, "The result is too large"),
-    Reason.INTERNAL: Face(500, "INTERNAL", 70, "A fault of the gateway"),
+    Reason.TIMEOUT: Face(504, "DEADLINE_EXCEEDED", "The execution took too long"),
+    Reason.QUEUE_TIMEOUT: Face(408, "DEADLINE_EXCEEDED", "It waited too long"),
+    Reason.OUT_OF_MEMORY: Face(200, "OK", "Out of memory"),
+    Reason.CANCELLED: Face(409, "CANCELLED", "Cancelled"),
+    Reason.ENVIRONMENT_LOST: Face(502, "ABORTED", "The environment was lost"),
+    Reason.NODE_LOST: Face(502, "ABORTED", "The node was lost"),
+    Reason.GATEWAY_RESTART: Face(502, "ABORTED", "The gateway was restarted"),
+    Reason.QUOTA: Face(429, "RESOURCE_EXHAUSTED", "A quota refused it"),
+    Reason.UPSTREAM: Face(502, "UNAVAILABLE", "An external service failed"),
+    Reason.HANDLER_ERROR: Face(200, "OK", "The function failed"),
+    Reason.MODEL_ERROR: Face(500, "INTERNAL", "The model failed"),
+    Reason.INVALID_INPUT: Face(422, "INVALID_ARGUMENT", "The input does not fit"),
+    Reason.OUTPUT_LIMIT: Face(200, "OK", "The result is too large"),
+    Reason.INTERNAL: Face(500, "INTERNAL", "A fault of the gateway"),
 }
 
 
@@ -80,7 +79,7 @@ def face(error: CodedError) -> Face:
 
 def reason_face(reason: Reason | None) -> Face:
     """The face of an ended invocation; None is success."""
-    return Face(200, "OK", 0, "Succeeded") if reason is None else REASON_FACES[reason]
+    return Face(200, "OK", "Succeeded") if reason is None else REASON_FACES[reason]
 
 
 def problem(error: CodedError) -> dict[str, object]:

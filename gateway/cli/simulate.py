@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import NoReturn
 
 import click
+import msgspec
 from click.core import ParameterSource
 
-from gateway.cli.output import plain, server_options
 from gateway.cli.trace_export import recorded
 from gateway.config import load
 from gateway.machine import describe
@@ -25,6 +25,7 @@ from manager.simulation.simulator import Physics
 from manager.simulation.trace import read_trace, write_trace
 from manager.simulation.workloads import PRESETS, Workload
 from tangram import Client
+from tangram.cli.options import connected
 
 #: What `--policy` is when it is not given: ours beside the paper's.
 DEFAULT_POLICIES = ("adaptive", "price", "paper")
@@ -166,12 +167,11 @@ def check(path: Path, as_json: bool) -> None:
 @click.option("--task", help="only this task's invocations")
 @click.option("--limit", default=10000, show_default=True, help="newest invocations that are looked at")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="a file instead of standard output")
-@server_options
-def export(task: str | None, limit: int, out: Path | None, server: str, token: str) -> None:
+@connected
+def export(client: Client, task: str | None, limit: int, out: Path | None) -> None:
     """Write a gateway's recorded history as a trace."""
-    with Client(server, token=token) as client:
-        functions = {each.name: plain(each) for each in client.functions()}
-        trajectories = recorded(client.list(task=task, state="succeeded", limit=limit), functions)
+    functions = {each.name: msgspec.to_builtins(each) for each in client.functions()}
+    trajectories = recorded(client.list(task=task, state="succeeded", limit=limit), functions)
     text = "".join(f"{line}\n" for line in write_trace(trajectories))
     if out is None:
         click.echo(text, nl=False)

@@ -34,6 +34,7 @@ from manager.config import (
 )
 from manager.errors import InvalidConfig
 from manager.function import FunctionSpec
+from tangram.types.config_files import files_of, nothing_there
 
 #: Most files of one configuration.
 FILES_MAX = 4096
@@ -97,8 +98,7 @@ def read(paths: Sequence[Path]) -> tuple[list[ConfigSource], list[Problem]]:
     for path in paths:
         found = files_of(path)
         if not found:
-            what = "no tangram.yaml and no function.yaml in this directory" if path.is_dir() else "no such file"
-            problems.append(Problem(message=what, position=Position(path, 1)))
+            problems.append(Problem(message=nothing_there(path), position=Position(path, 1)))
         for file in found[:FILES_MAX]:
             try:
                 if file.stat().st_size > yaml.TEXT_LIMIT_BYTES:
@@ -107,14 +107,6 @@ def read(paths: Sequence[Path]) -> tuple[list[ConfigSource], list[Problem]]:
             except (OSError, ValueError) as error:
                 problems.append(Problem(message=f"cannot be read: {error}", position=Position(file, 1)))
     return list(sources.values()), problems
-
-
-def files_of(path: Path) -> list[Path]:
-    """A file is itself; a directory is its tangram.yaml and the function.yaml of it and of what is in it."""
-    if not path.is_dir():
-        return [path] if path.is_file() else []
-    patterns = ("tangram.yaml", "function.yaml", "*/function.yaml", "functions/*/function.yaml")
-    return [file for pattern in patterns for file in sorted(path.glob(pattern)) if file.is_file()]
 
 
 def build(

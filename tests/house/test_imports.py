@@ -24,7 +24,8 @@ ROOMS = {
     "sqlite3": ("gateway/store", "gateway/invocations/record.py", "gateway/store/retention.py"),
     "yaml": ("gateway/config/",),
     "pydantic": ("gateway/config/",),
-    "click": ("gateway/cli/",),
+    "click": ("gateway/cli/", "tangram/cli/"),
+    "rich": ("tangram/cli/",),
     "matplotlib": ("gateway/", "bench/"),
 }
 #: What the runtimes may know of the manager: its nouns.

@@ -1,62 +1,15 @@
-"""The command line against a real gateway: what goes to standard output, what to standard error, and the status."""
+"""The client's verbs against a real gateway: what goes to standard output, what to standard error, and the status."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
-from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
-import click
 import pytest
-import structlog
-from click.testing import CliRunner
 
-from gateway.cli import main
-from gateway.cli.main import VERBS
-from gateway.cli.output import print_table
-from tests.gateway.conftest import DEADLINE_S, RunningGateway
-
-#: (exit status, standard output, standard error)
-Ran = tuple[int, str, str]
-Tangram = Callable[..., Ran]
-Served = Callable[..., Awaitable[Ran]]
-
-
-@pytest.fixture
-def tangram(capfd: pytest.CaptureFixture[str]) -> Tangram:
-    """Run one verb in this process."""
-
-    def run(*arguments: str) -> Ran:
-        capfd.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main.main(arguments)
-        out, err = capfd.readouterr()
-        assert isinstance(ended.value.code, int)
-        return ended.value.code, out, err
-
-    return run
-
-
-@pytest.fixture
-def served(gateway: RunningGateway, tmp_path: Path) -> Iterator[Served]:
-    """Run one verb against the gateway, in a thread beside it; the gateway's own lines go elsewhere meanwhile."""
-    runner = CliRunner(env={"TANGRAM_SERVER": f"http://127.0.0.1:{gateway.app.http_port}"})
-
-    def ran(*arguments: str) -> Ran:
-        with runner.isolation() as (out, err, _), pytest.raises(SystemExit) as ended:
-            main.main(arguments)
-        assert isinstance(ended.value.code, int)
-        return ended.value.code, out.getvalue().decode(), err.getvalue().decode()
-
-    async def run(*arguments: str) -> Ran:
-        return await asyncio.wait_for(asyncio.to_thread(ran, *arguments), DEADLINE_S)
-
-    with (tmp_path / "gateway.log").open("w") as lines:
-        structlog.configure(logger_factory=structlog.PrintLoggerFactory(lines))
-        yield run
-        structlog.reset_defaults()
+from tests.gateway.conftest import RunningGateway
+from tests.tangram.cli.conftest import Served, Tangram
 
 
 async def test_invoke_prints_the_result_and_names_the_invocation_apart(served: Served, gateway: RunningGateway) -> None:
@@ -149,6 +102,16 @@ async def test_a_configuration_is_compared_then_applied(
     file.write_text("functions: {fresh: {runtime: exec, cost: {cpu: 60000}}}")
     status, _, err = await served("apply", str(file))
     assert status == 78 and "unsatisfiable" in err
+    file.write_text("functions: {fresh: {runtim: exec}}")
+    status, _, err = await served("apply", str(tmp_path / "new.yaml"))
+    assert status == 78 and "runtim" in err
+
+
+def test_what_cannot_be_sent_is_told_before_anything_is(tangram: Tangram, tmp_path: Path) -> None:
+    status, _, err = tangram("apply", str(tmp_path), str(tmp_path / "gone.yaml"))
+    assert status == 78
+    assert "no tangram.yaml and no function.yaml" in err and "gone.yaml: no such file" in err
+    assert tangram("apply", "--own", str(tmp_path))[0] == 2
 
 
 async def test_dead_letters_are_listed_shown_sent_again_and_purged(served: Served, gateway: RunningGateway) -> None:
@@ -172,30 +135,6 @@ async def test_dead_letters_are_listed_shown_sent_again_and_purged(served: Serve
     assert (await served("dlq", "purge"))[0] == 2
 
 
-def test_validate_tells_every_problem_and_says_so_with_its_status(tangram: Tangram, tmp_path: Path) -> None:
-    file = tmp_path / "tangram.yaml"
-    file.write_text("server: {prot: 1}\nnod: {}\n")
-    status, out, err = tangram("validate", str(tmp_path))
-    assert (status, out) == (78, "")
-    assert f"{file}:1: server.prot: unknown key 'prot'; did you mean 'port'?" in err
-    assert f"{file}:2: nod: unknown key 'nod'; did you mean 'node'?" in err
-    status, out, _ = tangram("validate", "--json", str(tmp_path))
-    assert status == 78
-    assert [each["line"] for each in json.loads(out)["problems"]] == [2, 1]
-    file.write_text("functions: {f: {runtime: exec}}")
-    assert tangram("validate", str(tmp_path))[:2] == (0, "1 files, 1 functions: f\n")
-
-
-def test_the_schema_is_printed(tangram: Tangram) -> None:
-    assert json.loads(tangram("config-schema")[1])["title"] == "tangram configuration"
-
-
-def test_the_machine_is_shown(tangram: Tangram, tmp_path: Path) -> None:
-    (tmp_path / "tangram.yaml").write_text("node: {name: here, devices: {kind: cpu}}")
-    described = json.loads(tangram("node", "--json", str(tmp_path))[1])
-    assert described["name"] == "here" and described["numa"]
-
-
 def test_a_gateway_that_is_not_there_is_said_plainly(tangram: Tangram, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tangram.client.retries.BACKOFF_S", 0.001)
     status, _, err = tangram("ps", "--server", "http://127.0.0.1:9")
@@ -207,28 +146,3 @@ def test_a_gateway_that_is_not_there_is_said_plainly(tangram: Tangram, monkeypat
 )
 def test_a_misused_verb_is_a_usage_error(tangram: Tangram, words: tuple[str, ...]) -> None:
     assert tangram(*words)[0] == 2
-
-
-@pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_explains_itself(tangram: Tangram, verb: str) -> None:
-    status, out, _ = tangram(verb, "--help")
-    assert status == 0
-    assert out.startswith(f"Usage: tangram {verb}")
-
-
-@pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_speaks_json(verb: str) -> None:
-    silent = {"serve", "config-schema", "end", "export"}
-    command = main.cli.get_command(click.Context(main.cli), verb)
-    assert command is not None
-    commands = command.commands.values() if isinstance(command, click.Group) else [command]
-    assert not [
-        each.name
-        for each in commands
-        if each.name not in silent and "--json" not in [o for p in each.params for o in p.opts]
-    ]
-
-
-def test_a_table_is_as_wide_as_its_cells(capsys: pytest.CaptureFixture[str]) -> None:
-    print_table(("NAME", "N"), [("a", 1), ("longer", 23), (None, None)])
-    assert capsys.readouterr().out == "NAME     N\na        1\nlonger  23\n-        -\n"

@@ -1,0 +1,112 @@
+"""``tangram cp``: files and directories into a trajectory's sandbox and out of it."""
+
+from __future__ import annotations
+
+import stat
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+import click
+from rich.console import Console
+from rich.progress import track
+
+from tangram import Client, FileEntry
+from tangram.cli.options import connected, json_option
+from tangram.cli.output import print_json, say
+
+#: The entries of a directory in the sandbox.
+ListFiles = Callable[[str], Sequence[FileEntry]]
+
+
+class CopiedFile(NamedTuple):
+    """One file to copy: its path here, and its path in the sandbox."""
+
+    here: Path
+    there: str
+
+
+class Remote(NamedTuple):
+    """A place in a trajectory's sandbox."""
+
+    trajectory: str
+    path: str
+
+
+@click.command()
+@click.argument("source")
+@click.argument("target")
+@json_option
+@connected
+def cp(client: Client, source: str, target: str, as_json: bool) -> None:
+    """Copy a file or a directory into the sandbox of a trajectory, or out of it.
+
+    One of SOURCE and TARGET is TRAJECTORY:PATH; a relative PATH begins at the sandbox's working directory. TARGET is
+    the name that the copy gets, or a directory that is there, if it ends with a slash.
+    """
+    inward, outward = remote(target), remote(source)
+    if (inward is None) == (outward is None):
+        raise click.UsageError("one of SOURCE and TARGET must be TRAJECTORY:PATH")
+    if inward is not None:
+        sandbox = client.trajectory(inward.trajectory)
+        copied = list(_uploads(Path(source), _named(inward.path, Path(source).name)))
+        for each in _progress(copied, source):
+            sandbox.upload(each.there, each.here.read_bytes(), mode=stat.S_IMODE(each.here.stat().st_mode))
+    else:
+        assert outward is not None
+        sandbox = client.trajectory(outward.trajectory)
+        copied = list(_downloads(sandbox.list, outward.path, Path(_named(target, PurePosixPath(outward.path).name))))
+        for each in _progress(copied, source):
+            each.here.parent.mkdir(parents=True, exist_ok=True)
+            each.here.write_bytes(sandbox.download(each.there))
+    if as_json:
+        print_json({"copied": [{"here": str(each.here), "there": each.there} for each in copied]})
+    else:
+        say(f"{len(copied)} copied")
+
+
+def remote(text: str) -> Remote | None:
+    """Return the trajectory and the path of ``TRAJECTORY:PATH``; None for a path here.
+
+    A name may have colons of its own: it ends at the first ``:/``, or else at the last colon.
+    """
+    name, colon, path = text.partition(":/") if ":/" in text else text.rpartition(":")
+    if not colon or text.startswith((".", "/")):
+        return None
+    return Remote(name, f"{colon[1:]}{path}")
+
+
+def _named(path: str, name: str) -> str:
+    """Return the path, completed by the name if it means the directory."""
+    return f"{path}{name}" if path.endswith("/") or not path else path
+
+
+def _uploads(here: Path, there: str) -> Iterator[CopiedFile]:
+    if not here.exists():
+        raise click.BadParameter(f"{here}: no such file or directory", param_hint="SOURCE")
+    if here.is_file():
+        yield CopiedFile(here, there)
+    for file in sorted(each for each in here.rglob("*") if each.is_file()):
+        yield CopiedFile(file, f"{there}/{file.relative_to(here).as_posix()}")
+
+
+def _downloads(entries_of: ListFiles, there: str, here: Path) -> Iterator[CopiedFile]:
+    """Yield the files beneath a path in the sandbox, or the one that it is; raises NotFoundError."""
+    path = PurePosixPath(there)
+    for entry in entries_of(str(path.parent)) if path.name else ():
+        if PurePosixPath(entry.path).name == path.name and not entry.directory:
+            yield CopiedFile(here, there)
+            return
+    for entry in entries_of(there):
+        name = PurePosixPath(entry.path).name
+        if entry.directory:
+            yield from _downloads(entries_of, f"{there}/{name}", here / name)
+        else:
+            yield CopiedFile(here / name, f"{there}/{name}")
+
+
+def _progress(files: list[CopiedFile], what: str) -> Iterator[CopiedFile]:
+    """Yield the files, with a bar on a terminal's standard error."""
+    console = Console(stderr=True, markup=False)
+    yield from track(files, what, console=console, transient=True, disable=not sys.stderr.isatty())

@@ -1,0 +1,198 @@
+"""Verbs on invocations: invoke, ps, get, logs, cancel."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import click
+import msgspec
+from rich.console import Console
+
+from tangram import Client, InvocationResult, TangramError
+from tangram.cli import exit_status
+from tangram.cli.options import Duration, connected, json_option, limit_option
+from tangram.cli.output import print_json, print_log, say, show, show_seconds, table
+
+#: Log lines shown of an invocation that failed.
+LAST_LINES = 20
+
+
+@click.command()
+@click.argument("function")
+@click.argument("input", default="{}")
+@click.option("--trajectory", help="The rollout whose sandbox it needs.")
+@click.option("--task", help="The RL task it belongs to.")
+@click.option("--timeout", "timeout_s", type=Duration(), help="Bound of the execution, at most the function's.")
+@click.option("--key", help="Idempotency key: the same key and input run once.")
+@click.option("-f", "--follow", is_flag=True, help="Show the log on standard error while it runs.")
+@click.option("--async", "detach", is_flag=True, help="Do not wait: print the id on standard output.")
+@json_option
+@connected
+def invoke(
+    client: Client,
+    function: str,
+    input: str,
+    trajectory: str | None,
+    task: str | None,
+    timeout_s: float | None,
+    key: str | None,
+    follow: bool,
+    detach: bool,
+    as_json: bool,
+) -> int:
+    """Run FUNCTION on INPUT, a JSON object, @FILE, or - for standard input.
+
+    The result is printed on standard output, the invocation's id on standard error. A failure prints component,
+    reason and the last log lines, and the exit status is that of its reason (docs/reference/cli.md).
+    """
+    body = read_input(input)
+    if not (follow or detach):
+        with waiting(function):
+            result = client.invoke(function, body, task=task, trajectory=trajectory, key=key, timeout_s=timeout_s)
+        say(result.id)
+        return show_end(client, result, as_json, log_shown=False)
+    result = client.submit(function, body, task=task, trajectory=trajectory, key=key, timeout_s=timeout_s)
+    if detach:
+        print_json(result) if as_json else click.echo(result.id)
+        return 0
+    say(result.id)
+    try:
+        for line in client.logs(result.id, follow=True):
+            print_log(line, err=True)
+        return show_end(client, client.wait(result.id), as_json, log_shown=True)
+    except KeyboardInterrupt:
+        client.cancel(result.id)
+        raise
+
+
+@click.command()
+@click.option("--function", help="Only those of this function.")
+@click.option("--task", help="Only those of this task.")
+@click.option("--trajectory", help="Only those of this trajectory.")
+@click.option("--state", help="Only those in this state.")
+@limit_option("invocations")
+@json_option
+@connected
+def ps(
+    client: Client,
+    function: str | None,
+    task: str | None,
+    trajectory: str | None,
+    state: str | None,
+    limit: int,
+    as_json: bool,
+) -> None:
+    """List invocations, newest first."""
+    found = list(client.list(function=function, task=task, trajectory=trajectory, state=state, limit=limit))
+    if as_json:
+        print_json(found)
+        return
+    rows = [
+        (
+            each.id,
+            each.function,
+            each.trajectory,
+            each.state,
+            each.reason,
+            show_seconds(each.queue_s),
+            show_seconds(each.overhead_s),
+            show_seconds(each.execution_s),
+            dict(sorted(each.units.items())),
+        )
+        for each in found
+    ]
+    show(table(("ID", "FUNCTION", "TRAJECTORY", "STATE", "REASON", "QUEUE", "OVERHEAD", "EXECUTION", "UNITS"), rows))
+
+
+@click.command()
+@click.argument("id")
+@click.option("--wait", "wait_s", type=Duration(), help="Wait so long for its end first.")
+@json_option
+@connected
+def get(client: Client, id: str, wait_s: float | None, as_json: bool) -> int:
+    """Show an invocation's record; once it has failed the exit status is that of its reason."""
+    try:
+        with waiting(id):
+            result = client.get(id) if wait_s is None else client.wait(id, wait_s)
+    except TimeoutError:
+        result = client.get(id)
+    if as_json:
+        print_json(result)
+    else:
+        record = msgspec.to_builtins(result)
+        shown = [(name, value) for name, value in record.items() if value not in (None, "", {}, [])]
+        show(table((), [(name, each if isinstance(each, str) else in_json(each)) for name, each in shown]))
+    return exit_status.of_reason(result.reason)
+
+
+@click.command()
+@click.argument("id")
+@click.option("-f", "--follow", is_flag=True, help="Go on until the invocation has ended.")
+@click.option("--offset", default=0, show_default=True, type=click.IntRange(min=0), help="First record to show.")
+@json_option
+@connected
+def logs(client: Client, id: str, follow: bool, offset: int, as_json: bool) -> None:
+    """Show an invocation's log: what it wrote to standard error goes to ours."""
+    for line in client.logs(id, follow=follow, offset=offset):
+        if as_json:
+            click.echo(in_json(line))
+        else:
+            print_log(line, err=line.stream != "stdout")
+
+
+@click.command()
+@click.argument("ids", nargs=-1, required=True)
+@json_option
+@connected
+def cancel(client: Client, ids: tuple[str, ...], as_json: bool) -> None:
+    """End invocations and everything they started; one that has ended already is an error."""
+    ended = [client.cancel(id) for id in ids]
+    if as_json:
+        print_json(ended)
+    else:
+        for each in ended:
+            click.echo(f"{each.id} {each.state}")
+
+
+def read_input(text: str) -> dict[str, object]:
+    """Return a JSON object given as text, as @FILE, or on standard input."""
+    try:
+        if text == "-":
+            value = msgspec.json.decode(sys.stdin.buffer.read())
+        else:
+            value = msgspec.json.decode(Path(text[1:]).read_bytes() if text.startswith("@") else text)
+    except (msgspec.DecodeError, UnicodeError, OSError) as error:
+        raise click.BadParameter(f"{text[:40]!r}: {error}", param_hint="INPUT") from None
+    if not isinstance(value, dict):
+        raise click.BadParameter("must be a JSON object", param_hint="INPUT")
+    return value
+
+
+def show_end(client: Client, result: InvocationResult, as_json: bool, *, log_shown: bool) -> int:
+    """Print the result, and the story of a failure; return the exit status."""
+    if as_json:
+        print_json(result)
+    elif result.result is not None:
+        print_json(result.result)
+    if result.reason is not None:
+        say(f"{result.component}: {result.reason}: {result.message}")
+        if not log_shown:
+            try:
+                last = list(client.logs(result.id))[-LAST_LINES:]
+            except TangramError:
+                last = []  # the failure is told already: that its log cannot be had adds nothing
+            for line in last:
+                print_log(line, err=True)
+    return exit_status.of_reason(result.reason)
+
+
+def waiting(what: str) -> AbstractContextManager[object]:
+    """Show on a terminal's standard error that something is waited for."""
+    return Console(stderr=True, markup=False).status(what) if sys.stderr.isatty() else nullcontext()
+
+
+def in_json(value: object) -> str:
+    """Return a value as JSON on one line."""
+    return msgspec.json.encode(value).decode()

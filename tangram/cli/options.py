@@ -1,0 +1,56 @@
+"""What the verbs share: their options, and the client that those of a gateway are given."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import click
+
+from tangram import Client
+from tangram.client.address import DEFAULT, SERVER, TOKEN
+from tangram.types.quantities import duration_s
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+class Duration(click.ParamType[float]):
+    """A duration such as 500ms, 30s or 1h30m, as seconds."""
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if isinstance(value, float):
+            return value
+        try:
+            return duration_s(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+def json_option(command: _Command) -> _Command:
+    """``--json``: one JSON value on standard output instead of text for people."""
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON.")(command)
+
+
+def connected(command: Callable[Concatenate[Client, _P], _R]) -> Callable[_P, _R]:
+    """``--server`` and ``--token``: the command's first argument is a client, which is closed after it."""
+
+    @click.option("--server", help=f"The gateway [{SERVER}, or {DEFAULT}].")
+    @click.option("--token", help=f"Bearer token [{TOKEN}].")
+    @functools.wraps(command)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with Client(kwargs.pop("server"), token=kwargs.pop("token")) as client:  # type: ignore[arg-type]  # text, or None
+            return command(client, *args, **kwargs)
+
+    return run
+
+
+def limit_option(what: str) -> Callable[[_Command], _Command]:
+    """``--limit``: most of them that are shown."""
+    return click.option(
+        "-n", "--limit", default=20, show_default=True, type=click.IntRange(min=1), help=f"Most {what}."
+    )

@@ -1,0 +1,113 @@
+"""``tangram top``: what the machine is doing, by pool and by device, and what waits."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePath
+from typing import Any
+
+import click
+import msgspec
+from rich.console import RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from tangram import Client
+from tangram.cli.options import Duration, connected, json_option
+from tangram.cli.output import print_json, rendered, rows_table, show, table, tree
+from tangram.types import ModelDevice, ModelsInfo, PlacedModel, QueueEntry, ResourcesInfo
+from tangram.types.quantities import show_size
+
+#: Waiting actions that are shown.
+QUEUE_SHOWN = 20
+
+
+@click.command()
+@click.option("--interval", "interval_s", type=Duration(), help="Show it again and again.")
+@json_option
+@connected
+def top(client: Client, interval_s: float | None, as_json: bool) -> None:
+    """What the machine is doing: resources, who holds them, and what waits for what."""
+    if interval_s is None or as_json or not sys.stdout.isatty():
+        _print(client, as_json)
+        while interval_s is not None:
+            time.sleep(interval_s)
+            _print(client, as_json)
+        return
+    with Live(screen=True, auto_refresh=False) as screen:
+        while True:
+            lines = rendered(*view(*_state(client)))
+            screen.update(Text.from_ansi(lines, no_wrap=True, overflow="crop"), refresh=True)
+            time.sleep(interval_s)
+
+
+def _state(client: Client) -> tuple[ResourcesInfo, int, Sequence[QueueEntry]]:
+    return client.resources(), sum(task.queued for task in client.tasks()), client.queue(QUEUE_SHOWN)
+
+
+def _print(client: Client, as_json: bool) -> None:
+    resources, waiting, queue = _state(client)
+    if as_json:
+        print_json({"resources": resources, "waiting": waiting, "queue": queue})
+    else:
+        show(*view(resources, waiting, queue))
+
+
+def view(resources: ResourcesInfo, waiting: int, queue: Sequence[QueueEntry]) -> Iterator[RenderableType]:
+    """Yield what is shown: a section for each kind of resource, then the queue."""
+    for section, value in msgspec.to_builtins(resources).items():
+        if section == "models":
+            yield from models_view(resources.models)
+        elif isinstance(value, dict) and value and all(isinstance(each, dict) for each in value.values()):
+            yield section
+            yield rows_table([{"name": name, **each} for name, each in value.items()])
+        elif isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
+            yield section
+            yield rows_table(value)
+        else:
+            yield tree({section: value})
+        yield ""
+    yield f"queue: {waiting} waiting"
+    if queue:
+        yield rows_table(msgspec.to_builtins(queue))
+
+
+def models_view(models: ModelsInfo) -> Iterator[RenderableType]:
+    """Yield the counters of the model slots, and the chunk map: each device with what it computes and holds."""
+    fields: Mapping[str, Any] = msgspec.to_builtins(models)
+    shown: dict[str, object] = {name: value for name, value in fields.items() if isinstance(value, int | float)}
+    if host := fields["host_images"]:
+        bytes_of = f"{show_size(host['bytes'])} of {show_size(host['bound_bytes'])}"
+        shown["host_images"] = f"{host['count']}, {bytes_of}"
+    yield tree({"models": shown})
+    if models.devices:
+        yield ""
+        yield table(
+            ("DEVICE", "KIND", "STATE", "COMPUTES", "HOLDS", "RESIDENT", "OF", "USED", "RUNS", "SWAPS", "HIT RATE"),
+            [_device(each) for each in models.devices],
+        )
+
+
+def _device(device: ModelDevice) -> tuple[object, ...]:
+    return (
+        device.index,
+        device.name,
+        "alive" if device.alive else "dead",
+        None if device.running is None else _placed(device.running),
+        " ".join(_placed(each) for each in device.resident) or None,
+        show_size(device.resident_bytes),
+        show_size(device.arena_bytes),
+        None if device.used_bytes is None else show_size(device.used_bytes),
+        device.executions,
+        device.swaps,
+        f"{device.hit_rate:.0%}",
+    )
+
+
+def _placed(model: PlacedModel) -> str:
+    """Return a service and the devices of its chunk: ``teacher:lm@0-3``."""
+    start, size = model.chunk
+    devices = str(start) if size == 1 else f"{start}-{start + size - 1}"
+    return f"{PurePath(model.service).name}@{devices}"

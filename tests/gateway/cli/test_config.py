@@ -1,0 +1,32 @@
+"""The verbs on configuration files and on this machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.tangram.cli.conftest import Tangram
+
+
+def test_validate_tells_every_problem_and_says_so_with_its_status(tangram: Tangram, tmp_path: Path) -> None:
+    file = tmp_path / "tangram.yaml"
+    file.write_text("server: {prot: 1}\nnod: {}\n")
+    status, out, err = tangram("validate", str(tmp_path))
+    assert (status, out) == (78, "")
+    assert f"{file}:1: server.prot: unknown key 'prot'; did you mean 'port'?" in err
+    assert f"{file}:2: nod: unknown key 'nod'; did you mean 'node'?" in err
+    status, out, _ = tangram("validate", "--json", str(tmp_path))
+    assert status == 78
+    assert [each["line"] for each in json.loads(out)["problems"]] == [2, 1]
+    file.write_text("functions: {f: {runtime: exec}}")
+    assert tangram("validate", str(tmp_path))[:2] == (0, "1 files, 1 functions: f\n")
+
+
+def test_the_schema_is_printed(tangram: Tangram) -> None:
+    assert json.loads(tangram("config-schema")[1])["title"] == "tangram configuration"
+
+
+def test_the_machine_is_shown(tangram: Tangram, tmp_path: Path) -> None:
+    (tmp_path / "tangram.yaml").write_text("node: {name: here, devices: {kind: cpu}}")
+    described = json.loads(tangram("node", "--json", str(tmp_path))[1])
+    assert described["name"] == "here" and described["numa"]

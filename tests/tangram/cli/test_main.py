@@ -1,0 +1,110 @@
+"""The command as a whole: its verbs, those that a server adds, what it needs, and how it ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import get_args
+
+import click
+import pytest
+
+from gateway.cli import main as server
+from gateway.errors import FACES
+from tangram.cli import exit_status
+from tangram.cli.main import GROUP, VERBS, command_line
+from tangram.errors import BY_CODE
+from tangram.types import Reason
+from tests.tangram.cli.conftest import Tangram
+
+ROOT = Path(__file__).parents[3]
+ALL = {**VERBS, **server.VERBS}
+LINE = command_line(server.VERBS)
+
+
+def run(program: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
+
+
+@pytest.mark.parametrize("verb", ALL)
+def test_every_verb_explains_itself(tangram: Tangram, verb: str) -> None:
+    status, out, _ = tangram(verb, "--help")
+    assert status == 0
+    assert out.startswith(f"Usage: tangram {verb}")
+
+
+def test_every_verb_is_listed_with_its_summary(tangram: Tangram) -> None:
+    status, out, _ = tangram("--help")
+    assert status == 0
+    assert all(verb.summary in " ".join(out.split()) for verb in ALL.values())
+    assert all(f"\n  {name} " in out for name in ALL)
+
+
+@pytest.mark.parametrize("verb", ALL)
+def test_every_verb_speaks_json(verb: str) -> None:
+    silent = {"serve", "config-schema", "end", "export"}
+    command = LINE.get_command(click.Context(LINE), verb)
+    assert command is not None
+    commands = command.commands.values() if isinstance(command, click.Group) else [command]
+    assert not [
+        each.name
+        for each in commands
+        if each.name not in silent and "--json" not in [o for p in each.params for o in p.opts]
+    ]
+
+
+def test_help_loads_no_verb() -> None:
+    ran = run(
+        "import sys\n"
+        "from gateway.cli.main import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "print(*sys.modules, file=sys.stderr)"
+    )
+    loaded = set(ran.stderr.split())
+    assert "tangram.cli.main" in loaded
+    assert not loaded & {verb.place.partition(":")[0] for verb in ALL.values()}
+
+
+def test_an_installed_server_adds_its_verbs(monkeypatch: pytest.MonkeyPatch) -> None:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][GROUP]
+    points = [EntryPoint(name, value, GROUP) for name, value in declared.items()]
+    monkeypatch.setattr("tangram.cli.main.entry_points", lambda group: points if group == GROUP else [])
+    alone = command_line()
+    assert alone.list_commands(click.Context(alone)) == list(ALL)
+    assert alone.get_command(click.Context(alone), "validate") is not None
+
+
+def test_without_a_server_there_are_the_verbs_that_need_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tangram.cli.main.entry_points", lambda group: [])
+    alone = command_line()
+    assert alone.list_commands(click.Context(alone)) == list(VERBS)
+    assert alone.get_command(click.Context(alone), "serve") is None
+
+
+@pytest.mark.parametrize("library", ["click", "rich"])
+def test_a_missing_library_is_named_with_its_remedy(library: str) -> None:
+    program = f"import sys; sys.modules[{library!r}] = None; sys.argv[1:] = ['ps', '--help']"
+    ran = run(f"{program}; import tangram.cli; tangram.cli.run()")
+    assert ran.returncode == 1
+    assert library in ran.stderr and "tangram-client[cli]" in ran.stderr and "Traceback" not in ran.stderr
+
+
+def test_every_error_and_every_reason_has_its_exit_status() -> None:
+    assert {*FACES, *BY_CODE} <= exit_status.BY_CODE.keys()
+    assert set(get_args(Reason)) == exit_status.BY_REASON.keys()
+    assert exit_status.of_reason(None) == 0
+    assert exit_status.of_code("of_a_newer_server") == exit_status.of_reason("of_a_newer_server") == 70
+
+
+def test_a_reader_that_has_seen_enough_ends_it_in_silence() -> None:
+    program = "import tangram.cli, sys; sys.argv[1:] = ['--help']; tangram.cli.run()"
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", program], stdout=pipe, stderr=pipe, cwd=ROOT) as ran:
+        assert ran.stdout is not None and ran.stderr is not None
+        ran.stdout.close()
+        assert ran.stderr.read() == b""
+        assert ran.wait(60) == 1
