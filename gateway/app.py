@@ -42,6 +42,7 @@ from gateway.store.retention import RetentionSpec, prune_for_ever
 from gateway.store.store import Durability, Store, StoreSpec
 from gateway.view import plain
 from manager.assembly import build_core
+from manager.chunk import Chunk
 from manager.clock import Clock, MonotonicClock, WallClock
 from manager.config import NodeSpec, ServiceSpec, TaskSpec
 from manager.engine import Engine
@@ -60,7 +61,7 @@ CLOSE_GRACE_S = 5.0
 #: living invocation, is rare. Nothing of ours is left to it: an invocation that has ended is in no circle.
 COLLECT_EVERY = (2_000, 5, 10_000)
 
-MakeHands = Callable[[GatewayConfig, Clock, Callable[[Mapping[str, tuple[tuple[int, int], ...]]], None]], Runtimes]
+MakeHands = Callable[[GatewayConfig, Clock, Callable[[Mapping[str, tuple[Chunk, ...]]], None]], Runtimes]
 
 
 def build(
@@ -317,19 +318,17 @@ class App:
     def _switched(self, config: GatewayConfig) -> None:
         changed = Reconfigured(
             tasks=config.tasks,
-            quotas=config.quotas,
-            concurrency=config.concurrency,
+            resources=config.resources,
             function_bounds={name: spec.max_queued for name, spec in config.functions.items()},
             services=self._model_services,
         )
         self.engine.tell(changed)
         self._log.info("configuration applied", functions=len(config.functions))
 
-    def _report_residency(self, resident: Mapping[str, tuple[tuple[int, int], ...]]) -> None:
+    def _report_residency(self, resident: Mapping[str, tuple[Chunk, ...]]) -> None:
         if self._engine is None:
             return  # a model is being prepared: the engine is told of all that is resident once it starts
-        copies = [(service, start, size) for service, chunks in resident.items() for start, size in chunks]
-        self.engine.report_residency(self.config.node.name, copies)
+        self.engine.report_residency(self.config.node.name, resident)
 
     def _learn_footprint(self, service: ServiceSpec) -> None:
         """A model's restore takes longer or shorter than the scheduler believes."""

@@ -118,9 +118,7 @@ class Registry:
             removed=tuple(sorted(old.keys() - functions.keys())),
             unchanged=tuple(sorted(old.keys() & functions.keys() - changed.keys())),
             tasks=_differing(self._config.tasks, new.tasks),
-            resources=_differing(
-                {**self._config.quotas, **self._config.concurrency}, {**new.quotas, **new.concurrency}
-            ),
+            resources=_differing(self._config.resources, new.resources),
             needs_restart=tuple(_fixed_differences(self._config, new)),
         )
 

@@ -10,10 +10,10 @@ from manager.core.executing import Executing
 from manager.core.fairness import FairShare
 from manager.core.queue import Bounds, Queue
 from manager.core.state import SchedulerState
-from manager.resources.factory import PoolFactory
+from manager.resources.cpu import CpuPool
 from manager.resources.gpu import GpuPool
 from manager.resources.nodes import Nodes
-from manager.resources.pool import Resources
+from manager.resources.resources import Resources
 from manager.scheduler.policy import Policy, PolicySpec
 from manager.scheduler.registry import make_policy
 
@@ -28,13 +28,10 @@ def build_core(
 
     Raises InvalidConfig if a policy is unknown.
     """
-    factory = PoolFactory()
-    resources = Resources(pool for node in spec.nodes for pool in factory.of_node(node))
+    resources = Resources(CpuPool(node) for node in spec.nodes if node.cores)
     resources.add(GpuPool(spec.nodes, spec.services))
-    for name, quota in spec.quotas.items():
-        factory.quota(resources, name, quota)
-    for name, concurrency in spec.concurrency.items():
-        factory.concurrency(resources, name, concurrency)
+    for name, declared in spec.resources.items():
+        resources.declare(name, declared)
     nodes = Nodes(spec.nodes, resources)
     state = SchedulerState(
         spec=spec.scheduler,
@@ -45,10 +42,10 @@ def build_core(
             Bounds(total=spec.scheduler.max_queued, tasks=spec.tasks, functions=function_bounds or {}), spec.services
         ),
         executing=Executing(resources, nodes),
-        fair=FairShare(frozenset(spec.quotas)),
+        fair=FairShare(frozenset(pool.kind for pool in resources.timed)),
         policies={**_policies(spec.scheduler.policies), **(policies or {})},
     )
-    return Core(state, factory)
+    return Core(state)
 
 
 def _policies(specs: Mapping[str, PolicySpec]) -> dict[str, Policy]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from manager.resources.declared import ResourceSpec
 from manager.scheduler.policy import PolicySpec
 
 
@@ -24,22 +25,6 @@ class NodeSpec:
     @property
     def cores(self) -> int:
         return sum(len(ids) for ids in self.numa)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QuotaSpec:
-    """At most ``limit`` units in any window of ``period_s``, and at most ``burst`` at one instant."""
-
-    limit: int
-    period_s: float
-    burst: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConcurrencySpec:
-    """At most ``limit`` units at the same time."""
-
-    limit: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +73,8 @@ class ManagerSpec:
     """Everything that `manager.assembly` builds a core from."""
 
     nodes: tuple[NodeSpec, ...]
-    quotas: Mapping[str, QuotaSpec] = field(default_factory=dict)
-    concurrency: Mapping[str, ConcurrencySpec] = field(default_factory=dict)
+    #: Declared resources by name.
+    resources: Mapping[str, ResourceSpec] = field(default_factory=dict)
     tasks: Mapping[str, TaskSpec] = field(default_factory=lambda: {"default": TaskSpec()})
     services: Mapping[str, ServiceSpec] = field(default_factory=dict)
     scheduler: SchedulerSpec = SchedulerSpec()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from manager.action import Action
+from manager.chunk import Chunk
 from manager.clock import Clock, MonotonicClock
 from manager.core.core import Core
 from manager.core.views import (
@@ -217,9 +218,9 @@ class Engine:
 
     # -- the world
 
-    def report_residency(self, node: str, copies: Sequence[tuple[str, int, int]]) -> None:
-        """Take in what a node's devices really hold, as (service, start, size)."""
-        self._feed([ResidencyReported(node=node, copies=tuple(copies))])
+    def report_residency(self, node: str, resident: Mapping[str, tuple[Chunk, ...]]) -> None:
+        """Believe what a node's devices really hold: chunks by service."""
+        self._feed([ResidencyReported(node=node, resident=resident)])
 
     def tell(self, event: NodeLost | NodeJoined | Reconfigured) -> None:
         """Take in that a node has come or gone, or new bounds and model services; nothing in flight is dropped."""

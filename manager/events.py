@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from manager.action import Action, UnitSet
-from manager.config import ConcurrencySpec, NodeSpec, QuotaSpec, ServiceSpec, TaskSpec
+from manager.chunk import Chunk
+from manager.config import NodeSpec, ServiceSpec, TaskSpec
 from manager.errors import CodedError
 from manager.lease import Lease
 from manager.outcome import Outcome, Settlement
+from manager.resources.declared import ResourceSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,10 +90,10 @@ class NodeJoined:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResidencyReported:
-    """What a node's devices really hold: (service, start, size), starts counted on the node. It is believed."""
+    """What a node's devices really hold: chunks by service, counted on the node. It is believed."""
 
     node: str
-    copies: tuple[tuple[str, int, int], ...]
+    resident: Mapping[str, tuple[Chunk, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,8 +109,8 @@ class Reconfigured:
     """New bounds; None leaves what is. Nothing in flight is dropped, and nothing already held is taken away."""
 
     tasks: Mapping[str, TaskSpec] | None = None
-    quotas: Mapping[str, QuotaSpec] | None = None
-    concurrency: Mapping[str, ConcurrencySpec] | None = None
+    #: Declared resources by name.
+    resources: Mapping[str, ResourceSpec] | None = None
     #: Most waiting actions by function name.
     function_bounds: Mapping[str, int] | None = None
     #: Model services that are new or changed; the others stay, as actions in flight may need them.
@@ -170,8 +172,8 @@ class Replicate:
     number: int
     service: str
     node: str
-    #: (start, size), counted on the node.
-    chunk: tuple[int, int]
+    #: Counted on the node.
+    chunk: Chunk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from manager.action import Action
+from manager.chunk import Chunk
 from manager.function import FunctionSpec
 from manager.lease import Lease
 from manager.outcome import Outcome
@@ -46,7 +47,7 @@ class Executor(Protocol):
         """Give a running, malleable action the cores of the new ``lease``; a no-op once it has ended."""
         ...
 
-    async def replicate(self, function: FunctionSpec, service: str, node: str, chunk: tuple[int, int]) -> bool:
+    async def replicate(self, function: FunctionSpec, service: str, node: str, chunk: Chunk) -> bool:
         """Copy a function's service into free memory of devices; return whether it is in place now.
 
         Nothing is evicted for it, and what computes there is not disturbed but by the bytes that travel.

@@ -109,18 +109,14 @@ def _batch_tokens(function: FunctionSpec, input: Mapping[str, object]) -> int:
 
 
 def _check_named(function: FunctionSpec, kind: str, units: UnitSet, spec: ManagerSpec) -> None:
-    """Check a resource without a place: a quota or a concurrency limit."""
-    if kind in spec.quotas:
-        quota = spec.quotas[kind]
-        most = quota.limit if quota.burst is None else min(quota.limit, quota.burst)
-    elif kind in spec.concurrency:
-        most = spec.concurrency[kind].limit
-    else:
-        known = ", ".join(sorted({"cpu", "gpu", *spec.quotas, *spec.concurrency}))
+    """Check what a function takes of a declared resource."""
+    declared = spec.resources.get(kind)
+    if declared is None:
+        known = ", ".join(sorted({"cpu", "gpu", *spec.resources}))
         raise Unsatisfiable(f"function {function.name} needs {kind}, which is none of {known}", component="formulation")
-    if units.minimum > most:
+    if units.minimum > declared.most:
         raise Unsatisfiable(
-            f"function {function.name} needs {units.minimum} of {kind}, which gives {most} at most at once",
+            f"function {function.name} needs {units.minimum} of {kind}, which gives {declared.most} at most at once",
             component="formulation",
         )
 

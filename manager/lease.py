@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from manager.chunk import Chunk
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grant:
@@ -17,8 +19,8 @@ class Grant:
     cores: tuple[int, ...] = ()
     #: Malleable actions: the most units it may grow to, so that as many workers are started; 0 means ``units``.
     workers: int = 0
-    #: GPU: the chunk as (start, size) in device indices of the node.
-    chunk: tuple[int, int] | None = None
+    #: GPU: its devices, counted on the node.
+    chunk: Chunk | None = None
     #: GPU: whether the service must be restored into the chunk first, and what is evicted for it.
     restore: bool = False
     evict: tuple[str, ...] = ()
@@ -36,6 +38,11 @@ class Lease:
     memory_bytes: int = 0
     #: Actions of the same service executed in the same batch as this one, leader first; empty when alone.
     batch: tuple[str, ...] = ()
+
+    @property
+    def chunk(self) -> Chunk | None:
+        """Its devices, counted on the node."""
+        return next((grant.chunk for grant in self.grants.values() if grant.chunk is not None), None)
 
     def units(self, kind: str) -> int:
         """Return the units granted of ``kind``; 0 if none."""

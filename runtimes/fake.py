@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from manager.action import Action
+from manager.chunk import Chunk
 from manager.errors import ActionFailed, Reason
 from manager.function import FunctionSpec
 from manager.lease import Lease
@@ -78,7 +79,7 @@ class ScriptedRuntime:
             del self.running[action_id]
             self.seen.append(("end", action_id))
 
-    async def replicate(self, function: FunctionSpec, service: str, chunk: tuple[int, int]) -> bool:
+    async def replicate(self, function: FunctionSpec, service: str, chunk: Chunk) -> bool:
         """Say whether there is room, as scripted by ``has_room``."""
         self.seen.append(("replicate", service))
         self._asking(service).set()

@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
 from manager.action import Action
+from manager.chunk import Chunk
 from manager.clock import Clock, MonotonicClock
 from manager.errors import ActionFailed, CodedError, InvalidInput, QuotaExceeded, Reason, Unsupported
 from manager.executor import Call
@@ -105,7 +106,7 @@ class LocalExecutor:
         if runtime is not None:
             await runtime.resize(action, lease)
 
-    async def replicate(self, function: FunctionSpec, service: str, node: str, chunk: tuple[int, int]) -> bool:
+    async def replicate(self, function: FunctionSpec, service: str, node: str, chunk: Chunk) -> bool:
         """Copy a service into free memory within ``prepare_s``; a failure is told by False and logged."""
         runtime: object = self._runtimes.get(function.runtime)
         if not isinstance(runtime, Replicator):

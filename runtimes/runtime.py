@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from manager.action import Action
+from manager.chunk import Chunk
 from manager.clock import Clock, MonotonicClock
 from manager.executor import Call
 from manager.function import FunctionSpec
@@ -88,7 +89,7 @@ class Runtime(Protocol):
 class Replicator(Protocol):
     """A runtime that can copy what a function needs into free memory before anybody asks for it there."""
 
-    async def replicate(self, function: FunctionSpec, service: str, chunk: tuple[int, int]) -> bool:
+    async def replicate(self, function: FunctionSpec, service: str, chunk: Chunk) -> bool:
         """Make ``service`` resident on ``chunk``; return False if there is no room.
 
         Nothing is evicted, and what computes is not disturbed but by the bytes that travel.

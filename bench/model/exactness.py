@@ -12,6 +12,7 @@ import torch
 
 from bench.model.checkpoints import FAMILIES, TINY, write_checkpoint
 from manager.action import UnitSet
+from manager.chunk import Chunk
 from manager.function import FunctionSpec, ModelAction, ModelSpec, RuntimeKind
 from runtimes.model.checkpoint.skeleton import Head
 from runtimes.model.device.process import ForkServer
@@ -78,7 +79,7 @@ def _plain(path: Path, head: Head) -> list[float]:
 async def _ask(engine: TorchBackend, asked: FunctionSpec, dop: int) -> list[float]:
     ask = await engine.admit(asked, parse_input(asked, {"token_ids": IDS}, len(IDS)))
     assert asked.model is not None
-    job = ModelJob(service=asked.model.service, chunk=(0, dop), requests=(ask,))
+    job = ModelJob(service=asked.model.service, chunk=Chunk(0, dop), requests=(ask,))
     value: Any = (await engine.execute(job, lambda: None)).values[0]
     return list(value["scores"]) if "scores" in value else [number for row in value["logprobs"] for number in row]
 

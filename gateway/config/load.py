@@ -25,15 +25,14 @@ from gateway.config.sections import (
 from gateway.config.spec import function_spec
 from gateway.config.yaml import KeyPath, Position, Problem
 from manager.config import (
-    ConcurrencySpec,
     ManagerSpec,
     NodeSpec,
-    QuotaSpec,
     ServiceSpec,
     TaskSpec,
 )
 from manager.errors import InvalidConfig
 from manager.function import FunctionSpec
+from manager.resources.declared import ResourceSpec
 from tangram.types.config_files import files_of, nothing_there
 
 #: Most files of one configuration.
@@ -56,8 +55,7 @@ class GatewayConfig:
 
     functions: Mapping[str, FunctionSpec] = field(default_factory=dict)
     tasks: Mapping[str, TaskSpec] = field(default_factory=lambda: {"default": TaskSpec()})
-    quotas: Mapping[str, QuotaSpec] = field(default_factory=dict)
-    concurrency: Mapping[str, ConcurrencySpec] = field(default_factory=dict)
+    resources: Mapping[str, ResourceSpec] = field(default_factory=dict)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     node: NodeConfig = field(default_factory=NodeConfig)
@@ -74,8 +72,7 @@ class GatewayConfig:
         """What the core is built from, with the machines and the model services as they were found."""
         return ManagerSpec(
             nodes=nodes,
-            quotas=self.quotas,
-            concurrency=self.concurrency,
+            resources=self.resources,
             tasks=self.tasks,
             services=services or {},
             scheduler=self.scheduler.spec(),
@@ -236,8 +233,7 @@ class _Assembly:
         return GatewayConfig(
             functions=functions,
             tasks={"default": TaskSpec()} | {name: task.spec() for name, task in tasks.items()},
-            quotas={n: spec for n, each in resources.items() if isinstance(spec := each.spec(), QuotaSpec)},
-            concurrency={n: spec for n, each in resources.items() if isinstance(spec := each.spec(), ConcurrencySpec)},
+            resources={name: each.spec() for name, each in resources.items()},
             scheduler=scheduler,
             server=server,
             node=node,

@@ -11,8 +11,10 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, WithJsonSchema
 
 from gateway.config import quantities
-from manager.config import ConcurrencySpec, QuotaSpec, SchedulerSpec, TaskSpec
+from manager.config import SchedulerSpec, TaskSpec
 from manager.function import Background, Isolation, Network, SandboxSpec, Warm
+from manager.resources.concurrency import ConcurrencySpec
+from manager.resources.quota import QuotaSpec
 from manager.scheduler.policy import PolicySpec
 
 NAME_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}$"

@@ -10,6 +10,7 @@ from gateway.invocations.invocations import Invocations
 from gateway.invocations.trajectories import TrajectoryRecovery
 from gateway.store.store import Store
 from manager.action import Action
+from manager.chunk import Chunk
 from manager.executor import Call, Executor
 from manager.function import FunctionSpec
 from manager.lease import Lease
@@ -57,7 +58,7 @@ class DurableStarts:
     async def resize(self, action: Action, lease: Lease) -> None:
         await self._executor.resize(action, lease)
 
-    async def replicate(self, function: FunctionSpec, service: str, node: str, chunk: tuple[int, int]) -> bool:
+    async def replicate(self, function: FunctionSpec, service: str, node: str, chunk: Chunk) -> bool:
         return await self._executor.replicate(function, service, node, chunk)
 
     async def open_trajectory(self, trajectory: str, task: str, function: FunctionSpec) -> None:

@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from manager.action import UnitSet
 from manager.core.queue import Key, QueueGroup, Waiting
 from manager.resources.nodes import Nodes
-from manager.resources.pool import Headroom, Pool, Resources
+from manager.resources.pool import Headroom, Pool
+from manager.resources.resources import Resources
 
 
 @dataclass(slots=True)

@@ -40,7 +40,7 @@ from manager.events import (
     WakeAt,
 )
 from manager.outcome import State
-from manager.resources.factory import PoolFactory
+from manager.resources.pool import TimedPool
 
 #: Bounds of the Retry-After of a refusal, in seconds.
 _RETRY_AFTER_S = (1.0, 60.0)
@@ -49,14 +49,13 @@ _RETRY_AFTER_S = (1.0, 60.0)
 class Core:
     """The state machine. ``step`` is ``apply`` (what happened) and then ``schedule`` (what to do about it)."""
 
-    def __init__(self, state: SchedulerState, pools: PoolFactory) -> None:
+    def __init__(self, state: SchedulerState) -> None:
         self.state = self._state = state
-        self._pools = pools
         self._scheduling = SchedulingPass(state)
         self._replication = Replication(state)
         self._order = TrajectoryOrder(state)
         self._settling = Settling(state, self._order)
-        self._membership = Membership(state, self._order, self._settling, pools)
+        self._membership = Membership(state, self._order, self._settling)
         self.accounts = self._settling.accounts
         self._seq = 0
         self._wake_s: float | None = None
@@ -179,8 +178,8 @@ class Core:
             case NodeJoined():
                 self._membership.join(event.node)
             case ResidencyReported():
-                for pool in self._state.resources:
-                    pool.report(event.node, event.copies)
+                for pool in self._state.resources.placed:
+                    pool.report(event.node, event.resident)
             case ReplicaEnded():
                 self._replication.end(event)
             case Reconfigured():
@@ -246,13 +245,12 @@ class Core:
             state.tasks = state.queue.bounds.tasks = event.tasks
         if event.function_bounds is not None:
             state.queue.bounds.functions = event.function_bounds
-        for name, quota in (event.quotas or {}).items():
-            self._pools.quota(state.resources, name, quota)
-        for name, concurrency in (event.concurrency or {}).items():
-            self._pools.concurrency(state.resources, name, concurrency)
+        for name, declared in (event.resources or {}).items():
+            state.resources.declare(name, declared)
         if event.services is not None:
             state.queue.services = {**state.queue.services, **event.services}
-            self._pools.services(state.resources, event.services)
+            for pool in state.resources.placed:
+                pool.learn(event.services)
         state.fair.reconfigure(frozenset(pool.kind for pool in state.resources.timed))
 
     # -- time
@@ -281,19 +279,20 @@ class Core:
             state.queue.next_deadline_s(),
             state.trajectories.next_expiry_s(),
             *state.wakes.values(),
-            *(state.resources[name].next_return_s() for name in self._awaited()),
+            *(pool.next_return_s() for pool in self._awaited()),
         ]
         wake_s = min((instant for instant in instants if instant is not None), default=None)
         if wake_s != self._wake_s or (wake_s is not None and wake_s <= state.now_s):
             self._wake_s = wake_s
             state.commands.append(WakeAt(instant_s=wake_s))
 
-    def _awaited(self) -> set[str]:
+    def _awaited(self) -> list[TimedPool]:
         """Return the pools whose units return with time and for which something waits."""
-        timed = {pool.name for pool in self._state.resources.timed}
+        timed = self._state.resources.timed
         if not timed:
-            return timed
-        return timed & {name for group in self._state.queue.groups() for name in group.demand}
+            return []
+        wanted = {name for group in self._state.queue.groups() for name in group.demand}
+        return [pool for pool in timed if pool.name in wanted]
 
     def _take_commands(self) -> list[Command]:
         commands, self._state.commands = self._state.commands, []

@@ -12,7 +12,9 @@ from manager.core.queue import Waiting
 from manager.core.statistics import PoolLoad
 from manager.lease import Grant, Lease
 from manager.resources.nodes import Nodes
-from manager.resources.pool import Pool, PoolRequest, Resources
+from manager.resources.placed import PlacedPool
+from manager.resources.pool import Pool, PoolRequest, TimedPool
+from manager.resources.resources import Resources
 from manager.scheduler.policy import RunningView
 
 #: An action that outlives its estimate is taken to have this much of its work left.
@@ -99,7 +101,7 @@ class Executing:
         requests: list[tuple[Pool, PoolRequest]] = []
         for kind, count in units.items():
             pool, request = self._resources.find(kind, node), PoolRequest(holder=action.id, units=count, node=node)
-            if pool is None or not (pool.timed or pool.accepts(request)):
+            if pool is None or not (isinstance(pool, TimedPool) or pool.accepts(request)):
                 return None
             requests.append((pool, request))
         memory_bytes = _own_memory(action) if node else 0
@@ -233,7 +235,7 @@ class Executing:
             ends_in_s=ends_in_s,
             started_s=running.started_s,
             remaining=self.remaining(running, now_s),
-            chunk=pool.chunk_of(holder),
+            chunk=pool.chunk_of(holder) if isinstance(pool, PlacedPool) else None,
             resize_after_s=running.resize_after_s,
             workers=max((grant.workers for grant in grants if grant.pool == pool.name), default=0),
         )
@@ -271,11 +273,8 @@ class Executing:
 
     def _restore_s(self, service: str, lease: Lease) -> float:
         """Return the seconds until the work of an action that needs the service can begin."""
-        return sum(
-            self._pool(kind, lease.node).restore_s(service, grant.units)
-            for kind, grant in lease.grants.items()
-            if grant.restore
-        )
+        cold = [(self._pool(kind, lease.node), grant.units) for kind, grant in lease.grants.items() if grant.restore]
+        return sum(pool.restore_s(service, units) for pool, units in cold if isinstance(pool, PlacedPool))
 
     def _loan(self, child: Waiting, parent: Running) -> dict[str, tuple[Pool, int, bool]] | None:
         """Return (pool, units, whether they are lent) by kind; None if some unit cannot be had."""
@@ -342,7 +341,7 @@ class Executing:
         for kind, grant in running.lease.grants.items():
             if kind in running.borrowed:
                 continue
-            timed = self._pool(kind, running.lease.node).timed
+            timed = isinstance(self._pool(kind, running.lease.node), TimedPool)
             amount = float(grant.units) if timed else grant.units * (now_s - last_s)
             running.used[kind] = amount if timed else running.used.get(kind, 0.0) + amount
 

@@ -11,27 +11,22 @@ from manager.core.state import SchedulerState
 from manager.core.trajectory_order import TrajectoryOrder
 from manager.errors import Reason
 from manager.outcome import Outcome, State
-from manager.resources.factory import PoolFactory
 
 
 class Membership:
     """Joins and losses of nodes."""
 
-    def __init__(self, state: SchedulerState, order: TrajectoryOrder, settling: Settling, pools: PoolFactory) -> None:
+    def __init__(self, state: SchedulerState, order: TrajectoryOrder, settling: Settling) -> None:
         self._state = state
         self._order = order
         self._settling = settling
-        self._pools = pools
 
     def join(self, node: NodeSpec) -> None:
         """Use a node from now on; do nothing if it is there already."""
         state = self._state
         if node.name in state.nodes:
             return
-        for pool in self._pools.of_node(node):
-            state.resources.add(pool)
-        for pool in state.resources:
-            pool.join(node)
+        state.resources.join(node)
         state.nodes.join(node)
 
     def lose(self, name: str) -> None:
@@ -46,10 +41,7 @@ class Membership:
         for trajectory in gone:
             trajectory.node = ""  # nothing of it returns to a node that comes back under this name
             self._settling.end_trajectory(trajectory, State.LOST, Reason.ENVIRONMENT_LOST)
-        for pool in [pool for pool in state.resources if pool.node == name]:
-            state.resources.remove(pool.name)
-        for pool in state.resources:
-            pool.leave(name)
+        state.resources.leave(name)
         state.nodes.leave(name)
 
     def _lose(self, running: Running, node: str) -> None:

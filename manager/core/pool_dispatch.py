@@ -10,6 +10,7 @@ from manager.core.candidates import Candidate, CandidateSelection, StartOption
 from manager.core.dispatcher import Dispatcher
 from manager.core.queue import QueueGroup, Waiting
 from manager.core.state import SchedulerState
+from manager.resources.placed import PlacedPool
 from manager.resources.pool import Pool, PoolRequest
 from manager.scheduler.policy import Decision, PoolView, Start, WaitingView
 
@@ -109,7 +110,7 @@ class PoolDispatch:
             eligible=Lazy(self._show_eligible),
             arrival_rate=load.arrivals.at(now_s),
             utilisation=load.utilisation(now_s),
-            chunks=pool.chunk_view(now_s),
+            chunks=pool.chunk_view(now_s) if isinstance(pool, PlacedPool) else None,
             worker_cost_s=state.option(pool.kind, "worker_cost_s", 0.0),
         )
 
@@ -224,7 +225,7 @@ class PoolDispatch:
         fit here, if the policy was shown less than there is (a reservation of somebody behind, a narrower start).
         If the pool has places, an action that needs one on a certain node may find that it was left free.
         """
-        if self._pool.has_places:
+        if isinstance(self._pool, PlacedPool):
             bound = [group for group in self._groups if group.signature.node or len(group.demand) > 1]
             self._look_again(group for group in bound if group.live)
         beaten = [one for one in self._candidates.values() if one.choice.minimum > balance]
@@ -268,7 +269,7 @@ class PoolDispatch:
 
     def _shaped(self, waiting: Waiting, option: StartOption, units: int, start: Start) -> int:
         """Return the widest count up to ``units`` that has a place, if the pool has places and none was named."""
-        if not self._pool.has_places or start.chunk is not None:
+        if not isinstance(self._pool, PlacedPool) or start.chunk is not None:
             return units
         counts = [count for count in _unit_set(waiting.action) if count <= units]
         for count in reversed(counts):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from manager.core.state import SchedulerState
 from manager.events import ReplicaEnded, Replicate
-from manager.resources.pool import Replica
+from manager.resources.placed import PlacedPool, Replica
 
 
 class Replication:
@@ -18,17 +18,17 @@ class Replication:
         self._state = state
         self._count = 0
         #: Pool and copy of what is under way, by number.
-        self._under_way: dict[int, tuple[str, Replica]] = {}
+        self._under_way: dict[int, tuple[PlacedPool, Replica]] = {}
 
     def run(self) -> None:
         """Ask for the copies that are worth having now."""
         state = self._state
         if state.spec.strict or state.paused or not state.spec.replicate:
             return
-        for pool in state.resources:
+        for pool in state.resources.placed:
             for replica in pool.replicate(state.now_s):
                 self._count += 1
-                self._under_way[self._count] = pool.name, replica
+                self._under_way[self._count] = pool, replica
                 state.commands.append(
                     Replicate(number=self._count, service=replica.service, node=replica.node, chunk=replica.chunk)
                 )
@@ -37,8 +37,8 @@ class Replication:
         """Note that a copy has arrived or failed; stale answers are ignored."""
         found = self._under_way.pop(event.number, None)
         if found is not None:
-            name, replica = found
-            self._state.resources[name].replicated(replica, event.done)
+            pool, replica = found
+            pool.replicated(replica, event.done)
 
     def lose(self, node: str) -> None:
         """Forget what was on its way to a node that is lost."""

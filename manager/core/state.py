@@ -13,7 +13,7 @@ from manager.core.trajectories import Trajectories
 from manager.core.waiting_children import WaitingChildren
 from manager.events import Command
 from manager.resources.nodes import Nodes
-from manager.resources.pool import Resources
+from manager.resources.resources import Resources
 from manager.scheduler.policy import Hold, Policy
 
 #: What holds for a task that the configuration does not name.

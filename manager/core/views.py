@@ -12,6 +12,7 @@ from manager.core.core import Core
 from manager.core.queue import Key, Waiting
 from manager.core.trajectories import TrajectoryState
 from manager.errors import InvalidInput
+from manager.resources.kinds import KINDS
 
 #: A place in the order of service as bytes: it stays a place when the waiting has left.
 _PLACE = struct.Struct(">dqqq")
@@ -47,7 +48,7 @@ def resources_view(core: Core) -> dict[str, object]:
 def replicas_view(core: Core) -> dict[str, int]:
     """Return how copies of services have fared: started, under_way, hits, wasted, failed."""
     counts = Counter[str]()
-    for pool in core.state.resources:
+    for pool in core.state.resources.placed:
         counts.update(pool.replicas)
     return dict(counts)
 
@@ -141,9 +142,9 @@ def tasks_view(core: Core) -> list[dict[str, object]]:
 
 
 def _measured(core: Core, used: Mapping[str, float]) -> dict[str, object]:
-    """Return what was used, by its unit: core_s and gpu_s, quota_units and slot_s by resource."""
+    """Return what was used, by its unit: core_s and gpu_s, and of declared resources quota_units and slot_s by name."""
     found: dict[str, object] = {"core_s": 0.0, "gpu_s": 0.0}
-    by_name: dict[str, dict[str, float]] = {"quota_units": {}, "slot_s": {}}
+    by_name: dict[str, dict[str, float]] = {spec.measure: {} for spec in KINDS}
     for kind, amount in used.items():
         pools = core.state.resources.of_kind(kind)
         measure = pools[0].measure if pools else "core_s"  # cores alone lose their pool, with the last node

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+from manager.chunk import Chunk, power_at_least
 from manager.config import NodeSpec, ServiceSpec
 from manager.lease import Grant
-from manager.resources.chunk import Chunk, Chunks, power_at_least
+from manager.resources.chunks import Chunks
 from manager.resources.demand import Demand
-from manager.resources.pool import Headroom, Pool, PoolRequest, Replica
+from manager.resources.placed import PlacedPool, Replica
+from manager.resources.pool import Headroom, PoolRequest
 from manager.resources.replicas import Replicas
 from manager.resources.residency import Residency, ResidentCopy
 from manager.scheduler.policy import ChunkView
@@ -78,14 +80,13 @@ class ChunkHeadroom(Headroom):
         return name, level
 
 
-class GpuPool(Pool):
+class GpuPool(PlacedPool):
     """All devices. A chunk serves one action, or one batch of the same service, at a time.
 
     Nodes lie one after the other in the pool's index space, aligned, and no chunk crosses a node: the policy sees
     warm and free chunks everywhere, and the grant names the node and counts the devices there.
     """
 
-    has_places = True
     measure = "gpu_s"
 
     def __init__(self, nodes: Iterable[NodeSpec], services: Mapping[str, ServiceSpec]) -> None:
@@ -95,8 +96,8 @@ class GpuPool(Pool):
         self._replicas = Replicas(self._residency)
         self._demand = Demand()
         self._by_holder: dict[str, Chunk] = {}
-        #: Node name -> (first device in the pool's indices, number of devices).
-        self._regions: dict[str, tuple[int, int]] = {}
+        #: Node name -> its devices in the pool's indices.
+        self._regions: dict[str, Chunk] = {}
         #: What each node said last, and the devices for which that is still news.
         self._told: dict[str, tuple[list[ResidentCopy], set[int]]] = {}
         #: Whether nothing has changed since replicas were looked for.
@@ -116,47 +117,45 @@ class GpuPool(Pool):
         return self._chunks.free_units
 
     def admits(self, units: int) -> bool:
-        return any(power_at_least(units) <= count for _, count in self._regions.values())
+        return any(power_at_least(units) <= region.size for region in self._regions.values())
 
     def join(self, node: NodeSpec) -> None:
-        """Add a node's devices."""
         if not node.devices:
             return
         alignment = power_at_least(node.devices)
         start = -(-self._next_start // alignment) * alignment
         self._next_start = start + alignment
         self._replicated = False
-        self._regions[node.name] = (start, node.devices)
-        self._chunks.add_region(start, node.devices)
-        for device in range(start, start + node.devices):
+        region = self._regions[node.name] = Chunk(start, node.devices)
+        self._chunks.add_region(*region)
+        for device in region.devices:
             self._residency.add_device(device, node.device_bytes)
         self._note_change()
 
     def leave(self, node: str) -> None:
-        """Forget a node's devices; none of them is held any more."""
-        if node not in self._regions:
+        region = self._regions.pop(node, None)
+        if region is None:
             return
-        start, count = self._regions.pop(node)
         self._told.pop(node, None)
-        self._chunks.remove_region(start)
-        for device in range(start, start + count):
+        self._chunks.remove_region(region.start)
+        for device in region.devices:
             self._residency.remove_device(device)
-        self._replicas.forget(range(start, start + count))
+        self._replicas.forget(region.devices)
 
     def headroom(self) -> Headroom:
         sizes: dict[str, Counter[int]] = {name: Counter() for name in self._regions}
         for chunk in self._chunks.free:
-            sizes[self.node_of(chunk)][chunk[1]] += 1
+            sizes[self.node_of(chunk)][chunk.size] += 1
         return ChunkHeadroom(sizes)
 
     def accepts(self, ask: PoolRequest) -> bool:
         size = power_at_least(ask.units)
         if ask.chunk is not None and (not ask.node or self.node_of(ask.chunk) == ask.node):
-            return ask.chunk[1] == size and self._chunks.host(ask.chunk) is not None
-        return any(host[1] >= size and self._allowed(host, ask.node) for host in self._chunks.free)
+            return ask.chunk.size == size and self._chunks.host(ask.chunk) is not None
+        return any(host.size >= size and self._allowed(host, ask.node) for host in self._chunks.free)
 
     def node_of(self, chunk: Chunk) -> str:
-        return next(name for name, (start, count) in self._regions.items() if start <= chunk[0] < start + count)
+        return next(name for name, region in self._regions.items() if region.contains(chunk))
 
     def acquire(self, ask: PoolRequest, now_s: float) -> Grant:
         size = power_at_least(ask.units)
@@ -165,7 +164,7 @@ class GpuPool(Pool):
         self._enter(ask.holder, size)
         self._replicated = False
         self._by_holder[ask.holder] = chunk
-        self._told.get(self.node_of(chunk), ([], set()))[1].difference_update(_devices(chunk))
+        self._told.get(self.node_of(chunk), ([], set()))[1].difference_update(chunk.devices)
         if ask.service is not None:
             self._demand.use(ask.service, now_s)
         restore, evicted = self._make_resident(ask.service, chunk)
@@ -173,7 +172,7 @@ class GpuPool(Pool):
         return Grant(
             pool=f"gpu:{node}",
             units=ask.units,
-            chunk=(chunk[0] - self._regions[node][0], size),
+            chunk=self._on_node(chunk, node),
             restore=restore,
             evict=evicted,
         )
@@ -185,19 +184,19 @@ class GpuPool(Pool):
         self._chunks.release(chunk)
         self._believe(self.node_of(chunk))
 
-    def report(self, node: str, copies: Iterable[tuple[str, int, int]]) -> None:
+    def report(self, node: str, resident: Mapping[str, Iterable[Chunk]]) -> None:
         """Believe what a node says is resident: where something computes or arrives, once that is over."""
-        if node not in self._regions:
+        region = self._regions.get(node)
+        if region is None:
             return
         self._replicated = False
-        first, count = self._regions[node]
-        found = [ResidentCopy(service, (first + start, size)) for service, start, size in copies]
-        self._told[node] = found, set(range(first, first + count))
+        found = [(service, chunk) for service, chunks in resident.items() for chunk in chunks]
+        copies = [ResidentCopy(service, chunk.moved(region.start)) for service, chunk in found]
+        self._told[node] = copies, set(region.devices)
         self._believe(node)
         self._note_change()
 
     def learn(self, services: Mapping[str, ServiceSpec]) -> None:
-        """Services that are new, or of another size than before."""
         self._residency.learn(services)
         self._replicated = False
         self._note_change()
@@ -216,8 +215,7 @@ class GpuPool(Pool):
         found = []
         for copy in self._replicas.begin(lambda service: self._demand.recent(service, now_s), self._chunks.free):
             node = self.node_of(copy.chunk)
-            start, size = copy.chunk
-            found.append(Replica(copy.service, node, (start - self._regions[node][0], size), copy.chunk))
+            found.append(Replica(copy.service, node, self._on_node(copy.chunk, node), copy.chunk))
         return found
 
     def replicated(self, replica: Replica, done: bool) -> None:
@@ -230,7 +228,6 @@ class GpuPool(Pool):
                 self._note_change()  # somebody may wait for it to be warm there
 
     def chunk_of(self, holder: str) -> Chunk:
-        """The chunk of a holder, in the pool's indices."""
         return self._by_holder[holder]
 
     def chunk_view(self, now_s: float) -> ChunkView:
@@ -252,7 +249,7 @@ class GpuPool(Pool):
     def describe(self) -> dict[str, object]:
         return {
             **super().describe(),
-            "regions": {name: {"start": start, "devices": count} for name, (start, count) in self._regions.items()},
+            "regions": {name: {"start": one.start, "devices": one.size} for name, one in self._regions.items()},
             "chunks": {holder: list(chunk) for holder, chunk in self._by_holder.items()},
             "devices": self._residency.describe(),
             "services": self._residency.describe_services(),
@@ -265,40 +262,42 @@ class GpuPool(Pool):
         """The policy's chunk, where it is right for the action."""
         if ask.chunk is None:
             return None
-        assert ask.chunk[1] == size and self._chunks.host(ask.chunk), f"{ask} names no free chunk: {self._chunks.free}"
+        assert ask.chunk.size == size and self._chunks.host(ask.chunk), (
+            f"{ask} names no free chunk: {self._chunks.free}"
+        )
         return ask.chunk if not ask.node or self.node_of(ask.chunk) == ask.node else None
 
     def _place(self, ask: PoolRequest, size: int) -> Chunk:
         """A free chunk that holds the service already, else one of the smallest that fit and evicts least."""
         if ask.service is not None:
             for chunk in self._residency.of_service(ask.service):
-                if chunk[1] == size and self._allowed(chunk, ask.node) and self._chunks.host(chunk):
+                if chunk.size == size and self._allowed(chunk, ask.node) and self._chunks.host(chunk):
                     return chunk
-        hosts = [host for host in self._chunks.free if host[1] >= size and self._allowed(host, ask.node)]
+        hosts = [host for host in self._chunks.free if host.size >= size and self._allowed(host, ask.node)]
         assert hosts, f"no chunk of {size} for {ask}: {self._chunks.free}"
-        level = min(host[1] for host in hosts)
-        places = [
-            (start, size) for host, level_ in hosts if level_ == level for start in range(host, host + level_, size)
-        ]
+        level = min(host.size for host in hosts)
+        places = [place for host in hosts if host.size == level for place in host.parts(size)]
         if ask.service is None:
             return places[0]
         service = ask.service
         return min(places, key=lambda chunk: (len(self._residency.victims(ResidentCopy(service, chunk))), chunk))
 
     def _evicts(self, service: str, chunk: Chunk) -> list[tuple[str, int]]:
-        return [(victim.service, victim.chunk[1]) for victim in self._residency.victims(ResidentCopy(service, chunk))]
+        return [(victim.service, victim.chunk.size) for victim in self._residency.victims(ResidentCopy(service, chunk))]
 
     def _allowed(self, chunk: Chunk, node: str) -> bool:
         return not node or self.node_of(chunk) == node
+
+    def _on_node(self, chunk: Chunk, node: str) -> Chunk:
+        return chunk.moved(-self._regions[node].start)
 
     def _believe(self, node: str) -> None:
         """Take in what a node said of devices on which nothing computes or arrives any more."""
         found, news = self._told.get(node, ([], set()))
         if not news:
             return
-        first, count = self._regions[node]
-        unsettled = self._replicas.reached().union(*(_devices(chunk) for chunk in self._by_holder.values()))
-        settled = set(range(first, first + count)) - unsettled
+        unsettled = self._replicas.reached().union(*(chunk.devices for chunk in self._by_holder.values()))
+        settled = set(self._regions[node].devices) - unsettled
         touching = {copy for copy in self._residency.on(news & settled) if settled.issuperset(copy.devices)}
         told = [copy for copy in found if settled.issuperset(copy.devices) and not news.isdisjoint(copy.devices)]
         self._residency.believe(told, touching)
@@ -320,7 +319,3 @@ class GpuPool(Pool):
         self.hits += warm
         self.restores += not warm
         return not warm, names
-
-
-def _devices(chunk: Chunk) -> range:
-    return range(chunk[0], sum(chunk))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from manager.action import Demand
 from manager.config import NodeSpec
-from manager.resources.pool import Resources
+from manager.resources.resources import Resources
 
 #: Demands of which the able nodes are remembered.
 _DEMANDS_MAX = 1024

@@ -1,14 +1,13 @@
-"""The pool: one kind of unit in one place, what of it is held, and by whom; and R, the vector of all pools."""
+"""The pool: one kind of unit in one place, what of it is held, and by whom."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
-from manager.config import NodeSpec
+from manager.chunk import Chunk
 from manager.lease import Grant
-from manager.scheduler.policy import ChunkView
 
 
 class Headroom:
@@ -44,20 +43,9 @@ class PoolRequest(NamedTuple):
     units: int
     service: str | None = None
     #: The chunk that the policy chose, in the pool's indices.
-    chunk: tuple[int, int] | None = None
+    chunk: Chunk | None = None
     #: The node it must be on, for actions that also hold something else of a node.
     node: str = ""
-
-
-class Replica(NamedTuple):
-    """A copy of a service in use that is to be made in free memory of idle places."""
-
-    service: str
-    node: str
-    #: (start, size), counted on the node.
-    chunk: tuple[int, int]
-    #: The same in the pool's indices.
-    place: tuple[int, int]
 
 
 class Pool(ABC):
@@ -65,12 +53,8 @@ class Pool(ABC):
 
     #: Whether a waiting parent's units may serve its children meanwhile.
     lendable = False
-    #: Whether units are consumed at the start and return with time, not with their action.
-    timed = False
-    #: Whether units are not interchangeable: chunks of devices.
-    has_places = False
     #: What the account of its use counts, with its unit.
-    measure = "slot_s"
+    measure: str
 
     def __init__(self, name: str, kind: str, node: str = "") -> None:
         self.name = name
@@ -116,13 +100,6 @@ class Pool(ABC):
         """Whether `acquire` would succeed now."""
         return ask.units <= self.free
 
-    def advance(self, now_s: float) -> None:  # noqa: B027 - only timed pools have something to do
-        """Let what returns with time return."""
-
-    def next_return_s(self) -> float | None:
-        """The instant at which a unit returns by itself; None where units return with their action only."""
-        return None
-
     def resize(self, holder: str, units: int) -> Grant:
         """Change what a holder holds, keeping as much of it as possible."""
         raise AssertionError(f"{self.name}: units of a running action cannot change")
@@ -134,40 +111,6 @@ class Pool(ABC):
     def admits(self, units: int) -> bool:
         """Whether ``units`` could ever be granted, were nothing else held."""
         return units <= self.total
-
-    def join(self, node: NodeSpec) -> None:  # noqa: B027 - only pools that span nodes
-        """A node has come; pools that span nodes take its units in."""
-
-    def leave(self, node: str) -> None:  # noqa: B027 - only pools that span nodes
-        """A node is gone, and nothing of it is held any more."""
-
-    def report(self, node: str, copies: Iterable[tuple[str, int, int]]) -> None:  # noqa: B027 - only pools that span nodes
-        """What a node's devices hold, as (service, start, size)."""
-
-    def restore_s(self, service: str, units: int) -> float:
-        """Seconds to make a service resident on ``units``."""
-        return 0.0
-
-    @property
-    def replicas(self) -> Mapping[str, int]:
-        """How copies of services have fared, where the pool has places."""
-        return {}
-
-    def replicate(self, now_s: float) -> Iterable[Replica]:
-        """Count on copies of services in use in free memory of idle places; nothing goes for them."""
-        return ()
-
-    def replicated(self, replica: Replica, done: bool) -> None:
-        """What `replicate` promised has arrived, or never will."""
-        raise AssertionError(f"{self.name}: nothing is replicated")
-
-    def chunk_of(self, holder: str) -> tuple[int, int] | None:
-        """The place of a holder's units, where the pool has places."""
-        return None
-
-    def chunk_view(self, now_s: float) -> ChunkView | None:
-        """The places of the pool, where its units are not interchangeable."""
-        return None
 
     @property
     def held(self) -> Mapping[str, int]:
@@ -197,77 +140,13 @@ class Pool(ABC):
         return self._held.pop(holder)
 
 
-class Resources:
-    """R: every pool by name, by kind and by node."""
+class TimedPool(Pool):
+    """Units are consumed at the start of an action and return with time, not with its end."""
 
-    def __init__(self, pools: Iterable[Pool]) -> None:
-        self._pools: dict[str, Pool] = {}
-        #: Kinds of which an action takes all units on one node.
-        self._node_kinds: dict[str, dict[str, Pool]] = {}
-        #: Pools whose units return with time.
-        self.timed: tuple[Pool, ...] = ()
-        self._changed: set[str] = set()
-        #: Counts the pools that came and went: what was derived from an earlier version is out of date.
-        self.version = 0
-        for pool in pools:
-            self.add(pool)
+    @abstractmethod
+    def advance(self, now_s: float) -> None:
+        """Let what returns with time return."""
 
-    def add(self, pool: Pool) -> None:
-        assert pool.name not in self._pools, f"two pools are named {pool.name}"
-        self._pools[pool.name] = pool
-        pool.announce_to(self._changed)
-        if pool.timed:
-            self.timed += (pool,)
-        if pool.node:
-            self._node_kinds.setdefault(pool.kind, {})[pool.node] = pool
-        self._note_membership()
-
-    def remove(self, name: str) -> None:
-        pool = self._pools.pop(name)
-        self.timed = tuple(one for one in self.timed if one is not pool)
-        if pool.node:
-            del self._node_kinds[pool.kind][pool.node]
-        self._note_membership()
-
-    def take_changed(self) -> set[str]:
-        """Return the names of the pools that announced a change since the last call."""
-        changed = self._changed & self._pools.keys()
-        self._changed.clear()
-        return changed
-
-    def _note_membership(self) -> None:
-        """Announce every pool: what waits has others to choose from."""
-        self.version += 1
-        self._changed.update(self._pools)
-
-    def __iter__(self) -> Iterator[Pool]:
-        return iter(self._pools.values())
-
-    def __getitem__(self, name: str) -> Pool:
-        return self._pools[name]
-
-    def get(self, name: str) -> Pool | None:
-        return self._pools.get(name)
-
-    def on_nodes(self, kind: str) -> bool:
-        """Whether ``kind`` is bound to the node that an action is placed on."""
-        return kind in self._node_kinds
-
-    def any_on_nodes(self, kinds: Iterable[str]) -> bool:
-        """Whether any of these kinds is."""
-        return not self._node_kinds.keys().isdisjoint(kinds)
-
-    def find(self, kind: str, node: str) -> Pool | None:
-        """The pool that serves ``kind`` for an action placed on ``node``; None where there is none (any more)."""
-        by_node = self._node_kinds.get(kind)
-        return self._pools.get(kind) if by_node is None else by_node.get(node)
-
-    def of_kind(self, kind: str) -> tuple[Pool, ...]:
-        by_node = self._node_kinds.get(kind)
-        if by_node is not None:
-            return tuple(by_node.values())
-        return (self._pools[kind],) if kind in self._pools else ()
-
-    def check(self) -> None:
-        for pool in self:
-            pool.check()
+    @abstractmethod
+    def next_return_s(self) -> float | None:
+        """Return the instant at which the next unit returns by itself; None if none is due."""

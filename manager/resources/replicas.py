@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from manager.resources.chunk import Chunk
+from manager.chunk import Chunk
 from manager.resources.residency import Residency, ResidentCopy
 
 #: Uses in the last seconds, smoothed as `Demand` does, below which a service is not in use: one, a dozen seconds ago.
@@ -55,9 +55,9 @@ class Replicas:
             if uses < LEAST_RECENT:
                 return
             size = widths[service]
-            for first, count in free:
-                for start in range(first, first + count, size) if count >= size else ():
-                    copy = ResidentCopy(service, (start, size))
+            for chunk in free:
+                for place in chunk.parts(size):
+                    copy = ResidentCopy(service, place)
                     need_bytes = size * residency.size_bytes(copy)
                     if copy not in residency and need_bytes <= spare_bytes and residency.has_room(copy):
                         spare_bytes -= need_bytes

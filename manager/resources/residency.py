@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from manager.chunk import Chunk
 from manager.config import ServiceSpec
-from manager.resources.chunk import Chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class ResidentCopy:
 
     @property
     def devices(self) -> range:
-        return range(self.chunk[0], self.chunk[0] + self.chunk[1])
+        return self.chunk.devices
 
 
 class Residency:
@@ -64,7 +64,7 @@ class Residency:
     def size_bytes(self, copy: ResidentCopy) -> int:
         """Bytes on each of its devices; 0 where the service is not described."""
         spec = self._services.get(copy.service)
-        return 0 if spec is None else spec.bytes_by_dop.get(copy.chunk[1], 0)
+        return 0 if spec is None else spec.bytes_by_dop.get(copy.chunk.size, 0)
 
     def restore_s(self, service: str, size: int) -> float:
         """Seconds to restore a service on a chunk of ``size`` devices; 0 where it is not described."""
@@ -113,7 +113,7 @@ class Residency:
 
     def widths(self) -> dict[str, int]:
         """Each resident service with the size of its most recently used chunk."""
-        return {copy.service: copy.chunk[1] for copy in self._copies}
+        return {copy.service: copy.chunk.size for copy in self._copies}
 
     def spare_bytes(self) -> int:
         """Free bytes of all devices beyond what one copy of each known service that is nowhere will need."""
@@ -166,7 +166,7 @@ class Residency:
                 "device": device,
                 "memory_bytes": capacity,
                 "used_bytes": self._used(device),
-                "resident": [{"service": copy.service, "dop": copy.chunk[1]} for copy in self._on_device[device]],
+                "resident": [{"service": copy.service, "dop": copy.chunk.size} for copy in self._on_device[device]],
             }
             for device, capacity in sorted(self._capacity.items())
         ]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from manager.chunk import Chunk, power_at_least
+
 
 @dataclass(frozen=True, slots=True)
 class ChunkOperator:
@@ -19,9 +21,8 @@ class ChunkOperator:
     sizes: tuple[int, ...]
 
     @classmethod
-    def of(cls, free: Iterable[tuple[int, int]]) -> ChunkOperator:
-        """From chunks as (start, size)."""
-        return cls(tuple(size for _, size in free))
+    def of(cls, free: Iterable[Chunk]) -> ChunkOperator:
+        return cls(tuple(chunk.size for chunk in free))
 
     @property
     def levels(self) -> tuple[int, ...]:
@@ -35,50 +36,30 @@ class ChunkOperator:
 
     def demand(self, units: int) -> tuple[int, ...]:
         """A request that is no power of two takes the next one; one above every free chunk never fits."""
-        size = chunk_size(units)
+        size = power_at_least(units)
         levels = self.levels
         if size > levels[-1]:
             return tuple(count + 1 for count in self.capacity)
         return tuple(size // level if level <= size else 0 for level in levels)
 
 
-def chunk_size(units: int) -> int:
-    """The size of the smallest chunk that holds ``units`` devices."""
-    return 1 << (units - 1).bit_length()
-
-
-def take(free: list[tuple[int, int]], chunk: tuple[int, int]) -> None:
+def take(free: list[Chunk], chunk: Chunk) -> None:
     """Remove ``chunk`` from the free chunks in place, splitting the one that contains it into buddies."""
-    start, size = chunk
-    whole = next(c for c in free if c[0] <= start and start + size <= c[0] + c[1])
+    whole = next(one for one in free if one.contains(chunk))
     free.remove(whole)
-    low, length = whole
-    while length > size:
-        length //= 2
-        if start >= low + length:
-            free.append((low, length))
-            low += length
-        else:
-            free.append((low + length, length))
+    free.extend(whole.without(chunk))
 
 
-def best_fit(free: Iterable[tuple[int, int]], size: int) -> tuple[int, int] | None:
-    """A place for ``size`` devices in the smallest free chunk that holds it, the lowest such; None where none."""
-    fitting = [chunk for chunk in free if chunk[1] >= size]
+def best_fit(free: Iterable[Chunk], size: int) -> Chunk | None:
+    """Return a place for ``size`` devices in the smallest free chunk that holds it, the lowest such; None if none."""
+    fitting = [chunk for chunk in free if chunk.size >= size]
     if not fitting:
         return None
-    start, _ = min(fitting, key=lambda chunk: (chunk[1], chunk[0]))
-    return start, size
+    return Chunk(min(fitting, key=lambda chunk: (chunk.size, chunk.start)).start, size)
 
 
-def warm_fit(free: Iterable[tuple[int, int]], size: int, warm: Iterable[tuple[int, int]]) -> tuple[int, int] | None:
-    """The place among ``warm`` chunks of exactly ``size`` that is wholly free, in the smallest free chunk."""
+def warm_fit(free: Iterable[Chunk], size: int, warm: Iterable[Chunk]) -> Chunk | None:
+    """Return the place among ``warm`` chunks of exactly ``size`` that is wholly free, in the smallest free chunk."""
     chunks = list(free)
-    fits = [
-        (outer[1], place)
-        for place in warm
-        if place[1] == size
-        for outer in chunks
-        if outer[0] <= place[0] and place[0] + size <= outer[0] + outer[1]
-    ]
+    fits = [(outer.size, place) for place in warm if place.size == size for outer in chunks if outer.contains(place)]
     return min(fits)[1] if fits else None

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 
 from manager.action import Action
 from manager.batch import Work, mates_of
+from manager.chunk import Chunk
 from manager.scheduler.chunk_operator import take, warm_fit
 from manager.scheduler.durations import UNKNOWN_S, is_elastic, key_units, kind_of, shape_of
 from manager.scheduler.policy import ChunkView, Decision, Hold, PoolView, Start
 from manager.scheduler.rank import shortest_first
-
-Chunk = tuple[int, int]
 
 #: Another copy of a service is taken to be busy at least this often when it is needed.
 LEAST_BUSY = 0.5
@@ -69,7 +68,7 @@ class _Pass:
         self._worth = _Worth(chunks, view.utilisation)
         #: Seconds until a device is free, promises of this decision included; absent where that is not known. An
         #: overdue action is expected to take as long again as it has, so that nobody waits for ever for one that hangs.
-        self._free_s = {device: 0.0 for first, size in chunks.free for device in range(first, first + size)}
+        self._free_s = {device: 0.0 for chunk in chunks.free for device in chunk.devices}
         for running in view.running:
             if running.chunk is not None and running.ends_in_s is not None:
                 self._occupy(running.chunk, running.ends_in_s or view.now_s - running.started_s)
@@ -94,7 +93,7 @@ class _Pass:
                 starts.append(Start(action_id=action.id, units=option.units, chunk=option.chunk))
             else:
                 until_s = self._view.now_s + wait_s
-                waits_for = f"devices {option.chunk[0]}..{sum(option.chunk) - 1}, warm for {action.service}"
+                waits_for = f"devices {option.chunk.start}..{option.chunk.end - 1}, warm for {action.service}"
                 holds += [Hold(action_id=one.id, waits_for=waits_for, until_s=until_s) for one in batch]
             self._occupy(option.chunk, wait_s + option.busy_s)
         return Decision(starts=starts, holds=holds)
@@ -107,7 +106,7 @@ class _Pass:
             self._warm[action.service] = (*warm, chunk)
 
     def _occupy(self, chunk: Chunk, seconds: float) -> None:
-        for device in range(chunk[0], sum(chunk)):
+        for device in chunk.devices:
             self._free_s[device] = seconds
 
     def _cheapest(self, action: Action, batch: Sequence[Action]) -> DeviceOption | None:
@@ -144,11 +143,9 @@ class _Pass:
 
     def _later(self, service: str, units: int, duration_s: float, price: float) -> DeviceOption | None:
         """Wait for the first warm chunk of ``units`` of which something is busy."""
-        warm = (chunk for chunk in self._warm.get(service, ()) if chunk[1] == units)
-        waits = [
-            (max(self._free_s.get(device, math.inf) for device in range(chunk[0], sum(chunk))), chunk) for chunk in warm
-        ]
-        wait_s, chunk = min(waits, default=(math.inf, (0, 0)))
+        warm = (chunk for chunk in self._warm.get(service, ()) if chunk.size == units)
+        waits = [(max(self._free_s.get(device, math.inf) for device in chunk.devices), chunk) for chunk in warm]
+        wait_s, chunk = min(waits, default=(math.inf, Chunk(0, 0)))
         if wait_s == math.inf:
             return None
         return DeviceOption(wait_s + duration_s * (1 + price * units), units, chunk, wait_s, duration_s)
@@ -156,15 +153,14 @@ class _Pass:
     def _cold_place(self, service: str, units: int) -> tuple[Chunk | None, float]:
         """The free place whose eviction hurts least, in the smallest free chunk among equals; what it costs later."""
         places = [
-            (self._worth.of_move(service, (start, units)), size, start)
-            for first, size in self._free
-            if size >= units
-            for start in range(first, first + size, units)
+            (self._worth.of_move(service, place), free.size, place)
+            for free in self._free
+            for place in free.parts(units)
         ]
         if not places:
             return None, 0.0
-        move_s, _, start = min(places)
-        return (start, units), move_s
+        move_s, _, place = min(places)
+        return place, move_s
 
     def _durations(self, action: Action) -> list[tuple[int, float]]:
         """Seconds by admissible count, ascending."""
@@ -225,7 +221,7 @@ class _Worth:
                 self._saved_s(other, size, len(resident.get(other, ())) - 1)
                 for other, size in self._chunks.evicts(service, place)
             )
-            found = lost_s - self._saved_s(service, place[1], len(resident.get(service, ())))
+            found = lost_s - self._saved_s(service, place.size, len(resident.get(service, ())))
             self._moves[service, place] = found
         return found
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from manager.action import Action
+from manager.chunk import Chunk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,8 +21,8 @@ class RunningView:
     started_s: float
     #: Fraction of the work still to do by estimate, in (0, 1]; None when unknown.
     remaining: float | None = None
-    #: Resource chunk (start, size) where the pool has places.
-    chunk: tuple[int, int] | None = None
+    #: Its devices, where the pool has places.
+    chunk: Chunk | None = None
     #: Earliest instant at which it may be resized again (damping).
     resize_after_s: float = 0.0
     #: The most units it may grow to: the workers that it was started with; 0 where its unit set alone decides.
@@ -37,7 +38,7 @@ class WaitingView:
     limit: int
 
 
-def _nothing_goes(service: str, chunk: tuple[int, int]) -> Sequence[tuple[str, int]]:
+def _nothing_goes(service: str, chunk: Chunk) -> Sequence[tuple[str, int]]:
     return ()
 
 
@@ -53,14 +54,14 @@ def _never_used(service: str) -> float:
 class ChunkView:
     """The places of a pool whose units are not interchangeable (devices): read-only."""
 
-    #: Free chunks as (start, size), aligned powers of two, merged as far as possible.
-    free: tuple[tuple[int, int], ...]
-    #: Service name -> chunks (start, size) on which it is resident now.
-    resident: Mapping[str, tuple[tuple[int, int], ...]]
+    #: Free chunks, aligned powers of two, merged as far as possible.
+    free: tuple[Chunk, ...]
+    #: Service name -> chunks on which it is resident now.
+    resident: Mapping[str, tuple[Chunk, ...]]
     #: Seconds to restore a service that is not resident on a chunk of ``size`` devices.
     restore_s: Callable[[str, int], float]
     #: Copies that go where a service is restored on a chunk, each as (service, size).
-    evicts: Callable[[str, tuple[int, int]], Sequence[tuple[str, int]]] = _nothing_goes
+    evicts: Callable[[str, Chunk], Sequence[tuple[str, int]]] = _nothing_goes
     #: Uses of a service in the last seconds, smoothed.
     recent: Callable[[str], float] = _never_used
     #: Tokens that actions of a service may add up to in one batch; 0 where each runs alone.
@@ -101,7 +102,7 @@ class Start:
 
     action_id: str
     units: int
-    chunk: tuple[int, int] | None = None
+    chunk: Chunk | None = None
     #: Malleable actions: the most units it may grow to later, so that as many workers are started; 0 means ``units``.
     workers: int = 0
 

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manager.action import Amdahl, Elasticity, UnitSet
-from manager.config import QuotaSpec
+from manager.resources.quota import QuotaSpec
 from manager.scheduler.durations import Shape, shape_of
 from manager.simulation.trace import TracedTrajectory, TraceStep
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from manager.config import ManagerSpec, NodeSpec, QuotaSpec, SchedulerSpec, ServiceSpec, TaskSpec
+from manager.config import ManagerSpec, NodeSpec, SchedulerSpec, ServiceSpec, TaskSpec
 from manager.errors import InvalidInput
+from manager.resources.declared import ResourceSpec
 from manager.scheduler.policy import PolicySpec
 
 #: Bytes of a node and of a device where nothing else is said (the paper's nodes, rounded).
@@ -21,7 +22,7 @@ def cluster(
     devices: int = 0,
     device_nodes: int = 0,
     services: Mapping[str, ServiceSpec] | None = None,
-    quotas: Mapping[str, QuotaSpec] | None = None,
+    resources: Mapping[str, ResourceSpec] | None = None,
     policy: str = "adaptive",
     strict: bool = False,
     replicate: bool = True,
@@ -39,7 +40,7 @@ def cluster(
     specs += [_device_node(index, count) for index, count in enumerate(shares)]
     return ManagerSpec(
         nodes=tuple(specs),
-        quotas=dict(quotas or {}),
+        resources=dict(resources or {}),
         tasks={"default": TaskSpec(max_queued=10**9)},
         services=dict(services or {}),
         scheduler=SchedulerSpec(policies=policies(policy), strict=strict, max_queued=10**9, replicate=replicate),

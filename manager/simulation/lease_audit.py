@@ -93,7 +93,7 @@ def _places(kind: str, node: str, grant: Grant) -> Iterator[tuple[str, int]]:
     where = f"{kind}:{node}"
     if grant.chunk is not None:
         where = grant.pool
-        for device in range(grant.chunk[0], sum(grant.chunk)):
+        for device in grant.chunk.devices:
             yield where, device
     for core in grant.cores:
         yield where, core

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from manager.chunk import Chunk
 from manager.lease import Lease
-
-Chunk = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,20 +35,11 @@ class PendingRestores:
     def busy_until_s(self, node: str, chunk: Chunk, now_s: float) -> float:
         """When the links of these devices are free; ``now_s`` where they are."""
         self._under_way = [one for one in self._under_way if one.arrives_s > now_s]
-        reaching = [one.arrives_s for one in self._under_way if one.node == node and _meet(one.chunk, chunk)]
+        reaching = [one.arrives_s for one in self._under_way if one.node == node and one.chunk.meets(chunk)]
         return max(reaching, default=now_s)
 
     def of(self, service: str | None, lease: Lease, now_s: float) -> float:
         """When a leased action's own service arrives, where it is on its way to that very place; else ``now_s``."""
-        where = (lease.node, service, chunk_of(lease))
+        where = (lease.node, service, lease.chunk)
         mine = (one.arrives_s for one in self._under_way if (one.node, one.service, one.chunk) == where)
         return max(now_s, max(mine, default=now_s))
-
-
-def chunk_of(lease: Lease) -> Chunk | None:
-    """The devices of a lease."""
-    return next((grant.chunk for grant in lease.grants.values() if grant.chunk is not None), None)
-
-
-def _meet(one: Chunk, other: Chunk) -> bool:
-    return one[0] < sum(other) and other[0] < sum(one)

@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from manager.action import Action
+from manager.chunk import Chunk, power_at_least
 from manager.errors import InvalidInput
-from manager.scheduler.chunk_operator import best_fit, chunk_size, take
+from manager.scheduler.chunk_operator import best_fit, take
 from manager.scheduler.durations import kind_of
 from manager.scheduler.policy import ChunkView, Policy, PolicySpec, PoolView, RunningView, Start, WaitingView
 from manager.scheduler.registry import make_policy
 from manager.simulation.trace import parse_cost, parse_elasticity
 
-Chunk = tuple[int, int]
 Values = Mapping[str, object]
 
 #: Restore seconds of a service of which the snapshot says nothing.
@@ -143,7 +143,7 @@ def _started(start: Start, action: Action, pool: _Pool, places: Mapping[str, _Po
     }
     chunk = start.chunk
     if pool.chunks is not None:
-        chunk = chunk or best_fit(pool.chunks, chunk_size(start.units))
+        chunk = chunk or best_fit(pool.chunks, power_at_least(start.units))
         assert chunk is not None, f"no chunk is left for {action.id}"
         take(pool.chunks, chunk)
         entry["chunk"] = list(chunk)
@@ -182,7 +182,7 @@ def _view(pool: _Pool, waiting: Sequence[Action], queue: Sequence[Action], now_s
 def _limit(action: Action, pool: _Pool) -> int:
     units = action.units
     assert units is not None
-    widest = pool.free if pool.chunks is None else max((size for _, size in pool.chunks), default=0)
+    widest = pool.free if pool.chunks is None else max((chunk.size for chunk in pool.chunks), default=0)
     return units.at_most(max(units.minimum, widest)) or units.minimum
 
 
@@ -240,7 +240,7 @@ def _devices(name: str, values: Values, where: str, now_s: float) -> _Pool:
     start = 0
     while start < count:
         size = min(8, 1 << ((count - start).bit_length() - 1))
-        free.append((start, size))
+        free.append(Chunk(start, size))
         start += size
     running = []
     for index, item in enumerate(_list(values, "busy", where)):
@@ -254,7 +254,7 @@ def _devices(name: str, values: Values, where: str, now_s: float) -> _Pool:
             raise InvalidInput(
                 f"{place}: {list(chunk)} is no free chunk of {count} devices", component="plan"
             ) from None
-        running.append(_running(f"{name}#{index}", chunk[1], ends_in_s, now_s, chunk))
+        running.append(_running(f"{name}#{index}", chunk.size, ends_in_s, now_s, chunk))
     resident = {
         service: tuple(_chunk(chunk, f"{where}: resident: {service}") for chunk in chunks)
         for service, chunks in _object(values, "resident", where).items()
@@ -262,14 +262,14 @@ def _devices(name: str, values: Values, where: str, now_s: float) -> _Pool:
     }
     restores = _object(values, "restore_s", where)
     restore_s = {service: _number(restores, service, f"{where}: restore_s") for service in restores}
-    return _Pool(name, count, sum(size for _, size in free), running, sorted(free), resident, restore_s)
+    return _Pool(name, count, sum(chunk.size for chunk in free), running, sorted(free), resident, restore_s)
 
 
 def _chunk(value: object, where: str) -> Chunk:
     if isinstance(value, list) and len(value) == 2 and all(isinstance(part, int) for part in value):
-        start, size = int(value[0]), int(value[1])
-        if start >= 0 and size > 0 and size & (size - 1) == 0 and start % size == 0:
-            return start, size
+        chunk = Chunk(*value)
+        if chunk.start >= 0 and chunk.size > 0 and chunk.size & (chunk.size - 1) == 0 and chunk.start % chunk.size == 0:
+            return chunk
     raise InvalidInput(f"{where}: [start, size] of an aligned power of two is needed, not {value!r}", component="plan")
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from manager.config import ManagerSpec
 from manager.errors import InvalidInput
+from manager.resources.quota import QuotaSpec
 from manager.simulation.baselines import BASELINES, run_baseline
 from manager.simulation.bound import LowerBound, lower_bound
 from manager.simulation.cluster import cluster, policies
@@ -38,7 +39,7 @@ class Size:
             cores=self.cores,
             devices=self.gpus,
             services=workload.services,
-            quotas=workload.quotas,
+            resources=workload.quotas,
             policy=policy,
             strict=strict,
             replicate=self.replicate,
@@ -97,7 +98,7 @@ def adopted(base: ManagerSpec, spec: ManagerSpec) -> ManagerSpec:
     """
     return replace(
         base,
-        quotas={**spec.quotas, **base.quotas},
+        resources={**spec.resources, **base.resources},
         services={**spec.services, **base.services},
         tasks={**spec.tasks, **{name: replace(task, max_queued=10**9) for name, task in base.tasks.items()}},
         scheduler=replace(spec.scheduler, replicate=spec.scheduler.replicate and base.scheduler.replicate),
@@ -132,7 +133,7 @@ def run(
     bound: LowerBound | None = None
     if with_bound:
         costs = physics or Physics()
-        quotas = workload.quotas if base is None else {**workload.quotas, **base.quotas}
+        quotas = workload.quotas if base is None else {**workload.quotas, **_quotas(base)}
         bound = lower_bound(
             workload.trajectories,
             capacity,
@@ -201,9 +202,13 @@ def capacity_of(spec: ManagerSpec) -> dict[str, int]:
     return {kind: units for kind, units in totals.items() if units}
 
 
+def _quotas(spec: ManagerSpec) -> dict[str, QuotaSpec]:
+    return {name: one for name, one in spec.resources.items() if isinstance(one, QuotaSpec)}
+
+
 def _check_kinds(workload: Workload, spec: ManagerSpec) -> None:
     """A kind that nothing provides would never start: say so before anything runs."""
-    known = {*capacity_of(spec), *spec.quotas, *spec.concurrency}
+    known = {*capacity_of(spec), *spec.resources}
     for trajectory in workload.trajectories:
         for step in trajectory.steps:
             missing = sorted(set(step.cost) - known)

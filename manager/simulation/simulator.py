@@ -36,7 +36,7 @@ from manager.lease import Lease
 from manager.outcome import Outcome, Settlement, State
 from manager.simulation.duration_model import DurationModel, Oracle
 from manager.simulation.lease_audit import LeaseAudit
-from manager.simulation.pending_restores import PendingRestores, chunk_of
+from manager.simulation.pending_restores import PendingRestores
 from manager.simulation.trace import TracedTrajectory, TraceStep
 
 #: Steps between two checks of all the core's invariants.
@@ -280,26 +280,26 @@ class Simulation:
 
     def _ready_s(self, action: Action, lease: Lease) -> float:
         """When the action's service is in place: what travels to its devices already goes first."""
-        chunk = chunk_of(lease)
+        chunk = lease.chunk
         if action.service is None or chunk is None:
             return self._now_s
         if not any(grant.restore for grant in lease.grants.values()):
             return self._arrivals.of(action.service, lease, self._now_s)
         self._restores += 1
-        return self._arrivals.busy_until_s(lease.node, chunk, self._now_s) + self._restore_s(action.service, chunk[1])
+        return self._arrivals.busy_until_s(lease.node, chunk, self._now_s) + self._restore_s(action.service, chunk.size)
 
     def _restore_s(self, service: str, units: int) -> float:
         return self._spec.services[service].restore_s_by_dop[units]
 
     def _replicate(self, command: Replicate) -> None:
         """Send a copy to devices on which nothing computes yet; what starts there meanwhile is slowed."""
-        restore_s = self._restore_s(command.service, command.chunk[1])
+        restore_s = self._restore_s(command.service, command.chunk.size)
         arrives_s = self._arrivals.add(command.node, command.service, command.chunk, self._now_s, restore_s)
         self._push(arrives_s, ReplicaEnded(number=command.number, done=True))
 
     def _slow(self, running: _Running) -> None:
         """Plan the end of an action that works more slowly while anything travels to its devices."""
-        chunk, slowdown = chunk_of(running.lease), self._physics.replica_slowdown
+        chunk, slowdown = running.lease.chunk, self._physics.replica_slowdown
         if chunk is not None:
             from_s = max(self._now_s, running.since_s)
             beside_s = max(0.0, self._arrivals.busy_until_s(running.lease.node, chunk, self._now_s) - from_s)

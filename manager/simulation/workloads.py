@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from manager.action import Amdahl, EfficiencyTable, UnitSet
-from manager.config import QuotaSpec, ServiceSpec
+from manager.config import ServiceSpec
+from manager.resources.quota import QuotaSpec
 from manager.simulation.trace import TracedTrajectory, TraceStep
 
 GIB = 2**30

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 
 from manager.action import Action
+from manager.chunk import Chunk
 from manager.config import ServiceSpec
 from manager.errors import ActionFailed, InvalidInput, Reason
 from manager.function import FunctionSpec
@@ -13,7 +14,7 @@ from manager.lease import Lease
 from runtimes.model.device.devices import require_torch
 from runtimes.model.device.process import ForkServer
 from runtimes.model.engine.batch import BatchJob, BatchMember
-from runtimes.model.engine.contract import Chunk, ModelBackend, ModelRequest, OnFootprint
+from runtimes.model.engine.contract import ModelBackend, ModelRequest, OnFootprint
 from runtimes.model.engine.external import ExternalBackend
 from runtimes.model.engine.stats import ModelStats
 from runtimes.model.engine.torch_backend import TorchBackend

@@ -17,9 +17,10 @@ from gateway.config.sections import NodeConfig, SchedulerConfig, ServerConfig
 from gateway.runtime_factory import Runtimes, model_settings
 from manager.action import UnitSet
 from manager.clock import Clock
-from manager.config import ConcurrencySpec, QuotaSpec, TaskSpec
+from manager.config import TaskSpec
 from manager.errors import Reason
 from manager.function import FunctionSpec, RetrySpec, RuntimeKind
+from manager.resources.declared import ResourceSpec
 from runtimes.fake import ScriptedRuntime, ScriptStep
 from runtimes.local import LocalExecutor
 from runtimes.model.runtime import ModelRuntime, OnResidency
@@ -94,8 +95,7 @@ class GatewayBench:
     server: Mapping[str, object] = field(default_factory=dict)
     scheduler: Mapping[str, object] = field(default_factory=dict)
     tasks: Mapping[str, TaskSpec] = field(default_factory=dict)
-    quotas: Mapping[str, QuotaSpec] = field(default_factory=dict)
-    concurrency: Mapping[str, ConcurrencySpec] = field(default_factory=dict)
+    resources: Mapping[str, ResourceSpec] = field(default_factory=dict)
 
     def config(self) -> GatewayConfig:
         server = {"state_dir": self.directory / "state", "port": 0, "grpc_port": 0, "drain_grace": "200ms"}
@@ -104,8 +104,7 @@ class GatewayBench:
             server=ServerConfig.model_validate(server | dict(self.server)),
             node=NodeConfig(),
             tasks={"default": TaskSpec()} | dict(self.tasks),
-            quotas=self.quotas,
-            concurrency=self.concurrency,
+            resources=self.resources,
             scheduler=SchedulerConfig.model_validate(self.scheduler),
         )
 

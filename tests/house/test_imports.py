@@ -31,7 +31,18 @@ ROOMS = {
 #: What the runtimes may know of the manager: its nouns.
 NOUNS = tuple(
     f"manager.{noun}"
-    for noun in ("errors", "clock", "action", "lease", "outcome", "function", "executor", "config", "scheduler.policy")
+    for noun in (
+        "errors",
+        "clock",
+        "action",
+        "chunk",
+        "lease",
+        "outcome",
+        "function",
+        "executor",
+        "config",
+        "scheduler.policy",
+    )
 )
 #: Shells of the manager that wait: they alone may import asyncio.
 ASYNC_SHELLS = ("manager/engine.py", "manager/trajectory_lifecycle.py")

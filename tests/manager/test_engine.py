@@ -10,7 +10,8 @@ import pytest
 
 from manager.action import Action, UnitSet
 from manager.assembly import build_core
-from manager.config import QuotaSpec, ServiceSpec
+from manager.chunk import Chunk
+from manager.config import ServiceSpec
 from manager.engine import Engine, Submission
 from manager.errors import CapacityExceeded, CodedError, Conflict, Draining, Reason, Unsatisfiable
 from manager.executor import Call
@@ -18,6 +19,7 @@ from manager.function import FunctionSpec, RuntimeKind, SandboxSpec
 from manager.learning.history import History
 from manager.lease import Lease
 from manager.outcome import Settlement, State
+from manager.resources.quota import QuotaSpec
 from manager.scheduler.policy import Decision, PoolView, Start
 from runtimes.fake import ScriptedRuntime, ScriptStep
 from runtimes.local import Deadlines, LocalExecutor
@@ -213,7 +215,7 @@ class SlowClock:
 
 
 async def test_a_timer_that_rings_early_loses_no_wake_up(rig: EngineRig) -> None:
-    core = build_core(replace(spec(), quotas={"search": QuotaSpec(limit=1, period_s=0.02)}))
+    core = build_core(replace(spec(), resources={"search": QuotaSpec(limit=1, period_s=0.02)}))
     engine = Engine(core, LocalExecutor({RuntimeKind.EXEC: ScriptedRuntime()}), clock=SlowClock())
     await engine.start()
     waiting = [replace(action(name), cost={"search": UnitSet.fixed(1)}) for name in ("a", "b", "c")]
@@ -256,7 +258,7 @@ async def test_a_copy_that_hangs_holds_nobody_up() -> None:
 
         asked = asyncio.Event()
 
-        async def replicate(self, function: FunctionSpec, service: str, node: str, chunk: tuple[int, int]) -> bool:
+        async def replicate(self, function: FunctionSpec, service: str, node: str, chunk: Chunk) -> bool:
             self.asked.set()
             await asyncio.Event().wait()
             return True

@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 
 from manager.action import PRIOR_BATCH_MARGINAL, Action, Amdahl, UnitSet
-from manager.config import ConcurrencySpec, QuotaSpec
 from manager.errors import InvalidInput, Unsatisfiable
 from manager.formulation import check_satisfiable, formulate
 from manager.function import DurationSpec, FunctionSpec, RuntimeKind, SandboxSpec
 from manager.learning.history import History
+from manager.resources.concurrency import ConcurrencySpec
+from manager.resources.quota import QuotaSpec
 from tests.manager.conftest import node, spec
 
 TESTS = FunctionSpec(
@@ -91,7 +92,7 @@ def test_what_no_node_can_ever_give_is_refused_and_the_largest_is_named() -> Non
 
 def test_quotas_and_limits_that_are_too_small_or_unknown_are_refused() -> None:
     machine = replace(
-        spec(), quotas={"search": QuotaSpec(limit=9, period_s=1, burst=2)}, concurrency={"p": ConcurrencySpec(limit=1)}
+        spec(), resources={"search": QuotaSpec(limit=9, period_s=1, burst=2), "p": ConcurrencySpec(limit=1)}
     )
     for cost in ({"search": 3}, {"p": 2}, {"nothing": 1}):
         sets = {kind: UnitSet.fixed(units) for kind, units in cost.items()}

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from manager.action import Action
+from manager.chunk import Chunk
 from manager.errors import ActionFailed, InvalidInput, NotFound, Reason
 from manager.executor import Call
 from manager.function import FunctionSpec, RuntimeKind
@@ -132,22 +133,22 @@ async def test_a_copy_is_asked_of_a_runtime_that_can_make_it_and_its_failure_is_
     class Broken(ScriptedRuntime):
         """Cannot copy anything."""
 
-        async def replicate(self, function: FunctionSpec, service: str, chunk: tuple[int, int]) -> bool:
+        async def replicate(self, function: FunctionSpec, service: str, chunk: Chunk) -> bool:
             raise ActionFailed(Reason.MODEL_ERROR, "no checkpoint", component="fake")
 
     class Hangs(ScriptedRuntime):
         """Never ends."""
 
-        async def replicate(self, function: FunctionSpec, service: str, chunk: tuple[int, int]) -> bool:
+        async def replicate(self, function: FunctionSpec, service: str, chunk: Chunk) -> bool:
             await asyncio.Event().wait()
             return True
 
     async def answer(runtime: ScriptedRuntime) -> bool:
         executor = LocalExecutor({RuntimeKind.EXEC: runtime}, deadlines=Deadlines(prepare_s=0.02))
-        return await executor.replicate(FUNCTION, "judge", "n", (0, 1))
+        return await executor.replicate(FUNCTION, "judge", "n", Chunk(0, 1))
 
     able, full = ScriptedRuntime(), ScriptedRuntime()
     full.has_room = False
     assert [await answer(runtime) for runtime in (able, full, Broken(), Hangs())] == [True, False, False, False]
     assert able.seen == [("replicate", "judge")]
-    assert not await LocalExecutor({}).replicate(FUNCTION, "judge", "n", (0, 1))
+    assert not await LocalExecutor({}).replicate(FUNCTION, "judge", "n", Chunk(0, 1))

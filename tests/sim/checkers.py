@@ -25,6 +25,8 @@ from manager.events import (
     Submitted,
 )
 from manager.lease import Lease
+from manager.resources.concurrency import ConcurrencySpec
+from manager.resources.quota import QuotaSpec
 
 #: A node, and the first device and the number of devices there.
 Place = tuple[str, int, int]
@@ -44,7 +46,7 @@ class Exclusive:
     """Nothing is leased twice: cores, devices, concurrency, and memory never exceed what there is."""
 
     def __init__(self, spec: ManagerSpec) -> None:
-        self._limits = {name: limit.limit for name, limit in spec.concurrency.items()}
+        self._limits = {name: one.limit for name, one in spec.resources.items() if isinstance(one, ConcurrencySpec)}
         self._nodes: dict[str, NodeSpec] = {node.name: node for node in spec.nodes}
         self._leases: dict[str, tuple[Action, Lease]] = {}
 
@@ -73,7 +75,7 @@ class Exclusive:
             for grant in lease.grants.values():
                 if grant.pool in self._limits and not self._lent(action, grant.pool):
                     units[grant.pool] += grant.units
-                places = grant.cores or (() if grant.chunk is None else range(grant.chunk[0], sum(grant.chunk)))
+                places = grant.cores or (() if grant.chunk is None else grant.chunk.devices)
                 for place in places:
                     owner = owners.setdefault((grant.pool, place), action.id)
                     assert owner == action.id or self._may_share(owner, action.id), (
@@ -130,7 +132,7 @@ class Quotas:
     """No window of a quota's period holds more than its limit, and no instant more than its burst."""
 
     def __init__(self, spec: ManagerSpec) -> None:
-        self._quotas = spec.quotas
+        self._quotas = {name: one for name, one in spec.resources.items() if isinstance(one, QuotaSpec)}
         self._starts: dict[str, list[tuple[float, int]]] = defaultdict(list)
 
     def see(self, now_s: float, event: Event | None, commands: list[Command]) -> None:
@@ -259,9 +261,10 @@ class Residents:
             case ReplicaEnded():
                 self._end(event)
             case ResidencyReported():
-                for service, start, size in event.copies:
-                    self._there[event.node, start, size].add(service)
-                    self._begun |= self._coming(service, (event.node, start, size))
+                for service, chunks in event.resident.items():
+                    for chunk in chunks:
+                        self._there[event.node, *chunk].add(service)
+                        self._begun |= self._coming(service, (event.node, *chunk))
             case _:
                 pass
         for command in commands:

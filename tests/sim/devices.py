@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+from manager.chunk import Chunk
 from manager.config import ManagerSpec
 from manager.core.core import Core
 from manager.events import Command, Event, Execute, Finished, NodeLost, ReplicaEnded, Replicate, ResidencyReported
@@ -66,13 +67,10 @@ class Devices:
 
     def check(self, core: Core) -> None:
         """Of devices on which nothing computes or arrives the core believes no more than what is there."""
-        pool = core.state.resources["gpu"].describe()
-        regions, chunks, view = (
-            pool["regions"],
-            pool["chunks"],
-            core.state.resources["gpu"].chunk_view(core.state.now_s),
-        )
-        assert isinstance(regions, dict) and isinstance(chunks, dict) and view is not None
+        (pool,) = core.state.resources.placed
+        told, view = pool.describe(), pool.chunk_view(core.state.now_s)
+        regions, chunks = told["regions"], told["chunks"]
+        assert isinstance(regions, dict) and isinstance(chunks, dict)
         for node, region in regions.items():
             first = region["start"]
             busy = [("", start - first, size) for start, size in chunks.values()]
@@ -118,7 +116,10 @@ class Devices:
         self._under_way = {number: one for number, one in self._under_way.items() if one.node != node}
 
     def _report(self, node: str) -> ResidencyReported:
-        return ResidencyReported(node=node, copies=tuple(sorted(self._held[node])))
+        resident: dict[str, tuple[Chunk, ...]] = {}
+        for service, *chunk in sorted(self._held[node]):
+            resident[service] = (*resident.get(service, ()), Chunk(*chunk))
+        return ResidencyReported(node=node, resident=resident)
 
 
 def _meet(one: Copy, other: Copy) -> bool:

@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 
 from manager.action import Action, UnitSet
 from manager.assembly import build_core
-from manager.config import ConcurrencySpec, ManagerSpec, NodeSpec, QuotaSpec, SchedulerSpec
+from manager.config import ManagerSpec, NodeSpec, SchedulerSpec
 from manager.events import Event, Execute, Finished, Submitted, Tick, TrajectoryOpened, WakeAt
 from manager.outcome import Outcome, State
+from manager.resources.concurrency import ConcurrencySpec
+from manager.resources.quota import QuotaSpec
 from manager.scheduler.policy import PolicySpec
 
 CORES = (4, 3, 3)
@@ -24,8 +26,7 @@ SPEC = ManagerSpec(
     nodes=tuple(
         NodeSpec(name=f"n{index}", numa=(tuple(range(cores)),), memory_bytes=64) for index, cores in enumerate(CORES)
     ),
-    quotas={"search": QuotaSpec(limit=2, period_s=3.0)},
-    concurrency={"parser": ConcurrencySpec(limit=2)},
+    resources={"search": QuotaSpec(limit=2, period_s=3.0), "parser": ConcurrencySpec(limit=2)},
     scheduler=SchedulerSpec(policies={"default": PolicySpec(name="fixed")}),
 )
 

@@ -10,15 +10,8 @@ from dataclasses import dataclass, field
 
 from manager.action import Action, Amdahl, UnitSet
 from manager.assembly import build_core
-from manager.config import (
-    ConcurrencySpec,
-    ManagerSpec,
-    NodeSpec,
-    QuotaSpec,
-    SchedulerSpec,
-    ServiceSpec,
-    TaskSpec,
-)
+from manager.chunk import Chunk
+from manager.config import ManagerSpec, NodeSpec, SchedulerSpec, ServiceSpec, TaskSpec
 from manager.core.core import Core
 from manager.core.scheduling_pass import SchedulingPass
 from manager.errors import Reason
@@ -44,6 +37,8 @@ from manager.events import (
     WakeAt,
 )
 from manager.outcome import Outcome, State
+from manager.resources.concurrency import ConcurrencySpec
+from manager.resources.quota import QuotaSpec
 from manager.scheduler.policy import Policy, PolicySpec
 from tests.sim.checkers import (
     Checker,
@@ -167,14 +162,14 @@ class World:
         }
         return ManagerSpec(
             nodes=nodes,
-            quotas={
+            resources={
                 "search": QuotaSpec(
                     limit=chance.randint(1, 5),
                     period_s=chance.choice((0.5, 1.0, 3.0)),
                     burst=chance.choice((None, 1, 2)),
-                )
+                ),
+                "parser": ConcurrencySpec(limit=chance.randint(1, 4)),
             },
-            concurrency={"parser": ConcurrencySpec(limit=chance.randint(1, 4))},
             tasks={
                 "red": TaskSpec(
                     weight=chance.choice((1.0, 3.0)),
@@ -224,8 +219,8 @@ class World:
         if chance.random() < 0.2:
             self._at(chance.uniform(0, _SPAN_S), Reconfigured(tasks={"red": TaskSpec(weight=2.0)}))
         if self._devices is None and chance.random() < 0.3:
-            copies = (("s0", 0, 1), ("s2", 0, 1))
-            self._at(chance.uniform(0, _SPAN_S), ResidencyReported(node="n0", copies=copies))
+            resident = {"s0": (Chunk(0, 1),), "s2": (Chunk(0, 1),)}
+            self._at(chance.uniform(0, _SPAN_S), ResidencyReported(node="n0", resident=resident))
 
     def _write_node_losses(self) -> None:
         node = self._random.choice(self.spec.nodes)

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from runtimes.model.engine.contract import Chunk, ModelBackend, ModelJob, ModelRequest
+from manager.chunk import Chunk
+from runtimes.model.engine.contract import ModelBackend, ModelJob, ModelRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

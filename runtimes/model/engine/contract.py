@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from manager.chunk import Chunk
 from manager.config import ServiceSpec
 from manager.function import FunctionSpec
 from runtimes.model.request import ModelInput
 
 #: (start, size) in device indices of the node.
-Chunk = tuple[int, int]
 
 #: Told whenever what a service costs is known better than before.
 OnFootprint = Callable[[ServiceSpec], None]

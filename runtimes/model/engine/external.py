@@ -14,11 +14,12 @@ from typing import Any
 
 import httpx
 
+from manager.chunk import Chunk
 from manager.config import ServiceSpec
 from manager.errors import ActionFailed, InvalidConfig, InvalidInput, Reason
 from manager.function import FunctionSpec, ModelAction, ModelSpec
 from runtimes.model.device.devices import discover
-from runtimes.model.engine.contract import Answers, Chunk, ModelJob, ModelRequest, OnFootprint
+from runtimes.model.engine.contract import Answers, ModelJob, ModelRequest, OnFootprint
 from runtimes.model.engine.restores import Restores, has_moved
 from runtimes.model.request import ModelInput, model_of
 from runtimes.model.settings import ModelSettings
@@ -65,7 +66,7 @@ class ExternalBackend:
         self._servers[model.service] = server
         try:
             await self._call(model, "GET", "/v1/models")
-            await self._wake(server, (0, units.minimum))
+            await self._wake(server, Chunk(0, units.minimum))
             await self._sleep(server)
         except ActionFailed as error:
             raise InvalidConfig(
@@ -119,7 +120,7 @@ class ExternalBackend:
             "restore_s": arrived - began if woken else 0.0,
             "restore_bytes": 0.0,
             "compute_s": time.monotonic() - arrived,
-            "devices": float(job.chunk[1]),
+            "devices": float(job.chunk.size),
             "batch": float(len(job.requests)),
         }
         return Answers(values=tuple(call.result() for call in calls), usage=usage)

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from manager.chunk import Chunk
 from manager.errors import ActionFailed, Reason
 from runtimes.model.device.devices import Device
 from runtimes.model.device.messages import (
@@ -23,7 +24,6 @@ from runtimes.model.device.messages import (
     Usage,
 )
 from runtimes.model.device.process import ForkServer, Gone, ModelProcess, RequestRefused
-from runtimes.model.engine.contract import Chunk
 from runtimes.model.settings import ModelSettings
 
 _COMPONENT = "model.fleet"
@@ -76,24 +76,24 @@ class Fleet:
         """
         self._check(chunk)
         async with AsyncExitStack() as turns:
-            for index in _members(chunk):
+            for index in chunk.devices:
                 await turns.enter_async_context(self._turns[index])
                 turns.enter_context(self._running(index, run.place.service, chunk))
             await self._attach(chunk, image)
-            counted = _Countdown(chunk[1], restored)
+            counted = _Countdown(chunk.size, restored)
             group = self._group(chunk)
             ranks = [
                 asyncio.create_task(
                     self._ask(index, replace(run, place=_placed(run.place, rank, chunk), group=group), counted.one)
                 )
-                for rank, index in enumerate(_members(chunk))
+                for rank, index in enumerate(chunk.devices)
             ]
             try:
                 done = await self._together(chunk, ranks)
             except asyncio.CancelledError:
                 await self._stop(chunk, ranks)
                 raise
-        for index, rank in zip(_members(chunk), done, strict=True):
+        for index, rank in zip(chunk.devices, done, strict=True):
             self.counts[index].executions += 1
             self.counts[index].swaps += rank.usage.restored
         results = done[0].value
@@ -109,7 +109,7 @@ class Fleet:
         await self._attach(chunk, image)
         asked = (
             self._ask(index, Restore(place=_placed(place, rank, chunk)), None, patient=True)
-            for rank, index in enumerate(_members(chunk))
+            for rank, index in enumerate(chunk.devices)
         )
         answers = await asyncio.gather(*asked, return_exceptions=True)
         placed = [isinstance(answer, Done) and answer.value is True for answer in answers]
@@ -119,16 +119,16 @@ class Fleet:
 
     async def evict(self, chunk: Chunk, services: tuple[str, ...]) -> None:
         """Release the services' slots on the chunk's live devices."""
-        alive = [index for index in _members(chunk) if self.workers[index].alive]
+        alive = [index for index in chunk.devices if self.workers[index].alive]
         asked = (self._ask(index, Evict(services=services), None) for index in alive)
         await asyncio.gather(*asked, return_exceptions=True)
 
     async def abort(self, chunk: Chunk) -> None:
         """Replace the chunk's processes: kill them now, start them when they are needed."""
-        for index in _members(chunk):
+        for index in chunk.devices:
             self.workers[index].kill()
-        await asyncio.gather(*(self.workers[i].gone(self._settings.start_s) for i in _members(chunk)))
-        for index in _members(chunk):
+        await asyncio.gather(*(self.workers[i].gone(self._settings.start_s) for i in chunk.devices))
+        for index in chunk.devices:
             self._resident[index] = ()
         self._on_residency()
 
@@ -156,7 +156,7 @@ class Fleet:
         found: dict[str, list[Chunk]] = {}
         for service, dop, start, index in sorted(held):
             if index == start and all((service, dop, start, peer) in held for peer in range(start, start + dop)):
-                found.setdefault(service, []).append((start, dop))
+                found.setdefault(service, []).append(Chunk(start, dop))
         return {service: tuple(chunks) for service, chunks in found.items()}
 
     def slots(self, index: int) -> tuple[Resident, ...]:
@@ -197,8 +197,8 @@ class Fleet:
 
     async def _attach(self, chunk: Chunk, image: ImageRef) -> None:
         """Announce the image to every process of the chunk that has not heard of it; pinning goes on meanwhile."""
-        await asyncio.gather(*(self.workers[index].start() for index in _members(chunk)))
-        for index in _members(chunk):
+        await asyncio.gather(*(self.workers[index].start() for index in chunk.devices))
+        for index in chunk.devices:
             worker = self.workers[index]
             if image.id not in worker.attached:
                 worker.attached.add(image.id)
@@ -234,12 +234,11 @@ class Fleet:
 
     def _group(self, chunk: Chunk) -> str:
         """The rendezvous file of this very set of processes: a new process means a new file."""
-        incarnations = "-".join(str(self.workers[index].incarnation) for index in _members(chunk))
-        return str(self._rendezvous_dir / f"{chunk[0]}-{chunk[1]}-{incarnations}")
+        incarnations = "-".join(str(self.workers[index].incarnation) for index in chunk.devices)
+        return str(self._rendezvous_dir / f"{chunk.start}-{chunk.size}-{incarnations}")
 
     def _check(self, chunk: Chunk) -> None:
-        start, size = chunk
-        if start < 0 or size < 1 or start + size > len(self.devices) or start % size:
+        if chunk.start < 0 or chunk.size < 1 or chunk.end > len(self.devices) or chunk.start % chunk.size:
             raise ActionFailed(
                 Reason.INTERNAL, f"no such chunk {chunk} among {len(self.devices)} devices", component=_COMPONENT
             )
@@ -268,10 +267,6 @@ class _Countdown:
             self._left -= 1
             if self._left == 0:
                 self._reached()
-
-
-def _members(chunk: Chunk) -> range:
-    return range(chunk[0], chunk[0] + chunk[1])
 
 
 def _placed(place: Placed, rank: int, chunk: Chunk) -> Placed:

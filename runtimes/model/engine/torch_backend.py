@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from manager.chunk import Chunk
 from manager.config import ServiceSpec
 from manager.errors import ActionFailed, CodedError, InvalidConfig, InvalidInput, Reason, Unsupported
 from manager.function import FunctionSpec, ModelAction, ModelSpec
@@ -31,7 +32,7 @@ from runtimes.model.device.messages import (
     WorkItem,
 )
 from runtimes.model.device.process import ForkServer, Gone, ModelProcess, RequestRefused
-from runtimes.model.engine.contract import Answers, Chunk, ModelJob, ModelRequest, OnFootprint
+from runtimes.model.engine.contract import Answers, ModelJob, ModelRequest, OnFootprint
 from runtimes.model.engine.fleet import ChunkBroken, Fleet
 from runtimes.model.engine.restores import Restores, has_moved
 from runtimes.model.request import ModelInput, model_of
@@ -228,7 +229,7 @@ class TorchBackend:
     def _learn(self, job: ModelJob, usages: Sequence[Usage]) -> None:
         """Keep what a restore took, and tell the scheduler if its estimates have moved."""
         seconds = max((usage.restore_s for usage in usages if usage.restored), default=0.0)
-        mine, dop = self._told.get(job.service), job.chunk[1]
+        mine, dop = self._told.get(job.service), job.chunk.size
         if mine is None or dop not in mine.bytes_by_dop or seconds <= 0:
             return
         self._restores.add(job.service, dop, mine.bytes_by_dop[dop], seconds)

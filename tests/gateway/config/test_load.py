@@ -10,9 +10,11 @@ import pytest
 from gateway.config.load import GatewayConfig, load
 from gateway.config.sections import SandboxSection
 from manager.action import Amdahl, EfficiencyTable, UnitSet
-from manager.config import ConcurrencySpec, QuotaSpec, TaskSpec
+from manager.config import TaskSpec
 from manager.errors import InvalidConfig, Reason
 from manager.function import Background, Network, SandboxSpec, Warm
+from manager.resources.concurrency import ConcurrencySpec
+from manager.resources.quota import QuotaSpec
 
 #: The example of the design, section 5.
 DESIGN = """\
@@ -105,8 +107,10 @@ def test_the_example_of_the_design_loads_verbatim(project: Path) -> None:
     assert handler.handler is not None and handler.handler.directory == project
     assert (handler.handler.instances_min, handler.handler.instances_max, handler.handler.idle_s) == (1, 8, 300.0)
     assert handler.idempotent
-    assert config.quotas == {"google_search": QuotaSpec(limit=100, period_s=1.0, burst=20)}
-    assert config.concurrency == {"pdf_parser": ConcurrencySpec(limit=16)}
+    assert config.resources == {
+        "google_search": QuotaSpec(limit=100, period_s=1.0, burst=20),
+        "pdf_parser": ConcurrencySpec(limit=16),
+    }
     assert config.tasks == {"default": TaskSpec()}
 
 

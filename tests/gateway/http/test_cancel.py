@@ -13,10 +13,11 @@ import pytest
 
 from gateway.invocations.invocation import LiveInvocation
 from manager.action import UnitSet
-from manager.config import ConcurrencySpec, QuotaSpec
 from manager.errors import Reason
 from manager.function import FunctionSpec, ModelAction, ModelSpec, RetrySpec, RuntimeKind
 from manager.outcome import State
+from manager.resources.concurrency import ConcurrencySpec
+from manager.resources.quota import QuotaSpec
 from tests.gateway.conftest import DEADLINE_S, GatewayBench, RunningGateway, function, serving, until
 
 HOUR_S = 3600.0
@@ -60,8 +61,7 @@ async def in_situation(directory: Path, situation: Situation) -> AsyncIterator[R
     bench = GatewayBench(
         directory,
         functions=FUNCTIONS,
-        quotas={"search": QuotaSpec(limit=1, period_s=HOUR_S)},
-        concurrency={"slot": ConcurrencySpec(limit=1)},
+        resources={"search": QuotaSpec(limit=1, period_s=HOUR_S), "slot": ConcurrencySpec(limit=1)},
     )
     async with serving(bench) as gateway:
         assert gateway.app.node is not None

@@ -6,7 +6,9 @@ import asyncio
 from pathlib import Path
 
 from manager.action import UnitSet
-from manager.config import ConcurrencySpec, QuotaSpec, TaskSpec
+from manager.config import TaskSpec
+from manager.resources.concurrency import ConcurrencySpec
+from manager.resources.quota import QuotaSpec
 from tests.gateway.conftest import DEADLINE_S, GatewayBench, function, serving
 
 
@@ -31,7 +33,7 @@ async def test_a_child_works_in_its_parents_slot_and_a_grandchild_too(tmp_path: 
     bench = GatewayBench(
         tmp_path,
         functions={"slots": function("slots", cost={"slot": UnitSet.fixed(1)})},
-        concurrency={"slot": ConcurrencySpec(limit=1)},
+        resources={"slot": ConcurrencySpec(limit=1)},
     )
     async with serving(bench) as gateway:
         parent = (await gateway.invoke({"held": True}, function="slots", mode="async")).json()["id"]
@@ -53,7 +55,7 @@ async def test_a_child_that_the_quota_has_nothing_left_for_ends_typed_and_its_pa
     bench = GatewayBench(
         tmp_path,
         functions={"searches": function("searches", cost={"search": UnitSet.fixed(1)}, queue_timeout_s=0.05)},
-        quotas={"search": QuotaSpec(limit=1, period_s=3600.0)},
+        resources={"search": QuotaSpec(limit=1, period_s=3600.0)},
     )
     async with serving(bench) as gateway:
         parent = (await gateway.invoke({"held": True}, function="searches", mode="async")).json()["id"]

@@ -7,13 +7,16 @@ from dataclasses import replace
 
 from manager.action import UnitSet
 from manager.assembly import build_core
-from manager.config import ConcurrencySpec, ManagerSpec, QuotaSpec, ServiceSpec, TaskSpec
+from manager.chunk import Chunk
+from manager.config import ManagerSpec, ServiceSpec, TaskSpec
 from manager.events import Finished, NodeJoined, Reconfigured, ResidencyReported, Submitted, Tick
-from manager.resources.basic import ConcurrencyPool, QuotaPool
+from manager.resources.concurrency import ConcurrencyPool, ConcurrencySpec
 from manager.resources.cpu import CpuPool
 from manager.resources.gpu import GpuPool
 from manager.resources.nodes import Nodes
-from manager.resources.pool import PoolRequest, Resources
+from manager.resources.pool import PoolRequest
+from manager.resources.quota import QuotaPool, QuotaSpec
+from manager.resources.resources import Resources
 from manager.scheduler.policy import Decision, PoolView, ResizeChoice, Start
 from tests.manager.conftest import DONE, CoreDriver, action, node, spec
 
@@ -58,9 +61,9 @@ def test_devices_announce_what_a_node_reports_of_them_and_nothing_of_others() ->
     pool = GpuPool([node(devices=2)], {"s": ServiceSpec(name="s", bytes_by_dop={1: 10}, restore_s_by_dop={1: 1.0})})
     resources = Resources([pool])
     resources.take_changed()
-    pool.report("elsewhere", [("s", 0, 1)])
+    pool.report("elsewhere", {"s": [Chunk(0, 1)]})
     assert resources.take_changed() == set()
-    pool.report("n0", [("s", 0, 1)])
+    pool.report("n0", {"s": [Chunk(0, 1)]})
     assert resources.take_changed() == {"gpu"}
 
 
@@ -138,5 +141,5 @@ def test_a_report_of_what_is_resident_asks_no_pool_of_cores_again() -> None:
     driver = CoreDriver(build_core(spec(node(devices=1)), policies={"cpu": policy}))
     driver.step(0, submit("a"))
     asked = policy.asked
-    driver.step(1, ResidencyReported(node="n0", copies=()))
+    driver.step(1, ResidencyReported(node="n0", resident={}))
     assert policy.asked == asked > 0

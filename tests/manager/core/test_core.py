@@ -10,7 +10,7 @@ import pytest
 
 from manager.action import Action, UnitSet
 from manager.assembly import build_core
-from manager.config import ConcurrencySpec, ManagerSpec, QuotaSpec, ServiceSpec, TaskSpec
+from manager.config import ManagerSpec, ServiceSpec, TaskSpec
 from manager.errors import CapacityExceeded, QuotaExceeded, Reason
 from manager.events import (
     Abort,
@@ -29,6 +29,8 @@ from manager.events import (
     WakeAt,
 )
 from manager.outcome import Outcome, State
+from manager.resources.concurrency import ConcurrencySpec
+from manager.resources.quota import QuotaSpec
 from manager.scheduler.policy import Decision, PoolView, Start
 from manager.scheduler.policy import ResizeChoice as Widen
 from manager.scheduler.price import PricePolicy
@@ -75,21 +77,21 @@ def test_a_large_waiting_action_keeps_what_it_waits_for(drive: Drive) -> None:
 
 
 def test_a_blocked_call_never_holds_a_core_back(drive: Drive) -> None:
-    config = replace(spec(), quotas={"search": QuotaSpec(limit=1, period_s=10)})
+    config = replace(spec(), resources={"search": QuotaSpec(limit=1, period_s=10)})
     driver = drive(config)
     driver.step(0, submit("q1", {"search": 1}), submit("q2", {"search": 1}), submit("c"))
     assert driver.running() == {"q1", "c"}
 
 
 def test_strict_order_blocks_everything_behind_the_first_that_cannot_start(drive: Drive) -> None:
-    config = replace(spec(strict=True), quotas={"search": QuotaSpec(limit=1, period_s=10)})
+    config = replace(spec(strict=True), resources={"search": QuotaSpec(limit=1, period_s=10)})
     driver = drive(config)
     driver.step(0, submit("q1", {"search": 1}), submit("q2", {"search": 1}), submit("c"))
     assert driver.running() == {"q1"}
 
 
 def test_an_action_that_needs_two_resources_reserves_both(drive: Drive) -> None:
-    config = replace(spec(node(cores=1)), quotas={"search": QuotaSpec(limit=1, period_s=10)})
+    config = replace(spec(node(cores=1)), resources={"search": QuotaSpec(limit=1, period_s=10)})
     driver = drive(config)
     driver.step(0, submit("q", {"search": 1}), submit("both", {"search": 1, "cpu": 1}), submit("c"))
     assert driver.running() == {"q"}
@@ -98,7 +100,7 @@ def test_an_action_that_needs_two_resources_reserves_both(drive: Drive) -> None:
 
 
 def test_a_wake_up_is_asked_for_the_instant_quota_returns(drive: Drive) -> None:
-    config = replace(spec(), quotas={"search": QuotaSpec(limit=1, period_s=2.5)})
+    config = replace(spec(), resources={"search": QuotaSpec(limit=1, period_s=2.5)})
     driver = drive(config)
     driver.step(0, submit("q1", {"search": 1}), submit("q2", {"search": 1}))
     assert WakeAt(instant_s=2.5) in driver.commands
@@ -282,10 +284,10 @@ def test_a_lost_node_takes_its_trajectories_along(drive: Drive) -> None:
 
 
 def test_a_higher_limit_starts_what_waits_for_it(drive: Drive) -> None:
-    driver = drive(replace(spec(), concurrency={"parser": ConcurrencySpec(limit=1)}))
+    driver = drive(replace(spec(), resources={"parser": ConcurrencySpec(limit=1)}))
     driver.step(0, *(submit(f"a{index}", {"parser": 1}) for index in range(3)))
     assert len(driver.running()) == 1
-    driver.step(1, Reconfigured(concurrency={"parser": ConcurrencySpec(limit=3)}))
+    driver.step(1, Reconfigured(resources={"parser": ConcurrencySpec(limit=3)}))
     assert len(driver.running()) == 3
 
 
@@ -349,7 +351,7 @@ def test_a_paused_core_starts_nothing_but_children(drive: Drive) -> None:
 
 
 def test_accounts_count_what_each_task_used(drive: Drive) -> None:
-    driver = drive(replace(spec(), quotas={"search": QuotaSpec(limit=9, period_s=1)}))
+    driver = drive(replace(spec(), resources={"search": QuotaSpec(limit=9, period_s=1)}))
     driver.step(0, submit("a", {"cpu": 2, "search": 3}, task="red"))
     driver.step(4, finish("a", execution_s=4))
     assert driver.core.accounts["red"].used == {"cpu": 8.0, "search": 3.0}
@@ -403,7 +405,7 @@ def test_an_action_that_was_resized_tells_its_mean_width() -> None:
 
 
 def test_two_that_are_promised_units_that_one_takes_do_not_idle_others(drive: Drive) -> None:
-    driver = drive(replace(spec(node(cores=2), dop=2), concurrency={"parser": ConcurrencySpec(limit=1)}))
+    driver = drive(replace(spec(node(cores=2), dop=2), resources={"parser": ConcurrencySpec(limit=1)}))
     wide = action("wide", {"cpu": UnitSet.span(1, 2)}, key="cpu")
     driver.step(0.0, *submits(wide, action("both", {"cpu": 1, "parser": 1}), action("parse", {"parser": 1})))
     assert driver.running() == {"wide"}, "both is earlier: the parser is reserved for it"

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from manager.chunk import Chunk
 from manager.config import ManagerSpec, SchedulerSpec, ServiceSpec
 from manager.events import NodeJoined, NodeLost, ReplicaEnded, Replicate, Submitted
 from manager.scheduler.policy import PolicySpec
@@ -34,7 +35,7 @@ def ask(id: str, service: str) -> Submitted:
     return Submitted(action=action(id, {"gpu": 1}, service=service, t_ori_s=10.0))
 
 
-def copies(driver: CoreDriver) -> list[tuple[str, tuple[int, int]]]:
+def copies(driver: CoreDriver) -> list[tuple[str, Chunk]]:
     return [(command.service, command.chunk) for command in driver.commands if isinstance(command, Replicate)]
 
 
@@ -78,6 +79,6 @@ def test_an_answer_that_comes_twice_or_after_the_node_was_lost_changes_nothing(d
     driver.step(1, NodeLost(node="n0"))
     driver.step(2, NodeJoined(node=node(devices=2)))
     driver.step(3, ReplicaEnded(number=1, done=True), ReplicaEnded(number=1, done=False))
-    assert driver.core.state.resources["gpu"].replicas["under_way"] == 0
+    assert driver.core.state.resources.placed[0].replicas["under_way"] == 0
     driver.step(4, ask("y", "a"))
     assert driver.started["y"].lease.grants["gpu"].restore, "the copy is gone with its node"

@@ -10,13 +10,15 @@ import pytest
 
 from manager.assembly import build_core
 from manager.clock import VirtualClock
-from manager.config import ConcurrencySpec, ManagerSpec, QuotaSpec
+from manager.config import ManagerSpec
 from manager.engine import Engine, Submission
 from manager.events import Finished, Refuse, Resumed, Submitted, Tick, TrajectoryOpened
 from manager.executor import Call
 from manager.function import FunctionSpec, RuntimeKind
 from manager.lease import Lease
 from manager.outcome import State
+from manager.resources.concurrency import ConcurrencySpec
+from manager.resources.quota import QuotaSpec
 from runtimes.fake import ScriptedRuntime, ScriptStep
 from runtimes.local import LocalExecutor
 from tests.manager.conftest import DONE, CoreDriver, action, node, spec
@@ -87,7 +89,7 @@ def test_it_has_the_turn_of_its_trajectory(drive: Drive) -> None:
 
 
 def test_a_quota_is_not_consumed_twice_and_counts_until_its_window_ends(drive: Drive) -> None:
-    driver = drive(replace(spec(), quotas={"search": QuotaSpec(limit=2, period_s=10)}))
+    driver = drive(replace(spec(), resources={"search": QuotaSpec(limit=2, period_s=10)}))
     recent, old = resumed("recent", {"search": 1}, 94), resumed("old", {"search": 2}, 80)
     driver.step(100, old, recent, *(Submitted(action=action(f"n{n}", {"search": 1})) for n in range(2)))
     assert driver.running() == {"old", "recent", "n0"}
@@ -98,7 +100,7 @@ def test_a_quota_is_not_consumed_twice_and_counts_until_its_window_ends(drive: D
 
 
 def test_a_limit_counts_it(drive: Drive) -> None:
-    driver = drive(replace(spec(), concurrency={"seats": ConcurrencySpec(limit=1)}))
+    driver = drive(replace(spec(), resources={"seats": ConcurrencySpec(limit=1)}))
     driver.step(0, resumed("old", {"seats": 1}, -1), resumed("late", {"seats": 1}, -1))
     assert (driver.running(), refused(driver)) == ({"old"}, ["late"])
 

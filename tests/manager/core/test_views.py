@@ -7,11 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from manager.config import ConcurrencySpec, ManagerSpec, QuotaSpec
+from manager.config import ManagerSpec
 from manager.core.core import Core
 from manager.core.views import queue_view, tasks_view, trajectories_view
 from manager.errors import InvalidInput
 from manager.events import CancelRequested, Finished, NodeLost, Submitted, TrajectoryEnded, TrajectoryOpened
+from manager.resources.concurrency import ConcurrencySpec
+from manager.resources.quota import QuotaSpec
 from tests.manager.conftest import DONE, CoreDriver, action, node, spec
 
 
@@ -61,8 +63,7 @@ def test_a_cursor_of_something_else_is_refused(drive: Callable[[ManagerSpec], Co
 def test_what_a_task_used_is_told_in_the_units_of_the_resources(drive: Callable[[ManagerSpec], CoreDriver]) -> None:
     made = replace(
         spec(node(devices=1)),
-        quotas={"search": QuotaSpec(limit=9, period_s=1.0)},
-        concurrency={"parser": ConcurrencySpec(limit=2)},
+        resources={"search": QuotaSpec(limit=9, period_s=1.0), "parser": ConcurrencySpec(limit=2)},
     )
     driver = drive(made)
     costs = [{"cpu": 2}, {"gpu": 1}, {"search": 3}, {"parser": 1}, {"cpu": 1, "parser": 2}]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manager.config import ConcurrencySpec, QuotaSpec
-from manager.resources.basic import ConcurrencyPool, QuotaPool
+from manager.resources.concurrency import ConcurrencyPool, ConcurrencySpec
 from manager.resources.pool import PoolRequest
+from manager.resources.quota import QuotaPool, QuotaSpec
 
 
 @given(

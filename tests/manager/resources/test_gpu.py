@@ -5,8 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from manager.chunk import Chunk
 from manager.config import NodeSpec, ServiceSpec
-from manager.resources.chunk import Chunks
+from manager.resources.chunks import Chunks
 from manager.resources.gpu import GpuPool
 from manager.resources.pool import PoolRequest
 
@@ -33,14 +34,16 @@ def test_chunks_split_and_merge_back_to_what_they_were(moves: list[tuple[int, in
     chunks = Chunks()
     chunks.add_region(0, count)
     whole = chunks.free
-    held: dict[int, tuple[int, int]] = {}
+    held: dict[int, Chunk] = {}
     for holder, size in moves:
         if holder in held:
             chunks.release(held.pop(holder))
         else:
-            host = min((chunk for chunk in chunks.free if chunk[1] >= size), key=lambda chunk: chunk[1], default=None)
+            host = min(
+                (chunk for chunk in chunks.free if chunk.size >= size), key=lambda chunk: chunk.size, default=None
+            )
             if host is not None:
-                held[holder] = (host[0], size)
+                held[holder] = Chunk(host.start, size)
                 chunks.allocate(held[holder])
         chunks.check(held.values())
     for chunk in held.values():
@@ -85,21 +88,21 @@ def test_what_a_node_reports_is_believed() -> None:
     gpus = pool(2)
     gpus.acquire(PoolRequest(holder="x", units=1, service="a"), 0.0)
     gpus.release("x", 0.0)
-    gpus.report("n0", [("b", 1, 1)])
+    gpus.report("n0", {"b": [Chunk(1, 1)]})
     assert gpus.chunk_view(0.0).resident == {"b": ((1, 1),)}
 
 
 def test_a_report_does_not_touch_chunks_in_use() -> None:
     gpus = pool(2)
     gpus.acquire(PoolRequest(holder="x", units=1, service="a"), 0.0)
-    gpus.report("n0", [])
+    gpus.report("n0", {})
     assert gpus.chunk_view(0.0).resident == {"a": ((0, 1),)}
 
 
 def test_what_was_reported_of_a_chunk_in_use_is_believed_once_it_is_free() -> None:
     gpus = pool(2)
     gpus.acquire(PoolRequest(holder="x", units=1, service="a"), 0.0)
-    gpus.report("n0", [])
+    gpus.report("n0", {})
     gpus.release("x", 1.0)
     assert gpus.chunk_view(0.0).resident == {}, "its process was lost under it"
 
@@ -108,8 +111,8 @@ def test_what_was_reported_before_a_chunk_was_taken_is_old_news_when_it_is_free(
     gpus = pool(2)
     gpus.acquire(PoolRequest(holder="x", units=1, service="c"), 0.0)
     (replica,) = gpus.replicate(0.0)
-    gpus.report("n0", [("c", 0, 1)])
-    gpus.acquire(PoolRequest(holder="y", units=1, service="b", chunk=(1, 1)), 1.0)
+    gpus.report("n0", {"c": [Chunk(0, 1)]})
+    gpus.acquire(PoolRequest(holder="y", units=1, service="b", chunk=Chunk(1, 1)), 1.0)
     gpus.replicated(replica, True)
     gpus.release("y", 2.0)
     assert "b" in gpus.chunk_view(0.0).resident
@@ -118,8 +121,8 @@ def test_what_was_reported_before_a_chunk_was_taken_is_old_news_when_it_is_free(
 def test_a_copy_that_reaches_further_than_the_news_is_believed_when_all_of_it_is_free() -> None:
     gpus = pool(2)
     for holder, device in (("x", 0), ("y", 1)):
-        gpus.acquire(PoolRequest(holder=holder, units=1, service="c", chunk=(device, 1)), 0.0)
-    gpus.report("n0", [("a", 0, 2)])
+        gpus.acquire(PoolRequest(holder=holder, units=1, service="c", chunk=Chunk(device, 1)), 0.0)
+    gpus.report("n0", {"a": [Chunk(0, 2)]})
     gpus.release("x", 1.0)
     assert "a" not in gpus.chunk_view(0.0).resident
     gpus.release("y", 1.0)
@@ -138,10 +141,10 @@ def test_a_copy_that_reaches_a_busy_device_gives_way_to_what_is_reported_beside_
     gpus = pool(2)
     gpus.acquire(PoolRequest(holder="x", units=2, service="a"), 0.0)
     gpus.release("x", 0.0)
-    gpus.acquire(PoolRequest(holder="y", units=1, service="c", chunk=(1, 1)), 0.0)
-    gpus.report("n0", [("b", 0, 1), ("c", 0, 1)])
+    gpus.acquire(PoolRequest(holder="y", units=1, service="c", chunk=Chunk(1, 1)), 0.0)
+    gpus.report("n0", {"b": [Chunk(0, 1)], "c": [Chunk(0, 1)]})
     gpus.check()
-    assert gpus.acquire(PoolRequest(holder="z", units=1, service="b", chunk=(0, 1)), 0.0).restore is False
+    assert gpus.acquire(PoolRequest(holder="z", units=1, service="b", chunk=Chunk(0, 1)), 0.0).restore is False
 
 
 def test_a_service_that_grew_takes_the_place_of_the_least_recently_used() -> None:
@@ -158,12 +161,12 @@ def test_a_service_that_grew_takes_the_place_of_the_least_recently_used() -> Non
 
 def test_what_a_restore_would_evict_is_told_beforehand() -> None:
     gpus = pool(2)
-    for holder, service, chunk in (("x", "a", (0, 1)), ("y", "c", (0, 1)), ("z", "c", (1, 1))):
+    for holder, service, chunk in (("x", "a", Chunk(0, 1)), ("y", "c", Chunk(0, 1)), ("z", "c", Chunk(1, 1))):
         gpus.acquire(PoolRequest(holder=holder, units=1, service=service, chunk=chunk), 1.0)
         gpus.release(holder, 1.0)
     view = gpus.chunk_view(1.0)
-    assert (view.evicts("b", (0, 1)), view.evicts("b", (1, 1))) == ([("a", 1)], [])
-    assert gpus.acquire(PoolRequest(holder="w", units=1, service="b", chunk=(0, 1)), 1.0).evict == ("a",)
+    assert (view.evicts("b", Chunk(0, 1)), view.evicts("b", Chunk(1, 1))) == ([("a", 1)], [])
+    assert gpus.acquire(PoolRequest(holder="w", units=1, service="b", chunk=Chunk(0, 1)), 1.0).evict == ("a",)
 
 
 def test_uses_are_counted_by_service_and_fade() -> None:

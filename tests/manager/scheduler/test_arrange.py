@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manager.action import Amdahl, UnitSet
+from manager.chunk import Chunk, power_at_least
 from manager.scheduler.arrange import ArrangeItem, GreedyArrangement, TableArrangement, arrange
-from manager.scheduler.chunk_operator import ChunkOperator, best_fit, chunk_size, take
+from manager.scheduler.chunk_operator import ChunkOperator, best_fit, take
 from manager.scheduler.durations import shape_of
 from manager.scheduler.operator import BasicOperator
 
@@ -47,11 +48,11 @@ def tables(unit_sets: st.SearchStrategy[UnitSet], most: int) -> st.SearchStrateg
     return st.lists(st.builds(build, unit_sets, seconds), min_size=1, max_size=most)
 
 
-def packs(free: list[tuple[int, int]], sizes: tuple[int, ...]) -> bool:
+def packs(free: list[Chunk], sizes: tuple[int, ...]) -> bool:
     """Whether real buddy placement finds a chunk for every size, tried in every order of sizes."""
     left = list(free)
     for size in sorted(sizes, reverse=True):
-        place = best_fit(left, chunk_size(size))
+        place = best_fit(left, power_at_least(size))
         if place is None:
             return False
         take(left, place)
@@ -91,15 +92,13 @@ def test_marginal_gains_are_exact_for_convex_durations(chosen: list[ArrangeItem]
 
 
 FREE_CHUNKS = st.lists(st.sampled_from([1, 2, 4, 8]), min_size=1, max_size=3).map(
-    lambda sizes: [(8 * node, size) for node, size in enumerate(sizes)]
+    lambda sizes: [Chunk(8 * node, size) for node, size in enumerate(sizes)]
 )
 
 
 @settings(max_examples=300, deadline=None)
 @given(items(discrete((1, 2, 4, 8)), 4) | tables(discrete((1, 2, 4, 8)), 4), FREE_CHUNKS)
-def test_every_prefix_is_the_best_of_all_placements_of_chunks(
-    chosen: list[ArrangeItem], free: list[tuple[int, int]]
-) -> None:
+def test_every_prefix_is_the_best_of_all_placements_of_chunks(chosen: list[ArrangeItem], free: list[Chunk]) -> None:
     table = TableArrangement(chosen, ChunkOperator.of(free))
     for kept in range(len(chosen) + 1):
         expected = brute_force(chosen[:kept], lambda units: packs(free, units))
@@ -120,7 +119,7 @@ def test_durations_of_any_form_are_arranged_exactly(chosen: list[ArrangeItem], f
 
 @settings(max_examples=200, deadline=None)
 @given(FREE_CHUNKS, st.lists(st.sampled_from([1, 2, 4, 8]), max_size=6))
-def test_the_nested_inequalities_say_what_buddy_placement_does(free: list[tuple[int, int]], sizes: list[int]) -> None:
+def test_the_nested_inequalities_say_what_buddy_placement_does(free: list[Chunk], sizes: list[int]) -> None:
     operator = ChunkOperator.of(free)
     demand = [sum(axis) for axis in zip(*(operator.demand(size) for size in sizes), strict=True)] if sizes else []
     inside = all(have <= bound for have, bound in zip(demand, operator.capacity, strict=False))
@@ -134,8 +133,8 @@ def test_choices_need_not_use_every_free_unit() -> None:
 
 
 def test_taking_a_chunk_leaves_its_buddies() -> None:
-    free = [(0, 8), (8, 2)]
-    take(free, (2, 1))
+    free = [Chunk(0, 8), Chunk(8, 2)]
+    take(free, Chunk(2, 1))
     assert sorted(free) == [(0, 2), (3, 1), (4, 4), (8, 2)]
 
 

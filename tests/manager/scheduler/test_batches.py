@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from manager.action import Action, UnitSet
+from manager.chunk import Chunk
 from manager.scheduler.policy import PoolView
 from manager.scheduler.price import PricePolicy
 from tests.manager.scheduler.world import check_sums, devices, running, teacher
@@ -22,7 +23,7 @@ def requests(count: int, *, marginal: float = 1.0, tokens: int = 10) -> list[Act
 
 def view(waiting: Sequence[Action], *, tokens: int = 100, ends_in_s: float, free: int = 2) -> PoolView:
     """Some cold devices, and a busy one that is warm for s."""
-    busy = [replace(running(teacher("r", "s"), 1, ends_in_s=ends_in_s), chunk=(7, 1))]
+    busy = [replace(running(teacher("r", "s"), 1, ends_in_s=ends_in_s), chunk=Chunk(7, 1))]
     shown = devices([(index, 1) for index in range(free)], waiting, busy, resident={"s": ((7, 1),)}, restore_s=2.0)
     assert shown.chunks is not None
     return replace(shown, chunks=replace(shown.chunks, batch_tokens=lambda service: tokens))

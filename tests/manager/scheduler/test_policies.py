@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manager.action import Action
+from manager.chunk import Chunk
 from manager.scheduler.adaptive import AdaptivePolicy
 from manager.scheduler.completion import CompletionHeap
 from manager.scheduler.paper import PaperPolicy
@@ -163,7 +164,7 @@ def test_a_warm_free_chunk_is_taken_before_a_cold_one() -> None:
 
 
 def test_a_busy_warm_chunk_is_worth_waiting_for() -> None:
-    busy = [replace(running(teacher("r", "s"), 4, ends_in_s=0.1), chunk=(0, 4))]
+    busy = [replace(running(teacher("r", "s"), 4, ends_in_s=0.1), chunk=Chunk(0, 4))]
     view = devices([(4, 4)], [teacher("t", "s")], busy, resident={"s": ((0, 4),)}, restore_s=40.0)
     decision = PricePolicy().decide(view)
     assert not decision.starts and decision.holds[0].until_s == pytest.approx(0.1)
@@ -171,21 +172,21 @@ def test_a_busy_warm_chunk_is_worth_waiting_for() -> None:
 
 def test_a_warm_chunk_is_worth_waiting_for_that_is_wider_than_what_is_free_or_busy_in_part() -> None:
     for units, free in ((8, [(8, 4)]), (4, [(4, 4), (8, 4)])):
-        busy = [replace(running(teacher("r", "r"), units, ends_in_s=0.1), chunk=(0, units))]
+        busy = [replace(running(teacher("r", "r"), units, ends_in_s=0.1), chunk=Chunk(0, units))]
         view = devices(free, [teacher("t", "s")], busy, resident={"s": ((0, 8),)}, restore_s=4.0)
         decision = PricePolicy().decide(view)
         assert not decision.starts and decision.holds[0].waits_for == "devices 0..7, warm for s", units
 
 
 def test_a_hot_service_gets_a_second_copy_when_the_wait_is_long() -> None:
-    busy = [replace(running(teacher("r", "s"), 4, ends_in_s=30.0), chunk=(0, 4))]
+    busy = [replace(running(teacher("r", "s"), 4, ends_in_s=30.0), chunk=Chunk(0, 4))]
     view = devices([(4, 4)], [teacher("t", "s")], busy, resident={"s": ((0, 4),)}, restore_s=1.0)
     assert PricePolicy().decide(view).starts[0].chunk is not None
 
 
 def test_an_overdue_chunk_is_busy_and_worth_less_the_longer_it_runs() -> None:
     def decision(started_s: float) -> Decision:
-        overdue = replace(running(teacher("r", "s"), 4, ends_in_s=0.0), chunk=(0, 4), started_s=started_s)
+        overdue = replace(running(teacher("r", "s"), 4, ends_in_s=0.0), chunk=Chunk(0, 4), started_s=started_s)
         view = devices([(4, 4)], [teacher("t", "s")], [overdue], resident={"s": ((0, 4),)}, restore_s=4.0)
         return PricePolicy().decide(view)
 
@@ -194,9 +195,9 @@ def test_an_overdue_chunk_is_busy_and_worth_less_the_longer_it_runs() -> None:
 
 
 def test_a_cold_start_spares_the_service_that_is_used_more() -> None:
-    resident: dict[str, tuple[tuple[int, int], ...]] = {"hot": ((0, 8),), "rare": ((8, 8),)}
+    resident: dict[str, tuple[Chunk, ...]] = {"hot": (Chunk(0, 8),), "rare": (Chunk(8, 8),)}
 
-    def chosen(recent: dict[str, float]) -> tuple[int, int] | None:
+    def chosen(recent: dict[str, float]) -> Chunk | None:
         view = devices([(0, 8), (8, 8)], [teacher("t", "new")], resident=resident, recent=recent, capacity=1)
         return PricePolicy().decide(view).starts[0].chunk
 
@@ -212,7 +213,7 @@ def test_the_last_copy_is_spared_where_another_service_has_several() -> None:
 
 
 def test_a_service_in_demand_gets_a_second_copy_before_the_wait_is_as_long_as_its_restore() -> None:
-    busy = [replace(running(teacher("r", "s"), 4, ends_in_s=0.2), chunk=(0, 4))]
+    busy = [replace(running(teacher("r", "s"), 4, ends_in_s=0.2), chunk=Chunk(0, 4))]
 
     def decision(recent: float) -> Decision:
         resident = {"s": ((0, 4),)}

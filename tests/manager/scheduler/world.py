@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from manager.action import Action, Amdahl, UnitSet
+from manager.chunk import Chunk
 from manager.scheduler.policy import ChunkView, Decision, PoolView, RunningView, WaitingView
 
 
@@ -98,14 +99,14 @@ def devices(
     Any place holds ``capacity`` services; those that are resident there in the same size go in order of their names.
     """
     units = sum(size for _, size in free)
-    warm: Mapping[str, tuple[tuple[int, int], ...]] = resident or {}
+    warm = {name: tuple(Chunk(*chunk) for chunk in chunks) for name, chunks in (resident or {}).items()}
 
-    def evicts(_: str, chunk: tuple[int, int]) -> list[tuple[str, int]]:
+    def evicts(_: str, chunk: Chunk) -> list[tuple[str, int]]:
         there = sorted(name for name, chunks in warm.items() if chunk in chunks)
-        return [(name, chunk[1]) for name in there[: max(0, len(there) + 1 - capacity)]]
+        return [(name, chunk.size) for name in there[: max(0, len(there) + 1 - capacity)]]
 
     view = ChunkView(
-        free=tuple(free),
+        free=tuple(Chunk(*chunk) for chunk in free),
         resident=warm,
         restore_s=lambda _, size: restore_s / size,
         evicts=evicts,

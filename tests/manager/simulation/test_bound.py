@@ -108,7 +108,7 @@ def test_a_tight_quota_leaves_the_bound_valid() -> None:
     workload = deepsearch(60, 1, Search(quota=2, spread_s=1.0))
     capacity = {"cpu": 64, "gpu": 8}
     bound = lower_bound(workload.trajectories, capacity, workload.quotas)
-    spec = cluster(cores=64, nodes=1, devices=8, services=workload.services, quotas=workload.quotas)
+    spec = cluster(cores=64, nodes=1, devices=8, services=workload.services, resources=workload.quotas)
     run = Simulation(spec, workload.trajectories, physics=FREE).run()
     assert 0 < bound.infinite_s <= bound.best_s <= sum(record.act_s for record in run.records)
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from manager.action import Action, UnitSet
+from manager.chunk import Chunk
 from manager.executor import Call
 from manager.function import FunctionSpec, ModelAction, ModelSpec, RuntimeKind
 from manager.lease import Grant, Lease
@@ -45,7 +46,7 @@ def execution(
     """One action with a lease on ``chunk``."""
     assert asked.model is not None
     action_id = name or f"action-{next(_numbers)}"
-    grant = Grant(pool="gpu:local", units=chunk[1], chunk=chunk, evict=evict)
+    grant = Grant(pool="gpu:local", units=chunk[1], chunk=Chunk(*chunk), evict=evict)
     return Execution(
         action=Action(id=action_id, function=asked.name, service=asked.model.service, cost=asked.cost),
         lease=Lease(action_id=action_id, node="local", grants={"gpu": grant}, batch=batch),

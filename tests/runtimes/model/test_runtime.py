@@ -20,6 +20,7 @@ import pytest
 pytest.importorskip("torch")
 pytestmark = pytest.mark.model
 
+from manager.chunk import Chunk  # noqa: E402
 from manager.config import ServiceSpec  # noqa: E402  # torch may be missing
 from manager.errors import ActionFailed, InvalidConfig, Reason, Unsupported  # noqa: E402
 from manager.function import FunctionSpec, ModelAction  # noqa: E402
@@ -226,7 +227,7 @@ async def test_a_service_that_was_copied_is_found_in_place(checkpoint: Write, ru
     first, second = teacher(checkpoint), function(checkpoint("llama", "lm"), ModelAction.LOGPROBS, (1, 2))
     busy = asyncio.create_task(runtime.execute(execution(first, GIVEN, (0, 2))))
     assert second.model is not None
-    assert await runtime.replicate(second, second.model.service, (0, 2))
+    assert await runtime.replicate(second, second.model.service, Chunk(0, 2))
     await busy
     assert (await runtime.execute(execution(second, GIVEN, (0, 2)))).usage["restored"] == 0.0
 
@@ -241,7 +242,7 @@ async def test_nothing_is_evicted_for_a_copy(
     await sizing.close()
     runtime = ModelRuntime(replace(settings, devices=1, device_bytes=int(1.5 * size)), fork_server=fork_server)
     await runtime.execute(execution(first, GIVEN))
-    assert not await runtime.replicate(second, second.model.service, (0, 1))
+    assert not await runtime.replicate(second, second.model.service, Chunk(0, 1))
     assert set(runtime.residency()) == {first.model.service}, "a hint costs nobody the place"
     await runtime.close()
 

@@ -15,9 +15,10 @@ import pytest
 
 from gateway.invocations.record import Mode as RecordMode
 from manager.action import UnitSet
-from manager.config import ConcurrencySpec, QuotaSpec
 from manager.errors import Reason as ManagerReason
 from manager.outcome import State as ManagerState
+from manager.resources.concurrency import ConcurrencySpec
+from manager.resources.quota import QuotaSpec
 from tangram import types
 from tests.gateway.conftest import GatewayBench, RunningGateway, function, serving
 
@@ -169,8 +170,7 @@ async def test_the_scheduler_is_read_whole(gateway: RunningGateway) -> None:
 async def test_pools_of_every_kind_are_read_whole(tmp_path: Path) -> None:
     bench = GatewayBench(
         tmp_path,
-        quotas={"search": QuotaSpec(limit=3, period_s=60.0)},
-        concurrency={"judge": ConcurrencySpec(limit=2)},
+        resources={"search": QuotaSpec(limit=3, period_s=60.0), "judge": ConcurrencySpec(limit=2)},
         functions={"searching": function("searching", cost={"search": UnitSet.fixed(1), "judge": UnitSet.fixed(1)})},
     )
     async with serving(bench) as gateway:

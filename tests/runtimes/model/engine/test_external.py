@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from manager.chunk import Chunk
 from manager.errors import ActionFailed, InvalidConfig, Reason
 from manager.function import FunctionSpec, ModelAction
 from runtimes.model.runtime import ModelRuntime
@@ -142,7 +143,7 @@ async def test_it_is_woken_when_it_is_needed_and_put_to_sleep_when_it_is_evicted
     usages = [(await runtime.execute(execution(first, {"texts": ["a"]}))).usage for _ in range(2)]
     assert [usage["restored"] for usage in usages] == [1.0, 0.0]
     assert runtime.residency() == {first.model.service: ((0, 1),)}
-    await runtime._external.evict(first.model.service, (0, 1))
+    await runtime._external.evict(first.model.service, Chunk(0, 1))
     assert server.asleep
     assert runtime.residency() == {}
     assert second.model is not None

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.model
 
 from manager.action import Action  # noqa: E402  # torch may be missing
 from manager.assembly import build_core  # noqa: E402
+from manager.chunk import Chunk  # noqa: E402
 from manager.config import ManagerSpec, NodeSpec, SchedulerSpec  # noqa: E402
 from manager.engine import Engine, Submission  # noqa: E402
 from manager.executor import Call  # noqa: E402
@@ -46,7 +47,7 @@ class Noting(LocalExecutor):
         await self.copied.wait()
         return outcome
 
-    async def replicate(self, function: FunctionSpec, service: str, node: str, chunk: tuple[int, int]) -> bool:
+    async def replicate(self, function: FunctionSpec, service: str, node: str, chunk: Chunk) -> bool:
         done = await super().replicate(function, service, node, chunk)
         self.answers.append(done)
         self.copied.set()
@@ -69,9 +70,7 @@ async def serving(
     executor = Noting(runtime)
     services = {service.name: service for service in [await runtime.footprint(one) for one in functions]}
     engine = Engine(build_core(replace(spec(settings), services=services)), executor)
-    runtime.on_residency = lambda resident: engine.report_residency(
-        settings.node, [(service, *chunk) for service, chunks in resident.items() for chunk in chunks]
-    )
+    runtime.on_residency = lambda resident: engine.report_residency(settings.node, resident)
     await engine.start()
     try:
         async with asyncio.timeout(DEADLINE_S):

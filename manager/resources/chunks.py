@@ -1,22 +1,17 @@
-"""Chunks: aligned power-of-two intervals of devices, split and merged as buddies (paper, GPU Manager via EOE)."""
+"""The free chunks of a pool of devices, split and merged as buddies (paper, GPU Manager via EOE)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-Chunk = tuple[int, int]
-
-
-def power_at_least(count: int) -> int:
-    """The least power of two not below ``count``."""
-    return 1 << max(0, count - 1).bit_length()
+from manager.chunk import Chunk, power_at_least
 
 
 def split(start: int, count: int) -> Iterator[Chunk]:
-    """The fewest aligned chunks that make up the interval; ``start`` is aligned for the largest."""
+    """Yield the fewest aligned chunks that make up the interval; ``start`` is aligned for the largest."""
     while count:
         size = 1 << (count.bit_length() - 1)
-        yield start, size
+        yield Chunk(start, size)
         start, count = start + size, count - size
 
 
@@ -46,7 +41,7 @@ class Chunks:
     def remove_region(self, start: int) -> None:
         """Remove a region of which nothing is allocated."""
         end = self._ends.pop(start)
-        gone = {chunk for chunk in self._free if start <= chunk[0] < end}
+        gone = {chunk for chunk in self._free if start <= chunk.start < end}
         assert sum(size for _, size in gone) == end - start, f"region [{start}, {end}) is in use"
         self._free -= gone
         self.total -= end - start
@@ -60,13 +55,13 @@ class Chunks:
         return tuple(sorted(self._free))
 
     def host(self, chunk: Chunk) -> Chunk | None:
-        """The free chunk that contains ``chunk``; None where it is not free or not aligned."""
+        """Return the free chunk that contains ``chunk``; None if it is not free or not aligned."""
         start, size = chunk
         if size <= 0 or size & (size - 1) or start % size:
             return None
         while size <= self.total:
             if (start, size) in self._free:
-                return start, size
+                return Chunk(start, size)
             size *= 2
             start -= start % size
         return None
@@ -75,14 +70,9 @@ class Chunks:
         """Take a free aligned chunk, splitting the one that holds it."""
         found = self.host(chunk)
         assert found is not None, f"chunk {chunk} is not free: {self.free}"
-        start, size = found
         self._free.remove(found)
-        while size > chunk[1]:
-            size //= 2
-            upper = start + size
-            self._free.add((start, size) if chunk[0] >= upper else (upper, size))
-            start = upper if chunk[0] >= upper else start
-        self.free_units -= chunk[1]
+        self._free.update(found.without(chunk))
+        self.free_units -= chunk.size
 
     def release(self, chunk: Chunk) -> None:
         """Give a chunk back and merge it with its buddies."""
@@ -90,14 +80,14 @@ class Chunks:
         self.free_units += size
         region = self._start_of[start]
         end = self._ends[region]
-        while (buddy := (start ^ size, size)) in self._free and region <= min(start, buddy[0]):
-            if min(start, buddy[0]) + 2 * size > end:
+        while (buddy := Chunk(start ^ size, size)) in self._free and region <= min(start, buddy.start):
+            if min(start, buddy.start) + 2 * size > end:
                 break
             self._free.remove(buddy)
-            start, size = min(start, buddy[0]), 2 * size
-        self._free.add((start, size))
+            start, size = min(start, buddy.start), 2 * size
+        self._free.add(Chunk(start, size))
 
     def check(self, held: Iterable[Chunk]) -> None:
         """Assert that free and held chunks cover every device exactly once."""
-        devices = [device for start, size in (*self._free, *held) for device in range(start, start + size)]
+        devices = [device for chunk in (*self._free, *held) for device in chunk.devices]
         assert sorted(devices) == sorted(self._start_of), f"free {self.free}, held {sorted(held)}"

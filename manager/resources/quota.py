@@ -1,0 +1,113 @@
+"""Quota: at most so many units in any window of time (paper, Basic Resource Manager)."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from typing import ClassVar
+
+from manager.lease import Grant
+from manager.resources.declared import DeclaredPool, ResourceSpec
+from manager.resources.pool import PoolRequest, TimedPool
+
+#: Rounding of seconds times rate that must not cost a token.
+_EPSILON = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuotaSpec(ResourceSpec):
+    """A rate: at most ``limit`` units in any window of ``period_s``, and at most ``burst`` at one instant."""
+
+    kind: ClassVar[str] = "quota"
+    meaning: ClassVar[str] = "a rate"
+    measure: ClassVar[str] = "quota_units"
+
+    limit: int
+    period_s: float
+    burst: int | None = None
+
+    @property
+    def most(self) -> int:
+        return self.limit if self.burst is None else min(self.burst, self.limit)
+
+    def make_pool(self, name: str) -> QuotaPool:
+        return QuotaPool(name, self)
+
+
+class QuotaPool(DeclaredPool[QuotaSpec], TimedPool):
+    """At most ``limit`` units in any window of ``period_s``, and ``burst`` at one instant.
+
+    A unit is consumed when its action starts and returns ``period_s`` later, whenever the action ends. With a
+    ``burst`` the units are also paced by a bucket of that depth, refilled at limit / period.
+    """
+
+    def __init__(self, name: str, spec: QuotaSpec) -> None:
+        super().__init__(name, spec)
+        self._now_s = -math.inf
+        #: (instant, units) of the consumption within the window, oldest first.
+        self._window: deque[tuple[float, int]] = deque()
+        self._in_window = 0
+        self._tokens = float(self.spec.most)
+
+    @property
+    def _rate(self) -> float:
+        return self.spec.limit / self.spec.period_s
+
+    @property
+    def free(self) -> int:
+        free = max(0, self.spec.limit - self._in_window)
+        return free if self.spec.burst is None else min(free, int(self._tokens + _EPSILON))
+
+    def reconfigure(self, spec: QuotaSpec) -> None:
+        super().reconfigure(spec)
+        self._tokens = min(self._tokens, float(spec.most))
+
+    def advance(self, now_s: float) -> None:
+        if now_s <= self._now_s:
+            return
+        free = self.free
+        if self._now_s > -math.inf:
+            self._tokens = min(float(self.spec.most), self._tokens + (now_s - self._now_s) * self._rate)
+        self._now_s = now_s
+        while self._window and self._window[0][0] + self.spec.period_s <= now_s:
+            self._in_window -= self._window.popleft()[1]
+        if self.free > free:
+            self._note_change()
+
+    def next_return_s(self) -> float | None:
+        """When the next unit can be had: both the window and the bucket must have room for it."""
+        window_s = self._window[0][0] + self.spec.period_s if self._window else None
+        if self.spec.burst is None or self._tokens >= self.spec.most:
+            return window_s
+        wanted = math.floor(self._tokens + _EPSILON) + 1
+        paced_s = self._now_s + (wanted - self._tokens) / self._rate
+        if window_s is None:
+            return paced_s
+        return max(paced_s, window_s) if self._in_window >= self.spec.limit else paced_s
+
+    def acquire(self, ask: PoolRequest, now_s: float) -> Grant:
+        assert ask.units <= self.free, f"{self.name}: {ask.units} units wanted, {self.free} free"
+        self._enter(ask.holder, ask.units)
+        self._window.append((now_s, ask.units))
+        self._in_window += ask.units
+        self._tokens -= ask.units
+        return Grant(pool=self.name, units=ask.units)
+
+    def resume(self, ask: PoolRequest, started_s: float, now_s: float) -> Grant:
+        """What it consumed at its start is not consumed again: it counts in the window of that instant."""
+        self._enter(ask.holder, ask.units)
+        if started_s + self.spec.period_s > now_s:
+            self._window = deque(sorted([*self._window, (started_s, ask.units)]))
+            self._in_window += ask.units
+        self._tokens -= max(0.0, ask.units - max(0.0, now_s - started_s) * self._rate)
+        return Grant(pool=self.name, units=ask.units)
+
+    def release(self, holder: str, now_s: float) -> None:
+        self._leave(holder)
+
+    def check(self) -> None:
+        assert sum(units for _, units in self._window) == self._in_window, f"{self.name}: {self._window}"
+
+    def describe(self) -> dict[str, object]:
+        return {**super().describe(), "period_s": self.spec.period_s, "next_return_s": self.next_return_s()}
