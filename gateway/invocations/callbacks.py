@@ -24,6 +24,7 @@ from gateway import wire
 from gateway.invocations.record import Record
 from gateway.store.store import Store
 from manager.errors import InvalidInput, StorageUnavailable
+from tangram.types.backoff import backoff_s
 
 BACKOFF_MAX_S = 300.0
 #: Deliveries in memory for each one that may be under way; the rest waits in the store.
@@ -107,7 +108,7 @@ class CallbackSender:
             if problem is None:
                 break
             if attempt < self._spec.max_attempts:
-                await asyncio.sleep(min(BACKOFF_MAX_S, self._spec.backoff_s * 2.0 ** (attempt - 1)) * self._chance())
+                await asyncio.sleep(backoff_s(attempt, self._spec.backoff_s, BACKOFF_MAX_S, self._chance()))
         record.callback = "delivered" if problem is None else "failed"
         self.delivered += problem is None
         self.failed += problem is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from manager.errors import Reason
 from manager.function import FunctionSpec
 from manager.outcome import Outcome
+from tangram.types.backoff import backoff_s
 
 #: Reasons that are the machinery's fault: an idempotent function is tried again without being asked to.
 INFRASTRUCTURE = frozenset({Reason.ENVIRONMENT_LOST, Reason.NODE_LOST, Reason.GATEWAY_RESTART})
@@ -28,8 +29,7 @@ def next_try_s(
     by_machinery = reason in INFRASTRUCTURE and function.idempotent and attempt < INFRASTRUCTURE_ATTEMPTS
     if not by_function and not by_machinery:
         return None
-    ceiling_s = min(spec.backoff_max_s, spec.backoff_s * 2.0 ** min(attempt - 1, 32))
-    waited_s = ceiling_s * chance if spec.jitter == "full" else ceiling_s
-    wait_s = max(waited_s, outcome.retry_after_s or 0.0)
+    part = chance if spec.jitter == "full" else 1.0
+    wait_s = max(backoff_s(attempt, spec.backoff_s, spec.backoff_max_s, part), outcome.retry_after_s or 0.0)
     bound_s = max(spec.backoff_max_s, function.queue_timeout_s) if left_s is None else left_s
     return wait_s if wait_s < bound_s else None

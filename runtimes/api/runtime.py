@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -25,6 +25,7 @@ from manager.lease import Lease
 from runtimes.api.secrets import Secrets, redact
 from runtimes.api.template import Rendered, RequestTemplate
 from runtimes.runtime import Execution, Result
+from tangram.types.backoff import backoff_s
 
 _COMPONENT = "api"
 _REDIRECTS_MAX = 5
@@ -209,12 +210,6 @@ def retry_after_s(header: str | None, now: datetime) -> float | None:
     return max(0.0, (aware - now).total_seconds())
 
 
-def backoff_s(retry: RetrySpec, attempt: int, uniform: Callable[[float, float], float] = random.uniform) -> float:
-    """Seconds after the failed ``attempt`` (from 1): exponential, bounded, with full jitter where asked."""
-    ceiling_s = min(retry.backoff_max_s, retry.backoff_s * 2.0 ** min(attempt - 1, 62))
-    return uniform(0.0, ceiling_s) if retry.jitter == "full" else ceiling_s
-
-
 def _wait_s(answer: _Answer, retry: RetrySpec, attempt: int, remaining_s: float) -> float | None:
     """Seconds until the next try; None when there is none, or none that the timeout leaves room for.
 
@@ -223,7 +218,8 @@ def _wait_s(answer: _Answer, retry: RetrySpec, attempt: int, remaining_s: float)
     if answer.status not in retry.on_status or attempt >= retry.max_attempts:
         return None
     floor_s = answer.retry_after_s or 0.0
-    pause_s = backoff_s(retry, attempt)
+    part = random.random() if retry.jitter == "full" else 1.0
+    pause_s = backoff_s(attempt, retry.backoff_s, retry.backoff_max_s, part)
     wait_s = floor_s + pause_s if retry.jitter == "full" else max(floor_s, pause_s)
     return wait_s if wait_s < remaining_s else None
 

@@ -13,6 +13,7 @@ from tangram.errors import (
     StorageUnavailableError,
     TangramError,
 )
+from tangram.types.backoff import backoff_s
 
 #: Refused before any work: trying again later cannot run anything twice.
 REFUSALS = (QuotaExceededError, CapacityExceededError, DrainingError, StorageUnavailableError)
@@ -38,5 +39,5 @@ class Retries:
         if isinstance(error, REFUSALS) and error.retry_after_s is not None:
             return error.retry_after_s if error.retry_after_s <= self.wait_max_s else None
         if isinstance(error, ConnectionFailed) and (repeatable or not error.detail.get("sent", True)):
-            return min(self.wait_max_s, BACKOFF_S * 2.0**attempt) * random.uniform(0.5, 1.0)
+            return backoff_s(attempt + 1, BACKOFF_S, self.wait_max_s, random.uniform(0.5, 1.0))
         return None

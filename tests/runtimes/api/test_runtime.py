@@ -14,7 +14,7 @@ import pytest
 
 from manager.errors import ActionFailed, InvalidConfig, Reason
 from manager.function import FunctionSpec, RequestSpec, RetrySpec, RuntimeKind
-from runtimes.api.runtime import ApiRuntime, backoff_s, retry_after_s
+from runtimes.api.runtime import ApiRuntime, retry_after_s
 from runtimes.api.secrets import Secrets
 from scripts.quota_server import Quota, QuotaServer
 from tests.runtimes.recorder import assert_as_declared, execution_of
@@ -263,10 +263,3 @@ async def test_a_bad_input_is_invalid_input_and_an_undefined_secret_stops_regist
 )
 def test_retry_after_is_seconds_or_a_date(header: str | None, seconds: float | None) -> None:
     assert retry_after_s(header, datetime(2026, 11, 20, 12, 0, tzinfo=UTC)) == seconds
-
-
-def test_backoff_doubles_to_its_bound_and_jitter_spreads_it_from_zero() -> None:
-    plain = RetrySpec(backoff_s=1.0, backoff_max_s=5.0, jitter="none")
-    assert [backoff_s(plain, attempt) for attempt in (1, 2, 3, 4, 5000)] == [1.0, 2.0, 4.0, 5.0, 5.0]
-    spread = [backoff_s(replace(plain, jitter="full"), 3, lambda low, high: high - low) for _ in range(2)]
-    assert spread == [4.0, 4.0]

@@ -1,11 +1,10 @@
-"""Quota and concurrency."""
+"""Quota: no window holds more than its limit, and units return with time."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manager.resources.concurrency import ConcurrencyPool, ConcurrencySpec
 from manager.resources.pool import PoolRequest
 from manager.resources.quota import QuotaPool, QuotaSpec
 
@@ -54,16 +53,3 @@ def test_a_quota_unit_returns_a_period_after_its_start_whenever_the_action_ends(
     assert (pool.free, pool.next_return_s()) == (0, 3.0)
     pool.advance(3.0)
     assert pool.free == 1
-
-
-def test_a_lower_concurrency_limit_takes_nothing_away() -> None:
-    pool = ConcurrencyPool("p", ConcurrencySpec(limit=3))
-    for holder in "abc":
-        pool.acquire(PoolRequest(holder=holder, units=1), 0.0)
-    pool.reconfigure(ConcurrencySpec(limit=1))
-    pool.release("a", 0.0)
-    pool.release("b", 0.0)
-    assert pool.free == 0
-    pool.release("c", 0.0)
-    assert pool.free == 1
-    pool.check()
