@@ -16,6 +16,7 @@ from manager.function import Background, Isolation, Network, SandboxSpec, Warm
 from manager.resources.concurrency import ConcurrencySpec
 from manager.resources.quota import QuotaSpec
 from manager.scheduler.policy import PolicySpec
+from manager.scheduler.registry import PolicyName
 
 NAME_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}$"
 
@@ -291,7 +292,7 @@ class ModelsConfig(Section):
 class PolicySection(Section):
     """A policy with its constants."""
 
-    name: Literal["adaptive", "price", "paper", "fixed"] = Field(description="policy")
+    name: PolicyName = Field(description="policy")
     options: dict[str, Real] = Field(default={}, description="constants by name, for example dop: 8 for fixed")
 
     def spec(self) -> PolicySpec:
@@ -306,7 +307,6 @@ def _policy_form(value: object) -> str | None:
     return "kinds" if isinstance(value, dict) else None
 
 
-PolicyName = Literal["adaptive", "price", "paper", "fixed"]
 Policy = Annotated[
     Annotated[PolicyName, Tag("name")] | Annotated[PolicySection, Tag("options")],
     Discriminator(
