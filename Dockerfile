@@ -4,11 +4,12 @@ ARG BASE=python:3.12-slim
 FROM ${BASE}
 
 COPY pyproject.toml build/wheel[s] /wheels/
-COPY pyproject.toml constraints.txt README.md /src/
+COPY pyproject.toml constraints.txt README.md LICENSE /src/
 COPY manager /src/manager
 COPY runtimes /src/runtimes
 COPY gateway /src/gateway
 COPY tangram /src/tangram
+COPY client /src/client
 
 # A wheel of pip is a program too: the base needs neither pip nor venv.
 RUN set -eu; \
@@ -17,7 +18,7 @@ RUN set -eu; \
         $pip install -q --root-user-action ignore --no-index --find-links /wheels --target /opt/build setuptools packaging; \
     else pip="python3 -m pip"; offline=""; fi; \
     PYTHONPATH=/opt/build $pip install -q --root-user-action ignore --no-cache-dir $offline \
-        --constraint /src/constraints.txt --target /opt/tangram /src; \
+        --constraint /src/constraints.txt --target /opt/tangram /src/client /src; \
     rm -rf /wheels /src /opt/build
 
 ENV PYTHONPATH=/opt/tangram PATH=/opt/tangram/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \

@@ -122,9 +122,12 @@ def _trust(server: httpx.URL) -> ssl.SSLContext:
     return httpx.create_ssl_context() if server.scheme == "https" else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 
-def _proxy(server: httpx.URL) -> str | None:
+def _proxy(server: httpx.URL) -> httpx.Proxy | None:
     """The proxy that the environment names for this server (HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, NO_PROXY)."""
     if proxy_bypass(server.netloc.decode("ascii")):
         return None
     proxies = getproxies()
-    return proxies.get(server.scheme) or proxies.get("all")
+    address = proxies.get(server.scheme) or proxies.get("all")
+    if not address:
+        return None
+    return httpx.Proxy(address if "://" in address else f"http://{address}")
