@@ -17,7 +17,7 @@ _R = TypeVar("_R")
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
-class Duration(click.ParamType[float]):
+class Duration(click.ParamType):  # type: ignore[type-arg]  # generic in click 8.5 only
     """A duration such as 500ms, 30s or 1h30m, as seconds."""
 
     name = "duration"
