@@ -41,7 +41,7 @@ _Reply = httpx.Response | Coroutine[object, None, httpx.Response]
 _Endpoint = Callable[..., _Reply]
 
 
-class Refused(Exception):
+class ScriptedRefusal(Exception):
     """A request that the scripted gateway refuses."""
 
     def __init__(self, status: int, code: str, detail: str) -> None:
@@ -114,7 +114,7 @@ class ScriptedGateway(httpx.BaseTransport, httpx.AsyncBaseTransport):
             if found is not None and method == request.method:
                 try:
                     return endpoint(request, *map(unquote, found.groups()))
-                except Refused as refused:
+                except ScriptedRefusal as refused:
                     return refused.answer
         return problem_answer(404, "not_found", f"no such path: {path}")
 
@@ -162,11 +162,11 @@ class ScriptedGateway(httpx.BaseTransport, httpx.AsyncBaseTransport):
 
     def _accept(self, item: BatchItem, mode: str, headers: Mapping[str, str]) -> ScriptedCall:
         if item.function not in self.functions:
-            raise Refused(404, "not_found", f"no function {item.function!r}")
+            raise ScriptedRefusal(404, "not_found", f"no function {item.function!r}")
         for known in self.calls:
             if item.key is not None and (known.function, known.key) == (item.function, item.key):
                 if known.input != item.input:
-                    raise Refused(422, "idempotency_key_reused", f"the key {item.key} came with another input")
+                    raise ScriptedRefusal(422, "idempotency_key_reused", f"the key {item.key} came with another input")
                 return known
         task = item.task or "default"
         if item.trajectory is not None:
@@ -210,7 +210,7 @@ class ScriptedGateway(httpx.BaseTransport, httpx.AsyncBaseTransport):
         for item in msgspec.json.decode(request.content, type=BatchRequest).calls:
             try:
                 call = self._accept(item, "async", {})
-            except Refused as refused:
+            except ScriptedRefusal as refused:
                 problem = msgspec.json.decode(refused.answer.content, type=Problem)
                 verdicts.append(BatchVerdict(status=problem.status, problem=problem))
                 continue
@@ -252,18 +252,18 @@ class ScriptedGateway(httpx.BaseTransport, httpx.AsyncBaseTransport):
     def _cancel(self, request: httpx.Request, id: str) -> httpx.Response:
         call = self._known(id)
         if call.record.ended:
-            raise Refused(409, "conflict", f"invocation {id} is {call.record.state} already")
+            raise ScriptedRefusal(409, "conflict", f"invocation {id} is {call.record.state} already")
         call.end(None, ScriptedFailure("cancelled", "cancelled by request"))
         return json_answer(call.record)
 
     def _no_letter(self, request: httpx.Request, id: str) -> httpx.Response:
-        raise Refused(409, "conflict", f"{self._known(id).record.id} is no dead letter")
+        raise ScriptedRefusal(409, "conflict", f"{self._known(id).record.id} is no dead letter")
 
     def _known(self, id: str) -> ScriptedCall:
         for call in self.calls:
             if call.record.id == id:
                 return call
-        raise Refused(404, "not_found", f"no invocation {id!r}")
+        raise ScriptedRefusal(404, "not_found", f"no invocation {id!r}")
 
     # What there is
 
@@ -272,7 +272,7 @@ class ScriptedGateway(httpx.BaseTransport, httpx.AsyncBaseTransport):
 
     def _function(self, request: httpx.Request, name: str) -> httpx.Response:
         if name not in self.functions:
-            raise Refused(404, "not_found", f"no function {name!r}")
+            raise ScriptedRefusal(404, "not_found", f"no function {name!r}")
         return json_answer(function_info(name))
 
     def _queue(self, request: httpx.Request) -> httpx.Response:
@@ -285,7 +285,7 @@ class ScriptedGateway(httpx.BaseTransport, httpx.AsyncBaseTransport):
     def _open(self, request: httpx.Request, name: str) -> httpx.Response:
         opening = msgspec.json.decode(request.content, type=TrajectoryOpening)
         if opening.function not in self.functions:
-            raise Refused(404, "not_found", f"no function {opening.function!r}")
+            raise ScriptedRefusal(404, "not_found", f"no function {opening.function!r}")
         trajectory = self.trajectories.setdefault(name, ScriptedTrajectory(name, opening.task))
         return json_answer(trajectory_info(name, trajectory.task))
 
@@ -316,15 +316,15 @@ class ScriptedGateway(httpx.BaseTransport, httpx.AsyncBaseTransport):
             ]
             return json_answer(FileList(files=tuple(entries)))
         if f"/{path}" not in files:
-            raise Refused(404, "not_found", f"no file /{path}")
+            raise ScriptedRefusal(404, "not_found", f"no file /{path}")
         return httpx.Response(200, content=files[f"/{path}"][0])
 
     def _found(self, name: str, headers: Mapping[str, str]) -> ScriptedTrajectory:
         self._living(name, headers)
         if name not in self.trajectories:
-            raise Refused(404, "not_found", f"no trajectory {name!r}")
+            raise ScriptedRefusal(404, "not_found", f"no trajectory {name!r}")
         return self.trajectories[name]
 
     def _living(self, name: str, headers: Mapping[str, str]) -> None:
         if headers.get("x-trajectory-expect") == "living" and name not in self.trajectories:
-            raise Refused(410, "trajectory_ended", f"trajectory {name!r} has ended")
+            raise ScriptedRefusal(410, "trajectory_ended", f"trajectory {name!r} has ended")

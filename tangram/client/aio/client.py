@@ -14,7 +14,7 @@ import msgspec
 from tangram.client import requests
 from tangram.client.address import server_of, token_of
 from tangram.client.aio.connections import AsyncConnectionPool
-from tangram.client.aio.running import AsyncOpened, AsyncSlots, for_each, pause
+from tangram.client.aio.running import AsyncCallSlots, AsyncOpened, for_each, pause
 from tangram.client.aio.trajectory import AsyncTrajectory
 from tangram.client.answers import connection_lost, error_of
 from tangram.client.bulk import CONCURRENCY, MapEnds, OnProgress
@@ -414,4 +414,4 @@ class AsyncLink:
     def __init__(self, http: httpx.AsyncClient, connections: int) -> None:
         self.http = http
         #: For calls that last, so that those which do not always find a connection.
-        self.lasting = AsyncSlots(max(1, connections - SPARE))
+        self.lasting = AsyncCallSlots(max(1, connections - SPARE))

@@ -11,7 +11,7 @@ from urllib.request import getproxies, proxy_bypass
 
 import httpx
 
-from tangram.client.aio.running import AsyncSlots
+from tangram.client.aio.running import AsyncCallSlots
 
 #: Seconds after which a connection that nobody uses is closed.
 IDLE_S = 30.0
@@ -27,7 +27,7 @@ class AsyncConnectionPool(httpx.AsyncBaseTransport):
 
     def __init__(self, server: httpx.URL, connections: int) -> None:
         self._server = server
-        self._slots = AsyncSlots(connections)
+        self._slots = AsyncCallSlots(connections)
         self._trust = _trust(server)
         self._proxy = _proxy(server)
         #: Free connections and when each became free (on the monotonic clock), the latest last.

@@ -14,7 +14,7 @@ _T = TypeVar("_T")
 _Item = TypeVar("_Item")
 
 
-class AsyncSlots(asyncio.Semaphore):
+class AsyncCallSlots(asyncio.Semaphore):
     """So many may do something at once; the others wait, in order of arrival, without a bound in time."""
 
 

@@ -22,7 +22,7 @@ from tangram.client.requests import ApiRequest, BatchCall
 from tangram.client.results import InvocationResult, result_of
 from tangram.client.retries import Retries
 from tangram.client.sync.connections import ConnectionPool
-from tangram.client.sync.running import Opened, Slots, for_each, pause
+from tangram.client.sync.running import CallSlots, Opened, for_each, pause
 from tangram.client.sync.trajectory import Trajectory
 from tangram.errors import ConnectionFailed, InvalidInputError, MapFailed, TangramError
 from tangram.types import ConfigDiff, FunctionInfo, LogLine, QueueEntry, ResourcesInfo, TaskInfo, TrajectoryInfo
@@ -416,4 +416,4 @@ class Link:
     def __init__(self, http: httpx.Client, connections: int) -> None:
         self.http = http
         #: For calls that last, so that those which do not always find a connection.
-        self.lasting = Slots(max(1, connections - SPARE))
+        self.lasting = CallSlots(max(1, connections - SPARE))

@@ -13,7 +13,7 @@ from urllib.request import getproxies, proxy_bypass
 
 import httpx
 
-from tangram.client.sync.running import Slots
+from tangram.client.sync.running import CallSlots
 
 #: Seconds after which a connection that nobody uses is closed.
 IDLE_S = 30.0
@@ -29,7 +29,7 @@ class ConnectionPool(httpx.BaseTransport):
 
     def __init__(self, server: httpx.URL, connections: int) -> None:
         self._server = server
-        self._slots = Slots(connections)
+        self._slots = CallSlots(connections)
         self._trust = _trust(server)
         self._proxy = _proxy(server)
         #: Free connections and when each became free (on the monotonic clock), the latest last.

@@ -17,7 +17,7 @@ _T = TypeVar("_T")
 _Item = TypeVar("_Item")
 
 
-class Slots(threading.Semaphore):
+class CallSlots(threading.Semaphore):
     """So many may do something at once; the others wait without a bound in time."""
 
 
