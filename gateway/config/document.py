@@ -13,12 +13,12 @@ from pydantic_core import ErrorDetails
 
 from gateway import wire
 from gateway.config import quantities
+from gateway.config.declared import RESOURCE
 from gateway.config.functions import Function
 from gateway.config.sections import (
     ModelsConfig,
     Name,
     NodeConfig,
-    Resource,
     SandboxConfig,
     SchedulerConfig,
     Section,
@@ -42,7 +42,7 @@ class ConfigDocument(Section):
     sandbox: SandboxConfig = Field(default=SandboxConfig(), description="how sandboxes are made, and their defaults")
     models: ModelsConfig = Field(default=ModelsConfig(), description="bounds of the model runtime")
     scheduler: SchedulerConfig = Field(default=SchedulerConfig(), description="policies and bounds of the queue")
-    resources: dict[Name, Resource] = Field(
+    resources: dict[Name, RESOURCE] = Field(
         default={}, description="quotas and bounds besides the machine's cpu and gpu"
     )
     tasks: dict[FunctionName, TaskSection] = Field(default={}, description="RL tasks")
@@ -63,7 +63,7 @@ Adapter = TypeAdapter[Any]
 
 #: Sections whose entries may come from several files; all other sections come from one.
 MAPS: Mapping[str, Adapter] = {
-    "resources": TypeAdapter(Resource),
+    "resources": TypeAdapter(RESOURCE),
     "tasks": TypeAdapter(TaskSection),
     "functions": TypeAdapter(Function),
 }

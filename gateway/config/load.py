@@ -9,13 +9,13 @@ from typing import TypeVar, cast
 
 from gateway.auth import check_bind
 from gateway.config import yaml
+from gateway.config.declared import Resource
 from gateway.config.document import MAPS, NAMES, SECTIONS, Adapter, check, suggestion
 from gateway.config.functions import Function
 from gateway.config.resources import costed_kinds, resource_problems
 from gateway.config.sections import (
     ModelsConfig,
     NodeConfig,
-    Resource,
     SandboxConfig,
     SchedulerConfig,
     Section,
@@ -233,7 +233,7 @@ class _Assembly:
         return GatewayConfig(
             functions=functions,
             tasks={"default": TaskSpec()} | {name: task.spec() for name, task in tasks.items()},
-            resources={name: each.spec() for name, each in resources.items()},
+            resources={name: each.spec for name, each in resources.items()},
             scheduler=scheduler,
             server=server,
             node=node,

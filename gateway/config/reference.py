@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from gateway.config.document import schema
+from manager.resources.kinds import KINDS as RESOURCE_KINDS
 from runtimes.kind import Schema
 from runtimes.kinds import KINDS
 
@@ -26,8 +27,7 @@ CHAPTERS = (
     ("ElasticitySection", "functions.NAME.elasticity"),
     ("DurationSection", "functions.NAME.duration"),
     ("RetrySection", "functions.NAME.retry"),
-    ("QuotaSection", "resources.NAME, kind quota"),
-    ("ConcurrencySection", "resources.NAME, kind concurrency"),
+    *((spec.__name__, f"resources.NAME, kind {spec.kind}") for spec in RESOURCE_KINDS),
     ("TaskSection", "tasks.NAME"),
     ("ServerConfig", "server"),
     ("RetentionSection", "server.retention"),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 
+from gateway.config.declared import Resource
 from gateway.config.document import MACHINE_KINDS, suggestion
-from gateway.config.sections import Resource
 from gateway.config.yaml import KeyPath
 from manager.action import UnitSet
 

@@ -13,8 +13,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 from gateway.config import quantities
 from manager.config import SchedulerSpec, TaskSpec
 from manager.function import Background, Isolation, Network, SandboxSpec, Warm
-from manager.resources.concurrency import ConcurrencySpec
-from manager.resources.quota import QuotaSpec
 from manager.scheduler.policy import PolicySpec
 from manager.scheduler.registry import PolicyName
 
@@ -368,34 +366,3 @@ class TaskSection(Section):
 
     def spec(self) -> TaskSpec:
         return TaskSpec(weight=self.weight, max_queued=self.max_queued, caps=self.caps)
-
-
-class QuotaSection(Section):
-    """A rate: at most ``limit`` units in any window of ``period``."""
-
-    kind: Literal["quota"] = Field(description="a rate")
-    limit: Positive = Field(description="units in any window of period")
-    period_s: Annotated[Seconds, Field(gt=0)] = Field(validation_alias="period", description="length of the window")
-    burst: Positive | None = Field(default=None, description="most units at one instant")
-    needs: tuple[Name, ...] = Field(
-        default=(), description="resources of which a unit is taken with each unit of this one"
-    )
-
-    def spec(self) -> QuotaSpec:
-        return QuotaSpec(limit=self.limit, period_s=self.period_s, burst=self.burst)
-
-
-class ConcurrencySection(Section):
-    """A bound: at most ``limit`` units at the same time."""
-
-    kind: Literal["concurrency"] = Field(description="a bound")
-    limit: Positive = Field(description="units held at the same time")
-    needs: tuple[Name, ...] = Field(
-        default=(), description="resources of which a unit is taken with each unit of this one"
-    )
-
-    def spec(self) -> ConcurrencySpec:
-        return ConcurrencySpec(limit=self.limit)
-
-
-Resource = Annotated[QuotaSection | ConcurrencySection, Field(discriminator="kind")]

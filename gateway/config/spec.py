@@ -10,6 +10,7 @@ from pathlib import Path
 import orjson
 
 from gateway.config import files
+from gateway.config.declared import Resource
 from gateway.config.document import suggestion
 from gateway.config.functions import (
     ApiFunction,
@@ -23,7 +24,7 @@ from gateway.config.functions import (
     unit_set,
 )
 from gateway.config.resources import with_needs
-from gateway.config.sections import Resource, SandboxConfig
+from gateway.config.sections import SandboxConfig
 from gateway.config.yaml import KeyPath
 from manager.action import UnitSet
 from manager.errors import InvalidConfig

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from manager.lease import Grant
 from manager.resources.declared import DeclaredPool, ResourceSpec
 from manager.resources.pool import PoolRequest
+from manager.setting import Setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +18,7 @@ class ConcurrencySpec(ResourceSpec):
     kind: ClassVar[str] = "concurrency"
     meaning: ClassVar[str] = "a bound"
 
-    limit: int
+    limit: Annotated[int, Setting("units held at the same time", ge=1)]
 
     @property
     def most(self) -> int:

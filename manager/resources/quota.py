@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from manager.lease import Grant
 from manager.resources.declared import DeclaredPool, ResourceSpec
 from manager.resources.pool import PoolRequest, TimedPool
+from manager.setting import Setting
 
 #: Rounding of seconds times rate that must not cost a token.
 _EPSILON = 1e-6
@@ -17,15 +18,15 @@ _EPSILON = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuotaSpec(ResourceSpec):
-    """A rate: at most ``limit`` units in any window of ``period_s``, and at most ``burst`` at one instant."""
+    """A rate: at most ``limit`` units in any window of ``period``."""
 
     kind: ClassVar[str] = "quota"
     meaning: ClassVar[str] = "a rate"
     measure: ClassVar[str] = "quota_units"
 
-    limit: int
-    period_s: float
-    burst: int | None = None
+    limit: Annotated[int, Setting("units in any window of period", ge=1)]
+    period_s: Annotated[float, Setting("length of the window", gt=0)]
+    burst: Annotated[int | None, Setting("most units at one instant", ge=1)] = None
 
     @property
     def most(self) -> int:
