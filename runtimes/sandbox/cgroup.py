@@ -18,7 +18,7 @@ PERIOD_US = 100_000
 #: Weight of background processes beside actions (the lowest there is).
 SHARES_BACKGROUND, WEIGHT_BACKGROUND = 2, 1
 SHARES_ACTION, WEIGHT_ACTION = 1024, 100
-#: What the kernel writes where there is no bound is above this.
+#: The kernel writes more than this if there is no bound.
 UNLIMITED_BYTES = 2**60
 #: Bounds of the waits for the kernel.
 SETTLE_S, STEP_S = 2.0, 0.005
@@ -36,7 +36,7 @@ class Hierarchy:
 
     @classmethod
     def discover(cls, mountinfo: str | None = None) -> Hierarchy | None:
-        """What ``/proc/self/mountinfo`` says; None where no hierarchy is mounted."""
+        """Return what ``/proc/self/mountinfo`` says, None if no hierarchy is mounted."""
         text = Path("/proc/self/mountinfo").read_text(encoding="utf-8") if mountinfo is None else mountinfo
         mounts: dict[str, Path] = {}
         unified: Path | None = None
@@ -59,7 +59,7 @@ class Hierarchy:
         return None if unified is None else cls(2, dict.fromkeys(CONTROLLERS, unified), (unified,))
 
     def of_process(self, pid: int | str) -> Cgroup | None:
-        """The group that a process is in; None where it cannot be seen or written from here."""
+        """Return the group that a process is in, None if it cannot be seen or written from here."""
         try:
             group = self.places_of(Path(f"/proc/{pid}/cgroup").read_text(encoding="utf-8"))
         except OSError:
@@ -67,7 +67,7 @@ class Hierarchy:
         return group if group.writable else None
 
     def places_of(self, membership: str) -> Cgroup:
-        """The group that a ``/proc/PID/cgroup`` text names."""
+        """Return the group that a ``/proc/PID/cgroup`` text names."""
         places: dict[str, Path] = {}
         for line in membership.splitlines():
             _, names, place = line.split(":", 2)
@@ -78,7 +78,7 @@ class Hierarchy:
 
 
 class Cgroup:
-    """The group of one sandbox. Writes raise OSError where the group is gone."""
+    """The group of one sandbox. Writes raise OSError if the group is gone."""
 
     def __init__(self, version: int, places: Mapping[str, Path]) -> None:
         self.version = version
@@ -121,7 +121,7 @@ class Cgroup:
             _write(self.places["cpu"] / "cpu.shares", str(SHARES_BACKGROUND if background else SHARES_ACTION))
 
     def cores(self) -> tuple[int, ...]:
-        """The cores that it may use now."""
+        """Return the cores that it may use now."""
         return tuple(parse_cores(_read(self.places["cpuset"] / "cpuset.cpus")))
 
     def freeze(self) -> None:
@@ -131,13 +131,13 @@ class Cgroup:
         _write(self._freezer, "0" if self.version == 2 else "THAWED")
 
     def frozen(self) -> bool:
-        """Whether the kernel has stopped all of it (a freeze takes effect a moment after the write)."""
+        """Return whether the kernel has stopped all of it (a freeze takes effect a moment after the write)."""
         if self.version == 2:
             return "frozen 1" in _read(self.places["freezer"] / "cgroup.events")
         return _read(self._freezer) == "FROZEN"
 
     def quota_cores(self) -> float:
-        """The processor time that this group and those above it are allowed, in cores; 0 without a bound."""
+        """Return the processor time that this group and those above it are allowed, in cores; 0 without a bound."""
         bounds = []
         for place in self._ancestry("cpu"):
             with suppress(OSError, ValueError):
@@ -150,7 +150,7 @@ class Cgroup:
         return min(bounds, default=0.0)
 
     def memory_limit_bytes(self) -> int:
-        """The memory that this group and those above it are allowed; 0 without a bound."""
+        """Return the memory that this group and those above it are allowed; 0 without a bound."""
         bounds = []
         for place in self._ancestry("memory"):
             with suppress(OSError, ValueError):
@@ -158,14 +158,14 @@ class Cgroup:
         return min((bound for bound in bounds if bound < UNLIMITED_BYTES), default=0)
 
     def _ancestry(self, controller: str) -> Iterator[Path]:
-        """The group's directory and those above it, up to the mount point (where the files end)."""
+        """Yield the group's directory and those above it, up to the mount point (where the files end)."""
         place = self.places.get(controller)
         while place is not None and (place / "cgroup.procs").exists():
             yield place
             place = place.parent
 
     def oom_kills(self) -> int:
-        """Processes that the kernel ended for want of memory so far."""
+        """Return how many processes the kernel ended for want of memory so far."""
         name = "memory.events" if self.version == 2 else "memory.oom_control"
         with suppress(OSError, KeyError):
             for line in _read(self.places["memory"] / name).splitlines():
@@ -175,14 +175,14 @@ class Cgroup:
         return 0
 
     def peak_memory_bytes(self) -> int:
-        """The most memory it ever used; 0 where the kernel does not keep it."""
+        """Return the most memory it ever used, 0 if the kernel does not keep it."""
         name = "memory.peak" if self.version == 2 else "memory.max_usage_in_bytes"
         with suppress(OSError, KeyError):
             return int(_read(self.places["memory"] / name))
         return 0
 
     def processes(self) -> list[int]:
-        """Every process in it, in this side's numbers."""
+        """Return every process in it, in this side's numbers."""
         place = self.places.get("pids") or self.places["cpu"]
         with suppress(OSError):
             return [int(word) for word in _read(place / "cgroup.procs").split()]
@@ -203,7 +203,7 @@ class Cgroup:
             time.sleep(STEP_S)
 
     def make(self, *, memory_bytes: int, pids: int) -> None:
-        """Create it with its bounds; raises OSError where that is not allowed."""
+        """Create it with its bounds; raises OSError if that is not allowed."""
         for place in dict.fromkeys(self.places.values()):
             place.mkdir(exist_ok=True)
         if self.version == 1:
@@ -232,7 +232,7 @@ class Cgroup:
 
 
 def parse_cores(text: str) -> Iterator[int]:
-    """The kernel's list format: ``0-3,8,10-11``."""
+    """Yield the cores of the kernel's list format: ``0-3,8,10-11``."""
     for part in text.strip().split(","):
         if part:
             first, _, last = part.partition("-")

@@ -43,12 +43,12 @@ class CreationGate:
 
     @property
     def wait_s(self) -> float:
-        """Seconds until another creation may be tried; 0 when the gate is open."""
+        """Seconds until another creation may be tried; 0 if the gate is open."""
         return max(0.0, self._closed_until_s - self._clock.now())
 
     @contextmanager
     def watching(self) -> Iterator[set[str]]:
-        """What is being made, or begins to be, within the block: a search must not take it for left behind."""
+        """Yield the names of what is being made within the block: a search must not take it for left behind."""
         young = set(self.names)
         self._watched.append(young)
         try:
@@ -58,7 +58,7 @@ class CreationGate:
 
     @asynccontextmanager
     async def slot(self, name: str) -> AsyncIterator[None]:
-        """One creation. Raises CapacityExceeded while the gate is closed."""
+        """Hold a slot for one creation; raises CapacityExceeded while the gate is closed."""
         async with self._semaphore:
             if self.wait_s > 0:
                 raise CapacityExceeded(

@@ -1,6 +1,6 @@
 """The disk watch: a sandbox that fills the disk is ended before it hurts the others.
 
-Needed where the engine cannot bound a layer itself. It measures only when the file system has lost space.
+Needed if the engine cannot bound a layer itself. It measures only when the file system has lost space.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Place:
     sandbox: Watched
     limit_bytes: int
     measure: Callable[[], Awaitable[int]]
-    #: Where they lie on this machine; None where they lie on another.
+    #: Their place on this machine; None if they lie on another.
     path: Path | None = None
 
 
@@ -107,7 +107,7 @@ class DiskWatch:
         return True
 
     def _free_now(self) -> int:
-        """Free bytes of the file system, the first that can be asked."""
+        """Return the free bytes of the first file system that can be asked."""
         for path in [place.path for place in self._places if place.path is not None]:
             with suppress(OSError):
                 status = os.statvfs(path)
@@ -116,7 +116,7 @@ class DiskWatch:
 
 
 def used_bytes(root: Path, enough_bytes: int) -> int:
-    """Bytes on disk below ``root``, links not followed; counting stops above ``enough_bytes``."""
+    """Return the bytes on disk below ``root``, links not followed; counting stops above ``enough_bytes``."""
     used, fresh = 0, [str(root)]
     while fresh and used <= enough_bytes:
         with suppress(OSError), os.scandir(fresh.pop()) as entries:

@@ -54,7 +54,7 @@ class ProviderSettings:
 
 
 def make_provider(settings: ProviderSettings) -> Provider:
-    """The provider that the settings ask for; raises InvalidConfig, or Unsupported with the remedy."""
+    """Return the provider that the settings ask for; raises InvalidConfig, or Unsupported with the remedy."""
     if settings.kind not in KINDS:
         raise InvalidConfig(f"sandbox kind {settings.kind!r} is none of {', '.join(KINDS)}", component="sandbox")
     settings.state_dir.mkdir(parents=True, exist_ok=True)

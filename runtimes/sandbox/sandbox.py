@@ -18,7 +18,7 @@ class Command:
     """One command in a sandbox. Exactly one of ``argv`` and ``shell`` is given."""
 
     argv: tuple[str, ...] = ()
-    #: Run by ``/bin/sh -c`` (``bash`` where the sandbox has it).
+    #: Run by ``/bin/sh -c`` (``bash`` if the sandbox has it).
     shell: str = ""
     cwd: str = ""
     env: Mapping[str, str] = field(default_factory=dict)

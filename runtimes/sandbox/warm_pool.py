@@ -38,7 +38,7 @@ class WarmPool:
         return len(self._idle)
 
     def living(self) -> list[Sandbox]:
-        """Those that lie ready; what died meanwhile is let go of, and replaced in the background."""
+        """Return the sandboxes that lie ready; those that died are dropped, and replaced in the background."""
         living = [sandbox for sandbox in self._idle if sandbox.alive]
         if len(living) < len(self._idle):
             self._idle = deque(living)
@@ -58,7 +58,7 @@ class WarmPool:
             self._wanted.set()
 
     def claim(self) -> Sandbox | None:
-        """One that lies ready, or None; the gap is closed in the background."""
+        """Return one that lies ready, or None; it is replaced in the background."""
         self._claims_s.append(self._clock.now())
         if len(self._claims_s) > max(1, self.spec.warm.max):
             self._claims_s.popleft()
@@ -68,13 +68,6 @@ class WarmPool:
             if sandbox.alive:
                 return sandbox
         return None
-
-    def adopt(self, sandbox: Sandbox) -> bool:
-        """Take one that an earlier gateway had ready; False when it is not needed."""
-        if self.idle >= max(self.spec.warm.min, 1):
-            return False
-        self._idle.append(sandbox)
-        return True
 
     async def filled(self) -> None:
         """Wait until as many as wanted lie ready."""

@@ -29,7 +29,7 @@ class EngineAddress:
 
     @classmethod
     def of(cls, url: str, tls: ssl.SSLContext | None = None) -> EngineAddress:
-        """Of ``unix:///path`` or ``tcp://host:port``; raises ValueError for anything else."""
+        """Parse ``unix:///path`` or ``tcp://host:port``; raises ValueError for anything else."""
         parts = urlsplit(url)
         if parts.scheme in ("unix", "http+unix"):
             return cls(url=url, path=f"/{parts.netloc}{parts.path}".replace("//", "/"))

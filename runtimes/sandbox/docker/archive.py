@@ -15,7 +15,7 @@ ARCHIVE_SLACK_BYTES = 2 * tarfile.RECORDSIZE
 
 
 def packed_file(name: str, data: bytes, *, mode: int, uid: int) -> bytes:
-    """One file of ``uid``."""
+    """Return an archive of one file that ``uid`` owns."""
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w") as tar:
         entry = tarfile.TarInfo(name)
@@ -25,7 +25,7 @@ def packed_file(name: str, data: bytes, *, mode: int, uid: int) -> bytes:
 
 
 def unpacked_file(archive: bytes | bytearray, path: str) -> bytes:
-    """The one file of an archive; raises InvalidInput, naming ``path``, when it is no regular file."""
+    """Return the one file of an archive; raises InvalidInput, naming ``path``, if it is no regular file."""
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
         member = next(iter(tar), None)
         file = None if member is None or not member.isreg() else tar.extractfile(member)
@@ -35,9 +35,9 @@ def unpacked_file(archive: bytes | bytearray, path: str) -> bytes:
 
 
 def pack_tree(source: Path, target: str, archive: BinaryIO, limit_bytes: int) -> None:
-    """A directory as it is, but with nothing writable in it, and without sockets and the like.
+    """Write a directory as it is, but with nothing writable in it, and without sockets and the like.
 
-    Raises InvalidConfig when its files hold more than ``limit_bytes``.
+    Raises InvalidConfig if its files hold more than ``limit_bytes``.
     """
     left_bytes = limit_bytes
 

@@ -31,7 +31,7 @@ class AttachEngine(Protocol):
     def address(self) -> EngineAddress: ...
 
     def attach_path(self, container: str) -> str:
-        """The path of the HTTP request that attaches to a container's three streams."""
+        """Return the path of the HTTP request that attaches to a container's three streams."""
         ...
 
     async def running(self, container: str) -> bool: ...
@@ -186,7 +186,7 @@ class AttachStream(asyncio.Protocol):
             self._end.buffer_updated(taken)
 
     def _live(self) -> None:
-        """Tell the runner that somebody is there: of a gateway that died it sees no end."""
+        """Tell the runner that its gateway lives: it would see no end of the stream if it died."""
         assert self._transport is not None
         if not self._transport.is_closing():
             self._transport.write(SIGN_OF_LIFE)

@@ -22,12 +22,12 @@ T = TypeVar("T")
 
 #: Seconds that an engine may be away (it restarts), and between two looks for it.
 AWAY_S, LOOK_S = 30.0, 0.25
-#: How many numbers there are for what is asked over the channels; they are given in a circle.
+#: How many numbers there are for requests; they are given in a circle.
 NUMBERS = 2**31
 
 
 class AttachClient:
-    """`runtimes.sandbox.resident.RunnerClient`: attaches again where a connection was cut and the container lives.
+    """`runtimes.sandbox.resident.RunnerClient`: attaches again if a connection was cut and the container lives.
 
     Every command can be claimed over the next connection, so that a cut costs time and nothing else.
     """
@@ -41,7 +41,7 @@ class AttachClient:
     ) -> None:
         #: Whether commands may outlast this gateway.
         self._detachable = detachable
-        #: Opens a client whose numbers go on from the last one's.
+        #: Opens a connection whose numbers go on from the last one's.
         self._attach = attach
         #: Asks the engine whether the container lives.
         self._running = running
@@ -116,7 +116,7 @@ class AttachClient:
     # --- inside
 
     async def _again(self, work: Callable[[StreamClient], Awaitable[T]]) -> T:
-        """What can be done twice, until it was done over one connection."""
+        """Repeat what can be done twice until it was done over one connection."""
         while True:
             client = await self._attached()
             try:
@@ -125,7 +125,7 @@ class AttachClient:
                 await self._reattached(client, failure)
 
     async def _after(self, client: StreamClient, failure: ActionFailed, number: int | None, claim: str) -> StreamClient:
-        """The client over which a command goes on whose client was cut, or is run that the runner never saw."""
+        """Return a new connection, over which a command goes on, or is run if the runner never saw it."""
         made = await self._reattached(client, failure)
         if claim not in made.resumable and not _is_ahead(number, made.greeted.taken):
             message = "the connection was cut while the command was given its input, or it was forgotten"
@@ -133,7 +133,7 @@ class AttachClient:
         return made
 
     async def _reattached(self, client: StreamClient, failure: ActionFailed) -> StreamClient:
-        """The next client, where the ``failure`` was that this one was cut."""
+        """Return the next connection if the ``failure`` was that this one was cut, else raise it."""
         if not client.lost.is_set() or self.lost.is_set() or await self._ended(client):
             raise failure
         try:
@@ -144,7 +144,7 @@ class AttachClient:
             ) from None
 
     async def _attached(self) -> StreamClient:
-        """The client, opened again where it was cut; raises ActionFailed."""
+        """Return the connection, opened again if it was cut; raises ActionFailed."""
         async with self._attaching:
             client = self._client
             if client is not None and not client.lost.is_set():
@@ -158,7 +158,7 @@ class AttachClient:
             return made
 
     async def _attach_again(self, client: StreamClient) -> StreamClient:
-        """In place of a client that was cut, as soon as the engine is there again."""
+        """Open a connection in place of one that was cut, as soon as the engine is there again."""
         away_until_s = time.monotonic() + AWAY_S
         while True:
             if self.lost.is_set() or await self._ended(client):
@@ -175,19 +175,19 @@ class AttachClient:
                 return made
 
     def _given_up(self, error: CodedError) -> ActionFailed:
-        """An engine that is away comes back; a runner that does not answer while its engine does is gone."""
+        """Return why it was given up: a runner that does not answer while its engine does is gone."""
         if not isinstance(error, ActionFailed):
             return cut_off(error.message)
         self.lost.set()
         return error
 
     async def _tell(self, client: StreamClient) -> None:
-        """Learn at once, and not with the next action, that the container has ended."""
+        """Learn that the container has ended at once, not with the next action."""
         await client.lost.wait()
         await self._ended(client)
 
     async def _ended(self, client: StreamClient) -> bool:
-        """Whether the sandbox is gone, and not just the connection to it; where the engine is gone nobody knows."""
+        """Return whether the sandbox is gone, and not just the connection; False if the engine cannot tell."""
         try:
             over = client.distrusted or not await self._running()
         except CodedError:
@@ -198,21 +198,21 @@ class AttachClient:
 
 
 def _is_ahead(number: int | None, taken: int | None) -> bool:
-    """Whether a command's number comes after the last one that the runner took (of none: whether it has a number)."""
+    """Return whether a command's number comes after the last one that the runner took, if it took any."""
     if number is None or taken is None:
         return number is not None
     return 0 < (number - taken) % NUMBERS < NUMBERS // 2
 
 
 class Shown:
-    """Output that was shown already is not shown again when a command is told from its beginning."""
+    """Shows output once, though a claimed command repeats it from its beginning."""
 
     def __init__(self, on_output: OnOutput | None) -> None:
         self._on_output = on_output
         self._shown_bytes = {"stdout": 0, "stderr": 0}
 
     def again(self) -> OnOutput | None:
-        """To be given to one telling."""
+        """Return the callback for one telling."""
         on_output = self._on_output
         if on_output is None:
             return None

@@ -24,14 +24,14 @@ from runtimes.sandbox.docker.ssh_forward import SshForward
 
 COMPONENT = "sandbox.container"
 DEFAULT_HOST = "unix:///var/run/docker.sock"
-#: What docker asks requests for where the engine has a socket on this machine.
+#: The scheme under which docker asks requests for a socket on this machine.
 SCHEME = "http+docker://"
-#: What goes wrong when an engine is not reached.
+#: What is raised if an engine is not reached.
 AWAY = (requests.exceptions.RequestException, docker.errors.DockerException, OSError)
 
 
 class DockerClient(docker.APIClient):
-    """Whom this engine's certificate must be signed by is its own settings' matter, not that of the web's variables."""
+    """Checks the engine's certificate by its own settings, not by the variables for the web."""
 
     def merge_environment_settings(
         self, url: Any, proxies: Any, stream: Any, verify: Any, cert: Any
@@ -48,7 +48,7 @@ class OnePool(docker.transport.UnixHTTPAdapter):
 
     @classmethod
     def replace(cls, api: docker.APIClient, connections: int) -> None:
-        """Where ``api`` speaks to a socket of this machine."""
+        """Give ``api`` one pool if it speaks to a socket of this machine."""
         given = api.adapters.get(SCHEME)
         if isinstance(given, docker.transport.UnixHTTPAdapter):
             api.mount(SCHEME, cls(given.socket_path, given.timeout, pool_connections=1, max_pool_size=connections))
@@ -73,7 +73,7 @@ class EngineConnection:
 
     @classmethod
     def open(cls, host: str, *, state_dir: Path, timeout_s: float, workers: int) -> EngineConnection:
-        """To the engine that ``host`` or else the environment names; raises Unsupported where none answers.
+        """Connect to the engine that ``host`` or else the environment names; raises Unsupported if none answers.
 
         An engine behind ssh has a socket in ``state_dir``.
         """
@@ -96,7 +96,7 @@ class EngineConnection:
             raise Unsupported(f"no Docker engine answers ({error}); {remedy}", component=COMPONENT) from None
 
     def ensure(self) -> None:
-        """The way to it stands; raises OSError."""
+        """Open the way to it if it is closed; raises OSError."""
         if self.forward is not None:
             self.forward.ensure()
 
@@ -107,7 +107,7 @@ class EngineConnection:
             adapter.drop()
 
     def answers(self, within_s: float) -> bool:
-        """Whether it answers a ping now."""
+        """Return whether it answers a ping now."""
         try:
             self.ensure()
             self.api.get(f"{self.api.base_url}/_ping", timeout=within_s)
@@ -117,7 +117,7 @@ class EngineConnection:
         return True
 
     def shares(self, directory: Path) -> bool:
-        """Whether the engine runs on this kernel and sees this very directory: only then a socket in it joins the two.
+        """Return whether the engine runs on this kernel and sees this directory: then a socket in it joins both.
 
         It is asked to mount a directory with a name that no other machine has into a container of an image that there
         is not, and complains of the first of the two that is wrong.
@@ -146,7 +146,7 @@ class EngineConnection:
 
 
 def _tls(config: Any) -> ssl.SSLContext | None:
-    """What docker's own settings of TLS mean for a connection of ours."""
+    """Return docker's own settings of TLS for a connection of ours."""
     if not config:
         return None
     context = ssl.create_default_context(cafile=config.ca_cert if config.verify else None)

@@ -1,4 +1,4 @@
-"""The grip on a container from outside: by writes to its cgroup where that is visible, else by asking its engine."""
+"""How a container is governed from outside: by writes to its cgroup if that is visible, else by its engine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ContainerControl:
         self._directory = directory
         self._cgroup = cgroup
         self._cleaner = cleaner
-        #: Where freezing is a write.
+        #: The cgroup, if freezing is a write.
         self._freezer = cgroup if cgroup is not None and cgroup.freezable else None
 
     async def set_cores(self, cores: Sequence[int], *, background: bool = False) -> None:
@@ -104,14 +104,14 @@ class ContainerControl:
         await asyncio.to_thread(self._forget)
 
     def _forget(self) -> None:
-        """The directory last: while it is there the next gateway knows of the container."""
+        """Remove the directory last: while it is there the next gateway knows of the container."""
         self._cleaner.watch(self._container)
         shutil.rmtree(self._directory, ignore_errors=True)
 
 
 @contextmanager
 def _out_of_reach() -> Iterator[None]:
-    """A container that is gone, and an engine that is away, as the ends of the action that wanted it."""
+    """Raise the loss of a container, or of the engine, as the end of the action that wanted it."""
     try:
         yield
     except (FileNotFoundError, NotFound):

@@ -76,12 +76,12 @@ class Found:
     id: str
     labels: Mapping[str, str]
     running: bool
-    #: Its first process as this machine knows it; 0 when it is not running, or runs where its processes are not ours.
+    #: Its first process as this machine knows it; 0 if it is not running, or runs on another machine.
     pid: int = 0
     paused: bool = False
     out_of_memory: bool = False
     exit_code: int = 0
-    #: Where its own layer lies on the engine's host; empty where the driver does not tell.
+    #: The place of its own layer on the engine's host; empty if the driver does not tell.
     layer: str = ""
 
 
@@ -105,7 +105,7 @@ class DockerEngine:
     def connect(
         cls, host: str = "", *, state_dir: Path, timeout_s: float, workers: int, silence_s: float = SILENCE_S
     ) -> DockerEngine:
-        """The engine that ``host`` or else the environment names; raises Unsupported where none answers. Blocks.
+        """Connect to the engine that ``host`` or else the environment names; Unsupported if none answers. Blocks.
 
         One request may take ``timeout_s``, but is given up after ``silence_s`` in which the engine answers no ping.
         An engine behind ssh has a socket in ``state_dir``.
@@ -119,11 +119,11 @@ class DockerEngine:
         return self._connection.address
 
     def shares(self, directory: Path) -> bool:
-        """Whether a socket in this directory joins processes here and in the engine's containers. Blocks."""
+        """Return whether a socket in this directory joins processes here and in the engine's containers. Blocks."""
         return self._connection.shares(directory)
 
     def attach_path(self, container: str) -> str:
-        """The path of the HTTP request that attaches to a container's three streams."""
+        """Return the path of the HTTP request that attaches to a container's three streams."""
         return f"/v{self._api.api_version}/containers/{container}/attach?stream=1&stdin=1&stdout=1&stderr=1"
 
     async def close(self) -> None:
@@ -131,7 +131,7 @@ class DockerEngine:
         self._connection.close()
 
     async def call(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """``function`` in one of the engine's threads; what it raises is a CodedError."""
+        """Run ``function`` in one of the engine's threads; raises CodedError."""
 
         def guarded() -> T:
             try:
@@ -152,7 +152,7 @@ class DockerEngine:
     # --- images
 
     async def require_image(self, image: str) -> None:
-        """The image is here, or is pulled (once, whoever asks); raises InvalidConfig with the remedy."""
+        """Pull the image if it is not here (once, whoever asks); raises InvalidConfig with the remedy."""
         if not image:
             raise InvalidConfig("sandbox.image is needed for container sandboxes", component=COMPONENT)
         try:
@@ -240,7 +240,7 @@ class DockerEngine:
         return made
 
     async def start(self, container: str) -> Found:
-        """Start it; raises NoRunner when its program is not in the image."""
+        """Start it; raises NoRunner if its program is not in the image."""
         try:
             await self.call(self._api.start, container)
         except CodedError as error:
@@ -264,19 +264,19 @@ class DockerEngine:
         )
 
     async def running(self, container: str) -> bool:
-        """False when there is no such container any more, too."""
+        """Return whether it runs; False also if there is no such container any more."""
         try:
             return (await self.inspect(container)).running
         except NotFound:
             return False
 
     async def layer_bytes(self, container: str) -> int:
-        """What a container has written, as the engine measures it; it may take its time. 0 when it is gone."""
+        """Return the bytes that a container has written, 0 if it is gone. The engine may take its time."""
         found = await self.call(self._api.containers, all=True, size=True, filters={"id": container})
         return sum(int(item.get("SizeRw", 0)) for item in found)
 
     async def list(self, label: str) -> list[Found]:
-        """Every container with this label, running or not, in one cheap call."""
+        """Return every container with this label, running or not, in one cheap call."""
         items = await self.call(self._api.containers, all=True, filters={"label": label})
         return [
             Found(id=item["Id"], labels=item.get("Labels") or {}, running=item.get("State") == "running")
@@ -294,7 +294,7 @@ class DockerEngine:
                 raise
 
     async def limit_cores(self, container: str, cores: Sequence[int], *, background: bool = False) -> None:
-        """The slow way to grant cores, for engines whose cgroups cannot be seen."""
+        """Grant cores the slow way, for engines whose cgroups cannot be seen."""
         await self.call(
             self._api.update_container,
             container,
@@ -311,7 +311,7 @@ class DockerEngine:
         await self.call(self._api.unpause, container)
 
     async def isolated_network(self, name: str) -> None:
-        """A bridge without a way out and without the engine's machine on it, made once; raises InvalidConfig."""
+        """Make a bridge without a way out and without the engine's machine on it, once; raises InvalidConfig."""
 
         async def found() -> list[Mapping[str, Any]]:
             networks = await self.call(self._api.networks, names=[name])
@@ -393,7 +393,7 @@ class DockerEngine:
         await self.call(self._api.put_archive, container, directory, packed_file(name, data, mode=mode, uid=uid))
 
     async def put_tree(self, container: str, source: Path, target: str, *, limit_bytes: int) -> None:
-        """Copy a directory of this machine in, for reading; raises InvalidConfig when it holds more than the limit."""
+        """Copy a directory of this machine in, for reading; raises InvalidConfig if it holds more than the limit."""
 
         def copy() -> None:
             with tempfile.TemporaryFile() as archive:
@@ -404,7 +404,7 @@ class DockerEngine:
         await self.call(copy)
 
     async def get_file(self, container: str, path: str, *, limit_bytes: int) -> bytes:
-        """Raises NotFound, TooLarge, and InvalidInput when it is no regular file."""
+        """Raises NotFound, TooLarge, and InvalidInput if it is no regular file."""
         return await self.call(self._get_file, container, path, limit_bytes)
 
     def _get_file(self, container: str, path: str, limit_bytes: int) -> bytes:
@@ -423,7 +423,7 @@ class DockerEngine:
 
 
 def _known_here(pid: int, container: str) -> int:
-    """``pid`` where it is the container's on this machine, too: on another one it may be anybody's."""
+    """Return ``pid`` if it is the container's on this machine: that of an engine elsewhere may be anybody's here."""
     try:
         membership = Path(f"/proc/{pid}/cgroup").read_text(encoding="utf-8")
     except OSError:

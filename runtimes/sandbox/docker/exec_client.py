@@ -158,7 +158,7 @@ class ExecClient:
         return sorted(found, key=lambda entry: entry.path)
 
     def keep(self, claims: str, *, detached: bool) -> None:
-        """A ``docker exec`` ends with its gateway."""
+        """Do nothing: a ``docker exec`` ends with its gateway."""
 
     async def sweep(self) -> None:
         await self._script(SWEEP_SCRIPT, user="0")

@@ -36,7 +36,7 @@ class RunnerInstaller(Protocol):
     def name(self) -> str: ...
 
     def equip(self, blueprint: Blueprint, directory: Path, mounts: Mapping[str, str]) -> Blueprint:
-        """The container with its runner; ``mounts`` (path here -> path inside) can be read in it."""
+        """Return the container with its runner; ``mounts`` (path here -> path inside) can be read in it."""
         ...
 
     async def furnish(self, container: str, mounts: Mapping[str, str]) -> None:
@@ -67,7 +67,7 @@ class SharedDirectoryInstaller:
         )
 
     async def furnish(self, container: str, mounts: Mapping[str, str]) -> None:
-        """They are mounted."""
+        """Do nothing: they are mounted."""
 
     async def connect(self, found: Found, record: SandboxRecord, directory: Path) -> StreamClient:
         stream = SocketStream(directory / "run", peer_pid=found.pid)
@@ -76,7 +76,7 @@ class SharedDirectoryInstaller:
 
 @dataclass(frozen=True, slots=True)
 class AttachInstaller:
-    """Nothing of this machine but a connection to the engine, wherever that is.
+    """Needs nothing of this machine but a connection to the engine, wherever that is.
 
     The runner travels in the container's own command line, and speaks over its standard streams.
     """
@@ -111,6 +111,6 @@ class AttachInstaller:
 
 @cache
 def _packed_runner() -> str:
-    """The runner as Python's ``-c`` takes it: small, as the engine repeats it in every list of containers."""
+    """Return the runner for Python's ``-c``: small, as the engine repeats it in every list of containers."""
     packed = base64.b64encode(zlib.compress(RUNNER.read_bytes(), 9)).decode("ascii")
     return f"import base64,zlib;exec(compile(zlib.decompress(base64.b64decode('{packed}')),'runner.py','exec'))"

@@ -1,4 +1,4 @@
-"""Remains: what an engine that was killed forgets of containers, found by their ids and taken away.
+"""Leftovers: what an engine that was killed forgets of containers, found by their ids and taken away.
 
 An engine that dies between the making of a container's task and its start (or its end) knows nothing of that task when
 it comes back: it removes the container as one that never ran, and its control groups, the process in them and its shim
@@ -34,7 +34,7 @@ class LeftoverCleaner:
     def __init__(
         self, hierarchy: Hierarchy | None, directory: Path, *, proc: Path = Path("/proc"), grace_s: float = GRACE_S
     ) -> None:
-        """``directory`` has a file for each container that is looked after."""
+        """Look after containers that have a file in ``directory``."""
         self._hierarchy = hierarchy
         self._directory = directory
         self._proc = proc
@@ -48,7 +48,7 @@ class LeftoverCleaner:
             self._removed = {file.name: (time.monotonic(), 0) for file in directory.iterdir()}
 
     def learn(self, container: str, pid: int) -> None:
-        """A container that runs, by its first process: where its engine puts control groups."""
+        """Learn from a container's first process where its engine puts control groups."""
         with suppress(OSError):
             for line in (self._proc / str(pid) / "cgroup").read_text(encoding="utf-8").splitlines():
                 place = line.split(":", 2)[2].strip("/")
@@ -56,14 +56,14 @@ class LeftoverCleaner:
                     self._places.add(place.replace(container, "{}"))
 
     def watch(self, container: str) -> None:
-        """The engine has removed it, or does not know it."""
+        """Look after a container that the engine has removed, or does not know."""
         if self._hierarchy is not None and len(self._removed) < WATCHED_MAX:
             self._removed[container] = time.monotonic(), 0
             with suppress(OSError):  # a full disk: this gateway knows it all the same
                 (self._directory / container).touch()
 
     def sweep(self) -> int:
-        """Take away what is left of those removed a while ago; how many had left something."""
+        """Take away what is left of containers removed a while ago; return how many had left something."""
         now_s = time.monotonic()
         due = {one: seen for one, seen in list(self._removed.items()) if now_s - seen[0] >= self._grace_s}
         if not self._places or not due:
@@ -83,7 +83,7 @@ class LeftoverCleaner:
         return found
 
     def _groups(self, container: str) -> Iterator[Path]:
-        """Its control groups, in every hierarchy."""
+        """Yield its control groups in every hierarchy."""
         assert self._hierarchy is not None
         for root in self._hierarchy.roots:
             for place in sorted(self._places):
@@ -92,7 +92,7 @@ class LeftoverCleaner:
                     yield group
 
     def _take_away(self, container: str, groups: list[Path], shims: list[int]) -> None:
-        """The shim first: as long as it lives it may start what it was asked to."""
+        """End the shim first: as long as it lives it may start what it was asked to."""
         for pid in shims:
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
@@ -108,7 +108,7 @@ class LeftoverCleaner:
                 group.rmdir()
 
     def _shims(self) -> dict[str, list[int]]:
-        """The shims of this machine by container; one may live on without any group."""
+        """Return the shims of this machine by container; one may live on without any group."""
         found: dict[str, list[int]] = {}
         for place in self._proc.glob("[0-9]*"):
             with suppress(OSError, ValueError, IndexError):

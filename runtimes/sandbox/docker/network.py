@@ -25,7 +25,7 @@ class Egress:
 
     @staticmethod
     def check() -> None:
-        """Raise Unsupported where the rules cannot be set."""
+        """Raise Unsupported if the rules cannot be set."""
         missing = [tool for tool in ("nsenter", "iptables", "ip6tables") if shutil.which(tool) is None]
         if missing or os.geteuid() != 0:
             raise Unsupported(
@@ -35,7 +35,7 @@ class Egress:
 
     @classmethod
     async def resolve(cls, spec: SandboxSpec) -> Egress:
-        """The spec's allow list as networks; raises InvalidConfig for a name that does not resolve."""
+        """Return the spec's allow list as networks; raises InvalidConfig for a name that does not resolve."""
         networks: list[str] = []
         hosts: dict[str, str] = {}
         for entry in spec.allow:
@@ -56,7 +56,7 @@ class Egress:
         return cls(tuple(networks), hosts)
 
     def rules(self) -> list[list[str]]:
-        """The commands that leave only the allowed ways open."""
+        """Return the commands that leave only the allowed ways open."""
         made = []
         for tool, version in (("iptables", 4), ("ip6tables", 6)):
             made += [

@@ -127,7 +127,7 @@ class ContainerProvider:
                 raise
 
     async def adopt(self) -> list[tuple[Sandbox, Mapping[str, str]]]:
-        """The containers whose runner still answers; the others, and directories without one, are removed."""
+        """Return the containers whose runner still answers; remove the others."""
         records = {path.name: record for path, record in await asyncio.to_thread(read_records, self._root)}
         adopted: list[tuple[Sandbox, Mapping[str, str]]] = []
         for found in await self._engine.list(f"{GATEWAY}={self._label}"):
@@ -257,7 +257,7 @@ class ContainerProvider:
     async def _assemble(
         self, found: Found, record: SandboxRecord, directory: Path, *, adopted: bool = False
     ) -> ResidentSandbox:
-        """Speak to a started container and take hold of it."""
+        """Return a started container as a sandbox."""
         spec = record.spec
         if found.pid:
             self._cleaner.learn(found.id, found.pid)
@@ -285,7 +285,7 @@ class ContainerProvider:
         return sandbox
 
     def _watch_disk(self, sandbox: ResidentSandbox, found: Found) -> None:
-        """Where the engine does not bound its layer: from here, or else by asking the engine."""
+        """Watch its layer if the engine does not bound it: from here, or else by asking the engine."""
         if self._engine.bounds_disk:
             return
         limit_bytes = sandbox.spec.disk_bytes
@@ -309,7 +309,7 @@ class ContainerProvider:
         )
 
     async def _discard(self, found: Found) -> bool:
-        """Remove it; one that cannot be removed now stays for the next search and does not hold up this one."""
+        """Remove it, or leave it to the next search; return whether it is gone."""
         try:
             known = await self._engine.inspect(found.id)
             if known.pid:
@@ -324,7 +324,7 @@ class ContainerProvider:
         return True
 
     def _abandon(self, making: asyncio.Task[ResidentSandbox]) -> None:
-        """Remove what nobody waits for any more, once it is there."""
+        """Remove what nobody waits for any more once it is there."""
 
         async def remove() -> None:
             with suppress(CodedError):
@@ -336,13 +336,13 @@ class ContainerProvider:
 
 
 def _lay_out(directory: Path, record: SandboxRecord) -> None:
-    """The record, and the socket's directory that only root may enter, here and inside."""
+    """Make the directory with its record, and that of the socket, which only root may enter here and inside."""
     (directory / "run").mkdir(parents=True, mode=0o700)
     record.write(directory)
 
 
 def _state_id(state_dir: Path) -> str:
-    """What tells this state directory from every other on the same engine."""
+    """Return what tells this state directory from every other on the same engine."""
     path = state_dir / "state-id"
     with suppress(FileExistsError), path.open("x", encoding="ascii") as file:
         file.write(secrets.token_hex(6))

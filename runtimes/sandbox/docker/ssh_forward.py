@@ -42,11 +42,11 @@ class SshForward:
 
     @property
     def url(self) -> str:
-        """What takes the engine's place."""
+        """The address that stands for the engine's."""
         return f"unix:///proc/self/fd/{self._fd}/{SOCKET}"
 
     def ensure(self) -> None:
-        """The forward stands, or is made (again); blocks, raises OSError with what ssh says."""
+        """Make the forward unless it stands; blocks, raises OSError with what ssh says."""
         with self._opening:
             if self._process is not None and self._process.poll() is None:
                 return
@@ -81,7 +81,7 @@ class SshForward:
         )
 
     def _end(self) -> str:
-        """Its last words."""
+        """End ssh; return what it complained of."""
         if self._process is None:
             return ""
         self._process.kill()

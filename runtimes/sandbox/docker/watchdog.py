@@ -39,11 +39,11 @@ class EngineWatchdog:
 
     @property
     def silent(self) -> bool:
-        """Whether it did not answer when it was last asked."""
+        """Whether it did not answer the last ping."""
         return self._silent
 
     async def call(self, work: Callable[[], T]) -> T:
-        """``work`` in a thread; raises what it raises, and CapacityExceeded when the engine is or falls silent.
+        """Run ``work`` in a thread; raises what it raises, and CapacityExceeded if the engine is or falls silent.
 
         Given up or cancelled, work that has begun goes on unseen, and work that waits for a thread is dropped.
         """
@@ -76,7 +76,7 @@ class EngineWatchdog:
         return CapacityExceeded(message, component=COMPONENT, retry_after_s=self._step_s)
 
     async def _answers(self) -> bool:
-        """Ask it once, for all who wait."""
+        """Return whether it answers; it is asked once for all who wait."""
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._ask())
         await asyncio.shield(self._asking)
@@ -109,7 +109,7 @@ class DaemonThreads:
         self._idle = threading.Semaphore(0)
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """The result of ``work``; it is dropped where the future is cancelled before a thread is free."""
+        """Return the future result of ``work``, which is dropped if that is cancelled before a thread is free."""
         future: Future[T] = Future()
         self._waiting.put((future, work))
         if not self._idle.acquire(blocking=False) and len(self._threads) < self._limit:
@@ -119,7 +119,7 @@ class DaemonThreads:
         return future
 
     def close(self, within_s: float) -> None:
-        """Blocking: drop what waits, and give what runs so many seconds."""
+        """Drop what waits, and give what runs so many seconds. Blocks."""
         while not self._waiting.empty():
             item = self._waiting.get()
             if item is not None:
@@ -148,6 +148,6 @@ class DaemonThreads:
 
 
 def _seen(future: asyncio.Future[T]) -> None:
-    """A caller that gave up does not come back for the failure."""
+    """Mark a failure as seen: a caller that gave up does not come back for it."""
     if not future.cancelled():
         future.exception()

@@ -38,7 +38,7 @@ class Stage:
 
     @asynccontextmanager
     async def enter(self, execution: Execution) -> AsyncIterator[Sandbox]:
-        """The sandbox, thawed and on the lease's cores; afterwards it is quiesced and the cores are free."""
+        """Yield the sandbox, thawed and on the lease's cores; then quiesce it and free the cores."""
         action, spec = execution.action, execution.call.function.sandbox
         async with AsyncExitStack() as stack:
             try:
@@ -55,7 +55,7 @@ class Stage:
             yield sandbox
 
     async def resize(self, action: Action, lease: Lease) -> None:
-        """Other cores for a running action; a no-op when it has ended."""
+        """Give a running action other cores; do nothing if it has ended."""
         sandbox = self._busy.get(action.id)
         if sandbox is not None and sandbox.alive and lease.cores:
             await sandbox.set_cores(lease.cores)
@@ -73,7 +73,7 @@ class Stage:
 
 
 async def _rest(sandbox: Sandbox, background: Background) -> None:
-    """What goes wrong between two actions is not the end of the one before: what it has done is done."""
+    """Let the sandbox rest. A failure here is not the end of the action before: what it has done is done."""
     try:
         await sandbox.quiesce(background)
     except CodedError as error:
@@ -111,13 +111,13 @@ class ExecRuntime:
         await self._environments.end(trajectory)
 
     async def close(self) -> None:
-        """The environments are closed by who made them."""
+        """Do nothing: whoever made the environments closes them."""
 
 
 async def begin(execution: Execution, sandbox: Sandbox) -> bool:
-    """Start its clock; whether its commands are detached.
+    """Start the action's clock; return whether its commands are detached.
 
-    What an earlier gateway began has run since then, and its time may be over already.
+    What an earlier gateway started has run since then, and its time may be over already.
     """
     claims = claims_of(execution.action.id, execution.action.attempt)
     held = [held.ran_s for claim, held in sandbox.resumable.items() if claim.startswith(claims)]
@@ -169,7 +169,7 @@ class LogLines:
 
 
 def command_of(value: Mapping[str, object], function: FunctionSpec, *, timeout_s: float) -> Command:
-    """The caller's input as a command; raises ActionFailed(invalid_input) with the path at fault."""
+    """Return the caller's input as a command; raises ActionFailed(invalid_input) with the path at fault."""
     unknown = sorted(set(value) - FIELDS)
     if unknown:
         raise _invalid(f"$.{unknown[0]}", f"is unknown; an exec action takes {', '.join(sorted(FIELDS))}")
@@ -194,7 +194,7 @@ def command_of(value: Mapping[str, object], function: FunctionSpec, *, timeout_s
 
 
 def conclude(result: CommandResult, command: Command) -> Result:
-    """The end of a command as the end of its action; raises ActionFailed for timeout and out_of_memory."""
+    """Return the end of a command as that of its action; raises ActionFailed for timeout and out_of_memory."""
     value: dict[str, object] = {
         "exit_code": result.exit_code,
         "signal": result.signal,
@@ -215,7 +215,7 @@ def conclude(result: CommandResult, command: Command) -> Result:
 
 
 def _output(name: str, data: bytes) -> dict[str, object]:
-    """As text; and beside it as base64 where the text does not say everything."""
+    """Return it as text, and also as base64 if the text does not say everything."""
     try:
         return {name: data.decode("utf-8")}
     except UnicodeDecodeError:

@@ -136,7 +136,7 @@ class Instance:
         return self.alive and self.claimed < self.spec.per_instance
 
     async def invoke(self, execution: Execution) -> Result:
-        """One call of the handler; cancelling ends the instance, as nothing else surely ends the user's code."""
+        """Call the handler; cancelling ends the instance, as nothing else surely ends the user's code."""
         if self._death is not None:
             raise self._death
         key = execution.action.id
@@ -206,7 +206,7 @@ class Instance:
             raise ImportFailed(Reason.HANDLER_ERROR, message, component=COMPONENT, detail=detail)
 
     async def _stand_up(self) -> None:
-        """Thaw it, and confine it to the cores of its invocations together, where they were leased any."""
+        """Thaw it, and confine it to the cores of all its invocations, if they were leased any."""
         if not self._posture.locked() and not self.resting and self._wanted_cores() in ((), self.cores):
             return
         async with self._posture:
@@ -233,7 +233,7 @@ class Instance:
             await self._process.kill()
 
     async def _read(self) -> None:
-        """Hand every frame to its invocation, until the worker ends; then say why to those that still wait."""
+        """Hand every frame to its invocation until the worker ends; then tell those that still wait why."""
         try:
             async for stream, data in self._process.chunks():
                 if stream == "stdout":
@@ -264,7 +264,7 @@ class Instance:
             pending.answer.set_result(message)
 
     def _raw(self, data: bytes) -> None:
-        """Output that bypassed Python belongs to all that run: it cannot be told whose it is."""
+        """Log output that bypassed Python for all that run: it cannot be told whose it is."""
         self._tail += data
         del self._tail[:-_TAIL_MAX_BYTES]
         text = data.decode("utf-8", "replace")

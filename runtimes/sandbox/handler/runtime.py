@@ -70,10 +70,10 @@ class HandlerRuntime:
             pool.release(instance)
 
     async def resize(self, action: Action, lease: Lease) -> None:
-        """A handler is not malleable: it keeps what it started with."""
+        """Do nothing: a handler keeps the cores that it started with."""
 
     async def end_trajectory(self, trajectory: str) -> None:
-        """Instances belong to no trajectory."""
+        """Do nothing: instances belong to no trajectory."""
 
     async def close(self) -> None:
         await asyncio.gather(*(pool.close() for pool in self._pools.values()))
@@ -82,7 +82,7 @@ class HandlerRuntime:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def instances(self) -> dict[str, int]:
-        """Living instances by function, all revisions together."""
+        """Return how many instances live, by function, all revisions together."""
         counts: dict[str, int] = {}
         for (name, _), pool in self._pools.items():
             counts[name] = counts.get(name, 0) + len(pool.instances)
@@ -128,11 +128,11 @@ class _Pool:
 
     @property
     def over(self) -> bool:
-        """Retired, and nothing left in it."""
+        """Whether it is retired and empty."""
         return self._retired and not self.instances and not self._starting and not self._waiting
 
     async def acquire(self, cores: tuple[int, ...]) -> Instance:
-        """A slot in a living instance: one on these cores if there is one, else the one used last."""
+        """Return a living instance with a slot: one on these cores if there is one, else the one used last."""
         free = [instance for instance in self.instances if instance.free]
         if free and not self._waiting:
             instance = max(free, key=lambda one: (bool(cores) and one.cores == cores, one.idle_since_s))
@@ -159,7 +159,7 @@ class _Pool:
         self._tidy()
 
     async def warm(self, count: int) -> None:
-        """Have ``count`` instances; raises what the first start raised."""
+        """Start ``count`` instances unless they are there; raises what a start raises."""
         self._retired = False
         while len(self.instances) < min(count, self._spec.instances_max):
             self._starting += 1

@@ -54,7 +54,7 @@ class WorkerChannel:
         os.dup2(2, 1)
 
     def receive(self) -> dict[str, Any] | None:
-        """The next message; None when the gateway has hung up."""
+        """Return the next message, None if the gateway has hung up."""
         head = self._incoming.read(HEADER.size)
         if len(head) < HEADER.size:
             return None
@@ -186,7 +186,7 @@ class Calls:
         self._here: contextvars.ContextVar[HandlerCall | None] = contextvars.ContextVar("invocation", default=None)
 
     def current(self) -> HandlerCall | None:
-        """The invocation whose code is running: of this thread or task, or the only one there is."""
+        """Return the invocation whose code runs in this thread or task, or the only one there is."""
         found = self._here.get()
         if found is None and len(self._running) == 1:
             found = next(iter(self._running.values()), None)
@@ -248,12 +248,12 @@ async def _await(value: Any) -> Any:
 
 
 def encode(value: Any) -> bytes:
-    """Strict JSON: no NaN, no lone surrogates."""
+    """Return strict JSON: no NaN, no lone surrogates."""
     return json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
 
 
 def describe(error: BaseException) -> dict[str, str]:
-    """Type, message and traceback of the user's error, without this file's frames, bounded."""
+    """Return type, message and traceback of the user's error, bounded and without this file's frames."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_globals is globals():
         frames = frames.tb_next
@@ -285,7 +285,7 @@ def load(directory: str, module: str, name: str) -> Handler:
 
 
 def serve(channel: WorkerChannel, calls: Calls, handler: Handler, per_instance: int) -> None:
-    """Until the gateway hangs up: one call at a time on the main thread, or several on threads or as tasks."""
+    """Serve until the gateway hangs up: one call at a time on the main thread, or several on threads or as tasks."""
     function = handler if inspect.isroutine(handler) else type(handler).__call__
     if per_instance == 1:
         loop = asyncio.new_event_loop()

@@ -54,7 +54,7 @@ class Means:
 
     bubblewrap: str | None
     root: bool
-    #: The group under which each sandbox gets one of its own; None where there is none to write to.
+    #: The group under which each sandbox gets one of its own; None if none can be written.
     cgroup: Cgroup | None
 
     @classmethod
@@ -154,7 +154,7 @@ class ProcessProvider:
         return self._sandbox(directory, record, client, group, parent)
 
     async def adopt(self) -> list[tuple[Sandbox, Mapping[str, str]]]:
-        """The sandboxes whose runner still answers; what is left of the others is removed."""
+        """Return the sandboxes whose runner still answers; remove what is left of the others."""
         adopted: list[tuple[Sandbox, Mapping[str, str]]] = []
         for directory, record in await asyncio.to_thread(read_records, self._root):
             control = self._control_of(directory, record)
@@ -179,7 +179,7 @@ class ProcessProvider:
         return len(left)
 
     async def remove_snapshot(self, name: str) -> None:
-        """There are none."""
+        """Do nothing: there are none."""
 
     async def close(self) -> None:
         await self._disk.close()
@@ -200,7 +200,7 @@ class ProcessProvider:
         return sandbox
 
     def _control_of(self, directory: Path, record: SandboxRecord | None) -> ProcessControl:
-        """What an earlier gateway left in a directory: its process only if it is still the same one."""
+        """Return the control of what an earlier gateway left: of its process only if it is still the same one."""
         pid = record.pid if record is not None and _same_process(record) else 0
         return ProcessControl(pid, directory, self._group(directory.name))
 
@@ -216,7 +216,7 @@ class ProcessProvider:
         return await StreamClient.open(SocketStream(directory / "run", peer_pid=pid), hello, within_s=START_S)
 
     def _start(self, directory: Path, spec: SandboxSpec, mounts: Mapping[str, str]) -> int:
-        """The process that leads to the runner: bubblewrap, or the runner itself."""
+        """Start the process that leads to the runner: bubblewrap, or the runner itself."""
         python = [os.path.realpath(sys.executable), *ISOLATED]
         environment = {"PATH": _search_path(), "LANG": "C.UTF-8"}
         if self._means.bubblewrap is None:
@@ -240,7 +240,7 @@ class ProcessProvider:
 
 
 class ProcessControl:
-    """The grip on a process sandbox: its cgroup where it has one, else signals and affinity for its tree."""
+    """How a process sandbox is governed: by its cgroup if it has one, else by signals and affinity of its tree."""
 
     def __init__(self, pid: int, directory: Path, group: Cgroup | None, parent: int = 0) -> None:
         self.pid = pid
@@ -316,7 +316,7 @@ class ProcessControl:
 
 
 def _box(means: Means, directory: Path, spec: SandboxSpec, mounts: Mapping[str, str]) -> list[str]:
-    """Bubblewrap's options."""
+    """Return bubblewrap's options."""
     options = ["--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try", "--as-pid-1", "--new-session"]
     if spec.network is Network.NONE:
         options.append("--unshare-net")
@@ -356,13 +356,13 @@ def _box(means: Means, directory: Path, spec: SandboxSpec, mounts: Mapping[str, 
 
 
 def _parents(places: Sequence[str]) -> list[str]:
-    """The directories above, outermost first: bubblewrap would make them unreadable for anybody but root."""
+    """Return the directories above, outermost first: bubblewrap would make them unreadable for all but root."""
     found = {str(parent) for place in places for parent in Path(place).parents}
     return sorted(found - {"/", "/usr", *(f"/usr/{name}" for name in ("local", "bin", "lib"))})
 
 
 def _lay_out(directory: Path, spec: SandboxSpec, root: bool) -> None:
-    """``work`` is the user's, ``run`` is ours alone; inside there are two users, and none of the host's."""
+    """Make the directory: ``work`` is the user's, ``run`` is ours alone; inside are two users, none of the host's."""
     (directory / "run").mkdir(parents=True, mode=0o700)
     work = directory / "work"
     work.mkdir(mode=0o755)
@@ -380,7 +380,7 @@ def _lay_out(directory: Path, spec: SandboxSpec, root: bool) -> None:
 
 
 def _bound(pid: int, spec: SandboxSpec, *, grouped: bool) -> None:
-    """The size of each file; without cgroups the address space of each process, which is less than a promise."""
+    """Bound each file; without cgroups also each process's address space, which is less than a promise."""
     bounds = {resource.RLIMIT_FSIZE: spec.disk_bytes, resource.RLIMIT_CORE: 0, resource.RLIMIT_NOFILE: FILES_MAX}
     if not grouped:
         bounds[resource.RLIMIT_AS] = 4 * spec.memory_bytes
@@ -390,12 +390,12 @@ def _bound(pid: int, spec: SandboxSpec, *, grouped: bool) -> None:
 
 
 def _search_path() -> str:
-    """The system's programs, and first the gateway's own environment: its pytest serves the sandboxes."""
+    """Return the gateway's own environment, whose pytest serves the sandboxes, then the system's programs."""
     return f"{sys.prefix}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 def _working_bubblewrap() -> str | None:
-    """bwrap, where it is installed and allowed to make namespaces."""
+    """Return bwrap if it is installed and allowed to make namespaces."""
     found = shutil.which("bwrap")
     if found is None:
         return None
@@ -408,7 +408,7 @@ def _working_bubblewrap() -> str | None:
 
 
 def _can_divide(group: Cgroup | None) -> bool:
-    """Whether groups with bounds can be made below this one."""
+    """Return whether groups with bounds can be made below this one."""
     if group is None:
         return False
     probe = Cgroup(group.version, {key: place / f"tangram-probe-{os.getpid()}" for key, place in group.places.items()})
@@ -422,7 +422,7 @@ def _can_divide(group: Cgroup | None) -> bool:
 
 
 def _tree(pid: int) -> list[int]:
-    """Every descendant of a process."""
+    """Return every descendant of a process."""
     found: list[int] = []
     fresh = [pid] if pid else []
     while fresh:
@@ -460,7 +460,7 @@ def _state(pid: int) -> str:
 
 
 def _started(pid: int) -> int:
-    """When a process started, in ticks since boot: with its id, its identity."""
+    """Return when a process started, in ticks since boot; with its id that is its identity."""
     fields = _stat(pid)
     return int(fields[19]) if fields else 0
 

@@ -58,7 +58,7 @@ class Reporter:
             self.send(selected=ids[start : start + IDS_PER_LINE])
 
     def phase(self, id: str, report: Any) -> None:
-        """One phase of a test: the worst is the verdict; teardown, or the crash of a worker, is the last."""
+        """Take in one phase of a test: the worst is its verdict; teardown, or the crash of a worker, is the last."""
         if report.outcome == "rerun" or report.when == "setup":
             self._verdicts.pop(id, None)
         if report.outcome == "rerun":
@@ -88,7 +88,7 @@ class TestSelection:
 
 
 def verdict_of(report: Any) -> str | None:
-    """What one phase says about its test; None where it says nothing."""
+    """Return what one phase says about its test, None if it says nothing."""
     expected_to_fail = hasattr(report, "wasxfail")
     if report.outcome == "failed":
         return "failed" if report.when == "call" else "error"
@@ -100,14 +100,14 @@ def verdict_of(report: Any) -> str | None:
 
 
 def key_of(id: str) -> str:
-    """The form in which ids are compared: plain path, and every odd character as its escape, as pytest has it."""
+    """Return an id as it is compared: with a plain path, and every odd character as pytest's escape of it."""
     path, separator, rest = id.partition("::")
     plain = os.path.normpath(path) + separator + rest
     return "".join(c if " " <= c <= "~" else c.encode("unicode_escape").decode("ascii") for c in plain)
 
 
 def begins(key: str, prefix: str) -> bool:
-    """Whether the test is, or lies in, what the prefix names: a directory, a file, a class, or a test."""
+    """Return whether the test is, or lies in, what the prefix names: a directory, a file, a class, or a test."""
     return prefix == "." or (key.startswith(prefix) and key[len(prefix) : len(prefix) + 1] in ("", "[", ":", "/"))
 
 
@@ -200,7 +200,7 @@ class ControllerHooks:
 
 
 def name_of(nodeid: str) -> str:
-    """The id as seen from the working directory, wherever pytest finds its root."""
+    """Return the id as seen from the working directory, wherever pytest finds its root."""
     if _grouped:
         nodeid = _GROUP.sub("", nodeid)
     root = os.path.relpath(str(getattr(_config, "rootpath", None) or _config.rootdir), _started_in)
@@ -299,7 +299,7 @@ def _xdist_version() -> str:
 
 
 def _dist(wanted: str, version: str) -> str:
-    """``worksteal`` is as old as xdist 3.2."""
+    """Return the wanted distribution, if this xdist knows it: ``worksteal`` is as old as 3.2."""
     numbers = [int(word) for word in re.findall(r"\d+", version)[:2]]
     return "load" if wanted == "worksteal" and numbers < [3, 2] else wanted
 

@@ -56,7 +56,7 @@ class SuiteReport:
     started: bool = False
     #: Why pytest could not even begin.
     absent: str = ""
-    #: pytest's exit status; None while it runs, or when its process ended without one.
+    #: pytest's exit status; None while it runs, or if its process ended without one.
     end: int | None = None
     _rest: bytes = b""
 
@@ -71,7 +71,7 @@ class SuiteReport:
             self._rest = b""
 
     def take_up(self) -> None:
-        """The process ended under its tests: those that ran are errors, and another run may take the others."""
+        """Go on after the process ended under its tests: those that ran are errors, another run may take the others."""
         for id in self.running:
             self.tests.setdefault(id, "error")
         self.running.clear()
@@ -113,7 +113,7 @@ class SuiteReport:
 
 
 def judge(request: SuiteRequest, report: SuiteReport) -> dict[str, object]:
-    """Verdicts and reward as plain JSON values.
+    """Return verdicts and reward as plain JSON values.
 
     With lists the reward is 1.0 when every listed test passes, else 0.0; without, the share of the tests that
     passed, skipped ones left out. A test that was asked for and did not run is ``missing``, and never passes.
@@ -139,7 +139,7 @@ def judge(request: SuiteRequest, report: SuiteReport) -> dict[str, object]:
 
 
 def notes(request: SuiteRequest, report: SuiteReport, result: Mapping[str, object]) -> list[str]:
-    """What a reader of the reward should know, in sentences."""
+    """Return what a reader of the reward should know, in sentences."""
     said = []
     tests = result["tests"]
     assert isinstance(tests, dict)
@@ -154,7 +154,7 @@ def notes(request: SuiteRequest, report: SuiteReport, result: Mapping[str, objec
 
 
 def _verdicts(request: SuiteRequest, report: SuiteReport) -> dict[str, str]:
-    """Every test's verdict; those that were asked for bear the name by which they were asked for."""
+    """Return every test's verdict, by the name under which it was asked for if it was."""
     known = {key_of(id): verdict for id, verdict in report.tests.items()}
     broken = {key_of(path) for path in report.broken}
     asked = [*request.listed, *report.left]

@@ -89,10 +89,10 @@ class PytestRuntime:
         await self._stage.resize(action, lease)
 
     async def end_trajectory(self, trajectory: str) -> None:
-        """Nothing is kept between actions."""
+        """Do nothing: nothing is kept between actions."""
 
     async def close(self) -> None:
-        """The environments are closed by who made them."""
+        """Do nothing: whoever made the environments closes them."""
 
 
 class _Run:
@@ -210,7 +210,7 @@ class _Run:
             self._lines.write("stdout", data)
 
     def _value(self, exit_code: int | None) -> dict[str, object]:
-        """The result, within the function's output limit."""
+        """Return the result, within the function's output limit."""
         report, plan = self._report, self._plan
         value = judge(plan.request, report)
         said = [*notes(plan.request, report, value), *self._notes]
@@ -242,7 +242,7 @@ class _Run:
 
 
 def plan_of(execution: Execution, settings: PytestSettings) -> SuitePlan:
-    """The caller's input as a plan; raises ActionFailed(invalid_input) with the path at fault."""
+    """Return the caller's input as a plan; raises ActionFailed(invalid_input) with the path at fault."""
     function, value = execution.call.function, execution.call.input
     spec = function.pytest or PytestSpec()
     unknown = sorted(set(value) - _FIELDS - {function.duration.key})
@@ -273,7 +273,7 @@ def plan_of(execution: Execution, settings: PytestSettings) -> SuitePlan:
 
 
 def _workers(execution: Execution, spec: PytestSpec, request: SuiteRequest, settings: PytestSettings) -> int:
-    """As many processes as cores; more where the action may grow, fewer where there are fewer tests."""
+    """Return how many processes: one per core, more if the action may grow, fewer if there are fewer tests."""
     action = execution.action
     wanted = max(1, execution.lease.units("cpu"))
     if action.malleable and "cpu" in action.cost and (action.t_ori_s or 0.0) >= settings.growth_from_s:
@@ -285,7 +285,7 @@ def _workers(execution: Execution, spec: PytestSpec, request: SuiteRequest, sett
 
 
 def _within(value: dict[str, object], request: SuiteRequest, limit_bytes: int) -> dict[str, object]:
-    """A suite of many thousand tests is told by what did not pass, where all of it would be too much."""
+    """Return the result within its bound: of too many tests only those that did not pass, or were listed."""
     if len(orjson.dumps(value)) <= limit_bytes:
         return value
     tests = value["tests"]

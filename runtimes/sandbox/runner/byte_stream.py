@@ -21,8 +21,8 @@ class ByteStream(Protocol):
     async def join(self, end: asyncio.BufferedProtocol, *, deadline_s: float) -> int:
         """Connect ``end`` with the runner, which may be starting up; both begin at the start of a frame.
 
-        Returns the runner's process id as this side sees it, 0 where it cannot. Raises ActionFailed(environment_lost)
-        when the runner is not there by ``deadline_s`` of the monotonic clock.
+        Return the runner's process id as this side sees it, 0 if it cannot. Raises ActionFailed(environment_lost)
+        if the runner is not there by ``deadline_s`` of the monotonic clock.
         """
         ...
 
@@ -32,7 +32,7 @@ class SocketStream:
 
     def __init__(self, directory: Path, *, peer_pid: int = 0) -> None:
         self._directory = directory
-        #: Who must be listening, where that is known: a socket planted by somebody else is not spoken to.
+        #: The process that must be listening, if known: a socket planted by another is not spoken to.
         self._peer_pid = peer_pid
 
     async def join(self, end: asyncio.BufferedProtocol, *, deadline_s: float) -> int:
@@ -46,7 +46,7 @@ class SocketStream:
         return seen_pid
 
     async def _reach(self, deadline_s: float) -> socket.socket:
-        """A connected socket, tried until the deadline or the runner's end."""
+        """Return a connected socket, tried until the deadline or the runner's end."""
         while True:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             sock.setblocking(False)
@@ -65,7 +65,7 @@ def _ended(pid: int) -> bool:
 
 
 def _connect(sock: socket.socket, directory: Path) -> None:
-    """Through the directory's descriptor: a socket's path may have 107 bytes, a state directory may have more."""
+    """Connect through the directory's descriptor: a socket's path may have 107 bytes, a state directory's more."""
     fd = os.open(directory, os.O_PATH | os.O_DIRECTORY)
     try:
         sock.connect(f"/proc/self/fd/{fd}/s")

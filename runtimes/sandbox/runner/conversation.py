@@ -217,7 +217,7 @@ class RemoteProcess(Exchange):
         await self._carrier.kill(self.number, self.end)
 
     def _drop(self) -> None:
-        """Nobody reads any more: the connection must go on for the others."""
+        """Drop what nobody reads any more: the connection must go on for the others."""
         self._dropping = True
         self._unread.clear()
         self._unread_bytes = 0
