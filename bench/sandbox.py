@@ -34,13 +34,14 @@ from manager.outcome import Settlement, State
 from runtimes.local import LocalExecutor
 from runtimes.node.topology import discover
 from runtimes.sandbox.cgroup import Hierarchy
+from runtimes.sandbox.command import Command
 from runtimes.sandbox.creation_gate import CreationGate
 from runtimes.sandbox.docker.engine import DockerEngine as DockerEngine
 from runtimes.sandbox.docker.provider import ContainerProvider
 from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.exec.runtime import ExecRuntime
 from runtimes.sandbox.provider import ProviderSettings, make_provider
-from runtimes.sandbox.sandbox import Command, Provider, Sandbox
+from runtimes.sandbox.sandbox import Provider, Sandbox
 
 IMAGE = "tangram-base:bookworm"
 NOOP = Command(argv=("true",))

@@ -25,7 +25,8 @@ from gateway.services import Services
 from gateway.store.store import LIST_LIMIT_MAX
 from manager.engine import TRAJECTORIES_PAGE
 from manager.errors import InvalidInput, NotFound
-from runtimes.sandbox.sandbox import FileStat, Sandbox
+from runtimes.sandbox.command import FileStat
+from runtimes.sandbox.sandbox import Sandbox
 
 TRAJECTORY_ID = path_parameter("id", "Name of a trajectory, chosen by its caller")
 FILE_PATH = path_parameter("path", "Path in the sandbox, from its root", TEXT)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from gateway.invocations.invocation import LiveInvocation
 from gateway.invocations.record import Record
 from manager.outcome import State
+from runtimes.sandbox.command import claims_of
 from runtimes.sandbox.environments import Environments
-from runtimes.sandbox.sandbox import claims_of
 
 
 class Reattachment:

@@ -15,8 +15,9 @@ import structlog
 from manager.clock import Clock, MonotonicClock
 from manager.errors import CodedError, Conflict, NotFound, Unsupported
 from manager.function import Isolation, SandboxSpec
+from runtimes.sandbox.command import ResumableCommand
 from runtimes.sandbox.runner.protocol import lost
-from runtimes.sandbox.sandbox import Provider, ResumableCommand, Sandbox
+from runtimes.sandbox.sandbox import Provider, Sandbox
 from runtimes.sandbox.warm_pool import WarmPool
 
 logger = structlog.get_logger("sandbox.environments")

@@ -1,210 +1,305 @@
-"""The Sandbox and Provider protocols: an environment that executes commands, whatever it is made of."""
+"""The sandbox: an environment that executes commands, whatever it is made of; and what makes one."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+import asyncio
+import hmac
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Protocol
 
-from manager.errors import InvalidConfig
+import structlog
+
+from manager.errors import ActionFailed, Conflict, InvalidConfig, InvalidInput, Reason, TooLarge
 from manager.function import Background, SandboxSpec
+from runtimes.sandbox.command import Command, CommandResult, FileStat, OnOutput, ResumableCommand
+from runtimes.sandbox.record import SandboxRecord
+from runtimes.sandbox.runner.conversation import SandboxProcess
+from runtimes.sandbox.runner.protocol import COMPONENT, lost, out_of_memory
+from runtimes.sandbox.runner.runner import ENDED_MAX
 
-#: Receives (``stdout`` | ``stderr``, bytes) as the command produces them; must not block.
-OnOutput = Callable[[str, bytes], None]
+logger = structlog.get_logger("sandbox")
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
-    """One command in a sandbox. Exactly one of ``argv`` and ``shell`` is given."""
-
-    argv: tuple[str, ...] = ()
-    #: Run by ``/bin/sh -c`` (``bash`` if the sandbox has it).
-    shell: str = ""
-    cwd: str = ""
-    env: Mapping[str, str] = field(default_factory=dict)
-    #: User name or id; empty takes the sandbox's.
-    user: str = ""
-    stdin: bytes = b""
-    #: Seconds until SIGTERM, then SIGKILL ``kill_grace_s`` later, for the whole process tree.
-    timeout_s: float = 60.0
-    kill_grace_s: float = 2.0
-    #: Bytes kept of each stream; the rest is read and dropped, and the mark set.
-    output_limit_bytes: int = 1 * 2**20
-    #: The name by which the next gateway can claim it: `claims_of` its action, and a number. Empty: it cannot.
-    claim: str = ""
-    #: Whether it outlives this gateway, for ``unattended_s`` of the sandbox at most.
-    detached: bool = False
+PATH_MAX_BYTES = 4096
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommandResult:
-    """How a command ended. A non-zero exit code is data."""
+class RunnerClient(Protocol):
+    """How a sandbox is spoken to: over a stream to its runner, or by ``docker exec`` if it has none."""
 
-    exit_code: int | None
-    #: The signal that ended it (positive), or None.
-    signal: int | None = None
-    stdout: bytes = b""
-    stderr: bytes = b""
-    stdout_truncated: bool = False
-    stderr_truncated: bool = False
-    timed_out: bool = False
-    out_of_memory: bool = False
-    duration_s: float = 0.0
-    cpu_s: float = 0.0
-    peak_memory_bytes: int = 0
+    @property
+    def lost(self) -> asyncio.Event: ...
 
+    @property
+    def resumable(self) -> Mapping[str, ResumableCommand]: ...
 
-class ResumableCommand(NamedTuple):
-    """A command of an earlier gateway that can be claimed."""
+    @property
+    def started(self) -> frozenset[str] | None: ...
 
-    #: Seconds that it has run, or ran.
-    ran_s: float
-    running: bool
+    async def run(self, command: Command, on_output: OnOutput | None = None) -> CommandResult: ...
 
+    def keep(self, claims: str, *, detached: bool) -> None: ...
 
-def claims_of(action_id: str, attempt: int) -> str:
-    """Return what the claims of all commands of one try of an action begin with."""
-    return f"{action_id}.{attempt}/"
+    async def spawn(self, command: Command) -> SandboxProcess: ...
+
+    async def read_file(self, path: str, *, limit_bytes: int) -> bytes: ...
+
+    async def write_file(self, path: str, data: bytes, *, mode: int) -> None: ...
+
+    async def list_files(self, path: str) -> list[FileStat]: ...
+
+    async def sweep(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
-class SandboxProcess(Protocol):
-    """A long-lived command with open pipes, made by `Sandbox.spawn`; ended by `kill`, or with its sandbox.
+class SandboxControl(Protocol):
+    """How a sandbox is governed from outside: cores, freezing, memory, removal."""
 
-    Nothing of it is kept: every chunk goes to its reader, and a reader that stops reading stops the command
-    (backpressure through the runner), so one slow process cannot fill the gateway's memory.
+    async def set_cores(self, cores: Sequence[int], *, background: bool = False) -> None: ...
+
+    async def freeze(self) -> None: ...
+
+    async def thaw(self) -> None: ...
+
+    def oom_kills(self) -> int:
+        """Return how many processes were ended for want of memory so far, as far as can be seen."""
+        ...
+
+    def peak_memory_bytes(self) -> int: ...
+
+    async def cause_of_death(self) -> str:
+        """Return why it ended, as far as can be known; ``out_of_memory`` alone is a reason of its own."""
+        ...
+
+    async def snapshot(self, name: str) -> str:
+        """Keep its file system as an image; raises Unsupported if there are no images."""
+        ...
+
+    async def remove(self) -> None:
+        """End and remove it, with everything inside; idempotent."""
+        ...
+
+
+class Sandbox:
+    """A living environment, spoken to by a client and governed by a control.
+
+    Its methods raise ActionFailed(environment_lost) if it is gone, and never hang.
     """
 
-    async def write_stdin(self, data: bytes) -> None:
-        """Append to its standard input; raises ActionFailed(environment_lost) if sandbox or process is gone."""
-        ...
-
-    async def close_stdin(self) -> None:
-        """End its standard input; idempotent."""
-        ...
-
-    def chunks(self) -> AsyncIterator[tuple[str, bytes]]:
-        """Yield (``stdout`` | ``stderr``, bytes) in order until it has ended. One reader at a time."""
-        ...
-
-    async def wait(self) -> CommandResult:
-        """Return how it ended; stdout and stderr are empty. Chunks that nobody reads meanwhile are dropped."""
-        ...
-
-    async def kill(self) -> None:
-        """SIGKILL its whole process tree, setsid children included, and return when it is gone; idempotent."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileStat:
-    """One file or directory in a sandbox."""
-
-    path: str
-    size_bytes: int
-    directory: bool
-    mode: int
-
-
-class Sandbox(Protocol):
-    """A living environment. Methods raise ActionFailed(environment_lost) if it is gone, never hang."""
-
-    @property
-    def id(self) -> str: ...
-
-    @property
-    def spec(self) -> SandboxSpec: ...
+    def __init__(
+        self,
+        *,
+        record: SandboxRecord,
+        directory: Path,
+        client: RunnerClient,
+        control: SandboxControl,
+        shared_cores: Sequence[int],
+    ) -> None:
+        self.id = record.name
+        self.spec = record.spec
+        self._client = client
+        self._control = control
+        self._shared_cores = tuple(shared_cores)
+        self._frozen = False
+        #: The claims of commands under way, and whether they are detached.
+        self._under_way: dict[str, bool] = {}
+        #: The claims of detached commands that have ended, until that is on record.
+        self._unacknowledged: deque[str] = deque(maxlen=ENDED_MAX)
+        self._closed = False
+        #: Whether its loss was reported to somebody (an action that ended with environment_lost).
+        self.loss_reported = False
+        self._condemned = ""
+        self._record = record
+        self._directory = directory
 
     @property
     def alive(self) -> bool:
         """Whether it can still be used."""
-        ...
+        return not self._closed and not self._client.lost.is_set()
 
     @property
-    def loss_reported(self) -> bool:
-        """Whether its loss was reported to somebody (an action that ended with environment_lost)."""
-        ...
+    def lost(self) -> asyncio.Event:
+        """Set if it can be spoken to no more, for whatever reason."""
+        return self._client.lost
 
     @property
     def resumable(self) -> Mapping[str, ResumableCommand]:
         """The commands of an earlier gateway that can still be claimed, by claim."""
-        ...
+        return self._client.resumable
 
     async def run(self, command: Command, on_output: OnOutput | None = None) -> CommandResult:
         """Execute to the end; cancelling kills the process tree, setsid children included.
 
         A command that is `resumable` is claimed instead: its output comes from its start, and nothing is run twice.
         """
-        ...
+        if command.claim:
+            self._under_way[command.claim] = command.detached
+        try:
+            await self.thaw()
+            result = await self._client.run(command, on_output)
+            if self._under_way.get(command.claim):
+                self._unacknowledged.append(command.claim)
+        except ActionFailed as failure:
+            raise await self._explained(failure) from None
+        finally:
+            self._under_way.pop(command.claim, None)
+        if result.exit_code == 0:
+            return result
+        kills = self._control.oom_kills()
+        if kills > self._record.oom_told:
+            self._note(replace(self._record, oom_told=kills))
+            return out_of_memory(result, self._control.peak_memory_bytes())
+        return result
 
     def keep(self, claims: str, *, detached: bool) -> None:
         """Say whether commands whose claims begin so are kept for the next gateway, running or ended.
 
         Resumable ones that are not to be kept are ended.
         """
-        ...
+        running = [claim for claim in self._under_way if claim.startswith(claims)]
+        self._under_way.update(dict.fromkeys(running, detached))
+        if not detached:
+            others = [claim for claim in self._unacknowledged if not claim.startswith(claims)]
+            self._unacknowledged = deque(others, maxlen=ENDED_MAX)
+        if self.alive and (running or not detached):
+            self._client.keep(claims, detached=detached)
 
     def has_detached(self, claims: str) -> bool:
         """Return whether `release` would leave a detached command with such a claim, running or ended."""
-        ...
+        kept = [*(claim for claim, detached in self._under_way.items() if detached), *self._unacknowledged]
+        return self.spec.unattended_s > 0 and self.alive and any(claim.startswith(claims) for claim in kept)
 
     def never_started(self, claims: str) -> bool:
         """Return whether it is certain that an earlier gateway started no detached command with such a claim.
 
         Holds until what was started is acknowledged by `keep`, and for commands whose end may not be on record.
         """
-        ...
+        started = self._client.started if self.spec.unattended_s > 0 and self.alive else None
+        return started is not None and not any(claim.startswith(claims) for claim in started)
 
     def secret(self, purpose: str) -> str:
         """Return 32 hexadecimal digits that nobody inside can know, and that the next gateway knows too."""
-        ...
+        return hmac.new(self._record.token.encode(), purpose.encode(), "sha256").hexdigest()[:32]
 
     async def spawn(self, command: Command) -> SandboxProcess:
         """Start a long-lived process. ``stdin`` is written first and left open; no output limit applies, and
         ``timeout_s`` only if it is finite (``math.inf``: until killed)."""
-        ...
+        await self.thaw()
+        return await self._client.spawn(command)
 
     async def set_cores(self, cores: Sequence[int]) -> None:
         """Confine the sandbox to these cores (cpuset and quota, or affinity); callable while a command runs."""
-        ...
+        self._require()
+        await self._control.set_cores(cores)
 
     async def thaw(self) -> None:
         """Let its processes run."""
-        ...
+        self._require()
+        if self._frozen:
+            await self._control.thaw()
+            self._frozen = False
 
     async def quiesce(self, background: Background) -> None:
         """Freeze, kill, or leave its background processes between actions, and give the cores back."""
-        ...
+        if not self.alive:
+            return
+        if background is Background.KILL:
+            await self.thaw()
+            await self._client.sweep()
+        if background is Background.RUN:
+            await self._control.set_cores(self._shared_cores, background=True)
+        elif not self._frozen:
+            await self._control.freeze()
+            self._frozen = True
 
     async def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         """Write a file, making its directories. A path that leaves the sandbox (links included) is InvalidInput."""
-        ...
+        await self._prepare_path(path)
+        if len(data) > self.spec.disk_bytes:
+            raise TooLarge(f"{len(data)} bytes are more than the sandbox's disk", component=COMPONENT)
+        await self._client.write_file(path, data, mode=mode)
 
     async def read_file(self, path: str, *, limit_bytes: int) -> bytes:
         """Read a file; raises NotFound, TooLarge, or InvalidInput if it is no regular file or leaves the sandbox."""
-        ...
+        await self._prepare_path(path)
+        return await self._client.read_file(path, limit_bytes=limit_bytes)
 
     async def list_files(self, path: str) -> list[FileStat]:
         """Return the entries of a directory, sorted by name; raises NotFound if there is none."""
-        ...
+        await self._prepare_path(path)
+        return await self._client.list_files(path)
 
     async def relabel(self, labels: Mapping[str, str]) -> None:
         """Record its owner from now on: `Provider.adopt` returns these labels."""
-        ...
+        self._note(replace(self._record, labels=dict(labels)))
 
     async def snapshot(self, name: str) -> str:
         """Keep its file system as an image, and return the image's name; raises Unsupported if there are none."""
-        ...
+        self._require()
+        return await self._control.snapshot(name)
+
+    async def close(self) -> None:
+        """Remove it and everything in it; idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._client.close()
+        await self._control.remove()
+
+    async def condemn(self, cause: str) -> None:
+        """End it for a reason of ours; the action that runs in it, or else the next one, is told."""
+        if self.alive:
+            self._condemned = cause
+            self._client.close()
+            await self._control.remove()
 
     async def release(self) -> None:
         """Leave it to `Provider.adopt` of the next gateway, without ending it; idempotent.
 
         Detached commands go on; whoever waits for one here is told environment_lost.
         """
-        ...
+        if self.alive and not any(self._under_way.values()):
+            await self.quiesce(self.spec.background)
+        self._closed = True
+        self._client.close()
 
-    async def close(self) -> None:
-        """Remove it and everything in it; idempotent."""
-        ...
+    async def _prepare_path(self, path: str) -> None:
+        if not path or "\0" in path or len(path.encode("utf-8", "replace")) > PATH_MAX_BYTES:
+            raise InvalidInput("a path of 1 to 4096 bytes without NUL is needed", component=COMPONENT)
+        await self.thaw()
+
+    def _note(self, record: SandboxRecord) -> None:
+        """Write down what the next gateway must know about it."""
+        self._record = record
+        record.write(self._directory)
+
+    def _require(self) -> None:
+        if self._closed:
+            raise Conflict("the sandbox is closed", component=COMPONENT)
+        if self._client.lost.is_set():
+            self.loss_reported = True
+            cause = f" ({self._condemned})" if self._condemned else ""
+            raise lost(f"the sandbox {self.id} is gone{cause}; its files and processes are lost")
+
+    async def _explained(self, failure: ActionFailed) -> ActionFailed:
+        """Return the failure of a command, with its cause if the sandbox was lost."""
+        if failure.reason is not Reason.ENVIRONMENT_LOST or self._closed:
+            return failure
+        self.loss_reported = True
+        cause = self._condemned or await self._control.cause_of_death()
+        logger.warning("sandbox lost", sandbox=self.id, cause=cause or failure.message)
+        detail = {"environment_lost": True, "cause": cause, "peak_memory_bytes": self._control.peak_memory_bytes()}
+        reason = Reason.OUT_OF_MEMORY if cause == "out_of_memory" else failure.reason
+        message = f"{failure.message}: {cause}; its files and processes are lost" if cause else failure.message
+        return ActionFailed(reason, message, component=COMPONENT, result=failure.result, detail=detail)
+
+
+PROMISES = (
+    "filesystem", "network", "processes_hidden", "users_separate", "memory", "pids", "cores", "freeze", "disk", "image",
+    "seccomp", "snapshot",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,7 +309,8 @@ class ProviderInfo:
     kind: str  #: ``container`` or ``process``
     engine: str  #: for example ``docker 28.2 (cgroup v1)`` or ``bubblewrap``
     isolation: str  #: one honest sentence
-    limits: Mapping[str, bool] = field(default_factory=dict)  #: promise -> kept (memory, pids, network, disk ...)
+    #: Which of the `PROMISES` are kept.
+    limits: Mapping[str, bool] = field(default_factory=dict)
 
 
 def require_workdir(spec: SandboxSpec) -> None:

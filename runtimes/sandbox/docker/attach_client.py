@@ -7,14 +7,15 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import structlog
 
 from manager.errors import ActionFailed, CodedError
+from runtimes.sandbox.command import Command, CommandResult, FileStat, OnOutput, ResumableCommand
+from runtimes.sandbox.runner.conversation import SandboxProcess
 from runtimes.sandbox.runner.protocol import cut_off, lost
 from runtimes.sandbox.runner.stream_client import StreamClient
-from runtimes.sandbox.sandbox import Command, CommandResult, FileStat, OnOutput, ResumableCommand, SandboxProcess
 
 logger = structlog.get_logger("sandbox.attach")
 
@@ -27,7 +28,7 @@ NUMBERS = 2**31
 
 
 class AttachClient:
-    """`runtimes.sandbox.resident.RunnerClient`: attaches again if a connection was cut and the container lives.
+    """`runtimes.sandbox.sandbox.RunnerClient`: attaches again if a connection was cut and the container lives.
 
     Every command can be claimed over the next connection, so that a cut costs time and nothing else.
     """
@@ -50,18 +51,10 @@ class AttachClient:
         self._watch: asyncio.Task[None] | None = None
         self.lost = asyncio.Event()
 
-    @classmethod
-    async def begin(
-        cls,
-        attach: Callable[[int], Awaitable[StreamClient]],
-        running: Callable[[], Awaitable[bool]],
-        *,
-        detachable: bool,
-    ) -> AttachClient:
+    async def attach(self) -> Self:
         """Attach for the first time; raises ActionFailed(environment_lost)."""
-        made = cls(attach, running, detachable=detachable)
-        await made._attached()
-        return made
+        await self._attached()
+        return self
 
     @property
     def resumable(self) -> Mapping[str, ResumableCommand]:

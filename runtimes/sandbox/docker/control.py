@@ -24,7 +24,7 @@ THAW_TRIES, THAW_STEP_S = 120, 0.25
 
 
 class ContainerControl:
-    """`runtimes.sandbox.resident.SandboxControl`.
+    """`runtimes.sandbox.sandbox.SandboxControl`.
 
     What is asked of the engine takes tens of milliseconds instead of 20 us.
     """

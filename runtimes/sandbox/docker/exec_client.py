@@ -12,10 +12,10 @@ from collections.abc import Mapping
 
 from manager.errors import CapacityExceeded, CodedError, InvalidInput, NotFound, Unsupported
 from manager.function import SandboxSpec
+from runtimes.sandbox.command import Command, CommandResult, FileStat, OnOutput, ResumableCommand
 from runtimes.sandbox.docker.engine import DockerEngine
-from runtimes.sandbox.runner.conversation import KeptOutput
+from runtimes.sandbox.runner.conversation import KeptOutput, SandboxProcess
 from runtimes.sandbox.runner.protocol import COMMAND_FORM, lost
-from runtimes.sandbox.sandbox import Command, CommandResult, FileStat, OnOutput, ResumableCommand, SandboxProcess
 
 COMPONENT = "sandbox.container"
 #: Signals every process that carries the action's marker, whatever session or parent it has taken.
@@ -43,7 +43,7 @@ SCRIPT_S = 10.0
 
 
 class ExecClient:
-    """`runtimes.sandbox.resident.RunnerClient` over the engine."""
+    """`runtimes.sandbox.sandbox.RunnerClient` over the engine."""
 
     def __init__(self, engine: DockerEngine, container: str, spec: SandboxSpec) -> None:
         self._engine = engine

@@ -16,10 +16,10 @@ from runtimes.sandbox.docker.attach import AttachByteStream
 from runtimes.sandbox.docker.attach_client import AttachClient
 from runtimes.sandbox.docker.engine import Blueprint, DockerEngine, Found
 from runtimes.sandbox.record import SandboxRecord
-from runtimes.sandbox.resident import RunnerClient
 from runtimes.sandbox.runner.byte_stream import SocketStream
 from runtimes.sandbox.runner.protocol import INSIDE, ISOLATED, RUNNER
 from runtimes.sandbox.runner.stream_client import StreamClient
+from runtimes.sandbox.sandbox import RunnerClient
 
 START_S = 30.0
 PYTHON = ("python3", *ISOLATED)
@@ -106,7 +106,7 @@ class AttachInstaller:
         async def running() -> bool:
             return await self.engine.running(found.id)
 
-        return await AttachClient.begin(attach, running, detachable=record.spec.unattended_s > 0)
+        return await AttachClient(attach, running, detachable=record.spec.unattended_s > 0).attach()
 
 
 @cache

@@ -26,9 +26,8 @@ from runtimes.sandbox.docker.installer import AttachInstaller, RunnerInstaller, 
 from runtimes.sandbox.docker.leftovers import LeftoverCleaner
 from runtimes.sandbox.docker.network import Egress
 from runtimes.sandbox.record import SandboxRecord, note_container, noted_container, read_records
-from runtimes.sandbox.resident import ResidentSandbox, RunnerClient
 from runtimes.sandbox.runner.protocol import lost
-from runtimes.sandbox.sandbox import ProviderInfo, Sandbox, require_workdir
+from runtimes.sandbox.sandbox import PROMISES, ProviderInfo, RunnerClient, Sandbox, require_workdir
 
 logger = structlog.get_logger("sandbox.container")
 
@@ -86,20 +85,7 @@ class ContainerProvider:
             kind="container",
             engine=f"docker {engine.version} (cgroup v{engine.cgroup_version}), {self._transport} transport",
             isolation="a container without network and capabilities, with no-new-privileges; the kernel is shared",
-            limits={
-                "filesystem": True,
-                "network": True,
-                "processes_hidden": True,
-                "users_separate": True,
-                "memory": True,
-                "pids": True,
-                "cores": True,
-                "freeze": True,
-                "disk": True,
-                "image": True,
-                "seccomp": engine.seccomp,
-                "snapshot": True,
-            },
+            limits={**dict.fromkeys(PROMISES, True), "seccomp": engine.seccomp},
         )
 
     async def check(self, spec: SandboxSpec) -> None:
@@ -116,7 +102,7 @@ class ContainerProvider:
 
     async def create(
         self, spec: SandboxSpec, *, name: str, labels: Mapping[str, str], mounts: Mapping[str, str]
-    ) -> ResidentSandbox:
+    ) -> Sandbox:
         async with self._gate.slot(name):
             await self.check(spec)
             making = asyncio.create_task(self._create(spec, name, labels, mounts))
@@ -173,7 +159,7 @@ class ContainerProvider:
 
     async def _create(
         self, spec: SandboxSpec, name: str, labels: Mapping[str, str], mounts: Mapping[str, str]
-    ) -> ResidentSandbox:
+    ) -> Sandbox:
         directory = self._root / name
         token, runner = secrets.token_hex(16), spec.image not in self._bare
         record = SandboxRecord(
@@ -256,7 +242,7 @@ class ContainerProvider:
 
     async def _assemble(
         self, found: Found, record: SandboxRecord, directory: Path, *, adopted: bool = False
-    ) -> ResidentSandbox:
+    ) -> Sandbox:
         """Return a started container as a sandbox."""
         spec = record.spec
         if found.pid:
@@ -274,7 +260,7 @@ class ContainerProvider:
                     message = f"the runner does not start in {spec.image!r}: its python3 must be 3.8 or newer"
                     raise Unsupported(message, component=COMPONENT) from failure
                 raise
-        sandbox = ResidentSandbox(
+        sandbox = Sandbox(
             record=record,
             directory=directory,
             client=client,
@@ -284,7 +270,7 @@ class ContainerProvider:
         self._watch_disk(sandbox, found)
         return sandbox
 
-    def _watch_disk(self, sandbox: ResidentSandbox, found: Found) -> None:
+    def _watch_disk(self, sandbox: Sandbox, found: Found) -> None:
         """Watch its layer if the engine does not bound it: from here, or else by asking the engine."""
         if self._engine.bounds_disk:
             return
@@ -294,7 +280,7 @@ class ContainerProvider:
         else:
             self._disk.add_remote(sandbox, lambda: self._engine.layer_bytes(found.id), limit_bytes)
 
-    async def _adopt(self, found: Found, record: SandboxRecord) -> ResidentSandbox:
+    async def _adopt(self, found: Found, record: SandboxRecord) -> Sandbox:
         if not found.running:
             raise lost("it is not running")
         if found.paused:  # by a gateway that saw no cgroup
@@ -323,7 +309,7 @@ class ContainerProvider:
             return False
         return True
 
-    def _abandon(self, making: asyncio.Task[ResidentSandbox]) -> None:
+    def _abandon(self, making: asyncio.Task[Sandbox]) -> None:
         """Remove what nobody waits for any more once it is there."""
 
         async def remove() -> None:

@@ -8,7 +8,9 @@ import codecs
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from typing import TypeVar
 
+import msgspec
 import structlog
 
 from manager.action import Action
@@ -17,16 +19,18 @@ from manager.executor import LogSink
 from manager.function import Background, FunctionSpec
 from manager.lease import Lease
 from runtimes.runtime import Execution, Result
+from runtimes.sandbox.command import Command, CommandResult, OnOutput, claims_of
 from runtimes.sandbox.environments import Environments
+from runtimes.sandbox.exec.kind import ExecInput
 from runtimes.sandbox.runner.protocol import unmade
-from runtimes.sandbox.sandbox import Command, CommandResult, OnOutput, Sandbox, claims_of
+from runtimes.sandbox.sandbox import Sandbox
 
 logger = structlog.get_logger("sandbox")
 
 COMPONENT = "sandbox"
 #: Seconds between the end of a command's time and the caller's deadline for it.
 DEADLINE_MARGIN_S = 0.005
-FIELDS = frozenset({"command", "argv", "cwd", "env", "stdin", "user"})
+T = TypeVar("T")
 
 
 class Stage:
@@ -168,26 +172,44 @@ class LogLines:
                 self._sink.write(stream, text)
 
 
+def checked(value: Mapping[str, object], wanted: type[T], *, learned: str = "", component: str = COMPONENT) -> T:
+    """Return the caller's input as a kind declares it; raises ActionFailed(invalid_input) with the path at fault.
+
+    The field that keys the learning (``learned``) is allowed beside the kind's own.
+    """
+    fields = sorted(wanted.__annotations__)
+    unknown = sorted(set(value) - {*fields, learned})
+    if unknown:
+        raise invalid(f"$.{unknown[0]}", f"is unknown; the input may have {', '.join(fields)}", component)
+    try:
+        return msgspec.convert(value, wanted)
+    except msgspec.ValidationError as error:
+        said, _, path = str(error).partition(" - at `")
+        raise invalid(path.rstrip("`").partition("[")[0], f"is not as declared: {said}", component) from None
+
+
+def invalid(path: str, message: str, component: str = COMPONENT) -> ActionFailed:
+    return ActionFailed(Reason.INVALID_INPUT, f"{path} {message}", component=component, detail={"path": path})
+
+
 def command_of(value: Mapping[str, object], function: FunctionSpec, *, timeout_s: float) -> Command:
     """Return the caller's input as a command; raises ActionFailed(invalid_input) with the path at fault."""
-    unknown = sorted(set(value) - FIELDS)
-    if unknown:
-        raise _invalid(f"$.{unknown[0]}", f"is unknown; an exec action takes {', '.join(sorted(FIELDS))}")
-    shell, argv = value.get("command"), value.get("argv")
-    if (shell is None) == (argv is None):
-        raise _invalid("$", "needs exactly one of command and argv")
-    if argv is not None and not (isinstance(argv, list) and argv and all(isinstance(word, str) for word in argv)):
-        raise _invalid("$.argv", "must be a list of one string or more")
-    env = value.get("env", {})
-    if not isinstance(env, dict) or not all(isinstance(word, str) for word in env.values()):
-        raise _invalid("$.env", "must be an object of strings")
+    given = checked(value, ExecInput)
+    if ("command" in given) == ("argv" in given):
+        raise invalid("$", "needs exactly one of command and argv")
+    if given.get("command") == "":
+        raise invalid("$.command", "must be a string that is not empty")
+    texts = {"command": given.get("command", ""), "cwd": given.get("cwd", ""), "user": given.get("user", "")}
+    for name, text in texts.items():
+        if "\0" in text:
+            raise invalid(f"$.{name}", "must not contain NUL")
     return Command(
-        argv=() if not isinstance(argv, list) else tuple(argv),
-        shell="" if argv is not None else _text(value, "command"),
-        cwd=_text(value, "cwd"),
-        env=env,
-        user=_text(value, "user"),
-        stdin=_text(value, "stdin").encode("utf-8", "surrogatepass"),
+        argv=tuple(given.get("argv", ())),
+        shell=texts["command"],
+        cwd=texts["cwd"],
+        env=given.get("env", {}),
+        user=texts["user"],
+        stdin=given.get("stdin", "").encode("utf-8", "surrogatepass"),
         timeout_s=timeout_s,
         output_limit_bytes=function.output_limit_bytes,
     )
@@ -220,16 +242,3 @@ def _output(name: str, data: bytes) -> dict[str, object]:
         return {name: data.decode("utf-8")}
     except UnicodeDecodeError:
         return {name: data.decode("utf-8", "replace"), f"{name}_base64": base64.b64encode(data).decode("ascii")}
-
-
-def _text(value: Mapping[str, object], name: str) -> str:
-    text = value.get(name, "")
-    if not isinstance(text, str) or (name == "command" and not text):
-        raise _invalid(f"$.{name}", "must be a string" + (" that is not empty" if name == "command" else ""))
-    if name != "stdin" and "\0" in text:
-        raise _invalid(f"$.{name}", "must not contain NUL")
-    return text
-
-
-def _invalid(path: str, message: str) -> ActionFailed:
-    return ActionFailed(Reason.INVALID_INPUT, f"{path} {message}", component=COMPONENT, detail={"path": path})

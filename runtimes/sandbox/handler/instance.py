@@ -18,10 +18,12 @@ from manager.errors import ActionFailed, CodedError, Reason
 from manager.executor import LogSink
 from manager.function import Background, FunctionSpec, HandlerSpec, SandboxSpec
 from runtimes.runtime import Execution, Result
+from runtimes.sandbox.command import Command, CommandResult
 from runtimes.sandbox.environments import PURPOSE, EnvironmentSettings
 from runtimes.sandbox.handler import worker
+from runtimes.sandbox.runner.conversation import SandboxProcess
 from runtimes.sandbox.runner.runner import FrameDecoder, ProtocolError
-from runtimes.sandbox.sandbox import Command, CommandResult, Provider, Sandbox, SandboxProcess
+from runtimes.sandbox.sandbox import Provider, Sandbox
 
 COMPONENT = "handler"
 

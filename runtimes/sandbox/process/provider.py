@@ -28,11 +28,10 @@ from runtimes.sandbox.cgroup import Cgroup, Hierarchy
 from runtimes.sandbox.creation_gate import CreationGate
 from runtimes.sandbox.disk import DiskWatch
 from runtimes.sandbox.record import SandboxRecord, read_records
-from runtimes.sandbox.resident import ResidentSandbox
 from runtimes.sandbox.runner.byte_stream import SocketStream
 from runtimes.sandbox.runner.protocol import INSIDE, ISOLATED, RUNNER
 from runtimes.sandbox.runner.stream_client import StreamClient
-from runtimes.sandbox.sandbox import ProviderInfo, Sandbox, require_workdir
+from runtimes.sandbox.sandbox import PROMISES, ProviderInfo, Sandbox, require_workdir
 
 logger = structlog.get_logger("sandbox.process")
 
@@ -88,18 +87,11 @@ class ProcessProvider:
                 else "none but a working directory and a process tree: commands see the host's files and network"
             ),
             limits={
-                "filesystem": wrapped,
-                "network": wrapped,
-                "processes_hidden": wrapped,
+                **dict.fromkeys(PROMISES, False),
+                **dict.fromkeys(("filesystem", "network", "processes_hidden"), wrapped),
+                **dict.fromkeys(("memory", "pids"), grouped),
+                **dict.fromkeys(("cores", "freeze", "disk"), True),
                 "users_separate": self._means.root,
-                "memory": grouped,
-                "pids": grouped,
-                "cores": True,
-                "freeze": True,
-                "disk": True,
-                "image": False,
-                "seccomp": False,
-                "snapshot": False,
             },
         )
 
@@ -121,14 +113,14 @@ class ProcessProvider:
 
     async def create(
         self, spec: SandboxSpec, *, name: str, labels: Mapping[str, str], mounts: Mapping[str, str]
-    ) -> ResidentSandbox:
+    ) -> Sandbox:
         await self.check(spec)
         async with self._gate.slot(name):
             return await self._create(spec, name, labels, mounts)
 
     async def _create(
         self, spec: SandboxSpec, name: str, labels: Mapping[str, str], mounts: Mapping[str, str]
-    ) -> ResidentSandbox:
+    ) -> Sandbox:
         directory = self._root / name
         group = self._group(name)
         parent = 0
@@ -188,8 +180,8 @@ class ProcessProvider:
 
     def _sandbox(
         self, directory: Path, record: SandboxRecord, client: StreamClient, group: Cgroup | None, parent: int
-    ) -> ResidentSandbox:
-        sandbox = ResidentSandbox(
+    ) -> Sandbox:
+        sandbox = Sandbox(
             record=record,
             directory=directory,
             client=client,

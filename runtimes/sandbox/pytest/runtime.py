@@ -15,17 +15,17 @@ from manager.errors import ActionFailed, Reason
 from manager.function import FunctionSpec, PytestSpec
 from manager.lease import Lease
 from runtimes.runtime import Execution, Result
+from runtimes.sandbox.command import Command, CommandResult, claims_of
 from runtimes.sandbox.environments import Environments
-from runtimes.sandbox.exec.runtime import LogLines, Stage, begin
+from runtimes.sandbox.exec.runtime import LogLines, Stage, begin, checked, invalid
 from runtimes.sandbox.pytest import plugin
+from runtimes.sandbox.pytest.kind import PytestInput
 from runtimes.sandbox.pytest.report import SuiteReport, SuiteRequest, judge, notes
-from runtimes.sandbox.sandbox import Command, CommandResult, Sandbox, claims_of
+from runtimes.sandbox.sandbox import Sandbox
 
 COMPONENT = "pytest"
 
 _SOURCE = Path(plugin.__file__).read_text(encoding="utf-8")
-_LISTS = ("targets", "fail_to_pass", "pass_to_pass", "args")
-_FIELDS = frozenset({*_LISTS, "cwd", "env", "suite", "workers", "test_timeout_s"})
 _TAIL_BYTES = 4000
 #: Seconds by which two clocks may disagree on whether the timeout is reached.
 _CLOCK_S = 0.02
@@ -243,42 +243,44 @@ class _Run:
 
 def plan_of(execution: Execution, settings: PytestSettings) -> SuitePlan:
     """Return the caller's input as a plan; raises ActionFailed(invalid_input) with the path at fault."""
-    function, value = execution.call.function, execution.call.input
+    function = execution.call.function
+    given = checked(execution.call.input, PytestInput, learned=function.duration.key, component=COMPONENT)
     spec = function.pytest or PytestSpec()
-    unknown = sorted(set(value) - _FIELDS - {function.duration.key})
-    if unknown:
-        raise _invalid(f"$.{unknown[0]}", f"is unknown; a pytest action takes {', '.join(sorted(_FIELDS))}")
-    lists = {name: _texts(value, name) for name in _LISTS}
     request = SuiteRequest(
-        targets=lists["targets"], fail_to_pass=lists["fail_to_pass"], pass_to_pass=lists["pass_to_pass"]
+        targets=tuple(given.get("targets", ())),
+        fail_to_pass=tuple(given.get("fail_to_pass", ())),
+        pass_to_pass=tuple(given.get("pass_to_pass", ())),
     )
-    for name in ("targets", "fail_to_pass", "pass_to_pass"):
-        if any(id.startswith("/") for id in lists[name]):
-            raise _invalid(f"$.{name}", "must be seen from the working directory, not from /")
-    env = value.get("env", {})
-    if not isinstance(env, dict) or not all(isinstance(word, str) for word in env.values()):
-        raise _invalid("$.env", "must be an object of strings")
-    cwd = value.get("cwd", "")
-    if not isinstance(cwd, str) or "\0" in cwd:
-        raise _invalid("$.cwd", "must be a string without NUL")
+    args, cwd = tuple(given.get("args", ())), given.get("cwd", "")
+    paths = {"targets": request.targets, "fail_to_pass": request.fail_to_pass, "pass_to_pass": request.pass_to_pass}
+    for name, texts in {**paths, "args": args}.items():
+        if not all(text and "\0" not in text for text in texts):
+            raise invalid(f"$.{name}", "must be a list of strings that are not empty", COMPONENT)
+    for name, texts in paths.items():
+        if any(id.startswith("/") for id in texts):
+            raise invalid(f"$.{name}", "must be seen from the working directory, not from /", COMPONENT)
+    if "\0" in cwd:
+        raise invalid("$.cwd", "must be a string without NUL", COMPONENT)
     return SuitePlan(
         request=request,
         cwd=cwd,
-        env=env,
-        args=spec.args + lists["args"],
-        workers=_workers(execution, spec, request, settings),
+        env=given.get("env", {}),
+        args=spec.args + args,
+        workers=_workers(execution, spec, request, given.get("workers"), settings),
         dist=spec.dist,
-        test_timeout_s=_positive(value, "test_timeout_s", 0.0),
+        test_timeout_s=given.get("test_timeout_s", 0.0),
     )
 
 
-def _workers(execution: Execution, spec: PytestSpec, request: SuiteRequest, settings: PytestSettings) -> int:
+def _workers(
+    execution: Execution, spec: PytestSpec, request: SuiteRequest, asked: int | None, settings: PytestSettings
+) -> int:
     """Return how many processes: one per core, more if the action may grow, fewer if there are fewer tests."""
     action = execution.action
     wanted = max(1, execution.lease.units("cpu"))
     if action.malleable and "cpu" in action.cost and (action.t_ori_s or 0.0) >= settings.growth_from_s:
         wanted = min(math.ceil(wanted * settings.growth), max(wanted, action.cost["cpu"].maximum))
-    wanted = int(_positive(execution.call.input, "workers", wanted))
+    wanted = asked or wanted
     if request.listed and not request.targets:
         wanted = min(wanted, len(request.listed))
     return max(1, min(wanted, spec.max_workers))
@@ -298,21 +300,3 @@ def _within(value: dict[str, object], request: SuiteRequest, limit_bytes: int) -
 
 def _how(ended: CommandResult) -> str:
     return f"exit code {ended.exit_code}" if ended.signal is None else f"signal {ended.signal}"
-
-
-def _texts(value: Mapping[str, object], name: str) -> tuple[str, ...]:
-    texts = value.get(name, [])
-    if not isinstance(texts, list) or not all(isinstance(text, str) and text and "\0" not in text for text in texts):
-        raise _invalid(f"$.{name}", "must be a list of strings that are not empty")
-    return tuple(texts)
-
-
-def _positive(value: Mapping[str, object], name: str, default: float) -> float:
-    number = value.get(name, default)
-    if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < math.inf:
-        raise _invalid(f"$.{name}", "must be a positive number")
-    return float(number)
-
-
-def _invalid(path: str, message: str) -> ActionFailed:
-    return ActionFailed(Reason.INVALID_INPUT, f"{path} {message}", component=COMPONENT, detail={"path": path})

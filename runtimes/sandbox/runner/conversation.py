@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator
 from typing import Protocol
 
 from manager.errors import ActionFailed
+from runtimes.sandbox.command import Command, CommandResult, OnOutput
 from runtimes.sandbox.runner import runner as wire
 from runtimes.sandbox.runner.protocol import RunnerEnd, lost
-from runtimes.sandbox.sandbox import Command, CommandResult, OnOutput
 
 #: Bytes of a long-lived process's output kept for a slow reader before the connection is paused.
 UNREAD_MAX_BYTES = 1 * 2**20
@@ -154,8 +154,12 @@ class CommandExchange(Exchange):
         return end.result(**{stream: bytes(kept) for stream, kept in self.output.streams.items()})
 
 
-class RemoteProcess(Exchange):
-    """A long-lived command (`runtimes.sandbox.sandbox.SandboxProcess`)."""
+class SandboxProcess(Exchange):
+    """A long-lived command with open pipes, made by `Sandbox.spawn`; ended by `kill`, or with its sandbox.
+
+    Nothing of it is kept: every chunk goes to its reader, and a reader that stops reading stops the command
+    (backpressure through the runner), so one slow process cannot fill the gateway's memory.
+    """
 
     def __init__(self, carrier: Carrier) -> None:
         super().__init__()
@@ -186,14 +190,17 @@ class RemoteProcess(Exchange):
         self._arrived.set()
 
     async def write_stdin(self, data: bytes) -> None:
+        """Append to its standard input; raises ActionFailed(environment_lost) if sandbox or process is gone."""
         await self._stdin.feed(self.number, data)
         if self._stdin.refused:
             raise lost("the process reads no more")
 
     async def close_stdin(self) -> None:
+        """End its standard input; idempotent."""
         await self._stdin.end(self.number)
 
     async def chunks(self) -> AsyncIterator[tuple[str, bytes]]:
+        """Yield (``stdout`` | ``stderr``, bytes) in order until it has ended. One reader at a time."""
         self._reading = True
         while True:
             while self._unread:
@@ -208,11 +215,13 @@ class RemoteProcess(Exchange):
             await self._arrived.wait()
 
     async def wait(self) -> CommandResult:
+        """Return how it ended; stdout and stderr are empty. Chunks that nobody reads meanwhile are dropped."""
         if not self._reading:
             self._drop()
         return (await asyncio.shield(self.end)).result()
 
     async def kill(self) -> None:
+        """SIGKILL its whole process tree, setsid children included, and return when it is gone; idempotent."""
         self._drop()
         await self._carrier.kill(self.number, self.end)
 

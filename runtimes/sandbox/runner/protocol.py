@@ -21,9 +21,9 @@ from manager.errors import (
     TooLarge,
     Unsupported,
 )
+from runtimes.sandbox.command import Command, CommandResult, FileStat, ResumableCommand
 from runtimes.sandbox.runner import runner
 from runtimes.sandbox.runner.runner import ProtocolError, as_json, encode
-from runtimes.sandbox.sandbox import Command, CommandResult, FileStat, ResumableCommand
 
 COMPONENT = "sandbox"
 COMMAND_FORM = "give exactly one of argv and shell"

@@ -953,7 +953,7 @@ class Jobs:
         self.launcher = Launcher(workplace)
         self.tree = ProcessTree(workplace, self.running)
         self.orphan_pipes: dict[int, None] = {}  # output of what outlived its command, read and dropped
-        self.memory_kills = _memory_kills()
+        self.memory_kills = _kernel_number(MEMORY_EVENTS, b"oom_kill")
         self.wakeup = _children_signal()
         poller.watch(self.wakeup, self.on_children)
 
@@ -1197,11 +1197,11 @@ class Jobs:
         """Say if a command failed and the kernel ended a process of the sandbox for want of memory."""
         if not job.status or not self.workplace.config.get("own_cgroup"):
             return {}
-        kills = _memory_kills()
+        kills = _kernel_number(MEMORY_EVENTS, b"oom_kill")
         if kills <= self.memory_kills:
             return {}
         self.memory_kills = kills
-        return {"out_of_memory": True, "peak_bytes": max(job.peak_kib * 1024, _memory_peak_bytes())}
+        return {"out_of_memory": True, "peak_bytes": max(job.peak_kib * 1024, _kernel_number(MEMORY_PEAKS))}
 
 
 def _processes() -> dict[int, tuple[int, str]]:
@@ -1247,23 +1247,14 @@ def _which(name: str, path: str) -> str:
     raise FileNotFoundError(errno.ENOENT, "not found", name)
 
 
-def _memory_kills() -> int:
-    for path in MEMORY_EVENTS:
+def _kernel_number(paths: tuple[str, str], name: bytes = b"") -> int:
+    """Return the number (after a name) in the first of the files that there is, 0 if there is none."""
+    for path in paths:
         try:
             with open(path, "rb") as file:
                 words = file.read().split()
-            return int(words[words.index(b"oom_kill") + 1])
-        except (OSError, ValueError):
-            continue
-    return 0
-
-
-def _memory_peak_bytes() -> int:
-    for path in MEMORY_PEAKS:
-        try:
-            with open(path, "rb") as file:
-                return int(file.read())
-        except (OSError, ValueError):
+            return int(words[words.index(name) + 1 if name else 0])
+        except (OSError, ValueError, IndexError):
             continue
     return 0
 

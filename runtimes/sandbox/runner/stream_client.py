@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from typing import cast
 
 from manager.errors import ActionFailed, TooLarge
+from runtimes.sandbox.command import Command, CommandResult, FileStat, OnOutput, ResumableCommand
 from runtimes.sandbox.runner import runner as wire
 from runtimes.sandbox.runner.byte_stream import ByteStream
-from runtimes.sandbox.runner.conversation import STREAM_NAMES, CommandExchange, Exchange, RemoteProcess, RunnerAnswer
+from runtimes.sandbox.runner.conversation import STREAM_NAMES, CommandExchange, Exchange, RunnerAnswer, SandboxProcess
 from runtimes.sandbox.runner.protocol import (
     RunnerEnd,
     RunnerReady,
@@ -22,7 +23,6 @@ from runtimes.sandbox.runner.protocol import (
     lost,
     run_request,
 )
-from runtimes.sandbox.sandbox import Command, CommandResult, FileStat, OnOutput, ResumableCommand
 
 #: Seconds beyond a command's own bounds after which a silent runner is taken for dead.
 SILENCE_S = 5.0
@@ -109,9 +109,9 @@ class StreamClient(asyncio.BufferedProtocol):
         finally:
             self._exchanges.pop(number, None)
 
-    async def spawn(self, command: Command) -> RemoteProcess:
+    async def spawn(self, command: Command) -> SandboxProcess:
         """Start a long-lived process; its input and output flow under back-pressure."""
-        process = RemoteProcess(self)
+        process = SandboxProcess(self)
         request = run_request(command, marker=secrets.token_hex(8), interactive=True)
         process.number = self._begin(wire.RUN, request, process)
         if command.stdin:

@@ -16,14 +16,14 @@ from manager.clock import VirtualClock
 from manager.errors import ActionFailed, CapacityExceeded, CodedError, Conflict, NotFound, Reason, Unsupported
 from manager.function import Background, FunctionSpec, Isolation, RuntimeKind, SandboxSpec, Warm
 from manager.lease import Grant, Lease
+from runtimes.sandbox.command import Command
 from runtimes.sandbox.creation_gate import CreationGate
 from runtimes.sandbox.environments import Environments, EnvironmentSettings
 from runtimes.sandbox.exec.runtime import ExecRuntime
 from runtimes.sandbox.process.provider import ProcessControl
 from runtimes.sandbox.provider import ProviderSettings, make_provider
-from runtimes.sandbox.resident import ResidentSandbox
 from runtimes.sandbox.runner.protocol import lost
-from runtimes.sandbox.sandbox import Command, Provider, Sandbox
+from runtimes.sandbox.sandbox import Provider, Sandbox
 from runtimes.sandbox.warm_pool import DEMAND_S, WarmPool
 from tests.runtimes.recorder import assert_as_declared, execution_of
 
@@ -75,7 +75,7 @@ class TestTrajectories:
         sandbox = await environments.ensure("t")
         await environments.provider.reap(())
         async with asyncio.timeout(DEADLINE_S):
-            assert isinstance(sandbox, ResidentSandbox)
+            assert isinstance(sandbox, Sandbox)
             await sandbox.lost.wait()
         with pytest.raises(ActionFailed) as caught:
             await environments.ensure("t")
@@ -190,7 +190,7 @@ class TestWarmPool:
         async with asyncio.timeout(DEADLINE_S):
             await pool.filled()
             (ready,) = pool.living()
-            assert isinstance(ready, ResidentSandbox)
+            assert isinstance(ready, Sandbox)
             (record,) = (tmp_path / "state" / "sandboxes").glob("*/record.json")
             os.kill(json.loads(record.read_text())["pid"], signal.SIGKILL)
             await ready.lost.wait()
@@ -361,10 +361,10 @@ class TestExecRuntime:
     async def test_an_action_that_has_succeeded_stays_so_though_its_sandbox_does_not_rest(
         self, environments: Environments, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        async def fails(sandbox: ResidentSandbox, background: Background) -> None:
+        async def fails(sandbox: Sandbox, background: Background) -> None:
             raise lost("it died just now")
 
-        monkeypatch.setattr(ResidentSandbox, "quiesce", fails)
+        monkeypatch.setattr(Sandbox, "quiesce", fails)
         execution, _ = execution_of(self.function, {"command": "echo done"}, trajectory="t")
         result = (await ExecRuntime(environments).execute(execution)).value
         assert isinstance(result, dict)

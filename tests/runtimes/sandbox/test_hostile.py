@@ -15,10 +15,11 @@ import pytest
 
 from manager.errors import ActionFailed, CodedError, InvalidInput, NotFound
 from manager.function import SandboxSpec
+from runtimes.sandbox.command import Command, CommandResult
 from runtimes.sandbox.disk import DiskWatch
 from runtimes.sandbox.docker.provider import ContainerProvider
 from runtimes.sandbox.process.provider import ProcessProvider
-from runtimes.sandbox.sandbox import Command, CommandResult, Provider, Sandbox
+from runtimes.sandbox.sandbox import Provider, Sandbox
 from tests.runtimes.sandbox.conftest import unique
 
 DEADLINE_S = 30.0

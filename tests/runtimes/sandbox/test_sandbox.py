@@ -12,7 +12,8 @@ import pytest
 
 from manager.errors import ActionFailed, Conflict, InvalidInput, NotFound, Reason, TooLarge
 from manager.function import Background, Isolation, SandboxSpec
-from runtimes.sandbox.sandbox import Command, CommandResult, Provider, Sandbox
+from runtimes.sandbox.command import Command, CommandResult
+from runtimes.sandbox.sandbox import Provider, Sandbox
 from tests.runtimes.sandbox.conftest import unique
 
 DEADLINE_S = 20.0

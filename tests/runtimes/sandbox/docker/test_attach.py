@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manager.errors import ActionFailed, Reason
+from runtimes.sandbox.command import Command
 from runtimes.sandbox.docker.address import EngineAddress
 from runtimes.sandbox.docker.attach import SIGN_OF_LIFE, AttachByteStream
 from runtimes.sandbox.docker.attach_client import AttachClient
@@ -25,7 +26,6 @@ from runtimes.sandbox.runner import runner as wire
 from runtimes.sandbox.runner.protocol import RUNNER
 from runtimes.sandbox.runner.runner import ANSWER_BYTES, MARK_BYTES, Attachment, Silence
 from runtimes.sandbox.runner.stream_client import StreamClient
-from runtimes.sandbox.sandbox import Command
 
 DEADLINE_S = 20.0
 HEAD = b"HTTP/1.1 101 UPGRADED\r\nConnection: Upgrade\r\nUpgrade: tcp\r\n\r\n"
@@ -146,11 +146,11 @@ async def attach(
     return await StreamClient.open(stream(engine, life_s=life_s), hello, within_s=DEADLINE_S, first=first)
 
 
-async def begin_line(engine: PipeEngine, tmp_path: Path) -> AttachClient:
+async def attach_client(engine: PipeEngine, tmp_path: Path) -> AttachClient:
     async def again(first: int) -> StreamClient:
         return await attach(engine, tmp_path, first=first)
 
-    return await AttachClient.begin(again, lambda: engine.running("c"), detachable=True)
+    return await AttachClient(again, lambda: engine.running("c"), detachable=True).attach()
 
 
 def children(pid: int) -> list[int]:
@@ -265,7 +265,7 @@ class TestLine:
 
     @pytest.fixture
     async def client(self, engine: PipeEngine, tmp_path: Path) -> AsyncIterator[AttachClient]:
-        made = await begin_line(engine, tmp_path)
+        made = await attach_client(engine, tmp_path)
         yield made
         made.close()
 

@@ -20,6 +20,7 @@ from docker import errors
 from manager.errors import ActionFailed, Conflict, InvalidConfig, InvalidInput, NotFound, Reason, TooLarge, Unsupported
 from manager.function import Background, Network, SandboxSpec
 from runtimes.sandbox.cgroup import Hierarchy
+from runtimes.sandbox.command import Command, CommandResult
 from runtimes.sandbox.creation_gate import CreationGate
 from runtimes.sandbox.docker.client import EngineConnection
 from runtimes.sandbox.docker.engine import DockerEngine
@@ -27,7 +28,7 @@ from runtimes.sandbox.docker.network import Egress
 from runtimes.sandbox.docker.provider import INTERNAL_NETWORK, ContainerProvider
 from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.provider import ProviderSettings, make_provider
-from runtimes.sandbox.sandbox import Command, CommandResult, Provider, Sandbox
+from runtimes.sandbox.sandbox import Provider, Sandbox
 from tests.runtimes.sandbox.conftest import unique
 
 pytestmark = pytest.mark.docker

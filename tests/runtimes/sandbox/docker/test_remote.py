@@ -18,12 +18,12 @@ import pytest
 
 from manager.errors import ActionFailed, InvalidConfig, InvalidInput, Reason, Unsupported
 from manager.function import Background, Network, SandboxSpec
+from runtimes.sandbox.command import Command, CommandResult
 from runtimes.sandbox.docker.engine import _known_here
 from runtimes.sandbox.docker.provider import ContainerProvider
 from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.provider import DockerSettings, ProviderSettings, make_provider
-from runtimes.sandbox.resident import ResidentSandbox
-from runtimes.sandbox.sandbox import Command, CommandResult, Sandbox
+from runtimes.sandbox.sandbox import Sandbox
 from tests.remote_engine import RemoteEngine
 from tests.runtimes.sandbox.conftest import unique
 
@@ -203,7 +203,7 @@ async def test_an_image_without_python_works_through_docker_exec(
 @asynccontextmanager
 async def behind_a_wire(
     engine: RemoteEngine, spec: SandboxSpec, state_dir: Path
-) -> AsyncIterator[tuple[Wire, ResidentSandbox]]:
+) -> AsyncIterator[tuple[Wire, Sandbox]]:
     """A sandbox whose engine is reached over a network that can be cut; bounded in time."""
     async with (
         Wire.laid(engine.port) as (wire, host),
@@ -274,7 +274,7 @@ class TestCuts:
     ) -> None:
         environments = Environments(provider)
         sandbox = await environments.ensure("t", spec)
-        assert isinstance(sandbox, ResidentSandbox)
+        assert isinstance(sandbox, Sandbox)
         remote_engine.docker("rm", "-f", f"tangram-{sandbox.id}")
         async with asyncio.timeout(DEADLINE_S):
             await sandbox.lost.wait()

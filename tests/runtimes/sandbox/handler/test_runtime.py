@@ -17,7 +17,7 @@ from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.handler.instance import HandlerSettings
 from runtimes.sandbox.handler.runtime import HandlerRuntime
 from runtimes.sandbox.process.provider import ProcessControl, ProcessProvider
-from runtimes.sandbox.resident import ResidentSandbox
+from runtimes.sandbox.sandbox import Sandbox
 from tests.runtimes.recorder import execution_of
 
 DEADLINE_S = 20.0
@@ -409,7 +409,7 @@ async def test_an_instance_that_died_idle_makes_room_for_the_next(
     async with asyncio.timeout(DEADLINE_S):
         await until(lambda: instance.resting)
         (record,) = (tmp_path / "state" / "sandboxes").glob("*/record.json")
-        assert isinstance(instance._sandbox, ResidentSandbox)
+        assert isinstance(instance._sandbox, Sandbox)
         await instance._sandbox.condemn("its disk bound is exceeded")
         await until(lambda: not instance.alive)
         assert await call(runtime, alone) == 1

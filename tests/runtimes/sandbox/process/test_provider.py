@@ -14,9 +14,10 @@ import pytest
 
 from manager.errors import InvalidInput, NotFound, Unsupported
 from manager.function import Background, Network, SandboxSpec
+from runtimes.sandbox.command import Command, CommandResult
 from runtimes.sandbox.creation_gate import CreationGate
 from runtimes.sandbox.process.provider import Means, ProcessProvider
-from runtimes.sandbox.sandbox import Command, CommandResult, Sandbox
+from runtimes.sandbox.sandbox import Sandbox
 from tests.runtimes.sandbox.conftest import unique
 
 DEADLINE_S = 20.0

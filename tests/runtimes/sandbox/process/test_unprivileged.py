@@ -28,7 +28,7 @@ from pathlib import Path
 from manager.errors import ActionFailed
 from manager.function import Background, SandboxSpec
 from runtimes.sandbox.provider import ProviderSettings, make_provider
-from runtimes.sandbox.sandbox import Command
+from runtimes.sandbox.command import Command
 
 async def live(state_dir):
     told = {"uid": os.getuid()}

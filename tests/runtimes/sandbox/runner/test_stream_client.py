@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manager.errors import ActionFailed, Reason
+from runtimes.sandbox.command import Command
 from runtimes.sandbox.runner import runner as wire
 from runtimes.sandbox.runner.byte_stream import SocketStream
 from runtimes.sandbox.runner.protocol import encode_json
 from runtimes.sandbox.runner.runner import FrameDecoder, ProtocolError, encode
 from runtimes.sandbox.runner.stream_client import StreamClient
-from runtimes.sandbox.sandbox import Command
 
 DEADLINE_S = 10.0
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from runtimes.sandbox.command import Command, CommandResult
 from runtimes.sandbox.runner import runner as wire
 from runtimes.sandbox.runner.protocol import encode_json
-from runtimes.sandbox.sandbox import Command, CommandResult
 from tests.runtimes.sandbox.box import Box
 
 DEADLINE_S = 20.0
