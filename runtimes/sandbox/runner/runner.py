@@ -756,6 +756,14 @@ class Job:
         }
 
 
+class NotStarted(Exception):
+    """A program that cannot be started: a result with a shell's exit code, and a message for standard error."""
+
+    def __init__(self, name: str, error: OSError) -> None:
+        super().__init__(f"{name}: {os.strerror(error.errno or 0)}\n")
+        self.code = 127 if error.errno == errno.ENOENT else 126
+
+
 class Launcher:
     """Starts commands as their users, with a worse score for the kernel's memory killer than ours."""
 
@@ -766,14 +774,12 @@ class Launcher:
         self.null = os.open("/dev/null", os.O_RDWR)
         self.oom, self.oom_score = _own_oom_score()
 
-    def argv(self, request: dict[str, Any]) -> list[str]:
-        return request["argv"] or [self.shell, "-c", request["shell"]]
-
     def launch(self, request: dict[str, Any]) -> tuple[int, dict[int, int], int]:
         """Return the process, our ends of its output pipes with their streams, and of its input or -1.
 
-        Raises Refused if there can be no such command, OSError if its program cannot be started.
+        Raises Refused if there can be no such command, NotStarted if its program cannot be started.
         """
+        argv: list[str] = request["argv"] or [self.shell, "-c", request["shell"]]
         identity = self.workplace.identity(request["user"])
         environment = self.environment_of(identity, request)
         out, err = os.pipe(), os.pipe()
@@ -781,11 +787,13 @@ class Launcher:
         ours = (out[0], err[0], source[1])
         try:
             fds = (source[0], out[1], err[1])
-            pid = self.spawn(identity, request["cwd"], self.argv(request), environment, fds)
-        except BaseException:
+            pid = self.spawn(identity, request["cwd"], argv, environment, fds)
+        except BaseException as error:
             for fd in ours:
                 if fd >= 0:
                     os.close(fd)
+            if isinstance(error, OSError):
+                raise NotStarted(argv[0], error) from None
             raise
         finally:
             os.close(out[1])
@@ -987,10 +995,9 @@ class Jobs:
             self.claims.remember_claim(job.claim)
         try:
             job.pid, job.streams, job.stdin = self.launcher.launch(request)
-        except OSError as error:  # a result, with a shell's exit codes
-            name = self.launcher.argv(request)[0]
-            self.say(job, STDERR, f"{name}: {os.strerror(error.errno or 0)}\n".encode())
-            self.conclude(job, {"code": 127 if error.errno == errno.ENOENT else 126})
+        except NotStarted as failure:
+            self.say(job, STDERR, str(failure).encode())
+            self.conclude(job, {"code": failure.code})
             return
         self.running[number] = job
         self.on_children(self.wakeup)  # a short command has often ended before its vfork lets us go on
