@@ -11,11 +11,11 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import structlog
 
 from manager.errors import CodedError
+from runtimes.sandbox.sandbox import Sandbox
 
 logger = structlog.get_logger("sandbox.disk")
 
@@ -25,22 +25,11 @@ LOOK_S, MEASURE_S = 1.0, 60.0
 SHRUNK_BYTES = 64 * 2**20
 
 
-class Watched(Protocol):
-    """A sandbox whose files are measured."""
-
-    @property
-    def alive(self) -> bool: ...
-
-    async def condemn(self, cause: str) -> None:
-        """End it, and tell the action that runs in it why."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Place:
     """A sandbox's own files, and how much they may be."""
 
-    sandbox: Watched
+    sandbox: Sandbox
     limit_bytes: int
     measure: Callable[[], Awaitable[int]]
     #: Their place on this machine; None if they lie on another.
@@ -56,7 +45,7 @@ class DiskWatch:
         self._free_bytes = 0
         self._measured_s = 0.0
 
-    def add(self, sandbox: Watched, path: Path, limit_bytes: int) -> None:
+    def add(self, sandbox: Sandbox, path: Path, limit_bytes: int) -> None:
         """Watch it until it ends."""
 
         async def measure() -> int:
@@ -64,7 +53,7 @@ class DiskWatch:
 
         self._watch_place(Place(sandbox, limit_bytes, measure, path))
 
-    def add_remote(self, sandbox: Watched, measure: Callable[[], Awaitable[int]], limit_bytes: int) -> None:
+    def add_remote(self, sandbox: Sandbox, measure: Callable[[], Awaitable[int]], limit_bytes: int) -> None:
         """Watch one whose files ``measure`` knows alone: looked after every `MEASURE_S`, however fast it grows."""
         self._watch_place(Place(sandbox, limit_bytes, measure))
 

@@ -122,7 +122,7 @@ def as_json(value: Mapping[str, Any]) -> bytes:
     return _ENCODER.encode(value).encode()
 
 
-class Refused(Exception):
+class RequestDenied(Exception):
     """A request that cannot be executed: a code of `manager.errors` and a message."""
 
     def __init__(self, code: str, message: str) -> None:
@@ -130,9 +130,9 @@ class Refused(Exception):
         self.code = code
 
 
-def _refusal(error: Refused | OSError) -> bytes:
+def _refusal(error: RequestDenied | OSError) -> bytes:
     """Return the payload of an ERROR frame."""
-    if isinstance(error, Refused):
+    if isinstance(error, RequestDenied):
         return as_json({"code": error.code, "message": str(error)})
     code = "not_found" if error.errno in (errno.ENOENT, errno.ENOTDIR) else "invalid_input"
     return as_json({"code": code, "message": _sentence(error)})
@@ -178,7 +178,7 @@ class Identity:
             self.groups = os.getgrouplist(self.name, self.gid)
         except (KeyError, OverflowError):
             if not user.isdigit() or int(user) >= 2**32 - 1:
-                raise Refused("invalid_input", f"no user {user!r} in the sandbox") from None
+                raise RequestDenied("invalid_input", f"no user {user!r} in the sandbox") from None
             self.uid = self.gid = int(user)
             self.name, self.home, self.groups = user, workdir, [int(user)]
         if not os.path.isdir(self.home):
@@ -205,13 +205,13 @@ class Workplace:
         self.identities: dict[str, Identity] = {}
 
     def identity(self, user: str = "") -> Identity:
-        """Return a user, by default the sandbox's own; raises Refused if commands cannot run as that user."""
+        """Return a user, by default the sandbox's own; raises RequestDenied if commands cannot run as that user."""
         user = user or self.config["user"]
         if user not in self.identities:
             self.identities[user] = Identity(user, self.config["workdir"])
         identity = self.identities[user]
         if os.getuid() != 0 and identity.uid != os.getuid() and user != self.config["user"]:
-            raise Refused("invalid_input", f"this sandbox cannot run commands as {user!r}")
+            raise RequestDenied("invalid_input", f"this sandbox cannot run commands as {user!r}")
         return identity
 
     def prepare_workdir(self) -> None:
@@ -231,17 +231,17 @@ class Workplace:
         base: str = self.config.get("base", "")
         full = os.path.normpath(os.path.join(workdir, path))
         if not os.path.isabs(path) and not _within(full, workdir):
-            raise Refused("invalid_input", f"{path!r} leaves the sandbox's working directory")
+            raise RequestDenied("invalid_input", f"{path!r} leaves the sandbox's working directory")
         if not base:
             return full
         if not _within(full, workdir):
             if _within(full, base):
                 return full
-            raise Refused("invalid_input", f"{path!r} leaves the sandbox")
+            raise RequestDenied("invalid_input", f"{path!r} leaves the sandbox")
         return os.path.normpath(base + "/" + os.path.relpath(full, workdir))
 
     def locate(self, path: str, *, last: bool) -> tuple[int, str]:
-        """Return the directory (an open descriptor) and the name that a path means; raises Refused out of bounds.
+        """Return the directory (an open descriptor) and the name that a path means; raises RequestDenied out of bounds.
 
         Links are resolved, those of the ``last`` part only if asked. The resolved path is walked again without
         following links, so that nothing can be slipped in between.
@@ -250,7 +250,7 @@ class Workplace:
         parent, name = os.path.split(wanted)
         true = os.path.realpath(wanted if last else parent)
         if not self.contains(true) or any(_within(true, tree) for tree in KERNEL_TREES):
-            raise Refused("invalid_input", f"{path!r} leaves the sandbox")
+            raise RequestDenied("invalid_input", f"{path!r} leaves the sandbox")
         if last:
             true, name = os.path.split(true)
         flags = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW  # passing through needs no right to read
@@ -264,14 +264,14 @@ class Workplace:
         return fd, name
 
     def make_parents(self, path: str) -> None:
-        """Make the missing directories of a path if the existing part of it lies in the sandbox, else raise Refused."""
+        """Make the missing directories of a path if the existing part of it is in the sandbox; raises RequestDenied."""
         parent = os.path.dirname(self.real(path))
         missing: list[str] = []
         while not os.path.lexists(parent):
             parent, name = os.path.split(parent)
             missing.append(name)
         if missing and not self.contains(os.path.realpath(parent)):
-            raise Refused("invalid_input", f"{path!r} leaves the sandbox")
+            raise RequestDenied("invalid_input", f"{path!r} leaves the sandbox")
         for name in reversed(missing):
             parent = os.path.join(parent, name)
             os.mkdir(parent, 0o755)
@@ -309,12 +309,12 @@ class Files:
         path: str = request["path"]
         with open(self.open_path(path, os.O_NONBLOCK), "rb", buffering=0) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise Refused("invalid_input", f"{path!r} is no regular file")
+                raise RequestDenied("invalid_input", f"{path!r} is no regular file")
             left: int = request["limit"]
             while True:
                 data = file.read(min(CHUNK_BYTES, left + 1))
                 if len(data) > left:
-                    raise Refused("too_large", f"{path!r} is larger than {request['limit']} bytes")
+                    raise RequestDenied("too_large", f"{path!r} is larger than {request['limit']} bytes")
                 if not data:
                     break
                 left -= len(data)
@@ -327,7 +327,7 @@ class Files:
             names = sorted(os.listdir(fd))
             if len(names) > ENTRIES_MAX:
                 message = f"{request['path']!r} has {len(names)} entries, more than {ENTRIES_MAX}"
-                raise Refused("too_large", message)
+                raise RequestDenied("too_large", message)
             entries = [_entry(fd, name) for name in names]
         finally:
             os.close(fd)
@@ -777,7 +777,7 @@ class Launcher:
     def launch(self, request: dict[str, Any]) -> tuple[int, dict[int, int], int]:
         """Return the process, our ends of its output pipes with their streams, and of its input or -1.
 
-        Raises Refused if there can be no such command, NotStarted if its program cannot be started.
+        Raises RequestDenied if there can be no such command, NotStarted if its program cannot be started.
         """
         argv: list[str] = request["argv"] or [self.shell, "-c", request["shell"]]
         identity = self.workplace.identity(request["user"])
@@ -825,7 +825,7 @@ class Launcher:
                 try:
                     os.chdir(self.workplace.real(cwd or self.workplace.config["workdir"]))
                 except OSError as error:
-                    raise Refused("invalid_input", f"working directory: {_sentence(error)}") from None
+                    raise RequestDenied("invalid_input", f"working directory: {_sentence(error)}") from None
                 actions = [(os.POSIX_SPAWN_DUP2, fd, target) for target, fd in enumerate(fds)]
                 signals = (signal.SIGPIPE, signal.SIGXFSZ)  # Python ignores them, and a child would inherit that
                 try:
@@ -834,10 +834,10 @@ class Launcher:
                         program, argv, environment, file_actions=actions, setsid=True, setsigdef=signals
                     )
                 except (ValueError, TypeError, UnicodeError) as error:
-                    raise Refused("invalid_input", f"the command cannot be executed: {error}") from None
+                    raise RequestDenied("invalid_input", f"the command cannot be executed: {error}") from None
                 except OSError as error:
                     if error.errno == errno.E2BIG:
-                        raise Refused("invalid_input", "the argument list is too long") from None
+                        raise RequestDenied("invalid_input", "the argument list is too long") from None
                     raise
         finally:
             os.chdir("/")
@@ -1089,7 +1089,7 @@ class Jobs:
             job.claim = ""
 
     def claim(self, number: int, claim: str) -> None:
-        """Repeat all output of an earlier gateway's command, and pass on what follows; raises Refused if it is gone."""
+        """Repeat all output of an earlier gateway's command, then what follows; raises RequestDenied if it is gone."""
         for job in self.claimable():
             if job.claim == claim:
                 self.renumber(job, number)
@@ -1098,7 +1098,7 @@ class Jobs:
                 if job.account:
                     self.link.send(EXIT, number, job.account)
                 return
-        raise Refused("not_found", f"there is no {claim!r} to be claimed")
+        raise RequestDenied("not_found", f"there is no {claim!r} to be claimed")
 
     def keep(self, prefix: str, *, detached: bool) -> None:
         """Say whether commands with such claims outlive their gateway; if not, and unheard, they are ended."""
@@ -1364,7 +1364,7 @@ class Runner:
                 self.files.list_directory(number, request)
             elif kind == SWEEP:
                 self.jobs.tree.sweeps[number] = time.monotonic() + UNKILLABLE_S
-        except (Refused, OSError) as error:
+        except (RequestDenied, OSError) as error:
             self.link.send(ERROR, number, _refusal(error))
 
 
