@@ -71,33 +71,33 @@ def _run_controls(pipe: MessagePipe, engine: DeviceEngine, controls: queue.Queue
     engine.backend.enter_thread()
     while True:
         number, asked = controls.get()
-        _answer(pipe, engine, number, lambda a=asked: _control(engine, a))  # type: ignore[misc]
+        _answer(pipe, engine, number, lambda a=asked: (_control(engine, a), Usage()))  # type: ignore[misc]
 
 
-def _control(engine: DeviceEngine, asked: object) -> tuple[object, Usage]:
+def _control(engine: DeviceEngine, asked: object) -> object:
     match asked:
         case Attach():
             engine.attach(asked.image)
         case Detach():
             engine.detach(asked.image_id)
         case Evict():
-            return None, Usage(evicted=engine.evict(asked.services))
+            engine.evict(asked.services)
         case Restore():
             return _restore(engine, asked)
         case _:
             raise TypeError(f"a worker does not know {asked!r}")
-    return None, Usage()
+    return None
 
 
-def _restore(engine: DeviceEngine, asked: Restore) -> tuple[object, Usage]:
+def _restore(engine: DeviceEngine, asked: Restore) -> bool:
     """Return whether the service is in place. One that does not fit evicts nothing."""
     try:
-        loaded, cold, _ = engine.restore(asked.place, gentle=True)
+        loaded, _, _ = engine.restore(asked.place, gentle=True)
         loaded.transfer.finish()
         engine.make_ready(asked.place)
     except (DoesNotFit, Dropped):
-        return False, Usage()
-    return True, Usage(restored=cold, restore_bytes=loaded.shard.size_bytes if cold else 0)
+        return False
+    return True
 
 
 def _run(pipe: MessagePipe, engine: DeviceEngine, number: int, asked: RunBatch) -> tuple[object, Usage]:

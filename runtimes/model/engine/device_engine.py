@@ -164,7 +164,7 @@ class DeviceEngine:
         # What is small goes to the device first: behind the weights it would wait for the last of them.
         batches = stage(skeleton.model, asked.items, asked.budget_tokens, self.backend.name)
         self._unpark(skeleton)
-        loaded, cold, pushed = self._pin(asked.place, key)
+        loaded, cold, displaced = self._pin(asked.place, key)
         notice = _ArrivalNotice(loaded, restored, self.backend.enter_thread)
         try:
             skeleton.team.group = self._group(asked)
@@ -183,7 +183,7 @@ class DeviceEngine:
             compute_s=time.perf_counter() - (notice.arrived_s if cold else began),
             evict_s=evict_s,
             tokens=sum(len(item.ids) for item in asked.items),
-            evicted=(*evicted, *pushed),
+            evicted=(*evicted, *displaced),
         )
         return results, usage
 
