@@ -44,16 +44,15 @@ GATEWAY = """
 import asyncio, json, os, sys
 from pathlib import Path
 import uvloop
-from gateway.app import build
+from gateway.app import gateway
 from gateway.config.load import load
 from gateway.invocations.logs import configure
 configure("warning")
 async def main():
-    app = build(load([Path(sys.argv[1])], os.environ))
-    await app.start()
-    described = {"http": app.http_port, "grpc": app.grpc_port, "sandboxes": app.hands.provider.info.engine}
-    print(json.dumps(described), flush=True)
-    await app.serve()
+    async with gateway(load([Path(sys.argv[1])], os.environ)) as app:
+        described = {"http": app.http_port, "grpc": app.grpc_port, "sandboxes": app.runtimes.provider.info.engine}
+        print(json.dumps(described), flush=True)
+        await app.serve()
 uvloop.run(main())
 """
 ECHO = """

@@ -1,4 +1,4 @@
-"""The composition root: a configuration becomes a gateway that serves."""
+"""The composition root: ``async with gateway(config) as app`` is a gateway that serves."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import gc
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO
@@ -26,29 +27,26 @@ from gateway.http.app import HttpApp
 from gateway.http.server import listen, serve
 from gateway.http.stream import GIVE_UP_STALLS
 from gateway.invocations.admission import Admission, HeldInputs
-from gateway.invocations.callbacks import CallbackSender, CallbackSpec
+from gateway.invocations.callbacks import CallbackSender
 from gateway.invocations.durable_starts import DurableStarts
-from gateway.invocations.invocation import InvocationSpec
 from gateway.invocations.invocations import Invocations
-from gateway.invocations.logs import Logs, LogSpec
+from gateway.invocations.logs import Logs
 from gateway.invocations.reattach import Reattachment
 from gateway.invocations.restart import Restart
 from gateway.invocations.trajectories import TrajectoryRecovery
 from gateway.metrics import Metrics
 from gateway.registry import Registry
-from gateway.runtime_factory import Runtimes, make_runtimes
+from gateway.runtime_factory import ModelServices, Runtimes, make_runtimes
 from gateway.services import Limits, Services
-from gateway.store.retention import RetentionSpec, prune_for_ever
+from gateway.store.retention import prune_for_ever
 from gateway.store.store import Durability, Store, StoreSpec
 from gateway.view import plain
 from manager.assembly import build_core
-from manager.chunk import Chunk
 from manager.clock import Clock, MonotonicClock, WallClock
-from manager.config import NodeSpec, ServiceSpec, TaskSpec
+from manager.config import NodeSpec, TaskSpec
 from manager.engine import Engine
 from manager.errors import CodedError, Conflict, StorageUnavailable
 from manager.events import Reconfigured
-from manager.function import FunctionSpec
 from manager.learning.history import History, Learned
 
 HISTORY = "history"
@@ -61,161 +59,117 @@ CLOSE_GRACE_S = 5.0
 #: living invocation, is rare. Nothing of ours is left to it: an invocation that has ended is in no circle.
 COLLECT_EVERY = (2_000, 5, 10_000)
 
-MakeHands = Callable[[GatewayConfig, Clock, Callable[[Mapping[str, tuple[Chunk, ...]]], None]], Runtimes]
+#: Makes the runtimes of this machine from a configuration.
+MakeRuntimes = Callable[[GatewayConfig, Clock], Runtimes]
 
 
-def build(
+@asynccontextmanager
+async def gateway(
     config: GatewayConfig,
     *,
     paths: Sequence[Path] = (),
     env: Mapping[str, str] | None = None,
-    hands: MakeHands = make_runtimes,
+    make: MakeRuntimes = make_runtimes,
     wall: Callable[[], float] | None = None,
-) -> App:
-    """A gateway that is not started yet; raises InvalidConfig where it may not serve as configured.
+) -> AsyncIterator[App]:
+    """A gateway with its record open, its functions ready and what an earlier one left taken up; see `App.serve`.
 
     ``paths`` and ``env`` are what the configuration was read from, for reloads without a body; ``wall`` is the time of
-    day, where it is not this machine's.
+    day, if it is not this machine's. On leaving everything is let go, the youngest first. Raises InvalidConfig if it
+    may not serve as configured.
     """
     check_bind(config.server.host, config.server.token)
-    return App(config, paths=paths, env=env, hands=hands, wall=wall or WallClock())
+    async with AsyncExitStack() as closers:
+        app = App(config, await _open(config, closers, paths, env, make, wall or WallClock()))
+        await app.open(closers)
+        yield app
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Opened:
+    """What has to be waited for before a gateway can be put together."""
+
+    sockets: tuple[socket.socket, socket.socket]
+    wall: Callable[[], float]
+    clock: Clock
+    store: Store
+    node: NodeSpec
+    history: History
+    runtimes: Runtimes
+    trajectories: TrajectoryRecovery
+    #: How many trajectories were taken up, by verdict.
+    adopted: Mapping[str, int]
+    models: ModelServices
+    registry: Registry
+
+
+async def _open(
+    config: GatewayConfig,
+    closers: AsyncExitStack,
+    paths: Sequence[Path],
+    env: Mapping[str, str] | None,
+    make: MakeRuntimes,
+    wall: Callable[[], float],
+) -> _Opened:
+    """Bind the doors, open the record, make the runtimes and prepare the functions."""
+    server, clock = config.server, MonotonicClock()
+    closers.enter_context(lock_state(server.state_dir))
+    silent_s = GIVE_UP_STALLS * server.logs.stall_s
+    http = closers.enter_context(listen(server.host, server.port, silent_s))
+    grpc = closers.enter_context(listen(server.host, server.grpc_port, silent_s))
+    spec = StoreSpec(path=server.state_dir / "tangram.sqlite", durability=Durability(server.durability))
+    store = Store(spec, wall=wall)
+    await store.open()
+    closers.push_async_callback(store.close)
+    node = machine.describe(config)
+    saved = await store.document(HISTORY)
+    runtimes = make(config, clock)
+    closers.push_async_callback(runtimes.close)
+    trajectories = TrajectoryRecovery(store, runtimes.environments)
+    adopted = await trajectories.adopt()
+    models = ModelServices(runtimes)
+    registry = Registry(config, prepare=models.prepare, nodes=lambda: (node,), paths=paths, env=env)
+    await registry.start()
+    return _Opened(
+        sockets=(http, grpc),
+        wall=wall,
+        clock=clock,
+        store=store,
+        node=node,
+        history=History.from_json(orjson.loads(saved)) if saved else History(),
+        runtimes=runtimes,
+        trajectories=trajectories,
+        adopted=adopted,
+        models=models,
+        registry=registry,
+    )
 
 
 class App:
-    """One gateway: `start`, then `serve` until it is told to stop; `stop` may be called from anywhere on its loop."""
+    """One gateway: `serve` until it is told to stop; `stop` may be called from anywhere on its loop."""
 
-    def __init__(
-        self,
-        config: GatewayConfig,
-        *,
-        paths: Sequence[Path],
-        env: Mapping[str, str] | None,
-        hands: MakeHands,
-        wall: Callable[[], float],
-    ) -> None:
+    def __init__(self, config: GatewayConfig, opened: _Opened) -> None:
+        server = config.server
         self.config = config
-        self._paths = paths
-        self._env = env
-        self._make_hands = hands
-        self._clock = MonotonicClock()
-        self._wall = wall
+        self.wall, self._clock = opened.wall, opened.clock
+        self._http_socket, self._grpc_socket = opened.sockets
+        self.store, self.history, self.registry = opened.store, opened.history, opened.registry
+        self.node, self.runtimes, self._models = opened.node, opened.runtimes, opened.models
+        self._trajectories, self._adopted = opened.trajectories, opened.adopted
         self._log = structlog.get_logger("gateway")
-        self._stopping = asyncio.Event()
-        self._closing = asyncio.Event()
-        #: Every model service that was made ready, as the scheduler must know it.
-        self._model_services: dict[str, ServiceSpec] = {}
+        self._stopping, self._closing = asyncio.Event(), asyncio.Event()
         #: Open connections by door.
-        self._connections = {door: Connections(limit=config.server.connections_max) for door in ("http", "grpc")}
-        #: What must be let go of, the youngest first.
-        self._closers = AsyncExitStack()
-        self.node: NodeSpec | None = None
-        self._engine: Engine | None = None
-
-    @property
-    def engine(self) -> Engine:
-        """The engine of a gateway that was started."""
-        assert self._engine is not None, "the gateway has not started"
-        return self._engine
-
-    async def start(self) -> None:
-        """Open the record, make the hands, prepare the functions, take up what was left, and bind the doors."""
-        try:
-            await self._start()
-        except BaseException:
-            await self.close()
-            raise
-
-    async def _start(self) -> None:
-        server = self.config.server
-        self._closers.enter_context(lock_state(server.state_dir))
-        silent_s = GIVE_UP_STALLS * server.logs.stall_s
-        self._sockets = tuple(listen(server.host, port, silent_s) for port in (server.port, server.grpc_port))
-        for listener in self._sockets:
-            self._closers.callback(listener.close)
-        self.store = Store(
-            StoreSpec(
-                path=server.state_dir / "tangram.sqlite",
-                durability=Durability(server.durability),
-            ),
-            wall=self._wall,
-        )
-        await self.store.open()
-        self._closers.push_async_callback(self.store.close)
-        self.logs = Logs(
-            self.store,
-            LogSpec(
-                tail_chars=server.logs.tail_bytes,
-                heartbeat_s=server.logs.heartbeat_s,
-                stall_s=server.logs.stall_s,
-                followers_max=server.logs.followers_max,
-            ),
-            wall=self._wall,
-        )
+        self.connections = {door: Connections(limit=server.connections_max) for door in ("http", "grpc")}
+        self.logs = Logs(self.store, server.logs, wall=self.wall)
         self.metrics = Metrics()
-        await self._start_thinking()
-        asked = server.callbacks
-        self.callbacks = CallbackSender(
-            CallbackSpec(
-                allow=asked.allow,
-                secret=asked.secret,
-                timeout_s=asked.timeout_s,
-                max_attempts=asked.max_attempts,
-                backoff_s=asked.backoff_s,
-                concurrency=asked.concurrency,
-            ),
-            self.store,
-        )
-        self.services = self._make_services()
-        self._watch()
-        self.invocations.on_end.append(self.callbacks.ended)
-        recovered = {**await self.restart.recover(), **self._adopted}
-        self.grpc = GrpcServer(self.services, self._connections["grpc"], server.streams_max)
-        await self.grpc.open(self._sockets[1])
-        self._closers.push_async_callback(self.grpc.close)
-        chores = (
-            self._save_history_for_ever(),
-            prune_for_ever(self.store, self._retention(), self._wall),
-            self.callbacks.sweep_for_ever(),
-        )
-        for chore in chores:
-            self._closers.push_async_callback(_ended, asyncio.create_task(chore))
-        loop = asyncio.get_running_loop()
-        if threading.current_thread() is threading.main_thread():  # signals arrive nowhere else
-            loop.add_signal_handler(signal.SIGTERM, self.stop, True)
-            loop.add_signal_handler(signal.SIGINT, self.stop)
-        self._announce(recovered)
-
-    async def _start_thinking(self) -> None:
-        """Core, engine, hands and registry; they need each other, and are tied together here only."""
-        self.node = machine.describe(self.config)
-        saved = await self.store.document(HISTORY)
-        self.history = History.from_json(orjson.loads(saved)) if saved else History()
-        self.hands = self._make_hands(self.config, self._clock, self._report_residency)
-        self._closers.push_async_callback(self.hands.close)
-        self.hands.model.on_footprint = self._learn_footprint
-        self.trajectories = TrajectoryRecovery(self.store, self.hands.environments)
-        self._adopted = await self.trajectories.adopt()
-        self.registry = Registry(
-            self.config,
-            prepare=self._prepare,
-            nodes=lambda: (self.node,) if self.node is not None else (),
-            switched=self._switched,
-            paths=self._paths,
-            env=self._env,
-        )
-        await self.registry.start()
-        spec = self.config.manager_spec((self.node,), self._model_services)
-        core = build_core(spec, function_bounds=self._function_bounds())
         self.admission = Admission(
             self._clock.now,
-            total_max=self.config.scheduler.max_queued,
+            total_max=config.scheduler.max_queued,
             task_max=lambda task: self.registry.config.tasks.get(task, TaskSpec()).max_queued,
         )
-        self.held = HeldInputs(self.config.server.inputs_bytes)
+        self.held = HeldInputs(server.inputs_bytes)
         self.invocations = Invocations(
-            spec=InvocationSpec(
-                idempotency_ttl_s=self.config.server.idempotency_ttl_s, max_age_s=self.config.server.max_age_s
-            ),
+            server=server,
             functions=self.registry,
             history=self.history,
             store=self.store,
@@ -224,120 +178,40 @@ class App:
             held=self.held,
             observer=self.metrics,
             now=self._clock.now,
-            wall=self._wall,
+            wall=self.wall,
         )
-        takeover = Reattachment(self.hands.environments)
-        self.invocations.on_detach.append(takeover.detached)
-        self.invocations.on_durable.append(takeover.settled)
+        reattachment = Reattachment(self.runtimes.environments)
         self.restart = Restart(
             invocations=self.invocations,
             functions=self.registry,
             store=self.store,
             logs=self.logs,
             admission=self.admission,
-            takeover=takeover,
-            wall=self._wall,
+            takeover=reattachment,
+            wall=self.wall,
         )
-        self._engine = Engine(
-            core,
-            DurableStarts(self.hands.executor, self.invocations, self.store, self.trajectories),
+        self.engine = self._make_engine()
+        self.callbacks = CallbackSender(server.callbacks, self.store)
+        self.services = self._make_services()
+        self.grpc = GrpcServer(self.services, self.connections["grpc"], server.streams_max)
+        self.invocations.bind(self.engine)
+        self.invocations.on_detach.append(reattachment.detached)
+        self.invocations.on_durable.append(reattachment.settled)
+        self.invocations.on_end.append(self.callbacks.ended)
+        self.registry.on_switch.append(self._switched)
+        self._models.report_to(self.engine, config.node.name)
+        self._watch()
+
+    def _make_engine(self) -> Engine:
+        spec = self.config.manager_spec((self.node,), self._models.services)
+        return Engine(
+            build_core(spec, function_bounds=_bounds(self.config)),
+            DurableStarts(self.runtimes.executor, self.invocations, self.store, self._trajectories),
             clock=self._clock,
             history=self.history,
             listeners=[self.invocations],
             on_fault=partial(self.stop, keep_environments=True),
         )
-        self.invocations.bind(self.engine)
-        await self.engine.start()
-        self._report_residency(self.hands.model.residency())
-        self.trajectories.tell(self.engine)
-        self._closers.push_async_callback(self.engine.close)
-        self._closers.callback(self._save_history)
-
-    async def serve(self) -> None:
-        """Start if need be, then serve until SIGTERM, SIGINT or `stop`; then drain and close.
-
-        Raises TangramError where a bug has stopped the scheduler: the next gateway goes on from the record.
-        """
-        if self.node is None:
-            await self.start()
-        gc.set_threshold(*COLLECT_EVERY)
-        connections, streams_max = self._connections["http"], self.config.server.streams_max
-        serving = asyncio.create_task(
-            serve(HttpApp(self.services), self._sockets[0], self._closing.wait, CLOSE_GRACE_S, connections, streams_max)
-        )
-        try:
-            await asyncio.wait(
-                {serving, asyncio.ensure_future(self._stopping.wait())}, return_when=asyncio.FIRST_COMPLETED
-            )
-            await self._drain()
-        finally:
-            self._closing.set()
-            await asyncio.gather(serving, return_exceptions=True)
-            await self.close()
-        if self.engine.fault is not None:
-            raise CodedError(f"{self.engine.fault}; the log tells more", component="engine")
-
-    def stop(self, keep_environments: bool = False) -> None:
-        """Take no new work, let what runs end within the grace, keep the rest for the next gateway.
-
-        SIGTERM keeps the trajectories' sandboxes too, for an orchestrator starts the next gateway; SIGINT does not,
-        for a person has ended it. A sandbox that no gateway comes for ends itself.
-        """
-        if keep_environments:
-            self.hands.environments.keep()
-        self.admission.draining = True
-        self._stopping.set()
-
-    async def _drain(self) -> None:
-        grace_s = self.config.server.drain_grace_s if self.engine.fault is None else 0.0
-        self._log.info("draining", living=len(self.invocations.living), grace_s=grace_s)
-        self.grpc.drain()
-        left = await self.restart.drain(grace_s)
-        self._log.info("drained", left_for_the_next_gateway=left)
-
-    async def close(self) -> None:
-        """Let go of everything; idempotent."""
-        await self._closers.aclose()
-
-    @property
-    def http_port(self) -> int:
-        return int(self._sockets[0].getsockname()[1])
-
-    @property
-    def grpc_port(self) -> int:
-        return int(self._sockets[1].getsockname()[1])
-
-    # What the rooms tell each other
-
-    async def _prepare(self, function: FunctionSpec) -> None:
-        await self.hands.prepare(function)
-        service = await self.hands.service(function)
-        if service is not None:
-            self._model_services[service.name] = service
-
-    def _switched(self, config: GatewayConfig) -> None:
-        changed = Reconfigured(
-            tasks=config.tasks,
-            resources=config.resources,
-            function_bounds={name: spec.max_queued for name, spec in config.functions.items()},
-            services=self._model_services,
-        )
-        self.engine.tell(changed)
-        self._log.info("configuration applied", functions=len(config.functions))
-
-    def _report_residency(self, resident: Mapping[str, tuple[Chunk, ...]]) -> None:
-        if self._engine is None:
-            return  # a model is being prepared: the engine is told of all that is resident once it starts
-        self.engine.report_residency(self.config.node.name, resident)
-
-    def _learn_footprint(self, service: ServiceSpec) -> None:
-        """A model's restore takes longer or shorter than the scheduler believes."""
-        self._model_services[service.name] = service
-        if self._engine is not None:
-            self.engine.tell(Reconfigured(services={service.name: service}))
-
-    def _function_bounds(self) -> dict[str, int]:
-        return {name: spec.max_queued for name, spec in self.config.functions.items()}
 
     def _make_services(self) -> Services:
         server = self.config.server
@@ -356,18 +230,100 @@ class App:
             store=self.store,
             engine=self.engine,
             functions=self.registry,
-            environments=self.hands.environments,
+            environments=self.runtimes.environments,
             metrics=self.metrics,
             callbacks=self.callbacks,
             learned=self.history.describe,
             configure=self.registry.configure,
             sandboxes=self._sandboxes,
-            models=self.hands.model.resources,
+            models=self.runtimes.model.resources,
             unready=self._unready,
         )
 
+    async def open(self, closers: AsyncExitStack) -> None:
+        """Start the engine, take up what an earlier gateway left, and open the gRPC door."""
+        await self.engine.start()
+        self._models.report()
+        self._trajectories.tell(self.engine)
+        closers.push_async_callback(self.engine.close)
+        closers.callback(self._save_history)
+        recovered = {**await self.restart.recover(), **self._adopted}
+        await self.grpc.open(self._grpc_socket)
+        closers.push_async_callback(self.grpc.close)
+        chores = (
+            self._save_history_for_ever(),
+            prune_for_ever(self.store, self.config.server.retention, self.wall),
+            self.callbacks.sweep_for_ever(),
+        )
+        for chore in chores:
+            closers.push_async_callback(_ended, asyncio.create_task(chore))
+        loop = asyncio.get_running_loop()
+        if threading.current_thread() is threading.main_thread():  # signals arrive nowhere else
+            loop.add_signal_handler(signal.SIGTERM, self.stop, True)
+            loop.add_signal_handler(signal.SIGINT, self.stop)
+        self._announce(recovered)
+
+    async def serve(self) -> None:
+        """Serve until SIGTERM, SIGINT or `stop`, then drain.
+
+        Raises CodedError if a bug has stopped the scheduler: the next gateway goes on from the record.
+        """
+        gc.set_threshold(*COLLECT_EVERY)
+        app, connections, streams_max = HttpApp(self.services), self.connections["http"], self.config.server.streams_max
+        serving = asyncio.create_task(
+            serve(app, self._http_socket, self._closing.wait, CLOSE_GRACE_S, connections, streams_max)
+        )
+        try:
+            await asyncio.wait(
+                {serving, asyncio.ensure_future(self._stopping.wait())}, return_when=asyncio.FIRST_COMPLETED
+            )
+            await self._drain()
+        finally:
+            self._closing.set()
+            await asyncio.gather(serving, return_exceptions=True)
+        if self.engine.fault is not None:
+            raise CodedError(f"{self.engine.fault}; the log tells more", component="engine")
+
+    def stop(self, keep_environments: bool = False) -> None:
+        """Take no new work, let what runs end within the grace, keep the rest for the next gateway.
+
+        SIGTERM keeps the trajectories' sandboxes too, for an orchestrator starts the next gateway; SIGINT does not,
+        for a person has ended it. A sandbox that no gateway comes for ends itself.
+        """
+        if keep_environments:
+            self.runtimes.environments.keep()
+        self.admission.draining = True
+        self._stopping.set()
+
+    async def _drain(self) -> None:
+        grace_s = self.config.server.drain_grace_s if self.engine.fault is None else 0.0
+        self._log.info("draining", living=len(self.invocations.living), grace_s=grace_s)
+        self.grpc.drain()
+        left = await self.restart.drain(grace_s)
+        self._log.info("drained", left_for_the_next_gateway=left)
+
+    @property
+    def http_port(self) -> int:
+        return int(self._http_socket.getsockname()[1])
+
+    @property
+    def grpc_port(self) -> int:
+        return int(self._grpc_socket.getsockname()[1])
+
+    # What the parts tell each other
+
+    def _switched(self, config: GatewayConfig) -> None:
+        changed = Reconfigured(
+            tasks=config.tasks,
+            resources=config.resources,
+            function_bounds=_bounds(config),
+            services=self._models.services,
+        )
+        self.engine.tell(changed)
+        self._log.info("configuration applied", functions=len(config.functions))
+
     def _sandboxes(self) -> Mapping[str, object]:
-        described = plain(self.hands.provider.info)
+        described = plain(self.runtimes.provider.info)
         assert isinstance(described, dict)
         return described
 
@@ -386,7 +342,7 @@ class App:
         watch("tangram_log_records_dropped", dropped, lambda: self.store.log_records_dropped, counter=True)
         slow = "Followers dropped because they did not read"
         watch("tangram_log_followers_dropped", slow, lambda: self.logs.followers_dropped, counter=True)
-        for door, counted in self._connections.items():
+        for door, counted in self.connections.items():
             self._watch_connections(door, counted)
         watch("tangram_input_bytes_held", "Bytes of inputs that arrive or live", lambda: self.held.bytes)
         watch("tangram_living", "Invocations that have not ended", lambda: len(self.invocations.living))
@@ -424,33 +380,26 @@ class App:
     def _save_history(self) -> None:
         self.store.save_document(HISTORY, orjson.dumps(self.history.to_json()).decode())
 
-    def _retention(self) -> RetentionSpec:
-        kept = self.config.server.retention
-        return RetentionSpec(
-            records_age_s=kept.records_age_s,
-            records_bytes=kept.records_bytes,
-            logs_age_s=kept.logs_age_s,
-            logs_bytes=kept.logs_bytes,
-            interval_s=kept.interval_s,
-        )
-
     def _announce(self, recovered: Mapping[str, int]) -> None:
-        info, node = self.hands.provider.info, self.node
-        assert node is not None
+        info = self.runtimes.provider.info
         self._log.info(
             "serving",
-            http=_address(self._sockets[0]),
-            grpc=_address(self._sockets[1]),
+            http=_address(self._http_socket),
+            grpc=_address(self._grpc_socket),
             auth="bearer token" if self.config.server.token else "none: this machine only",
             sandboxes=info.kind,
             engine=info.engine,
             isolation=info.isolation,
-            cores=node.cores,
-            devices=node.devices,
+            cores=self.node.cores,
+            devices=self.node.devices,
             functions=len(self.config.functions),
             durability=self.config.server.durability,
             recovered={verdict: count for verdict, count in recovered.items() if count},
         )
+
+
+def _bounds(config: GatewayConfig) -> Mapping[str, int]:
+    return {name: spec.max_queued for name, spec in config.functions.items()}
 
 
 async def _ended(task: asyncio.Task[None]) -> None:

@@ -10,16 +10,14 @@ from pathlib import Path
 import orjson
 
 from gateway.config import load as gateway_config
+from gateway.config.derive import key_of
 from gateway.config.load import ConfigSource, GatewayConfig
 from manager.config import NodeSpec
 from manager.errors import CodedError, InvalidConfig, NotFound, Unsatisfiable, Unsupported
 from manager.formulation import check_satisfiable
 from manager.function import FunctionSpec
+from manager.setting import settings_of
 
-#: Sections that are read once, at the start.
-FIXED_SECTIONS = ("server", "node", "sandbox", "models", "scheduler")
-#: Keys of those sections that only fill in functions, and may therefore change.
-_SANDBOX_RUNS_ON = ("provider", "max_starting", "engine_silence_s", "docker")
 #: Functions whose preparation runs at once.
 PREPARE_CONCURRENCY = 4
 
@@ -67,18 +65,15 @@ class Registry:
         *,
         prepare: Prepare,
         nodes: Callable[[], tuple[NodeSpec, ...]],
-        switched: Callable[[GatewayConfig], None] = lambda config: None,
         paths: Sequence[Path] = (),
         env: Mapping[str, str] | None = None,
     ) -> None:
-        """``switched`` is told of a new configuration the moment it is current; it must not wait or raise.
-
-        ``paths`` and ``env`` are what the server was started from, for `configure`.
-        """
+        """``paths`` and ``env`` are what the server was started from, for `configure`."""
         self._config = config
         self._prepare = prepare
         self._nodes = nodes
-        self._switched = switched
+        #: Are told of a new configuration the moment it is current; they must not wait or raise.
+        self.on_switch: list[Callable[[GatewayConfig], None]] = []
         self._paths = tuple(paths)
         self._env = dict(env or {})
         self._applying = asyncio.Lock()
@@ -137,7 +132,8 @@ class Registry:
                 )
             await self._make_ready(new, [new.functions[name] for name in (*diff.added, *diff.changed)])
             self._config = new
-            self._switched(new)
+            for switched in self.on_switch:
+                switched(new)
             return diff
 
     async def configure(self, document: bytes, dry_run: bool) -> dict[str, object]:
@@ -215,13 +211,12 @@ def _differing(old: Mapping[str, object], new: Mapping[str, object]) -> tuple[st
 
 
 def _fixed_differences(old: GatewayConfig, new: GatewayConfig) -> list[str]:
-    """Key paths that differ among what is read at the start only."""
-    found = []
-    for section in FIXED_SECTIONS:
-        before, after = getattr(old, section), getattr(new, section)
-        for name, described in type(before).model_fields.items():
-            if section == "sandbox" and name not in _SANDBOX_RUNS_ON:
-                continue
-            if getattr(before, name) != getattr(after, name):
-                found.append(f"{section}.{described.validation_alias or name}")
-    return found
+    """Key paths that differ among what is read at the start only; the sandbox's defaults only fill in functions."""
+    pairs = [(name, getattr(old, name), getattr(new, name)) for name in ("server", "node", "models", "scheduler")]
+    pairs.append(("sandbox", old.sandbox.provider, new.sandbox.provider))
+    return [
+        f"{section}.{key_of(name, setting)}"
+        for section, before, after in pairs
+        for name, _, setting in settings_of(before.__class__)
+        if getattr(before, name) != getattr(after, name)
+    ]

@@ -1,26 +1,29 @@
-"""The hands: the five runtimes, made from the configuration; heavy libraries are imported only when they are used."""
+"""The runtimes, made from the configuration; heavy libraries are imported only when they are used."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from gateway.config.load import GatewayConfig
 from manager.clock import Clock
 from manager.config import ServiceSpec
+from manager.engine import Engine
+from manager.events import Reconfigured
 from manager.function import FunctionSpec, RuntimeKind
 from runtimes.api.runtime import ApiRuntime
 from runtimes.api.secrets import Secrets
 from runtimes.local import LocalExecutor
-from runtimes.model.runtime import ModelRuntime, OnResidency
+from runtimes.model.runtime import ModelRuntime
 from runtimes.model.settings import ModelSettings
 from runtimes.runtime import Runtime
 from runtimes.sandbox.environments import Environments, EnvironmentSettings
 from runtimes.sandbox.exec.runtime import ExecRuntime
 from runtimes.sandbox.handler.instance import HandlerSettings
 from runtimes.sandbox.handler.runtime import HandlerRuntime
-from runtimes.sandbox.provider import DockerSettings, ProviderSettings, make_provider
+from runtimes.sandbox.provider import make_provider
 from runtimes.sandbox.pytest.runtime import PytestRuntime
 from runtimes.sandbox.sandbox import Provider
 
@@ -51,26 +54,49 @@ class Runtimes:
             closers.push_async_callback(self.executor.close)
 
 
-def make_runtimes(config: GatewayConfig, clock: Clock, on_residency: OnResidency) -> Runtimes:
-    """The hands of this machine; raises InvalidConfig or Unsupported where its sandboxes cannot be made."""
-    default = config.sandbox.spec(config.sandbox)
-    provider = make_provider(
-        ProviderSettings(
-            kind=config.sandbox.provider,
-            state_dir=config.server.state_dir / "sandboxes",
-            max_starting=config.sandbox.max_starting,
-            engine_silence_s=config.sandbox.engine_silence_s,
-            docker=DockerSettings(
-                host=config.sandbox.docker.host,
-                transport=config.sandbox.docker.transport,
-                copy_limit_bytes=config.sandbox.docker.copy_limit_bytes,
-            ),
-        )
-    )
+class ModelServices:
+    """What the scheduler must know of the model services: what each costs, and where it is resident."""
+
+    def __init__(self, runtimes: Runtimes) -> None:
+        self._runtimes = runtimes
+        #: Every service that was made ready.
+        self.services: dict[str, ServiceSpec] = {}
+        runtimes.model.on_footprint = self._keep
+
+    async def prepare(self, function: FunctionSpec) -> None:
+        """Make a function ready; raises the typed error of one that cannot run here."""
+        await self._runtimes.prepare(function)
+        service = await self._runtimes.service(function)
+        if service is not None:
+            self._keep(service)
+
+    def report_to(self, engine: Engine, node: str) -> None:
+        """Tell the engine from now on of what is learned and of what comes and goes on the node's devices."""
+
+        def learn(service: ServiceSpec) -> None:
+            self._keep(service)
+            engine.tell(Reconfigured(services={service.name: service}))
+
+        self._runtimes.model.on_footprint = learn
+        self._runtimes.model.on_residency = partial(engine.report_residency, node)
+
+    def report(self) -> None:
+        """Tell the engine of all that is resident now."""
+        if self._runtimes.model.on_residency is not None:
+            self._runtimes.model.on_residency(self._runtimes.model.residency())
+
+    def _keep(self, service: ServiceSpec) -> None:
+        self.services[service.name] = service
+
+
+def make_runtimes(config: GatewayConfig, clock: Clock) -> Runtimes:
+    """The runtimes of this machine; raises InvalidConfig or Unsupported if its sandboxes cannot be made."""
+    default, state_dir = config.sandbox.default, config.server.state_dir
+    provider = make_provider(replace(config.sandbox.provider, state_dir=state_dir / "sandboxes"))
     environments = Environments(provider, EnvironmentSettings(default=default), clock)
     handlers = HandlerRuntime(provider, HandlerSettings(sandbox=default))
     environments.exclude(lambda: handlers.sandboxes)
-    model = ModelRuntime(model_settings(config), on_residency=on_residency)
+    model = ModelRuntime(model_settings(config))
     runtimes: dict[RuntimeKind, Runtime] = {
         RuntimeKind.EXEC: ExecRuntime(environments),
         RuntimeKind.PYTEST: PytestRuntime(environments),
@@ -89,12 +115,11 @@ def make_runtimes(config: GatewayConfig, clock: Clock, on_residency: OnResidency
 def model_settings(config: GatewayConfig) -> ModelSettings:
     """The model runtime's settings from the YAML's ``node.devices`` and ``models``."""
     devices = config.node.devices
-    return ModelSettings(
+    return replace(
+        config.models,
         device=devices.kind,
         devices=devices.count or 0,
         device_bytes=devices.memory_bytes or 0,
-        host_bytes=config.models.host_memory_bytes or 0,
-        stuck_s=config.models.stuck_s,
         state_dir=config.server.state_dir / "models",
         node=config.node.name,
     )

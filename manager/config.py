@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Annotated
 
 from manager.resources.declared import ResourceSpec
 from manager.scheduler.policy import PolicySpec
+from manager.setting import Setting
+
+#: Name of a resource, a policy or a node.
+ResourceName = Annotated[str, Setting(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}$")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,10 +36,11 @@ class NodeSpec:
 class TaskSpec:
     """An RL task: its share and its bounds."""
 
-    weight: float = 1.0
-    max_queued: int = 4096
-    #: Most units of a resource kind that its actions hold together; absent means no cap.
-    caps: Mapping[str, int] = field(default_factory=dict)
+    weight: Annotated[float, Setting("share of a contended resource, relative to the other tasks", gt=0, le=1e6)] = 1.0
+    max_queued: Annotated[int, Setting("most waiting actions; beyond it 429", ge=1)] = 4096
+    caps: Annotated[
+        Mapping[ResourceName, Annotated[int, Setting(ge=1)]], Setting("most units of a resource held together")
+    ] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,18 +60,19 @@ class ServiceSpec:
 class SchedulerSpec:
     """The policies and the bounds of the queue."""
 
-    #: Policy by resource kind (``cpu``, ``gpu``); ``default`` for the others.
-    policies: Mapping[str, PolicySpec] = field(default_factory=lambda: {"default": PolicySpec()})
-    #: FCFS over the whole resource vector, as the paper's text has it (docs/SCHEDULING.md R1); for comparison only.
-    strict: bool = False
-    #: Most actions that wait in all; beyond it submissions are refused.
-    max_queued: int = 65536
-    #: Most living trajectories; beyond it an action of another one is refused.
-    trajectories_max: int = 65536
-    #: Most waiting actions of one pool that a policy is shown.
-    queue_window: int = 2048
-    #: Whether services in use are copied into free memory of idle devices.
-    replicate: bool = True
+    #: By resource kind (``cpu``, ``gpu``); ``default`` for the others.
+    policies: Annotated[
+        Mapping[str, PolicySpec],
+        Setting("one policy, or one by resource ({cpu: adaptive, gpu: price, default: price})", key="policy"),
+    ] = field(default_factory=lambda: {"default": PolicySpec()})
+    #: docs/SCHEDULING.md R1; for comparison only.
+    strict: Annotated[bool, Setting("FCFS over all resources at once, as in the paper's text; slower")] = False
+    max_queued: Annotated[int, Setting("most actions that wait in all", ge=1)] = 65536
+    trajectories_max: Annotated[int, Setting("most living trajectories; beyond it 503", ge=1)] = 65536
+    queue_window: Annotated[int, Setting("most waiting actions that a policy is shown", ge=1)] = 2048
+    replicate: Annotated[bool, Setting("copy models in use into free memory of idle devices; the copies go first")] = (
+        True
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

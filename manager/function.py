@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import Annotated, Literal
 
 from manager.action import Elasticity, UnitSet
 from manager.errors import Reason
+from manager.setting import Setting
 
 
 class RuntimeKind(StrEnum):
@@ -46,45 +48,44 @@ class Background(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Warm:
-    """Bounds of a warm pool, counted in sandboxes or instances."""
+    """Sandboxes or instances kept ready."""
 
-    min: int = 0
-    max: int = 0
+    min: Annotated[int, Setting("always kept ready", ge=0)] = 0
+    max: Annotated[int, Setting("most kept ready", ge=0)] = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxSpec:
-    """The environment of a trajectory (or of a handler's instance)."""
+    """A function's sandbox; what is left out comes from the server's ``sandbox`` section."""
 
-    image: str = ""
-    memory_bytes: int = 512 * 2**20
-    network: Network = Network.NONE
-    #: With ``network: egress``: host names or CIDR blocks; empty allows all.
-    allow: tuple[str, ...] = ()
-    user: str = "1000"
-    pids: int = 256
-    disk_bytes: int = 2 * 2**30
-    shm_bytes: int = 64 * 2**20
-    workdir: str = "/workspace"
-    env: Mapping[str, str] = field(default_factory=dict)
-    isolation: Isolation = Isolation.ANY
-    background: Background = Background.FREEZE
-    idle_ttl_s: float = 1800.0
-    #: Seconds that a command of an asynchronous or keyed call runs on without its gateway; 0 ends it at once.
-    unattended_s: float = 600.0
-    warm: Warm = Warm()
+    image: Annotated[str, Setting("container image")] = ""
+    memory_bytes: Annotated[int, Setting("bytes, held for the life of the trajectory")] = 512 * 2**20
+    network: Annotated[Network, Setting("what it may reach")] = Network.NONE
+    allow: Annotated[tuple[str, ...], Setting("with egress: hosts or CIDR blocks; empty allows all")] = ()
+    user: Annotated[str, Setting("user name or id inside", number_too=True)] = "1000"
+    pids: Annotated[int, Setting("most processes and threads", ge=1)] = 256
+    disk_bytes: Annotated[int, Setting("bytes it may write")] = 2 * 2**30
+    shm_bytes: Annotated[int, Setting("bytes of /dev/shm")] = 64 * 2**20
+    workdir: Annotated[str, Setting("working directory, absolute", pattern=r"^/")] = "/workspace"
+    env: Annotated[Mapping[str, str], Setting("environment variables")] = field(default_factory=dict)
+    isolation: Annotated[Isolation, Setting("container refuses to run without one")] = Isolation.ANY
+    background: Annotated[Background, Setting("its processes between two actions")] = Background.FREEZE
+    idle_ttl_s: Annotated[float, Setting("a trajectory ends after this time without an action")] = 1800.0
+    unattended_s: Annotated[
+        float, Setting("a durable call's command runs on so long without its gateway, for the next to take over")
+    ] = 600.0
+    warm: Annotated[Warm, Setting("sandboxes kept ready")] = Warm()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PytestSpec:
     """How a test suite is run."""
 
-    #: Options added to every run, for example ``-p no:cacheprovider``.
-    args: tuple[str, ...] = ()
-    #: pytest-xdist's ``--dist``.
-    dist: str = "worksteal"
-    #: Most workers that are ever started, whatever was granted.
-    max_workers: int = 64
+    args: Annotated[tuple[str, ...], Setting("options added to every run")] = ()
+    dist: Annotated[
+        Literal["load", "loadscope", "loadfile", "loadgroup", "worksteal", "no"], Setting("pytest-xdist's --dist")
+    ] = "worksteal"
+    max_workers: Annotated[int, Setting("most workers, whatever was granted", ge=1)] = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,10 +97,10 @@ class HandlerSpec:
     #: Host directory of the function (the one that holds function.yaml), mounted read-only.
     directory: Path
     #: Actions that one instance executes at a time.
-    per_instance: int = 1
-    instances_min: int = 0
-    instances_max: int = 8
-    idle_s: float = 300.0
+    per_instance: int
+    instances_min: int
+    instances_max: int
+    idle_s: float
 
 
 class ModelAction(StrEnum):
@@ -115,17 +116,15 @@ class ModelAction(StrEnum):
 class ModelSpec:
     """A checkpoint (Hugging Face layout, safetensors only), or an external engine, and what is asked of it."""
 
-    path: Path
-    action: ModelAction
-    #: torch dtype name, for example ``float32`` or ``bfloat16``; empty keeps the checkpoint's.
-    dtype: str = ""
-    max_tokens: int = 8192
-    #: Over-long input: ``error`` or ``truncate``.
-    overlong: str = "error"
-    #: Tokens of one packed batch.
-    batch_tokens: int = 16384
-    #: Bound of generated tokens (``generate`` only).
-    max_new_tokens: int = 512
+    path: Annotated[
+        Path, Setting("directory with config.json and *.safetensors; the model's name on an engine", min_length=1)
+    ]
+    action: Annotated[ModelAction, Setting("score, logprobs, generate or embed")]
+    dtype: Annotated[Literal["", "float32", "float16", "bfloat16"], Setting("the checkpoint's own by default")] = ""
+    max_tokens: Annotated[int, Setting("most tokens of one text", ge=1)] = 8192
+    overlong: Annotated[Literal["error", "truncate"], Setting("what happens to a longer text")] = "error"
+    batch_tokens: Annotated[int, Setting("tokens of one packed batch", ge=1)] = 16384
+    max_new_tokens: Annotated[int, Setting("most generated tokens", ge=1)] = 512
     #: External engine: base URL of an OpenAI-compatible server and its sleep and wake paths; empty runs in-house.
     engine_url: str = ""
     sleep_path: str = ""
@@ -138,43 +137,46 @@ class ModelSpec:
         return ":".join(filter(None, (self.engine_url or str(self.path), head, self.dtype)))
 
 
+#: Of an answer.
+HttpStatus = Annotated[int, Setting(ge=100, le=599)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestSpec:
-    """A templated HTTP call. The host is fixed by the YAML; ``{name}`` comes from the input, quoted."""
+    """A templated HTTP call; ``{name}`` comes from the input, ``${secret:NAME}`` from the server."""
 
-    method: str
-    url: str
-    headers: Mapping[str, str] = field(default_factory=dict)
-    #: JSON template of the body; strings may hold ``{name}``. None sends no body.
-    json: object = None
-    #: Statuses that are an answer and no failure, besides 2xx.
-    accept: tuple[int, ...] = ()
-    response_limit_bytes: int = 4 * 2**20
+    method: Annotated[Literal["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"], Setting("HTTP method")] = "GET"
+    url: Annotated[str, Setting("URL; scheme, host and port are fixed")]
+    headers: Annotated[Mapping[str, str], Setting("headers")] = field(default_factory=dict)
+    json: Annotated[object, Setting("JSON template of the body")] = None
+    accept: Annotated[tuple[HttpStatus, ...], Setting("answers besides 2xx")] = ()
+    response_limit_bytes: Annotated[int, Setting("largest answer")] = 4 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DurationSpec:
     """What is known of the duration before anything is measured."""
 
-    #: ``learned`` or ``declared``.
-    profile: str = "learned"
-    #: Name of the input field whose value keys the learning (for example ``suite``); empty learns per function.
-    key: str = ""
-    #: Seconds with one unit, the prior (learned) or the truth (declared); None when nothing is known.
-    initial_s: float | None = None
+    profile: Annotated[Literal["learned", "declared"], Setting("learned from history, or as declared")] = "learned"
+    key: Annotated[str, Setting("input field whose value keys the learning, for example suite")] = ""
+    initial_s: Annotated[float | None, Setting("with one unit")] = None
+
+    def __post_init__(self) -> None:
+        if self.profile == "declared" and self.initial_s is None:
+            raise ValueError("a declared duration needs initial")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetrySpec:
     """Tries after a failure."""
 
-    max_attempts: int = 1
-    backoff_s: float = 1.0
-    backoff_max_s: float = 60.0
-    #: ``full`` or ``none``.
-    jitter: str = "full"
-    #: Reasons that are tried again.
-    on: tuple[Reason, ...] = ()
+    max_attempts: Annotated[int, Setting("tries in all", ge=1, le=100)] = 1
+    backoff_s: Annotated[float, Setting("first wait, doubled each time")] = 1.0
+    backoff_max_s: Annotated[float, Setting("longest wait")] = 60.0
+    jitter: Annotated[Literal["full", "none"], Setting("full waits a random part of the time")] = "full"
+    on: Annotated[
+        tuple[Reason, ...], Setting("reasons, and HTTP statuses of an api function, that are tried again")
+    ] = ()
     #: HTTP statuses of an api function that are tried again.
     on_status: tuple[int, ...] = ()
 
@@ -187,24 +189,26 @@ class FunctionSpec:
     runtime: RuntimeKind
     #: Digest of the definition (and of the handler's source): a change serves new invocations only.
     revision: str = ""
-    description: str = ""
+    description: Annotated[str, Setting("one line for people")] = ""
     cost: Mapping[str, UnitSet] = field(default_factory=dict)
     #: The key elasticity resource; None for a rigid function.
     key: str | None = None
     #: Declared elasticity; None means learned (if there is a key).
     elasticity: Elasticity | None = None
-    duration: DurationSpec = DurationSpec()
-    #: JSON Schema of the input; None takes what the runtime takes.
-    input_schema: Mapping[str, object] | None = None
-    #: JSON Schema of the result as its callers are told it; None tells what the runtime returns. It is not checked.
-    result_schema: Mapping[str, object] | None = None
-    timeout_s: float = 60.0
-    queue_timeout_s: float = 600.0
-    idempotent: bool = False
-    max_queued: int = 1024
-    output_limit_bytes: int = 1 * 2**20
-    log_limit_bytes: int = 4 * 2**20
-    retry: RetrySpec = RetrySpec()
+    duration: Annotated[DurationSpec, Setting("what is known of the duration")] = DurationSpec()
+    #: None takes what the runtime takes.
+    input_schema: Annotated[Mapping[str, object] | None, Setting("JSON Schema of the input", key="input")] = None
+    #: None tells what the runtime returns.
+    result_schema: Annotated[
+        Mapping[str, object] | None, Setting("JSON Schema of the result, told to callers and not checked", key="result")
+    ] = None
+    timeout_s: Annotated[float, Setting("execution only", gt=0)] = 60.0
+    queue_timeout_s: Annotated[float, Setting("waiting only", gt=0)] = 600.0
+    idempotent: Annotated[bool, Setting("may be run again after a node or the gateway is lost")] = False
+    max_queued: Annotated[int, Setting("most waiting invocations; beyond it 429", ge=1)] = 1024
+    output_limit_bytes: Annotated[int, Setting("largest result")] = 1 * 2**20
+    log_limit_bytes: Annotated[int, Setting("log kept of one invocation")] = 4 * 2**20
+    retry: Annotated[RetrySpec, Setting("tries after a failure")] = RetrySpec()
     sandbox: SandboxSpec | None = None
     pytest: PytestSpec | None = None
     handler: HandlerSpec | None = None

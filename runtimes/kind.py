@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -14,6 +16,23 @@ Schema = Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeclarationSite:
+    """Where a function is declared, and what is found wrong with it there."""
+
+    #: Directory of its YAML file, where a handler's module stands.
+    directory: Path
+    #: Where relative paths of models begin; the directory if None.
+    models_dir: Path | None
+    #: Whether handlers and checkpoints must exist on this machine.
+    look: bool
+    #: (key path in the function, what is wrong there).
+    problems: list[tuple[tuple[object, ...], str]] = field(default_factory=list)
+
+    def refuse(self, path: tuple[object, ...], message: str) -> None:
+        self.problems.append((path, message))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
     """One runtime kind. A new one is its module, its row in `runtimes.kinds`, and its tests."""
 
@@ -21,6 +40,16 @@ class Kind:
     name: str
     #: What it does, in a line for people.
     meaning: str
+    #: A frozen dataclass whose settings are the keys that functions of this kind alone have.
+    section: type | None = None
+    #: What the ``sandbox`` of such a function is to it; without one there is no such key.
+    sandbox: str = ""
+    #: The resource of which it takes one unit if its cost says nothing; None for nothing.
+    cost: str | None = "cpu"
+    #: The fields of its `FunctionSpec` from its section. Any: an instance of ``section``.
+    spec: Callable[[Any, DeclarationSite], Mapping[str, object]] = lambda section, place: {}
+    #: A digest of what the definition points to on disk, part of the revision; raises OSError or ValueError.
+    source: Callable[[FunctionSpec], str] = lambda function: ""
     #: What a function of this kind takes; None if any JSON object will do.
     input_schema: Callable[[FunctionSpec], Schema | None]
     #: What a function of this kind returns; None if that is the function's own affair.

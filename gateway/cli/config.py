@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -29,13 +28,13 @@ def serve(paths: tuple[Path, ...], log_level: str) -> None:
 
     logs.configure(log_level)
     chosen = paths or (Path(),)
-    gateway = load.load(chosen, os.environ)
-    uvloop.run(_serve(app.build(gateway, paths=chosen, env=os.environ)))
+    config = load.load(chosen, os.environ)
 
+    async def run() -> None:
+        async with app.gateway(config, paths=chosen, env=os.environ) as running:
+            await running.serve()
 
-async def _serve(app: Any) -> None:
-    """Any: importing its class would load everything before the options are read."""
-    await app.serve()
+    uvloop.run(run())
 
 
 @click.command()

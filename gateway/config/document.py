@@ -8,46 +8,23 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError, create_model
 from pydantic_core import ErrorDetails
 
-from gateway import wire
-from gateway.config import quantities
 from gateway.config.declared import RESOURCE
+from gateway.config.derive import Section, section_of
+from gateway.config.forms import Name, Scheduler
 from gateway.config.functions import Function
-from gateway.config.sections import (
-    ModelsConfig,
-    Name,
-    NodeConfig,
-    SandboxConfig,
-    SchedulerConfig,
-    Section,
-    ServerConfig,
-    TaskSection,
-)
+from gateway.config.sections import NodeConfig, SandboxConfig, SchedulerConfig, ServerConfig
 from gateway.config.yaml import KeyPath, Position, Problem, walk_up
+from manager.config import TaskSpec
+from runtimes.model.settings import ModelSettings
+from tangram.types import quantities
 
 #: Kinds that the machine itself has; a cost may name them without a declaration.
 MACHINE_KINDS = ("cpu", "gpu")
 
-FunctionName = Annotated[str, Field(pattern=f"^{wire.NAME.pattern}$")]
-
-
-class ConfigDocument(Section):
-    """Any of the files: they are merged, and nothing may be given twice."""
-
-    version: Literal[1] = Field(default=1, description="version of this format")
-    server: ServerConfig = Field(default=ServerConfig(), description="doors, record and their bounds")
-    node: NodeConfig = Field(default=NodeConfig(), description="this machine as the scheduler sees it")
-    sandbox: SandboxConfig = Field(default=SandboxConfig(), description="how sandboxes are made, and their defaults")
-    models: ModelsConfig = Field(default=ModelsConfig(), description="bounds of the model runtime")
-    scheduler: SchedulerConfig = Field(default=SchedulerConfig(), description="policies and bounds of the queue")
-    resources: dict[Name, RESOURCE] = Field(
-        default={}, description="quotas and bounds besides the machine's cpu and gpu"
-    )
-    tasks: dict[FunctionName, TaskSection] = Field(default={}, description="RL tasks")
-    functions: dict[FunctionName, Function] = Field(default={}, description="functions by name")
-
+FunctionName = Annotated[str, Field(pattern=f"^{quantities.NAME_PATTERN}$")]
 
 #: Keys that an earlier version took, and what to do about them.
 _REMOVED: Mapping[KeyPath, str] = {
@@ -61,31 +38,39 @@ _REMOVED: Mapping[KeyPath, str] = {
 #: Checks one kind of value. Any: what comes out is told by its class.
 Adapter = TypeAdapter[Any]
 
-#: Sections whose entries may come from several files; all other sections come from one.
-MAPS: Mapping[str, Adapter] = {
-    "resources": TypeAdapter(RESOURCE),
-    "tasks": TypeAdapter(TaskSection),
-    "functions": TypeAdapter(Function),
+#: Sections that one file holds: form, default and meaning.
+_SECTIONS: Mapping[str, tuple[Any, object, str]] = {
+    "version": (Literal[1], 1, "version of this format"),
+    "server": (section_of(ServerConfig), ServerConfig(), "doors, record and their bounds"),
+    "node": (section_of(NodeConfig), NodeConfig(), "this machine as the scheduler sees it"),
+    "sandbox": (section_of(SandboxConfig), SandboxConfig(), "how sandboxes are made, and their defaults"),
+    "models": (section_of(ModelSettings), ModelSettings(), "bounds of the model runtime"),
+    "scheduler": (Scheduler, SchedulerConfig(), "policies and bounds of the queue"),
 }
-SECTIONS: Mapping[str, Adapter] = {
-    "version": TypeAdapter(Literal[1]),
-    "server": TypeAdapter(ServerConfig),
-    "node": TypeAdapter(NodeConfig),
-    "sandbox": TypeAdapter(SandboxConfig),
-    "models": TypeAdapter(ModelsConfig),
-    "scheduler": TypeAdapter(SchedulerConfig),
+#: Sections whose entries may come from several files: form of a name, form of an entry, and meaning.
+_MAPS: Mapping[str, tuple[Any, Any, str]] = {
+    "resources": (Name, RESOURCE, "quotas and bounds besides the machine's cpu and gpu"),
+    "tasks": (FunctionName, section_of(TaskSpec), "RL tasks"),
+    "functions": (FunctionName, Function, "functions by name"),
 }
-NAMES: Mapping[str, Adapter] = {
-    "resources": TypeAdapter(Name),
-    "tasks": TypeAdapter(FunctionName),
-    "functions": TypeAdapter(FunctionName),
-}
+SECTIONS: Mapping[str, Adapter] = {name: TypeAdapter(form) for name, (form, _, _) in _SECTIONS.items()}
+NAMES: Mapping[str, Adapter] = {name: TypeAdapter(form) for name, (form, _, _) in _MAPS.items()}
+MAPS: Mapping[str, Adapter] = {name: TypeAdapter(form) for name, (_, form, _) in _MAPS.items()}
 
 
 @cache
 def schema() -> dict[str, object]:
     """The JSON Schema of a file as it is written, variables not yet replaced."""
-    generated = ConfigDocument.model_json_schema(by_alias=True, mode="validation")
+    found: dict[str, Any] = {
+        name: (form, Field(default=default, description=meaning))
+        for name, (form, default, meaning) in _SECTIONS.items()
+    } | {
+        name: (dict[key, form], Field(default={}, description=meaning))  # type: ignore[valid-type]  # made at run time
+        for name, (key, form, meaning) in _MAPS.items()
+    }
+    doc = "Any of the files: they are merged, and nothing may be given twice."
+    document = create_model("ConfigDocument", __base__=Section, __doc__=doc, **found)
+    generated = document.model_json_schema(by_alias=True, mode="validation")
     generated["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     generated["title"] = "tangram configuration"
     _write_defaults(generated)

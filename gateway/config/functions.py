@@ -1,15 +1,30 @@
-"""A function's section of the YAML: one model for each runtime, chosen by ``runtime``."""
+"""A function's section of the YAML: what every function has, and the keys of its runtime's kind."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Annotated, Any, Literal, Union
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, WithJsonSchema, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Tag,
+    WithJsonSchema,
+    create_model,
+    model_validator,
+)
 
-from gateway.config.sections import Bytes, Count, Name, Positive, SandboxSection, Seconds, Section, refuse_boolean
+from gateway.config.derive import Section, given_of, model_of, refuse_boolean, section_of, values
+from gateway.config.forms import Name
 from manager.action import Amdahl, EfficiencyTable, Elasticity, UnitSet
 from manager.errors import Reason
-from manager.function import DurationSpec, ModelAction, PytestSpec, RetrySpec
+from manager.function import FunctionSpec, RetrySpec, SandboxSpec
+from runtimes.kind import Kind
+from runtimes.kinds import KINDS
 
 #: Most units of a resource that one action may ask for: the search for the best count grows with it.
 UNITS_MAX = 65536
@@ -88,25 +103,6 @@ class ElasticitySection(Section):
         return None if self.table is None else EfficiencyTable(tuple(sorted(self.table.items())))
 
 
-class DurationSection(Section):
-    """What is known of the duration before anything is measured."""
-
-    profile: Literal["learned", "declared"] = Field(
-        default="learned", description="learned from history, or as declared"
-    )
-    key: str = Field(default="", description="input field whose value keys the learning, for example suite")
-    initial_s: Seconds | None = Field(default=None, validation_alias="initial", description="with one unit")
-
-    @model_validator(mode="after")
-    def _declared_is_given(self) -> DurationSection:
-        if self.profile == "declared" and self.initial_s is None:
-            raise ValueError("a declared duration needs initial")
-        return self
-
-    def spec(self) -> DurationSpec:
-        return DurationSpec(profile=self.profile, key=self.key, initial_s=self.initial_s)
-
-
 def _reason_or_status(value: object) -> object:
     if isinstance(value, int) and not isinstance(value, bool) and 400 <= value <= 599:
         return value
@@ -115,195 +111,72 @@ def _reason_or_status(value: object) -> object:
     raise ValueError(f"{value!r} is neither a reason ({', '.join(Reason)}) nor an HTTP status from 400 to 599")
 
 
-class RetrySection(Section):
-    """Tries after a failure."""
-
-    max_attempts: Annotated[Positive, Field(le=100)] = Field(default=1, description="tries in all")
-    backoff_s: Seconds = Field(default=1.0, validation_alias="backoff", description="first wait, doubled each time")
-    backoff_max_s: Seconds = Field(default=60.0, validation_alias="backoff_max", description="longest wait")
-    jitter: Literal["full", "none"] = Field(default="full", description="full waits a random part of the time")
-    on: tuple[
-        Annotated[
-            Reason | int,
-            BeforeValidator(_reason_or_status),
-            WithJsonSchema({"enum": [*Reason, *range(400, 600)]}),
-        ],
-        ...,
-    ] = Field(default=(), description="reasons, and HTTP statuses of an api function, that are tried again")
-
-    @model_validator(mode="after")
-    def _says_on_what(self) -> RetrySection:
-        if self.max_attempts > 1 and not self.on:
-            raise ValueError("say on what it is tried again, for example on: [environment_lost, 503]")
-        return self
-
-    def spec(self) -> RetrySpec:
-        return RetrySpec(
-            max_attempts=self.max_attempts,
-            backoff_s=self.backoff_s,
-            backoff_max_s=self.backoff_max_s,
-            jitter=self.jitter,
-            on=tuple(each for each in self.on if isinstance(each, Reason)),
-            on_status=tuple(each for each in self.on if not isinstance(each, Reason)),
-        )
+def _parted(retry: RetrySpec) -> RetrySpec:
+    """Part what is tried again into reasons and statuses, which the YAML writes in one list."""
+    if retry.max_attempts > 1 and not retry.on:
+        raise ValueError("say on what it is tried again, for example on: [environment_lost, 503]")
+    reasons = tuple(each for each in retry.on if isinstance(each, Reason))
+    return replace(retry, on=reasons, on_status=tuple(int(each) for each in retry.on if each not in reasons))
 
 
-class FunctionBase(Section):
-    """What every runtime knows."""
+TriedAgain = Annotated[
+    Reason | int,
+    BeforeValidator(_reason_or_status),
+    WithJsonSchema({"enum": [*Reason, *range(400, 600)]}),
+]
+Retry: Any = Annotated[section_of(RetrySpec, on=tuple[TriedAgain, ...]), AfterValidator(_parted)]
 
-    description: str = Field(default="", description="one line for people")
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FunctionSection:
+    """A function as its section describes it."""
+
+    kind: Kind
+    #: Fields of its `FunctionSpec`.
+    settings: Mapping[str, Any]
+    cost: Mapping[str, UnitSet] | None
+    elasticity: ElasticitySection | None
+    #: The keys of its kind: an instance of its `Kind.section`.
+    own: object
+    #: What it says of its sandbox, by field; None for kinds without one.
+    sandbox: Mapping[str, Any] | None
+
+
+class _Costs(Section):
+    """What a function takes, and what that makes of its duration."""
+
     cost: dict[Name, Amount] | None = Field(
         default=None, description="units of each resource; one cpu (gpu for a model, nothing for an api) by default"
     )
     elasticity: ElasticitySection | None = Field(default=None, description="how more units make it faster")
-    duration: DurationSection = Field(default=DurationSection(), description="what is known of the duration")
-    input: dict[str, object] | None = Field(default=None, description="JSON Schema of the input")
-    result: dict[str, object] | None = Field(
-        default=None, description="JSON Schema of the result, told to callers and not checked"
-    )
-    timeout_s: Annotated[Seconds, Field(gt=0)] = Field(
-        default=60.0, validation_alias="timeout", description="execution only"
-    )
-    queue_timeout_s: Annotated[Seconds, Field(gt=0)] = Field(
-        default=600.0, validation_alias="queue_timeout", description="waiting only"
-    )
-    idempotent: bool = Field(default=False, description="may be run again after a node or the gateway is lost")
-    max_queued: Positive = Field(default=1024, description="most waiting invocations; beyond it 429")
-    output_limit_bytes: Bytes = Field(default=1 * 2**20, validation_alias="output_limit", description="largest result")
-    log_limit_bytes: Bytes = Field(
-        default=4 * 2**20, validation_alias="log_limit", description="log kept of one invocation"
-    )
-    retry: RetrySection = Field(default=RetrySection(), description="tries after a failure")
 
 
-class ExecFunction(FunctionBase):
-    """A shell command in the trajectory's sandbox."""
-
-    runtime: Literal["exec"] = Field(description="a shell command in the trajectory's sandbox")
-    sandbox: SandboxSection = Field(default=SandboxSection(), description="its environment")
+_Every = model_of(FunctionSpec, retry=Retry)
 
 
-class PytestSection(Section):
-    """How a test suite is run."""
-
-    args: tuple[str, ...] = Field(default=(), description="options added to every run")
-    dist: Literal["load", "loadscope", "loadfile", "loadgroup", "worksteal", "no"] = Field(
-        default="worksteal", description="pytest-xdist's --dist"
-    )
-    max_workers: Positive = Field(default=64, description="most workers, whatever was granted")
-
-    def spec(self) -> PytestSpec:
-        return PytestSpec(args=self.args, dist=self.dist, max_workers=self.max_workers)
-
-
-class PytestFunction(FunctionBase):
-    """A test suite in the trajectory's sandbox, with as many workers as cores were granted."""
-
-    runtime: Literal["pytest"] = Field(
-        description="a test suite in the trajectory's sandbox; its verdicts are the reward"
-    )
-    sandbox: SandboxSection = Field(default=SandboxSection(), description="its environment")
-    pytest: PytestSection = Field(default=PytestSection(), description="how the suite is run")
+def _form(kind: Kind) -> Any:
+    """Return the type that makes a `FunctionSection` of one kind."""
+    own = () if kind.section is None else (model_of(kind.section),)
+    found: dict[str, Any] = {"runtime": (Literal[kind.name], Field(description=kind.meaning))}
+    if kind.sandbox:
+        found["sandbox"] = (given_of(SandboxSpec), Field(default={}, description=kind.sandbox))
+    meaning = f"{kind.meaning[0].upper()}{kind.meaning[1:]}."
+    bases = (*own, _Every, _Costs)
+    model = create_model(f"{kind.name.title()}Function", __base__=bases, __doc__=meaning, **found)
+    return Annotated[model, AfterValidator(partial(_made, kind))]
 
 
-class InstanceConcurrency(Section):
-    """What one warm instance takes at a time."""
-
-    per_instance: Positive = Field(default=1, description="actions that one instance executes at once")
-
-
-class Scale(Section):
-    """How many warm instances there are."""
-
-    min: Count = Field(default=0, description="always kept")
-    max: Positive = Field(default=8, description="most at once")
-    idle_s: Seconds = Field(
-        default=300.0, validation_alias="idle", description="an instance above min ends after this time"
-    )
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Scale:
-        if self.min > self.max:
-            raise ValueError(f"min {self.min} is more than max {self.max}")
-        return self
-
-
-class HandlerFunction(FunctionBase):
-    """A Python function, imported once per warm instance."""
-
-    runtime: Literal["handler"] = Field(description="a Python function, imported once per warm instance")
-    handler: str = Field(
-        pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$",
-        description="module:callable beside the YAML file, called as callable(event, context)",
-    )
-    sandbox: SandboxSection = Field(default=SandboxSection(), description="the environment of an instance")
-    concurrency: InstanceConcurrency = Field(default=InstanceConcurrency(), description="actions of one instance")
-    scale: Scale = Field(default=Scale(), description="warm instances")
-
-
-class EngineSection(Section):
-    """An external, OpenAI-compatible engine instead of the in-house one.
-
-    It needs devices of its own: a gateway whose node has GPUs serves either external engines or its own models.
-    Where the engine computes was decided when it was started; the chunk of its action says when it may be awake.
-    """
-
-    url: str = Field(pattern=r"^https?://", description="base URL")
-    sleep: str = Field(default="", description="path posted to evict the model")
-    wake: str = Field(default="", description="path posted to restore the model")
-
-
-class ModelSection(Section):
-    """A checkpoint and what is asked of it."""
-
-    path: str = Field(
-        min_length=1, description="directory with config.json and *.safetensors; the model's name on an engine"
-    )
-    action: ModelAction = Field(description="score, logprobs, generate or embed")
-    dtype: Literal["", "float32", "float16", "bfloat16"] = Field(
-        default="", description="the checkpoint's own by default"
-    )
-    max_tokens: Positive = Field(default=8192, description="most tokens of one text")
-    overlong: Literal["error", "truncate"] = Field(default="error", description="what happens to a longer text")
-    batch_tokens: Positive = Field(default=16384, description="tokens of one packed batch")
-    max_new_tokens: Positive = Field(default=512, description="most generated tokens")
-    engine: EngineSection | None = Field(default=None, description="an external engine")
-
-
-class ModelFunction(FunctionBase):
-    """A model service on the GPUs (or on the CPU device)."""
-
-    runtime: Literal["model"] = Field(description="a model that is restored when it is needed and evicted when not")
-    model: ModelSection = Field(description="the checkpoint")
-
-
-def _status(value: int) -> int:
-    if not 100 <= value <= 599:
-        raise ValueError(f"{value} is no HTTP status")
-    return value
-
-
-class RequestSection(Section):
-    """A templated HTTP call; ``{name}`` comes from the input, ``${secret:NAME}`` from the server."""
-
-    method: Literal["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"] = Field(default="GET", description="HTTP method")
-    url: str = Field(description="URL; scheme, host and port are fixed")
-    headers: dict[str, str] = Field(default={}, description="headers")
-    # ``json`` would hide a method of pydantic's.
-    json_body: object = Field(default=None, validation_alias="json", description="JSON template of the body")
-    accept: tuple[Annotated[int, AfterValidator(_status)], ...] = Field(default=(), description="answers besides 2xx")
-    response_limit_bytes: Bytes = Field(
-        default=4 * 2**20, validation_alias="response_limit", description="largest answer"
+def _made(kind: Kind, checked: Any) -> FunctionSection:
+    cost = checked.cost
+    return FunctionSection(
+        kind=kind,
+        settings=values(FunctionSpec, checked),
+        cost=None if cost is None else {name: unit_set(amount) for name, amount in cost.items()},
+        elasticity=checked.elasticity,
+        own=None if kind.section is None else kind.section(**values(kind.section, checked)),
+        sandbox=checked.sandbox if kind.sandbox else None,
     )
 
 
-class ApiFunction(FunctionBase):
-    """A rate-limited call of an external service."""
-
-    runtime: Literal["api"] = Field(description="a templated HTTP call under quotas")
-    request: RequestSection = Field(description="the call")
-
-
-Function = Annotated[
-    ExecFunction | PytestFunction | HandlerFunction | ModelFunction | ApiFunction, Field(discriminator="runtime")
-]
+#: Any of the kinds, chosen by ``runtime``.
+Function: Any = Annotated[Union[tuple(map(_form, KINDS.values()))], Field(discriminator="runtime")]  # noqa: UP007

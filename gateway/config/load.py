@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -11,17 +11,9 @@ from gateway.auth import check_bind
 from gateway.config import yaml
 from gateway.config.declared import Resource
 from gateway.config.document import MAPS, NAMES, SECTIONS, Adapter, check, suggestion
-from gateway.config.functions import Function
+from gateway.config.functions import FunctionSection
 from gateway.config.resources import costed_kinds, resource_problems
-from gateway.config.sections import (
-    ModelsConfig,
-    NodeConfig,
-    SandboxConfig,
-    SchedulerConfig,
-    Section,
-    ServerConfig,
-    TaskSection,
-)
+from gateway.config.sections import NodeConfig, SandboxConfig, SchedulerConfig, ServerConfig
 from gateway.config.spec import function_spec
 from gateway.config.yaml import KeyPath, Position, Problem
 from manager.config import (
@@ -33,12 +25,14 @@ from manager.config import (
 from manager.errors import InvalidConfig
 from manager.function import FunctionSpec
 from manager.resources.declared import ResourceSpec
+from runtimes.kind import DeclarationSite
+from runtimes.model.settings import ModelSettings
 from tangram.types.config_files import files_of, nothing_there
 
 #: Most files of one configuration.
 FILES_MAX = 4096
 
-_SectionT = TypeVar("_SectionT", bound=Section)
+_SectionT = TypeVar("_SectionT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +54,7 @@ class GatewayConfig:
     server: ServerConfig = field(default_factory=ServerConfig)
     node: NodeConfig = field(default_factory=NodeConfig)
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
-    models: ModelsConfig = field(default_factory=ModelsConfig)
+    models: ModelSettings = field(default_factory=ModelSettings)
     #: Where each function is defined.
     origins: Mapping[str, Position] = field(default_factory=dict)
     #: The files that were read, absolute.
@@ -75,7 +69,7 @@ class GatewayConfig:
             resources=self.resources,
             tasks=self.tasks,
             services=services or {},
-            scheduler=self.scheduler.spec(),
+            scheduler=self.scheduler,
         )
 
 
@@ -219,20 +213,19 @@ class _Assembly:
         server = self._server()
         node = self._section("node", NodeConfig)
         sandbox = self._section("sandbox", SandboxConfig)
-        models = self._section("models", ModelsConfig)
+        models = self._section("models", ModelSettings)
         scheduler = self._section("scheduler", SchedulerConfig)
         resources = {name: cast(Resource, value) for name, value in self._valid("resources")}
         self._resource_problems(resources)
-        tasks = {name: cast(TaskSection, value) for name, value in self._valid("tasks")}
+        tasks = {name: cast(TaskSpec, value) for name, value in self._valid("tasks")}
         self._task_problems(tasks, scheduler)
-        models = models.model_copy(update={"dir": self._absolute("models", models.dir)})
-        topology = self._absolute("node", node.cpu.topology)
-        node = node.model_copy(update={"cpu": node.cpu.model_copy(update={"topology": topology})})
+        models = replace(models, dir=self._absolute("models", models.dir))
+        node = replace(node, cpu=replace(node.cpu, topology=self._absolute("node", node.cpu.topology)))
         functions = self._functions(resources, sandbox, models)
         self._engine_problems(functions, node)
         return GatewayConfig(
             functions=functions,
-            tasks={"default": TaskSpec()} | {name: task.spec() for name, task in tasks.items()},
+            tasks={"default": TaskSpec()} | tasks,
             resources={name: each.spec for name, each in resources.items()},
             scheduler=scheduler,
             server=server,
@@ -265,33 +258,27 @@ class _Assembly:
                 check_bind(server.host, token)
             except InvalidConfig as error:
                 self._refuse(self.sections["server"], error.message)
-        paths = {
-            name: self._absolute("server" if name in server.model_fields_set else "", getattr(server, name))
-            for name in ("token_file", "secrets_dir", "state_dir")
-        }
-        return server.model_copy(update={"token": token, **paths})
+        state_dir = self._absolute("server" if server.state_dir != ServerConfig().state_dir else "", server.state_dir)
+        assert state_dir is not None
+        return replace(
+            server,
+            token=token,
+            token_file=self._absolute("server", server.token_file),
+            secrets_dir=self._absolute("server", server.secrets_dir),
+            state_dir=state_dir,
+        )
 
     def _functions(
-        self, resources: Mapping[str, Resource], sandbox: SandboxConfig, models: ModelsConfig
+        self, resources: Mapping[str, Resource], sandbox: SandboxConfig, models: ModelSettings
     ) -> dict[str, FunctionSpec]:
         functions: dict[str, FunctionSpec] = {}
         kinds = costed_kinds(self.entries["resources"])
         for name, value in self._valid("functions"):
             entry = self.entries["functions"][name]
-            problems: list[tuple[KeyPath, str]] = []
-            spec = function_spec(
-                name,
-                cast(Function, value),
-                directory=entry.directory,
-                kinds=kinds,
-                resources=resources,
-                sandbox=sandbox,
-                models_dir=models.dir,
-                look=self.look,
-                problems=problems,
-            )
-            functions[name] = spec
-            for path, message in problems:
+            place = DeclarationSite(directory=entry.directory, models_dir=models.dir, look=self.look)
+            section = cast(FunctionSection, value)
+            functions[name] = function_spec(name, section, place, kinds=kinds, resources=resources, sandbox=sandbox)
+            for path, message in place.problems:
                 self._refuse(entry, message, path)
         return functions
 
@@ -313,16 +300,15 @@ class _Assembly:
         for name, path, message in resource_problems(resources, self.entries["resources"]):
             self._refuse(self.entries["resources"][name], message, path)
 
-    def _task_problems(self, tasks: Mapping[str, TaskSection], scheduler: SchedulerConfig) -> None:
+    def _task_problems(self, tasks: Mapping[str, TaskSpec], scheduler: SchedulerConfig) -> None:
         kinds = costed_kinds(self.entries["resources"])
         for name, task in tasks.items():
             for kind in task.caps.keys() - kinds:
                 message = f"{kind!r} is no resource{suggestion(kind, kinds)}"
                 self._refuse(self.entries["tasks"][name], message, ("caps", kind))
-        if isinstance(scheduler.policy, dict):
-            for kind in scheduler.policy.keys() - kinds - {"default"}:
-                message = f"{kind!r} is no resource{suggestion(kind, kinds | {'default'})}"
-                self._refuse(self.sections["scheduler"], message, ("policy", kind))
+        for kind in scheduler.policies.keys() - kinds - {"default"}:
+            message = f"{kind!r} is no resource{suggestion(kind, kinds | {'default'})}"
+            self._refuse(self.sections["scheduler"], message, ("policy", kind))
 
     def _section(self, name: str, model: type[_SectionT]) -> _SectionT:
         """The section, that of the base where it is absent, or its defaults."""

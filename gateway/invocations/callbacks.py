@@ -14,36 +14,23 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from urllib.parse import SplitResult, urlsplit
 
 import httpx
 import structlog
 
 from gateway import wire
+from gateway.config.sections import CallbacksSection
 from gateway.invocations.record import Record
 from gateway.store.store import Store
 from manager.errors import InvalidInput, StorageUnavailable
 from tangram.types.backoff import backoff_s
 
 BACKOFF_MAX_S = 300.0
+#: Seconds between two looks for callbacks that nobody holds.
+SWEEP_S = 5.0
 #: Deliveries in memory for each one that may be under way; the rest waits in the store.
 HELD_PER_SLOT = 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallbackSpec:
-    """Where callbacks may go, and how hard they try."""
-
-    #: ``host``, ``host:port`` or CIDR blocks; nothing is allowed by default.
-    allow: tuple[str, ...] = ()
-    secret: str = ""
-    timeout_s: float = 10.0
-    max_attempts: int = 8
-    backoff_s: float = 1.0
-    concurrency: int = 16
-    #: Seconds between two looks for callbacks that nobody holds.
-    sweep_s: float = 5.0
 
 
 class CallbackSender:
@@ -51,7 +38,7 @@ class CallbackSender:
 
     def __init__(
         self,
-        spec: CallbackSpec,
+        spec: CallbacksSection,
         store: Store,
         *,
         wall: Callable[[], float] = time.time,
@@ -85,7 +72,7 @@ class CallbackSender:
             while True:
                 with suppress(StorageUnavailable):  # the store tells of it; the next sweep tries again
                     await self._sweep()
-                await asyncio.sleep(self._spec.sweep_s)
+                await asyncio.sleep(SWEEP_S)
         finally:
             for task in list(self._held.values()):
                 task.cancel()

@@ -19,15 +19,6 @@ INSIDE = frozenset({RuntimeKind.EXEC, RuntimeKind.PYTEST})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InvocationSpec:
-    """Bounds of all invocations."""
-
-    idempotency_ttl_s: float = 86400.0
-    #: Age at which asynchronous work that still waits is given up; None for no bound.
-    max_age_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class InvocationRequest:
     """What a door asks for."""
 

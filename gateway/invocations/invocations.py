@@ -15,13 +15,13 @@ from dataclasses import replace
 
 import structlog
 
+from gateway.config.sections import ServerConfig
 from gateway.invocations.admission import Admission, HeldInputs
 from gateway.invocations.idempotency import Keys
 from gateway.invocations.inputs import Inputs
 from gateway.invocations.invocation import (
     FunctionLookup,
     InvocationRequest,
-    InvocationSpec,
     LiveInvocation,
     Observer,
     ended,
@@ -52,7 +52,7 @@ class Invocations:
     def __init__(
         self,
         *,
-        spec: InvocationSpec,
+        server: ServerConfig,
         functions: FunctionLookup,
         history: History,
         store: Store,
@@ -64,7 +64,7 @@ class Invocations:
         wall: Callable[[], float] = time.time,
         chance: Callable[[], float] = random.random,
     ) -> None:
-        self._spec = spec
+        self._server = server
         self._functions = functions
         self._history = history
         self._store = store
@@ -79,7 +79,7 @@ class Invocations:
         self._engine: Engine | None = None
         self._living: dict[int, LiveInvocation] = {}
         self._by_action: dict[str, LiveInvocation] = {}
-        self._keys = Keys(store, spec.idempotency_ttl_s, wall)
+        self._keys = Keys(store, server.idempotency_ttl_s, wall)
         self._closing = False
         #: Called with each ended record (callbacks).
         self.on_end: list[Callable[[Record], None]] = []
@@ -219,8 +219,8 @@ class Invocations:
     def _age_left_s(self, record: Record) -> float | None:
         """Seconds that asynchronous work may still wait; None without a bound."""
         asked = record.options.get("max_age_s")
-        age_s = asked if isinstance(asked, float) else self._spec.max_age_s
-        if age_s is None or record.mode is not Mode.ASYNC:
+        age_s = asked if isinstance(asked, float) else self._server.max_age_s
+        if record.mode is not Mode.ASYNC:
             return None
         return max(0.0, record.accepted_s + age_s - self._wall())
 

@@ -14,11 +14,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
 
 import structlog
 
 from gateway import wire
+from gateway.config.sections import LogsSection
 from gateway.store.store import LogRow, Store, Written
 from manager.errors import CapacityExceeded
 
@@ -33,23 +33,10 @@ STREAMS = (*OUTPUT, "log", "system")
 TRUNCATED, DROPPED, EXPIRED = "truncated", "dropped", "expired"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogSpec:
-    """Bounds of every log."""
-
-    #: Characters of a running invocation's log that stay in memory.
-    tail_chars: int = 64 * 1024
-    #: Seconds of silence after which a follower gets a heartbeat.
-    heartbeat_s: float = 10.0
-    #: Seconds that a follower may take to accept what it is sent before it is dropped.
-    stall_s: float = 30.0
-    followers_max: int = 4096
-
-
 class InvocationLog:
     """The log of one living invocation: a `manager.executor.LogSink` that may be written from any thread."""
 
-    def __init__(self, seq: int, store: Store, limit_bytes: int, spec: LogSpec, wall: Callable[[], float]) -> None:
+    def __init__(self, seq: int, store: Store, limit_bytes: int, spec: LogsSection, wall: Callable[[], float]) -> None:
         self._seq = seq
         self._store = store
         self._room_bytes = limit_bytes
@@ -131,7 +118,7 @@ class InvocationLog:
         self.end += 1
         self._tail.append(row)
         self._tail_chars += len(row.data)
-        while self._tail_chars > self._spec.tail_chars and len(self._tail) > 1:
+        while self._tail_chars > self._spec.tail_bytes and len(self._tail) > 1:
             self._tail_chars -= len(self._tail.popleft().data)
         self._wake()
         return True
@@ -167,7 +154,7 @@ class InvocationLog:
 class Logs:
     """The logs of all invocations, living or ended."""
 
-    def __init__(self, store: Store, spec: LogSpec, *, wall: Callable[[], float] = time.time) -> None:
+    def __init__(self, store: Store, spec: LogsSection, *, wall: Callable[[], float] = time.time) -> None:
         self._store = store
         self.spec = spec
         self._wall = wall

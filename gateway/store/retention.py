@@ -7,12 +7,12 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
 import structlog
 
+from gateway.config.sections import RetentionSection
 from gateway.store.store import Store
 from manager.errors import StorageUnavailable
 from manager.outcome import State
@@ -21,24 +21,13 @@ from manager.outcome import State
 #: records, or bytes of log text.
 PRUNE_ROWS = 200
 PRUNE_LOG_BYTES = 4 * 2**20
+#: Seconds between two deletions of one round, so that they never keep the writer busy.
+PAUSE_S = 0.05
 
 Queries = Mapping[str, str]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RetentionSpec:
-    """How long ended records and their logs are kept."""
-
-    records_age_s: float = 30 * 86400.0
-    records_bytes: int = 8 * 2**30
-    logs_age_s: float = 7 * 86400.0
-    logs_bytes: int = 4 * 2**30
-    interval_s: float = 300.0
-    #: Pause between two deletions of one round, so that they never keep the writer busy.
-    pause_s: float = 0.05
-
-
-async def prune_for_ever(store: Store, spec: RetentionSpec, wall: Callable[[], float] = time.time) -> None:
+async def prune_for_ever(store: Store, spec: RetentionSection, wall: Callable[[], float] = time.time) -> None:
     """Delete what is too old or too much, every ``interval_s``, until cancelled."""
     log = structlog.get_logger("gateway.retention")
     while True:
@@ -52,7 +41,9 @@ async def prune_for_ever(store: Store, spec: RetentionSpec, wall: Callable[[], f
         await asyncio.sleep(spec.interval_s)
 
 
-async def prune(store: Store, spec: RetentionSpec, wall: Callable[[], float]) -> dict[str, int]:
+async def prune(
+    store: Store, spec: RetentionSection, wall: Callable[[], float], *, pause_s: float = PAUSE_S
+) -> dict[str, int]:
     """One round: how many records and logs went. Raises StorageUnavailable."""
     now_s = wall()
     kinds = {
@@ -65,7 +56,7 @@ async def prune(store: Store, spec: RetentionSpec, wall: Callable[[], float]) ->
     for kind, work in kinds.items():
         while count := await store.alter(work):
             deleted[kind] += count
-            await asyncio.sleep(spec.pause_s)
+            await asyncio.sleep(pause_s)
     return deleted
 
 

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, TypedDict
 
 from msgspec import Meta
 
-from manager.function import FunctionSpec
+from manager.errors import InvalidConfig
+from manager.function import FunctionSpec, RequestSpec
+from manager.setting import Setting
 from runtimes.api.template import RequestTemplate
-from runtimes.kind import Kind, Schema, schema_of
+from runtimes.kind import DeclarationSite, Kind, Schema, schema_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiKeys:
+    """The keys of an api function."""
+
+    request: Annotated[RequestSpec, Setting("the call")]
 
 
 class ApiResult(TypedDict):
@@ -35,9 +46,20 @@ def _input_schema(function: FunctionSpec) -> Schema:
     }
 
 
+def _spec(section: ApiKeys, place: DeclarationSite) -> Mapping[str, object]:
+    try:
+        RequestTemplate(section.request)
+    except InvalidConfig as error:
+        place.refuse(("request",), error.message.removeprefix("request: "))
+    return {"request": section.request}
+
+
 API = Kind(
     name="api",
     meaning="a templated HTTP call under quotas",
+    section=ApiKeys,
+    cost=None,
+    spec=_spec,
     input_schema=_input_schema,
     result_schema=lambda function: RESULT,
     shown={"": (None, RESULT)},

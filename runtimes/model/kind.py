@@ -3,15 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, NotRequired, TypedDict
 
 from msgspec import Meta
 
-from manager.function import FunctionSpec, ModelAction
-from runtimes.kind import Kind, Schema, schema_of
+from manager.function import FunctionSpec, ModelAction, ModelSpec
+from manager.setting import Setting
+from runtimes.kind import DeclarationSite, Kind, Schema, schema_of
+from runtimes.model.checkpoint.directory import checkpoint_problem
 
 TokenId = Annotated[int, Meta(ge=0)]
 Text = Annotated[str, Meta(min_length=1)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSection:
+    """An external, OpenAI-compatible engine instead of the in-house one.
+
+    It needs devices of its own: a gateway whose node has GPUs serves either external engines or its own models.
+    Where the engine computes was decided when it was started; the chunk of its action says when it may be awake.
+    """
+
+    url: Annotated[str, Setting("base URL", pattern=r"^https?://")]
+    sleep: Annotated[str, Setting("path posted to evict the model")] = ""
+    wake: Annotated[str, Setting("path posted to restore the model")] = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSection:
+    """A checkpoint and what is asked of it."""
+
+    spec: Annotated[ModelSpec, Setting(inline=True)]
+    engine: Annotated[EngineSection | None, Setting("an external engine")] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelKeys:
+    """The keys of a model function."""
+
+    model: Annotated[ModelSection, Setting("the checkpoint")]
 
 
 class ModelInputFields(TypedDict, total=False):
@@ -92,9 +123,23 @@ def _schemas(function: FunctionSpec) -> tuple[Schema, Schema]:
     return _SHOWN[function.model.action]
 
 
+def _spec(section: ModelKeys, place: DeclarationSite) -> Mapping[str, object]:
+    spec, engine = section.model.spec, section.model.engine
+    if engine is not None:
+        url, sleep, wake = engine.url, engine.sleep, engine.wake
+        return {"model": replace(spec, engine_url=url, sleep_path=sleep, wake_path=wake)}
+    path = ((place.models_dir or place.directory) / spec.path.expanduser()).resolve()
+    if place.look and (problem := checkpoint_problem(path)) is not None:
+        place.refuse(("model", "path"), problem)
+    return {"model": replace(spec, path=path)}
+
+
 MODEL = Kind(
     name="model",
     meaning="a model that is restored when it is needed and evicted when not",
+    section=ModelKeys,
+    cost="gpu",
+    spec=_spec,
     input_schema=lambda function: _schemas(function)[0],
     result_schema=lambda function: _schemas(function)[1],
     shown=_SHOWN,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+from manager.setting import Setting
 
 DeviceKind = Literal["cpu", "cuda", "auto"]
 
@@ -14,7 +16,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSettings:
-    """How models are held and run on this node. Every bound of `runtimes.model` has its name here."""
+    """How models are held and run on this node."""
 
     #: ``auto`` takes CUDA devices where NVML finds some and ``cpu`` devices elsewhere.
     device: DeviceKind = "auto"
@@ -24,8 +26,10 @@ class ModelSettings:
     device_bytes: int = 0
     #: Share of a CUDA device's memory that weights may fill; the rest is left for activations.
     arena_share: float = 0.75
-    #: Bytes of host images kept in all; least recently used images are dropped beyond it. 0 takes half the memory.
-    host_bytes: int = 0
+    #: Least recently used images are dropped beyond it.
+    host_bytes: Annotated[
+        int | None, Setting("host memory for checkpoints; half of the machine's", key="host_memory")
+    ] = None
     #: Directory for the rendezvous files of device groups; made on demand.
     state_dir: Path = field(default_factory=lambda: Path("/tmp") / f"tangram-model-{os.getuid()}")
     #: Name of the node in residency reports.
@@ -36,8 +40,13 @@ class ModelSettings:
     read_threads: int = 4
     #: Bytes of one asynchronous copy to a device.
     copy_bytes: int = 64 * 2**20
-    #: Seconds without a sign of progress after which a device's process is taken for stuck and killed.
-    stuck_s: float = 60.0
+    stuck_s: Annotated[
+        float,
+        Setting("a device's process without progress for so long is replaced, and its action tried once more", gt=0),
+    ] = 60.0
+    dir: Annotated[Path | None, Setting("where relative model paths begin; the YAML file's directory by default")] = (
+        None
+    )
     #: Seconds that a collective waits for its peers (gloo reports it; NCCL is covered by ``stuck_s``).
     collective_s: float = 30.0
     #: Seconds that a process may take to start (it imports torch).

@@ -3,60 +3,69 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
 import structlog
 
-from manager.errors import InvalidConfig, Unsupported
+from manager.errors import Unsupported
+from manager.setting import Setting
 from runtimes.sandbox.creation_gate import CreationGate
-from runtimes.sandbox.process.provider import ProcessProvider
 from runtimes.sandbox.sandbox import Provider
 
 logger = structlog.get_logger("sandbox")
 
-#: Most bytes that are copied into a container in place of a mount.
-COPY_LIMIT_BYTES = 256 * 2**20
-KINDS = ("auto", "container", "process")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DockerSettings:
-    """Which Docker engine is used, and how its containers are spoken to."""
+    """The Docker engine that makes container sandboxes, on this machine or on another."""
 
-    #: As in DOCKER_HOST; empty takes that, or the usual socket.
-    host: str = ""
-    #: ``auto`` takes ``socket`` where the engine is seen to share the state directory, else ``attach``.
-    transport: str = "auto"
-    #: Most bytes of a handler's directory that are copied to an engine that cannot mount it.
-    copy_limit_bytes: int = COPY_LIMIT_BYTES
+    host: Annotated[
+        str,
+        Setting(
+            "unix:///path, tcp://host:port or ssh://user@host; by default DOCKER_HOST or the usual socket",
+            pattern=r"^((unix|tcp|ssh)://.+)?$",
+        ),
+    ] = ""
+    transport: Annotated[
+        Literal["auto", "socket", "attach"],
+        Setting(
+            "how sandboxes are spoken to: over a socket in a directory that the engine mounts, or attached "
+            "through the engine; auto takes the socket where the engine is seen to share the state directory"
+        ),
+    ] = "auto"
+    copy_limit_bytes: Annotated[
+        int,
+        Setting("most bytes of a handler's directory, which is copied to an engine that cannot mount it"),
+    ] = 256 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProviderSettings:
     """What the providers are made from."""
 
-    #: ``auto`` takes containers where a Docker engine answers, else local processes.
-    kind: str = "auto"
+    kind: Annotated[
+        Literal["auto", "container", "process"],
+        Setting("auto takes containers where Docker answers, else local processes", key="provider"),
+    ] = "auto"
     #: Where sockets, records and the process sandboxes' files live; one gateway at a time.
-    state_dir: Path
+    state_dir: Path = Path("sandboxes")
     #: Stable for the state directory: the label of its sandboxes.
     gateway_id: str = "tangram"
-    #: Sandboxes that are created at the same time.
-    max_starting: int = 4
+    max_starting: Annotated[int, Setting("sandboxes that are started at once", ge=1)] = 4
     #: Cores on which background processes run between actions; empty means all.
     shared_cores: tuple[int, ...] = ()
     #: Seconds that the engine may take for one request.
     engine_timeout_s: float = 120.0
-    #: Seconds after which an engine that answers not even a ping is given up.
-    engine_silence_s: float = 10.0
-    docker: DockerSettings = field(default_factory=DockerSettings)
+    engine_silence_s: Annotated[
+        float, Setting("a Docker engine that answers nothing for so long is given up until it answers again", gt=0)
+    ] = 10.0
+    docker: Annotated[DockerSettings, Setting("the engine")] = DockerSettings()
 
 
 def make_provider(settings: ProviderSettings) -> Provider:
     """Return the provider that the settings ask for; raises InvalidConfig, or Unsupported with the remedy."""
-    if settings.kind not in KINDS:
-        raise InvalidConfig(f"sandbox kind {settings.kind!r} is none of {', '.join(KINDS)}", component="sandbox")
     settings.state_dir.mkdir(parents=True, exist_ok=True)
     provider = _make(settings)
     logger.info("sandboxes", kind=provider.info.kind, engine=provider.info.engine, isolation=provider.info.isolation)
@@ -95,4 +104,6 @@ def _make(settings: ProviderSettings) -> Provider:
             if settings.kind == "container":
                 raise
             logger.warning("no containers here", why=str(error))
+    from runtimes.sandbox.process.provider import ProcessProvider
+
     return ProcessProvider(state_dir=settings.state_dir, gate=gate, shared_cores=shared_cores)

@@ -11,9 +11,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gateway.app import App, build
+from gateway.app import App
+from gateway.app import gateway as opened_gateway
+from gateway.config.document import SECTIONS
 from gateway.config.load import GatewayConfig
-from gateway.config.sections import NodeConfig, SchedulerConfig, ServerConfig
+from gateway.config.sections import NodeConfig
 from gateway.runtime_factory import Runtimes, model_settings
 from manager.action import UnitSet
 from manager.clock import Clock
@@ -23,7 +25,7 @@ from manager.function import FunctionSpec, RetrySpec, RuntimeKind
 from manager.resources.declared import ResourceSpec
 from runtimes.fake import ScriptedRuntime, ScriptStep
 from runtimes.local import LocalExecutor
-from runtimes.model.runtime import ModelRuntime, OnResidency
+from runtimes.model.runtime import ModelRuntime
 from runtimes.runtime import Execution, Runtime
 from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.exec.runtime import ExecRuntime
@@ -101,11 +103,11 @@ class GatewayBench:
         server = {"state_dir": self.directory / "state", "port": 0, "grpc_port": 0, "drain_grace": "200ms"}
         return GatewayConfig(
             functions=FUNCTIONS | dict(self.functions),
-            server=ServerConfig.model_validate(server | dict(self.server)),
+            server=SECTIONS["server"].validate_python(server | dict(self.server), by_alias=True),
             node=NodeConfig(),
             tasks={"default": TaskSpec()} | dict(self.tasks),
             resources=self.resources,
-            scheduler=SchedulerConfig.model_validate(self.scheduler),
+            scheduler=SECTIONS["scheduler"].validate_python(self.scheduler, by_alias=True),
         )
 
 
@@ -132,10 +134,10 @@ FUNCTIONS = {
 }
 
 
-def scripted_hands(runtime: ScriptedRuntime, directory: Path) -> Callable[..., Runtimes]:
-    """Hands whose handler functions follow the script; everything else is real, in local processes."""
+def scripted_runtimes(runtime: ScriptedRuntime, directory: Path) -> Callable[..., Runtimes]:
+    """Runtimes whose handler functions follow the script; everything else is real, in local processes."""
 
-    def make(config: GatewayConfig, clock: Clock, on_residency: OnResidency) -> Runtimes:
+    def make(config: GatewayConfig, clock: Clock) -> Runtimes:
         provider = make_provider(ProviderSettings(kind="process", state_dir=directory / "sandboxes"))
         environments = Environments(provider, clock=clock)
         runtimes: dict[RuntimeKind, Runtime] = {
@@ -146,7 +148,7 @@ def scripted_hands(runtime: ScriptedRuntime, directory: Path) -> Callable[..., R
         async def open_environment(trajectory: str, function: FunctionSpec) -> None:
             await environments.ensure(trajectory, function.sandbox)
 
-        model = ModelRuntime(model_settings(config), on_residency=on_residency)
+        model = ModelRuntime(model_settings(config))
         if any(spec.runtime is RuntimeKind.MODEL for spec in config.functions.values()):
             runtimes[RuntimeKind.MODEL] = model
         executor = LocalExecutor(runtimes, clock, open_environment=open_environment)
@@ -161,18 +163,17 @@ async def serving(
 ) -> AsyncIterator[RunningGateway]:
     """A gateway, from its start to its end."""
     runtime = runtime or ScriptedRuntime(step_of)
-    app = build(bench.config(), hands=scripted_hands(runtime, bench.directory), wall=wall)
-    await app.start()
-    task = asyncio.create_task(app.serve())
-    token = app.config.server.token
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-    address = f"http://127.0.0.1:{app.http_port}"
-    try:
-        async with httpx.AsyncClient(base_url=address, headers=headers, timeout=DEADLINE_S) as client:
-            yield RunningGateway(app, client, runtime, task)
-    finally:
-        app.stop()
-        await asyncio.wait_for(task, DEADLINE_S)
+    async with opened_gateway(bench.config(), make=scripted_runtimes(runtime, bench.directory), wall=wall) as app:
+        task = asyncio.create_task(app.serve())
+        token = app.config.server.token
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        address = f"http://127.0.0.1:{app.http_port}"
+        try:
+            async with httpx.AsyncClient(base_url=address, headers=headers, timeout=DEADLINE_S) as client:
+                yield RunningGateway(app, client, runtime, task)
+        finally:
+            app.stop()
+            await asyncio.wait_for(task, DEADLINE_S)
 
 
 @pytest.fixture

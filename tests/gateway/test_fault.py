@@ -7,26 +7,25 @@ from pathlib import Path
 
 import pytest
 
-from gateway.app import build
+from gateway.app import gateway
 from manager.errors import CodedError
 from runtimes.fake import ScriptedRuntime
-from tests.gateway.conftest import DEADLINE_S, GatewayBench, scripted_hands, serving, step_of
+from tests.gateway.conftest import DEADLINE_S, GatewayBench, scripted_runtimes, serving, step_of
 
 
 async def test_after_a_bug_callers_are_answered_the_process_fails_and_the_next_one_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = GatewayBench(tmp_path)
-    app = build(bench.config(), hands=scripted_hands(ScriptedRuntime(step_of), bench.directory))
-    await app.start()
-    serving_task = asyncio.create_task(app.serve())
 
     def bug(now_s: float) -> list[object]:
         raise AssertionError("a bug")
 
-    monkeypatch.setattr(app.engine._core, "schedule", bug)
-    head = "POST /v1/functions/echo/invocations{} HTTP/1.1\r\nHost: test\r\n"
-    async with asyncio.timeout(DEADLINE_S):
+    runtimes = scripted_runtimes(ScriptedRuntime(step_of), bench.directory)
+    async with asyncio.timeout(DEADLINE_S), gateway(bench.config(), make=runtimes) as app:
+        serving_task = asyncio.create_task(app.serve())
+        monkeypatch.setattr(app.engine._core, "schedule", bug)
+        head = "POST /v1/functions/echo/invocations{} HTTP/1.1\r\nHost: test\r\n"
         accepted = await ask_port(app.http_port, head.format("?mode=async"))
         with pytest.raises(CodedError, match="the scheduler failed: AssertionError"):
             await serving_task

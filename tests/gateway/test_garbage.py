@@ -80,7 +80,7 @@ async def test_no_answer_leaves_its_request_in_a_circle(tmp_path: Path, collecto
             status = await post(gateway, path, body, header or "X-Unheard-Of: 1")
             assert status in statuses, (path, status)
             await gateway.app.store.commit()
-            await until(lambda: gateway.app._connections["http"].open == 0)
+            await until(lambda: gateway.app.connections["http"].open == 0)
             assert circles() == [], (status, path)
         assert await post(gateway, "trajectories/t/files/x", BALLAST.encode(), verb="PUT") == 404
         assert circles() == []
@@ -92,5 +92,5 @@ async def test_no_rpc_leaves_its_request_in_a_circle(tmp_path: Path, collector: 
     async with serving(GatewayBench(tmp_path, functions=FULL)) as gateway:
         async with peer(gateway) as opened:
             await opened.ask(head(), framed(request.SerializeToString()))
-        await until(lambda: gateway.app._connections["grpc"].open == 0)
+        await until(lambda: gateway.app.connections["grpc"].open == 0)
         assert circles() == []

@@ -32,14 +32,11 @@ class RegistryBench:
         return load([self.directory], {})
 
     def registry(self, text: str) -> Registry:
-        return Registry(
-            self.write(text),
-            prepare=self.prepare,
-            nodes=lambda: (NODE,),
-            switched=self.switched.append,
-            paths=[self.directory],
-            env={},
+        registry = Registry(
+            self.write(text), prepare=self.prepare, nodes=lambda: (NODE,), paths=[self.directory], env={}
         )
+        registry.on_switch.append(self.switched.append)
+        return registry
 
     async def prepare(self, function: FunctionSpec) -> None:
         self.prepared.append(function.name)

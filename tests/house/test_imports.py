@@ -41,6 +41,7 @@ NOUNS = tuple(
         "function",
         "executor",
         "config",
+        "setting",
         "scheduler.policy",
     )
 )

@@ -43,6 +43,7 @@ RESULT = schema_of(ExecResult)
 EXEC = Kind(
     name="exec",
     meaning="a shell command in the trajectory's sandbox",
+    sandbox="its environment",
     input_schema=lambda function: INPUT,
     result_schema=lambda function: RESULT,
     shown={"": (INPUT, RESULT)},

@@ -2,11 +2,80 @@
 
 from __future__ import annotations
 
-from runtimes.kind import Kind
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated
+
+from manager.function import FunctionSpec, HandlerSpec
+from manager.setting import Setting
+from runtimes.kind import DeclarationSite, Kind
+from runtimes.sandbox.handler.sources import handler_problem, sources_digest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceConcurrency:
+    """What one warm instance takes at a time."""
+
+    per_instance: Annotated[int, Setting("actions that one instance executes at once", ge=1)] = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """How many warm instances there are."""
+
+    min: Annotated[int, Setting("always kept", ge=0)] = 0
+    max: Annotated[int, Setting("most at once", ge=1)] = 8
+    idle_s: Annotated[float, Setting("an instance above min ends after this time")] = 300.0
+
+    def __post_init__(self) -> None:
+        if self.min > self.max:
+            raise ValueError(f"min {self.min} is more than max {self.max}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandlerKeys:
+    """The keys of a handler function."""
+
+    handler: Annotated[
+        str,
+        Setting(
+            "module:callable beside the YAML file, called as callable(event, context)",
+            pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$",
+        ),
+    ]
+    concurrency: Annotated[InstanceConcurrency, Setting("actions of one instance")] = InstanceConcurrency()
+    scale: Annotated[Scale, Setting("warm instances")] = Scale()
+
+
+def _spec(section: HandlerKeys, place: DeclarationSite) -> Mapping[str, object]:
+    module, _, name = section.handler.partition(":")
+    if place.look and (problem := handler_problem(place.directory, module, name)) is not None:
+        place.refuse(("handler",), problem)
+    return {
+        "handler": HandlerSpec(
+            module=module,
+            callable=name,
+            directory=place.directory,
+            per_instance=section.concurrency.per_instance,
+            instances_min=section.scale.min,
+            instances_max=section.scale.max,
+            idle_s=section.scale.idle_s,
+        )
+    }
+
+
+def _source(function: FunctionSpec) -> str:
+    assert function.handler is not None, f"{function.name} has no handler"
+    return sources_digest(function.handler.directory)
+
 
 HANDLER = Kind(
     name="handler",
     meaning="a Python function, imported once per warm instance",
+    section=HandlerKeys,
+    sandbox="the environment of an instance",
+    spec=_spec,
+    source=_source,
     input_schema=lambda function: None,
     result_schema=lambda function: None,
     shown={"": (None, None)},

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Annotated, Literal, TypedDict
 
 from msgspec import Meta
 
-from manager.function import FunctionSpec
+from manager.function import FunctionSpec, PytestSpec
+from manager.setting import Setting
 from runtimes.kind import Kind, Schema, schema_of
 from runtimes.sandbox.exec.kind import Directory, Env
 
 TestId = Annotated[str, Meta(description="A test as pytest names it: path::name")]
 Verdict = Literal["passed", "failed", "error", "skipped", "xfailed", "xpassed", "missing"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PytestKeys:
+    """The keys of a pytest function."""
+
+    pytest: Annotated[PytestSpec, Setting("how the suite is run")] = field(default_factory=PytestSpec)
 
 
 class PytestInput(TypedDict, total=False):
@@ -76,7 +85,10 @@ def _input_schema(function: FunctionSpec) -> Schema:
 
 PYTEST = Kind(
     name="pytest",
-    meaning="a test suite in the trajectory's sandbox; its verdicts are the reward",
+    meaning="a test suite in the trajectory's sandbox, with a worker for each core; its verdicts are the reward",
+    section=PytestKeys,
+    sandbox="its environment",
+    spec=lambda section, place: {"pytest": section.pytest},
     input_schema=_input_schema,
     result_schema=lambda function: _RESULT,
     shown={"": (_INPUT, _RESULT)},

@@ -10,14 +10,12 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gateway.config.document import ConfigDocument, schema
+from gateway.config.document import MAPS, SECTIONS, schema
 from gateway.config.load import ConfigSource, GatewayConfig, build
 from manager.errors import InvalidConfig
 
 DEFINITIONS: Any = schema()["$defs"]
-KEYS = sorted(
-    {*ConfigDocument.model_fields, *(key for each in DEFINITIONS.values() for key in each.get("properties", ()))}
-)
+KEYS = sorted({*SECTIONS, *MAPS, *(key for each in DEFINITIONS.values() for key in each.get("properties", ()))})
 scalars = (
     st.none()
     | st.booleans()
@@ -36,7 +34,7 @@ values = st.recursive(
 almost = st.builds(
     lambda key, value: {"functions": {"f": {"runtime": "exec", key: value}}}, st.sampled_from(KEYS), values
 )
-sections = st.builds(lambda name, value: {name: value}, st.sampled_from(sorted(ConfigDocument.model_fields)), values)
+sections = st.builds(lambda name, value: {name: value}, st.sampled_from(sorted({*SECTIONS, *MAPS})), values)
 
 
 @given(almost | sections | values)

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from gateway.config.load import GatewayConfig, load
-from gateway.config.sections import SandboxSection
 from manager.action import Amdahl, EfficiencyTable, UnitSet
 from manager.config import TaskSpec
 from manager.errors import InvalidConfig, Reason
@@ -231,10 +230,6 @@ def test_a_sandbox_takes_the_servers_defaults_for_what_it_leaves_out(tmp_path: P
     )
 
 
-def test_the_sandbox_section_and_the_sandbox_spec_have_the_same_fields() -> None:
-    assert list(SandboxSection.model_fields) == list(SandboxSpec.__dataclass_fields__)
-
-
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
@@ -327,7 +322,7 @@ def test_a_policy_is_chosen_for_all_or_by_resource(tmp_path: Path) -> None:
         "cpu": ("paper", {}),
         "gpu": ("fixed", {"dop": 2.0}),
     }
-    assert loaded(tmp_path, "scheduler: {policy: paper}").scheduler.spec().policies["default"].name == "paper"
+    assert loaded(tmp_path, "scheduler: {policy: paper}").scheduler.policies["default"].name == "paper"
 
 
 ENGINES = """\

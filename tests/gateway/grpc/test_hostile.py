@@ -33,10 +33,10 @@ async def stranger(gateway: RunningGateway) -> AsyncIterator[Peer]:
 
 async def lives(gateway: RunningGateway) -> None:
     """Others are served as if nothing had happened, and nothing is left of what had."""
-    await until(lambda: gateway.app._connections["grpc"].open == 0)
+    await until(lambda: gateway.app.connections["grpc"].open == 0)
     async with peer(gateway) as other:
         assert (await other.ask(head(), echo())).status == OK
-    await until(lambda: gateway.app._connections["grpc"].open == 0)
+    await until(lambda: gateway.app.connections["grpc"].open == 0)
     assert gateway.app.invocations.living == ()
     assert gateway.app.held.bytes == 0
 
@@ -180,7 +180,7 @@ async def test_a_connection_too_many_is_told_so_until_another_closes(tmp_path: P
             assert (refused.status, refused.headers["tangram-code"]) == (UNAVAILABLE, "capacity_exceeded")
             assert refused.headers["retry-after-s"] == "1"
             assert (await first.ask(head(), echo())).status == OK
-            assert gateway.app._connections["grpc"].refused == 1
+            assert gateway.app.connections["grpc"].refused == 1
         await lives(gateway)
 
 
@@ -244,7 +244,7 @@ async def test_a_detached_call_goes_on_without_its_caller(gateway: RunningGatewa
         opened.send(head(), framed(request.SerializeToString()))
         await until(lambda: bool(gateway.runtime.running))
         invocation_id = next(iter(gateway.runtime.running))
-    await until(lambda: gateway.app._connections["grpc"].open == 0)
+    await until(lambda: gateway.app.connections["grpc"].open == 0)
     gateway.runtime.let_go(invocation_id)
     record = (await gateway.http.get(f"/v1/invocations/{invocation_id}?wait=5s")).json()
     assert record["state"] == "succeeded"

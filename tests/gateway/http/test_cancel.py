@@ -64,7 +64,6 @@ async def in_situation(directory: Path, situation: Situation) -> AsyncIterator[R
         resources={"search": QuotaSpec(limit=1, period_s=HOUR_S), "slot": ConcurrencySpec(limit=1)},
     )
     async with serving(bench) as gateway:
-        assert gateway.app.node is not None
         headers = {} if situation.trajectory is None else {"X-Trajectory-Id": situation.trajectory}
         for _ in range(situation.ended):
             assert (await gateway.invoke({}, function=situation.function, headers=headers)).status_code == 200

@@ -83,7 +83,7 @@ async def test_a_failure_has_the_status_of_its_reason(gateway: RunningGateway, r
 async def test_an_execution_beyond_its_timeout_is_504_and_a_wait_beyond_its_own_408(gateway: RunningGateway) -> None:
     too_long = await gateway.invoke({"hangs": True}, function="short")
     assert (too_long.status_code, too_long.json()["code"]) == (504, "timeout")
-    cores = gateway.app.node.cores if gateway.app.node else 0
+    cores = gateway.app.node.cores
     for _ in range(cores):
         await gateway.invoke({"hangs": True}, mode="async")
     too_late = await gateway.invoke({}, function="impatient")
@@ -159,7 +159,7 @@ async def test_cancel_ends_a_running_invocation_and_is_409_afterwards(gateway: R
 
 
 async def test_a_full_function_is_429_with_a_time_to_come_back(gateway: RunningGateway) -> None:
-    cores = gateway.app.node.cores if gateway.app.node else 0
+    cores = gateway.app.node.cores
     for _ in range(cores):
         await gateway.invoke({"hangs": True}, mode="async")
     assert (await gateway.invoke({}, mode="async", function="narrow")).status_code == 202

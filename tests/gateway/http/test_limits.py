@@ -29,7 +29,6 @@ async def test_a_trajectory_too_many_is_refused_and_those_that_live_go_on(tmp_pa
 async def test_ten_times_what_may_wait_is_refused_before_any_work_and_leaves_nothing_behind(tmp_path: Path) -> None:
     bounded = {"bounded": function("bounded", max_queued=16)}
     async with serving(GatewayBench(tmp_path, functions=bounded)) as gateway:
-        assert gateway.app.node is not None
         capacity = 16 + gateway.app.node.cores
         calls = [gateway.invoke({"held": True}, function="bounded", mode="async") for _ in range(10 * capacity)]
         answers = await asyncio.gather(*calls)

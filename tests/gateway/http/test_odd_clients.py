@@ -52,7 +52,7 @@ async def test_a_connection_too_many_is_refused_until_another_closes(tmp_path: P
                 answer = await rest(other)
             assert answer.startswith("HTTP/1.1 503") and "retry-after: 1" in answer
             assert json.loads(answer.partition("\r\n\r\n")[2])["code"] == "capacity_exceeded"
-        await until(lambda: gateway.app._connections["http"].open == 0)
+        await until(lambda: gateway.app.connections["http"].open == 0)
         assert (await gateway.http.get("/healthz")).status_code == 200
 
 
@@ -63,7 +63,7 @@ async def test_a_connection_that_outlasts_the_grace_is_cut_without_a_word_in_the
         serving(GatewayBench(tmp_path, server={"drain_grace": "50ms"})) as gateway,
         connected(gateway, post("{", length=10)) as (reader, _),
     ):
-        await until(lambda: gateway.app._connections["http"].open == 1)
+        await until(lambda: gateway.app.connections["http"].open == 1)
         gateway.app.stop()
         await gateway.serving
         await rest(reader)
@@ -153,5 +153,5 @@ async def test_a_follower_that_never_reads_is_cut(tmp_path: Path, monkeypatch: p
         async with connected(gateway, FOLLOW.format(id=id, offset=0), reads_slowly=True):
             await until(lambda: gateway.app.logs.followers == 1)
             await until(lambda: gateway.app.logs.followers == 0)
-            await until(lambda: gateway.app._connections["http"].open <= 1)
+            await until(lambda: gateway.app.connections["http"].open <= 1)
         assert gateway.app.logs.followers_dropped == 1

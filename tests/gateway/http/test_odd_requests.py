@@ -201,7 +201,7 @@ async def test_random_frames_close_their_own_connection_at_most(gateway: Running
             opened.writer.write_eof()
             await asyncio.wait_for(opened.reader.read(-1), DEADLINE_S)
     assert (await gateway.http.get("/healthz")).status_code == 200
-    await until(lambda: gateway.app._connections["http"].open == 1)
+    await until(lambda: gateway.app.connections["http"].open == 1)
     assert (gateway.app.invocations.living, gateway.app.held.bytes) == ((), 0)
 
 

@@ -7,9 +7,10 @@ import time
 
 import orjson
 
+from gateway.config.sections import RetentionSection
 from gateway.errors import FACES, REASON_FACES, reason_face
 from gateway.http.app import operations
-from gateway.store.retention import RetentionSpec, prune
+from gateway.store.retention import prune
 from manager.errors import CodedError, Reason
 from tangram import AsyncClient
 from tests.gateway.conftest import RunningGateway
@@ -71,7 +72,7 @@ async def test_a_log_is_read_again_from_any_offset_and_ends_with_eof(gateway: Ru
 async def test_a_log_that_retention_removed_says_so_to_every_reader(gateway: RunningGateway) -> None:
     record_id = (await gateway.invoke({"log": "x" * 20_000})).json()["id"]
     await gateway.app.store.commit()
-    await prune(gateway.app.store, RetentionSpec(logs_bytes=0, pause_s=0.0), time.time)
+    await prune(gateway.app.store, RetentionSection(logs_bytes=0), time.time, pause_s=0.0)
     for query, streams in (("", ["expired", "eof"]), ("?follow=true", ["expired", "eof"]), ("?offset=2", ["eof"])):
         text = (await gateway.http.get(f"/v1/invocations/{record_id}/logs{query}")).text
         lines = [orjson.loads(line) for line in text.splitlines()]

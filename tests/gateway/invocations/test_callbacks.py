@@ -12,7 +12,8 @@ from pathlib import Path
 import orjson
 import pytest
 
-from gateway.invocations.callbacks import CallbackSender, CallbackSpec
+from gateway.config.sections import CallbacksSection
+from gateway.invocations.callbacks import CallbackSender
 from gateway.store.store import Store, StoreSpec
 from manager.errors import InvalidInput
 from tests.gateway.conftest import DEADLINE_S, GatewayBench, RunningGateway, serving, until
@@ -194,7 +195,7 @@ async def test_a_receiver_that_trickles_is_given_up_and_one_that_talks_for_ever_
 
 async def test_a_name_that_leads_out_of_the_allowed_blocks_is_not_called(tmp_path: Path) -> None:
     store = Store(StoreSpec(path=tmp_path / "db.sqlite"))
-    callbacks = CallbackSender(CallbackSpec(allow=("10.0.0.0/8",)), store)
+    callbacks = CallbackSender(CallbacksSection(allow=("10.0.0.0/8",)), store)
     parts = callbacks._parts("http://localhost:1/")
     with pytest.raises(InvalidInput, match="lies in no block"):
         await callbacks._address(parts)

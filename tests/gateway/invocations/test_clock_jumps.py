@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from gateway.store.retention import RetentionSpec, prune
+from gateway.config.sections import RetentionSection
+from gateway.store.retention import prune
 from manager.clock import WallClock
 from tests.gateway.conftest import DEADLINE_S, GatewayBench, RunningGateway, serving, until
 
@@ -46,7 +47,6 @@ async def gateway(tmp_path: Path, machine: JumpingClock) -> AsyncIterator[Runnin
 
 async def fill(gateway: RunningGateway) -> list[str]:
     """A held invocation on each core."""
-    assert gateway.app.node is not None
     ids = [(await gateway.invoke({"held": True}, mode="async")).json()["id"] for _ in range(gateway.app.node.cores)]
     for each in ids:
         await gateway.executing(each)
@@ -115,8 +115,8 @@ async def test_retention_takes_nothing_before_its_time(
 ) -> None:
     kept = (await gateway.invoke({"log": "x"}, mode="async", wait="5s")).json()["id"]
     machine.set_s += jump_s
-    spec = RetentionSpec(records_age_s=DAY_S, logs_age_s=DAY_S, pause_s=0.0)
-    assert await prune(gateway.app.store, spec, gateway.app._wall) == {"logs": 0, "records": 0}
+    spec = RetentionSection(records_age_s=DAY_S, logs_age_s=DAY_S)
+    assert await prune(gateway.app.store, spec, gateway.app.wall) == {"logs": 0, "records": 0}
     assert '"data":"x"' in (await gateway.http.get(f"/v1/invocations/{kept}/logs")).text
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from gateway.invocations.logs import DROPPED, TRUNCATED, Logs, LogSpec
+from gateway.config.sections import LogsSection
+from gateway.invocations.logs import DROPPED, TRUNCATED, Logs
 from gateway.store.store import LogRow, Store, StoreSpec
 from manager.errors import CapacityExceeded
 
@@ -26,7 +27,7 @@ async def store(tmp_path: Path) -> AsyncIterator[Store]:
 
 @pytest.fixture
 def logs(store: Store) -> Logs:
-    return Logs(store, LogSpec(tail_chars=20, heartbeat_s=0.01, followers_max=2))
+    return Logs(store, LogsSection(tail_bytes=20, heartbeat_s=0.01, followers_max=2))
 
 
 async def whole(logs: Logs, seq: int) -> list[LogRow]:
@@ -105,19 +106,19 @@ async def test_too_many_followers_are_refused(logs: Logs) -> None:
 async def test_a_log_goes_on_where_an_earlier_gateway_stopped(logs: Logs, store: Store) -> None:
     logs.open(1, limit_bytes=1000).write("stdout", "before")
     await store.commit()
-    (await Logs(store, LogSpec()).resume(1, 1000, math.inf)).write("stdout", "after")
+    (await Logs(store, LogsSection()).resume(1, 1000, math.inf)).write("stdout", "after")
     assert [(row.position, row.data) for row in await store.logs(1, 0, 10)] == [(0, "before"), (1, "after")]
 
 
 async def test_what_is_said_once_more_after_a_restart_is_not_written_twice(store: Store) -> None:
-    log = Logs(store, LogSpec(), wall=itertools.count().__next__).open(1, limit_bytes=1000)
+    log = Logs(store, LogsSection(), wall=itertools.count().__next__).open(1, limit_bytes=1000)
     for stream, text in (("stdout", "an earlier try"), ("system", "next try")):
         log.write(stream, text)
     began_s = 2.0
     for stream, text in (("stdout", "one, z"), ("stderr", "error"), ("stdout", "wölf\0, ")):
         log.write(stream, text)
     await store.commit()
-    again = await Logs(store, LogSpec()).resume(1, 1000, began_s)
+    again = await Logs(store, LogsSection()).resume(1, 1000, began_s)
     for stream, text in (("stdout", "one, "), ("stderr", "errors"), ("stdout", "zwölf\0, drei"), ("stdout", "!")):
         again.write(stream, text)
     written = [(row.stream, row.data) for row in await store.logs(1, 0, 20)]
@@ -128,8 +129,8 @@ async def test_what_is_said_once_more_after_a_restart_is_not_written_twice(store
 async def test_the_bound_of_a_log_outlasts_a_restart(logs: Logs, store: Store) -> None:
     logs.open(1, limit_bytes=300).write("stdout", "x" * 150)
     await store.commit()
-    log = await Logs(store, LogSpec()).resume(1, 300, math.inf)
+    log = await Logs(store, LogsSection()).resume(1, 300, math.inf)
     log.write("stdout", "y" * 150)
     assert log.truncated
     await store.commit()
-    assert (await Logs(store, LogSpec()).resume(1, 300, math.inf)).truncated
+    assert (await Logs(store, LogsSection()).resume(1, 300, math.inf)).truncated

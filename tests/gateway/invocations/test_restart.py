@@ -31,7 +31,6 @@ async def ended(gateway: RunningGateway, invocation_id: str) -> dict[str, object
 
 async def fill(gateway: RunningGateway) -> list[str]:
     """As many hanging invocations as there are cores."""
-    assert gateway.app.node is not None
     cores = gateway.app.node.cores
     return [(await gateway.invoke({"hangs": True}, mode="async")).json()["id"] for _ in range(cores)]
 
@@ -88,8 +87,8 @@ class SlowProvider:
 
     def __init__(self, gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch) -> None:
         self.making, self.gate = asyncio.Event(), asyncio.Event()
-        self._create = gateway.app.hands.provider.create
-        monkeypatch.setattr(gateway.app.hands.provider, "create", self.create)
+        self._create = gateway.app.runtimes.provider.create
+        monkeypatch.setattr(gateway.app.runtimes.provider, "create", self.create)
 
     async def create(self, *args: Any, **kwargs: Any) -> Sandbox:
         self.making.set()

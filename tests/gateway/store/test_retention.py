@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from gateway.config.sections import RetentionSection
 from gateway.invocations.record import Record
 from gateway.store import retention
-from gateway.store.retention import RetentionSpec, prune
+from gateway.store.retention import prune
 from gateway.store.store import LogRow, Store, StoreSpec
 from manager.errors import Reason
 from manager.outcome import State
 from tests.gateway.records import accepted
 
 NOW_S = 1000.0
-KEEP = RetentionSpec(records_age_s=1e6, logs_age_s=1e6, pause_s=0.0)
+KEEP = RetentionSection(records_age_s=1e6, logs_age_s=1e6)
 
 
 @pytest.fixture
@@ -38,8 +40,7 @@ def record(store: Store, *, ended_s: float | None, dead: bool = False, log: str 
 
 async def pruned(store: Store, **bounds: float) -> dict[str, int]:
     await store.commit()
-    spec = RetentionSpec(**{name: getattr(KEEP, name) for name in KEEP.__slots__} | bounds)
-    return await prune(store, spec, lambda: NOW_S)
+    return await prune(store, replace(KEEP, **bounds), lambda: NOW_S, pause_s=0.0)  # type: ignore[arg-type]  # a test's bounds
 
 
 async def streams(store: Store, record: Record) -> list[str]:

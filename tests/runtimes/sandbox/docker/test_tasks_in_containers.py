@@ -25,7 +25,15 @@ async def test_a_handler_serves_from_a_container_and_is_replaced(containers: Pro
         "import os\ndef score(event, context):\n    print('graded')\n    return event['n'] or os._exit(3)\n"
     )
     settings = HandlerSettings(sandbox=SandboxSpec(image="tangram-base:bookworm", memory_bytes=256 * 2**20))
-    spec = HandlerSpec(module="handler", callable="score", directory=directory, instances_max=1)
+    spec = HandlerSpec(
+        module="handler",
+        callable="score",
+        directory=directory,
+        per_instance=1,
+        instances_min=0,
+        instances_max=1,
+        idle_s=300.0,
+    )
     # A sandbox section without an image takes the default one.
     function = FunctionSpec(name="f", runtime=RuntimeKind.HANDLER, sandbox=SandboxSpec(), handler=spec)
     runtime = HandlerRuntime(containers, settings)

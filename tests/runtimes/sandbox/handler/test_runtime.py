@@ -21,6 +21,7 @@ from runtimes.sandbox.sandbox import Sandbox
 from tests.runtimes.recorder import execution_of
 
 DEADLINE_S = 20.0
+SCALE: dict[str, object] = {"per_instance": 1, "instances_min": 0, "instances_max": 8, "idle_s": 300.0}
 SETTINGS = HandlerSettings(sandbox=SandboxSpec(memory_bytes=256 * 2**20), start_timeout_s=DEADLINE_S, kill_grace_s=0.2)
 
 Function = Callable[..., FunctionSpec]
@@ -58,7 +59,7 @@ def function(tmp_path: Path) -> Function:
             revision=revision,
             timeout_s=DEADLINE_S,
             output_limit_bytes=output_limit_bytes,
-            handler=HandlerSpec(module=f"handler{revision}", callable=callable, directory=directory, **options),  # type: ignore[arg-type]  # a test's keywords
+            handler=HandlerSpec(module=f"handler{revision}", callable=callable, directory=directory, **SCALE | options),  # type: ignore[arg-type]  # a test's keywords
         )
 
     return make
@@ -435,7 +436,7 @@ async def test_an_instance_that_could_not_be_removed_is_the_reapers(
 
 
 async def test_a_missing_directory_is_refused_at_registration(runtime: HandlerRuntime, tmp_path: Path) -> None:
-    spec = HandlerSpec(module="handler", callable="score", directory=tmp_path / "none")
+    spec = HandlerSpec(module="handler", callable="score", directory=tmp_path / "none", **SCALE)  # type: ignore[arg-type]
     with pytest.raises(InvalidConfig, match="does not exist"):
         await runtime.prepare(FunctionSpec(name="reward", runtime=RuntimeKind.HANDLER, handler=spec))
 
