@@ -144,7 +144,7 @@ def overlaps(rig: ModelRig) -> None:
     limit = 1.15 if rig.cuda else 1.15 * median_ratio(turns_s, longer_s)
     report.check("cold_over_max_restore_compute", median_ratio(cold_s, longer_s), limit, "lower")
     limit = 1.05 if rig.cuda else 1.15 * median_ratio(turns_s, warm_s)
-    report.check("replica_slowdown", median_ratio(beside_s, warm_s), limit, "lower")
+    report.check("prefetch_slowdown", median_ratio(beside_s, warm_s), limit, "lower")
     report.check("wrong_cold_actions", wrong, 0, "lower")
 
 

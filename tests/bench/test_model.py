@@ -30,7 +30,7 @@ def test_every_part_on_one_device_says_what_it_must(tmp_path: Path, monkeypatch:
         "wrong_weights",
         "swap_over_restore",
         "cold_over_max_restore_compute",
-        "replica_slowdown",
+        "prefetch_slowdown",
         "wrong_cold_actions",
         "parked_bytes",
         "host_bytes_over_model",
