@@ -37,10 +37,9 @@ from gateway.invocations.trajectories import TrajectoryRecovery
 from gateway.metrics import Metrics
 from gateway.registry import Registry
 from gateway.runtime_factory import ModelServices, Runtimes, make_runtimes
-from gateway.services import Limits, Services
+from gateway.services import Services
 from gateway.store.retention import prune_for_ever
 from gateway.store.store import Durability, Store, StoreSpec
-from gateway.view import plain
 from manager.assembly import build_core
 from manager.clock import Clock, MonotonicClock, WallClock
 from manager.config import NodeSpec, TaskSpec
@@ -214,16 +213,9 @@ class App:
         )
 
     def _make_services(self) -> Services:
-        server = self.config.server
         return Services(
-            guard=Guard(server.token),
-            limits=Limits(
-                body_bytes=server.body_limit_bytes,
-                file_bytes=server.file_limit_bytes,
-                body_s=server.body_timeout_s,
-                batch_calls=server.batch_max,
-                wait_s=server.wait_max_s,
-            ),
+            guard=Guard(self.config.server.token),
+            bounds=self.config.server,
             held=self.held,
             invocations=self.invocations,
             logs=self.logs,
@@ -235,7 +227,7 @@ class App:
             callbacks=self.callbacks,
             learned=self.history.describe,
             configure=self.registry.configure,
-            sandboxes=self._sandboxes,
+            sandboxes=lambda: self.runtimes.provider.info,
             models=self.runtimes.model.resources,
             unready=self._unready,
         )
@@ -321,11 +313,6 @@ class App:
         )
         self.engine.tell(changed)
         self._log.info("configuration applied", functions=len(config.functions))
-
-    def _sandboxes(self) -> Mapping[str, object]:
-        described = plain(self.runtimes.provider.info)
-        assert isinstance(described, dict)
-        return described
 
     def _unready(self) -> str | None:
         if self.engine.fault is not None:

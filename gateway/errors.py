@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from manager.errors import CodedError, Reason
+from tangram.types import UNSET, Problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,24 +83,20 @@ def reason_face(reason: Reason | None) -> Face:
     return Face(200, "OK", "Succeeded") if reason is None else REASON_FACES[reason]
 
 
-def problem(error: CodedError) -> dict[str, object]:
-    """The problem body (RFC 9457) of a refused request, the same on HTTP, in batches and in gRPC's details."""
+def problem(error: CodedError) -> Problem:
+    """Return the problem body of a refused request, the same on HTTP and in batches."""
     shown = face(error)
-    body: dict[str, object] = {
-        "type": f"urn:tangram:error:{error.code}",
-        "title": shown.title,
-        "status": shown.http,
-        "code": error.code,
-        "detail": error.message,
-        "component": error.component,
-    }
-    if error.invocation_id is not None:
-        body["invocation_id"] = error.invocation_id
-    if error.retry_after_s is not None:
-        body["retry_after_s"] = error.retry_after_s
-    if error.detail:
-        body["errors"] = dict(error.detail)
-    return body
+    return Problem(
+        type=f"urn:tangram:error:{error.code}",
+        title=shown.title,
+        status=shown.http,
+        code=error.code,
+        detail=error.message,
+        component=error.component,
+        invocation_id=UNSET if error.invocation_id is None else error.invocation_id,
+        retry_after_s=UNSET if error.retry_after_s is None else error.retry_after_s,
+        errors=dict(error.detail) if error.detail else UNSET,
+    )
 
 
 def retry_after(seconds: float) -> str:

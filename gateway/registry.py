@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from pathlib import Path
 
 import orjson
+from msgspec.structs import replace
 
 from gateway.config import load as gateway_config
 from gateway.config.derive import key_of
@@ -17,43 +18,13 @@ from manager.errors import CodedError, InvalidConfig, NotFound, Unsatisfiable, U
 from manager.formulation import check_satisfiable
 from manager.function import FunctionSpec
 from manager.setting import settings_of
+from tangram.types import ConfigDiff
 
 #: Functions whose preparation runs at once.
 PREPARE_CONCURRENCY = 4
 
 #: Checks that a function can run here and warms it up: `runtimes.runtime.Runtime.prepare` of its runtime.
 Prepare = Callable[[FunctionSpec], Awaitable[None]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConfigDiff:
-    """What a new configuration changes."""
-
-    added: tuple[str, ...] = ()
-    #: Function -> the keys of its definition that differ; ``source`` is the handler's code.
-    changed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    removed: tuple[str, ...] = ()
-    unchanged: tuple[str, ...] = ()
-    #: Tasks and resources of which anything differs.
-    tasks: tuple[str, ...] = ()
-    resources: tuple[str, ...] = ()
-    #: Keys that differ but are read at the start only: such a configuration is refused.
-    needs_restart: tuple[str, ...] = ()
-
-    @property
-    def empty(self) -> bool:
-        return not (self.added or self.changed or self.removed or self.tasks or self.resources or self.needs_restart)
-
-    def as_json(self) -> dict[str, object]:
-        return {
-            "added": list(self.added),
-            "changed": {name: list(keys) for name, keys in self.changed.items()},
-            "removed": list(self.removed),
-            "unchanged": list(self.unchanged),
-            "tasks": list(self.tasks),
-            "resources": list(self.resources),
-            "needs_restart": list(self.needs_restart),
-        }
 
 
 class Registry:
@@ -136,11 +107,11 @@ class Registry:
                 switched(new)
             return diff
 
-    async def configure(self, document: bytes, dry_run: bool) -> dict[str, object]:
+    async def configure(self, document: bytes, dry_run: bool) -> ConfigDiff:
         """Apply what a door received: nothing (the server's own files again), ``{"files": [...]}``, or YAML text."""
         new = await asyncio.to_thread(self._read, document)
         diff = self.plan(new) if dry_run else await self.apply(new)
-        return {**diff.as_json(), "applied": not dry_run}
+        return replace(diff, applied=not dry_run)
 
     def _read(self, document: bytes) -> GatewayConfig:
         if document.strip():

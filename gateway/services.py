@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from gateway.auth import Guard
+from gateway.config.sections import ServerConfig
 from gateway.invocations.admission import HeldInputs
 from gateway.invocations.callbacks import CallbackSender
 from gateway.invocations.invocations import Invocations
@@ -15,7 +16,8 @@ from gateway.metrics import Metrics
 from gateway.store.store import Store
 from manager.engine import Engine
 from manager.function import FunctionSpec
-from runtimes.sandbox.sandbox import Sandbox
+from runtimes.sandbox.sandbox import ProviderInfo, Sandbox
+from tangram.types import ConfigDiff
 
 
 class FunctionCatalog(Protocol):
@@ -37,24 +39,12 @@ class SandboxLookup(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Bounds of the doors."""
-
-    body_bytes: int = 16 * 2**20
-    file_bytes: int = 64 * 2**20
-    #: Longest time for a request's body to arrive.
-    body_s: float = 300.0
-    batch_calls: int = 10_000
-    #: Longest ``wait`` that a caller may ask for.
-    wait_s: float = 3600.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Services:
     """What the doors open to; made once by `gateway.app`."""
 
     guard: Guard
-    limits: Limits
+    #: Bounds of the doors: ``server`` of the configuration.
+    bounds: ServerConfig
     held: HeldInputs
     invocations: Invocations
     logs: Logs
@@ -67,9 +57,9 @@ class Services:
     #: Function -> what was learned of it by key (`manager.learning.history.History.describe`).
     learned: Callable[[str], Mapping[str, object]]
     #: A configuration document and whether to change nothing -> the differences. Raises InvalidConfig.
-    configure: Callable[[bytes, bool], Awaitable[dict[str, object]]]
+    configure: Callable[[bytes, bool], Awaitable[ConfigDiff]]
     #: What the sandboxes are and how isolated, in plain words.
-    sandboxes: Callable[[], Mapping[str, object]]
+    sandboxes: Callable[[], ProviderInfo]
     #: The devices' processes, what is resident on them, and the counts of swaps.
     models: Callable[[], Mapping[str, object]]
     #: Why the gateway takes no work now; None when it does.

@@ -1,43 +1,68 @@
-"""The wire: JSON, names, durations and instants as they cross every door."""
+"""The wire: JSON as it crosses every door, and what is read from texts of a request."""
 
 from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import cast
+from typing import TypeVar, cast
 
+import msgspec
 import orjson
 
-from manager.errors import InvalidInput
+from manager.errors import InvalidInput, Reason
+from manager.outcome import State
+from tangram import types
+from tangram.types import quantities
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}")
-KEY = re.compile(r"[\x21-\x7e]{1,255}")
+T = TypeVar("T")
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 #: Levels of nesting of an input. What carries it on wraps it, and nothing of JSON writes more than 254.
 DEPTH_MAX = 200
 _WRAPS = 254 - DEPTH_MAX
-_DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,6})?)(ms|s|m|h|d)?")
-_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, None: 1.0}
+#: Which field a message of msgspec speaks of.
+_FIELD = re.compile(r"(?:unknown|required) field `(.*)`$")
+_ENCODER = msgspec.json.Encoder(enc_hook=str)
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedJson:
-    """JSON that is already encoded, for use inside a value given to `dumps`: it is not parsed again."""
+def encode(value: object) -> bytes:
+    """Return a wire type, or plain values, as JSON; text that is no Unicode is repaired, never refused."""
+    try:
+        return _ENCODER.encode(value)
+    except UnicodeEncodeError:
+        return _ENCODER.encode(_repaired(value))
 
-    data: bytes
+
+def _repaired(value: object) -> object:
+    """Return the same with question marks for what is no Unicode; JSON that is already encoded stays as it is."""
+    if isinstance(value, str):
+        return unicode(value)
+    if isinstance(value, msgspec.Struct):
+        return msgspec.structs.replace(
+            value, **{name: _repaired(getattr(value, name)) for name in value.__struct_fields__}
+        )
+    if isinstance(value, Mapping):
+        return {_repaired(key): _repaired(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
+        return tuple(_repaired(item) for item in value)
+    return value
+
+
+def unicode(text: str) -> str:
+    """Return the text with question marks for lone surrogates, which no encoding takes."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
 def dumps(value: object) -> bytes:
-    """Compact JSON. What JSON cannot hold becomes text, and text that is no Unicode is repaired, never refused.
+    """Return any value as compact JSON. What JSON cannot hold becomes text; text that is no Unicode is repaired.
 
     Raises RecursionError for what is nested a thousand levels deep.
     """
     try:
-        return orjson.dumps(value, default=_fragment, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_PASSTHROUGH_DATACLASS)
+        return orjson.dumps(value, default=str, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_PASSTHROUGH_DATACLASS)
     except (TypeError, ValueError):
-        text = json.dumps(value, default=_plain, ensure_ascii=False, separators=(",", ":"))
+        text = json.dumps(value, default=str, ensure_ascii=False, separators=(",", ":"))
         return text.encode("utf-8", "replace")
 
 
@@ -73,9 +98,24 @@ def _too_deep(data: bytes | str, value: object) -> bool:
     return False
 
 
+def read(value: object, kind: type[T], what: str = "") -> T:
+    """Return JSON values or texts as a wire type; raises InvalidInput with the path of what does not fit.
+
+    ``what`` is the path of the value itself.
+    """
+    try:
+        return msgspec.convert(value, kind, strict=False)
+    except msgspec.ValidationError as error:
+        told, _, place = str(error).partition(" - at `")
+        field = _FIELD.search(told)
+        place = place.removesuffix("`").removeprefix("$") + ("" if field is None else f".{field[1]}")
+        path = (what + place).removeprefix(".")
+        raise InvalidInput(f"{path}: {told}", detail={"path": path}) from None
+
+
 def name(text: str, what: str) -> str:
-    """A name a caller chose (trajectory, task, invocation); raises InvalidInput for odd characters."""
-    if NAME.fullmatch(text) is None:
+    """Return a name that a caller chose (trajectory, task, invocation); raises InvalidInput for odd characters."""
+    if not quantities.is_name(text):
         raise InvalidInput(
             f"{what} {text[:64]!r} must be 1 to 128 letters, digits or . _ : @ - and start with a letter or digit",
             detail={"path": what},
@@ -84,33 +124,26 @@ def name(text: str, what: str) -> str:
 
 
 def duration_s(text: str, what: str) -> float:
-    """Seconds of ``500ms 30s 2m 1h``, or of a bare number; raises InvalidInput."""
-    match = _DURATION.fullmatch(text)
-    if match is None:
-        raise InvalidInput(f"{what} {text[:64]!r} is no duration such as 500ms, 30s or 2m", detail={"path": what})
-    return float(match[1]) * _SECONDS[match[2]]
+    """Return the seconds of ``500ms 30s 1h30m``, or of a bare number of them; raises InvalidInput."""
+    try:
+        return quantities.wait_s(text)
+    except ValueError as error:
+        raise InvalidInput(f"{what}: {error}", detail={"path": what}) from None
 
 
-def whole(text: str, what: str, *, minimum: int = 0, maximum: int = 2**53) -> int:
-    """An integer within bounds; raises InvalidInput."""
-    if len(text) > 16 or not text.isascii() or not text.isdigit() or not minimum <= int(text) <= maximum:
-        message = f"{what} {text[:64]!r} must be a whole number from {minimum} to {maximum}"
-        raise InvalidInput(message, detail={"path": what})
-    return int(text)
+def instant(wall_s: float) -> datetime:
+    """Return wall-clock seconds as an instant in UTC."""
+    return datetime.fromtimestamp(wall_s, UTC)
 
 
-def flag(text: str, what: str) -> bool:
-    """A boolean; raises InvalidInput."""
-    if text not in ("true", "false", "1", "0"):
-        raise InvalidInput(f"{what} {text[:64]!r} must be true or false", detail={"path": what})
-    return text in ("true", "1")
+def state(value: State) -> types.State:
+    """Return the state by its name on the wire, which a test holds to be the same."""
+    return cast(types.State, value)
 
 
-def instant(wall_s: float | None) -> str | None:
-    """RFC 3339 in UTC with milliseconds."""
-    if wall_s is None:
-        return None
-    return datetime.fromtimestamp(wall_s, UTC).isoformat(timespec="milliseconds").removesuffix("+00:00") + "Z"
+def reason(value: Reason | None) -> types.Reason | None:
+    """Return the reason by its name on the wire, which a test holds to be the same."""
+    return cast(types.Reason | None, value)
 
 
 def milliseconds(seconds: float | None) -> float | None:
@@ -120,11 +153,3 @@ def milliseconds(seconds: float | None) -> float | None:
 def _kind(value: object) -> str:
     kinds = {list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     return kinds.get(type(value), "a number")
-
-
-def _fragment(value: object) -> object:
-    return orjson.Fragment(value.data) if isinstance(value, EncodedJson) else str(value)
-
-
-def _plain(value: object) -> object:
-    return orjson.loads(value.data) if isinstance(value, EncodedJson) else str(value)

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import click
+import msgspec
 
 from tangram.cli.config import paths_argument
 from tangram.cli.options import json_option
@@ -44,7 +45,7 @@ def serve(paths: tuple[Path, ...], log_level: str) -> None:
 def validate(paths: tuple[Path, ...], no_look: bool, as_json: bool) -> None:
     """Check configuration files; every problem is told with its file, line and key."""
     from gateway.config import load
-    from gateway.view import function_json
+    from gateway.functions import function_info
     from manager.errors import InvalidConfig
 
     try:
@@ -54,7 +55,9 @@ def validate(paths: tuple[Path, ...], no_look: bool, as_json: bool) -> None:
             print_json({"ok": False, **error.detail})
         raise
     if as_json:
-        functions = {name: function_json(function) for name, function in sorted(loaded.functions.items())}
+        functions = {
+            name: msgspec.to_builtins(function_info(function)) for name, function in sorted(loaded.functions.items())
+        }
         print_json({"ok": True, "functions": functions, "files": [str(file) for file in loaded.files]})
     else:
         names = ", ".join(sorted(loaded.functions)) or "none"
@@ -78,13 +81,12 @@ def node(paths: tuple[Path, ...], as_json: bool) -> None:
     """This machine as the scheduler would see it."""
     from gateway import machine
     from gateway.config import load
-    from gateway.view import plain
 
     found = files_of(Path())
     loaded = load.load(paths or (Path(),), os.environ, look=False) if paths or found else load.GatewayConfig()
     described = machine.describe(loaded)
     if as_json:
-        print_json(plain(described))
+        print_json(msgspec.to_builtins(described, enc_hook=str))
         return
     numa = "; ".join(" ".join(map(str, cores)) for cores in described.numa)
     show(

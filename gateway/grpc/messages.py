@@ -12,6 +12,7 @@ from gateway.invocations.invocation import InvocationRequest
 from gateway.invocations.record import Mode, Record
 from gateway.store.store import LogRow
 from manager.errors import CodedError, InvalidInput
+from tangram.types import quantities
 
 
 def read_call(message: pb.InvokeRequest, mode: Mode) -> InvocationRequest:
@@ -50,7 +51,7 @@ def invocation(record: Record) -> pb.Invocation:
         trajectory=record.trajectory or "",
         state=record.state.value,
         reason="" if record.reason is None else record.reason.value,
-        message=record.message.encode("utf-8", "replace").decode(),
+        message=record.message,
         component=record.component,
         result_json=record.result or b"",
         queue_ms=(record.queue_s or 0.0) * 1000,
@@ -59,7 +60,7 @@ def invocation(record: Record) -> pb.Invocation:
         units=record.units,
         node=record.node or "",
         attempt=record.attempt,
-        record_json=wire.dumps(record.as_json(payload=False)),
+        record_json=wire.encode(record.as_wire(payload=False)),
     )
 
 
@@ -91,7 +92,7 @@ def trailers(error: CodedError) -> dict[str, str]:
 
 
 def _key(text: str) -> str | None:
-    if text and wire.KEY.fullmatch(text) is None:
+    if text and not quantities.is_key(text):
         raise InvalidInput(
             "idempotency_key must be 1 to 255 visible ASCII characters", detail={"path": "idempotency_key"}
         )

@@ -77,15 +77,17 @@ async def _bounded(method: Any, services: Services, stream: Stream[Any, Any]) ->
     stall_s = services.logs.spec.stall_s
 
     async def recv_data(size: int) -> bytes:
-        if size > services.limits.body_bytes + ENVELOPE_BYTES:
-            raise TooLarge(f"the message is larger than {services.limits.body_bytes} bytes", component="grpc")
+        if size > services.bounds.body_limit_bytes + ENVELOPE_BYTES:
+            raise TooLarge(f"the message is larger than {services.bounds.body_limit_bytes} bytes", component="grpc")
         services.held.check(size)
         services.held.take(size)
         try:
-            async with asyncio.timeout(services.limits.body_s):
+            async with asyncio.timeout(services.bounds.body_timeout_s):
                 data = await receive(size)
         except TimeoutError:
-            raise TooSlow(f"the message took longer than {services.limits.body_s:g} s", component="grpc") from None
+            raise TooSlow(
+                f"the message took longer than {services.bounds.body_timeout_s:g} s", component="grpc"
+            ) from None
         except AssertionError:  # grpclib's word for a client that stopped in the middle
             raise InvalidInput("the message broke off", component="grpc") from None
         finally:

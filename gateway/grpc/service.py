@@ -14,6 +14,7 @@ from grpclib.exceptions import GRPCError
 from grpclib.server import Stream
 
 from gateway import wire
+from gateway.functions import function_info
 from gateway.grpc.generated import tangram_pb2 as pb
 from gateway.grpc.generated.tangram_grpc import GatewayBase
 from gateway.grpc.messages import (
@@ -30,7 +31,6 @@ from gateway.invocations.logs import PAGE_RECORDS
 from gateway.invocations.record import Mode, Record
 from gateway.services import Services
 from gateway.store.store import LogRow
-from gateway.view import function_json
 from manager.errors import CodedError, InvalidInput
 
 Received = TypeVar("Received")
@@ -87,7 +87,7 @@ class GatewayService(GatewayBase):
         async with self._answering(stream):
             request = await _request(stream)
             found = await self._invocations.get(request.id)
-            limit_s = self._services.limits.wait_s
+            limit_s = self._services.bounds.wait_max_s
             await self._invocations.wait(found, min(limit_s, seconds(request.timeout_s, "timeout_s") or limit_s))
             await stream.send_message(invocation(found.record))
 
@@ -120,7 +120,7 @@ class GatewayService(GatewayBase):
                     runtime=spec.runtime.value,
                     revision=spec.revision,
                     description=spec.description,
-                    json=wire.dumps(function_json(spec)),
+                    json=wire.encode(function_info(spec)),
                 )
                 for spec in self._services.functions.all()
             ]
@@ -130,7 +130,7 @@ class GatewayService(GatewayBase):
         async with self._answering(stream):
             request = await _request(stream)
             differences = await self._services.configure(request.document, request.dry_run)
-            await stream.send_message(pb.ApplyConfigResponse(json=wire.dumps(differences)))
+            await stream.send_message(pb.ApplyConfigResponse(json=wire.encode(differences)))
 
     async def _call(self, stream: Stream[pb.InvokeRequest, Any], mode: Mode) -> InvocationRequest:
         return read_call(await _request(stream), mode)

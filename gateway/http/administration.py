@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
+from msgspec import convert
 from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway import wire
-from gateway.http.messages import json_response, read_body
+from gateway.functions import function_info
+from gateway.http.call import read_query
+from gateway.http.messages import read_body, respond
 from gateway.http.operation import (
-    FLAG,
     Operation,
     OperationLink,
+    PathParameter,
     ResponseSpec,
     json_answer,
     links,
-    page_of,
-    path_parameter,
-    query,
-    ref,
 )
 from gateway.services import Services
-from gateway.store.store import LIST_LIMIT_MAX
-from gateway.view import function_json
-from manager.engine import QUEUE_PAGE
+from tangram.types import (
+    ConfigDiff,
+    ConfigFiles,
+    FunctionInfo,
+    FunctionList,
+    Health,
+    QueuePage,
+    ResourcesInfo,
+    SandboxesInfo,
+    TaskList,
+)
+from tangram.types.requests import ConfigQuery, QueueQuery
+from tangram.types.scalars import JsonObject, Name
 
 TEXT_PLAIN = "text/plain; version=0.0.4; charset=utf-8"
-ANYTHING = {"type": "object"}
 
 
 class AdministrationOperations:
@@ -35,41 +43,41 @@ class AdministrationOperations:
         self._services = services
 
     async def functions(self, request: Request) -> Response:
-        return json_response({"functions": [function_json(spec) for spec in self._services.functions.all()]})
+        found = tuple([function_info(spec) for spec in self._services.functions.all()])
+        return respond(FunctionList(functions=found))
 
     async def function(self, request: Request) -> Response:
         name = wire.name(request.path_params["name"], "function")
-        shown = function_json(self._services.functions.get(name))
-        return json_response({**shown, "learned": self._services.learned(name)})
+        return respond(function_info(self._services.functions.get(name), self._services.learned(name)))
 
     async def put_config(self, request: Request) -> Response:
         """Replace the functions and tasks: new invocations see the new ones, nothing in flight is dropped."""
-        dry_run = wire.flag(request.query_params.get("dry_run", "false"), "dry_run")
+        asked = read_query(request, ConfigQuery)
         document = await read_body(request, self._services)
-        return json_response(await self._services.configure(document, dry_run))
+        return respond(await self._services.configure(document, asked.dry_run))
 
     async def resources(self, request: Request) -> Response:
         """Pools and who holds what, in plain words what the sandboxes are, and the model processes."""
-        described = {"sandboxes": dict(self._services.sandboxes()), "models": dict(self._services.models())}
-        return json_response({**self._services.engine.resources(), **described})
+        sandboxes = convert(self._services.sandboxes(), SandboxesInfo, from_attributes=True)
+        found = {**self._services.engine.resources(), "sandboxes": sandboxes, "models": self._services.models()}
+        return respond(convert(found, ResourcesInfo))
 
     async def queue(self, request: Request) -> Response:
         """A page of what waits; a cursor stays good when the action that it names has left."""
-        params = request.query_params
-        limit = wire.whole(params.get("limit", str(QUEUE_PAGE)), "limit", minimum=1, maximum=LIST_LIMIT_MAX)
-        return json_response(self._services.engine.queue(limit, params.get("cursor")))
+        asked = read_query(request, QueueQuery)
+        return respond(convert(self._services.engine.queue(asked.limit, asked.cursor), QueuePage))
 
     async def tasks(self, request: Request) -> Response:
-        return json_response({"tasks": self._services.engine.tasks()})
+        return respond(convert({"tasks": self._services.engine.tasks()}, TaskList))
 
     async def health(self, request: Request) -> Response:
         """The process lives."""
-        return json_response({"status": "ok"})
+        return respond(Health(status="ok"))
 
     async def ready(self, request: Request) -> Response:
         """Whether work is taken now, and if not, why."""
         why = self._services.unready()
-        return json_response({"status": "ready" if why is None else why}, 200 if why is None else 503)
+        return respond(Health(status="ready" if why is None else why), 200 if why is None else 503)
 
     async def metrics(self, request: Request) -> Response:
         return Response(self._services.metrics.text(), media_type=TEXT_PLAIN)
@@ -80,10 +88,6 @@ class AdministrationOperations:
         opening = OperationLink(
             operation="openTrajectory", parameters={}, body={"function": "$response.body#/functions/0/name"}
         )
-        reads = [
-            ("getResources", "/v1/resources", self.resources, "Pools, what is held of them, and the sandboxes"),
-            ("getTasks", "/v1/tasks", self.tasks, "RL tasks: weights, bounds and use"),
-        ]
         return [
             Operation(
                 id="listFunctions",
@@ -92,7 +96,7 @@ class AdministrationOperations:
                 endpoint=self.functions,
                 summary="Registered functions",
                 tag="functions",
-                answers={200: json_answer("All of them", ANYTHING, (*of_first, opening))},
+                answers={200: json_answer("All of them", FunctionList, (*of_first, opening))},
             ),
             Operation(
                 id="getFunction",
@@ -101,8 +105,8 @@ class AdministrationOperations:
                 endpoint=self.function,
                 summary="One function",
                 tag="functions",
-                parameters=(path_parameter("name", "A registered function"),),
-                answers={200: json_answer("The function", ref("Function"))},
+                parts=(PathParameter(name="name", about="A registered function", shape=Name),),
+                answers={200: json_answer("The function", FunctionInfo)},
                 problems=(404, 422),
             ),
             Operation(
@@ -112,22 +116,34 @@ class AdministrationOperations:
                 endpoint=self.put_config,
                 summary="Apply a configuration without dropping anything in flight",
                 tag="functions",
-                parameters=(query("dry_run", "Only tell the differences", FLAG),),
-                body={"application/yaml": ANYTHING, "application/json": ANYTHING},
-                answers={200: json_answer("The differences", ANYTHING)},
+                query=ConfigQuery,
+                body={"application/yaml": JsonObject, "application/json": ConfigFiles},
+                answers={200: json_answer("The differences", ConfigDiff)},
                 problems=(413, 422),
             ),
-            *(
-                Operation(
-                    id=name,
-                    method="GET",
-                    path=path,
-                    endpoint=endpoint,
-                    summary=summary,
-                    tag="scheduler",
-                    answers={200: json_answer("The present state", ANYTHING)},
-                )
-                for name, path, endpoint, summary in reads
+            *self._scheduler_rows(),
+            *self._probe_rows(),
+        ]
+
+    def _scheduler_rows(self) -> list[Operation]:
+        return [
+            Operation(
+                id="getResources",
+                method="GET",
+                path="/v1/resources",
+                endpoint=self.resources,
+                summary="Pools, what is held of them, and the sandboxes",
+                tag="scheduler",
+                answers={200: json_answer("The present state", ResourcesInfo)},
+            ),
+            Operation(
+                id="getTasks",
+                method="GET",
+                path="/v1/tasks",
+                endpoint=self.tasks,
+                summary="RL tasks: weights, bounds and use",
+                tag="scheduler",
+                answers={200: json_answer("The present state", TaskList)},
             ),
             Operation(
                 id="getQueue",
@@ -136,11 +152,10 @@ class AdministrationOperations:
                 endpoint=self.queue,
                 summary="How many wait, and a page of them in order of service, with what each waits for",
                 tag="scheduler",
-                parameters=(*page_of("Actions"),),
-                answers={200: json_answer("A page", ref("QueuePage"), links("/next_cursor", "cursor", "getQueue"))},
+                query=QueueQuery,
+                answers={200: json_answer("A page", QueuePage, links("/next_cursor", "cursor", "getQueue"))},
                 problems=(422,),
             ),
-            *self._probe_rows(),
         ]
 
     def _probe_rows(self) -> list[Operation]:
@@ -152,7 +167,7 @@ class AdministrationOperations:
                 endpoint=self.health,
                 summary="Whether the process lives",
                 tag="operation",
-                answers={200: json_answer("It lives", ANYTHING)},
+                answers={200: json_answer("It lives", Health)},
                 open=True,
             ),
             Operation(
@@ -162,7 +177,7 @@ class AdministrationOperations:
                 endpoint=self.ready,
                 summary="Whether work is taken now",
                 tag="operation",
-                answers={200: json_answer("It is", ANYTHING), 503: json_answer("It is not, and why", ANYTHING)},
+                answers={200: json_answer("It is", Health), 503: json_answer("It is not, and why", Health)},
                 open=True,
             ),
             Operation(
@@ -172,6 +187,6 @@ class AdministrationOperations:
                 endpoint=self.metrics,
                 summary="Metrics in the Prometheus text format",
                 tag="operation",
-                answers={200: ResponseSpec(about="The exposition", content={"text/plain": {"type": "string"}})},
+                answers={200: ResponseSpec(about="The exposition", content={"text/plain": str})},
             ),
         ]

@@ -14,16 +14,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway import wire
 from gateway.errors import MethodNotAllowed
+from gateway.functions import function_info
 from gateway.http.administration import AdministrationOperations
 from gateway.http.batches import BatchOperations
 from gateway.http.invocations import InvocationOperations
 from gateway.http.messages import JSON, problem_response
-from gateway.http.openapi import document
+from gateway.http.openapi import Shapes, document
 from gateway.http.operation import Operation, json_answer
 from gateway.http.stream import GIVE_UP_STALLS
 from gateway.http.trajectories import TrajectoryOperations
 from gateway.services import Services
-from manager.errors import CodedError, NotFound
+from manager.errors import CodedError, NotFound, Unauthorized
+from tangram.types.scalars import JsonObject
 
 #: What any connection takes at once, whether its peer reads or not.
 SMALL_BYTES = 16 * 1024
@@ -36,7 +38,7 @@ class HttpApp:
         self._services = services
         self._log = structlog.get_logger("gateway.http")
         self.operations = [*operations(services), self._openapi_row()]
-        self._openapi = wire.dumps(document(self.operations))
+        self._shapes = Shapes(self.operations)
         self._open = {operation.path for operation in self.operations if operation.open}
         self._routes = [Route(row.path, row.endpoint, methods=[row.method]) for row in self.operations]
         self._router: ASGIApp = Router(self._routes, redirect_slashes=False)
@@ -98,7 +100,14 @@ class HttpApp:
         return ", ".join(sorted({method for route in here for method in route.methods or ()}))
 
     async def _openapi_page(self, request: Request) -> Response:
-        return Response(self._openapi, media_type=JSON)
+        """The document; who may not call the functions is not told of them."""
+        try:
+            self._services.guard.check(_authorization(request.scope))
+        except Unauthorized:
+            return Response(wire.encode(document(self.operations, self._shapes)), media_type=JSON)
+        functions = [function_info(spec) for spec in self._services.functions.all()]
+        pattern = self._services.callbacks.url_pattern()
+        return Response(wire.encode(document(self.operations, self._shapes, functions, pattern)), media_type=JSON)
 
     def _openapi_row(self) -> Operation:
         return Operation(
@@ -108,7 +117,7 @@ class HttpApp:
             endpoint=self._openapi_page,
             summary="This document",
             tag="operation",
-            answers={200: json_answer("OpenAPI 3.1", {"type": "object"})},
+            answers={200: json_answer("OpenAPI 3.1", JsonObject)},
             open=True,
         )
 

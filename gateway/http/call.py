@@ -1,74 +1,89 @@
-"""The call: query and headers of an HTTP request, read into what `gateway.invocations.invocations` is asked."""
+"""What an HTTP request asks for: its query, its headers and its body, read as their types."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import cache
+from typing import TypeVar
+
+from msgspec import Struct
 from starlette.requests import Request as HttpRequest
 
 from gateway import wire
 from gateway.invocations.invocation import InvocationRequest
 from gateway.invocations.record import Mode
-from manager.errors import InvalidInput
+from tangram.types import BatchItem
+from tangram.types.requests import CallHeaders
+
+T = TypeVar("T", bound=Struct)
 
 
-def read_call(request: HttpRequest, function: str, body: bytes) -> InvocationRequest:
-    """The request of one invocation; raises InvalidInput for anything odd."""
-    headers = request.headers
-    trajectory, parent = headers.get("x-trajectory-id"), headers.get("x-parent-id")
-    timeout, max_age = headers.get("x-timeout"), headers.get("x-max-age")
+def read_query(request: HttpRequest, kind: type[T]) -> T:
+    """Return the query parameters; raises InvalidInput. Those that the type does not name are ignored."""
+    return wire.read(dict(request.query_params) if request.scope["query_string"] else {}, kind)
+
+
+def read_headers(request: HttpRequest, kind: type[T]) -> T:
+    """Return the headers that the type names; raises InvalidInput."""
+    names = _header_names(kind)
+    found = {
+        names[name]: value.decode("latin-1") for name, value in reversed(request.scope["headers"]) if name in names
+    }
+    return wire.read(found, kind)
+
+
+@cache
+def _header_names(kind: type[Struct]) -> Mapping[bytes, str]:
+    return {name.lower().encode(): name for name in kind.__struct_encode_fields__}
+
+
+def read_call(headers: CallHeaders, function: str, body: bytes, mode: Mode) -> InvocationRequest:
+    """Return the request of one invocation; raises InvalidInput for anything odd."""
     return InvocationRequest(
         function=wire.name(function, "function"),
         input=wire.loads_object(body),
         body=body or b"{}",
-        mode=read_mode(request),
-        task=wire.name(headers.get("x-task", "default"), "X-Task"),
-        trajectory=None if trajectory is None else wire.name(trajectory, "X-Trajectory-Id"),
-        living=read_living(request),
-        parent=None if parent is None else wire.name(parent, "X-Parent-Id"),
-        timeout_s=None if timeout is None else wire.duration_s(timeout, "X-Timeout"),
-        max_age_s=None if max_age is None else wire.duration_s(max_age, "X-Max-Age"),
-        key=_key(headers.get("idempotency-key")),
-        callback_url=headers.get("x-callback-url"),
-        detached=_detached(headers.get("x-on-disconnect")),
-        traceparent=_traceparent(headers.get("traceparent")),
+        mode=mode,
+        task=headers.task or "default",
+        trajectory=headers.trajectory,
+        living=headers.expect == "living",
+        parent=headers.parent,
+        timeout_s=_seconds(headers.timeout, "X-Timeout"),
+        max_age_s=_seconds(headers.max_age, "X-Max-Age"),
+        key=headers.key,
+        callback_url=headers.callback_url,
+        detached=headers.on_disconnect == "continue",
+        traceparent=_traceparent(headers.traceparent),
     )
 
 
-def read_living(request: HttpRequest) -> bool:
-    """Return whether only a living trajectory will do; raises InvalidInput."""
-    expected = request.headers.get("x-trajectory-expect")
-    if expected not in (None, "living"):
-        raise InvalidInput("X-Trajectory-Expect must be living", detail={"path": "X-Trajectory-Expect"})
-    return expected == "living"
+def read_item(call: object, path: str) -> InvocationRequest:
+    """Return the request of one call of a batch; raises InvalidInput. An empty task is the default one."""
+    if isinstance(call, dict) and call.get("task") == "":
+        call = {**call, "task": None}
+    item = wire.read(call, BatchItem, path)
+    return InvocationRequest(
+        function=wire.name(item.function, f"{path}.function"),
+        input=item.input,
+        body=wire.dumps(item.input),
+        mode=Mode.ASYNC,
+        task=wire.name(item.task or "default", f"{path}.task"),
+        trajectory=None if item.trajectory is None else wire.name(item.trajectory, f"{path}.trajectory"),
+        timeout_s=_seconds(item.timeout, f"{path}.timeout"),
+        max_age_s=_seconds(item.max_age, f"{path}.max_age"),
+        key=item.key,
+    )
 
 
-def read_mode(request: HttpRequest) -> Mode:
-    text = request.query_params.get("mode", "sync")
-    try:
-        return Mode(text)
-    except ValueError:
-        raise InvalidInput(f"mode {text[:64]!r} must be sync, async or stream", detail={"path": "mode"}) from None
-
-
-def read_wait_s(request: HttpRequest, limit_s: float) -> float | None:
-    """``?wait=30s``; None where it is absent."""
-    text = request.query_params.get("wait")
+def read_wait_s(text: str | None, limit_s: float) -> float | None:
+    """Return the seconds of ``?wait=30s``; None where it is absent."""
     return None if text is None else min(wire.duration_s(text, "wait"), limit_s)
 
 
-def _key(text: str | None) -> str | None:
-    if text is not None and wire.KEY.fullmatch(text) is None:
-        raise InvalidInput(
-            "Idempotency-Key must be 1 to 255 visible ASCII characters", detail={"path": "Idempotency-Key"}
-        )
-    return text
-
-
-def _detached(text: str | None) -> bool:
-    if text not in (None, "cancel", "continue"):
-        raise InvalidInput("X-On-Disconnect must be cancel or continue", detail={"path": "X-On-Disconnect"})
-    return text == "continue"
+def _seconds(text: str | None, what: str) -> float | None:
+    return None if text is None else wire.duration_s(text, what)
 
 
 def _traceparent(text: str | None) -> str | None:
-    """The trace context, dropped where it is malformed, as W3C asks."""
+    """Return the trace context, dropped where it is malformed, as W3C asks."""
     return text if text is not None and wire.TRACEPARENT.fullmatch(text) is not None else None

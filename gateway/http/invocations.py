@@ -2,48 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from functools import partial
+from typing import Annotated
 
+from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway import wire
-from gateway.http.call import read_call, read_mode, read_wait_s
+from gateway.http.call import read_call, read_headers, read_query, read_wait_s
 from gateway.http.messages import (
     attend,
-    json_response,
     read_body,
     record_headers,
     record_response,
+    respond,
     result_response,
 )
 from gateway.http.operation import (
-    DURATION,
-    EXPECT,
-    FLAG,
-    KEY,
-    NAME,
     Operation,
-    Parameter,
+    PathParameter,
     ResponseSpec,
-    header,
     json_answer,
     links,
-    page_of,
-    path_parameter,
-    query,
-    ref,
 )
 from gateway.http.stream import LogStream, accepts_events
 from gateway.invocations.invocation import LiveInvocation
-from gateway.invocations.record import Mode, Record, invalid_state, seq_of
+from gateway.invocations.record import Mode, Record, seq_of
 from gateway.services import Services
-from gateway.store.store import LIST_LIMIT_MAX, Filter, LogRow
+from gateway.store.store import Filter, LogRow
 from manager.outcome import State
+from tangram.types import Invocation, InvocationPage, LogAccepted, LogEnd, LogRecord, LogResult
+from tangram.types.requests import CallHeaders, InvocationQuery, InvokeQuery, LogHeaders, LogQuery, WaitQuery
+from tangram.types.scalars import JsonObject, Name
 
-INVOCATION_ID = path_parameter("id", "Id of an invocation")
-WAIT = query("wait", "Wait so long for the end before answering", DURATION)
+INVOCATION_ID = PathParameter(name="id", about="Id of an invocation", shape=Name)
+INPUT = Annotated[JsonObject, Meta(description="The input, as the function declares it")]
 #: Seconds that a cancel waits for the processes to be gone before it answers 202.
 CANCEL_WAIT_S = 5.0
 
@@ -57,10 +52,11 @@ class InvocationOperations:
 
     async def invoke(self, request: Request) -> Response:
         """One call in one of the three modes."""
-        mode = read_mode(request)
-        wait_s = read_wait_s(request, self._services.limits.wait_s)
+        asked = read_query(request, InvokeQuery)
+        mode = Mode(asked.mode)
+        wait_s = read_wait_s(asked.wait, self._services.bounds.wait_max_s)
         body = await read_body(request, self._services)
-        call = read_call(request, request.path_params["name"], body)
+        call = read_call(read_headers(request, CallHeaders), request.path_params["name"], body, mode)
         if call.callback_url is not None:
             self._services.callbacks.check(call.callback_url)
         invocation = await self._invocations.invoke(call)
@@ -79,8 +75,8 @@ class InvocationOperations:
     def _stream(self, request: Request, invocation: LiveInvocation) -> Response:
         record = invocation.record
 
-        def last(position: int) -> Mapping[str, object]:
-            return {"stream": "result", "offset": position, "invocation": record.as_json()}
+        def last(position: int) -> LogResult:
+            return LogResult(stream="result", offset=position, invocation=record.as_wire())
 
         return LogStream(
             self._services.logs,
@@ -88,24 +84,23 @@ class InvocationOperations:
             events=accepts_events(request.headers.get("accept")),
             position=0,
             about={"X-Invocation-Id": record.id},
-            first={"stream": "accepted", "invocation": record.as_json(payload=False)},
+            first=LogAccepted(stream="accepted", invocation=record.as_wire(payload=False)),
             last=last,
             gone=partial(self._invocations.leave, invocation),
         )
 
     async def find(self, request: Request) -> Response:
         """Records by filter, newest first, page by page."""
-        chosen = _filter(request)
+        chosen = _filter(read_query(request, InvocationQuery))
         records = await self._invocations.find(chosen)
         cursor = records[-1].id if len(records) == chosen.limit else None
-        return json_response(
-            {"invocations": [record.as_json(payload=False) for record in records], "next_cursor": cursor}
-        )
+        page = tuple([record.as_wire(payload=False) for record in records])
+        return respond(InvocationPage(invocations=page, next_cursor=cursor))
 
     async def get(self, request: Request) -> Response:
         """The record, from the moment of acceptance on."""
         invocation = await self._invocations.get(request.path_params["id"])
-        wait_s = read_wait_s(request, self._services.limits.wait_s)
+        wait_s = read_wait_s(read_query(request, WaitQuery).wait, self._services.bounds.wait_max_s)
         if wait_s is not None:
             await self._invocations.wait(invocation, wait_s)
         return record_response(invocation.record)
@@ -120,12 +115,14 @@ class InvocationOperations:
         """The log from ``offset`` on; with ``follow`` until the invocation has ended."""
         invocation = await self._invocations.get(request.path_params["id"])
         record = invocation.record
-        position = wire.whole(_offset(request), "offset")
-        follow = wire.flag(request.query_params.get("follow", "false"), "follow")
-        pages = self._services.logs.follow(record.seq, position) if follow else self._pages(record, position)
+        asked = read_query(request, LogQuery)
+        position = _offset(asked, read_headers(request, LogHeaders))
+        logs = self._services.logs
+        pages = logs.follow(record.seq, position) if asked.follow else self._pages(record, position)
 
-        def last(position: int) -> Mapping[str, object]:
-            return {"stream": "eof", "offset": position, "state": record.state, "reason": record.reason}
+        def last(position: int) -> LogEnd:
+            state, reason = wire.state(record.state), wire.reason(record.reason)
+            return LogEnd(stream="eof", offset=position, state=state, reason=reason)
 
         return LogStream(
             self._services.logs,
@@ -146,7 +143,6 @@ class InvocationOperations:
         return [self._invoke_row(), *self._record_rows()]
 
     def _invoke_row(self) -> Operation:
-        record = ref("Invocation")
         accepted = links("/id", "id", "getInvocation", "getLogs", "cancelInvocation")
         return Operation(
             id="invoke",
@@ -155,32 +151,27 @@ class InvocationOperations:
             endpoint=self.invoke,
             summary="Invoke a function",
             tag="invocations",
-            parameters=(
-                path_parameter("name", "A registered function"),
-                query("mode", "How to attend to the result", {"enum": ["sync", "async", "stream"], "default": "sync"}),
-                query("wait", "sync: answer 202 when it takes longer; async: wait so long first", DURATION),
-                *CALL_HEADERS,
-            ),
-            body={"application/json": {"type": "object", "description": "The input, as the function declares it"}},
+            parts=(PathParameter(name="name", about="A registered function", shape=Name),),
+            query=InvokeQuery,
+            headers=CallHeaders,
+            body={"application/json": INPUT},
             answers={
                 200: ResponseSpec(
                     about="It ended; X-Function-Error names the reason when the user's own work failed. "
                     "mode=stream: records of the log, then of the result",
                     content={
-                        "application/json": record,
-                        "application/x-ndjson": ref("LogRecord"),
-                        "text/event-stream": ref("LogRecord"),
+                        "application/json": Invocation,
+                        "application/x-ndjson": LogRecord,
+                        "text/event-stream": LogRecord,
                     },
                     links=accepted,
                 ),
-                202: json_answer("Accepted, and durable", record, accepted),
+                202: json_answer("Accepted, and durable", Invocation, accepted),
             },
             problems=(404, 408, 409, 410, 413, 422, 429, 502, 504),
         )
 
     def _record_rows(self) -> list[Operation]:
-        record = ref("Invocation")
-        filters = tuple(query(name, f"Only those of this {name}", NAME) for name in ("function", "task"))
         first = links("/invocations/0/id", "id", "getInvocation", "redriveDeadLetter", "purgeDeadLetter")
         page = (*first, *links("/next_cursor", "cursor", "listInvocations"))
         return [
@@ -191,8 +182,9 @@ class InvocationOperations:
                 endpoint=self.get,
                 summary="The record of an invocation, which exists from the moment of acceptance",
                 tag="invocations",
-                parameters=(INVOCATION_ID, WAIT),
-                answers={200: json_answer("The record", record, links("/id", "id", "getLogs", "cancelInvocation"))},
+                parts=(INVOCATION_ID,),
+                query=WaitQuery,
+                answers={200: json_answer("The record", Invocation, links("/id", "id", "getLogs", "cancelInvocation"))},
                 problems=(404, 422),
             ),
             Operation(
@@ -202,15 +194,8 @@ class InvocationOperations:
                 endpoint=self.find,
                 summary="Records, newest first",
                 tag="invocations",
-                parameters=(
-                    *filters,
-                    query("trajectory", "Only those of this trajectory", NAME),
-                    query("parent", "Only those that this invocation made", NAME),
-                    query("state", "Only those in this state", {"enum": [state.value for state in State]}),
-                    query("dead", "Only those in (or not in) the dead-letter list", FLAG),
-                    *page_of("Records"),
-                ),
-                answers={200: json_answer("A page", ref("InvocationPage"), page)},
+                query=InvocationQuery,
+                answers={200: json_answer("A page", InvocationPage, page)},
                 problems=(404, 422),
             ),
             Operation(
@@ -220,16 +205,13 @@ class InvocationOperations:
                 endpoint=self.logs,
                 summary="The log of an invocation: NDJSON, or Server-Sent Events by Accept",
                 tag="invocations",
-                parameters=(
-                    INVOCATION_ID,
-                    query("follow", "Go on until it has ended, with heartbeats", FLAG),
-                    query("offset", "First record to send", {"type": "integer", "minimum": 0}),
-                    header("Last-Event-ID", "The last offset that was received (Server-Sent Events)"),
-                ),
+                parts=(INVOCATION_ID,),
+                query=LogQuery,
+                headers=LogHeaders,
                 answers={
                     200: ResponseSpec(
                         about="Records, then one of stream eof",
-                        content={"application/x-ndjson": ref("LogRecord"), "text/event-stream": ref("LogRecord")},
+                        content={"application/x-ndjson": LogRecord, "text/event-stream": LogRecord},
                     )
                 },
                 problems=(404, 422),
@@ -241,52 +223,31 @@ class InvocationOperations:
                 endpoint=self.cancel,
                 summary="Cancel an invocation; 409 when it has ended already",
                 tag="invocations",
-                parameters=(INVOCATION_ID,),
-                answers={200: json_answer("It has ended", record), 202: json_answer("It is being stopped", record)},
+                parts=(INVOCATION_ID,),
+                answers={
+                    200: json_answer("It has ended", Invocation),
+                    202: json_answer("It is being stopped", Invocation),
+                },
                 problems=(404, 409, 422),
             ),
         ]
 
 
-CALL_HEADERS: tuple[Parameter, ...] = (
-    header("Idempotency-Key", "The same key and body latch on to the first invocation", KEY),
-    header("X-Trajectory-Id", "The rollout whose environment it needs", NAME),
-    EXPECT,
-    header("X-Task", "The RL task it belongs to", NAME),
-    header("X-Timeout", "Bound of the execution, at most the function's", DURATION),
-    header("X-Max-Age", "Asynchronous work that still waits at this age is given up", DURATION),
-    header("X-Parent-Id", "The invocation that makes this one", NAME),
-    header("X-Callback-Url", "Where the ended record is posted to, if server.callbacks.allow names it"),
-    header("X-On-Disconnect", "What happens when the caller goes away", {"enum": ["cancel", "continue"]}),
-    header("traceparent", "W3C trace context, passed on"),
-)
+def _offset(asked: LogQuery, headers: LogHeaders) -> int:
+    """Return where to begin: ``?offset``, or after the Last-Event-ID of a reconnecting event source."""
+    if asked.offset is not None:
+        return asked.offset
+    return int(headers.last_event_id) + 1 if headers.last_event_id else 0
 
 
-def _offset(request: Request) -> str:
-    """Where to begin: ``?offset``, or after the Last-Event-ID of a reconnecting event source."""
-    given = request.query_params.get("offset")
-    if given is not None:
-        return given
-    last = request.headers.get("last-event-id")
-    return "0" if last is None else str(wire.whole(last, "Last-Event-ID") + 1)
-
-
-def _filter(request: Request) -> Filter:
-    params = request.query_params
-    names = {
-        name: wire.name(params[name], name) for name in ("function", "task", "trajectory", "parent") if name in params
-    }
+def _filter(asked: InvocationQuery) -> Filter:
     return Filter(
-        **names,
-        state=_state(params.get("state")),
-        dead=wire.flag(params["dead"], "dead") if "dead" in params else None,
-        before=seq_of(params["cursor"]) if "cursor" in params else None,
-        limit=wire.whole(params.get("limit", "100"), "limit", minimum=1, maximum=LIST_LIMIT_MAX),
+        function=asked.function,
+        task=asked.task,
+        trajectory=asked.trajectory,
+        parent=asked.parent,
+        state=None if asked.state is None else State(asked.state),
+        dead=asked.dead,
+        before=None if asked.cursor is None else seq_of(asked.cursor),
+        limit=asked.limit,
     )
-
-
-def _state(text: str | None) -> State | None:
-    try:
-        return None if text is None else State(text)
-    except ValueError:
-        raise invalid_state(text or "") from None

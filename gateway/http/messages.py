@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from msgspec import Struct
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
@@ -17,6 +18,7 @@ from gateway.invocations.invocations import Invocations
 from gateway.invocations.record import Record
 from gateway.services import Services
 from manager.errors import CodedError, TooLarge
+from tangram.types import Problem
 
 JSON = "application/json"
 PROBLEM = "application/problem+json"
@@ -29,11 +31,11 @@ async def read_body(request: Request, services: Services, limit_bytes: int | Non
 
     Raises TooLarge before more is held, CapacityExceeded while all that arrives is too much, TooSlow.
     """
-    timeout_s = services.limits.body_s
+    timeout_s = services.bounds.body_timeout_s
     reading = _Reading(services.held)
     try:
         async with asyncio.timeout(timeout_s):
-            return await _read_body(request, limit_bytes or services.limits.body_bytes, reading)
+            return await _read_body(request, limit_bytes or services.bounds.body_limit_bytes, reading)
     except TimeoutError:
         raise TooSlow(f"the body took longer than {timeout_s:g} s to arrive", component="http") from None
     finally:
@@ -75,12 +77,13 @@ def too_large(limit_bytes: int) -> TooLarge:
     return TooLarge(f"the body is larger than {limit_bytes} bytes", component="http")
 
 
-def json_response(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    return Response(wire.dumps(value), status, headers, JSON)
+def respond(value: Struct, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """Return a wire type as a response."""
+    return Response(wire.encode(value), status, headers, JSON)
 
 
 def problem_response(error: CodedError, headers: Mapping[str, str] | None = None) -> Response:
-    """The problem body of a refused request."""
+    """Return the problem body of a refused request."""
     shown = dict(headers or {})
     if error.retry_after_s is not None:
         shown["Retry-After"] = retry_after(error.retry_after_s)
@@ -88,7 +91,7 @@ def problem_response(error: CodedError, headers: Mapping[str, str] | None = None
         shown["X-Invocation-Id"] = error.invocation_id
     if face(error).http == 401:
         shown["WWW-Authenticate"] = "Bearer"
-    return Response(wire.dumps(problem(error)), face(error).http, shown, PROBLEM)
+    return Response(wire.encode(problem(error)), face(error).http, shown, PROBLEM)
 
 
 def record_headers(record: Record) -> dict[str, str]:
@@ -103,7 +106,7 @@ def record_headers(record: Record) -> dict[str, str]:
 
 def record_response(record: Record, status: int = 200) -> Response:
     """The record as it stands."""
-    return json_response(record.as_json(), status, record_headers(record))
+    return respond(record.as_wire(), status, record_headers(record))
 
 
 def result_response(record: Record) -> Response:
@@ -116,21 +119,21 @@ def result_response(record: Record) -> Response:
     if record.reason is not None:
         headers["X-Function-Error"] = record.reason.value
     if shown.http == 200:
-        return json_response(record.as_json(), 200, headers)
+        return respond(record.as_wire(), 200, headers)
     if record.retry_after_s is not None:
         headers["Retry-After"] = retry_after(record.retry_after_s)
-    body = {
-        "type": f"urn:tangram:reason:{record.reason}",
-        "title": shown.title,
-        "status": shown.http,
-        "code": record.reason,
-        "detail": record.message,
-        "component": record.component,
-        "invocation_id": record.id,
-        "retry_after_s": record.retry_after_s,
-        "invocation": record.as_json(),
-    }
-    return Response(wire.dumps(body), shown.http, headers, PROBLEM)
+    body = Problem(
+        type=f"urn:tangram:reason:{record.reason}",
+        title=shown.title,
+        status=shown.http,
+        code=str(record.reason),
+        detail=record.message,
+        component=record.component,
+        invocation_id=record.id,
+        retry_after_s=record.retry_after_s,
+        invocation=record.as_wire(),
+    )
+    return Response(wire.encode(body), shown.http, headers, PROBLEM)
 
 
 async def attend(request: Request, invocations: Invocations, invocation: LiveInvocation, wait_s: float | None) -> bool:

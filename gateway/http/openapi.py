@@ -1,32 +1,76 @@
-"""The OpenAPI 3.1 document, made from the table of operations."""
+"""The OpenAPI 3.1 document, made from the table of operations and the wire types that it names."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from types import UnionType
+from typing import Any, get_args
+
+import msgspec
+from msgspec import Struct
 
 from gateway.errors import FACES, REASON_FACES
 from gateway.http.messages import PROBLEM
-from gateway.http.operation import NAME, TEXT, Operation, Schema, ref
-from gateway.invocations.logs import DROPPED, EXPIRED, STREAMS, TRUNCATED
-from gateway.invocations.record import Mode
-from manager.errors import Reason
-from manager.outcome import State
+from gateway.http.operation import Operation, Schema, Shape
+from gateway.http.stream import EVENTS, NDJSON
+from tangram.types import FunctionInfo, Invocation, LogRecord, Problem
 
-NUMBER: Schema = {"type": ["number", "null"]}
-MAYBE: Schema = {"type": ["string", "null"]}
-INSTANT: Schema = {"type": ["string", "null"], "format": "date-time"}
-COUNTS: Schema = {"type": "object", "additionalProperties": {"type": "number"}}
+REF = "#/components/schemas/{name}"
 #: Statuses that every operation may answer with.
 ALWAYS = (401, 500, 503)
+INVOKE = "/v1/functions/{name}/invocations"
+CALLBACK_URL = "X-Callback-Url"
 
 
-def document(operations: Iterable[Operation]) -> dict[str, object]:
-    """The whole document."""
-    paths: dict[str, dict[str, object]] = {}
+class Shapes:
+    """The schemas of all shapes that a table names, and the components that they refer to."""
+
+    def __init__(self, operations: Iterable[Operation]) -> None:
+        named = [shape for operation in operations for shape in operation.shapes]
+        found = list(dict.fromkeys(arm for shape in [*named, Problem] for arm in _arms(shape)))
+        schemas, components = msgspec.json.schema_components(found, ref_template=REF)
+        self._schemas = dict(zip(found, schemas, strict=True))
+        #: Parameters are shown one by one, and not as the type that reads them.
+        parameters = {each.__name__ for row in operations for each in (row.query, row.headers) if each is not None}
+        self.components = {name: schema for name, schema in components.items() if name not in parameters}
+        self._parameters = {name: components[name] for name in parameters}
+        codes = dict.fromkeys([*FACES, *(reason.value for reason in REASON_FACES)])
+        self.components["Problem"]["properties"]["code"]["enum"] = list(codes)
+        # An odd call is refused by its own verdict, so the request takes anything in its place.
+        calls = self.components["BatchRequest"]["properties"]["calls"]
+        calls["items"] = {"anyOf": [calls["items"], {"description": "Anything else: its verdict is 422"}]}
+
+    def of(self, shape: Shape) -> Schema:
+        """Return the schema of a shape; of a union, any of its arms."""
+        schemas = [self._schemas[arm] for arm in _arms(shape)]
+        return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+
+    def parameters(self, kind: type[Struct] | None, place: str) -> list[dict[str, object]]:
+        """Return the fields of a type as parameters of a query or of headers."""
+        properties = {} if kind is None else self._parameters[kind.__name__]["properties"]
+        return [_parameter(name, place, schema) for name, schema in properties.items()]
+
+
+def document(
+    operations: Sequence[Operation],
+    shapes: Shapes,
+    functions: Iterable[FunctionInfo] = (),
+    callback_pattern: str | None = None,
+) -> dict[str, object]:
+    """Return the whole document, with an operation for each of the functions.
+
+    ``callback_pattern`` is what an X-Callback-Url must match; without it there is no such header.
+    """
+    paths: dict[str, dict[str, Any]] = {}
     for operation in operations:
         path = operation.path.replace(":path}", "}")
-        paths.setdefault(path, {})[operation.method.lower()] = _operation(operation)
+        paths.setdefault(path, {})[operation.method.lower()] = _operation(operation, shapes)
+    invoke = paths[INVOKE]["post"]
+    invoke["parameters"] = _callable(invoke["parameters"], callback_pattern)
+    shared = {each["name"]: each for each in invoke["parameters"] if each["in"] != "path"}
+    for function in functions:
+        paths[INVOKE.replace("{name}", function.name)] = {"post": _invoke(function, list(shared), shapes)}
     return {
         "openapi": "3.1.0",
         "info": {
@@ -37,140 +81,95 @@ def document(operations: Iterable[Operation]) -> dict[str, object]:
         },
         "paths": paths,
         "components": {
-            "schemas": schemas(),
+            "schemas": shapes.components,
+            "parameters": shared,
             "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
         },
         "security": [{"bearer": []}, {}],
     }
 
 
-def _operation(operation: Operation) -> dict[str, object]:
+def _operation(operation: Operation, shapes: Shapes) -> dict[str, object]:
     answers: dict[str, object] = {}
     for status, answer in operation.answers.items():
-        content = {media: {"schema": dict(schema)} for media, schema in answer.content.items()}
+        content = _content(answer.content, shapes)
         answers[str(status)] = {
             "description": answer.about,
             **({"content": content} if content else {}),
             **({"links": {link.operation: link.as_json() for link in answer.links}} if answer.links else {}),
         }
     for status in sorted({*operation.problems, *(() if operation.open else ALWAYS)}):
-        problem = {"description": "A problem", "content": {PROBLEM: {"schema": dict(ref("Problem"))}}}
-        answers.setdefault(str(status), problem)
+        answers.setdefault(str(status), {"description": "A problem", "content": _content({PROBLEM: Problem}, shapes)})
+    parts = [
+        {"name": part.name, "in": "path", "required": True, "description": part.about, "schema": shapes.of(part.shape)}
+        for part in operation.parts
+    ]
     body: dict[str, object] = {
         "operationId": operation.id,
         "summary": operation.summary,
         "tags": [operation.tag],
-        "parameters": [parameter.as_json() for parameter in operation.parameters],
+        "parameters": [
+            *parts,
+            *shapes.parameters(operation.query, "query"),
+            *shapes.parameters(operation.headers, "header"),
+        ],
         "responses": answers,
     }
     if operation.body:
-        content = {media: {"schema": dict(schema)} for media, schema in operation.body.items()}
-        body["requestBody"] = {"required": operation.body_required, "content": content}
+        body["requestBody"] = {"required": operation.body_required, "content": _content(operation.body, shapes)}
     if operation.open:
         body["security"] = []
     return body
 
 
-def schemas() -> dict[str, Schema]:
-    """The components by name."""
-    reasons = [None, *(reason.value for reason in Reason)]
-    states = [state.value for state in State]
-    attempt: dict[str, Schema] = {
-        "attempt": {"type": "integer"},
-        "state": {"enum": states},
-        "reason": {"enum": reasons},
-        "message": TEXT,
-        "ended_at": INSTANT,
-        "queue_ms": NUMBER,
-        "overhead_ms": NUMBER,
-        "execution_ms": NUMBER,
-    }
-    invocation: dict[str, Schema] = {
-        "id": NAME,
-        "function": TEXT,
-        "revision": TEXT,
-        "task": TEXT,
-        "trajectory": MAYBE,
-        "parent": MAYBE,
-        "mode": {"enum": [mode.value for mode in Mode]},
-        "state": {"enum": states},
-        "reason": {"enum": reasons},
-        "message": TEXT,
-        "component": TEXT,
-        "detail": {"type": "object"},
-        "retry_after_s": NUMBER,
-        "accepted_at": INSTANT,
-        "started_at": INSTANT,
-        "ended_at": INSTANT,
-        "queue_ms": NUMBER,
-        "overhead_ms": NUMBER,
-        "execution_ms": NUMBER,
-        "act_ms": NUMBER,
-        "node": MAYBE,
-        "units": COUNTS,
-        "usage": COUNTS,
-        "attempt": {"type": "integer"},
-        "attempts": {"type": "array", "items": _object(attempt)},
-        "dead": {"type": "boolean"},
-        "callback": {"enum": [None, "pending", "delivered", "failed"]},
-    }
-    payload: dict[str, Schema] = {
-        "input": {"description": "What was sent"},
-        "result": {"description": "The function's result, or null"},
-    }
+def _invoke(function: FunctionInfo, parameters: Iterable[str], shapes: Shapes) -> dict[str, object]:
+    """Return the operation that invokes one function: its input and its result are those that it declares."""
+    given = _resource(function, "input", function.input_schema or {"type": "object"})
+    result = _resource(function, "result", function.result_schema or {})
+    invocation, log = shapes.of(Invocation), _content(dict.fromkeys((NDJSON, EVENTS), LogRecord), shapes)
+    typed = {"allOf": [invocation, {"properties": {"result": {"anyOf": [result, {"type": "null"}]}}}]}
     return {
-        "Invocation": {**_object(invocation), "properties": {**invocation, **payload}},
-        **_pages(),
-        "LogRecord": {
-            "type": "object",
-            "required": ["stream"],
-            "properties": {
-                "offset": {"type": "integer", "description": "offset + 1 is where to resume"},
-                "time": INSTANT,
-                "stream": {
-                    "enum": [*STREAMS, TRUNCATED, DROPPED, EXPIRED, "heartbeat", "eof", "accepted", "result"],
-                },
-                "data": TEXT,
-            },
+        "operationId": f"invoke.{function.name}",
+        "summary": function.description or f"Invoke {function.name}",
+        "tags": ["functions"],
+        "parameters": [{"$ref": f"#/components/parameters/{name}"} for name in parameters],
+        "requestBody": {"required": bool(function.input_schema), "content": {"application/json": {"schema": given}}},
+        "responses": {
+            "200": {"description": "It ended", "content": {"application/json": {"schema": typed}, **log}},
+            "202": {"description": "Accepted", "content": {"application/json": {"schema": invocation}}},
+            "default": {"description": "A problem", "content": _content({PROBLEM: Problem}, shapes)},
         },
-        "Trajectory": {"type": "object"},
-        "Function": {"type": "object", "required": ["name", "runtime"], "properties": {"name": TEXT, "runtime": TEXT}},
-        "Problem": _problem(),
     }
 
 
-def _pages() -> dict[str, Schema]:
-    invocations: Schema = {"type": "array", "items": ref("Invocation")}
-    queue: Schema = {"type": "array", "items": {"type": "object"}}
-    trajectories: Schema = {"type": "array", "items": ref("Trajectory")}
-    return {
-        "TrajectoryPage": _object({"trajectories": trajectories, "next_cursor": MAYBE}),
-        "InvocationPage": _object({"invocations": invocations, "next_cursor": MAYBE}),
-        "QueuePage": _object({"waiting": {"type": "integer"}, "queue": queue, "next_cursor": MAYBE}),
-    }
+def _resource(function: FunctionInfo, what: str, schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a function's schema for use within the document: its references begin at itself. Any: JSON Schema."""
+    return {"$id": f"urn:tangram:function:{function.name}:{what}", **schema} if schema else {}
 
 
-def _problem() -> Schema:
-    codes = [*FACES, *(reason.value for reason in REASON_FACES)]
-    required: dict[str, Schema] = {
-        "type": {"type": "string"},
-        "title": TEXT,
-        "status": {"type": "integer"},
-        "code": {"enum": list(dict.fromkeys(codes))},
-        "detail": TEXT,
-        "component": TEXT,
-    }
-    optional: dict[str, Schema] = {
-        "invocation_id": NAME,
-        "retry_after_s": NUMBER,
-        "errors": {"type": "object"},
-        "invocation": ref("Invocation"),
-    }
-    return {**_object(required), "properties": {**required, **optional}}
+def _callable(parameters: Iterable[dict[str, Any]], pattern: str | None) -> list[dict[str, Any]]:
+    """Return the parameters of an invocation where callbacks may go where ``pattern`` says. Any: they are JSON."""
+    kept = [each for each in parameters if each["name"] != CALLBACK_URL or pattern is not None]
+    schema = {"type": "string", "pattern": pattern}
+    return [{**each, "schema": schema} if each["name"] == CALLBACK_URL else each for each in kept]
 
 
-def _object(properties: dict[str, Schema]) -> Schema:
-    return {"type": "object", "required": list(properties), "properties": properties}
+def _content(content: Mapping[str, Shape], shapes: Shapes) -> dict[str, object]:
+    return {media: {"schema": shapes.of(shape)} for media, shape in content.items()}
+
+
+def _parameter(name: str, place: str, schema: Mapping[str, Any]) -> dict[str, object]:
+    """Return one parameter. Absent is what null stands for in its type. Any: a JSON Schema."""
+    shown = {key: value for key, value in schema.items() if key != "description"}
+    if "anyOf" in shown:
+        (arm,) = [arm for arm in shown.pop("anyOf") if arm != {"type": "null"}]
+        del shown["default"]
+        shown |= arm
+    return {"name": name, "in": place, "required": False, "description": schema["description"], "schema": shown}
+
+
+def _arms(shape: Shape) -> tuple[Shape, ...]:
+    return get_args(shape) if isinstance(shape, UnionType) else (shape,)
 
 
 def _version() -> str:

@@ -88,7 +88,7 @@ async def serve(
 
 async def _refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, error: CodedError) -> None:
     """Answer 503 to whatever is asked, and close."""
-    body = wire.dumps(problem(error))
+    body = wire.encode(problem(error))
     head = (
         "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/problem+json\r\n"
         f"retry-after: {retry_after(error.retry_after_s or 0.0)}\r\n"

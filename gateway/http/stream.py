@@ -9,8 +9,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway import wire
-from gateway.invocations.logs import Logs, row_json
+from gateway.invocations.logs import Logs, line_of
 from gateway.store.store import LogRow
+from tangram.types import LogHeartbeat, LogLag, LogRecord
 
 NDJSON = "application/x-ndjson"
 EVENTS = "text/event-stream"
@@ -38,8 +39,8 @@ class LogStream(Response):
         events: bool,
         position: int,
         about: Mapping[str, str],
-        first: Mapping[str, object] | None = None,
-        last: Callable[[int], Mapping[str, object]],
+        first: LogRecord | None = None,
+        last: Callable[[int], LogRecord],
         gone: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__()
@@ -84,7 +85,7 @@ class LogStream(Response):
         if self._first is not None:
             await self._send(send, self._line(self._first))
         async for page in self._pages:
-            data = b"".join(self._line(row_json(row)) for row in page) if page else self._heartbeat()
+            data = b"".join(self._line(line_of(row)) for row in page) if page else self._heartbeat()
             in_time = await self._send(send, data)
             self._position = page[-1].position + 1 if page else self._position
             if not in_time:
@@ -103,21 +104,18 @@ class LogStream(Response):
             await send({"type": "http.response.body", "body": data, "more_body": True})
         return loop.time() - began_s <= self._logs.spec.stall_s
 
-    def _line(self, record: Mapping[str, object]) -> bytes:
-        data = wire.dumps(record)
+    def _line(self, record: LogRecord) -> bytes:
+        data = wire.encode(record)
         if not self._events:
             return data + b"\n"
-        offset = record.get("offset")
+        offset = getattr(record, "offset", None)
         name = b"" if offset is None else f"id: {offset}\n".encode()
-        return name + f"event: {record['stream']}\ndata: ".encode() + data + b"\n\n"
+        return name + f"event: {record.stream}\ndata: ".encode() + data + b"\n\n"
 
     def _heartbeat(self) -> bytes:
-        return b": heartbeat\n\n" if self._events else self._line({"stream": "heartbeat"})
+        return b": heartbeat\n\n" if self._events else self._line(LogHeartbeat(stream="heartbeat"))
 
-    def _dropped(self) -> dict[str, object]:
+    def _dropped(self) -> LogLag:
         seconds = self._logs.spec.stall_s
-        return {
-            "stream": "dropped",
-            "next_offset": self._position,
-            "data": f"this follower took longer than {seconds:g} s to read; resume at next_offset",
-        }
+        told = f"this follower took longer than {seconds:g} s to read; resume at next_offset"
+        return LogLag(stream="dropped", next_offset=self._position, data=told)

@@ -2,34 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+from msgspec import Meta, convert
 from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway import wire
-from gateway.http.call import read_living
-from gateway.http.messages import json_response, read_body
+from gateway.http.call import read_headers, read_query
+from gateway.http.messages import read_body, respond
 from gateway.http.operation import (
-    EXPECT,
-    FLAG,
-    TEXT,
+    BINARY,
     Operation,
+    PathParameter,
     ResponseSpec,
     json_answer,
     links,
-    page_of,
-    path_parameter,
-    query,
-    ref,
 )
 from gateway.services import Services
-from gateway.store.store import LIST_LIMIT_MAX
-from manager.engine import TRAJECTORIES_PAGE
-from manager.errors import InvalidInput, NotFound
+from manager.errors import Conflict, InvalidInput, NotFound
 from runtimes.sandbox.command import FileStat
 from runtimes.sandbox.sandbox import Sandbox
+from tangram.types import FileEntry, FileList, FileWritten, TrajectoryInfo, TrajectoryOpening, TrajectoryPage
+from tangram.types.requests import FileHeaders, FileReadQuery, FileWriteQuery, TrajectoryQuery
+from tangram.types.scalars import Name
 
-TRAJECTORY_ID = path_parameter("id", "Name of a trajectory, chosen by its caller")
-FILE_PATH = path_parameter("path", "Path in the sandbox, from its root", TEXT)
+TRAJECTORY_ID = PathParameter(name="id", about="Name of a trajectory, chosen by its caller", shape=Name)
+#: At most 4095 bytes: characters of one byte, or so few of others that they cannot be more.
+PATH = Annotated[str, Meta(pattern=r"^([\x01-\x7f]{1,4095}|[^\x00]{1,1023})$")]
+PATH_BYTES_MAX = 4095
+FILE_PATH = PathParameter(name="path", about="Path in the sandbox, from its root", shape=PATH)
 BYTES = "application/octet-stream"
 
 
@@ -43,24 +47,17 @@ class TrajectoryOperations:
         """Make the environment before the first action: memory is held and the sandbox started."""
         trajectory = wire.name(request.path_params["id"], "trajectory")
         body = wire.loads_object(await read_body(request, self._services))
-        odd = body.keys() - {"function", "task"}
-        if odd:
-            raise InvalidInput(f"unknown field {min(odd)!r}", detail={"path": f"$.{min(odd)}"})
-        function, task = body.get("function"), body.get("task", "default")
-        if not isinstance(function, str) or not isinstance(task, str):
-            raise InvalidInput("function must name a registered function", detail={"path": "$.function"})
-        spec = self._services.functions.get(function)
-        await self._services.engine.open_trajectory(trajectory, wire.name(task, "task"), spec)
-        return json_response(self._view(trajectory))
+        asked = wire.read(body, TrajectoryOpening, "$")
+        spec = self._services.functions.get(wire.name(asked.function, "function"))
+        await self._services.engine.open_trajectory(trajectory, wire.name(asked.task, "task"), spec)
+        return respond(self._info(trajectory))
 
     async def get(self, request: Request) -> Response:
-        return json_response(self._view(wire.name(request.path_params["id"], "trajectory")))
+        return respond(self._info(wire.name(request.path_params["id"], "trajectory")))
 
     async def find(self, request: Request) -> Response:
-        params = request.query_params
-        limit = wire.whole(params.get("limit", str(TRAJECTORIES_PAGE)), "limit", minimum=1, maximum=LIST_LIMIT_MAX)
-        cursor = wire.name(params["cursor"], "cursor") if "cursor" in params else None
-        return json_response(self._services.engine.trajectories(limit, cursor))
+        asked = read_query(request, TrajectoryQuery)
+        return respond(convert(self._services.engine.trajectories(asked.limit, asked.cursor), TrajectoryPage))
 
     async def delete(self, request: Request) -> Response:
         """End it: its actions are cancelled, its sandbox removed, its memory given back."""
@@ -73,31 +70,32 @@ class TrajectoryOperations:
         """Write a file into the sandbox."""
         sandbox = self._sandbox(request)
         path = _path(request)
-        data = await read_body(request, self._services, self._services.limits.file_bytes)
-        mode = request.query_params.get("mode", "644")
-        if not 3 <= len(mode) <= 4 or set(mode) - set("01234567"):
-            raise InvalidInput("mode must be three or four octal digits", detail={"path": "mode"})
-        await sandbox.write_file(path, data, mode=int(mode, 8))
-        return json_response({"path": path, "size_bytes": len(data)}, 201)
+        asked = read_query(request, FileWriteQuery)
+        data = await read_body(request, self._services, self._services.bounds.file_limit_bytes)
+        with _as_files_are():
+            await sandbox.write_file(path, data, mode=int(asked.mode, 8))
+        return respond(FileWritten(path=path, size_bytes=len(data)), 201)
 
     async def get_file(self, request: Request) -> Response:
         """A file's bytes, or with ``list=true`` a directory's entries."""
         sandbox = self._sandbox(request)
         path = _path(request)
-        if wire.flag(request.query_params.get("list", "false"), "list"):
-            return json_response({"files": [_entry(stat) for stat in await sandbox.list_files(path)]})
-        data = await sandbox.read_file(path, limit_bytes=self._services.limits.file_bytes)
+        listed = read_query(request, FileReadQuery).list
+        with _as_files_are():
+            if listed:
+                return respond(FileList(files=tuple([_entry(stat) for stat in await sandbox.list_files(path)])))
+            data = await sandbox.read_file(path, limit_bytes=self._services.bounds.file_limit_bytes)
         return Response(data, media_type=BYTES)
 
-    def _view(self, trajectory: str) -> dict[str, object]:
-        view = self._services.engine.trajectory(trajectory)
-        if view is None:
+    def _info(self, trajectory: str) -> TrajectoryInfo:
+        found = self._services.engine.trajectory(trajectory)
+        if found is None:
             raise NotFound(f"no trajectory {trajectory!r}")
-        return view
+        return convert(found, TrajectoryInfo)
 
     def _sandbox(self, request: Request) -> Sandbox:
         trajectory = wire.name(request.path_params["id"], "trajectory")
-        if read_living(request):
+        if read_headers(request, FileHeaders).expect == "living":
             self._services.engine.check_trajectory(trajectory, living=True)
         sandbox = self._services.environments.get(trajectory)
         if sandbox is None:
@@ -106,14 +104,7 @@ class TrajectoryOperations:
 
     def operations(self) -> list[Operation]:
         """The rows of the table."""
-        view = ref("Trajectory")
         opened = links("/trajectory", "id", "getTrajectory", "putFile", "getFile", "endTrajectory")
-        open_body = {
-            "type": "object",
-            "required": ["function"],
-            "properties": {"function": TEXT, "task": TEXT},
-            "additionalProperties": False,
-        }
         return [
             Operation(
                 id="openTrajectory",
@@ -122,10 +113,10 @@ class TrajectoryOperations:
                 endpoint=self.put,
                 summary="Make a trajectory's environment before its first action",
                 tag="trajectories",
-                parameters=(TRAJECTORY_ID,),
-                body={"application/json": open_body},
+                parts=(TRAJECTORY_ID,),
+                body={"application/json": TrajectoryOpening},
                 body_required=True,
-                answers={200: json_answer("It is ready", view, opened)},
+                answers={200: json_answer("It is ready", TrajectoryInfo, opened)},
                 problems=(404, 409, 413, 422, 429),
             ),
             Operation(
@@ -135,11 +126,11 @@ class TrajectoryOperations:
                 endpoint=self.find,
                 summary="Living trajectories, by name",
                 tag="trajectories",
-                parameters=(*page_of("Trajectories"),),
+                query=TrajectoryQuery,
                 problems=(422,),
                 answers={
                     200: json_answer(
-                        "A page", ref("TrajectoryPage"), links("/trajectories/0/trajectory", "id", "getTrajectory")
+                        "A page", TrajectoryPage, links("/trajectories/0/trajectory", "id", "getTrajectory")
                     )
                 },
             ),
@@ -150,8 +141,8 @@ class TrajectoryOperations:
                 endpoint=self.get,
                 summary="One trajectory",
                 tag="trajectories",
-                parameters=(TRAJECTORY_ID,),
-                answers={200: json_answer("The trajectory", view)},
+                parts=(TRAJECTORY_ID,),
+                answers={200: json_answer("The trajectory", TrajectoryInfo)},
                 problems=(404, 422),
             ),
             Operation(
@@ -161,7 +152,7 @@ class TrajectoryOperations:
                 endpoint=self.delete,
                 summary="End a trajectory, with everything in it",
                 tag="trajectories",
-                parameters=(TRAJECTORY_ID,),
+                parts=(TRAJECTORY_ID,),
                 answers={204: ResponseSpec(about="It has ended")},
                 problems=(404, 422),
             ),
@@ -177,10 +168,12 @@ class TrajectoryOperations:
                 endpoint=self.put_file,
                 summary="Write a file into the sandbox",
                 tag="trajectories",
-                parameters=(TRAJECTORY_ID, FILE_PATH, EXPECT, query("mode", "Permission bits in octal")),
-                body={BYTES: {"type": "string", "format": "binary"}},
-                answers={201: json_answer("It is written", {"type": "object"})},
-                problems=(404, 410, 413, 422, 502),
+                parts=(TRAJECTORY_ID, FILE_PATH),
+                query=FileWriteQuery,
+                headers=FileHeaders,
+                body={BYTES: BINARY},
+                answers={201: json_answer("It is written", FileWritten)},
+                problems=(404, 409, 410, 413, 422, 502),
             ),
             Operation(
                 id="getFile",
@@ -189,25 +182,37 @@ class TrajectoryOperations:
                 endpoint=self.get_file,
                 summary="Read a file from the sandbox, or list a directory",
                 tag="trajectories",
-                parameters=(TRAJECTORY_ID, FILE_PATH, EXPECT, query("list", "List the directory instead", FLAG)),
+                parts=(TRAJECTORY_ID, FILE_PATH),
+                query=FileReadQuery,
+                headers=FileHeaders,
                 answers={
                     200: ResponseSpec(
                         about="The bytes, or the entries",
-                        content={BYTES: {"type": "string", "format": "binary"}, "application/json": {"type": "object"}},
+                        content={BYTES: BINARY, "application/json": FileList},
                     )
                 },
-                problems=(404, 410, 413, 422, 502),
+                problems=(404, 409, 410, 413, 422, 502),
             ),
         ]
 
 
 def _path(request: Request) -> str:
-    """The path in the sandbox, absolute. It is the sandbox that keeps it inside."""
+    """Return the path in the sandbox, absolute. It is the sandbox that keeps it inside."""
     path: str = request.path_params["path"]
-    if "\0" in path or len(path) > 4096:
-        raise InvalidInput("the path holds a NUL byte or is longer than 4096 characters", detail={"path": "path"})
+    if "\0" in path or len(path.encode("utf-8", "replace")) > PATH_BYTES_MAX:
+        told = f"the path holds a NUL byte or is longer than {PATH_BYTES_MAX} bytes"
+        raise InvalidInput(told, component="http", detail={"path": "path"})
     return "/" + path.lstrip("/")
 
 
-def _entry(stat: FileStat) -> dict[str, object]:
-    return {"path": stat.path, "size_bytes": stat.size_bytes, "directory": stat.directory, "mode": f"{stat.mode:o}"}
+@contextmanager
+def _as_files_are() -> Iterator[None]:
+    """Raise Conflict for what the sandbox refuses: the path is one, but the files do not let it be used."""
+    try:
+        yield
+    except InvalidInput as error:
+        raise Conflict(error.message, component=error.component, detail=error.detail) from None
+
+
+def _entry(stat: FileStat) -> FileEntry:
+    return FileEntry(path=stat.path, size_bytes=stat.size_bytes, directory=stat.directory, mode=f"{stat.mode:o}")

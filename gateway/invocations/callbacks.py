@@ -11,6 +11,7 @@ import hashlib
 import hmac
 import ipaddress
 import random
+import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -59,6 +60,17 @@ class CallbackSender:
         """Raise InvalidInput unless the URL may be called."""
         self._parts(url)
 
+    def url_pattern(self) -> str | None:
+        """Return what matches the URLs that `check` lets pass, as a regular expression; None if it lets none."""
+        if not self._spec.allow:
+            return None
+        if self._blocks():  # any name may have an address there
+            hosts = r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?(:[0-9]{1,4})?"
+        else:
+            named = [re.escape(entry) + ("" if ":" in entry else "(:[0-9]{1,4})?") for entry in self._spec.allow]
+            hosts = "|".join(named)
+        return f"^https?://({hosts})(/[!-~]*)?$"
+
     def ended(self, record: Record) -> None:
         """Deliver a record that has ended, if its caller asked for it."""
         if record.callback == "pending" and len(self._held) < HELD_PER_SLOT * self._spec.concurrency:
@@ -87,7 +99,7 @@ class CallbackSender:
                 self.ended(record)
 
     async def _deliver(self, record: Record) -> None:
-        url, body = str(record.options.get("callback_url", "")), wire.dumps(record.as_json())
+        url, body = str(record.options.get("callback_url", "")), wire.encode(record.as_wire())
         problem: str | None = None
         for attempt in range(1, self._spec.max_attempts + 1):
             async with self._slots:

@@ -27,7 +27,7 @@ from gateway.invocations.invocation import (
     ended,
 )
 from gateway.invocations.logs import Logs
-from gateway.invocations.record import Attempt, Mode, Record, new_id, seq_of
+from gateway.invocations.record import Mode, Record, new_id, seq_of
 from gateway.invocations.retries import next_try_s
 from gateway.store.store import Filter, Store, require
 from manager.action import Action
@@ -39,6 +39,7 @@ from manager.function import FunctionSpec
 from manager.learning.history import History
 from manager.lease import Lease
 from manager.outcome import Settlement, State
+from tangram.types import Attempt
 
 logger = structlog.get_logger("gateway.invocations")
 GONE = "its caller went away"
@@ -338,12 +339,9 @@ class Invocations:
 
     def _try_again(self, invocation: LiveInvocation, settlement: Settlement, wait_s: float) -> None:
         record, outcome = invocation.record, settlement.outcome
-        attempt = Attempt(
-            number=record.attempt,
-            state=outcome.state,
-            reason=outcome.reason,
-            message=outcome.message,
-            ended_s=self._wall(),
+        attempt = record.tried(
+            outcome,
+            self._wall(),
             queue_s=settlement.queue_s,
             overhead_s=settlement.overhead_s,
             execution_s=settlement.execution_s,
@@ -351,7 +349,7 @@ class Invocations:
         self.requeue(invocation, attempt)
         invocation.resumed = False
         if invocation.log is not None:
-            invocation.log.write("system", f"try {attempt.number} ended: {outcome.reason}; next in {wait_s:.3f} s")
+            invocation.log.write("system", f"try {attempt.attempt} ended: {outcome.reason}; next in {wait_s:.3f} s")
         if not self._admission.draining:  # else the next gateway tries
             invocation.retry = asyncio.get_running_loop().call_later(wait_s, self.submit, [invocation])
 

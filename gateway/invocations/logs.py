@@ -21,6 +21,7 @@ from gateway import wire
 from gateway.config.sections import LogsSection
 from gateway.store.store import LogRow, Store, Written
 from manager.errors import CapacityExceeded
+from tangram.types import LogLine
 
 #: Characters of one record; longer writes become several.
 RECORD_CHARS = 16 * 1024
@@ -109,7 +110,7 @@ class InvocationLog:
             self._missing += 1
 
     def _row(self, stream: str, data: str) -> LogRow:
-        text = data.encode("utf-8", "replace").decode()
+        text = wire.unicode(data)
         return LogRow(seq=self._seq, position=self.end, time_s=self._wall(), stream=stream, data=text)
 
     def _keep(self, row: LogRow) -> bool:
@@ -217,9 +218,9 @@ class Logs:
             self.followers -= 1
 
 
-def row_json(row: LogRow) -> dict[str, object]:
-    """A record on the wire: ``offset + 1`` is where to go on reading."""
-    return {"offset": row.position, "time": wire.instant(row.time_s), "stream": row.stream, "data": row.data}
+def line_of(row: LogRow) -> LogLine:
+    """Return a record as a follower sees it."""
+    return LogLine(offset=row.position, time=wire.instant(row.time_s), stream=row.stream, data=row.data)
 
 
 def configure(level: str = "info") -> None:

@@ -1,21 +1,21 @@
-"""The record of an invocation: what is kept of it from acceptance on, and its forms on disk and on the wire."""
+"""The record of an invocation: what is kept of it from acceptance on, and its form on the wire."""
 
 from __future__ import annotations
 
+import json
 import secrets
-import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from enum import StrEnum
-from typing import Any
 
-import orjson
+from msgspec import UNSET, Raw
 
 from gateway import wire
-from manager.errors import InvalidInput, NotFound, Reason
+from manager.errors import NotFound, Reason
 from manager.lease import Lease
 from manager.outcome import LEGAL_MOVES, Outcome, Settlement, State
+from tangram.types import Attempt, Invocation
+from tangram.types.scalars import Delivery
 
 
 class Mode(StrEnum):
@@ -24,46 +24,6 @@ class Mode(StrEnum):
     SYNC = "sync"  #: the response is the result
     ASYNC = "async"  #: 202, the result is fetched, waited for or sent to a callback
     STREAM = "stream"  #: the response is the log, then the result
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
-    """One finished try of an invocation that was tried more than once."""
-
-    number: int
-    state: State
-    reason: Reason | None
-    message: str
-    ended_s: float
-    queue_s: float = 0.0
-    overhead_s: float = 0.0
-    execution_s: float = 0.0
-
-    def as_json(self) -> dict[str, object]:
-        return {
-            "attempt": self.number,
-            "state": self.state.value,
-            "reason": None if self.reason is None else self.reason.value,
-            "message": self.message,
-            "ended_at": wire.instant(self.ended_s),
-            "queue_ms": wire.milliseconds(self.queue_s),
-            "overhead_ms": wire.milliseconds(self.overhead_s),
-            "execution_ms": wire.milliseconds(self.execution_s),
-        }
-
-    @classmethod
-    def from_json(cls, body: Mapping[str, Any]) -> Attempt:
-        """The inverse of `as_json`. Any: it was read from our own database."""
-        return cls(
-            number=body["attempt"],
-            state=State(body["state"]),
-            reason=None if body["reason"] is None else Reason(body["reason"]),
-            message=body["message"],
-            ended_s=datetime.fromisoformat(body["ended_at"]).timestamp(),
-            queue_s=body["queue_ms"] / 1000,
-            overhead_s=body["overhead_ms"] / 1000,
-            execution_s=body["execution_ms"] / 1000,
-        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -106,8 +66,8 @@ class Record:
     usage: Mapping[str, float] = field(default_factory=dict)
     #: Whether it is in the dead-letter list.
     dead: bool = False
-    #: ``pending``, ``delivered`` or ``failed``; None where no callback was asked for.
-    callback: str | None = None
+    #: None if no callback was asked for.
+    callback: Delivery | None = None
 
     @property
     def terminal(self) -> bool:
@@ -152,7 +112,7 @@ class Record:
         """Take the end of the last attempt; the three times are those of that attempt."""
         outcome, result = _written(settlement.outcome)
         self.move(outcome.state)
-        self.reason, self.message, self.component = outcome.reason, outcome.message, outcome.component
+        self.reason, self.message, self.component = outcome.reason, wire.unicode(outcome.message), outcome.component
         self.detail, self.usage, self.retry_after_s = outcome.detail, outcome.usage, outcome.retry_after_s
         self.result = result
         self.ended_s = now_s
@@ -164,125 +124,71 @@ class Record:
     def end(self, state: State, reason: Reason, message: str, now_s: float) -> None:
         """End it without an execution: refused, cancelled between two tries, or lost with the gateway."""
         self.move(state)
-        self.reason, self.message, self.component, self.ended_s = reason, message, "gateway", now_s
+        self.reason, self.message, self.component, self.ended_s = reason, wire.unicode(message), "gateway", now_s
         self.queue_s = max(0.0, now_s - self.accepted_s) if self.queue_s is None else self.queue_s
         self.overhead_s, self.execution_s = self.overhead_s or 0.0, self.execution_s or 0.0
 
-    def row(self) -> tuple[object, ...]:
-        """The columns of ``save_invocation``, in its order."""
-        return (
-            self.seq,
-            self.id,
-            self.function,
-            self.revision,
-            self.task,
-            self.trajectory,
-            self.parent,
-            self.mode.value,
-            int(self.detached),
-            self.accepted_s,
-            _text(self.options),
-            self.state.value,
-            None if self.reason is None else self.reason.value,
-            self.message.encode("utf-8", "replace").decode(),
-            self.component,
-            _text(self.detail),
-            self.retry_after_s,
-            self.attempt,
-            _text([attempt.as_json() for attempt in self.attempts]) if self.attempts else "[]",
-            self.started_s,
-            self.ended_s,
-            self.queue_s,
-            self.overhead_s,
-            self.execution_s,
-            self.node,
-            _text(self.units),
-            _text(self.usage),
-            int(self.dead),
-            self.callback,
-            self.result,
+    def tried(
+        self, outcome: Outcome, now_s: float, *, queue_s: float, overhead_s: float = 0.0, execution_s: float = 0.0
+    ) -> Attempt:
+        """Return the present try as one that has ended."""
+        return Attempt(
+            attempt=self.attempt,
+            state=wire.state(outcome.state),
+            reason=wire.reason(outcome.reason),
+            message=wire.unicode(outcome.message),
+            ended_at=wire.instant(now_s),
+            queue_ms=wire.milliseconds(queue_s),
+            overhead_ms=wire.milliseconds(overhead_s),
+            execution_ms=wire.milliseconds(execution_s),
         )
 
-    @classmethod
-    def from_row(cls, row: sqlite3.Row) -> Record:
-        """A row of ``invocations``, with its input where it was joined."""
-        return cls(
-            seq=row["seq"],
-            id=row["id"],
-            function=row["function"],
-            revision=row["revision"],
-            task=row["task"],
-            trajectory=row["trajectory"],
-            parent=row["parent"],
-            mode=Mode(row["mode"]),
-            detached=bool(row["detached"]),
-            accepted_s=row["accepted_s"],
-            input=row["input"],
-            options=wire.loads_object(row["options"]),
-            state=State(row["state"]),
-            reason=None if row["reason"] is None else Reason(row["reason"]),
-            message=row["message"],
-            component=row["component"],
-            detail=wire.loads_object(row["detail"]),
-            retry_after_s=row["retry_after_s"],
-            attempt=row["attempt"],
-            attempts=tuple(Attempt.from_json(item) for item in orjson.loads(row["attempts"])),
-            started_s=row["started_s"],
-            ended_s=row["ended_s"],
-            queue_s=row["queue_s"],
-            overhead_s=row["overhead_s"],
-            execution_s=row["execution_s"],
-            node=row["node"],
-            units=orjson.loads(row["units"]),
-            usage=orjson.loads(row["usage"]),
-            dead=bool(row["dead"]),
-            callback=row["callback"],
-            result=row["result"],
+    def as_wire(self, *, payload: bool = True) -> Invocation:
+        """Return it as every caller sees it; without ``payload`` (listings) input and result are left out."""
+        act_s = (self.queue_s or 0.0) + (self.overhead_s or 0.0) + (self.execution_s or 0.0)
+        return Invocation(
+            id=self.id,
+            function=self.function,
+            revision=self.revision,
+            task=self.task,
+            trajectory=self.trajectory,
+            parent=self.parent,
+            mode=self.mode.value,
+            state=wire.state(self.state),
+            reason=wire.reason(self.reason),
+            message=self.message,
+            component=self.component,
+            detail=self.detail,
+            retry_after_s=self.retry_after_s,
+            accepted_at=wire.instant(self.accepted_s),
+            started_at=None if self.started_s is None else wire.instant(self.started_s),
+            ended_at=None if self.ended_s is None else wire.instant(self.ended_s),
+            queue_ms=wire.milliseconds(self.queue_s),
+            overhead_ms=wire.milliseconds(self.overhead_s),
+            execution_ms=wire.milliseconds(self.execution_s),
+            act_ms=None if self.ended_s is None else wire.milliseconds(act_s),
+            node=self.node,
+            units=self.units,
+            usage=self.usage,
+            attempt=self.attempt,
+            attempts=self.attempts,
+            dead=self.dead,
+            callback=self.callback,
+            input=_encoded(self.input) if payload else UNSET,
+            result=_encoded(self.result) if payload else UNSET,
         )
 
-    def as_json(self, *, payload: bool = True) -> dict[str, object]:
-        """The form on every wire; without ``payload`` (listings) input and result are left out."""
-        times = (self.queue_s, self.overhead_s, self.execution_s)
-        body: dict[str, object] = {
-            "id": self.id,
-            "function": self.function,
-            "revision": self.revision,
-            "task": self.task,
-            "trajectory": self.trajectory,
-            "parent": self.parent,
-            "mode": self.mode.value,
-            "state": self.state.value,
-            "reason": None if self.reason is None else self.reason.value,
-            "message": self.message,
-            "component": self.component,
-            "detail": dict(self.detail),
-            "retry_after_s": self.retry_after_s,
-            "accepted_at": wire.instant(self.accepted_s),
-            "started_at": wire.instant(self.started_s),
-            "ended_at": wire.instant(self.ended_s),
-            "queue_ms": wire.milliseconds(self.queue_s),
-            "overhead_ms": wire.milliseconds(self.overhead_s),
-            "execution_ms": wire.milliseconds(self.execution_s),
-            "act_ms": None if self.ended_s is None else wire.milliseconds(sum(time or 0.0 for time in times)),
-            "node": self.node,
-            "units": dict(self.units),
-            "usage": dict(self.usage),
-            "attempt": self.attempt,
-            "attempts": [attempt.as_json() for attempt in self.attempts],
-            "dead": self.dead,
-            "callback": self.callback,
-        }
-        if payload:
-            body["input"] = None if self.input is None else wire.EncodedJson(self.input)
-            body["result"] = None if self.result is None else wire.EncodedJson(self.result)
-        return body
+
+def _encoded(data: bytes | None) -> Raw | None:
+    """Return JSON that is encoded already for use within a wire type: it is not parsed again."""
+    return None if data is None else Raw(data)
 
 
 def _written(outcome: Outcome) -> tuple[Outcome, bytes | None]:
-    """The outcome, and its result as JSON; without either of result and detail where they cannot be written."""
+    """Return the outcome with what JSON holds of its detail, and its result as JSON; without what cannot be written."""
     try:
         if outcome.detail:
-            wire.dumps(outcome.detail)
+            outcome = replace(outcome, detail=json.loads(wire.dumps(outcome.detail)))
         return outcome, None if outcome.result is None else wire.dumps(outcome.result)
     except RecursionError:
         bare = replace(outcome, result=None, detail={})
@@ -307,12 +213,3 @@ def seq_of(invocation_id: str) -> int:
         return int(head, 16)
     except ValueError:
         raise NotFound(f"no invocation {invocation_id!r}") from None
-
-
-def invalid_state(text: str) -> InvalidInput:
-    states = ", ".join(state.value for state in State)
-    return InvalidInput(f"state {text[:64]!r} must be one of {states}", detail={"path": "state"})
-
-
-def _text(value: Mapping[str, object] | Sequence[object]) -> str:
-    return wire.dumps(value).decode() if value else "{}"

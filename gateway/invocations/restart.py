@@ -14,11 +14,12 @@ from gateway.invocations.invocation import FunctionLookup, LiveInvocation
 from gateway.invocations.invocations import GONE, Invocations
 from gateway.invocations.logs import Logs
 from gateway.invocations.reattach import Reattachment
-from gateway.invocations.record import Attempt, Mode, Record
+from gateway.invocations.record import Mode, Record
 from gateway.store.store import Store
 from manager.errors import NotFound, Reason, StorageUnavailable
 from manager.function import FunctionSpec
-from manager.outcome import State
+from manager.outcome import Outcome, State
+from tangram.types import Attempt
 
 RESTARTED = "the gateway was restarted"
 
@@ -99,14 +100,8 @@ class Restart:
             return None
 
     def _lost_try(self, record: Record) -> Attempt:
-        return Attempt(
-            number=record.attempt,
-            state=State.LOST,
-            reason=Reason.GATEWAY_RESTART,
-            message=RESTARTED,
-            ended_s=self._wall(),
-            queue_s=record.queue_s or 0.0,
-        )
+        lost = Outcome(state=State.LOST, reason=Reason.GATEWAY_RESTART, message=RESTARTED)
+        return record.tried(lost, self._wall(), queue_s=record.queue_s or 0.0)
 
     async def drain(self, grace_s: float) -> int:
         """Refuse new work and wait for what runs; returns how many are left for the next gateway."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 
+from gateway.store.rows import SAVE, SELECTED
 from manager.errors import StorageUnavailable
 
 REMEDY = "move it away together with its -wal and -shm files to begin without its records"
@@ -19,7 +20,8 @@ def schema() -> Mapping[int, str]:
 
 def queries() -> Mapping[str, str]:
     """The statements of queries.sql by name."""
-    return {name: sql.strip().rstrip(";") for name, sql in _parts("queries.sql", "-- name: ").items()}
+    read = {name: sql.strip().rstrip(";") for name, sql in _parts("queries.sql", "-- name: ").items()}
+    return {name: sql.replace("{record}", SELECTED) for name, sql in read.items()} | {"save_invocation": SAVE}
 
 
 def make_ready(connection: sqlite3.Connection, path: Path, *, synchronous: str) -> None:

@@ -1,18 +1,5 @@
--- Every statement that the store runs, by name.
-
--- name: save_invocation
-INSERT INTO invocations (
-    seq, id, function, revision, task, trajectory, parent, mode, detached, accepted_s, options,
-    state, reason, message, component, detail, retry_after_s, attempt, attempts,
-    started_s, ended_s, queue_s, overhead_s, execution_s, node, units, usage, dead, callback, result
-) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
-ON CONFLICT (seq) DO UPDATE SET
-    detached = excluded.detached, state = excluded.state, reason = excluded.reason, message = excluded.message,
-    component = excluded.component, detail = excluded.detail, retry_after_s = excluded.retry_after_s,
-    attempt = excluded.attempt, attempts = excluded.attempts, started_s = excluded.started_s,
-    ended_s = excluded.ended_s, queue_s = excluded.queue_s, overhead_s = excluded.overhead_s,
-    execution_s = excluded.execution_s, node = excluded.node, units = excluded.units, usage = excluded.usage,
-    dead = excluded.dead, callback = excluded.callback, result = excluded.result;
+-- The statements that the store runs, by name; {record} stands for the columns of a record, which `gateway.store.rows`
+-- derives from its fields, as it does the statement that saves one.
 
 -- name: save_input
 INSERT OR IGNORE INTO inputs (seq, input) VALUES (?, ?);
@@ -42,14 +29,14 @@ SELECT max(
 );
 
 -- name: get
-SELECT i.*, p.input FROM invocations i LEFT JOIN inputs p USING (seq) WHERE i.seq = ?;
+SELECT {record}, p.input FROM invocations i LEFT JOIN inputs p USING (seq) WHERE i.seq = ?;
 
 -- name: unfinished
-SELECT i.*, p.input FROM invocations i LEFT JOIN inputs p USING (seq)
+SELECT {record}, p.input FROM invocations i LEFT JOIN inputs p USING (seq)
 WHERE i.state IN ('queued', 'running') ORDER BY i.seq;
 
 -- name: pending_callbacks
-SELECT i.*, NULL AS input FROM invocations i WHERE i.callback = 'pending' AND i.state NOT IN ('queued', 'running') ORDER BY i.seq LIMIT ?;
+SELECT {record}, NULL AS input FROM invocations i WHERE i.callback = 'pending' AND i.state NOT IN ('queued', 'running') ORDER BY i.seq LIMIT ?;
 
 -- name: key
 SELECT digest, seq FROM idempotency WHERE key = ? AND expires_s > ?;

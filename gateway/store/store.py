@@ -25,10 +25,10 @@ from gateway import wire
 from gateway.invocations.record import Record
 from gateway.store.checkpoint import Checkpoints
 from gateway.store.file import REMEDY, make_ready, queries
+from gateway.store.rows import SELECTED, record_of, row_of
 from manager.errors import NotFound, StorageUnavailable
 from manager.outcome import State
-
-LIST_LIMIT_MAX = 1000
+from tangram.types.scalars import LIST_LIMIT_MAX
 
 
 class Durability(StrEnum):
@@ -273,7 +273,7 @@ class Store:
             return
         batch, self._batch = self._batch, _Batch()
         self._log_bytes = 0
-        rows = [record.row() for record in batch.records.values()]
+        rows = [row_of(record) for record in batch.records.values()]
         loop = asyncio.get_running_loop()
         self._writing = loop.run_in_executor(self._writer, self._write, self._connection, batch, rows)
         self._writing.add_done_callback(lambda done: self._written(batch, done))
@@ -307,7 +307,7 @@ class Store:
             self._log.error("the disk refuses records", reason=str(error))
         self.failure = f"the record cannot be written: {error}"
         self._batch = batch.under(self._batch)
-        self._batch.documents["probe"] = wire.instant(self._wall()) or ""
+        self._batch.documents["probe"] = wire.instant(self._wall()).isoformat()
         self._log_bytes = sum(len(row.data) for row in self._batch.logs)
         for waiter in batch.waiters:
             if not waiter.done():
@@ -315,12 +315,12 @@ class Store:
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(self._spec.retry_s, self._write_next)
 
-    def _write(self, connection: sqlite3.Connection, batch: _Batch, rows: Sequence[tuple[object, ...]]) -> None:
+    def _write(self, connection: sqlite3.Connection, batch: _Batch, rows: Sequence[list[object]]) -> None:
         """One transaction; runs in the writer thread."""
         sql = self._queries
         try:
             connection.execute("BEGIN IMMEDIATE")
-            tables: dict[str, Collection[tuple[object, ...]]] = {
+            tables: dict[str, Collection[Sequence[object]]] = {
                 "save_invocation": rows,
                 "save_input": batch.inputs.items(),
                 "save_key": batch.keys.values(),
@@ -348,18 +348,18 @@ class Store:
     async def get(self, seq: int) -> Record | None:
         """The record of this place in the order, with its input; None where there is none."""
         rows = await self.read("get", (seq,))
-        return Record.from_row(rows[0]) if rows else None
+        return record_of(rows[0]) if rows else None
 
     async def find(self, chosen: Filter) -> list[Record]:
         """The newest records that pass the filter, without their inputs."""
         where, values = _where(chosen)
-        sql = f"SELECT *, NULL AS input FROM invocations {where} ORDER BY seq DESC LIMIT ?"
+        sql = f"SELECT {SELECTED}, NULL AS input FROM invocations i {where} ORDER BY seq DESC LIMIT ?"
         rows = await self._select(sql, (*values, min(chosen.limit, LIST_LIMIT_MAX)))
-        return [Record.from_row(row) for row in rows]
+        return [record_of(row) for row in rows]
 
     async def unfinished(self) -> list[Record]:
         """Queued and running records in order of acceptance: what a restart has to decide on."""
-        return [Record.from_row(row) for row in await self.read("unfinished", ())]
+        return [record_of(row) for row in await self.read("unfinished", ())]
 
     async def trajectories(self) -> dict[str, OpenTrajectory]:
         """The trajectories that have an environment, by name."""

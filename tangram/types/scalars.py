@@ -43,11 +43,18 @@ else:
 
 #: RFC 3339 with its zone, written in UTC.
 Instant = Annotated[datetime, Meta(tz=True)]
+#: Given by the gateway: place in the order of acceptance, and chance.
+InvocationId = Annotated[str, Meta(pattern="^[0-9a-f]{11}-[0-9a-f]{12}$")]
 Name = Annotated[str, Meta(pattern=f"^{NAME_PATTERN}$")]
 Key = Annotated[str, Meta(pattern=f"^{KEY_PATTERN}$")]
 #: A duration as text: ``500ms``, ``30s``, ``1h30m``, or a bare number of seconds.
 Wait = Annotated[str, Meta(pattern=f"^{WAIT_PATTERN}$", examples=["30s"])]
+#: The same of something that has to end: not zero.
+Timeout = Annotated[str, Meta(pattern=f"^(?=[^1-9]*[1-9]){WAIT_PATTERN}$", examples=["30s"])]
 Count = Annotated[int, Meta(ge=0)]
 Milliseconds = Annotated[float, Meta(ge=0)]
+#: Rows of a page.
+LIST_LIMIT_MAX = 1000
+Limit = Annotated[int, Meta(ge=1, le=LIST_LIMIT_MAX)]
 #: Any JSON object.
 JsonObject = Mapping[str, Any]

@@ -119,11 +119,11 @@ async def test_a_door_may_send_files_or_yaml_or_have_the_own_files_read_again(be
     registry = bench.registry(ONE)
     sent = {"files": [{"path": "functions/c/function.yaml", "text": "functions: {c: {runtime: exec}}"}]}
     answer = await registry.configure(json.dumps(sent).encode(), True)
-    assert (answer["added"], answer["removed"], answer["applied"]) == (["c"], ["a", "b"], False)
+    assert (answer.added, answer.removed, answer.applied) == (("c",), ("a", "b"), False)
     answer = await registry.configure(b"functions: {a: {runtime: exec}}", False)
-    assert (answer["removed"], answer["applied"]) == (["b"], True)
+    assert (answer.removed, answer.applied) == (("b",), True)
     answer = await registry.configure(b"", False)
-    assert answer["added"] == ["b"]
+    assert answer.added == ("b",)
 
 
 @pytest.mark.parametrize(
@@ -148,4 +148,4 @@ async def test_sections_of_the_server_that_are_not_sent_stay_as_they_are(bench: 
     text = "server: {port: 9}\nsandbox: {memory: 1Gi}\nscheduler: {policy: paper}\nfunctions: {a: {runtime: exec}}"
     registry = bench.registry(text)
     answer = await registry.configure(b"functions: {a: {runtime: exec}}", False)
-    assert (answer["unchanged"], answer["needs_restart"]) == (["a"], [])
+    assert (answer.unchanged, answer.needs_restart) == (("a",), ())

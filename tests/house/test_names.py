@@ -11,7 +11,7 @@ from tests.house.source import sources
 #: Doors that speak somebody else's protocol use that protocol's names.
 FOREIGN = ("gateway/facades/", "tangram/adapters/")
 #: Names that still serve twice: each goes from here when it is mended, and none comes.
-PENDING = frozenset({"Attempt", "ConfigDiff", "Problem"})
+PENDING = frozenset({"Problem"})
 
 
 def test_no_class_name_serves_twice() -> None:

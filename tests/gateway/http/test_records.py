@@ -13,7 +13,7 @@ from gateway.http.app import operations
 from gateway.store.retention import prune
 from manager.errors import CodedError, Reason
 from tangram import AsyncClient
-from tests.gateway.conftest import RunningGateway
+from tests.gateway.conftest import FUNCTIONS, RunningGateway
 
 
 def subclasses(kind: type[CodedError]) -> list[type[CodedError]]:
@@ -146,7 +146,8 @@ async def test_the_document_holds_every_route_and_its_answers(gateway: RunningGa
     assert len(ids) == len(set(ids))
     served = {(row.method.lower(), row.path.replace(":path}", "}")) for row in operations(gateway.app.services)}
     listed = {(method, path) for path, methods in document["paths"].items() for method in methods}
-    assert listed == served | {("get", "/openapi.json")}
+    functions = {("post", f"/v1/functions/{name}/invocations") for name in FUNCTIONS}
+    assert listed == served | {("get", "/openapi.json")} | functions
     record = (await gateway.invoke({})).json()
     schema = document["components"]["schemas"]["Invocation"]
     assert set(schema["required"]) <= record.keys()

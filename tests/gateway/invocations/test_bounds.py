@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec import Raw
 
 from gateway import wire
 from gateway.auth import Guard, check_bind
@@ -11,6 +12,7 @@ from gateway.invocations.retries import next_try_s
 from manager.errors import CapacityExceeded, Draining, InvalidConfig, InvalidInput, QuotaExceeded, Reason, Unauthorized
 from manager.function import FunctionSpec, RetrySpec, RuntimeKind
 from manager.outcome import Outcome, State
+from tangram.types import BatchItem, FileEntry, FileList, quantities
 
 
 def function(**given: object) -> FunctionSpec:
@@ -102,6 +104,32 @@ def test_durations_and_names_are_read_strictly() -> None:
             wire.name(odd, "name")
 
 
+def test_a_duration_means_the_same_in_a_request_as_in_a_file() -> None:
+    for text in ("1h30m", "2m5s", "1d12h", "1s500ms"):
+        assert wire.duration_s(text, "X-Timeout") == quantities.duration_s(text)
+
+
 def test_what_json_cannot_hold_is_repaired_and_encoded_json_is_not_parsed_again() -> None:
-    assert wire.dumps({"a": wire.EncodedJson(b'{"b": 1}'), 1: {2}}) == b'{"a":{"b": 1},"1":"{2}"}'
-    assert wire.dumps({"a": wire.EncodedJson(b'{"b": 1}'), "c": "\ud800"}) == b'{"a":{"b":1},"c":"?"}'
+    assert wire.dumps({"a": 1, 1: {2}}) == b'{"a":1,"1":"{2}"}'
+    assert wire.dumps({"c": "\ud800"}) == b'{"c":"?"}'
+    lost = FileEntry(path="/a\udcff", size_bytes=1, directory=False, mode="644")
+    assert wire.encode(lost) == b'{"path":"/a?","size_bytes":1,"directory":false,"mode":"644"}'
+    whole = {"a": Raw(b'{"b": 1}'), "c": ["\ud800", FileList(files=(lost,))], "d": None}
+    told = b'{"a":{"b": 1},"c":["?",{"files":[{"path":"/a?","size_bytes":1,"directory":false,"mode":"644"}]}],"d":null}'
+    assert wire.encode(whole) == told
+
+
+@pytest.mark.parametrize(
+    ("value", "path"),
+    [
+        ({"colour": "red", "function": "f"}, "$.calls[3].colour"),
+        ({}, "$.calls[3].function"),
+        ({"function": "f", "task": "a b"}, "$.calls[3].task"),
+        (7, "$.calls[3]"),
+    ],
+)
+def test_what_does_not_fit_a_type_is_refused_with_its_path(value: object, path: str) -> None:
+    with pytest.raises(InvalidInput) as refused:
+        wire.read(value, BatchItem, "$.calls[3]")
+    assert refused.value.detail == {"path": path}
+    assert refused.value.message.startswith(path)

@@ -1,0 +1,30 @@
+"""Functions as callers see them: the definition, what goes in and comes out, and what was learned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from manager.action import UnitSet
+from manager.function import FunctionSpec
+from runtimes.kinds import input_schema, result_schema
+from tangram.types import UNSET, FunctionInfo, LearnedInfo, UnitsInfo, UnsetType
+
+
+def function_info(spec: FunctionSpec, learned: Mapping[str, object] | UnsetType = UNSET) -> FunctionInfo:
+    """Return a registered function. What is not set is left out; secrets are references and stay so."""
+    found = msgspec.to_builtins(spec, enc_hook=str)
+    found |= {
+        "cost": {kind: _units(units) for kind, units in spec.cost.items()},
+        "input_schema": input_schema(spec),
+        "result_schema": result_schema(spec),
+        "learned": None if learned is UNSET else msgspec.convert(learned, Mapping[str, LearnedInfo]),
+    }
+    return msgspec.convert({name: value for name, value in found.items() if value is not None}, FunctionInfo)
+
+
+def _units(units: UnitSet) -> int | UnitsInfo:
+    if units.choices is not None:
+        return UnitsInfo(choices=units.choices)
+    return UnitsInfo(min=units.minimum, max=units.maximum) if units.elastic else units.minimum

@@ -1,0 +1,155 @@
+"""What requests say beside their bodies: the query and header parameters of each operation that has any.
+
+A parameter that is absent is None, or has the value that is given here.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from tangram.types.scalars import LIST_LIMIT_MAX, InvocationId, Key, Limit, Mode, Name, State, Timeout, Wait
+
+Expectation = Literal["living"]
+LIVING = "living: if the trajectory has ended the request is refused with 410, where otherwise a new one would begin"
+#: Number of a log record.
+Position = Annotated[int, Meta(ge=0, le=2**53)]
+#: The same as an event source sends it, which is empty before the first.
+EventId = Annotated[str, Meta(pattern="^[0-9]{0,15}$")]
+#: HTTP or HTTPS, with a host and without credentials.
+CallbackUrl = Annotated[
+    str, Meta(extra_json_schema={"pattern": r"^https?://[a-z0-9][a-z0-9.-]*(:[0-9]{1,4})?(/[!-~]*)?$"})
+]
+#: A place in the order of service.
+QueueCursor = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+
+
+class CallHeaders(
+    Struct,
+    frozen=True,
+    kw_only=True,
+    rename={
+        "key": "Idempotency-Key",
+        "trajectory": "X-Trajectory-Id",
+        "expect": "X-Trajectory-Expect",
+        "task": "X-Task",
+        "timeout": "X-Timeout",
+        "max_age": "X-Max-Age",
+        "parent": "X-Parent-Id",
+        "callback_url": "X-Callback-Url",
+        "on_disconnect": "X-On-Disconnect",
+    },
+):
+    """Headers of an invocation."""
+
+    key: Annotated[Key | None, Meta(description="The same key and body latch on to the first invocation")] = None
+    trajectory: Annotated[Name | None, Meta(description="The rollout whose environment it needs")] = None
+    expect: Annotated[Expectation | None, Meta(description=LIVING)] = None
+    task: Annotated[Name | None, Meta(description="The RL task it belongs to; default without")] = None
+    timeout: Annotated[Timeout | None, Meta(description="Bound of the execution, at most the function's")] = None
+    max_age: Annotated[Wait | None, Meta(description="Asynchronous work that still waits at this age is given up")] = (
+        None
+    )
+    parent: Annotated[Name | None, Meta(description="The living invocation that makes this one")] = None
+    callback_url: Annotated[
+        CallbackUrl | None, Meta(description="Where the ended record is posted to, if server.callbacks.allow names it")
+    ] = None
+    on_disconnect: Annotated[
+        Literal["cancel", "continue"] | None, Meta(description="What happens when the caller goes away")
+    ] = None
+    traceparent: Annotated[str | None, Meta(description="W3C trace context, passed on")] = None
+
+
+class InvokeQuery(Struct, frozen=True, kw_only=True):
+    """Query of an invocation."""
+
+    mode: Annotated[Mode, Meta(description="How to attend to the result")] = "sync"
+    wait: Annotated[
+        Wait | None, Meta(description="sync: answer 202 when it takes longer; async: wait so long first")
+    ] = None
+
+
+class WaitQuery(Struct, frozen=True, kw_only=True):
+    """Query for one invocation."""
+
+    wait: Annotated[Wait | None, Meta(description="Wait so long for the end before answering")] = None
+
+
+class InvocationQuery(Struct, frozen=True, kw_only=True):
+    """Which invocations to list: those that pass all that is given."""
+
+    function: Annotated[Name | None, Meta(description="Only those of this function")] = None
+    task: Annotated[Name | None, Meta(description="Only those of this task")] = None
+    trajectory: Annotated[Name | None, Meta(description="Only those of this trajectory")] = None
+    parent: Annotated[Name | None, Meta(description="Only those that this invocation made")] = None
+    state: Annotated[State | None, Meta(description="Only those in this state")] = None
+    dead: Annotated[bool | None, Meta(description="Only those in (or not in) the dead-letter list")] = None
+    cursor: Annotated[InvocationId | None, Meta(description="next_cursor of the page before")] = None
+    limit: Annotated[Limit, Meta(description="Records of a page")] = 100
+
+
+class LogQuery(Struct, frozen=True, kw_only=True):
+    """Which part of a log to read."""
+
+    follow: Annotated[bool, Meta(description="Go on until it has ended, with heartbeats")] = False
+    offset: Annotated[Position | None, Meta(description="First record to send")] = None
+
+
+class LogHeaders(Struct, frozen=True, kw_only=True, rename={"last_event_id": "Last-Event-ID"}):
+    """Where a reconnecting event source goes on."""
+
+    last_event_id: Annotated[
+        EventId | None, Meta(description="The last offset that was received (Server-Sent Events)")
+    ] = None
+
+
+class BatchQuery(Struct, frozen=True, kw_only=True):
+    """How long to wait for the ends of a batch."""
+
+    wait: Annotated[Literal["none", "any", "all"], Meta(description="Wait for the ends of none, any or all")] = "none"
+    timeout: Annotated[Wait | None, Meta(description="Wait no longer")] = None
+
+
+class PurgeQuery(Struct, frozen=True, kw_only=True):
+    """Which dead letters to take off the list."""
+
+    function: Annotated[Name | None, Meta(description="Only those of this function")] = None
+
+
+class QueueQuery(Struct, frozen=True, kw_only=True):
+    """Which page of the queue."""
+
+    cursor: Annotated[QueueCursor | None, Meta(description="next_cursor of the page before")] = None
+    limit: Annotated[Limit, Meta(description="Actions of a page")] = 100
+
+
+class TrajectoryQuery(Struct, frozen=True, kw_only=True):
+    """Which page of the living trajectories."""
+
+    cursor: Annotated[Name | None, Meta(description="next_cursor of the page before")] = None
+    limit: Annotated[Limit, Meta(description="Trajectories of a page")] = LIST_LIMIT_MAX
+
+
+class FileHeaders(Struct, frozen=True, kw_only=True, rename={"expect": "X-Trajectory-Expect"}):
+    """Headers of what is done with a file."""
+
+    expect: Annotated[Expectation | None, Meta(description=LIVING)] = None
+
+
+class FileWriteQuery(Struct, frozen=True, kw_only=True):
+    """How to write a file."""
+
+    mode: Annotated[str, Meta(pattern="^[0-7]{3,4}$", description="Permission bits in octal")] = "644"
+
+
+class FileReadQuery(Struct, frozen=True, kw_only=True):
+    """What to read."""
+
+    list: Annotated[bool, Meta(description="List the directory instead")] = False
+
+
+class ConfigQuery(Struct, frozen=True, kw_only=True):
+    """What to do with a configuration."""
+
+    dry_run: Annotated[bool, Meta(description="Only tell the differences")] = False
