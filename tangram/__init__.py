@@ -1,72 +1,63 @@
-"""Tangram for those who call it: `Client` and `AsyncClient`, typed results and errors; nothing of the server."""
+"""Tangram for those who call it: `Client` and `AsyncClient`, typed results and errors; nothing of the server.
 
-from tangram.client import (
-    AsyncClient,
-    AsyncTrajectory,
-    BatchCall,
-    Client,
-    InvocationResult,
-    MapProgress,
-    Retries,
-    Trajectory,
-)
-from tangram.errors import (
-    CapacityExceededError,
-    ConflictError,
-    ConnectionFailed,
-    DrainingError,
-    InvalidConfigError,
-    InvalidInputError,
-    InvocationFailed,
-    KeyReusedError,
-    MapFailed,
-    MethodNotAllowedError,
-    NotFoundError,
-    QuotaExceededError,
-    StorageUnavailableError,
-    TangramError,
-    TooLargeError,
-    TooSlowError,
-    TrajectoryEndedError,
-    UnauthorizedError,
-    UnreadableAnswerError,
-    UnsatisfiableError,
-    UnsupportedError,
-)
-from tangram.types import FileEntry, Invocation, LogLine, Problem
+A module is loaded when a name of it is first asked for: the server needs the types alone, and httpx takes a tenth of a
+second. ``__init__.pyi`` says the same to type checkers.
+"""
 
-__all__ = [
-    "AsyncClient",
-    "AsyncTrajectory",
-    "BatchCall",
-    "CapacityExceededError",
-    "Client",
-    "ConflictError",
-    "ConnectionFailed",
-    "DrainingError",
-    "FileEntry",
-    "InvalidConfigError",
-    "InvalidInputError",
-    "Invocation",
-    "InvocationFailed",
-    "InvocationResult",
-    "KeyReusedError",
-    "LogLine",
-    "MapFailed",
-    "MapProgress",
-    "MethodNotAllowedError",
-    "NotFoundError",
-    "Problem",
-    "QuotaExceededError",
-    "Retries",
-    "StorageUnavailableError",
-    "TangramError",
-    "TooLargeError",
-    "TooSlowError",
-    "Trajectory",
-    "TrajectoryEndedError",
-    "UnauthorizedError",
-    "UnreadableAnswerError",
-    "UnsatisfiableError",
-    "UnsupportedError",
-]
+from importlib import import_module
+
+_HOMES = {
+    "tangram.client": (
+        "AsyncClient",
+        "AsyncTrajectory",
+        "BatchCall",
+        "Client",
+        "InvocationResult",
+        "MapProgress",
+        "Retries",
+        "Trajectory",
+    ),
+    "tangram.errors": (
+        "CapacityExceededError",
+        "ConflictError",
+        "ConnectionFailed",
+        "DrainingError",
+        "InvalidConfigError",
+        "InvalidInputError",
+        "InvocationFailed",
+        "KeyReusedError",
+        "MapFailed",
+        "MethodNotAllowedError",
+        "NotFoundError",
+        "QuotaExceededError",
+        "StorageUnavailableError",
+        "TangramError",
+        "TooLargeError",
+        "TooSlowError",
+        "TrajectoryEndedError",
+        "UnauthorizedError",
+        "UnreadableAnswerError",
+        "UnsatisfiableError",
+        "UnsupportedError",
+    ),
+    "tangram.types": (
+        "FileEntry",
+        "Invocation",
+        "LogLine",
+        "Problem",
+    ),
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOME[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

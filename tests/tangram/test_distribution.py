@@ -57,7 +57,8 @@ def built(kind: str, project: Path, directory: Path) -> Path:
 
 
 def test_both_archives_hold_the_package_whole_and_nothing_else(archives: tuple[Path, Path]) -> None:
-    package = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tangram").rglob("*.py")} | {"tangram/py.typed"}
+    modules = [*(ROOT / "tangram").rglob("*.py"), *(ROOT / "tangram").rglob("*.pyi")]
+    package = {path.relative_to(ROOT).as_posix() for path in modules} | {"tangram/py.typed"}
     source, wheel = archives
     with tarfile.open(source) as archive:
         files = {each.name.partition("/")[2] for each in archive.getmembers() if each.isfile()}
