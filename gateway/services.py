@@ -1,4 +1,4 @@
-"""The house as its doors see it: everything that HTTP and gRPC speak to."""
+"""Services: everything that the HTTP and gRPC doors speak to."""
 
 from __future__ import annotations
 

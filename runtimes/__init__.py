@@ -1,1 +1,1 @@
-"""The hands: everything that really executes an action. Never imports the core, the scheduler or the managers."""
+"""The runtimes: everything that really executes an action. Never imports the core, the scheduler or the managers."""

@@ -1,4 +1,4 @@
-"""A runtime that does what a script says: for tests of the house, and for users' tests of their own functions."""
+"""A runtime that does what a script says: for our own tests, and for users' tests of their own functions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ScriptStep:
     hangs: bool = False
     #: Not even when it is killed (until `ScriptedRuntime.close`).
     ignores_kill: bool = False
-    #: Wait until `ScriptedRuntime.let_go` is called for the action.
+    #: Wait until `ScriptedRuntime.finish` is called for the action.
     held: bool = False
     log: str = ""
 
@@ -103,7 +103,7 @@ class ScriptedRuntime:
         """Wait until a copy of a service was asked for."""
         await self._asking(service).wait()
 
-    def let_go(self, action_id: str) -> None:
+    def finish(self, action_id: str) -> None:
         """Let a held action end."""
         self._gate(action_id).set()
 

@@ -1,4 +1,4 @@
-"""The kind of a runtime: everything that the rest of the house must know of it, declared once beside the runtime."""
+"""The kind of a runtime: everything that the rest of the code must know of it, declared once beside the runtime."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The runtime kinds of the house, by name; the registry, the configuration and the documents derive from them."""
+"""The runtime kinds by name; the registry, the configuration and the documents derive from them."""
 
 from __future__ import annotations
 

@@ -17,8 +17,6 @@ LONGEST_FUNCTION = 60
 WIDEST_FOLDER = 20
 #: Folders of many alike: plugs of other frameworks, each a module of its own.
 WIDE = {"tangram/adapters"}
-#: Functions that are longer still: each goes from here when it is mended, and none comes.
-PENDING = frozenset({})
 LONGEST_MEDIAN = 180
 
 
@@ -42,8 +40,7 @@ def test_a_function_fits_a_screen() -> None:
         for function in source.functions()
         if (function.end_lineno or 0) - function.lineno + 1 > LONGEST_FUNCTION
     }
-    assert {name: lines for name, lines in long.items() if name not in PENDING} == {}
-    assert set(long) >= PENDING, "mended: take it off the list"
+    assert long == {}
 
 
 def test_no_folder_holds_more_than_twenty_modules() -> None:

@@ -187,7 +187,7 @@ async def test_draining_lets_running_work_end_and_starts_nothing_more(rig: Engin
     await rig.ear.until_started("a")
     drained = asyncio.create_task(rig.engine.drain(5.0))
     (late,) = rig.submit(action("b"))
-    rig.runtime.let_go("a")
+    rig.runtime.finish("a")
     assert await drained == 0
     assert (await rig.end(running)).outcome.state is State.SUCCEEDED
     assert not late.done()
@@ -244,7 +244,7 @@ async def test_a_service_in_use_is_copied_to_the_idle_device_and_its_next_action
         await runtime.asked_for_copy("judge")
         futures += engine.submit([second])
         await asyncio.gather(futures[1])
-        runtime.let_go("a")
+        runtime.finish("a")
         await asyncio.gather(*futures)
     leases = {name: lease for name, (lease, *_) in runtime.leases.items()}
     assert [leases[name].grants["gpu"].restore for name in ("a", "b")] == [True, False]
@@ -274,8 +274,8 @@ async def test_a_copy_that_hangs_holds_nobody_up() -> None:
         await executor.asked.wait()
         futures += engine.submit(later)
         await runtime.begun("b")
-        runtime.let_go("b")
-        runtime.let_go("a")
+        runtime.finish("b")
+        runtime.finish("a")
         settled = await asyncio.gather(*futures)
         await engine.close()
     assert [one.outcome.state for one in settled] == [State.SUCCEEDED] * 3

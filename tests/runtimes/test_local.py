@@ -110,7 +110,7 @@ async def test_a_resize_reaches_a_running_action_only() -> None:
     async with asyncio.timeout(5):
         await runtime.begun("a")
     await executor.resize(action, lease)
-    runtime.let_go("a")
+    runtime.finish("a")
     assert (await task).state is State.SUCCEEDED
     await executor.resize(action, lease)
     assert [verb for verb, _ in runtime.seen].count("resize") == 1

@@ -96,7 +96,7 @@ async def test_a_stream_sends_the_log_before_the_end(gateway: RunningGateway, st
         assert accepted is not None
         assert line is not None
         assert line.log.data == "hello"
-        gateway.runtime.let_go(accepted.accepted.id)
+        gateway.runtime.finish(accepted.accepted.id)
         ended = await stream.recv_message()
         assert ended is not None
         assert ended.ended.state == "succeeded"

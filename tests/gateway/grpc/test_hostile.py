@@ -197,7 +197,7 @@ async def test_calls_of_one_connection_are_bounded(tmp_path: Path) -> None:
             assert len(gateway.app.invocations.living) == 2, "a client that keeps to the bound waits"
             for ended in range(1, 4):
                 await until(lambda: bool(gateway.runtime.running))
-                gateway.runtime.let_go(next(iter(gateway.runtime.running)))
+                gateway.runtime.finish(next(iter(gateway.runtime.running)))
                 await until(lambda ended=ended: sum(call.done() for call in calls) == ended)  # type: ignore[misc]
         finally:
             channel.close()
@@ -245,7 +245,7 @@ async def test_a_detached_call_goes_on_without_its_caller(gateway: RunningGatewa
         await until(lambda: bool(gateway.runtime.running))
         invocation_id = next(iter(gateway.runtime.running))
     await until(lambda: gateway.app.connections["grpc"].open == 0)
-    gateway.runtime.let_go(invocation_id)
+    gateway.runtime.finish(invocation_id)
     record = (await gateway.http.get(f"/v1/invocations/{invocation_id}?wait=5s")).json()
     assert record["state"] == "succeeded"
 
@@ -283,4 +283,4 @@ async def test_a_follower_that_vanishes_follows_no_more(gateway: RunningGateway)
         opened.send(head({":path": "/tangram.v1.Gateway/TailLogs"}), framed(request.SerializeToString()))
         await until(lambda: gateway.app.logs.followers == 1)
     await until(lambda: gateway.app.logs.followers == 0)
-    gateway.runtime.let_go(accepted)
+    gateway.runtime.finish(accepted)

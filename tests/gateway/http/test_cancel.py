@@ -104,7 +104,7 @@ async def arrived(gateway: RunningGateway, situation: Situation) -> LiveInvocati
 async def at_rest(gateway: RunningGateway) -> None:
     """Let what was there before go, and see that nothing is left of anything."""
     for invocation_id in list(gateway.runtime.running):
-        gateway.runtime.let_go(invocation_id)
+        gateway.runtime.finish(invocation_id)
     await until(lambda: gateway.app.invocations.living == ())
     pools = (await gateway.http.get("/v1/resources")).json()["pools"]
     assert all(pool["free"] == pool["total"] for name, pool in pools.items() if name != "search"), pools

@@ -35,7 +35,7 @@ async def test_an_async_call_is_accepted_and_can_be_waited_for(gateway: RunningG
     await gateway.executing(invocation_id)
     assert (await gateway.http.get(f"/v1/invocations/{invocation_id}")).json()["state"] == "running"
     waiting = asyncio.create_task(gateway.http.get(f"/v1/invocations/{invocation_id}", params={"wait": "5s"}))
-    gateway.runtime.let_go(invocation_id)
+    gateway.runtime.finish(invocation_id)
     assert (await waiting).json()["state"] == "succeeded"
 
 
@@ -43,7 +43,7 @@ async def test_a_sync_call_that_takes_longer_than_wait_goes_on_without_its_calle
     response = await gateway.invoke({"held": True}, wait="20ms")
     assert response.status_code == 202
     invocation_id = response.json()["id"]
-    gateway.runtime.let_go(invocation_id)
+    gateway.runtime.finish(invocation_id)
     ended = await gateway.http.get(f"/v1/invocations/{invocation_id}", params={"wait": "5s"})
     assert ended.json()["state"] == "succeeded"
 
@@ -55,7 +55,7 @@ async def test_a_stream_sends_the_first_line_before_the_action_ends(gateway: Run
         lines = response.aiter_lines()
         accepted = orjson.loads(await anext(lines))
         assert orjson.loads(await anext(lines))["data"] == "hello\n"
-        gateway.runtime.let_go(accepted["invocation"]["id"])
+        gateway.runtime.finish(accepted["invocation"]["id"])
         last = orjson.loads(await anext(lines))
     assert last["stream"] == "result"
     assert last["invocation"]["state"] == "succeeded"
@@ -106,7 +106,7 @@ async def test_a_client_may_ask_that_its_invocation_goes_on(gateway: RunningGate
     invocation_id = next(iter(gateway.runtime.running))
     call.cancel()
     await until(lambda: gateway.app.invocations._living[int(invocation_id[:11], 16)].callers == 0)
-    gateway.runtime.let_go(invocation_id)
+    gateway.runtime.finish(invocation_id)
     record = (await gateway.http.get(f"/v1/invocations/{invocation_id}", params={"wait": "5s"})).json()
     assert record["state"] == "succeeded"
 
@@ -120,7 +120,7 @@ async def test_the_same_key_latches_on_and_another_body_is_refused(gateway: Runn
     assert second.json()["id"] == invocation_id
     other = await gateway.invoke({"held": False}, headers=key)
     assert (other.status_code, other.json()["code"]) == (422, "idempotency_key_reused")
-    gateway.runtime.let_go(invocation_id)
+    gateway.runtime.finish(invocation_id)
     assert (await first).json()["id"] == invocation_id
     later = await gateway.invoke({"held": True}, headers=key)
     assert later.json()["id"] == invocation_id
@@ -133,7 +133,7 @@ async def test_a_key_latches_on_in_every_mode_and_on_every_door(gateway: Running
     await until(lambda: bool(gateway.runtime.running))
     (invocation_id,) = gateway.runtime.running
     accepted = await gateway.invoke(body, headers=key, mode="async")
-    gateway.runtime.let_go(invocation_id)
+    gateway.runtime.finish(invocation_id)
     calls.append(asyncio.create_task(gateway.invoke(body, headers=key, mode="stream")))
     channel = Channel("127.0.0.1", gateway.app.grpc_port)
     request = pb.InvokeRequest(function="echo", input_json=orjson.dumps(body), idempotency_key="k-1")
@@ -239,5 +239,5 @@ async def test_while_it_drains_new_work_is_503_and_running_work_ends(tmp_path: P
         refused = await gateway.invoke({})
         assert (refused.status_code, refused.json()["code"]) == (503, "draining")
         assert (await gateway.http.get("/readyz")).status_code == 503
-        gateway.runtime.let_go(next(iter(gateway.runtime.running)))
+        gateway.runtime.finish(next(iter(gateway.runtime.running)))
         assert (await running).json()["state"] == "succeeded"

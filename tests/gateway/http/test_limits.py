@@ -67,7 +67,7 @@ async def test_inputs_that_live_are_bounded_in_bytes(tmp_path: Path) -> None:
         held = (await gateway.invoke(LARGE | {"held": True}, mode="async")).json()["id"]
         await gateway.executing(held)
         await refused(gateway)
-        gateway.runtime.let_go(held)
+        gateway.runtime.finish(held)
         await gateway.http.get(f"/v1/invocations/{held}?wait=5s")
         assert (await gateway.invoke(LARGE)).status_code == 200
         assert gateway.app.held.bytes == 0
@@ -97,4 +97,4 @@ async def test_what_a_killed_gateway_left_is_held_again_and_bounds_what_is_new(t
     async with serving(bench) as second:
         await second.executing(waits)
         await refused(second)
-        second.runtime.let_go(waits)
+        second.runtime.finish(waits)

@@ -47,7 +47,7 @@ async def test_a_child_works_in_its_parents_slot_and_a_grandchild_too(tmp_path: 
         assert grandchild.status_code == 200
         assert (await gateway.http.get(f"/v1/invocations/{stranger}")).json()["state"] == "queued", "the bound holds"
         for each in (child, parent):
-            gateway.runtime.let_go(each)
+            gateway.runtime.finish(each)
         assert (await gateway.http.get(f"/v1/invocations/{stranger}?wait=10s")).json()["state"] == "succeeded"
 
 
@@ -62,5 +62,5 @@ async def test_a_child_that_the_quota_has_nothing_left_for_ends_typed_and_its_pa
         await gateway.executing(parent)
         child = await gateway.invoke({}, function="searches", headers={"X-Parent-Id": parent})
         assert (child.status_code, child.json()["code"]) == (408, "queue_timeout"), "a rate is not lent"
-        gateway.runtime.let_go(parent)
+        gateway.runtime.finish(parent)
         assert (await gateway.http.get(f"/v1/invocations/{parent}?wait=10s")).json()["state"] == "succeeded"

@@ -92,7 +92,7 @@ async def test_a_follower_gets_lines_live_as_server_sent_events(gateway: Running
         lines = response.aiter_lines()
         assert [await anext(lines), await anext(lines)] == ["id: 0", "event: stdout"]
         assert orjson.loads((await anext(lines)).removeprefix("data: "))["data"] == "first"
-        gateway.runtime.let_go(record_id)
+        gateway.runtime.finish(record_id)
         assert "event: eof" in [line async for line in lines]
 
 
@@ -191,7 +191,7 @@ async def test_a_configuration_is_applied_without_dropping_what_runs(gateway: Ru
     applied = await gateway.http.put("/v1/config", content=document)
     assert (applied.status_code, applied.json()["added"]) == (200, ["fresh"])
     assert (await gateway.invoke({})).status_code == 404
-    gateway.runtime.let_go(record_id)
+    gateway.runtime.finish(record_id)
     ended = await gateway.http.get(f"/v1/invocations/{record_id}?wait=5s")
     assert ended.json()["state"] == "succeeded"
     odd = await gateway.http.put("/v1/config", content=b"functoins: {}")

@@ -91,7 +91,7 @@ async def test_what_waits_neither_ages_nor_grows_young(
     assert (aged.json()["state"], aged.json()["reason"]) == ("timed_out", "queue_timeout")
     assert (await gateway.http.get("/v1/queue")).json()["waiting"] == 2
     for each in held:
-        gateway.runtime.let_go(each)
+        gateway.runtime.finish(each)
     for each in (*held, before, after):
         record = await ended(gateway, each)
         assert record["state"] == "succeeded" and in_order(record), record

@@ -60,7 +60,7 @@ async def test_after_a_kill_an_idempotent_function_runs_again_and_its_first_try_
         bench = crash(tmp_path / "first", tmp_path / "second")
     async with serving(bench) as second:
         await second.executing(f"{invocation_id}.2")
-        second.runtime.let_go(f"{invocation_id}.2")
+        second.runtime.finish(f"{invocation_id}.2")
         record = await ended(second, invocation_id)
         assert (record["state"], record["attempt"]) == ("succeeded", 2)
         assert [attempt["reason"] for attempt in record["attempts"]] == ["gateway_restart"]  # type: ignore[attr-defined]
@@ -186,11 +186,11 @@ async def test_a_try_that_fails_while_the_gateway_drains_is_not_the_last_one(tmp
         accepted = (await first.invoke(failing, mode="async", function="retried")).json()["id"]
         await first.executing(accepted)
         first.app.stop()
-        first.runtime.let_go(accepted)
+        first.runtime.finish(accepted)
     async with serving(GatewayBench(tmp_path)) as second:
         for attempt in (2, 3):
             await second.executing(f"{accepted}.{attempt}")
-            second.runtime.let_go(f"{accepted}.{attempt}")
+            second.runtime.finish(f"{accepted}.{attempt}")
         record = await ended(second, accepted)
         assert (record["state"], record["attempt"], record["dead"]) == ("failed", 3, True)
         tries = record["attempts"]
