@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from gateway import wire
 from gateway.invocations.invocation import InvocationRequest, LiveInvocation
 from gateway.invocations.invocations import Invocations
@@ -19,13 +21,22 @@ class DeadLetters:
     def __init__(self, invocations: Invocations, store: Store) -> None:
         self._invocations = invocations
         self._store = store
+        #: Redrives under way, by the id of the dead letter.
+        self._redrives: dict[str, asyncio.Task[LiveInvocation]] = {}
 
     async def redrive(self, invocation_id: str) -> LiveInvocation:
         """Submit the same call anew, as an invocation of its own that names the old one, which leaves the list.
 
-        Two that do so at once get the same invocation. Raises NotFound, Conflict when it is no dead letter, and
+        Two that do so at once get the same invocation. Raises NotFound, Conflict if it is no dead letter, and
         whatever refuses a submission.
         """
+        task = self._redrives.get(invocation_id)
+        if task is None:
+            task = self._redrives[invocation_id] = asyncio.create_task(self._redrive(invocation_id))
+            task.add_done_callback(lambda _: self._redrives.pop(invocation_id))
+        return await asyncio.shield(task)
+
+    async def _redrive(self, invocation_id: str) -> LiveInvocation:
         record = await self._dead(invocation_id)
         body = record.input or b"{}"
         timeout_s, traceparent = record.options.get("timeout_s"), record.options.get("traceparent")
