@@ -1,16 +1,17 @@
 """YAML with positions: a document as plain values, and for every key path the file and line it came from.
 
-Bounded and safe on hostile text: built from the parser's events without recursion, with limits on size, depth and
-on what aliases expand to. Scalars are those of YAML 1.2 (``on`` is a string), duplicate keys are refused, and
+Bounded and safe on hostile text: composed by PyYAML under our rules, with limits on size, depth and on what
+aliases expand to. Scalars are those of YAML 1.2 (``on`` is a string), duplicate keys are refused, and
 ``${VAR}`` and ``${VAR:-default}`` are replaced in values (``$${`` is a plain ``${``, ``${secret:NAME}`` stays).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -57,7 +58,10 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YamlDocument:
-    """One parsed file. ``values`` holds what could be read, also where there are problems."""
+    """One parsed file. ``values`` holds what could be read, also where there are problems.
+
+    Where reading stops early these are the root's entries that were whole by then: half an entry only misleads.
+    """
 
     file: Path
     values: object
@@ -74,156 +78,117 @@ def show_path(path: KeyPath) -> str:
 
 
 def parse(text: str, file: Path, env: Mapping[str, str]) -> YamlDocument:
-    """Parse one document; never raises: what is wrong is in ``problems``."""
-    if len(text.encode("utf-8", "surrogatepass")) > TEXT_LIMIT_BYTES:
-        message = f"the file is larger than {TEXT_LIMIT_BYTES} bytes"
-        return YamlDocument(
-            file=file, values={}, positions={}, problems=(Problem(message=message, position=Position(file, 1)),)
-        )
-    builder = _Builder(file, env)
+    """Parse one document; never raises: what is wrong is in ``problems``, in the order of the lines."""
+    values: object = {}
+    positions: dict[KeyPath, Position] = {}
+    problems: list[Problem] = []
+
+    def refuse(message: str, line: int) -> None:
+        problems.append(Problem(message=message, position=Position(file, line)))
+
     try:
-        builder.read(text)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        builder.refuse(f"not YAML: {error.problem or error.context}", line=1 if mark is None else mark.line + 1)
-    except yaml.YAMLError as error:
-        builder.refuse(f"not YAML: {' '.join(str(error).split())}", line=1)
+        if len(text.encode("utf-8", "surrogatepass")) > TEXT_LIMIT_BYTES:
+            raise _Stop(f"the file is larger than {TEXT_LIMIT_BYTES} bytes", None)
+        root = _Composer(text, env, refuse).read()
+        if root is not None:
+            values = _expand(root, (), file, positions)
     except _Stop as stop:
-        builder.refuse(str(stop), line=stop.line)
-    values, positions = builder.result()
-    return YamlDocument(file=file, values=values, positions=positions, problems=tuple(builder.problems))
+        refuse(str(stop.problem), _line(stop.problem_mark))
+    except yaml.YAMLError as error:
+        refuse(f"not YAML: {' '.join(str(error).split())}", 1)
+    problems.sort(key=lambda each: 0 if each.position is None else each.position.line)
+    return YamlDocument(file=file, values=values, positions=positions, problems=tuple(problems))
 
 
-class _Stop(Exception):
-    """A bound is exceeded: reading on could only cost more."""
-
-    def __init__(self, message: str, line: int) -> None:
-        super().__init__(message)
-        self.line = line
+def _line(mark: Any) -> int:
+    return 1 if mark is None else mark.line + 1
 
 
-@dataclass(slots=True)
-class _Node:
-    """One value of the document's graph; an alias is the very node of its anchor."""
+class _Stop(yaml.MarkedYAMLError):
+    """YAML that is not for us, or too much of it: reading on could only cost more."""
 
-    line: int
-    scalar: object = None
-    items: list[_Node] | None = None
-    entries: dict[object, tuple[int, _Node]] | None = None
+    def __init__(self, message: str, mark: Any) -> None:
+        super().__init__(problem=message, problem_mark=mark)
 
 
-@dataclass(slots=True)
-class _Open:
-    """A collection that is being read; ``key`` waits for its value."""
+class _Composer(yaml.BaseLoader):
+    """PyYAML's composer with our rules; a scalar's node holds its value, with the variables replaced."""
 
-    node: _Node
-    key: object = None
-    key_line: int = 0
-    has_key: bool = False
+    def __init__(self, text: str, env: Mapping[str, str], refuse: Callable[[str, int], None]) -> None:
+        super().__init__(text)
+        self._env, self._refuse = env, refuse
+        self._depth = self._nodes = 0
+        self._root: yaml.Node | None = None
 
-
-@dataclass(slots=True)
-class _Builder:
-    """Turns parser events into nodes, then nodes into values with positions."""
-
-    file: Path
-    env: Mapping[str, str]
-    problems: list[Problem] = field(default_factory=list)
-    _root: _Node | None = None
-    _stack: list[_Open] = field(default_factory=list)
-    _anchors: dict[str, _Node] = field(default_factory=dict)
-
-    def refuse(self, message: str, *, line: int, path: KeyPath = ()) -> None:
-        self.problems.append(Problem(message=message, path=path, position=Position(self.file, line)))
-
-    def read(self, text: str) -> None:
-        """Build the graph; raises _Stop or yaml.YAMLError."""
-        documents = 0
-        for event in yaml.parse(text, Loader=yaml.SafeLoader):
-            line = 1 if event.start_mark is None else event.start_mark.line + 1
-            if isinstance(event, yaml.DocumentStartEvent):
-                documents += 1
-                if documents > 1:
-                    raise _Stop("one document to a file: a second begins here", line)
-            elif isinstance(event, yaml.AliasEvent):
-                self._alias(event, line)
-            elif isinstance(event, yaml.ScalarEvent):
-                self._add(self._scalar_node(event, line), event.anchor)
-            elif isinstance(event, yaml.MappingStartEvent):
-                self._open(_Node(line, entries={}), event, line)
-            elif isinstance(event, yaml.SequenceStartEvent):
-                self._open(_Node(line, items=[]), event, line)
-            elif isinstance(event, yaml.MappingEndEvent | yaml.SequenceEndEvent):
-                self._stack.pop()
-
-    def result(self) -> tuple[object, dict[KeyPath, Position]]:
-        """The values and the position of every key path."""
-        positions: dict[KeyPath, Position] = {}
-        if self._root is None:
-            return {}, positions
+    def read(self) -> yaml.Node | None:
+        """The root; where reading stops early, with those of its entries that were whole by then."""
         try:
-            return self._value(self._root, (), positions, []), positions
-        except _Stop as stop:
-            self.refuse(str(stop), line=stop.line)
-            return {}, positions
+            self._root = self.get_node() if self.check_node() else None
+            if self.check_node():
+                raise _Stop("one document to a file: a second begins here", self._next().start_mark)
+        except yaml.MarkedYAMLError as error:
+            kind = "" if isinstance(error, _Stop) else "not YAML: "
+            self._refuse(f"{kind}{error.problem or error.context}", _line(error.problem_mark or error.context_mark))
+            if isinstance(self._root, yaml.MappingNode):
+                self._keep_first(self._root)
+        return self._root
 
-    def _open(self, node: _Node, event: yaml.CollectionStartEvent, line: int) -> None:
-        self._refuse_tag(event.tag, line)
-        if len(self._stack) >= DEPTH_MAX:
-            raise _Stop(f"nested deeper than {DEPTH_MAX} levels", line)
-        self._add(node, event.anchor)
-        self._stack.append(_Open(node))
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+        self._root = self._root or parent
+        event = self._next()
+        self._check(event)
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        assert node is not None
+        is_key = isinstance(parent, yaml.MappingNode) and index is None
+        if isinstance(event, yaml.ScalarEvent):
+            text = event.value if is_key else self._interpolated(event.value, _line(node.start_mark))
+            # What came from the environment is text: digits stay one, and a number is read where one is wanted.
+            node.value = resolve(text) if event.implicit[0] and text == event.value else text
+        if is_key and not isinstance(node, yaml.ScalarNode):
+            raise _Stop("a key must be a plain scalar", node.start_mark)
+        if is_key and node.value == "<<":
+            message = "merge keys (<<) are not supported: repeat the keys, or use an alias for the whole value"
+            raise _Stop(message, node.start_mark)
+        return node
 
-    def _alias(self, event: yaml.AliasEvent, line: int) -> None:
-        node = self._anchors.get(str(event.anchor))
-        if node is None:
-            raise _Stop(f"alias *{event.anchor} has no anchor before it", line)
-        if any(each.node is node for each in self._stack):
-            raise _Stop(f"alias *{event.anchor} is inside its own anchor: a cycle", line)
-        self._add(node, None)
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        return self._keep_first(super().compose_mapping_node(anchor))
 
-    def _add(self, node: _Node, anchor: str | None) -> None:
-        if anchor is not None:
-            self._anchors[anchor] = node
-        if not self._stack:
-            self._root = node
-            return
-        parent = self._stack[-1]
-        if parent.node.items is not None:
-            parent.node.items.append(node)
-        elif not parent.has_key:
-            self._take_key(parent, node)
+    def _keep_first(self, node: yaml.MappingNode) -> yaml.MappingNode:
+        """The mapping with the first entry of each key; the others are problems."""
+        entries: dict[object, tuple[yaml.Node, yaml.Node]] = {}
+        for key, value in node.value:
+            line = _line(key.start_mark)
+            if key.value in entries:
+                first = _line(entries[key.value][0].start_mark)
+                self._refuse(f"key {key.value!r} is given twice (first on line {first})", line)
+            else:
+                entries[key.value] = (key, value)
+        node.value = list(entries.values())
+        return node
+
+    def _next(self) -> Any:
+        return self.peek_event()  # type: ignore[no-untyped-call]
+
+    def _check(self, event: Any) -> None:
+        """Refuse what must not be composed."""
+        self._nodes += 1
+        if self._nodes > 2 * NODES_MAX:
+            raise _Stop(f"the document has more than {NODES_MAX} values", event.start_mark)
+        if isinstance(event, yaml.AliasEvent):
+            node = self.anchors.get(event.anchor)
+            if node is None:
+                raise _Stop(f"alias *{event.anchor} has no anchor before it", event.start_mark)
+            if node.end_mark is None:
+                raise _Stop(f"alias *{event.anchor} is inside its own anchor: a cycle", event.start_mark)
+        elif event.tag is not None:
+            raise _Stop(f"tag {event.tag} is not supported", event.start_mark)
+        elif isinstance(event, yaml.CollectionStartEvent) and self._depth >= DEPTH_MAX:
+            raise _Stop(f"nested deeper than {DEPTH_MAX} levels", event.start_mark)
         else:
-            assert parent.node.entries is not None
-            parent.has_key = False
-            if parent.key not in parent.node.entries:
-                parent.node.entries[parent.key] = (parent.key_line, node)
-
-    def _take_key(self, parent: _Open, node: _Node) -> None:
-        assert parent.node.entries is not None
-        if node.items is not None or node.entries is not None:
-            raise _Stop("a key must be a plain scalar", node.line)
-        if node.scalar == "<<":
-            raise _Stop(
-                "merge keys (<<) are not supported: repeat the keys, or use an alias for the whole value", node.line
-            )
-        parent.key, parent.key_line, parent.has_key = node.scalar, node.line, True
-        earlier = parent.node.entries.get(node.scalar)
-        if earlier is not None:
-            self.refuse(f"key {node.scalar!r} is given twice (first on line {earlier[0]})", line=node.line)
-
-    def _scalar_node(self, event: yaml.ScalarEvent, line: int) -> _Node:
-        self._refuse_tag(event.tag, line)
-        parent = self._stack[-1] if self._stack else None
-        is_key = parent is not None and parent.node.entries is not None and not parent.has_key
-        text = event.value if is_key else self._interpolated(event.value, line)
-        # What came from the environment is text: a token of digits stays one, and a number is read where one is wanted.
-        plain = event.implicit[0] and text == event.value
-        return _Node(line, scalar=resolve(text) if plain else text)
-
-    def _refuse_tag(self, tag: str | None, line: int) -> None:
-        if tag is not None:
-            raise _Stop(f"tag {tag} is not supported", line)
+            self.anchors.pop(event.anchor, None)  # YAML lets an anchor be given anew, PyYAML does not
 
     def _interpolated(self, text: str, line: int) -> str:
         """The text with its variables replaced; an undefined one is a problem and stays as it is."""
@@ -236,35 +201,34 @@ class _Builder:
                 return match[0]
             name, dash, default = body.partition(":-")
             if _NAME.fullmatch(name) is None:
-                self.refuse(
-                    f"{match[0]} is no variable: write ${{NAME}} or ${{NAME:-default}}, $${{ for a plain ${{", line=line
+                self._refuse(
+                    f"{match[0]} is no variable: write ${{NAME}} or ${{NAME:-default}}, $${{ for a plain ${{", line
                 )
             elif dash:
-                return self.env.get(name) or default
-            elif name in self.env:
-                return self.env[name]
+                return self._env.get(name) or default
+            elif name in self._env:
+                return self._env[name]
             else:
-                self.refuse(f"variable {name} is not defined: set it, or give a default: ${{{name}:-...}}", line=line)
+                self._refuse(f"variable {name} is not defined: set it, or give a default: ${{{name}:-...}}", line)
             return match[0]
 
         return _VARIABLE.sub(replace, text) if "${" in text else text
 
-    def _value(self, node: _Node, path: KeyPath, positions: dict[KeyPath, Position], chain: list[_Node]) -> object:
-        """The node as plain values. Recursion is bounded by DEPTH_MAX, the whole by NODES_MAX."""
-        if len(positions) >= NODES_MAX:
-            raise _Stop(f"the document has more than {NODES_MAX} values, aliases expanded", node.line)
-        if len(chain) > DEPTH_MAX:
-            raise _Stop(f"nested deeper than {DEPTH_MAX} levels, aliases expanded", node.line)
-        positions.setdefault(path, Position(self.file, node.line))
-        if node.items is not None:
-            return [self._value(item, (*path, at), positions, [*chain, node]) for at, item in enumerate(node.items)]
-        if node.entries is not None:
-            values: dict[object, object] = {}
-            for key, (line, child) in node.entries.items():
-                positions[*path, key] = Position(self.file, line)
-                values[key] = self._value(child, (*path, key), positions, [*chain, node])
-            return values
-        return node.scalar
+
+def _expand(node: yaml.Node, path: KeyPath, file: Path, positions: dict[KeyPath, Position]) -> object:
+    """The node as plain values. Recursion is bounded by DEPTH_MAX, the whole by NODES_MAX."""
+    if len(positions) >= NODES_MAX:
+        raise _Stop(f"the document has more than {NODES_MAX} values, aliases expanded", node.start_mark)
+    if len(path) > DEPTH_MAX:
+        raise _Stop(f"nested deeper than {DEPTH_MAX} levels, aliases expanded", node.start_mark)
+    positions.setdefault(path, Position(file, _line(node.start_mark)))
+    if isinstance(node, yaml.SequenceNode):
+        return [_expand(item, (*path, at), file, positions) for at, item in enumerate(node.value)]
+    if isinstance(node, yaml.MappingNode):
+        for key, _ in node.value:
+            positions[*path, key.value] = Position(file, _line(key.start_mark))
+        return {key.value: _expand(child, (*path, key.value), file, positions) for key, child in node.value}
+    return node.value
 
 
 def resolve(text: str) -> object:

@@ -83,6 +83,7 @@ def test_a_key_that_is_given_twice_is_told_with_both_lines() -> None:
         ("a: !!python/object:os.system {}", "tag .* is not supported"),
         ("<<: {a: 1}", "merge keys"),
         ("{[1]: 2}", "a key must be a plain scalar"),
+        ("a: &x [1]\n*x : 2", "a key must be a plain scalar"),
         ("a: 1\n---\nb: 2", "one document to a file"),
         ("\x00", "not YAML"),
         ("[" * 500_000, f"nested deeper than {DEPTH_MAX}"),
@@ -93,6 +94,19 @@ def test_what_is_no_plain_bounded_document_is_refused(text: str, expected: str) 
     document = read(text)
     assert document.problems
     assert re.search(expected, str(document.problems[0])), document.problems
+
+
+def test_where_reading_stops_the_entries_before_it_are_kept() -> None:
+    document = read("a: {x: 1}\nb: ${NOPE}\nb: 2\nc:\n  d: 1\n  e: [")
+    assert document.values == {"a": {"x": 1}, "b": "${NOPE}"}
+    assert [problem.position and problem.position.line for problem in document.problems] == [2, 3, 6]
+    assert document.positions["a", "x"].line == 1
+
+
+def test_an_anchor_may_be_given_anew_and_what_is_wrong_in_it_is_told_once() -> None:
+    document = read("a: &x {k: 1, k: 2}\nb: [*x, *x]\nc: &x ${NOPE}\nd: *x")
+    assert document.values == {"a": {"k": 1}, "b": [{"k": 1}, {"k": 1}], "c": "${NOPE}", "d": "${NOPE}"}
+    assert [problem.position and problem.position.line for problem in document.problems] == [1, 3]
 
 
 def test_aliases_are_values_but_a_bomb_of_them_is_not() -> None:
