@@ -22,7 +22,8 @@ from tangram.types.quantities import show_size
 @click.option("--log-level", default="info", show_default=True, help="Level of the gateway's own log.")
 def serve(paths: tuple[Path, ...], log_level: str) -> None:
     """Serve until SIGTERM, then drain."""
-    gc.disable()  # nothing that is imported and read at the start is garbage; looking for some takes a tenth of its time
+    # Nothing that is imported and read at the start is garbage, and looking for some takes a tenth of the time.
+    gc.disable()
     import uvloop
 
     from gateway import app

@@ -16,7 +16,7 @@ from gateway.config.derive import Section, section_of
 from gateway.config.forms import Name, Scheduler
 from gateway.config.functions import Function
 from gateway.config.sections import NodeConfig, SandboxConfig, SchedulerConfig, ServerConfig
-from gateway.config.yaml import KeyPath, Position, Problem, walk_up
+from gateway.config.yaml import ConfigProblem, KeyPath, Position, walk_up
 from manager.config import TaskSpec
 from runtimes.model.settings import ModelSettings
 from tangram.types import quantities
@@ -80,7 +80,7 @@ def schema() -> dict[str, object]:
 
 def check(
     adapter: Adapter, value: object, path: KeyPath, positions: Mapping[KeyPath, Position]
-) -> tuple[object, list[Problem]]:
+) -> tuple[object, list[ConfigProblem]]:
     """The value as its model, or None and what is wrong with it. ``path`` is where it stands in its file."""
     try:
         return adapter.validate_python(value, by_alias=True, by_name=False), []
@@ -98,7 +98,9 @@ def suggestion(word: object, known: Iterable[str]) -> str:
     return f"; known here: {', '.join(names)}" if names else ""
 
 
-def _problem(detail: ErrorDetails, value: object, path: KeyPath, positions: Mapping[KeyPath, Position]) -> Problem:
+def _problem(
+    detail: ErrorDetails, value: object, path: KeyPath, positions: Mapping[KeyPath, Position]
+) -> ConfigProblem:
     """One of pydantic's errors in our words, at the nearest key path that stands in the file."""
     found: KeyPath = path
     # A function's own tag comes first, and may be spelled like one of its keys (``model``).
@@ -110,7 +112,7 @@ def _problem(detail: ErrorDetails, value: object, path: KeyPath, positions: Mapp
         found = (*found, detail["loc"][-1])
     message = _message(detail, value, found[len(path) :], path)
     place = next((positions[each] for each in walk_up(found) if each in positions), None)
-    return Problem(message=message, path=found, position=place)
+    return ConfigProblem(message=message, path=found, position=place)
 
 
 def _message(detail: ErrorDetails, value: object, inner: KeyPath, path: KeyPath) -> str:

@@ -15,7 +15,7 @@ from gateway.config.functions import FunctionSection
 from gateway.config.resources import costed_kinds, resource_problems
 from gateway.config.sections import NodeConfig, SandboxConfig, SchedulerConfig, ServerConfig
 from gateway.config.spec import function_spec
-from gateway.config.yaml import KeyPath, Position, Problem
+from gateway.config.yaml import ConfigProblem, KeyPath, Position
 from manager.config import (
     ManagerSpec,
     NodeSpec,
@@ -82,21 +82,21 @@ def load(paths: Sequence[Path], env: Mapping[str, str], *, look: bool = True) ->
     return build(sources, env, look=look, problems=problems)
 
 
-def read(paths: Sequence[Path]) -> tuple[list[ConfigSource], list[Problem]]:
+def read(paths: Sequence[Path]) -> tuple[list[ConfigSource], list[ConfigProblem]]:
     """The texts of the files that ``paths`` name, each once, and what could not be read."""
     sources: dict[Path, ConfigSource] = {}
-    problems: list[Problem] = []
+    problems: list[ConfigProblem] = []
     for path in paths:
         found = files_of(path)
         if not found:
-            problems.append(Problem(message=nothing_there(path), position=Position(path, 1)))
+            problems.append(ConfigProblem(message=nothing_there(path), position=Position(path, 1)))
         for file in found[:FILES_MAX]:
             try:
                 if file.stat().st_size > yaml.TEXT_LIMIT_BYTES:
                     raise ValueError(f"the file is larger than {yaml.TEXT_LIMIT_BYTES} bytes")
                 sources.setdefault(file.resolve(), ConfigSource(path=file, text=file.read_text(encoding="utf-8")))
             except (OSError, ValueError) as error:
-                problems.append(Problem(message=f"cannot be read: {error}", position=Position(file, 1)))
+                problems.append(ConfigProblem(message=f"cannot be read: {error}", position=Position(file, 1)))
     return list(sources.values()), problems
 
 
@@ -105,7 +105,7 @@ def build(
     env: Mapping[str, str],
     *,
     look: bool = True,
-    problems: Sequence[Problem] = (),
+    problems: Sequence[ConfigProblem] = (),
     base: GatewayConfig | None = None,
 ) -> GatewayConfig:
     """One configuration from the texts of its files; raises InvalidConfig with every problem, ``problems`` first.
@@ -121,7 +121,7 @@ def build(
     return config
 
 
-def refusal(problems: Sequence[Problem]) -> InvalidConfig:
+def refusal(problems: Sequence[ConfigProblem]) -> InvalidConfig:
     """The error that carries all problems: in its message for people, in its detail for programs."""
     distinct = list(dict.fromkeys(problems))
     count = f"{len(distinct)} problems in the configuration:\n" if len(distinct) > 1 else ""
@@ -160,7 +160,7 @@ class _Assembly:
 
     env: Mapping[str, str]
     look: bool
-    problems: list[Problem]
+    problems: list[ConfigProblem]
     base: GatewayConfig | None = None
     files: list[Path] = field(default_factory=list)
     sections: dict[str, _Entry] = field(default_factory=dict)
@@ -173,7 +173,7 @@ class _Assembly:
         if document.values is None:
             return
         if not isinstance(document.values, dict):
-            self.problems.append(Problem(message="must be a mapping", position=Position(source.path, 1)))
+            self.problems.append(ConfigProblem(message="must be a mapping", position=Position(source.path, 1)))
             return
         for key, value in document.values.items():
             entry = _Entry(value, (key,), document)
@@ -335,4 +335,4 @@ class _Assembly:
     def _refuse(self, entry: _Entry, message: str, inner: KeyPath = ()) -> None:
         path = (*entry.path, *inner)
         place = next(entry.document.positions[each] for each in yaml.walk_up(path) if each in entry.document.positions)
-        self.problems.append(Problem(message=message, path=path, position=place))
+        self.problems.append(ConfigProblem(message=message, path=path, position=place))

@@ -43,7 +43,7 @@ class Position:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
+class ConfigProblem:
     """One thing that is wrong with the configuration: where, at which key path, what, and the remedy."""
 
     message: str
@@ -66,7 +66,7 @@ class YamlDocument:
     file: Path
     values: object
     positions: Mapping[KeyPath, Position]
-    problems: tuple[Problem, ...] = ()
+    problems: tuple[ConfigProblem, ...] = ()
 
 
 def show_path(path: KeyPath) -> str:
@@ -81,10 +81,10 @@ def parse(text: str, file: Path, env: Mapping[str, str]) -> YamlDocument:
     """Parse one document; never raises: what is wrong is in ``problems``, in the order of the lines."""
     values: object = {}
     positions: dict[KeyPath, Position] = {}
-    problems: list[Problem] = []
+    problems: list[ConfigProblem] = []
 
     def refuse(message: str, line: int) -> None:
-        problems.append(Problem(message=message, position=Position(file, line)))
+        problems.append(ConfigProblem(message=message, position=Position(file, line)))
 
     try:
         if len(text.encode("utf-8", "surrogatepass")) > TEXT_LIMIT_BYTES:

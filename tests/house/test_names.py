@@ -10,8 +10,6 @@ from tests.house.source import sources
 
 #: Doors that speak somebody else's protocol use that protocol's names.
 FOREIGN = ("gateway/facades/", "tangram/adapters/")
-#: Names that still serve twice: each goes from here when it is mended, and none comes.
-PENDING = frozenset({"Problem"})
 
 
 def test_no_class_name_serves_twice() -> None:
@@ -20,9 +18,7 @@ def test_no_class_name_serves_twice() -> None:
         if not source.name.startswith(FOREIGN):
             for found in classes(source.tree):
                 homes[found.name].append(f"{source.name}:{found.lineno}")
-    shared = {name: places for name, places in homes.items() if len(places) > 1}
-    assert {name: places for name, places in shared.items() if name not in PENDING} == {}
-    assert set(shared) >= PENDING, "mended: take it off the list"
+    assert {name: places for name, places in homes.items() if len(places) > 1} == {}
 
 
 def classes(tree: ast.Module) -> Iterator[ast.ClassDef]:
