@@ -17,7 +17,7 @@ from pathlib import Path
 from bench.report import BenchReport, Figure, arguments, median
 from manager.action import Action
 from manager.executor import Call
-from manager.function import FunctionSpec, PytestSpec, RuntimeKind, SandboxSpec
+from manager.function import FunctionSpec, PytestSpec, SandboxSpec
 from manager.lease import Grant, Lease
 from runtimes.runtime import Execution
 from runtimes.sandbox.creation_gate import CreationGate
@@ -32,7 +32,7 @@ SUITES = {"lark==1.3.1": ["tests"], "more-itertools==11.2.1": ["tests"]}
 WIDTHS = ((1, 1), (1, 2), (2, 1), (2, 2), (2, 3), (2, 4))
 FUNCTION = FunctionSpec(
     name="suite",
-    runtime=RuntimeKind.PYTEST,
+    runtime="pytest",
     timeout_s=600.0,
     pytest=PytestSpec(
         args=("-q", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-p", "no:asyncio", "-p", "no:anyio")

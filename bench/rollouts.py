@@ -29,7 +29,7 @@ from manager.clock import MonotonicClock
 from manager.config import ManagerSpec, NodeSpec, SchedulerSpec
 from manager.engine import Engine, Submission
 from manager.executor import Call
-from manager.function import FunctionSpec, PytestSpec, RuntimeKind, SandboxSpec
+from manager.function import FunctionSpec, PytestSpec, SandboxSpec
 from manager.outcome import State
 from manager.simulation.cluster import policies
 from runtimes.local import LocalExecutor
@@ -63,10 +63,10 @@ def unplugged() -> Iterator[str]:
             yield from ("-p", f"no:{entry.name}")
 
 
-SHELL = FunctionSpec(name="shell", runtime=RuntimeKind.EXEC, cost={"cpu": UnitSet.fixed(1)}, timeout_s=120.0)
+SHELL = FunctionSpec(name="shell", runtime="exec", cost={"cpu": UnitSet.fixed(1)}, timeout_s=120.0)
 REWARD = FunctionSpec(
     name="reward",
-    runtime=RuntimeKind.PYTEST,
+    runtime="pytest",
     timeout_s=600.0,
     pytest=PytestSpec(args=("-q", "-p", "no:cacheprovider", *unplugged())),
 )
@@ -217,9 +217,9 @@ def reward(rollout: Rollout) -> Action:
 async def stage(policy: str, node: NodeSpec, scratch: Path) -> AsyncIterator[RolloutStage]:
     provider = ProcessProvider(state_dir=scratch, gate=CreationGate(2), shared_cores=node.numa[0][:1])
     environments = Environments(provider, EnvironmentSettings(default=SPEC))
-    runtimes: dict[RuntimeKind, Runtime] = {
-        RuntimeKind.EXEC: ExecRuntime(environments),
-        RuntimeKind.PYTEST: PytestRuntime(environments),
+    runtimes: dict[str, Runtime] = {
+        "exec": ExecRuntime(environments),
+        "pytest": PytestRuntime(environments),
     }
     clock = MonotonicClock()
     spec = ManagerSpec(nodes=(node,), scheduler=SchedulerSpec(policies=policies(policy)))

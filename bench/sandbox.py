@@ -29,7 +29,7 @@ from manager.assembly import build_core
 from manager.config import ManagerSpec
 from manager.engine import Engine, Submission
 from manager.executor import Call
-from manager.function import Background, FunctionSpec, RuntimeKind, SandboxSpec
+from manager.function import Background, FunctionSpec, SandboxSpec
 from manager.outcome import Settlement, State
 from runtimes.local import LocalExecutor
 from runtimes.node.topology import discover
@@ -91,10 +91,10 @@ async def rig() -> AsyncIterator[SandboxRig]:
     provider = make_provider(ProviderSettings(kind="container", state_dir=state_dir))
     environments = Environments(provider)
     spec = SandboxSpec(image=IMAGE, memory_bytes=2 * 2**30, pids=128)
-    function = FunctionSpec(name="bench", runtime=RuntimeKind.EXEC, cost={"cpu": UnitSet.fixed(1)}, sandbox=spec)
+    function = FunctionSpec(name="bench", runtime="exec", cost={"cpu": UnitSet.fixed(1)}, sandbox=spec)
     runtime = ExecRuntime(environments)
     node = replace(discover().node("local"), memory_bytes=2**50)
-    engine = Engine(build_core(ManagerSpec(nodes=(node,))), LocalExecutor({RuntimeKind.EXEC: runtime}))
+    engine = Engine(build_core(ManagerSpec(nodes=(node,))), LocalExecutor({"exec": runtime}))
     await engine.start()
     try:
         yield SandboxRig(provider, environments, engine, function)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 
 import msgspec
 
@@ -10,6 +11,9 @@ from manager.action import UnitSet
 from manager.function import FunctionSpec
 from runtimes.kinds import input_schema, result_schema
 from tangram.types import UNSET, FunctionInfo, LearnedInfo, UnitsInfo, UnsetType
+
+#: Fields that functions of every kind have.
+_COMMON = {each.name for each in fields(FunctionSpec)}
 
 
 def function_info(spec: FunctionSpec, learned: Mapping[str, object] | UnsetType = UNSET) -> FunctionInfo:
@@ -19,6 +23,7 @@ def function_info(spec: FunctionSpec, learned: Mapping[str, object] | UnsetType 
         "cost": {kind: _units(units) for kind, units in spec.cost.items()},
         "input_schema": input_schema(spec),
         "result_schema": result_schema(spec),
+        "own": {each.name: found[each.name] for each in fields(spec) if each.name not in _COMMON} or None,
         "learned": None if learned is UNSET else msgspec.convert(learned, Mapping[str, LearnedInfo]),
     }
     return msgspec.convert({name: value for name, value in found.items() if value is not None}, FunctionInfo)

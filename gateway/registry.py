@@ -172,8 +172,9 @@ def _source(base: Path, file: object) -> ConfigSource:
 
 
 def _changed_keys(old: FunctionSpec, new: FunctionSpec) -> tuple[str, ...]:
-    names = [each.name for each in fields(FunctionSpec) if each.name not in ("name", "revision")]
-    keys = tuple(name for name in names if getattr(old, name) != getattr(new, name))
+    names = dict.fromkeys(each.name for spec in (old, new) for each in fields(spec))
+    differing = (name for name in names if getattr(old, name, None) != getattr(new, name, None))
+    keys = tuple(name for name in differing if name not in ("name", "revision"))
     return keys or ("source",)
 
 

@@ -12,19 +12,17 @@ from manager.clock import Clock
 from manager.config import ServiceSpec
 from manager.engine import Engine
 from manager.events import Reconfigured
-from manager.function import FunctionSpec, RuntimeKind
-from runtimes.api.runtime import ApiRuntime
+from manager.function import FunctionSpec
 from runtimes.api.secrets import Secrets
+from runtimes.kinds import KINDS
 from runtimes.local import LocalExecutor
+from runtimes.materials import Materials
+from runtimes.model.kind import MODEL
 from runtimes.model.runtime import ModelRuntime
 from runtimes.model.settings import ModelSettings
 from runtimes.runtime import Runtime
 from runtimes.sandbox.environments import Environments, EnvironmentSettings
-from runtimes.sandbox.exec.runtime import ExecRuntime
-from runtimes.sandbox.handler.instance import HandlerSettings
-from runtimes.sandbox.handler.runtime import HandlerRuntime
 from runtimes.sandbox.provider import make_provider
-from runtimes.sandbox.pytest.runtime import PytestRuntime
 from runtimes.sandbox.sandbox import Provider
 
 
@@ -35,7 +33,7 @@ class Runtimes:
     provider: Provider
     environments: Environments
     model: ModelRuntime
-    runtimes: Mapping[RuntimeKind, Runtime]
+    runtimes: Mapping[str, Runtime]
     executor: LocalExecutor
 
     async def prepare(self, function: FunctionSpec) -> None:
@@ -94,16 +92,16 @@ def make_runtimes(config: GatewayConfig, clock: Clock) -> Runtimes:
     default, state_dir = config.sandbox.default, config.server.state_dir
     provider = make_provider(replace(config.sandbox.provider, state_dir=state_dir / "sandboxes"))
     environments = Environments(provider, EnvironmentSettings(default=default), clock)
-    handlers = HandlerRuntime(provider, HandlerSettings(sandbox=default))
-    environments.exclude(lambda: handlers.sandboxes)
-    model = ModelRuntime(model_settings(config))
-    runtimes: dict[RuntimeKind, Runtime] = {
-        RuntimeKind.EXEC: ExecRuntime(environments),
-        RuntimeKind.PYTEST: PytestRuntime(environments),
-        RuntimeKind.HANDLER: handlers,
-        RuntimeKind.MODEL: model,
-        RuntimeKind.API: ApiRuntime(Secrets(config.server.secrets_dir)),
-    }
+    materials = Materials(
+        provider=provider,
+        environments=environments,
+        sandbox=default,
+        models=model_settings(config),
+        secrets=Secrets(config.server.secrets_dir),
+    )
+    runtimes = {name: kind.make(materials) for name, kind in KINDS.items()}
+    model = runtimes[MODEL.name]
+    assert isinstance(model, ModelRuntime), "the scheduler must know of its services"
 
     async def open_environment(trajectory: str, function: FunctionSpec) -> None:
         await environments.ensure(trajectory, function.sandbox)

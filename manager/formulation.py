@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from manager.action import Action, Amdahl, Elasticity, UnitSet
 from manager.config import ManagerSpec, NodeSpec
 from manager.errors import InvalidInput, Unsatisfiable
-from manager.function import FunctionSpec, RuntimeKind
+from manager.function import FunctionSpec
 from manager.learning.history import History, Learned
 
 #: Longest caller's key for learning.
@@ -49,7 +49,7 @@ def formulate(
         key=function.key,
         elasticity=elasticity,
         t_ori_s=t_ori_s,
-        malleable=function.runtime is RuntimeKind.PYTEST and function.key == "cpu",
+        malleable=function.runtime == "pytest" and function.key == "cpu",
         service=None if function.model is None else function.model.service,
         batch_tokens=_batch_tokens(function, input),
         batch_marginal=learned.batch_marginal,

@@ -13,16 +13,6 @@ from manager.errors import Reason
 from manager.setting import Setting
 
 
-class RuntimeKind(StrEnum):
-    """The five runtimes."""
-
-    EXEC = "exec"
-    PYTEST = "pytest"
-    HANDLER = "handler"
-    MODEL = "model"
-    API = "api"
-
-
 class Isolation(StrEnum):
     """How well a sandbox must be isolated."""
 
@@ -186,7 +176,8 @@ class FunctionSpec:
     """A registered function; frozen, and replaced as a whole by a reload."""
 
     name: str
-    runtime: RuntimeKind
+    #: The name of its kind (``runtimes.kinds``).
+    runtime: str
     #: Digest of the definition (and of the handler's source): a change serves new invocations only.
     revision: str = ""
     description: Annotated[str, Setting("one line for people")] = ""

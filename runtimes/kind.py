@@ -10,6 +10,8 @@ from typing import Any
 import msgspec
 
 from manager.function import FunctionSpec
+from runtimes.materials import Materials
+from runtimes.runtime import Runtime
 
 #: A JSON Schema.
 Schema = Mapping[str, object]
@@ -34,19 +36,25 @@ class DeclarationSite:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """One runtime kind. A new one is its module, its row in `runtimes.kinds`, and its tests."""
+    """One runtime kind. A new one is its folder, its row in `runtimes.kinds`, and its tests."""
 
     #: As the YAML's ``runtime`` names it.
     name: str
     #: What it does, in a line for people.
     meaning: str
+    #: Makes its runtime; imports it only then if that takes long.
+    make: Callable[[Materials], Runtime]
+    #: Whether its actions work in their trajectory's environment, or in a sandbox made for them.
+    works_in_sandbox: bool = False
     #: A frozen dataclass whose settings are the keys that functions of this kind alone have.
     section: type | None = None
     #: What the ``sandbox`` of such a function is to it; without one there is no such key.
     sandbox: str = ""
     #: The resource of which it takes one unit if its cost says nothing; None for nothing.
     cost: str | None = "cpu"
-    #: The fields of its `FunctionSpec` from its section. Any: an instance of ``section``.
+    #: The class of its functions, where they have fields that no other kind's have.
+    function: type[FunctionSpec] = FunctionSpec
+    #: The fields of its ``function`` from its section. Any: an instance of ``section``.
     spec: Callable[[Any, DeclarationSite], Mapping[str, object]] = lambda section, place: {}
     #: A digest of what the definition points to on disk, part of the revision; raises OSError or ValueError.
     source: Callable[[FunctionSpec], str] = lambda function: ""

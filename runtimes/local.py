@@ -13,7 +13,7 @@ from manager.chunk import Chunk
 from manager.clock import Clock, MonotonicClock
 from manager.errors import ActionFailed, CodedError, InvalidInput, QuotaExceeded, Reason, Unsupported
 from manager.executor import Call
-from manager.function import FunctionSpec, RuntimeKind
+from manager.function import FunctionSpec
 from manager.lease import Lease
 from manager.outcome import Outcome, State
 from runtimes.runtime import Execution, Replicator, Result, Runtime
@@ -56,7 +56,7 @@ class LocalExecutor:
 
     def __init__(
         self,
-        runtimes: Mapping[RuntimeKind, Runtime],
+        runtimes: Mapping[str, Runtime],
         clock: Clock | None = None,
         *,
         deadlines: Deadlines | None = None,
@@ -75,7 +75,7 @@ class LocalExecutor:
         """Run the action to its end. Only a cancellation is raised, once the work was killed."""
         runtime = self._runtimes.get(call.function.runtime)
         if runtime is None:
-            kind = call.function.runtime.value
+            kind = call.function.runtime
             return Outcome(
                 state=State.FAILED,
                 reason=Reason.INTERNAL,

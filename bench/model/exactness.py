@@ -13,7 +13,7 @@ import torch
 from bench.model.checkpoints import FAMILIES, TINY, write_checkpoint
 from manager.action import UnitSet
 from manager.chunk import Chunk
-from manager.function import FunctionSpec, ModelAction, ModelSpec, RuntimeKind
+from manager.function import FunctionSpec, ModelAction, ModelSpec
 from runtimes.model.checkpoint.skeleton import Head
 from runtimes.model.device.process import ForkServer
 from runtimes.model.engine.contract import ModelJob
@@ -88,7 +88,7 @@ def _function(path: Path, head: Head) -> FunctionSpec:
     action = ModelAction.LOGPROBS if head is Head.LM else ModelAction.SCORE
     return FunctionSpec(
         name=path.name,
-        runtime=RuntimeKind.MODEL,
+        runtime="model",
         cost={"gpu": UnitSet.of(DOPS)},
         key="gpu",
         model=ModelSpec(path=path, action=action),

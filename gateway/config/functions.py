@@ -154,6 +154,11 @@ class _Costs(Section):
 _Every = model_of(FunctionSpec, retry=Retry)
 
 
+def form_name(kind: Kind) -> str:
+    """Return the name of a kind's functions in the JSON Schema."""
+    return f"{kind.name.title()}Function"
+
+
 def _form(kind: Kind) -> Any:
     """Return the type that makes a `FunctionSection` of one kind."""
     own = () if kind.section is None else (model_of(kind.section),)
@@ -162,7 +167,7 @@ def _form(kind: Kind) -> Any:
         found["sandbox"] = (given_of(SandboxSpec), Field(default={}, description=kind.sandbox))
     meaning = f"{kind.meaning[0].upper()}{kind.meaning[1:]}."
     bases = (*own, _Every, _Costs)
-    model = create_model(f"{kind.name.title()}Function", __base__=bases, __doc__=meaning, **found)
+    model = create_model(form_name(kind), __base__=bases, __doc__=meaning, **found)
     return Annotated[model, AfterValidator(partial(_made, kind))]
 
 

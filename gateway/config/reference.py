@@ -2,26 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import is_dataclass
+from typing import Any, get_args
 
+from gateway.config.derive import key_of
 from gateway.config.document import schema
+from gateway.config.functions import form_name
 from manager.resources.kinds import KINDS as RESOURCE_KINDS
-from runtimes.kind import Schema
+from manager.setting import settings_of
+from runtimes.kind import Kind, Schema
 from runtimes.kinds import KINDS
+
+_FUNCTION = "functions.NAME"
+
+
+def _own_keys(kind: Kind) -> tuple[str, ...]:
+    """Return the keys that functions of this kind alone have."""
+    return () if kind.section is None else tuple(key_of(name, said) for name, _, said in settings_of(kind.section))
+
+
+def _sections(noun: type, path: str) -> Iterator[tuple[str, str]]:
+    """Yield the sections within a noun's own, outer ones first: (name in the schema, where it stands)."""
+    for name, hint, setting in settings_of(noun):
+        bare = get_args(hint)[0]
+        inner = path if setting.inline else f"{path}.{key_of(name, setting)}"
+        for section in (each for each in (bare, *get_args(bare)) if isinstance(each, type) and is_dataclass(each)):
+            if not setting.inline:
+                yield section.__name__, inner
+            yield from _sections(section, inner)
+
+
+def _kind_chapters(kind: Kind) -> Iterator[tuple[str, str]]:
+    """Yield the chapters of a kind: one of its functions if some key holds a plain value, and those of its sections."""
+    sections = [] if kind.section is None else list(_sections(kind.section, _FUNCTION))
+    if {f"{_FUNCTION}.{key}" for key in _own_keys(kind)} - {path for _, path in sections}:
+        yield form_name(kind), f"{_FUNCTION}, runtime {kind.name}"
+    for name, path in sections:
+        at_top = path.removeprefix(f"{_FUNCTION}.") in _own_keys(kind)
+        yield name, f"{path}, runtime {kind.name}" if at_top else path
+
 
 #: Definitions in reading order: (name in the schema, where it stands in the YAML).
 CHAPTERS = (
     ("ExecFunction", "functions.NAME"),
     ("SandboxSpec", "functions.NAME.sandbox"),
     ("Warm", "functions.NAME.sandbox.warm"),
-    ("PytestSpec", "functions.NAME.pytest, runtime pytest"),
-    ("HandlerFunction", "functions.NAME, runtime handler"),
-    ("InstanceConcurrency", "functions.NAME.concurrency, runtime handler"),
-    ("Scale", "functions.NAME.scale, runtime handler"),
-    ("ModelSection", "functions.NAME.model, runtime model"),
-    ("EngineSection", "functions.NAME.model.engine"),
-    ("RequestSpec", "functions.NAME.request, runtime api"),
+    *(chapter for kind in KINDS.values() for chapter in _kind_chapters(kind)),
     ("UnitRange", "functions.NAME.cost.RESOURCE, a range"),
     ("UnitChoices", "functions.NAME.cost.RESOURCE, some counts"),
     ("ElasticitySection", "functions.NAME.elasticity"),
@@ -44,7 +71,7 @@ CHAPTERS = (
 )
 #: Definitions whose other keys another chapter holds: only these are shown.
 _ONLY = {
-    "HandlerFunction": ("runtime", "handler", "concurrency", "scale"),
+    **{form_name(kind): ("runtime", *_own_keys(kind)) for kind in KINDS.values() if kind.section is not None},
     "SandboxConfig": ("provider", "max_starting", "engine_silence", "docker"),
 }
 

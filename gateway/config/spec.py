@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from typing import Any
 
 import orjson
 
@@ -14,7 +15,7 @@ from gateway.config.functions import FunctionSection
 from gateway.config.resources import with_needs
 from gateway.config.sections import SandboxConfig
 from manager.action import UnitSet
-from manager.function import FunctionSpec, Isolation, RuntimeKind
+from manager.function import FunctionSpec, Isolation
 from runtimes.kind import DeclarationSite, Kind
 
 
@@ -30,17 +31,19 @@ def function_spec(
     """Return the function that the section describes; what is wrong with it is in ``place.problems``."""
     kind = section.kind
     cost = _cost(section, kinds, place)
-    spec = FunctionSpec(
+    key = _key(section, cost, place)
+    # Any: a kind names fields of its functions' class, which checks them.
+    own: Mapping[str, Any] = kind.spec(section.own, place)
+    spec = kind.function(
         name=name,
-        runtime=RuntimeKind(kind.name),
+        runtime=kind.name,
         cost=with_needs(cost, resources),
-        key=_key(section, cost, place),
+        key=key,
         elasticity=None if section.elasticity is None else section.elasticity.elasticity(),
         sandbox=None if section.sandbox is None else replace(sandbox.default, **section.sandbox),
         **section.settings,
+        **own,
     )
-    # Any: a kind names fields of FunctionSpec, which the dataclass checks.
-    spec = replace(spec, **kind.spec(section.own, place))  # type: ignore[arg-type]
     if spec.retry.on_status and kind.name != "api":
         place.refuse(("retry", "on"), "HTTP statuses are tried again by api functions only: name a reason")
     _check_sandbox(spec, sandbox, place)

@@ -117,7 +117,7 @@ class GatewayService(GatewayBase):
             functions = [
                 pb.Function(
                     name=spec.name,
-                    runtime=spec.runtime.value,
+                    runtime=spec.runtime,
                     revision=spec.revision,
                     description=spec.description,
                     json=wire.encode(function_info(spec)),

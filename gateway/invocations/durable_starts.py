@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from gateway.invocations.invocation import INSIDE
 from gateway.invocations.invocations import Invocations
 from gateway.invocations.trajectories import TrajectoryRecovery
 from gateway.store.store import Store
@@ -15,6 +14,7 @@ from manager.executor import Call, Executor
 from manager.function import FunctionSpec
 from manager.lease import Lease
 from manager.outcome import Outcome
+from runtimes.kinds import kind_of
 
 
 class DurableStarts:
@@ -35,7 +35,7 @@ class DurableStarts:
         self._trajectories = trajectories
 
     async def execute(self, action: Action, lease: Lease, call: Call) -> Outcome:
-        inside = call.function.runtime in INSIDE
+        inside = kind_of(call.function).works_in_sandbox
         if inside:
             call = replace(call, announce=partial(self._announce, action, call.function))
         once = self._once(action, call.function)

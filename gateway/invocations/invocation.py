@@ -12,10 +12,8 @@ from gateway.invocations.logs import InvocationLog
 from gateway.invocations.record import Mode, Record
 from manager.action import Action
 from manager.errors import CodedError
-from manager.function import FunctionSpec, RuntimeKind
-
-#: Runtimes whose actions work in their trajectory's environment, or in a sandbox made for them.
-INSIDE = frozenset({RuntimeKind.EXEC, RuntimeKind.PYTEST})
+from manager.function import FunctionSpec
+from runtimes.kinds import kind_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +106,7 @@ class LiveInvocation:
     @property
     def inside(self) -> bool:
         """Whether its work is done in a sandbox, which takes its time to be ready and may outlast the gateway."""
-        return self.function is not None and self.function.runtime in INSIDE
+        return self.function is not None and kind_of(self.function).works_in_sandbox
 
 
 def ended(record: Record) -> LiveInvocation:

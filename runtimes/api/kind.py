@@ -13,6 +13,8 @@ from manager.function import FunctionSpec, RequestSpec
 from manager.setting import Setting
 from runtimes.api.template import RequestTemplate
 from runtimes.kind import DeclarationSite, Kind, Schema, schema_of
+from runtimes.materials import Materials
+from runtimes.runtime import Runtime
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,9 +56,16 @@ def _spec(section: ApiKeys, place: DeclarationSite) -> Mapping[str, object]:
     return {"request": section.request}
 
 
+def _make(materials: Materials) -> Runtime:
+    from runtimes.api.runtime import ApiRuntime
+
+    return ApiRuntime(materials.secrets)
+
+
 API = Kind(
     name="api",
     meaning="a templated HTTP call under quotas",
+    make=_make,
     section=ApiKeys,
     cost=None,
     spec=_spec,

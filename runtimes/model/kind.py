@@ -11,7 +11,9 @@ from msgspec import Meta
 from manager.function import FunctionSpec, ModelAction, ModelSpec
 from manager.setting import Setting
 from runtimes.kind import DeclarationSite, Kind, Schema, schema_of
+from runtimes.materials import Materials
 from runtimes.model.checkpoint.directory import checkpoint_problem
+from runtimes.runtime import Runtime
 
 TokenId = Annotated[int, Meta(ge=0)]
 Text = Annotated[str, Meta(min_length=1)]
@@ -134,9 +136,16 @@ def _spec(section: ModelKeys, place: DeclarationSite) -> Mapping[str, object]:
     return {"model": replace(spec, path=path)}
 
 
+def _make(materials: Materials) -> Runtime:
+    from runtimes.model.runtime import ModelRuntime
+
+    return ModelRuntime(materials.models)
+
+
 MODEL = Kind(
     name="model",
     meaning="a model that is restored when it is needed and evicted when not",
+    make=_make,
     section=ModelKeys,
     cost="gpu",
     spec=_spec,

@@ -78,7 +78,7 @@ class FunctionInfo(Struct, frozen=True, kw_only=True):
     """A registered function. What is not set is left out; secrets are references and stay so."""
 
     name: str
-    runtime: Annotated[str, Meta(description="exec, pytest, handler, model or api")]
+    runtime: Annotated[str, Meta(description="The kind of its runtime, as the YAML names it")]
     revision: Annotated[str, Meta(description="Digest of the definition, and of a handler's source")]
     description: str
     cost: Annotated[Mapping[str, int | UnitsInfo], Meta(description="Units that it needs, by resource kind")]
@@ -103,6 +103,7 @@ class FunctionInfo(Struct, frozen=True, kw_only=True):
         UNSET
     )
     request: Annotated[JsonObject | UnsetType, Meta(description="The HTTP call of an api function")] = UNSET
+    own: Annotated[JsonObject | UnsetType, Meta(description="What functions of its kind alone have, by key")] = UNSET
     learned: Annotated[
         Mapping[str, LearnedInfo] | UnsetType,
         Meta(description="What was learned, by the value of its key; left out in listings"),

@@ -12,10 +12,12 @@ import pytest
 
 from gateway.cli import main as server
 from gateway.config.document import MAPS, SECTIONS, schema
+from gateway.config.functions import form_name
 from gateway.config.load import load
 from gateway.config.reference import CHAPTERS, markdown, runtimes_markdown
 from gateway.errors import FACES, REASON_FACES
 from gateway.grpc.generated import tangram_pb2
+from runtimes.kinds import KINDS
 from runtimes.sandbox.handler.worker import Context
 from tangram import AsyncClient, AsyncTrajectory, InvocationResult, MapProgress
 from tangram.cli import exit_status
@@ -52,8 +54,9 @@ def test_every_section_of_the_yaml_has_its_chapter() -> None:
     definitions = schema()["$defs"]
     assert isinstance(definitions, dict)
     with_keys = {name for name, each in definitions.items() if "properties" in each}
-    of_functions = {"PytestFunction", "ModelFunction", "ApiFunction"}
-    assert with_keys - {name for name, _ in CHAPTERS} == of_functions
+    chapters = {name for name, _ in CHAPTERS}
+    of_functions = {form_name(kind) for kind in KINDS.values()} - chapters
+    assert with_keys - chapters == of_functions
     for name in of_functions:
         own = set(definitions[name]["properties"]) - set(definitions["ExecFunction"]["properties"])
         assert all(f"functions.NAME.{key}" in page("yaml") for key in own), own

@@ -21,7 +21,7 @@ from manager.action import UnitSet
 from manager.clock import Clock
 from manager.config import TaskSpec
 from manager.errors import Reason
-from manager.function import FunctionSpec, RetrySpec, RuntimeKind
+from manager.function import FunctionSpec, RetrySpec
 from manager.resources.declared import ResourceSpec
 from runtimes.fake import ScriptedRuntime, ScriptStep
 from runtimes.local import LocalExecutor
@@ -113,13 +113,13 @@ class GatewayBench:
 
 def function(name: str, **given: object) -> FunctionSpec:
     """A handler function of one core that does what its input says."""
-    spec = FunctionSpec(name=name, runtime=RuntimeKind.HANDLER, cost={"cpu": UnitSet.fixed(1)}, timeout_s=30.0)
+    spec = FunctionSpec(name=name, runtime="handler", cost={"cpu": UnitSet.fixed(1)}, timeout_s=30.0)
     return replace(spec, **given)  # type: ignore[arg-type]
 
 
 FUNCTIONS = {
     "echo": function("echo"),
-    "shell": FunctionSpec(name="shell", runtime=RuntimeKind.EXEC, cost={"cpu": UnitSet.fixed(1)}),
+    "shell": FunctionSpec(name="shell", runtime="exec", cost={"cpu": UnitSet.fixed(1)}),
     "short": function("short", timeout_s=0.05),
     "impatient": function("impatient", queue_timeout_s=0.05),
     "narrow": function("narrow", max_queued=1),
@@ -140,17 +140,17 @@ def scripted_runtimes(runtime: ScriptedRuntime, directory: Path) -> Callable[...
     def make(config: GatewayConfig, clock: Clock) -> Runtimes:
         provider = make_provider(ProviderSettings(kind="process", state_dir=directory / "sandboxes"))
         environments = Environments(provider, clock=clock)
-        runtimes: dict[RuntimeKind, Runtime] = {
-            RuntimeKind.HANDLER: runtime,
-            RuntimeKind.EXEC: ExecRuntime(environments),
+        runtimes: dict[str, Runtime] = {
+            "handler": runtime,
+            "exec": ExecRuntime(environments),
         }
 
         async def open_environment(trajectory: str, function: FunctionSpec) -> None:
             await environments.ensure(trajectory, function.sandbox)
 
         model = ModelRuntime(model_settings(config))
-        if any(spec.runtime is RuntimeKind.MODEL for spec in config.functions.values()):
-            runtimes[RuntimeKind.MODEL] = model
+        if any(spec.runtime == "model" for spec in config.functions.values()):
+            runtimes["model"] = model
         executor = LocalExecutor(runtimes, clock, open_environment=open_environment)
         return Runtimes(provider=provider, environments=environments, model=model, runtimes=runtimes, executor=executor)
 

@@ -15,7 +15,7 @@ from manager.config import ServiceSpec
 from manager.engine import Engine, Submission
 from manager.errors import CapacityExceeded, CodedError, Conflict, Draining, Reason, Unsatisfiable
 from manager.executor import Call
-from manager.function import FunctionSpec, RuntimeKind, SandboxSpec
+from manager.function import FunctionSpec, SandboxSpec
 from manager.learning.history import History
 from manager.lease import Lease
 from manager.outcome import Settlement, State
@@ -26,9 +26,7 @@ from runtimes.local import Deadlines, LocalExecutor
 from runtimes.runtime import Execution
 from tests.manager.conftest import action, node, spec
 
-FUNCTION = FunctionSpec(
-    name="f", runtime=RuntimeKind.EXEC, cost={"cpu": UnitSet.fixed(1)}, sandbox=SandboxSpec(memory_bytes=400)
-)
+FUNCTION = FunctionSpec(name="f", runtime="exec", cost={"cpu": UnitSet.fixed(1)}, sandbox=SandboxSpec(memory_bytes=400))
 
 
 class Silent:
@@ -94,7 +92,7 @@ async def rig() -> AsyncIterator[EngineRig]:
 
     runtime = ScriptedRuntime(script)
     ear, history = Ear(), History()
-    executor = LocalExecutor({RuntimeKind.EXEC: runtime}, deadlines=Deadlines(kill_s=0.05))
+    executor = LocalExecutor({"exec": runtime}, deadlines=Deadlines(kill_s=0.05))
     engine = Engine(build_core(spec(node(cores=2))), executor, history=history, listeners=[ear])
     await engine.start()
     yield EngineRig(engine, runtime, ear, steps, history)
@@ -216,7 +214,7 @@ class SlowClock:
 
 async def test_a_timer_that_rings_early_loses_no_wake_up(rig: EngineRig) -> None:
     core = build_core(replace(spec(), resources={"search": QuotaSpec(limit=1, period_s=0.02)}))
-    engine = Engine(core, LocalExecutor({RuntimeKind.EXEC: ScriptedRuntime()}), clock=SlowClock())
+    engine = Engine(core, LocalExecutor({"exec": ScriptedRuntime()}), clock=SlowClock())
     await engine.start()
     waiting = [replace(action(name), cost={"search": UnitSet.fixed(1)}) for name in ("a", "b", "c")]
     call = Call(function=FUNCTION, input={}, log=Silent())
@@ -234,7 +232,7 @@ def on_two_devices(executor: LocalExecutor) -> Engine:
 
 async def test_a_service_in_use_is_copied_to_the_idle_device_and_its_next_action_finds_it_there() -> None:
     runtime = ScriptedRuntime(lambda execution: ScriptStep(held=execution.action.id == "a"))
-    executor = LocalExecutor({RuntimeKind.EXEC: runtime})
+    executor = LocalExecutor({"exec": runtime})
     engine = on_two_devices(executor)
     await engine.start()
     call = Call(function=FUNCTION, input={}, log=Silent())
@@ -264,7 +262,7 @@ async def test_a_copy_that_hangs_holds_nobody_up() -> None:
             return True
 
     runtime = ScriptedRuntime(lambda execution: ScriptStep(held=execution.action.id != "c"))
-    executor = Hangs({RuntimeKind.EXEC: runtime})
+    executor = Hangs({"exec": runtime})
     engine = on_two_devices(executor)
     await engine.start()
     call = Call(function=FUNCTION, input={}, log=Silent())
@@ -297,7 +295,7 @@ class Broken:
 async def test_a_bug_in_a_pass_is_told_to_everybody_who_waits_and_nothing_is_scheduled_after_it() -> None:
     policy, faults = Broken(), list[str]()
     runtime = ScriptedRuntime(lambda _: ScriptStep(hangs=True))
-    executor = LocalExecutor({RuntimeKind.EXEC: runtime}, deadlines=Deadlines(kill_s=0.05))
+    executor = LocalExecutor({"exec": runtime}, deadlines=Deadlines(kill_s=0.05))
     core = build_core(spec(node(cores=2)), policies={"cpu": policy})
     ear = Ear()
     engine = Engine(core, executor, listeners=[ear], on_fault=lambda: faults.append("told"))

@@ -10,7 +10,7 @@ import pytest
 from manager.action import PRIOR_BATCH_MARGINAL, Action, Amdahl, UnitSet
 from manager.errors import InvalidInput, Unsatisfiable
 from manager.formulation import check_satisfiable, formulate
-from manager.function import DurationSpec, FunctionSpec, RuntimeKind, SandboxSpec
+from manager.function import DurationSpec, FunctionSpec, SandboxSpec
 from manager.learning.history import History
 from manager.resources.concurrency import ConcurrencySpec
 from manager.resources.quota import QuotaSpec
@@ -18,7 +18,7 @@ from tests.manager.conftest import node, spec
 
 TESTS = FunctionSpec(
     name="tests",
-    runtime=RuntimeKind.PYTEST,
+    runtime="pytest",
     cost={"cpu": UnitSet.span(1, 8)},
     key="cpu",
     duration=DurationSpec(key="suite", initial_s=30.0),
@@ -67,7 +67,7 @@ def test_what_a_further_member_adds_is_carried_whatever_is_declared_of_the_durat
 
 def test_only_test_runs_over_cores_are_malleable() -> None:
     assert form(TESTS, {}).malleable
-    assert not form(replace(TESTS, runtime=RuntimeKind.EXEC), {}).malleable
+    assert not form(replace(TESTS, runtime="exec"), {}).malleable
 
 
 def test_a_timeout_may_be_shortened_only() -> None:

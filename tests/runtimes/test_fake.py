@@ -7,7 +7,7 @@ import pytest
 from manager.action import Action
 from manager.errors import ActionFailed, Reason
 from manager.executor import Call
-from manager.function import FunctionSpec, RuntimeKind
+from manager.function import FunctionSpec
 from manager.lease import Lease
 from runtimes.fake import ScriptedRuntime, ScriptStep
 from runtimes.runtime import Execution
@@ -15,7 +15,7 @@ from tests.runtimes.test_local import Lines
 
 
 def execution(action_id: str, log: Lines) -> Execution:
-    function = FunctionSpec(name="f", runtime=RuntimeKind.EXEC)
+    function = FunctionSpec(name="f", runtime="exec")
     return Execution(
         action=Action(id=action_id, function="f"),
         lease=Lease(action_id=action_id, node="n"),

@@ -7,25 +7,25 @@ from pathlib import Path
 import pytest
 from jsonschema import Draft202012Validator
 
-from manager.function import DurationSpec, FunctionSpec, ModelAction, ModelSpec, RequestSpec, RuntimeKind
+from manager.function import DurationSpec, FunctionSpec, ModelAction, ModelSpec, RequestSpec
 from runtimes.kind import Kind
 from runtimes.kinds import KINDS, input_schema, result_schema
 
 MODEL = ModelSpec(path=Path("reward"), action=ModelAction.SCORE)
-SUITE = FunctionSpec(name="suite", runtime=RuntimeKind.PYTEST, duration=DurationSpec(key="repo"))
+SUITE = FunctionSpec(name="suite", runtime="pytest", duration=DurationSpec(key="repo"))
 SEARCH = FunctionSpec(
-    name="search", runtime=RuntimeKind.API, request=RequestSpec(method="GET", url="https://api.test/{lang}?q={query}")
+    name="search", runtime="api", request=RequestSpec(method="GET", url="https://api.test/{lang}?q={query}")
 )
 
 
 @pytest.mark.parametrize(
     ("function", "good", "bad"),
     [
-        (FunctionSpec(name="sh", runtime=RuntimeKind.EXEC), {"command": "ls", "cwd": "a"}, {"command": 7}),
-        (FunctionSpec(name="sh", runtime=RuntimeKind.EXEC), {"argv": ["ls"]}, {"argv": ["ls"], "command": "ls"}),
+        (FunctionSpec(name="sh", runtime="exec"), {"command": "ls", "cwd": "a"}, {"command": 7}),
+        (FunctionSpec(name="sh", runtime="exec"), {"argv": ["ls"]}, {"argv": ["ls"], "command": "ls"}),
         (SUITE, {"repo": "x/y", "fail_to_pass": ["t.py::a"]}, {"fail_to_pas": ["t.py::a"]}),
-        (FunctionSpec(name="rm", runtime=RuntimeKind.MODEL, model=MODEL), {"texts": ["a"]}, {"texts": []}),
-        (FunctionSpec(name="rm", runtime=RuntimeKind.MODEL, model=MODEL), {"token_ids": [[1]]}, {"seed": 1}),
+        (FunctionSpec(name="rm", runtime="model", model=MODEL), {"texts": ["a"]}, {"texts": []}),
+        (FunctionSpec(name="rm", runtime="model", model=MODEL), {"token_ids": [[1]]}, {"seed": 1}),
         (SEARCH, {"query": "x", "lang": "en"}, {"query": "x"}),
         (SEARCH, {"query": 1, "lang": "en"}, {"query": "x", "lang": "en", "host": "evil"}),
     ],
@@ -43,10 +43,10 @@ def test_a_built_in_schema_takes_what_the_runtime_takes(
 
 def test_a_functions_own_schemas_win_and_a_handler_takes_and_returns_any_value() -> None:
     own = {"type": "object", "required": ["answer"]}
-    assert input_schema(FunctionSpec(name="f", runtime=RuntimeKind.EXEC, input_schema=own)) == own
-    assert input_schema(FunctionSpec(name="f", runtime=RuntimeKind.HANDLER)) is None
-    assert result_schema(FunctionSpec(name="f", runtime=RuntimeKind.EXEC, result_schema=own)) == own
-    assert result_schema(FunctionSpec(name="f", runtime=RuntimeKind.HANDLER)) is None
+    assert input_schema(FunctionSpec(name="f", runtime="exec", input_schema=own)) == own
+    assert input_schema(FunctionSpec(name="f", runtime="handler")) is None
+    assert result_schema(FunctionSpec(name="f", runtime="exec", result_schema=own)) == own
+    assert result_schema(FunctionSpec(name="f", runtime="handler")) is None
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
@@ -59,7 +59,7 @@ def test_the_schemas_that_are_shown_stand_by_themselves(kind: Kind) -> None:
 
 @pytest.mark.parametrize("action", ModelAction)
 def test_each_action_of_a_model_has_a_result_of_its_own(action: ModelAction) -> None:
-    model = FunctionSpec(name="m", runtime=RuntimeKind.MODEL, model=ModelSpec(path=Path("m"), action=action))
+    model = FunctionSpec(name="m", runtime="model", model=ModelSpec(path=Path("m"), action=action))
     shown = result_schema(model)
     assert shown is not None
     assert [other for other in ModelAction if KINDS["model"].shown[other][1] == shown] == [action]

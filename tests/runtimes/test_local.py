@@ -10,13 +10,13 @@ from manager.action import Action
 from manager.chunk import Chunk
 from manager.errors import ActionFailed, InvalidInput, NotFound, Reason
 from manager.executor import Call
-from manager.function import FunctionSpec, RuntimeKind
+from manager.function import FunctionSpec
 from manager.lease import Lease
 from manager.outcome import Outcome, State
 from runtimes.fake import ScriptedRuntime, ScriptStep
 from runtimes.local import Deadlines, LocalExecutor
 
-FUNCTION = FunctionSpec(name="f", runtime=RuntimeKind.EXEC)
+FUNCTION = FunctionSpec(name="f", runtime="exec")
 
 
 class Lines:
@@ -35,7 +35,7 @@ def call(function: FunctionSpec = FUNCTION) -> Call:
 
 async def outcome_of(step: ScriptStep, *, timeout_s: float = 60.0, deadlines: Deadlines | None = None) -> Outcome:
     runtime = ScriptedRuntime(step)
-    executor = LocalExecutor({RuntimeKind.EXEC: runtime}, deadlines=deadlines)
+    executor = LocalExecutor({"exec": runtime}, deadlines=deadlines)
     action = Action(id="a", function="f", timeout_s=timeout_s)
     try:
         async with asyncio.timeout(5):
@@ -90,7 +90,7 @@ async def test_work_that_outlives_its_kill_is_left_behind() -> None:
 
 async def test_cancelling_kills_before_it_returns() -> None:
     runtime = ScriptedRuntime(ScriptStep(hangs=True))
-    executor = LocalExecutor({RuntimeKind.EXEC: runtime})
+    executor = LocalExecutor({"exec": runtime})
     action = Action(id="a", function="f")
     task = asyncio.create_task(executor.execute(action, Lease(action_id="a", node="n"), call()))
     async with asyncio.timeout(5):
@@ -103,7 +103,7 @@ async def test_cancelling_kills_before_it_returns() -> None:
 
 async def test_a_resize_reaches_a_running_action_only() -> None:
     runtime = ScriptedRuntime(ScriptStep(held=True))
-    executor = LocalExecutor({RuntimeKind.EXEC: runtime})
+    executor = LocalExecutor({"exec": runtime})
     action, lease = Action(id="a", function="f"), Lease(action_id="a", node="n")
     await executor.resize(action, lease)
     task = asyncio.create_task(executor.execute(action, lease, call()))
@@ -125,7 +125,7 @@ async def test_a_runtime_that_is_not_here_is_a_typed_failure() -> None:
 
 async def test_the_end_of_a_trajectory_reaches_every_runtime() -> None:
     runtime = ScriptedRuntime()
-    await LocalExecutor({RuntimeKind.EXEC: runtime}).end_trajectory("t")
+    await LocalExecutor({"exec": runtime}).end_trajectory("t")
     assert runtime.seen == [("end_trajectory", "t")]
 
 
@@ -144,7 +144,7 @@ async def test_a_copy_is_asked_of_a_runtime_that_can_make_it_and_its_failure_is_
             return True
 
     async def answer(runtime: ScriptedRuntime) -> bool:
-        executor = LocalExecutor({RuntimeKind.EXEC: runtime}, deadlines=Deadlines(prepare_s=0.02))
+        executor = LocalExecutor({"exec": runtime}, deadlines=Deadlines(prepare_s=0.02))
         return await executor.replicate(FUNCTION, "judge", "n", Chunk(0, 1))
 
     able, full = ScriptedRuntime(), ScriptedRuntime()

@@ -7,20 +7,7 @@ from typing import Annotated, NotRequired, TypedDict
 from msgspec import Meta
 
 from runtimes.kind import Kind, schema_of
-
-Env = Annotated[dict[str, str], Meta(description="Environment variables, added to the sandbox's own")]
-Directory = Annotated[str, Meta(description="Working directory; the sandbox's workdir by default")]
-
-
-class ExecInput(TypedDict, total=False):
-    """A command: exactly one of ``command`` and ``argv``."""
-
-    command: Annotated[str, Meta(description="Shell text")]
-    argv: Annotated[list[str], Meta(min_length=1, description="Program and arguments, run without a shell")]
-    cwd: Directory
-    env: Env
-    stdin: Annotated[str, Meta(description="What it reads on standard input; nothing by default")]
-    user: Annotated[str, Meta(description="User name or id inside; the sandbox's user by default")]
+from runtimes.sandbox.exec.runtime import ExecInput, ExecRuntime
 
 
 class ExecResult(TypedDict):
@@ -43,6 +30,8 @@ RESULT = schema_of(ExecResult)
 EXEC = Kind(
     name="exec",
     meaning="a shell command in the trajectory's sandbox",
+    make=lambda materials: ExecRuntime(materials.environments),
+    works_in_sandbox=True,
     sandbox="its environment",
     input_schema=lambda function: INPUT,
     result_schema=lambda function: RESULT,

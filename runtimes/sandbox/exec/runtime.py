@@ -8,10 +8,11 @@ import codecs
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
-from typing import TypeVar
+from typing import Annotated, TypedDict, TypeVar
 
 import msgspec
 import structlog
+from msgspec import Meta
 
 from manager.action import Action
 from manager.errors import ActionFailed, CodedError, Reason
@@ -21,7 +22,6 @@ from manager.lease import Lease
 from runtimes.runtime import Execution, Result
 from runtimes.sandbox.command import Command, CommandResult, OnOutput, claims_of
 from runtimes.sandbox.environments import Environments
-from runtimes.sandbox.exec.kind import ExecInput
 from runtimes.sandbox.runner.protocol import unmade
 from runtimes.sandbox.sandbox import Sandbox
 
@@ -31,6 +31,20 @@ COMPONENT = "sandbox"
 #: Seconds between the end of a command's time and the caller's deadline for it.
 DEADLINE_MARGIN_S = 0.005
 T = TypeVar("T")
+
+Env = Annotated[dict[str, str], Meta(description="Environment variables, added to the sandbox's own")]
+Directory = Annotated[str, Meta(description="Working directory; the sandbox's workdir by default")]
+
+
+class ExecInput(TypedDict, total=False):
+    """A command: exactly one of ``command`` and ``argv``."""
+
+    command: Annotated[str, Meta(description="Shell text")]
+    argv: Annotated[list[str], Meta(min_length=1, description="Program and arguments, run without a shell")]
+    cwd: Directory
+    env: Env
+    stdin: Annotated[str, Meta(description="What it reads on standard input; nothing by default")]
+    user: Annotated[str, Meta(description="User name or id inside; the sandbox's user by default")]
 
 
 class Stage:

@@ -9,6 +9,10 @@ from typing import Annotated
 from manager.function import FunctionSpec, HandlerSpec
 from manager.setting import Setting
 from runtimes.kind import DeclarationSite, Kind
+from runtimes.materials import Materials
+from runtimes.runtime import Runtime
+from runtimes.sandbox.handler.instance import HandlerSettings
+from runtimes.sandbox.handler.runtime import HandlerRuntime
 from runtimes.sandbox.handler.sources import handler_problem, sources_digest
 
 
@@ -69,9 +73,16 @@ def _source(function: FunctionSpec) -> str:
     return sources_digest(function.handler.directory)
 
 
+def _make(materials: Materials) -> Runtime:
+    runtime = HandlerRuntime(materials.provider, HandlerSettings(sandbox=materials.sandbox))
+    materials.environments.exclude(lambda: runtime.sandboxes)
+    return runtime
+
+
 HANDLER = Kind(
     name="handler",
     meaning="a Python function, imported once per warm instance",
+    make=_make,
     section=HandlerKeys,
     sandbox="the environment of an instance",
     spec=_spec,

@@ -10,9 +10,8 @@ from msgspec import Meta
 from manager.function import FunctionSpec, PytestSpec
 from manager.setting import Setting
 from runtimes.kind import Kind, Schema, schema_of
-from runtimes.sandbox.exec.kind import Directory, Env
+from runtimes.sandbox.pytest.runtime import PytestInput, PytestRuntime
 
-TestId = Annotated[str, Meta(description="A test as pytest names it: path::name")]
 Verdict = Literal["passed", "failed", "error", "skipped", "xfailed", "xpassed", "missing"]
 
 
@@ -21,20 +20,6 @@ class PytestKeys:
     """The keys of a pytest function."""
 
     pytest: Annotated[PytestSpec, Setting("how the suite is run")] = field(default_factory=PytestSpec)
-
-
-class PytestInput(TypedDict, total=False):
-    """Which tests to run; all that pytest collects by default."""
-
-    targets: Annotated[list[str], Meta(description="Files, directories and test ids that pytest is given")]
-    fail_to_pass: Annotated[list[str], Meta(description="Test ids that must pass for a reward of 1")]
-    pass_to_pass: Annotated[list[str], Meta(description="Test ids that must still pass for it")]
-    args: Annotated[list[str], Meta(description="Options of pytest, after those of the function")]
-    cwd: Directory
-    env: Env
-    suite: Annotated[str, Meta(description="Name of the suite, by which a duration can be learned")]
-    workers: Annotated[int, Meta(ge=1, description="Workers; as many as cores were granted by default")]
-    test_timeout_s: Annotated[float, Meta(gt=0, description="Seconds that one test may take")]
 
 
 class ListedTests(TypedDict):
@@ -86,6 +71,8 @@ def _input_schema(function: FunctionSpec) -> Schema:
 PYTEST = Kind(
     name="pytest",
     meaning="a test suite in the trajectory's sandbox, with a worker for each core; its verdicts are the reward",
+    make=lambda materials: PytestRuntime(materials.environments),
+    works_in_sandbox=True,
     section=PytestKeys,
     sandbox="its environment",
     spec=lambda section, place: {"pytest": section.pytest},

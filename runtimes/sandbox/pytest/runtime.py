@@ -7,8 +7,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, TypedDict
 
 import orjson
+from msgspec import Meta
 
 from manager.action import Action
 from manager.errors import ActionFailed, Reason
@@ -17,9 +19,8 @@ from manager.lease import Lease
 from runtimes.runtime import Execution, Result
 from runtimes.sandbox.command import Command, CommandResult, claims_of
 from runtimes.sandbox.environments import Environments
-from runtimes.sandbox.exec.runtime import LogLines, Stage, begin, checked, invalid
+from runtimes.sandbox.exec.runtime import Directory, Env, LogLines, Stage, begin, checked, invalid
 from runtimes.sandbox.pytest import plugin
-from runtimes.sandbox.pytest.kind import PytestInput
 from runtimes.sandbox.pytest.report import SuiteReport, SuiteRequest, judge, notes
 from runtimes.sandbox.sandbox import Sandbox
 
@@ -45,6 +46,20 @@ class PytestSettings:
     resumes_max: int = 4
     #: Bytes of a report, and of what a suite prints, that are taken in.
     output_max_bytes: int = 16 * 2**20
+
+
+class PytestInput(TypedDict, total=False):
+    """Which tests to run; all that pytest collects by default."""
+
+    targets: Annotated[list[str], Meta(description="Files, directories and test ids that pytest is given")]
+    fail_to_pass: Annotated[list[str], Meta(description="Test ids that must pass for a reward of 1")]
+    pass_to_pass: Annotated[list[str], Meta(description="Test ids that must still pass for it")]
+    args: Annotated[list[str], Meta(description="Options of pytest, after those of the function")]
+    cwd: Directory
+    env: Env
+    suite: Annotated[str, Meta(description="Name of the suite, by which a duration can be learned")]
+    workers: Annotated[int, Meta(ge=1, description="Workers; as many as cores were granted by default")]
+    test_timeout_s: Annotated[float, Meta(gt=0, description="Seconds that one test may take")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

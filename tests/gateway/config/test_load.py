@@ -14,6 +14,7 @@ from manager.errors import InvalidConfig, Reason
 from manager.function import Background, Network, SandboxSpec, Warm
 from manager.resources.concurrency import ConcurrencySpec
 from manager.resources.quota import QuotaSpec
+from runtimes.kinds import KINDS
 
 #: The example of the design, section 5.
 DESIGN = """\
@@ -136,7 +137,7 @@ def test_a_directory_is_its_server_file_and_its_functions(tmp_path: Path) -> Non
         ("functions: {f: {runtime: exec, handler: 'a:b'}}", "unknown key 'handler'; known here: cost,"),
         (
             "functions: {f: {runtime: modl}}",
-            "'modl' is none of exec, pytest, handler, model, api; did you mean 'model'?",
+            f"'modl' is none of {', '.join(KINDS)}; did you mean 'model'?",
         ),
         ("functions: {f: {cost: {cpu: 1}}}", "functions.f: runtime is required"),
         ("functions: {f: {runtime: exec, timeout: 60}}", "functions.f.timeout: 60 is no duration"),

@@ -14,7 +14,7 @@ import pytest
 from gateway.invocations.invocation import LiveInvocation
 from manager.action import UnitSet
 from manager.errors import Reason
-from manager.function import FunctionSpec, ModelAction, ModelSpec, RetrySpec, RuntimeKind
+from manager.function import FunctionSpec, ModelAction, ModelSpec, RetrySpec
 from manager.outcome import State
 from manager.resources.concurrency import ConcurrencySpec
 from manager.resources.quota import QuotaSpec
@@ -182,7 +182,7 @@ async def test_a_model_that_is_being_restored_is_waited_for_no_longer(tmp_path: 
     model = ModelSpec(
         path=Path("judge"), action=ModelAction.SCORE, engine_url=url, sleep_path="/sleep", wake_path="/wake_up"
     )
-    base = FunctionSpec(name="judge", runtime=RuntimeKind.MODEL, cost={"gpu": UnitSet.of((1,))}, key="gpu", model=model)
+    base = FunctionSpec(name="judge", runtime="model", cost={"gpu": UnitSet.of((1,))}, key="gpu", model=model)
     async with serving(GatewayBench(tmp_path, functions={"judge": replace(base, timeout_s=DEADLINE_S)})) as gateway:
         situation = Situation(function="judge", input={"texts": ["a"]}, state=State.RUNNING)
         calling = call(gateway, situation, "sync")

@@ -10,13 +10,13 @@ from gateway.auth import Guard, check_bind
 from gateway.invocations.admission import Admission
 from gateway.invocations.retries import next_try_s
 from manager.errors import CapacityExceeded, Draining, InvalidConfig, InvalidInput, QuotaExceeded, Reason, Unauthorized
-from manager.function import FunctionSpec, RetrySpec, RuntimeKind
+from manager.function import FunctionSpec, RetrySpec
 from manager.outcome import Outcome, State
 from tangram.types import BatchItem, FileEntry, FileList, quantities
 
 
 def function(**given: object) -> FunctionSpec:
-    return FunctionSpec(name="f", runtime=RuntimeKind.HANDLER, **given)  # type: ignore[arg-type]
+    return FunctionSpec(name="f", runtime="handler", **given)  # type: ignore[arg-type]
 
 
 def failed(reason: Reason, retry_after_s: float | None = None) -> Outcome:

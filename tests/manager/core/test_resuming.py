@@ -14,7 +14,7 @@ from manager.config import ManagerSpec
 from manager.engine import Engine, Submission
 from manager.events import Finished, Refuse, Resumed, Submitted, Tick, TrajectoryOpened
 from manager.executor import Call
-from manager.function import FunctionSpec, RuntimeKind
+from manager.function import FunctionSpec
 from manager.lease import Lease
 from manager.outcome import State
 from manager.resources.concurrency import ConcurrencySpec
@@ -118,8 +118,8 @@ def test_what_is_not_to_be_had_any_more_refuses_it_and_changes_nothing(drive: Dr
 async def test_the_engine_executes_it_and_tells_its_end() -> None:
     clock = VirtualClock(1000)
     runtime = ScriptedRuntime(ScriptStep(result=7))
-    function = FunctionSpec(name="f", runtime=RuntimeKind.HANDLER)
-    engine = Engine(build_core(spec(node(cores=1))), LocalExecutor({RuntimeKind.HANDLER: runtime}, clock), clock=clock)
+    function = FunctionSpec(name="f", runtime="handler")
+    engine = Engine(build_core(spec(node(cores=1))), LocalExecutor({"handler": runtime}, clock), clock=clock)
     await engine.start()
 
     def submission(id: str) -> Submission:

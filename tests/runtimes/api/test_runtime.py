@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from manager.errors import ActionFailed, InvalidConfig, Reason
-from manager.function import FunctionSpec, RequestSpec, RetrySpec, RuntimeKind
+from manager.function import FunctionSpec, RequestSpec, RetrySpec
 from runtimes.api.runtime import ApiRuntime, retry_after_s
 from runtimes.api.secrets import Secrets
 from scripts.quota_server import Quota, QuotaServer
@@ -39,7 +39,7 @@ async def runtime() -> AsyncIterator[ApiRuntime]:
 def function_of(url: str, *, retry: RetrySpec | None = None, timeout_s: float = 20.0) -> FunctionSpec:
     return FunctionSpec(
         name="search",
-        runtime=RuntimeKind.API,
+        runtime="api",
         timeout_s=timeout_s,
         retry=retry or RetrySpec(),
         request=RequestSpec(method="GET", url=url, headers={"Authorization": "Bearer ${secret:key}"}),

@@ -9,7 +9,7 @@ from pathlib import Path
 from manager.action import Action, UnitSet
 from manager.chunk import Chunk
 from manager.executor import Call
-from manager.function import FunctionSpec, ModelAction, ModelSpec, RuntimeKind
+from manager.function import FunctionSpec, ModelAction, ModelSpec
 from manager.lease import Grant, Lease
 from runtimes.runtime import Execution
 
@@ -27,7 +27,7 @@ def function(path: Path, action: ModelAction, dops: tuple[int, ...] = (1,), **op
     """A model function named after its checkpoint and action; ``options`` are fields of ModelSpec."""
     return FunctionSpec(
         name=f"{path.name}-{action}",
-        runtime=RuntimeKind.MODEL,
+        runtime="model",
         cost={"gpu": UnitSet.of(dops)},
         key="gpu",
         model=ModelSpec(path=path, action=action, **options),  # type: ignore[arg-type]  # checked by the dataclass

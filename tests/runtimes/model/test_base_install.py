@@ -14,12 +14,12 @@ from pathlib import Path
 {before}
 from manager.action import UnitSet
 from manager.errors import Unsupported
-from manager.function import FunctionSpec, ModelAction, ModelSpec, RuntimeKind
+from manager.function import FunctionSpec, ModelAction, ModelSpec
 from runtimes.model.runtime import ModelRuntime
 
 assert sys.modules.get("torch") is None, "the gateway's process imported torch"
 model = ModelSpec(path=Path("nowhere"), action=ModelAction.SCORE)
-function = FunctionSpec(name="f", runtime=RuntimeKind.MODEL, cost={{"gpu": UnitSet.fixed(1)}}, model=model)
+function = FunctionSpec(name="f", runtime="model", cost={{"gpu": UnitSet.fixed(1)}}, model=model)
 try:
     asyncio.run(ModelRuntime().prepare(function))
 except Unsupported as error:

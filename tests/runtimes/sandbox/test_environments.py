@@ -14,7 +14,7 @@ import pytest
 
 from manager.clock import VirtualClock
 from manager.errors import ActionFailed, CapacityExceeded, CodedError, Conflict, NotFound, Reason, Unsupported
-from manager.function import Background, FunctionSpec, Isolation, RuntimeKind, SandboxSpec, Warm
+from manager.function import Background, FunctionSpec, Isolation, SandboxSpec, Warm
 from manager.lease import Grant, Lease
 from runtimes.sandbox.command import Command
 from runtimes.sandbox.creation_gate import CreationGate
@@ -314,7 +314,7 @@ class TestStarting:
 
 
 class TestExecRuntime:
-    function = FunctionSpec(name="shell", runtime=RuntimeKind.EXEC, sandbox=SandboxSpec(), output_limit_bytes=1000)
+    function = FunctionSpec(name="shell", runtime="exec", sandbox=SandboxSpec(), output_limit_bytes=1000)
 
     async def test_a_command_becomes_a_result_a_log_and_a_measured_use(self, environments: Environments) -> None:
         runtime = ExecRuntime(environments)

@@ -19,7 +19,7 @@ from manager.config import ManagerSpec, NodeSpec, SchedulerSpec  # noqa: E402
 from manager.engine import Engine, Submission  # noqa: E402
 from manager.executor import Call  # noqa: E402
 from manager.formulation import formulate  # noqa: E402
-from manager.function import FunctionSpec, ModelAction, RuntimeKind  # noqa: E402
+from manager.function import FunctionSpec, ModelAction  # noqa: E402
 from manager.learning.history import History  # noqa: E402
 from manager.lease import Lease  # noqa: E402
 from manager.outcome import Outcome  # noqa: E402
@@ -38,7 +38,7 @@ class Noting(LocalExecutor):
     """Remembers how its copies ended; its actions last until the first one has, however fast the machine is."""
 
     def __init__(self, runtime: ModelRuntime) -> None:
-        super().__init__({RuntimeKind.MODEL: runtime})
+        super().__init__({"model": runtime})
         self.copied = asyncio.Event()
         self.answers: list[bool] = []
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from manager.errors import ActionFailed, Reason
-from manager.function import FunctionSpec, HandlerSpec, RuntimeKind, SandboxSpec
+from manager.function import FunctionSpec, HandlerSpec, SandboxSpec
 from runtimes.sandbox.environments import Environments, EnvironmentSettings
 from runtimes.sandbox.handler.instance import HandlerSettings
 from runtimes.sandbox.handler.runtime import HandlerRuntime
@@ -35,7 +35,7 @@ async def test_a_handler_serves_from_a_container_and_is_replaced(containers: Pro
         idle_s=300.0,
     )
     # A sandbox section without an image takes the default one.
-    function = FunctionSpec(name="f", runtime=RuntimeKind.HANDLER, sandbox=SandboxSpec(), handler=spec)
+    function = FunctionSpec(name="f", runtime="handler", sandbox=SandboxSpec(), handler=spec)
     runtime = HandlerRuntime(containers, settings)
     try:
         await runtime.prepare(function)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from manager.errors import ActionFailed, CapacityExceeded, InvalidConfig, Reason
-from manager.function import FunctionSpec, HandlerSpec, RuntimeKind, SandboxSpec
+from manager.function import FunctionSpec, HandlerSpec, SandboxSpec
 from runtimes.sandbox.creation_gate import CreationGate
 from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.handler.instance import HandlerSettings
@@ -55,7 +55,7 @@ def function(tmp_path: Path) -> Function:
         output_limit_bytes = int(options.pop("output_limit_bytes", 2**20))
         return FunctionSpec(
             name="reward",
-            runtime=RuntimeKind.HANDLER,
+            runtime="handler",
             revision=revision,
             timeout_s=DEADLINE_S,
             output_limit_bytes=output_limit_bytes,
@@ -438,7 +438,7 @@ async def test_an_instance_that_could_not_be_removed_is_the_reapers(
 async def test_a_missing_directory_is_refused_at_registration(runtime: HandlerRuntime, tmp_path: Path) -> None:
     spec = HandlerSpec(module="handler", callable="score", directory=tmp_path / "none", **SCALE)  # type: ignore[arg-type]
     with pytest.raises(InvalidConfig, match="does not exist"):
-        await runtime.prepare(FunctionSpec(name="reward", runtime=RuntimeKind.HANDLER, handler=spec))
+        await runtime.prepare(FunctionSpec(name="reward", runtime="handler", handler=spec))
 
 
 async def test_a_directory_that_the_sandbox_cannot_read_is_named_with_the_remedy(

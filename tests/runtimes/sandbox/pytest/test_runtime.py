@@ -15,7 +15,7 @@ import pytest
 from bench.rollouts import unplugged
 from manager.action import UnitSet
 from manager.errors import ActionFailed, Reason
-from manager.function import FunctionSpec, PytestSpec, RuntimeKind, SandboxSpec
+from manager.function import FunctionSpec, PytestSpec, SandboxSpec
 from manager.outcome import State
 from runtimes.local import LocalExecutor
 from runtimes.runtime import Result
@@ -28,7 +28,7 @@ from tests.runtimes.recorder import RecordingLog, assert_as_declared, execution_
 SPEC = SandboxSpec(memory_bytes=512 * 2**20)
 #: Without plugins that these suites do not need: to load them takes many times as long as to run the suites.
 ARGS = ("-p", "no:cacheprovider", *unplugged())
-FUNCTION = FunctionSpec(name="unit_tests", runtime=RuntimeKind.PYTEST, timeout_s=60.0, pytest=PytestSpec(args=ARGS))
+FUNCTION = FunctionSpec(name="unit_tests", runtime="pytest", timeout_s=60.0, pytest=PytestSpec(args=ARGS))
 
 CALC = "def add(a, b):\n    return a {sign} b\n"
 SUITE = {
@@ -272,7 +272,7 @@ async def test_the_executors_deadline_keeps_the_verdicts_too(bench: SuiteBench) 
     await bench.write(HANG)
     function = replace(FUNCTION, timeout_s=8.0)
     execution, _ = execution_of(function, {}, trajectory="t1")
-    executor = LocalExecutor({RuntimeKind.PYTEST: bench.runtime})
+    executor = LocalExecutor({"pytest": bench.runtime})
     outcome = await executor.execute(execution.action, execution.lease, execution.call)
     assert (outcome.state, outcome.reason) == (State.TIMED_OUT, Reason.TIMEOUT)
     assert isinstance(outcome.result, dict)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from bench.rollouts import unplugged
-from manager.function import FunctionSpec, PytestSpec, RuntimeKind, SandboxSpec
+from manager.function import FunctionSpec, PytestSpec, SandboxSpec
 from runtimes.sandbox.creation_gate import CreationGate
 from runtimes.sandbox.environments import Environments, EnvironmentSettings
 from runtimes.sandbox.process.provider import ProcessProvider
@@ -22,7 +22,7 @@ from tests.runtimes.recorder import execution_of
 SPEC = SandboxSpec(memory_bytes=1024 * 2**20)
 FUNCTION = FunctionSpec(
     name="unit_tests",
-    runtime=RuntimeKind.PYTEST,
+    runtime="pytest",
     timeout_s=120.0,
     pytest=PytestSpec(args=("-p", "no:cacheprovider", *unplugged(), "-q")),
 )
