@@ -174,7 +174,7 @@ def cancel_invocation(id: str) -> ApiRequest[InvocationResult]:
 
 def list_invocations(filters: Mapping[str, str | None], limit: int, cursor: str | None) -> ApiRequest[InvocationPage]:
     params = {**filters, "limit": str(limit), "cursor": cursor}
-    return _get("/v1/invocations", InvocationPage, _given(params))
+    return get("/v1/invocations", InvocationPage, _given(params))
 
 
 def log_path(id: str) -> str:
@@ -193,11 +193,11 @@ def purge(id: str | None, function: str | None = None) -> ApiRequest[Purged]:
 
 
 def list_functions() -> ApiRequest[FunctionList]:
-    return _get("/v1/functions", FunctionList)
+    return get("/v1/functions", FunctionList)
 
 
 def get_function(name: str) -> ApiRequest[FunctionInfo]:
-    return _get(_function_path(name), FunctionInfo)
+    return get(_function_path(name), FunctionInfo)
 
 
 def apply(files: Mapping[str, str] | None, dry_run: bool) -> ApiRequest[ConfigDiff]:
@@ -214,11 +214,11 @@ def apply(files: Mapping[str, str] | None, dry_run: bool) -> ApiRequest[ConfigDi
 
 
 def get_resources() -> ApiRequest[ResourcesInfo]:
-    return _get("/v1/resources", ResourcesInfo)
+    return get("/v1/resources", ResourcesInfo)
 
 
 def get_queue(limit: int) -> ApiRequest[QueuePage]:
-    return _get("/v1/queue", QueuePage, {"limit": str(limit)})
+    return get("/v1/queue", QueuePage, {"limit": str(limit)})
 
 
 def list_tasks() -> ApiRequest[tuple[TaskInfo, ...]]:
@@ -227,7 +227,7 @@ def list_tasks() -> ApiRequest[tuple[TaskInfo, ...]]:
 
 
 def list_trajectories(cursor: str | None) -> ApiRequest[TrajectoryPage]:
-    return _get("/v1/trajectories", TrajectoryPage, _given({"cursor": cursor}))
+    return get("/v1/trajectories", TrajectoryPage, _given({"cursor": cursor}))
 
 
 def open_trajectory(id: str, function: str, task: str | None) -> ApiRequest[TrajectoryInfo]:
@@ -292,7 +292,7 @@ def in_workdir(workdir: str, path: str) -> str:
     return posixpath.normpath(posixpath.join(workdir, path))
 
 
-def _get(path: str, kind: type[_T], params: Mapping[str, str] | None = None) -> ApiRequest[_T]:
+def get(path: str, kind: type[_T], params: Mapping[str, str] | None = None) -> ApiRequest[_T]:
     return ApiRequest(method="GET", path=path, read=reader(kind), params=params or {})
 
 
