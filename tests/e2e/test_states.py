@@ -10,6 +10,7 @@ import tarfile
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
+from datetime import datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -157,4 +158,15 @@ def streams(http: httpx.Client, invocation_id: str) -> dict[str, str]:
 
 def known(new: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
     """Of what is said today only what was said then: more may be said."""
-    return {key: new.get(key) for key in old}
+    return {key: _as_then(key, new.get(key)) for key in old}
+
+
+def _as_then(key: str, value: object) -> object:
+    """Return an instant with the milliseconds that it was written with then; anything else as it is."""
+    if isinstance(value, list):
+        return (
+            [{inner: _as_then(inner, each[inner]) for inner in each} for each in value] if key == "attempts" else value
+        )
+    if not key.endswith("_at") or not isinstance(value, str):
+        return value
+    return datetime.fromisoformat(value).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+#: Building writes beside the project: one process does it.
+pytestmark = pytest.mark.xdist_group("distribution")
 #: Rooms of the server, and the heavy libraries of its runtimes.
 STRANGERS = {"gateway", "manager", "runtimes", "torch", "numpy", "pydantic", "yaml", "starlette", "docker", "orjson"}
 LISTING = """
