@@ -21,13 +21,15 @@ from runtimes.sandbox.docker.leftovers import LOOKS_MAX, LeftoverCleaner
 def sleeping(*argv: str) -> Iterator[subprocess.Popen[bytes]]:
     """A process that waits for its end, under the name and with the arguments of ``argv``."""
     name, *rest = argv
-    script = "import signal; signal.pause()"
-    process = subprocess.Popen([name, "-c", script, *rest], executable=sys.executable)
+    # It says when it runs: for an instant after its start the kernel has no arguments to show.
+    script = "import signal; print(flush=True); signal.pause()"
+    process = subprocess.Popen([name, "-c", script, *rest], executable=sys.executable, stdout=subprocess.PIPE)
     try:
+        assert process.stdout is not None and process.stdout.readline() == b"\n"
         yield process
     finally:
         process.kill()
-        process.wait()
+        process.communicate()
 
 
 @pytest.fixture
