@@ -13,7 +13,7 @@ demo: setup
 
 test: setup lint types unit
 
-# Under a minute once set up; `make test` is the whole of it.
+# A minute or two once set up; `make test` is the whole of it.
 quick: lint
 	$(PYTHON) -m pytest -q -n 2 --dist loadgroup -m "not slow and not docker and not network and not gpu" $(QUICK)
 
