@@ -23,8 +23,10 @@ RUN set -eu; \
 
 ENV PYTHONPATH=/opt/tangram PATH=/opt/tangram/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
     PYTHONUNBUFFERED=1 TANGRAM_STATE=/var/lib/tangram
-# Reachable from outside only with a token: docker run -e TANGRAM_HOST=0.0.0.0 -e TANGRAM_TOKEN=... -p 8080:8080
+# Reachable from outside, over a network that is trusted with tokens in clear text:
+# docker run -e TANGRAM_HOST=0.0.0.0 -e TANGRAM_CLEAR_TEXT=true -e TANGRAM_TOKEN=... -p 127.0.0.1:8080:8080
 # -v /var/run/docker.sock:/var/run/docker.sock -v my-functions:/etc/tangram/functions
+# Without an engine there is no isolation in here: a configuration must ask for it by sandbox.provider: plain and plain_as_root: true.
 # With --pid host -v /sys/fs/cgroup:/sys/fs/cgroup cores are granted by a write to a control group, and not by request.
 WORKDIR /etc/tangram
 COPY tangram.yaml /etc/tangram/

@@ -40,7 +40,7 @@ sim: setup
 
 # Every bench, one JSON object each on its last line (bench/report.py says its form).
 bench: setup
-	@for name in gateway sandbox scheduler figures rollouts model durable; do $(PYTHON) -m bench.$$name --json; done
+	@for name in gateway sandbox isolation scheduler figures rollouts model durable attacks kills; do $(PYTHON) -m bench.$$name --json; done
 
 serve: setup .cache/models/teacher/config.json
 	.venv/bin/tangram serve

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.durable_core import old_records, queue_lengths
+from bench.durable_restart import restarts
 from bench.gateway import ECHO, GATEWAY, ROOT, START_S, per_second, process
 from bench.report import BenchReport, arguments, median, percentile
 
@@ -28,7 +29,8 @@ DRAIN_S = 120.0
 
 CONFIG = """
 version: 1
-server: {{state_dir: {directory}/state, port: 0, grpc_port: 0, drain_grace: 100ms, durability: {durability}}}
+server:
+  {{token: bench, state_dir: {directory}/state, port: 0, grpc_port: 0, drain_grace: 100ms, durability: {durability}}}
 sandbox: {{provider: process}}
 scheduler: {{max_queued: 2000000}}
 tasks: {{default: {{max_queued: 2000000}}}}
@@ -61,7 +63,8 @@ class LoadClient:
 
     async def send(self, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
         """Status and body; raises OSError or EOFError when the gateway is gone."""
-        self._writer.write(f"{method} {path} HTTP/1.1\r\nHost: bench\r\nContent-Length: {len(body)}\r\n\r\n".encode())
+        about = f"Host: bench\r\nAuthorization: Bearer bench\r\nContent-Length: {len(body)}"
+        self._writer.write(f"{method} {path} HTTP/1.1\r\n{about}\r\n\r\n".encode())
         self._writer.write(body)
         head = (await self._reader.readuntil(b"\r\n\r\n")).lower()
         length = int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0])
@@ -284,6 +287,7 @@ def main() -> int:
     asyncio.run(acceptance(report, rounds=rounds, each=each, seconds=seconds))
     asyncio.run(kills(report, rounds=1 if given.quick else 4, goal=200))
     measured(report, "pass_ms_100k_over_1k", PASS_RATIO, queue_lengths())
+    restarts(report, quick=given.quick)
     records = 200_000 if given.quick else 10_000_000
     measured(report, "hot_path_10m_over_empty", HOT_PATH_RATIO, asyncio.run(old_records(records)))
     if given.quick:

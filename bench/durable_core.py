@@ -94,7 +94,7 @@ async def old_records(count: int) -> dict[str, dict[str, float]]:
             await store.open()
             if name != "empty":
                 await store.close()
-                _fill(paths[name], count)
+                fill(paths[name], count)
                 stores[name] = Store(StoreSpec(path=paths[name]))
                 await stores[name].open()
         found: dict[str, list[float]] = {name: [] for name in stores}
@@ -147,7 +147,7 @@ def _accept(store: Store) -> Record:
     return record
 
 
-def _fill(path: Path, count: int) -> None:
+def fill(path: Path, count: int) -> None:
     """Old, ended records, as a gateway of weeks ago would have left them."""
     connection = sqlite3.connect(path, isolation_level=None)
     connection.execute("PRAGMA synchronous = OFF")

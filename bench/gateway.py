@@ -32,7 +32,7 @@ START_S = 120
 
 CONFIG = """
 version: 1
-server: {{state_dir: {directory}/state, port: 0, grpc_port: 0}}
+server: {{token: bench, state_dir: {directory}/state, port: 0, grpc_port: 0}}
 sandbox: {{image: "{image}"}}
 functions:
   noop: {{runtime: handler, handler: "noop:handle", cost: {{cpu: 1}}, scale: {{min: 2, max: 4}}}}
@@ -87,7 +87,8 @@ class BenchConnection:
 
     async def post(self, path: str, body: bytes, headers: str = "") -> bytes:
         """The body of a 200; anything else fails the bench."""
-        head = f"POST {path} HTTP/1.1\r\nHost: bench\r\nContent-Length: {len(body)}\r\n{headers}\r\n"
+        about = f"Host: bench\r\nAuthorization: Bearer bench\r\nContent-Length: {len(body)}"
+        head = f"POST {path} HTTP/1.1\r\n{about}\r\n{headers}\r\n"
         self._writer.write(head.encode() + body)
         answer = (await self._reader.readuntil(b"\r\n\r\n")).lower()
         length = int(answer.partition(b"content-length: ")[2].partition(b"\r\n")[0])
@@ -127,7 +128,9 @@ async def per_second(port: int, path: str, each: int) -> float:
 
 
 @contextlib.asynccontextmanager
-async def process(code: str, *arguments: str) -> AsyncIterator[dict[str, object]]:
+async def process(
+    code: str, *arguments: str, ending: signal.Signals = signal.SIGTERM
+) -> AsyncIterator[dict[str, object]]:
     """A server in a process of its own; yields the line with which it announces itself."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     server = await asyncio.create_subprocess_exec(
@@ -140,7 +143,7 @@ async def process(code: str, *arguments: str) -> AsyncIterator[dict[str, object]
         yield dict(json.loads(line))
     finally:
         with contextlib.suppress(ProcessLookupError):
-            server.send_signal(signal.SIGTERM)
+            server.send_signal(ending)
         try:
             await asyncio.wait_for(server.wait(), 30)
         except TimeoutError:
@@ -194,7 +197,8 @@ def workplace() -> Iterator[Path]:
 
 async def measure(report: BenchReport, *, rounds: int, count: int) -> None:
     with workplace() as config, docker_exec() as docker:
-        async with process(ECHO) as echo, process(GATEWAY, str(config)) as gateway:
+        # SIGTERM would keep the trajectory's sandbox for a next gateway.
+        async with process(ECHO) as echo, process(GATEWAY, str(config), ending=signal.SIGINT) as gateway:
             await compare(report, echo, gateway, docker, rounds, count)
 
 
@@ -225,7 +229,7 @@ async def compare(
         await health.Check(HealthCheckRequest())
 
     async def grpc_handler() -> None:
-        await stub.Invoke(message)
+        await stub.Invoke(message, metadata={"authorization": "Bearer bench"})
 
     calls: dict[str, Call] = {
         "http echo": http_echo,

@@ -5,9 +5,14 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from runtimes.sandbox.runner.runner import DEFAULT_PATH
+
+#: PATH of process sandboxes whose python3 is the one that runs this: it has pytest.
+OWN_PATH = f"{sys.prefix}/bin:{DEFAULT_PATH}"
 #: The environment variable that names the directory of recorded inputs.
 VARIABLE = "TANGRAM_DATA"
 PROGRAMS = "code_actions_humaneval.jsonl.gz"

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -24,12 +24,14 @@ START_S, STOP_S, STEP_S = 40.0, 15.0, 0.05
 class PrivateDocker:
     """One dockerd with its own containerd; `start`, `kill`, `start` again with the same containers."""
 
-    def __init__(self, *, live_restore: bool = True) -> None:
+    def __init__(self, *, live_restore: bool = True, options: Sequence[str] = ()) -> None:
+        """``options`` are further ones of dockerd."""
         self.live_restore = live_restore
+        self._options = tuple(options)
         #: Short: the sockets below it may have 107 bytes.
         self.directory = Path(tempfile.mkdtemp(prefix="tangram-docker-"))
         # In memory, where that can be: an image's thousands of files are unpacked and removed each time.
-        _quietly("mount", "-t", "tmpfs", "-o", "mode=700", "none", str(self.directory))
+        _quietly("mount", "-t", "tmpfs", "-o", "mode=711", "none", str(self.directory))
         self._driver = _storage_driver(self.directory)
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -182,13 +184,14 @@ class PrivateDocker:
             *("--cgroup-parent", f"/{self.name}", "--storage-driver", self._driver, "--log-level", "warn"),
             *("--bridge=none", "--iptables=false", "--ip6tables=false"),
             f"--live-restore={str(self.live_restore).lower()}",
+            *self._options,
         ]
 
 
 @contextmanager
-def private_docker(image: str, *, live_restore: bool = True) -> Iterator[PrivateDocker]:
+def private_docker(image: str, *, live_restore: bool = True, options: Sequence[str] = ()) -> Iterator[PrivateDocker]:
     """An engine that has the image, for as long as the block."""
-    docker = PrivateDocker(live_restore=live_restore)
+    docker = PrivateDocker(live_restore=live_restore, options=options)
     try:
         docker.start()
         docker.load(image)

@@ -14,15 +14,15 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from bench.inputs import OWN_PATH
 from bench.report import BenchReport, Figure, arguments, median
 from manager.action import Action
 from manager.executor import Call
 from manager.function import FunctionSpec, PytestSpec, SandboxSpec
 from manager.lease import Grant, Lease
 from runtimes.runtime import Execution
-from runtimes.sandbox.creation_gate import CreationGate
 from runtimes.sandbox.environments import Environments, EnvironmentSettings
-from runtimes.sandbox.process.provider import ProcessProvider
+from runtimes.sandbox.provider import ProviderSettings, make_provider
 from runtimes.sandbox.pytest.runtime import PytestRuntime
 from scripts.swe_task import download, files_of, unpack
 
@@ -45,6 +45,9 @@ class DiscardedLog:
     """A log that keeps nothing."""
 
     def write(self, stream: str, data: str) -> None:
+        pass
+
+    def omit(self, size_bytes: int) -> None:
         pass
 
 
@@ -118,7 +121,7 @@ def conclude(report: BenchReport, name: str, widths: dict[str, dict[str, float]]
 async def measure(report: BenchReport, *, quick: bool) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)
-        provider = ProcessProvider(state_dir=directory / "state", gate=CreationGate(2), shared_cores=(0,))
+        provider = make_provider(ProviderSettings(kind="process", state_dir=directory / "state", path=OWN_PATH))
         environments = Environments(provider, EnvironmentSettings(default=SPEC))
         runtime = PytestRuntime(environments)
         for name in ("generated", *(() if quick else SUITES)):

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.inputs import STEPS, real_input, told
+from bench.inputs import OWN_PATH, STEPS, real_input, told
 from bench.pytest_width import DiscardedLog, generated
 from bench.report import BenchReport, arguments, median, percentile
 from manager.action import Action, Amdahl, UnitSet
@@ -35,10 +35,9 @@ from manager.simulation.cluster import policies
 from runtimes.local import LocalExecutor
 from runtimes.node.topology import discover
 from runtimes.runtime import Runtime
-from runtimes.sandbox.creation_gate import CreationGate
 from runtimes.sandbox.environments import Environments, EnvironmentSettings
 from runtimes.sandbox.exec.runtime import ExecRuntime
-from runtimes.sandbox.process.provider import ProcessProvider
+from runtimes.sandbox.provider import ProviderSettings, make_provider
 from runtimes.sandbox.pytest.runtime import PytestRuntime
 
 SEED = 1
@@ -215,7 +214,9 @@ def reward(rollout: Rollout) -> Action:
 
 @asynccontextmanager
 async def stage(policy: str, node: NodeSpec, scratch: Path) -> AsyncIterator[RolloutStage]:
-    provider = ProcessProvider(state_dir=scratch, gate=CreationGate(2), shared_cores=node.numa[0][:1])
+    provider = make_provider(
+        ProviderSettings(kind="process", state_dir=scratch, shared_cores=tuple(node.numa[0][:1]), path=OWN_PATH)
+    )
     environments = Environments(provider, EnvironmentSettings(default=SPEC))
     runtimes: dict[str, Runtime] = {
         "exec": ExecRuntime(environments),

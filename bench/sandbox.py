@@ -56,6 +56,9 @@ class DiscardedOutput:
     def write(self, stream: str, data: str) -> None:
         """Drop it."""
 
+    def omit(self, size_bytes: int) -> None:
+        """Do not count it either."""
+
 
 @dataclass(slots=True)
 class SandboxRig:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import gc
 import signal
 import socket
@@ -13,46 +12,49 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO
 
 import orjson
 import structlog
 
 from gateway import machine
-from gateway.auth import Guard, check_bind
+from gateway.applied import AppliedConfigs
+from gateway.auth import Guard, PageSession, check_doors
 from gateway.config.load import GatewayConfig
 from gateway.connections import Connections
 from gateway.grpc.server import GrpcServer
 from gateway.http.app import HttpApp
-from gateway.http.server import listen, serve
+from gateway.http.early import HttpDoor
+from gateway.http.server import listen
 from gateway.http.stream import GIVE_UP_STALLS
 from gateway.invocations.admission import Admission, HeldInputs
 from gateway.invocations.callbacks import CallbackSender
 from gateway.invocations.durable_starts import DurableStarts
 from gateway.invocations.invocations import Invocations
 from gateway.invocations.logs import Logs
+from gateway.invocations.quota_record import QuotaRecord
 from gateway.invocations.reattach import Reattachment
 from gateway.invocations.restart import Restart
 from gateway.invocations.trajectories import TrajectoryRecovery
 from gateway.metrics import Metrics
 from gateway.registry import Registry
+from gateway.room import Room
 from gateway.runtime_factory import ModelServices, Runtimes, make_runtimes
 from gateway.services import Services
 from gateway.store.retention import prune_for_ever
+from gateway.store.state_dir import StateDirectory
 from gateway.store.store import Durability, Store, StoreSpec
+from gateway.tokens import DoorTokens, announced, open_tokens
 from manager.assembly import build_core
 from manager.clock import Clock, MonotonicClock, WallClock
 from manager.config import NodeSpec, TaskSpec
 from manager.engine import Engine
-from manager.errors import CodedError, Conflict, StorageUnavailable
+from manager.errors import CodedError
 from manager.events import Reconfigured
 from manager.learning.history import History, Learned
 
 HISTORY = "history"
 #: Seconds between two savings of the learned durations.
 HISTORY_EVERY_S = 30.0
-#: Seconds that open requests have to end after the drain.
-CLOSE_GRACE_S = 5.0
 #: Allocations between two collections of each generation. The loop stands still meanwhile, and what waits survives all
 #: of them: the first two are small (a fraction of a millisecond, a few of them), and a full one, which walks every
 #: living invocation, is rare. Nothing of ours is left to it: an invocation that has ended is in no circle.
@@ -77,7 +79,7 @@ async def gateway(
     day, if it is not this machine's. On leaving everything is let go, the youngest first. Raises InvalidConfig if it
     may not serve as configured.
     """
-    check_bind(config.server.host, config.server.token)
+    check_doors(config.server)
     async with AsyncExitStack() as closers:
         app = App(config, await _open(config, closers, paths, env, make, wall or WallClock()))
         await app.open(closers)
@@ -89,6 +91,9 @@ class _Opened:
     """What has to be waited for before a gateway can be put together."""
 
     sockets: tuple[socket.socket, socket.socket]
+    tokens: DoorTokens | None
+    door: HttpDoor
+    state_dir: StateDirectory
     wall: Callable[[], float]
     clock: Clock
     store: Store
@@ -96,6 +101,7 @@ class _Opened:
     history: History
     runtimes: Runtimes
     trajectories: TrajectoryRecovery
+    room: Room
     #: How many trajectories were taken up, by verdict.
     adopted: Mapping[str, int]
     models: ModelServices
@@ -112,12 +118,19 @@ async def _open(
 ) -> _Opened:
     """Bind the doors, open the record, make the runtimes and prepare the functions."""
     server, clock = config.server, MonotonicClock()
-    closers.enter_context(lock_state(server.state_dir))
+    by_name = config.sandbox.provider.kind == "plain"  # its commands are another user's, and work below
+    state_dir = closers.enter_context(StateDirectory(server.state_dir, entered=by_name))
+    room = Room.measured(server)
+    tokens = None if server.auth == "none" else open_tokens(server.state_dir, server.token)
     silent_s = GIVE_UP_STALLS * server.logs.stall_s
     http = closers.enter_context(listen(server.host, server.port, silent_s))
     grpc = closers.enter_context(listen(server.host, server.grpc_port, silent_s))
-    spec = StoreSpec(path=server.state_dir / "tangram.sqlite", durability=Durability(server.durability))
-    store = Store(spec, wall=wall)
+    if tokens is not None:
+        closers.enter_context(announced(server.state_dir, server.host, http.getsockname()[1]))
+    door = HttpDoor(http, room.connections_max, server)
+    closers.push_async_callback(door.close)
+    spec = StoreSpec(path=state_dir.database, durability=Durability(server.durability))
+    store = Store(spec, wall=wall, lost=lambda: state_dir.lost)
     await store.open()
     closers.push_async_callback(store.close)
     node = machine.describe(config)
@@ -127,10 +140,17 @@ async def _open(
     trajectories = TrajectoryRecovery(store, runtimes.environments)
     adopted = await trajectories.adopt()
     models = ModelServices(runtimes)
-    registry = Registry(config, prepare=models.prepare, nodes=lambda: (node,), paths=paths, env=env)
-    await registry.start()
+    applied = AppliedConfigs(store)
+    await applied.load()
+    registry = Registry(config, prepare=models.prepare, nodes=lambda: (node,), paths=paths, env=env, applied=applied)
+    registry.check()
+    await registry.take_up()
+    closers.push_async_callback(registry.preparation.close)
     return _Opened(
         sockets=(http, grpc),
+        tokens=tokens,
+        door=door,
+        state_dir=state_dir,
         wall=wall,
         clock=clock,
         store=store,
@@ -138,6 +158,7 @@ async def _open(
         history=History.from_json(orjson.loads(saved)) if saved else History(),
         runtimes=runtimes,
         trajectories=trajectories,
+        room=room,
         adopted=adopted,
         models=models,
         registry=registry,
@@ -152,13 +173,16 @@ class App:
         self.config = config
         self.wall, self._clock = opened.wall, opened.clock
         self._http_socket, self._grpc_socket = opened.sockets
+        self.tokens = opened.tokens
+        self._door, self._state_dir = opened.door, opened.state_dir
         self.store, self.history, self.registry = opened.store, opened.history, opened.registry
         self.node, self.runtimes, self._models = opened.node, opened.runtimes, opened.models
         self._trajectories, self._adopted = opened.trajectories, opened.adopted
         self._log = structlog.get_logger("gateway")
-        self._stopping, self._closing = asyncio.Event(), asyncio.Event()
+        self._stopping = asyncio.Event()
+        self._room = opened.room
         #: Open connections by door.
-        self.connections = {door: Connections(limit=server.connections_max) for door in ("http", "grpc")}
+        self.connections = {"http": self._door.connections, "grpc": Connections(limit=self._room.connections_max)}
         self.logs = Logs(self.store, server.logs, wall=self.wall)
         self.metrics = Metrics()
         self.admission = Admission(
@@ -189,23 +213,25 @@ class App:
             takeover=reattachment,
             wall=self.wall,
         )
+        self._quotas = QuotaRecord(self.store, lambda: self.registry.config.resources, self.wall)
         self.engine = self._make_engine()
-        self.callbacks = CallbackSender(server.callbacks, self.store)
+        self.callbacks = CallbackSender(server.callbacks, self.store, wall=self.wall)
         self.services = self._make_services()
-        self.grpc = GrpcServer(self.services, self.connections["grpc"], server.streams_max)
+        self.grpc = GrpcServer(self.services, self.connections["grpc"])
         self.invocations.bind(self.engine)
         self.invocations.on_detach.append(reattachment.detached)
         self.invocations.on_durable.append(reattachment.settled)
         self.invocations.on_end.append(self.callbacks.ended)
         self.registry.on_switch.append(self._switched)
+        self.registry.preparation.on_ready.append(self._ready)
         self._models.report_to(self.engine, config.node.name)
         self._watch()
 
     def _make_engine(self) -> Engine:
-        spec = self.config.manager_spec((self.node,), self._models.services)
+        spec = self.registry.config.manager_spec((self.node,), self._models.services)
         return Engine(
-            build_core(spec, function_bounds=_bounds(self.config)),
-            DurableStarts(self.runtimes.executor, self.invocations, self.store, self._trajectories),
+            build_core(spec, function_bounds=_bounds(self.registry.config)),
+            DurableStarts(self.runtimes.executor, self.invocations, self.store, self._trajectories, self._quotas),
             clock=self._clock,
             history=self.history,
             listeners=[self.invocations],
@@ -214,7 +240,8 @@ class App:
 
     def _make_services(self) -> Services:
         return Services(
-            guard=Guard(self.config.server.token),
+            guard=Guard(self.tokens),
+            session=PageSession(self._clock.now),
             bounds=self.config.server,
             held=self.held,
             invocations=self.invocations,
@@ -227,9 +254,12 @@ class App:
             callbacks=self.callbacks,
             learned=self.history.describe,
             configure=self.registry.configure,
+            remove=self.registry.remove,
             sandboxes=lambda: self.runtimes.provider.info,
             models=self.runtimes.model.resources,
             unready=self._unready,
+            warnings=self._warnings,
+            record=lambda: self._state_dir.checked,
         )
 
     async def open(self, closers: AsyncExitStack) -> None:
@@ -237,15 +267,20 @@ class App:
         await self.engine.start()
         self._models.report()
         self._trajectories.tell(self.engine)
+        await self._quotas.take_up(self.engine)
         closers.push_async_callback(self.engine.close)
         closers.callback(self._save_history)
         recovered = {**await self.restart.recover(), **self._adopted}
+        self.registry.start()
         await self.grpc.open(self._grpc_socket)
         closers.push_async_callback(self.grpc.close)
         chores = (
             self._save_history_for_ever(),
             prune_for_ever(self.store, self.config.server.retention, self.wall),
-            self.callbacks.sweep_for_ever(),
+            self.callbacks.deliver_for_ever(),
+            self.store.make_indexes(),
+            self._state_dir.watch_for_ever(),
+            self._state_dir.check(self.config.server.check_time_s),
         )
         for chore in chores:
             closers.push_async_callback(_ended, asyncio.create_task(chore))
@@ -261,18 +296,13 @@ class App:
         Raises CodedError if a bug has stopped the scheduler: the next gateway goes on from the record.
         """
         gc.set_threshold(*COLLECT_EVERY)
-        app, connections, streams_max = HttpApp(self.services), self.connections["http"], self.config.server.streams_max
-        serving = asyncio.create_task(
-            serve(app, self._http_socket, self._closing.wait, CLOSE_GRACE_S, connections, streams_max)
-        )
+        self._door.open(HttpApp(self.services))
         try:
-            await asyncio.wait(
-                {serving, asyncio.ensure_future(self._stopping.wait())}, return_when=asyncio.FIRST_COMPLETED
-            )
+            stopping = asyncio.ensure_future(self._stopping.wait())
+            await asyncio.wait({self._door.serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
             await self._drain()
         finally:
-            self._closing.set()
-            await asyncio.gather(serving, return_exceptions=True)
+            await self._door.close()
         if self.engine.fault is not None:
             raise CodedError(f"{self.engine.fault}; the log tells more", component="engine")
 
@@ -299,6 +329,12 @@ class App:
         return int(self._http_socket.getsockname()[1])
 
     @property
+    def page(self) -> str:
+        """The address for a browser; the key in it opens the page once."""
+        base = f"{'http' if self.config.server.tls is None else 'https'}://{_address(self._http_socket)}/"
+        return base if self.tokens is None else f"{base}?key={self.services.session.key}"
+
+    @property
     def grpc_port(self) -> int:
         return int(self._grpc_socket.getsockname()[1])
 
@@ -314,10 +350,20 @@ class App:
         self.engine.tell(changed)
         self._log.info("configuration applied", functions=len(config.functions))
 
+    def _ready(self, name: str) -> None:
+        """A function may start: the scheduler hears of its service, and what was held back goes to it."""
+        self.engine.tell(Reconfigured(services=dict(self._models.services)))
+        self.invocations.submit(self.invocations.held_back.let_go())
+
     def _unready(self) -> str | None:
         if self.engine.fault is not None:
             return self.engine.fault
-        return "draining" if self.admission.draining else self.store.failure
+        if self.admission.draining:
+            return "draining"
+        return self._state_dir.lost or self._state_dir.damage or self.store.failure or self._room.shortage()
+
+    def _warnings(self) -> list[str]:
+        return list(self.engine.policy_faults.values())
 
     def _watch(self) -> None:
         watch = self.metrics.watch
@@ -373,13 +419,13 @@ class App:
             "serving",
             http=_address(self._http_socket),
             grpc=_address(self._grpc_socket),
-            auth="bearer token" if self.config.server.token else "none: this machine only",
+            auth="none: whoever reaches this machine's loopback" if self.tokens is None else "bearer token",
             sandboxes=info.kind,
             engine=info.engine,
             isolation=info.isolation,
             cores=self.node.cores,
             devices=self.node.devices,
-            functions=len(self.config.functions),
+            functions=len(self.registry.config.functions),
             durability=self.config.server.durability,
             recovered={verdict: count for verdict, count in recovered.items() if count},
         )
@@ -392,21 +438,6 @@ def _bounds(config: GatewayConfig) -> Mapping[str, int]:
 async def _ended(task: asyncio.Task[None]) -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-
-
-def lock_state(state_dir: Path) -> IO[str]:
-    """Hold the state directory; raises Conflict where another gateway does."""
-    try:
-        state_dir.mkdir(parents=True, exist_ok=True)
-        held = (state_dir / "lock").open("w")
-    except OSError as error:
-        raise StorageUnavailable(f"server.state_dir {state_dir}: {error}", component="store") from None
-    try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        held.close()
-        raise Conflict(f"another gateway serves from {state_dir}", component="store") from None
-    return held
 
 
 def _address(listener: socket.socket) -> str:

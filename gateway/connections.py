@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from manager.errors import CapacityExceeded
@@ -9,6 +11,27 @@ from manager.errors import CapacityExceeded
 #: Seconds that a refused connection may take to read its refusal.
 LINGER_S = 1.0
 RETRY_AFTER_S = 1.0
+#: Refused connections that may linger at a time: they too take descriptors.
+LEAVING_MAX = 64
+#: Seconds in which resets of calls are counted together.
+RESETS_S = 60.0
+
+
+@dataclass(slots=True)
+class Resets:
+    """How many calls of one connection were reset lately: making and dropping them costs its peer nothing."""
+
+    limit: int
+    #: Seconds on the caller's clock at which the present minute ends.
+    until_s: float = 0.0
+    count: int = 0
+
+    def exceeded(self, now_s: float, more: int = 1) -> bool:
+        """Count ``more`` of them; whether they are too many for this minute."""
+        if now_s >= self.until_s:
+            self.until_s, self.count = now_s + RESETS_S, 0
+        self.count += more
+        return self.count > self.limit
 
 
 @dataclass(slots=True)
@@ -18,6 +41,8 @@ class Connections:
     limit: int = 8192
     open: int = 0
     refused: int = 0
+    #: Refused ones that are still there.
+    leaving: int = 0
 
     def enter(self, component: str) -> CapacityExceeded | None:
         """One more is open from now on, until `leave`; or why it may not be."""
@@ -27,6 +52,15 @@ class Connections:
         self.refused += 1
         message = f"{self.limit} connections are open already"
         return CapacityExceeded(message, component=component, retry_after_s=RETRY_AFTER_S)
+
+    @contextmanager
+    def refusing(self) -> Iterator[bool]:
+        """Hold a refused connection within the block; yield whether it may stay until it has read its refusal."""
+        self.leaving += 1
+        try:
+            yield self.leaving <= LEAVING_MAX
+        finally:
+            self.leaving -= 1
 
     def leave(self) -> None:
         """One that had entered is closed."""

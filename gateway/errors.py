@@ -29,6 +29,7 @@ FACES: Mapping[str, Face] = {
     "idempotency_key_reused": Face(422, "ALREADY_EXISTS", "The key was used with another body"),
     "too_large": Face(413, "RESOURCE_EXHAUSTED", "Too large"),
     "unauthorized": Face(401, "UNAUTHENTICATED", "A valid bearer token is needed"),
+    "forbidden": Face(403, "PERMISSION_DENIED", "Not allowed to this caller"),
     "unsatisfiable": Face(422, "FAILED_PRECONDITION", "No node could ever run this"),
     "quota_exceeded": Face(429, "RESOURCE_EXHAUSTED", "A bound of the caller is reached"),
     "capacity_exceeded": Face(503, "UNAVAILABLE", "The gateway is full"),

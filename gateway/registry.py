@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import Literal, TypeVar
 
 import orjson
+import structlog
+from msgspec import ValidationError, convert
 from msgspec.structs import replace
 
+from gateway.applied import AppliedConfigs
 from gateway.config import load as gateway_config
 from gateway.config.derive import key_of
 from gateway.config.load import ConfigSource, GatewayConfig
-from manager.config import NodeSpec
-from manager.errors import CodedError, InvalidConfig, NotFound, Unsatisfiable, Unsupported
+from gateway.preparation import Preparation, Prepare, Readiness
+from manager.config import NodeSpec, TaskSpec
+from manager.errors import CodedError, Conflict, InvalidConfig, NotFound, Unsatisfiable, Unsupported
 from manager.formulation import check_satisfiable
 from manager.function import FunctionSpec
 from manager.setting import settings_of
-from tangram.types import ConfigDiff
+from tangram.types import ConfigDiff, ConfigFiles
 
-#: Functions whose preparation runs at once.
-PREPARE_CONCURRENCY = 4
-
-#: Checks that a function can run here and warms it up: `runtimes.runtime.Runtime.prepare` of its runtime.
-Prepare = Callable[[FunctionSpec], Awaitable[None]]
+_Value = TypeVar("_Value")
 
 
 class Registry:
@@ -38,16 +40,20 @@ class Registry:
         nodes: Callable[[], tuple[NodeSpec, ...]],
         paths: Sequence[Path] = (),
         env: Mapping[str, str] | None = None,
+        applied: AppliedConfigs | None = None,
     ) -> None:
-        """``paths`` and ``env`` are what the server was started from, for `configure`."""
+        """``paths`` and ``env`` are what the server was started from, for `configure`, which tells ``applied``."""
         self._config = config
-        self._prepare = prepare
+        self.preparation = Preparation(prepare)
+        self.preparation.expect(config.functions.values())
         self._nodes = nodes
         #: Are told of a new configuration the moment it is current; they must not wait or raise.
         self.on_switch: list[Callable[[GatewayConfig], None]] = []
         self._paths = tuple(paths)
         self._env = dict(env or {})
+        self._applied = applied
         self._applying = asyncio.Lock()
+        self._log = structlog.get_logger("gateway.functions")
 
     @property
     def config(self) -> GatewayConfig:
@@ -65,10 +71,60 @@ class Registry:
         """Every function, by name."""
         return tuple(function for _, function in sorted(self._config.functions.items()))
 
-    async def start(self) -> None:
-        """Prepare the functions of the first configuration; raises the typed error of those that cannot run here."""
+    def readiness(self, name: str) -> Readiness:
+        """Whether the function's actions may start."""
+        return self.preparation.of(name)
+
+    def check(self) -> None:
+        """Raise the typed error of those functions of the first configuration that this machine can never serve."""
+        _raise_all(self._unsatisfiable(self._config, self._config.functions.values()))
+
+    def source(self, name: str) -> Literal["files", "applied"]:
+        """Where a function comes from."""
+        return "applied" if self._applied is not None and f"functions.{name}" in self._applied else "files"
+
+    async def take_up(self) -> None:
+        """Add what earlier gateways were given; the files win for what they declare. What is wrong is told."""
+        if self._applied is None:
+            return
+        self._applied.take(b"", _names(self._config))
+        for document in self._applied.documents:
+            old = self._config
+            try:
+                new = await asyncio.to_thread(self._read, document.body, old)
+                names = _names(new) & set(document.names)
+                added = _of("functions", names, new.functions)
+                _raise_all(self._unsatisfiable(new, added.values()))
+            except CodedError as error:
+                self._log.error("what was applied is not taken up", names=document.names, why=error.message)
+                continue
+            self._config = dataclasses.replace(
+                old,
+                functions={**old.functions, **added},
+                tasks={**old.tasks, **_of("tasks", names, new.tasks)},
+                resources={**old.resources, **_of("resources", names, new.resources)},
+                needs={**old.needs, **_of("resources", names, new.needs)},
+                origins={**old.origins, **_of("functions", names, new.origins)},
+            )
+        self.preparation.expect(self._config.functions.values())
+
+    async def remove(self, name: str) -> ConfigDiff:
+        """Remove a function that was applied; raises NotFound, and Conflict for one of the files."""
         async with self._applying:
-            await self._make_ready(self._config, self._config.functions.values())
+            self.get(name)
+            if self.source(name) == "files":
+                place = self._config.origins.get(name)
+                raise Conflict(
+                    f"function {name!r} is declared in {place}: remove it there, and apply", component="registry"
+                )
+            left = {other: spec for other, spec in self._config.functions.items() if other != name}
+            diff = self._switch(dataclasses.replace(self._config, functions=left))
+            await self._keep(b"", diff)
+            return replace(diff, applied=True)
+
+    def start(self) -> None:
+        """Begin to prepare the functions of the first configuration."""
+        self.preparation.begin(self._config.functions.values())
 
     def plan(self, new: GatewayConfig) -> ConfigDiff:
         """What `apply` would change; changes nothing."""
@@ -94,81 +150,155 @@ class Registry:
         Raises InvalidConfig, Unsatisfiable or Unsupported.
         """
         async with self._applying:
-            diff = self.plan(new)
-            if diff.needs_restart:
-                raise InvalidConfig(
-                    f"{', '.join(diff.needs_restart)} cannot change while the gateway runs: restart it",
-                    component="registry",
-                    detail={"needs_restart": list(diff.needs_restart)},
-                )
-            await self._make_ready(new, [new.functions[name] for name in (*diff.added, *diff.changed)])
-            self._config = new
-            for switched in self.on_switch:
-                switched(new)
-            return diff
+            return await self._apply(new)
 
-    async def configure(self, document: bytes, dry_run: bool) -> ConfigDiff:
-        """Apply what a door received: nothing (the server's own files again), ``{"files": [...]}``, or YAML text."""
-        new = await asyncio.to_thread(self._read, document)
-        diff = self.plan(new) if dry_run else await self.apply(new)
-        return replace(diff, applied=not dry_run)
+    async def _apply(self, new: GatewayConfig) -> ConfigDiff:
+        diff = self.plan(new)
+        if diff.needs_restart:
+            raise InvalidConfig(
+                f"{', '.join(diff.needs_restart)} cannot change while the gateway runs: restart it",
+                component="registry",
+                detail={"needs_restart": list(diff.needs_restart)},
+            )
+        await self._make_ready(new, [new.functions[name] for name in (*diff.added, *diff.changed)])
+        return self._switch(new)
 
-    def _read(self, document: bytes) -> GatewayConfig:
+    def _switch(self, new: GatewayConfig) -> ConfigDiff:
+        """Serve a configuration whose new functions are ready."""
+        diff = self.plan(new)
+        self._config = new
+        self.preparation.switched({*diff.added, *diff.changed}, new.functions)
+        for switched in self.on_switch:
+            switched(new)
+        return diff
+
+    async def _keep(self, document: bytes, diff: ConfigDiff) -> None:
+        """Keep a document for the next gateway; ``diff`` is what it has changed."""
+        if self._applied is not None:
+            differing = [f"functions.{name}" for name in (*diff.added, *diff.changed, *diff.removed)]
+            differing += [f"tasks.{name}" for name in diff.tasks] + [f"resources.{name}" for name in diff.resources]
+            living = _names(self._config)
+            self._applied.take(document, living & set(differing), set(differing) - living)
+            await self._applied.commit()
+
+    async def configure(self, document: bytes, dry_run: bool, prune: bool = False) -> ConfigDiff:
+        """Apply what a door received: nothing (the server's own files again), ``{"files": [...]}``, or YAML text.
+
+        What it does not name stays, unless ``prune`` removes it. Raises StorageUnavailable where it cannot be kept.
+        """
+        async with self._applying:
+            new = await asyncio.to_thread(self._read, document, None if prune else self._config)
+            if dry_run:
+                return self.plan(new)
+            if self._applied is not None:
+                self._applied.check()
+            diff = await self._apply(new)
+            await self._keep(document, diff)
+        return replace(diff, applied=True)
+
+    def _read(self, document: bytes, keep: GatewayConfig | None) -> GatewayConfig:
         if document.strip():
-            return gateway_config.build(self._received(document), self._env, base=self._config)
+            sources, variables = self._received(document)
+            roots = self._served()
+            return gateway_config.build(sources, variables, base=self._config, keep=keep, roots=roots)
         if not self._paths:
             raise InvalidConfig("the gateway was not started from files: send them", component="registry")
         sources, problems = gateway_config.read(self._paths)
-        return gateway_config.build(sources, self._env, problems=problems)
+        return gateway_config.build(sources, self._env, problems=problems, keep=keep)
 
-    def _received(self, document: bytes) -> list[ConfigSource]:
-        """The files of a request; relative paths begin where the server's own configuration lies."""
-        first = self._paths[0] if self._paths else Path.cwd()
-        base = (first if first.is_dir() else first.parent).absolute()
+    def _served(self) -> list[Path]:
+        """The directories of the server's own configuration, absolute; the current one where it was given none."""
+        return [(path if path.is_dir() else path.parent).absolute() for path in self._paths] or [Path.cwd()]
+
+    def _received(self, document: bytes) -> tuple[list[ConfigSource], dict[str, str]]:
+        """The files of a request, and the variables in them: the caller's, for the gateway's are not for callers."""
+        base, *_ = served = self._served()
         try:
             body = orjson.loads(document)
         except orjson.JSONDecodeError:
             body = None
         if not isinstance(body, dict) or "files" not in body:
-            return [ConfigSource(path=base / "request.yaml", text=document.decode("utf-8", "replace"))]
-        files = body["files"]
-        if not isinstance(files, list) or len(files) > gateway_config.FILES_MAX or len(body) > 1:
-            raise InvalidConfig('write {"files": [{"path": ..., "text": ...}, ...]}', component="registry")
-        return [_source(base, each) for each in files]
+            return [ConfigSource(path=base / "request.yaml", text=document.decode("utf-8", "replace"))], {}
+        try:
+            sent = convert(body, ConfigFiles)
+        except ValidationError as error:
+            told = f'write {{"files": [{{"path": ..., "text": ...}}, ...], "variables": {{...}}}}: {error}'
+            raise InvalidConfig(told, component="registry") from None
+        if len(sent.files) > gateway_config.FILES_MAX:
+            raise InvalidConfig(f"more than {gateway_config.FILES_MAX} files", component="registry")
+        sources = [ConfigSource(path=_inside(served, base / each.path), text=each.text) for each in sent.files]
+        return sources, dict(sent.variables)
 
-    async def _make_ready(self, config: GatewayConfig, functions: Iterable[FunctionSpec]) -> None:
+    async def _make_ready(self, config: GatewayConfig, functions: Sequence[FunctionSpec]) -> None:
         """Check that each function can ever be served, then prepare them; raises one error for all of them."""
-        spec = config.manager_spec(self._nodes())
-        errors: list[CodedError] = []
-        gate = asyncio.Semaphore(PREPARE_CONCURRENCY)
+        errors = self._unsatisfiable(config, functions)
 
         async def make_ready(function: FunctionSpec) -> None:
             try:
-                check_satisfiable(function, spec)
-                async with gate:
-                    await self._prepare(function)
+                await self.preparation.one(function)
             except CodedError as error:
-                place = config.origins.get(function.name)
-                kind = type(error) if isinstance(error, Unsatisfiable | Unsupported) else InvalidConfig
-                told = f"{place}: functions.{function.name}: {error.message}" if place else error.message
-                errors.append(kind(told, component=error.component, detail=error.detail))
+                errors.append(_placed(config, function, error))
 
         async with asyncio.TaskGroup() as group:
-            for function in functions:
+            for function in functions if not errors else ():
                 group.create_task(make_ready(function))
-        if len(errors) > 1:
-            raise InvalidConfig(
-                f"{len(errors)} functions cannot run here:\n" + "\n".join(sorted(error.message for error in errors)),
-                component="registry",
-            )
-        if errors:
-            raise errors[0]
+        _raise_all(errors)
+
+    def _unsatisfiable(self, config: GatewayConfig, functions: Iterable[FunctionSpec]) -> list[CodedError]:
+        spec = config.manager_spec(self._nodes())
+        errors: list[CodedError] = []
+        for function in functions:
+            try:
+                check_satisfiable(function, spec)
+            except CodedError as error:
+                errors.append(_placed(config, function, error))
+        return errors
 
 
-def _source(base: Path, file: object) -> ConfigSource:
-    if not isinstance(file, dict) or not isinstance(file.get("path"), str) or not isinstance(file.get("text"), str):
-        raise InvalidConfig("each of files needs a path and a text", component="registry")
-    return ConfigSource(path=base / file["path"], text=file["text"])
+def _names(config: GatewayConfig) -> set[str]:
+    """The key paths of what a configuration declares; the task that always is there only if it is not as always."""
+    tasks = {name for name, task in config.tasks.items() if (name, task) != ("default", TaskSpec())}
+    maps = {"functions": config.functions, "tasks": tasks, "resources": config.resources}
+    return {f"{section}.{name}" for section, names in maps.items() for name in names}
+
+
+def _of(section: str, names: Collection[str], values: Mapping[str, _Value]) -> dict[str, _Value]:
+    """Those of a section's values whose key paths are among the names."""
+    return {name: value for name, value in values.items() if f"{section}.{name}" in names}
+
+
+def _placed(config: GatewayConfig, function: FunctionSpec, error: CodedError) -> CodedError:
+    """Return the error with the place where the function is defined."""
+    place = config.origins.get(function.name)
+    kind = type(error) if isinstance(error, Unsatisfiable | Unsupported) else InvalidConfig
+    told = f"{place}: functions.{function.name}: {error.message}" if place else error.message
+    return kind(told, component=error.component, detail=error.detail)
+
+
+def _raise_all(errors: Sequence[CodedError]) -> None:
+    if len(errors) > 1:
+        raise InvalidConfig(
+            f"{len(errors)} functions cannot run here:\n" + "\n".join(sorted(error.message for error in errors)),
+            component="registry",
+        )
+    if errors:
+        raise errors[0]
+
+
+def _inside(served: Sequence[Path], path: Path) -> Path:
+    """Return the path of a file of a request; raises InvalidConfig where it, or what it links to, lies elsewhere."""
+    try:
+        found = path.resolve()
+    except (OSError, ValueError) as error:
+        raise InvalidConfig(f"{str(path)[:256]!r} is no path: {error}", component="registry") from None
+    if not any(found.is_relative_to(each.resolve()) for each in served):
+        listed = ", ".join(map(str, served))
+        raise InvalidConfig(
+            f"{path} is outside of the directories that this gateway serves ({listed}): "
+            "send paths below them, absolute or relative to the first",
+            component="registry",
+        )
+    return path
 
 
 def _changed_keys(old: FunctionSpec, new: FunctionSpec) -> tuple[str, ...]:

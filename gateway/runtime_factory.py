@@ -38,6 +38,8 @@ class Runtimes:
 
     async def prepare(self, function: FunctionSpec) -> None:
         """Check at registration that the function can ever run here; raises InvalidConfig or Unsupported."""
+        if function.sandbox is not None:
+            self.environments.settings.secrets.filled(function.sandbox)
         await self.runtimes[function.runtime].prepare(function)
 
     async def service(self, function: FunctionSpec) -> ServiceSpec | None:
@@ -91,20 +93,21 @@ def make_runtimes(config: GatewayConfig, clock: Clock) -> Runtimes:
     """The runtimes of this machine; raises InvalidConfig or Unsupported if its sandboxes cannot be made."""
     default, state_dir = config.sandbox.default, config.server.state_dir
     provider = make_provider(replace(config.sandbox.provider, state_dir=state_dir / "sandboxes"))
-    environments = Environments(provider, EnvironmentSettings(default=default), clock)
+    secrets = Secrets(config.server.secrets_dir)
+    environments = Environments(provider, EnvironmentSettings(default=default, secrets=secrets), clock)
     materials = Materials(
         provider=provider,
         environments=environments,
         sandbox=default,
         models=model_settings(config),
-        secrets=Secrets(config.server.secrets_dir),
+        secrets=secrets,
     )
     runtimes = {name: kind.make(materials) for name, kind in KINDS.items()}
     model = runtimes[MODEL.name]
     assert isinstance(model, ModelRuntime), "the scheduler must know of its services"
 
-    async def open_environment(trajectory: str, function: FunctionSpec) -> None:
-        await environments.ensure(trajectory, function.sandbox)
+    async def open_environment(trajectory: str, task: str, function: FunctionSpec) -> None:
+        await environments.ensure(trajectory, function.sandbox, task=task)
 
     executor = LocalExecutor(runtimes, clock, open_environment=open_environment)
     return Runtimes(provider=provider, environments=environments, model=model, runtimes=runtimes, executor=executor)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
-from gateway.auth import Guard
+from gateway.auth import Guard, PageSession
 from gateway.config.sections import ServerConfig
 from gateway.invocations.admission import HeldInputs
 from gateway.invocations.callbacks import CallbackSender
 from gateway.invocations.invocations import Invocations
 from gateway.invocations.logs import Logs
 from gateway.metrics import Metrics
+from gateway.preparation import Readiness
 from gateway.store.store import Store
 from manager.engine import Engine
 from manager.function import FunctionSpec
@@ -31,6 +32,14 @@ class FunctionCatalog(Protocol):
         """Every function, by name."""
         ...
 
+    def readiness(self, name: str) -> Readiness:
+        """Whether the function's actions may start."""
+        ...
+
+    def source(self, name: str) -> Literal["files", "applied"]:
+        """Where it comes from."""
+        ...
+
 
 class SandboxLookup(Protocol):
     """Where a trajectory's sandbox is found: `runtimes.sandbox.environments.Environments`."""
@@ -43,6 +52,8 @@ class Services:
     """What the doors open to; made once by `gateway.app`."""
 
     guard: Guard
+    #: The browser that came with the key of the page's address.
+    session: PageSession
     #: Bounds of the doors: ``server`` of the configuration.
     bounds: ServerConfig
     held: HeldInputs
@@ -56,11 +67,18 @@ class Services:
     callbacks: CallbackSender
     #: Function -> what was learned of it by key (`manager.learning.history.History.describe`).
     learned: Callable[[str], Mapping[str, object]]
-    #: A configuration document and whether to change nothing -> the differences. Raises InvalidConfig.
-    configure: Callable[[bytes, bool], Awaitable[ConfigDiff]]
+    #: A configuration document, whether to change nothing, and whether what it does not name is removed -> the
+    #: differences. Raises InvalidConfig.
+    configure: Callable[[bytes, bool, bool], Awaitable[ConfigDiff]]
+    #: Removes a function that was applied. Raises NotFound, or Conflict for one of the files.
+    remove: Callable[[str], Awaitable[ConfigDiff]]
     #: What the sandboxes are and how isolated, in plain words.
     sandboxes: Callable[[], ProviderInfo]
     #: The devices' processes, what is resident on them, and the counts of swaps.
     models: Callable[[], Mapping[str, object]]
     #: Why the gateway takes no work now; None when it does.
     unready: Callable[[], str | None]
+    #: What does not keep work out and should be looked at.
+    warnings: Callable[[], Sequence[str]]
+    #: What became of the check of the database after an unclean end; empty without one.
+    record: Callable[[], str]

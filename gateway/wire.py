@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import TypeVar, cast
+from typing import TypedDict, TypeVar, cast
 
 import msgspec
 import orjson
@@ -18,6 +18,8 @@ from tangram.types import quantities
 
 T = TypeVar("T")
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+#: What vendors add to it; W3C gives it 512 characters.
+TRACESTATE = re.compile(r"[ -~]{1,512}")
 #: Levels of nesting of an input. What carries it on wraps it, and nothing of JSON writes more than 254.
 DEPTH_MAX = 200
 _WRAPS = 254 - DEPTH_MAX
@@ -129,6 +131,21 @@ def duration_s(text: str, what: str) -> float:
         return quantities.wait_s(text)
     except ValueError as error:
         raise InvalidInput(f"{what}: {error}", detail={"path": what}) from None
+
+
+class TraceContext(TypedDict):
+    """The W3C trace context of a call."""
+
+    traceparent: str | None
+    tracestate: str | None
+
+
+def trace(parent: object, state: object) -> TraceContext:
+    """Return the trace context, dropped where it is malformed, as W3C asks; a state alone means nothing."""
+    if not isinstance(parent, str) or TRACEPARENT.fullmatch(parent) is None:
+        return TraceContext(traceparent=None, tracestate=None)
+    told = isinstance(state, str) and TRACESTATE.fullmatch(state) is not None
+    return TraceContext(traceparent=parent, tracestate=str(state) if told else None)
 
 
 def instant(wall_s: float) -> datetime:

@@ -32,7 +32,7 @@ def build_core(
     resources.add(GpuPool(spec.nodes, spec.services))
     for name, declared in spec.resources.items():
         resources.declare(name, declared)
-    nodes = Nodes(spec.nodes, resources)
+    nodes = Nodes(spec.nodes, resources, reserve=spec.scheduler.memory_reserve)
     state = SchedulerState(
         spec=spec.scheduler,
         tasks=spec.tasks,

@@ -1,4 +1,4 @@
-"""The batch: queue mates of one service that are executed together, and end together when the last pass has ended."""
+"""The batch: queue mates of one service that are executed together; its chunk is free when the last has ended."""
 
 from __future__ import annotations
 

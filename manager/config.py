@@ -21,7 +21,7 @@ class NodeSpec:
     name: str
     #: Core ids by NUMA node, usable by actions (reserved ones already left out).
     numa: tuple[tuple[int, ...], ...]
-    #: Bytes that trajectories may hold together.
+    #: Bytes that trajectories and actions may hold together.
     memory_bytes: int
     #: Model devices: their number (six make a chunk of four and one of two) and the bytes of each.
     devices: int = 0
@@ -69,6 +69,15 @@ class SchedulerSpec:
     strict: Annotated[bool, Setting("FCFS over all resources at once, as in the paper's text; slower")] = False
     max_queued: Annotated[int, Setting("most actions that wait in all", ge=1)] = 65536
     trajectories_max: Annotated[int, Setting("most living trajectories; beyond it 503", ge=1)] = 65536
+    memory_reserve: Annotated[
+        float,
+        Setting(
+            "fraction of each node's memory that trajectories leave to actions of none (rewards in new sandboxes); "
+            "one larger than the rest has a node of which no other trajectory holds memory",
+            ge=0,
+            le=0.9,
+        ),
+    ] = 0.1
     queue_window: Annotated[int, Setting("most waiting actions that a policy is shown", ge=1)] = 2048
     replicate: Annotated[bool, Setting("copy models in use into free memory of idle devices; the copies go first")] = (
         True

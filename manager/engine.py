@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from manager.action import Action
@@ -46,6 +46,7 @@ from manager.events import (
     Submitted,
     TrajectoryOpened,
     TrajectoryPlaced,
+    UnitsConsumed,
     WakeAt,
 )
 from manager.executor import Call, Executor
@@ -108,6 +109,7 @@ class Engine:
         self._on_fault = on_fault
         #: The bug of ours after which the core is asked no more, and every submission is refused; None without one.
         self.fault: str | None = None
+        self._told_faults: set[str] = set()
         self._jobs: dict[str, _Job] = {}
         self._tasks: dict[tuple[str, int], asyncio.Task[Outcome]] = {}
         self._abort_messages: dict[tuple[str, int], str] = {}
@@ -226,6 +228,12 @@ class Engine:
         """Take in that a node has come or gone, or new bounds and model services; nothing in flight is dropped."""
         self._feed([event])
 
+    def tell_consumed(self, resource: str, ages: Sequence[tuple[float, int]], *, running: int) -> None:
+        """Take in what was consumed of a quota before: (seconds since its end, units), and what still ran."""
+        now_s = self._clock.now()
+        ended = [(now_s - age_s, units) for age_s, units in ages]
+        self._feed([UnitsConsumed(resource=resource, ended=ended, running=running)])
+
     def resources(self) -> dict[str, object]:
         """Return the pools and nodes, JSON-able."""
         return resources_view(self._core)
@@ -250,6 +258,11 @@ class Engine:
     def tasks(self) -> list[dict[str, object]]:
         """Return what each task waits for, was given and how it fared."""
         return tasks_view(self._core)
+
+    @property
+    def policy_faults(self) -> Mapping[str, str]:
+        """Return why policies are asked no more, by pool: each raised, or wanted what cannot be."""
+        return self._core.state.faults
 
     def check(self) -> None:
         """Assert the core's invariants."""
@@ -279,6 +292,9 @@ class Engine:
             self._obey(self._core.schedule(self._clock.now()))
         except Exception as error:  # noqa: BLE001 (a lost pass would be a silence for ever)
             self._fail(error)
+        for pool in self.policy_faults.keys() - self._told_faults:
+            self._told_faults.add(pool)
+            logger.error("a policy failed", extra={"pool": pool, "why": self.policy_faults[pool]})
 
     def _fail(self, error: Exception) -> None:
         """Stop asking the core after a bug: it stands between two states, and what it says next may not be believed.
@@ -352,6 +368,8 @@ class Engine:
             )
         else:
             outcome = task.result()
+            if outcome.reason is Reason.CANCELLED:
+                outcome = replace(outcome, message=message)
         if not self._tasks:
             self._idle.set()
         self._feed([Finished(action_id=key[0], attempt=key[1], outcome=outcome)])

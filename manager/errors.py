@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import ClassVar
@@ -24,6 +25,10 @@ class Reason(StrEnum):
     INVALID_INPUT = "invalid_input"  #: the input cannot be executed
     OUTPUT_LIMIT = "output_limit"  #: the result exceeds ``output_limit``
     INTERNAL = "internal"  #: our own fault
+
+
+#: In the detail of an error: the sandbox is gone, with what a trajectory had in it.
+FILES_LOST = "environment_lost"
 
 
 class CodedError(Exception):
@@ -99,6 +104,12 @@ class Unauthorized(CodedError):
     code = "unauthorized"
 
 
+class Forbidden(CodedError):
+    """The caller is known, or needs not be, but may not do this; or a web page asks that is not the gateway's own."""
+
+    code = "forbidden"
+
+
 class Unsatisfiable(CodedError):
     """No node could ever satisfy this cost; the largest node is named."""
 
@@ -115,6 +126,33 @@ class CapacityExceeded(CodedError):
     """The gateway as a whole is full; retry after ``retry_after_s``."""
 
     code = "capacity_exceeded"
+
+
+#: What a machine has too little of for a while, or a disk that fails: never the fault of who asked for the work.
+EXHAUSTED = frozenset(
+    (
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EMFILE,
+        errno.ENFILE,
+        errno.ENOMEM,
+        errno.EAGAIN,
+        errno.ENOBUFS,
+        errno.EIO,
+        errno.EROFS,
+    )
+)
+EXHAUSTED_RETRY_S = 5.0
+
+
+def exhaustion(error: BaseException, component: str) -> CapacityExceeded | None:
+    """Return what is told of an error that says no more than that this machine ran short; None for another."""
+    if not isinstance(error, MemoryError) and not (isinstance(error, OSError) and error.errno in EXHAUSTED):
+        return None
+    told = "out of memory" if isinstance(error, MemoryError) else str(error)
+    return CapacityExceeded(
+        f"the gateway's machine ran short: {told}", component=component, retry_after_s=EXHAUSTED_RETRY_S
+    )
 
 
 class Draining(CodedError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from manager.action import Action, UnitSet
@@ -118,6 +118,17 @@ class Reconfigured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UnitsConsumed:
+    """What actions consumed of a quota under another core; told before any action asks for it."""
+
+    resource: str
+    #: Instant at which their actions ended, and units.
+    ended: Sequence[tuple[float, int]]
+    #: Units of actions of which nobody knows when they ended: now, at the latest.
+    running: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tick:
     """The instant that a `WakeAt` asked for has come."""
 
@@ -134,6 +145,7 @@ Event = (
     | ResidencyReported
     | ReplicaEnded
     | Reconfigured
+    | UnitsConsumed
     | Tick
 )
 

@@ -20,6 +20,10 @@ class LogSink(Protocol):
         """Append text to ``stream``: ``stdout``, ``stderr``, ``log`` (structured), or ``system`` (ours)."""
         ...
 
+    def omit(self, size_bytes: int) -> None:
+        """Count bytes that were said and are not written."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
@@ -30,17 +34,23 @@ class Call:
     log: LogSink
     #: W3C trace context of the caller, passed on.
     traceparent: str | None = None
+    tracestate: str | None = None
     context: Mapping[str, str] = field(default_factory=dict)
     #: Awaited just before the caller's own work begins, by runtimes that take their time to get ready for it: whether
     #: it goes on when this process is gone, for the next one to take over. Raises ActionFailed if it must not begin.
     announce: Callable[[], Awaitable[bool]] | None = None
+    #: Called when that work begins, by every runtime (`runtimes.runtime.Execution.begin`).
+    begun: Callable[[], None] | None = None
 
 
 class Executor(Protocol):
     """Executes leased actions. Its methods bound their own time; ``execute`` never raises but CancelledError."""
 
     async def execute(self, action: Action, lease: Lease, call: Call) -> Outcome:
-        """Run the action to its end. Cancelling the task kills the work and frees it before it returns."""
+        """Run the action to its end.
+
+        Cancelling the task kills the work and frees it; then it returns how long that ran, as ``cancelled``, or raises.
+        """
         ...
 
     async def resize(self, action: Action, lease: Lease) -> None:

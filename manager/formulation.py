@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from manager.action import Action, Amdahl, Elasticity, UnitSet
 from manager.config import ManagerSpec, NodeSpec
@@ -97,7 +97,7 @@ def _profile_key(function: FunctionSpec, input: Mapping[str, object]) -> str:
 
 
 def _batch_tokens(function: FunctionSpec, input: Mapping[str, object]) -> int:
-    """Return what the call adds to a batch: its token ids, or about one token for four characters of its texts."""
+    """Return what the call adds to a batch: its token ids, or about one token for four characters of what it says."""
     if function.model is None:
         return 0
     ids, texts = input.get("token_ids"), input.get("texts")
@@ -105,7 +105,16 @@ def _batch_tokens(function: FunctionSpec, input: Mapping[str, object]) -> int:
         return sum(len(row) for row in ids if isinstance(row, list))
     if isinstance(texts, list):
         return sum(1 + len(text) // 4 for text in texts if isinstance(text, str))
-    return 0
+    return sum(1 + length // 4 for length in _said(input.get("messages")))
+
+
+def _said(messages: object) -> Iterator[int]:
+    """Yield the characters of each message of one conversation or several, its role among them."""
+    if isinstance(messages, list):
+        for each in messages:
+            yield from _said(each)
+    elif isinstance(messages, dict):
+        yield sum(len(part if isinstance(part, str) else repr(part)) for part in messages.values())
 
 
 def _check_named(function: FunctionSpec, kind: str, units: UnitSet, spec: ManagerSpec) -> None:

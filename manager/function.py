@@ -24,8 +24,8 @@ class Network(StrEnum):
     """What a sandbox may reach."""
 
     NONE = "none"  #: loopback only
-    INTERNAL = "internal"  #: other sandboxes on an internal bridge
-    EGRESS = "egress"  #: the outside, through ``allow`` where given
+    INTERNAL = "internal"  #: other sandboxes of its task
+    EGRESS = "egress"  #: the public world, or what ``allow`` names
 
 
 class Background(StrEnum):
@@ -34,6 +34,17 @@ class Background(StrEnum):
     FREEZE = "freeze"  #: they stop until the next action
     RUN = "run"  #: they run on, on the trajectory's shared cores
     KILL = "kill"  #: they are ended with the action
+
+
+#: An IPv6 address stands in brackets where a port follows it.
+AllowedPlace = Annotated[
+    str,
+    Setting(
+        pattern=r"^(\[[0-9A-Fa-f:.]+(/[0-9]{1,3})?\](:[0-9]{1,5})?|[0-9A-Fa-f.]*:[0-9A-Fa-f]*:[0-9A-Fa-f:.]*(/[0-9]{1,3})?"
+        r"|[0-9]{1,3}(\.[0-9]{1,3}){3}(/[0-9]{1,2})?(:[0-9]{1,5})?"
+        r"|([A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?\.)*[A-Za-z]([A-Za-z0-9-]*[A-Za-z0-9])?(:[0-9]{1,5})?)$"
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +62,23 @@ class SandboxSpec:
     image: Annotated[str, Setting("container image")] = ""
     memory_bytes: Annotated[int, Setting("bytes, held for the life of the trajectory")] = 512 * 2**20
     network: Annotated[Network, Setting("what it may reach")] = Network.NONE
-    allow: Annotated[tuple[str, ...], Setting("with egress: hosts or CIDR blocks; empty allows all")] = ()
-    user: Annotated[str, Setting("user name or id inside", number_too=True)] = "1000"
+    allow: Annotated[
+        tuple[AllowedPlace, ...],
+        Setting(
+            "with egress: hosts, addresses and CIDR blocks, with :port if wanted, and nothing else; "
+            "by default the public world. Only what lies in a private range as a whole opens it"
+        ),
+    ] = ()
+    user: Annotated[
+        str, Setting("user name or id inside; auto is an id that no other sandbox has", number_too=True)
+    ] = "auto"
+    users: Annotated[
+        tuple[Annotated[str, Setting(number_too=True)], ...],
+        Setting("users that it and an action's input may name, root only if listed; by default none but its own user"),
+    ] = ()
+    runtime: Annotated[
+        str, Setting("what the engine runs containers with: runc, crun, runsc, kata ...; empty takes its default")
+    ] = ""
     pids: Annotated[int, Setting("most processes and threads", ge=1)] = 256
     disk_bytes: Annotated[int, Setting("bytes it may write")] = 2 * 2**30
     shm_bytes: Annotated[int, Setting("bytes of /dev/shm")] = 64 * 2**20
@@ -66,6 +92,31 @@ class SandboxSpec:
     ] = 600.0
     warm: Annotated[Warm, Setting("sandboxes kept ready")] = Warm()
 
+    def refuses(self, user: str) -> str:
+        """Return why nothing may run as ``user`` (a name or an id), with the remedy; empty if it may."""
+        wanted = _plain(user)
+        if wanted == self.user == AUTO:
+            return ""
+        listed = {_plain(each) for each in self.users} or {_plain(self.user)} - {ROOT}
+        if wanted in listed:
+            return ""
+        remedy = f"list it: sandbox.users: [{', '.join(dict.fromkeys((*self.users, user)))}]"
+        if wanted == ROOT and not self.users:
+            return f"the user {user!r} is root, which must be asked for by name; {remedy}"
+        known = ", ".join(self.users) or self.user
+        return f"the user {user!r} is not among those that the function may ask for ({known}); {remedy}"
+
+
+#: The id of the user root, and the name of a sandbox's own user.
+ROOT, AUTO = "0", "auto"
+
+
+def _plain(user: str) -> str:
+    """Return a user in its one form: an id without leading zeros, root by its id."""
+    if user.isascii() and user.isdigit():
+        return str(int(user))
+    return ROOT if user == "root" else user
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PytestSpec:
@@ -76,6 +127,21 @@ class PytestSpec:
         Literal["load", "loadscope", "loadfile", "loadgroup", "worksteal", "no"], Setting("pytest-xdist's --dist")
     ] = "worksteal"
     max_workers: Annotated[int, Setting("most workers, whatever was granted", ge=1)] = 64
+    grade: Annotated[
+        Literal["same_sandbox", "fresh"],
+        Setting("where the suite runs: where the agent worked, or in a new sandbox with what the agent has changed"),
+    ] = "same_sandbox"
+    tree_options: Annotated[
+        Literal["use", "ignore"],
+        Setting("conftests and pytest's options that the agent has changed (fresh), or any of the tree (same_sandbox)"),
+    ] = "use"
+    missing: Annotated[
+        Literal["invalid", "zero"],
+        Setting("a suite in which no listed test is found, or none at all, has no reward (null), or 0.0"),
+    ] = "invalid"
+    changes_limit_bytes: Annotated[
+        int, Setting("with grade fresh: bytes that the agent may have changed; more is worth 0.0", ge=1)
+    ] = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,12 +179,22 @@ class ModelSpec:
     dtype: Annotated[Literal["", "float32", "float16", "bfloat16"], Setting("the checkpoint's own by default")] = ""
     max_tokens: Annotated[int, Setting("most tokens of one text", ge=1)] = 8192
     overlong: Annotated[Literal["error", "truncate"], Setting("what happens to a longer text")] = "error"
+    truncate: Annotated[
+        Literal["", "left", "right"],
+        Setting("the side on which it is cut: left by default for score and generate, right for logprobs and embed"),
+    ] = ""
     batch_tokens: Annotated[int, Setting("tokens of one packed batch", ge=1)] = 16384
     max_new_tokens: Annotated[int, Setting("most generated tokens", ge=1)] = 512
     #: External engine: base URL of an OpenAI-compatible server and its sleep and wake paths; empty runs in-house.
     engine_url: str = ""
     sleep_path: str = ""
     wake_path: str = ""
+
+    @property
+    def cut(self) -> Literal["", "left", "right"]:
+        """Return the side on which an overlong text is cut, the same for all forms of input; empty: it is refused."""
+        ends_count = self.action in (ModelAction.SCORE, ModelAction.GENERATE)
+        return "" if self.overlong == "error" else self.truncate or ("left" if ends_count else "right")
 
     @property
     def service(self) -> str:
@@ -197,8 +273,10 @@ class FunctionSpec:
     queue_timeout_s: Annotated[float, Setting("waiting only", gt=0)] = 600.0
     idempotent: Annotated[bool, Setting("may be run again after a node or the gateway is lost")] = False
     max_queued: Annotated[int, Setting("most waiting invocations; beyond it 429", ge=1)] = 1024
-    output_limit_bytes: Annotated[int, Setting("largest result")] = 1 * 2**20
-    log_limit_bytes: Annotated[int, Setting("log kept of one invocation")] = 4 * 2**20
+    output_limit_bytes: Annotated[int, Setting("largest result; of longer output its beginning and its end")] = (
+        1 * 2**20
+    )
+    log_limit_bytes: Annotated[int, Setting("log kept of one invocation, from its beginning")] = 4 * 2**20
     retry: Annotated[RetrySpec, Setting("tries after a failure")] = RetrySpec()
     sandbox: SandboxSpec | None = None
     pytest: PytestSpec | None = None

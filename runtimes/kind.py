@@ -27,8 +27,14 @@ class DeclarationSite:
     models_dir: Path | None
     #: Whether handlers and checkpoints must exist on this machine.
     look: bool
+    #: Of this machine nothing is looked at outside of these directories; None for no such bound.
+    roots: tuple[Path, ...] | None = None
     #: (key path in the function, what is wrong there).
     problems: list[tuple[tuple[object, ...], str]] = field(default_factory=list)
+
+    def may_look_at(self, file: Path) -> bool:
+        """Whether an absolute path, without links in it, lies where this declaration may point to."""
+        return self.roots is None or any(file.is_relative_to(root) for root in self.roots)
 
     def refuse(self, path: tuple[object, ...], message: str) -> None:
         self.problems.append((path, message))

@@ -11,7 +11,18 @@ from dataclasses import dataclass, field
 from manager.action import Action
 from manager.chunk import Chunk
 from manager.clock import Clock, MonotonicClock
-from manager.errors import ActionFailed, CodedError, InvalidInput, QuotaExceeded, Reason, Unsupported
+from manager.errors import (
+    ActionFailed,
+    CapacityExceeded,
+    CodedError,
+    InvalidInput,
+    QuotaExceeded,
+    Reason,
+    StorageUnavailable,
+    TooLarge,
+    Unsupported,
+    exhaustion,
+)
 from manager.executor import Call
 from manager.function import FunctionSpec
 from manager.lease import Lease
@@ -34,8 +45,11 @@ _STATES: Mapping[Reason, State] = {
 #: Errors that a runtime may raise besides ActionFailed.
 _REASONS: Mapping[type[CodedError], Reason] = {
     InvalidInput: Reason.INVALID_INPUT,
+    TooLarge: Reason.INVALID_INPUT,
     Unsupported: Reason.INVALID_INPUT,
     QuotaExceeded: Reason.QUOTA,
+    CapacityExceeded: Reason.ENVIRONMENT_LOST,
+    StorageUnavailable: Reason.ENVIRONMENT_LOST,
 }
 
 
@@ -60,7 +74,7 @@ class LocalExecutor:
         clock: Clock | None = None,
         *,
         deadlines: Deadlines | None = None,
-        open_environment: Callable[[str, FunctionSpec], Awaitable[object]] | None = None,
+        open_environment: Callable[[str, str, FunctionSpec], Awaitable[object]] | None = None,
     ) -> None:
         self._runtimes = dict(runtimes)
         self._clock = clock or MonotonicClock()
@@ -72,7 +86,7 @@ class LocalExecutor:
         self._left_behind: set[asyncio.Task[Result]] = set()
 
     async def execute(self, action: Action, lease: Lease, call: Call) -> Outcome:
-        """Run the action to its end. Only a cancellation is raised, once the work was killed."""
+        """Run the action to its end. A cancellation is an end like others, once the work was killed."""
         runtime = self._runtimes.get(call.function.runtime)
         if runtime is None:
             kind = call.function.runtime
@@ -90,7 +104,8 @@ class LocalExecutor:
             await watch.end()
         except asyncio.CancelledError:
             await watch.kill()
-            raise
+            execution.end()
+            return _failure(Reason.CANCELLED, "cancelled", execution)
         finally:
             del self._running[action.id]
             if not task.done():
@@ -122,7 +137,7 @@ class LocalExecutor:
         if self._open_environment is None:
             return
         try:
-            await asyncio.wait_for(self._open_environment(trajectory, function), self._deadlines.prepare_s)
+            await asyncio.wait_for(self._open_environment(trajectory, task, function), self._deadlines.prepare_s)
         except TimeoutError:
             seconds = self._deadlines.prepare_s
             raise ActionFailed(
@@ -271,6 +286,7 @@ def _outcome(task: asyncio.Task[Result], execution: Execution, overrun: str) -> 
             retry_after_s=error.retry_after_s,
             detail=error.detail,
         )
+    error = exhaustion(error, COMPONENT) or error
     if isinstance(error, CodedError):
         reason = _REASONS.get(type(error), Reason.INTERNAL)
         return _failure(reason, error.message, execution, component=error.component)

@@ -20,6 +20,8 @@ import orjson
 
 from scripts.demo_projects import PROJECTS, Project, checkout, fix
 from tangram import AsyncClient, AsyncTrajectory, InvocationResult
+from tangram.client.credentials import Bearer
+from tangram.types.local_tokens import find_token
 
 ROOT = Path(__file__).resolve().parents[1]
 STATE = ROOT / ".demo"
@@ -44,7 +46,9 @@ def main() -> int:
     with ExitStack() as stack:
         stack.enter_context(search_server(ports.search))
         stack.enter_context(gateway(ports))
-        resources = httpx.get(f"http://127.0.0.1:{ports.http}/v1/resources").raise_for_status().json()
+        resources = (
+            httpx.get(f"http://127.0.0.1:{ports.http}/v1/resources", auth=Bearer(None)).raise_for_status().json()
+        )
         say(f"gateway on http://127.0.0.1:{ports.http} and grpc://127.0.0.1:{ports.grpc}")
         say(f"sandboxes: {resources['sandboxes']['engine']}: {resources['sandboxes']['isolation']}")
         failures = asyncio.run(rollout(ports))
@@ -150,13 +154,15 @@ async def through_grpc(ports: Ports) -> int:
 
     surprises = 0
     channel = Channel("127.0.0.1", ports.grpc)
+    token = {"authorization": f"Bearer {find_token('127.0.0.1', ports.http)}"}
     try:
         stub = GatewayStub(channel)
         for function, value in (
             ("math_reward", {"answer": "so the answer is \\boxed{\\frac{1}{2}}", "reference": "0.5"}),
             ("shell", {"command": "echo hello from $(uname -s)"}),
         ):
-            reply = await stub.Invoke(InvokeRequest(function=function, input_json=orjson.dumps(value)))
+            request = InvokeRequest(function=function, input_json=orjson.dumps(value))
+            reply = await stub.Invoke(request, metadata=token)
             say(f"  {function}: {reply.result_json.decode()}")
             surprises += int(reply.state != "succeeded")
     finally:
@@ -204,6 +210,8 @@ def gateway(ports: Ports) -> Iterator[None]:
         "TANGRAM_STATE": str(STATE / "state"),
         "TANGRAM_MODELS": str(CACHE / "models"),
         "SEARCH_URL": f"http://127.0.0.1:{ports.search}",
+        # Without Docker, the suites are run by the pytest of this environment.
+        "TANGRAM_SANDBOX_PATH": f"{sys.prefix}/bin:/usr/local/bin:/usr/bin:/bin",
     }
     command = [sys.executable, "-m", "gateway", "serve", "tangram.yaml", "functions"]
     with running(command, STATE / "gateway.log", environment, f"http://127.0.0.1:{ports.http}/readyz"):

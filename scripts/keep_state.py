@@ -31,6 +31,8 @@ from typing import Any
 import httpx
 import yaml
 
+from tangram.client.credentials import Bearer
+
 ROOT = Path(__file__).resolve().parents[1]
 DEADLINE_S = 60.0
 #: Where nobody listens, so that callbacks stay pending: whoever opens the directory puts an address of its own here.
@@ -91,7 +93,9 @@ class Gateway:
         )
         serving: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._read, args=(serving,), daemon=True).start()
-        self.http = httpx.Client(base_url=f"http://{serving.get(timeout=DEADLINE_S)}", timeout=DEADLINE_S)
+        self.http = httpx.Client(
+            base_url=f"http://{serving.get(timeout=DEADLINE_S)}", auth=Bearer(None), timeout=DEADLINE_S
+        )
 
     def _read(self, serving: queue.Queue[str]) -> None:
         assert self._process.stderr is not None

@@ -22,6 +22,7 @@ _HOMES = {
         "ConflictError",
         "ConnectionFailed",
         "DrainingError",
+        "ForbiddenError",
         "InvalidConfigError",
         "InvalidInputError",
         "InvocationFailed",

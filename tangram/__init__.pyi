@@ -13,6 +13,7 @@ from tangram.errors import (
     ConflictError as ConflictError,
     ConnectionFailed as ConnectionFailed,
     DrainingError as DrainingError,
+    ForbiddenError as ForbiddenError,
     InvalidConfigError as InvalidConfigError,
     InvalidInputError as InvalidInputError,
     InvocationFailed as InvocationFailed,

@@ -101,6 +101,12 @@ class UnauthorizedError(TangramError):
     code = "unauthorized"
 
 
+class ForbiddenError(TangramError):
+    """The token does not allow this."""
+
+    code = "forbidden"
+
+
 class UnsatisfiableError(TangramError):
     """No node could ever satisfy this cost."""
 

@@ -1,5 +1,7 @@
 """A Docker engine on another machine, as far as a test can have one: it shares nothing with us but a TCP port.
 
+It knows a second runtime, crun, if that is installed.
+
 It has its own mounts (nothing of /tmp, where the tests' state lies, and nothing of /run), its own process ids and
 network, its own data, which is memory, and its own branch of the cgroups.
 """
@@ -17,16 +19,19 @@ from pathlib import Path
 START_S, IMAGE_S, STOP_S = 60.0, 120.0, 30.0
 STEP_S = 0.05
 
+CRUN = shutil.which("crun")
+
 #: The first process of the engine's world; it starts the engine again whenever that ends.
 WORLD = """
 set -eu
 mkdir -p /var/lib/docker
+umount /sys/fs/cgroup/unified 2>/dev/null || true  # crun refuses to work beside it
 for place in /tmp /run /var/lib/docker; do mount -t tmpfs tmpfs $place; done
 while :; do
     rm -f /run/docker.pid
     # It is given the port as a service manager would: the socket is of our network, the engine is not.
     sh -c 'LISTEN_PID=$$ LISTEN_FDS=1 exec dockerd --host fd:// --bridge=none --iptables=false --ip6tables=false \
-        --live-restore --cgroup-parent "$GROUP" --log-level warn' 3<&0 </dev/null || true
+        --live-restore $RUNTIMES --cgroup-parent "$GROUP" --log-level warn' 3<&0 </dev/null || true
     # The next one would take a containerd that is about to end for its own.
     while kill -0 "$(cat /run/docker/containerd/containerd.pid)" 2>/dev/null; do sleep 0.05; done
     rm -f /run/docker/containerd/containerd.pid
@@ -57,7 +62,7 @@ class RemoteEngine:
         with self._log.open("wb") as log:
             self._world = subprocess.Popen(
                 ["setpriv", "--pdeathsig", "KILL", *world],
-                env={**os.environ, "GROUP": self._group},
+                env={**os.environ, "GROUP": self._group, "RUNTIMES": f"--add-runtime crun={CRUN}" if CRUN else ""},
                 stdin=self._listener.fileno(),
                 stdout=log,
                 stderr=log,

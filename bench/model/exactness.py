@@ -80,7 +80,7 @@ async def _ask(engine: TorchBackend, asked: FunctionSpec, dop: int) -> list[floa
     ask = await engine.admit(asked, parse_input(asked, {"token_ids": IDS}, len(IDS)))
     assert asked.model is not None
     job = ModelJob(service=asked.model.service, chunk=Chunk(0, dop), requests=(ask,))
-    value: Any = (await engine.execute(job, lambda: None)).values[0]
+    value: Any = (await engine.execute(job, lambda: None, lambda *_: None)).values[0]
     return list(value["scores"]) if "scores" in value else [number for row in value["logprobs"] for number in row]
 
 

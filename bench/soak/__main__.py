@@ -34,7 +34,6 @@ SPARED = 0.6
 WARM_UP_S = 20.0
 #: Longest time until everything is at rest: an engine's silence, and twice the search for orphans.
 REST_S = 150.0
-ENDED_S = 10.0
 #: Connections to the engine that a gateway may hold more of than at first: one for each of its threads, and the two
 #: doors' own to whoever asked last.
 ENGINE_CONNECTIONS = 11
@@ -107,15 +106,6 @@ class SoakWorld:
                 told = more
             await asyncio.sleep(1.0)
 
-    async def traceless(self) -> dict[str, int]:
-        """What is left when the gateway has ended, and the kernel has taken down what ended with it."""
-        deadline_s = time.monotonic() + ENDED_S
-        while True:
-            held = await asyncio.to_thread(self.census.take, None)
-            if all(count <= self.empty[name] for name, count in held.items()) or time.monotonic() > deadline_s:
-                return held
-            await asyncio.sleep(1.0)
-
 
 @asynccontextmanager
 async def world(provider: str, seed: int, *, scores: bool) -> AsyncIterator[SoakWorld]:
@@ -171,7 +161,7 @@ async def soak(report: BenchReport, *, minutes: float, provider: str, kinds: tup
             await parts.phase(60 * minutes * (1 - SPARED), kinds)
         left = await parts.rest(wanted)
         status = await gateway.end(signal.SIGINT)
-        end = await parts.traceless()
+        end = await parts.census.ended(parts.empty)
         tell(report, parts, {"first": first, "spared": spared_left, "last": left, "end": end}, status)
         for line in parts.census.who():
             report.note(f"left behind: {line}")

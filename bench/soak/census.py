@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import re
+import signal
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from bench.private_docker import PrivateDocker
 from bench.soak.gateway import MARKER
 
+#: Longest time that the kernel takes for what ended with the gateway.
+ENDED_S = 10.0
 #: The control groups that containers and process sandboxes get.
 GROUP = re.compile(r"[0-9a-f]{64}|tangram-[0-9a-f]{16}")
 
@@ -51,6 +57,15 @@ class Census:
             }
         return counts
 
+    async def ended(self, empty: Mapping[str, int]) -> dict[str, int]:
+        """What there is once the gateway has ended and the kernel has taken down what ended with it, if it does."""
+        deadline_s = time.monotonic() + ENDED_S
+        while True:
+            held = await asyncio.to_thread(self.take, None)
+            if all(count <= empty[name] for name, count in held.items()) or time.monotonic() > deadline_s:
+                return held
+            await asyncio.sleep(1.0)
+
     def who(self) -> list[str]:
         """Those processes in words: id, parent, state and command line."""
         ours = set(self._processes())
@@ -61,6 +76,12 @@ class Census:
                     command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
                     said.append(f"{pid} of {parent}, {state}: {command[:200]}")
         return said
+
+    def sweep(self) -> None:
+        """End the processes that are left, so that a bench that found some leaves none itself."""
+        for pid in set(self._processes()):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def runners(self) -> list[int]:
         """The resident runners, and where bubblewrap leads to one, bubblewrap."""

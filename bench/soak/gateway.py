@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 
 from bench.gateway import GATEWAY, IMAGE, ROOT, START_S
+from tangram.client.credentials import Bearer
 
 #: What tells this soak's processes from all others.
 MARKER = "TANGRAM_SOAK"
@@ -47,8 +48,17 @@ class SoakGateway:
     """`tangram serve` in a directory of its own, with its temporary files in it."""
 
     def __init__(
-        self, directory: Path, *, provider: str, upstream: int, checkpoint: Path | None, environment: Mapping[str, str]
+        self,
+        directory: Path,
+        *,
+        provider: str,
+        upstream: int,
+        checkpoint: Path | None,
+        environment: Mapping[str, str],
+        config: str = CONFIG,
+        handler: str = HANDLER,
     ) -> None:
+        """``config`` is a template with directory, port, provider, image and upstream, ``handler`` its module."""
         directory.chmod(0o755)  # the sandbox's user reads the handler in it
         self.state = directory / "state"
         self.temporary = directory / "tmp"
@@ -56,9 +66,9 @@ class SoakGateway:
         self._config = directory / "tangram.yaml"
         self._log = directory / "gateway.log"
         port = _free_port()
-        text = CONFIG.format(directory=directory, port=port, provider=provider, image=IMAGE, upstream=upstream)
+        text = config.format(directory=directory, port=port, provider=provider, image=IMAGE, upstream=upstream)
         self._config.write_text(text + ("" if checkpoint is None else SCORE.format(checkpoint=checkpoint)))
-        (directory / "handler.py").write_text(HANDLER)
+        (directory / "handler.py").write_text(handler)
         self._environment = {
             **os.environ,
             **environment,
@@ -69,7 +79,7 @@ class SoakGateway:
         }
         self._process: asyncio.subprocess.Process | None = None
         self.url = f"http://127.0.0.1:{port}"
-        self._http = httpx.AsyncClient(base_url=self.url, timeout=10.0, trust_env=False)
+        self._http = httpx.AsyncClient(base_url=self.url, auth=Bearer(None), timeout=10.0, trust_env=False)
 
     @property
     def pid(self) -> int:

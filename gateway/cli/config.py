@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -20,7 +21,10 @@ from tangram.types.quantities import show_size
 @click.command()
 @paths_argument
 @click.option("--log-level", default="info", show_default=True, help="Level of the gateway's own log.")
-def serve(paths: tuple[Path, ...], log_level: str) -> None:
+@click.option(
+    "--weaker-isolation", is_flag=True, help="Serve sandboxes that are weaker than those the state directory served."
+)
+def serve(paths: tuple[Path, ...], log_level: str, weaker_isolation: bool) -> None:
     """Serve until SIGTERM, then drain."""
     # Nothing that is imported and read at the start is garbage, and looking for some takes a tenth of the time.
     gc.disable()
@@ -33,9 +37,12 @@ def serve(paths: tuple[Path, ...], log_level: str) -> None:
     logs.configure(log_level)
     chosen = paths or (Path(),)
     config = load.load(chosen, os.environ)
+    provider = replace(config.sandbox.provider, weaker=weaker_isolation)
+    config = replace(config, sandbox=replace(config.sandbox, provider=provider))
 
     async def run() -> None:
         async with app.gateway(config, paths=chosen, env=os.environ) as running:
+            click.echo(f"page: {running.page}")
             gc.freeze()
             gc.enable()
             await running.serve()

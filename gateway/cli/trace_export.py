@@ -59,7 +59,8 @@ def _step(record: InvocationResult, function: Mapping[str, Any], think_s: float)
     key = function.get("key")
     elasticity = _elasticity(function) if key is not None else None
     members = max(1.0, record.usage.get("batch", 1.0))
-    duration_s = max(SHORTEST_S, record.execution_s / members)
+    earlier_s = sum(each.execution_ms or 0.0 for each in record.attempts) / 1000
+    duration_s = max(SHORTEST_S, (record.execution_s - earlier_s) / members)
     units = record.units.get(key, 1) if key is not None else 1
     work_s = duration_s if elasticity is None else duration_s * elasticity.efficiency(units) * units
     return TraceStep(

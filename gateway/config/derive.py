@@ -113,8 +113,6 @@ def _fields(noun: type, forms: Mapping[str, Any], optional: bool) -> dict[str, A
             continue
         form = forms[name] if name in forms else _form(hint, name.rpartition("_")[2])
         told: dict[str, Any] = {"validation_alias": key_of(name, setting), "description": setting.meaning}
-        if setting.number_too:
-            told["coerce_numbers_to_str"] = True
         if optional:
             form, told["default"] = form | None, None
         elif declared[name].default is not MISSING:
@@ -161,4 +159,5 @@ def _form(hint: Any, unit: str, bounds: Mapping[str, Any] = MappingProxyType({})
 
 def _bounds(said: tuple[object, ...]) -> dict[str, Any]:
     settings = [each for each in said if isinstance(each, Setting)]
-    return {name: bound for each in settings for name in _BOUNDS if (bound := getattr(each, name)) is not None}
+    found = {name: bound for each in settings for name in _BOUNDS if (bound := getattr(each, name)) is not None}
+    return {**found, "coerce_numbers_to_str": True} if any(each.number_too for each in settings) else found

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from gateway.config.derive import Section, refuse_boolean, section_of
 from gateway.config.sections import SchedulerConfig
 from manager.config import ResourceName
+from manager.errors import InvalidConfig
 from manager.scheduler.policy import PolicySpec
-from manager.scheduler.registry import PolicyName
+from manager.scheduler.registry import PolicyName, make_policy
 
 Name = Annotated[str, Field(pattern=ResourceName.__metadata__[0].pattern)]
 
@@ -23,6 +24,15 @@ class PolicySection(Section):
     options: dict[str, Annotated[float, Field(ge=0), BeforeValidator(refuse_boolean)]] = Field(
         default={}, description="constants by name, for example dop: 8 for fixed"
     )
+
+    @model_validator(mode="after")
+    def _known(self) -> Self:
+        """Refuse options that the policy has not, or not in this range."""
+        try:
+            make_policy(PolicySpec(name=self.name, options=self.options))
+        except InvalidConfig as error:
+            raise ValueError(str(error)) from error
+        return self
 
 
 def _policy_form(value: object) -> str | None:

@@ -18,6 +18,7 @@ from pydantic import (
     model_validator,
 )
 
+from gateway.config.declared_schema import checked_schema
 from gateway.config.derive import Section, given_of, model_of, refuse_boolean, section_of, values
 from gateway.config.forms import Name
 from manager.action import Amdahl, EfficiencyTable, Elasticity, UnitSet
@@ -151,7 +152,9 @@ class _Costs(Section):
     elasticity: ElasticitySection | None = Field(default=None, description="how more units make it faster")
 
 
-_Every = model_of(FunctionSpec, retry=Retry)
+#: A schema that callers' inputs are checked against, or that results are said to follow.
+DeclaredSchema = Annotated[Mapping[str, object] | None, AfterValidator(checked_schema)]
+_Every = model_of(FunctionSpec, retry=Retry, input_schema=DeclaredSchema, result_schema=DeclaredSchema)
 
 
 def form_name(kind: Kind) -> str:

@@ -7,15 +7,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar, cast
 
-from gateway.auth import check_bind
+from gateway.auth import check_doors
 from gateway.config import yaml
 from gateway.config.declared import Resource
 from gateway.config.document import MAPS, NAMES, SECTIONS, Adapter, check, suggestion
 from gateway.config.functions import FunctionSection
 from gateway.config.resources import costed_kinds, resource_problems
-from gateway.config.sections import NodeConfig, SandboxConfig, SchedulerConfig, ServerConfig
+from gateway.config.sections import NodeConfig, SandboxConfig, SchedulerConfig, ServerConfig, TlsSection
 from gateway.config.spec import function_spec
 from gateway.config.yaml import ConfigProblem, KeyPath, Position
+from gateway.tls import server_context
 from manager.config import (
     ManagerSpec,
     NodeSpec,
@@ -50,6 +51,8 @@ class GatewayConfig:
     functions: Mapping[str, FunctionSpec] = field(default_factory=dict)
     tasks: Mapping[str, TaskSpec] = field(default_factory=lambda: {"default": TaskSpec()})
     resources: Mapping[str, ResourceSpec] = field(default_factory=dict)
+    #: Resource -> those of which a unit is taken with each unit of it.
+    needs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     node: NodeConfig = field(default_factory=NodeConfig)
@@ -107,12 +110,17 @@ def build(
     look: bool = True,
     problems: Sequence[ConfigProblem] = (),
     base: GatewayConfig | None = None,
+    keep: GatewayConfig | None = None,
+    roots: Sequence[Path] | None = None,
 ) -> GatewayConfig:
     """One configuration from the texts of its files; raises InvalidConfig with every problem, ``problems`` first.
 
-    A server's section that no file holds (server, node, sandbox, models, scheduler) is that of ``base``.
+    A server's section that no file holds (server, node, sandbox, models, scheduler) is that of ``base``; functions,
+    tasks and resources that no file names are those of ``keep``. Nothing on this machine is looked at outside of
+    ``roots``, if they are given.
     """
-    assembly = _Assembly(env=env, look=look, problems=list(problems), base=base)
+    assembly = _Assembly(env=env, look=look, problems=list(problems), base=base, keep=keep or GatewayConfig())
+    assembly.roots = None if roots is None else tuple(root.resolve() for root in roots)
     for source in sources:
         assembly.add(source)
     config = assembly.config()
@@ -162,6 +170,8 @@ class _Assembly:
     look: bool
     problems: list[ConfigProblem]
     base: GatewayConfig | None = None
+    keep: GatewayConfig
+    roots: tuple[Path, ...] | None = None
     files: list[Path] = field(default_factory=list)
     sections: dict[str, _Entry] = field(default_factory=dict)
     entries: dict[str, dict[str, _Entry]] = field(default_factory=lambda: {name: {} for name in MAPS})
@@ -213,9 +223,11 @@ class _Assembly:
         server = self._server()
         node = self._section("node", NodeConfig)
         sandbox = self._section("sandbox", SandboxConfig)
+        if "sandbox" in self.sections and (refused := sandbox.default.refuses(sandbox.default.user)):
+            self._refuse(self.sections["sandbox"], refused, ("user",))
         models = self._section("models", ModelSettings)
         scheduler = self._section("scheduler", SchedulerConfig)
-        resources = {name: cast(Resource, value) for name, value in self._valid("resources")}
+        resources = self._resources()
         self._resource_problems(resources)
         tasks = {name: cast(TaskSpec, value) for name, value in self._valid("tasks")}
         self._task_problems(tasks, scheduler)
@@ -225,14 +237,18 @@ class _Assembly:
         self._engine_problems(functions, node)
         return GatewayConfig(
             functions=functions,
-            tasks={"default": TaskSpec()} | tasks,
+            tasks={"default": TaskSpec(), **self.keep.tasks, **tasks},
             resources={name: each.spec for name, each in resources.items()},
+            needs={name: each.needs for name, each in resources.items()},
             scheduler=scheduler,
             server=server,
             node=node,
             sandbox=sandbox,
             models=models,
-            origins={name: entry.position for name, entry in self.entries["functions"].items()},
+            origins={
+                **self.keep.origins,
+                **{name: entry.position for name, entry in self.entries["functions"].items()},
+            },
             files=tuple(self.files),
         )
 
@@ -246,16 +262,11 @@ class _Assembly:
             assert file is not None
             if token:
                 self._refuse(self.sections["server"], "give one of token and token_file")
+            # It cannot change while the gateway runs: for a request nothing is read.
+            token = self._token(file) if self.base is None else self.base.server.token
+        if "server" in self.sections:
             try:
-                token = file.read_text(encoding="utf-8").strip()
-            except (OSError, UnicodeDecodeError) as error:
-                self._refuse(self.sections["server"], f"token_file {file} cannot be read: {error}")
-            else:
-                if not token:
-                    self._refuse(self.sections["server"], f"token_file {file} is empty")
-        elif "server" in self.sections:
-            try:
-                check_bind(server.host, token)
+                check_doors(replace(server, token=token))
             except InvalidConfig as error:
                 self._refuse(self.sections["server"], error.message)
         state_dir = self._absolute("server" if server.state_dir != ServerConfig().state_dir else "", server.state_dir)
@@ -263,19 +274,46 @@ class _Assembly:
         return replace(
             server,
             token=token,
+            tls=self._tls(server.tls),
             token_file=self._absolute("server", server.token_file),
             secrets_dir=self._absolute("server", server.secrets_dir),
             state_dir=state_dir,
         )
 
+    def _token(self, file: Path) -> str:
+        """The token in a file, which must hold one."""
+        try:
+            token = file.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            self._refuse(self.sections["server"], f"token_file {file} cannot be read: {error}")
+            return ""
+        if not token:
+            self._refuse(self.sections["server"], f"token_file {file} is empty")
+        return token
+
+    def _tls(self, tls: TlsSection | None) -> TlsSection | None:
+        """The certificates by their absolute paths; that they can be used is looked at where the files are."""
+        if tls is None:
+            return None
+        cert, key, client_ca = (self._absolute("server", path) for path in (tls.cert, tls.key, tls.client_ca))
+        assert cert is not None and key is not None
+        found = TlsSection(cert=cert, key=key, client_ca=client_ca)
+        if self.look and self.base is None:
+            try:
+                server_context(found, ())
+            except InvalidConfig as error:
+                self._refuse(self.sections["server"], error.message.removeprefix("server."))
+        return found
+
     def _functions(
         self, resources: Mapping[str, Resource], sandbox: SandboxConfig, models: ModelSettings
     ) -> dict[str, FunctionSpec]:
-        functions: dict[str, FunctionSpec] = {}
-        kinds = costed_kinds(self.entries["resources"])
+        functions = dict(self.keep.functions)
+        kinds = costed_kinds(resources.keys() | self.entries["resources"].keys())
         for name, value in self._valid("functions"):
             entry = self.entries["functions"][name]
-            place = DeclarationSite(directory=entry.directory, models_dir=models.dir, look=self.look)
+            roots = None if self.roots is None else (*self.roots, *([models.dir.resolve()] if models.dir else ()))
+            place = DeclarationSite(directory=entry.directory, models_dir=models.dir, look=self.look, roots=roots)
             section = cast(FunctionSection, value)
             functions[name] = function_spec(name, section, place, kinds=kinds, resources=resources, sandbox=sandbox)
             for path, message in place.problems:
@@ -288,20 +326,32 @@ class _Assembly:
         own = sorted(name for name, model in models.items() if not model.engine_url)
         if not own or node.devices.kind == "cpu":
             return
-        for name in models.keys() - own:
+        named = self.entries["functions"]
+        for name in sorted(models.keys() - own):
             message = (
                 f"an external engine needs devices of its own, and this gateway's own models ({', '.join(own)}) hold "
                 "the memory of every device of the node for good: serve it from a gateway of its own, or call it as an "
                 "api function with a concurrency resource as its cost"
             )
-            self._refuse(self.entries["functions"][name], message, ("model", "engine"))
+            # One that is kept was declared elsewhere: what is new beside it is at fault.
+            place = named.get(name) or next(entry for each, entry in named.items() if each in models)
+            self._refuse(place, message, ("model", "engine") if name in named else ())
+
+    def _resources(self) -> dict[str, Resource]:
+        """Those that are declared, and after them those that are kept."""
+        declared = {name: cast(Resource, value) for name, value in self._valid("resources")}
+        for name, spec in self.keep.resources.items():
+            if name not in self.entries["resources"]:
+                declared[name] = Resource(spec=spec, needs=self.keep.needs.get(name, ()))
+        return declared
 
     def _resource_problems(self, resources: Mapping[str, Resource]) -> None:
-        for name, path, message in resource_problems(resources, self.entries["resources"]):
+        declared = dict.fromkeys((*self.entries["resources"], *resources))
+        for name, path, message in resource_problems(resources, declared):
             self._refuse(self.entries["resources"][name], message, path)
 
     def _task_problems(self, tasks: Mapping[str, TaskSpec], scheduler: SchedulerConfig) -> None:
-        kinds = costed_kinds(self.entries["resources"])
+        kinds = costed_kinds({*self.entries["resources"], *self.keep.resources})
         for name, task in tasks.items():
             for kind in task.caps.keys() - kinds:
                 message = f"{kind!r} is no resource{suggestion(kind, kinds)}"

@@ -57,6 +57,7 @@ CHAPTERS = (
     *((spec.__name__, f"resources.NAME, kind {spec.kind}") for spec in RESOURCE_KINDS),
     ("TaskSpec", "tasks.NAME"),
     ("ServerConfig", "server"),
+    ("TlsSection", "server.tls"),
     ("RetentionSection", "server.retention"),
     ("LogsSection", "server.logs"),
     ("CallbacksSection", "server.callbacks"),
@@ -64,7 +65,10 @@ CHAPTERS = (
     ("CpuConfig", "node.cpu"),
     ("DevicesConfig", "node.devices"),
     ("SandboxConfig", "sandbox"),
+    ("IdSettings", "sandbox.ids"),
     ("DockerSettings", "sandbox.docker"),
+    ("DiskSettings", "sandbox.disk_bound"),
+    ("UserIds", "sandbox.uids"),
     ("ModelSettings", "models"),
     ("SchedulerConfig", "scheduler"),
     ("PolicySection", "scheduler.policy, with constants"),
@@ -72,7 +76,19 @@ CHAPTERS = (
 #: Definitions whose other keys another chapter holds: only these are shown.
 _ONLY = {
     **{form_name(kind): ("runtime", *_own_keys(kind)) for kind in KINDS.values() if kind.section is not None},
-    "SandboxConfig": ("provider", "max_starting", "engine_silence", "docker"),
+    "SandboxConfig": (
+        "provider",
+        "plain_as_root",
+        "start_wait",
+        "max_starting",
+        "engine_silence",
+        "seccomp",
+        "path",
+        "ids",
+        "name_servers",
+        "docker",
+        "disk_bound",
+    ),
 }
 
 

@@ -47,18 +47,38 @@ class CallbacksSection:
     timeout_s: Annotated[float, Setting("one delivery")] = 10.0
     max_attempts: Annotated[int, Setting("deliveries tried before it is given up", ge=1)] = 8
     backoff_s: Annotated[float, Setting("first wait, doubled each time")] = 1.0
-    concurrency: Annotated[int, Setting("deliveries at once", ge=1)] = 16
+    concurrency: Annotated[int, Setting("deliveries at once", ge=1)] = 64
+    per_host: Annotated[int, Setting("deliveries at once to one host and port", ge=1)] = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsSection:
+    """Certificates of the doors, in PEM."""
+
+    cert: Annotated[Path, Setting("file of the certificate, followed by those that signed it")]
+    key: Annotated[Path, Setting("file of its private key")]
+    client_ca: Annotated[
+        Path | None, Setting("file of who signs callers' certificates: no caller comes in without")
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     """The gateway's doors, its record and their bounds."""
 
-    host: Annotated[str, Setting("address to listen on; any but loopback needs a token")] = "127.0.0.1"
+    host: Annotated[str, Setting("address to listen on; any but loopback needs tls or clear_text")] = "127.0.0.1"
     port: Annotated[int, Setting("HTTP port; 0 takes a free one", ge=0, le=65535)] = 8080
     grpc_port: Annotated[int, Setting("gRPC port; 0 takes a free one", ge=0, le=65535)] = 8081
-    token: Annotated[str, Setting("bearer token that every request must carry")] = field(default="", repr=False)
-    token_file: Annotated[Path | None, Setting("file that holds the token")] = None
+    auth: Annotated[
+        Literal["token", "none"],
+        Setting("none: whoever reaches this machine's loopback may do everything, web pages of others excepted"),
+    ] = "token"
+    token: Annotated[
+        str, Setting("admin token, instead of the one that the first start writes to the state directory")
+    ] = field(default="", repr=False)
+    token_file: Annotated[Path | None, Setting("file that holds the admin token")] = None
+    tls: Annotated[TlsSection | None, Setting("HTTP and gRPC speak TLS")] = None
+    clear_text: Annotated[bool, Setting("tokens may cross the network in clear text, beyond loopback")] = False
     secrets_dir: Annotated[Path | None, Setting("directory whose files are the secrets of ${secret:NAME}")] = None
     state_dir: Annotated[Path, Setting("directory of records, logs and history")] = Path(".tangram")
     durability: Annotated[
@@ -71,7 +91,17 @@ class ServerConfig:
     connections_max: Annotated[
         int, Setting("most open connections of each door; beyond it 503, or UNAVAILABLE on gRPC", ge=1)
     ] = 8192
+    descriptors_reserved: Annotated[
+        int,
+        Setting("open files kept for records and sandboxes; the doors share the rest of the machine's limit", ge=64),
+    ] = 256
+    free_min_bytes: Annotated[
+        int, Setting("free bytes of the state directory below which the gateway is not ready", key="free_min")
+    ] = 32 * 2**20
     streams_max: Annotated[int, Setting("most open calls of one connection (HTTP/2 and gRPC)", ge=1)] = 1000
+    resets_max: Annotated[
+        int, Setting("most calls of one HTTP/2 connection that may be reset in a minute; beyond it, it is closed", ge=1)
+    ] = 4096
     inputs_bytes: Annotated[
         int,
         Setting("bytes of inputs that arrive, or whose invocations have not ended; beyond it 503", key="inputs_max"),
@@ -81,6 +111,9 @@ class ServerConfig:
     drain_grace_s: Annotated[float, Setting("time for running work at SIGTERM")] = 30.0
     idempotency_ttl_s: Annotated[float, Setting("life of a key")] = 86400.0
     max_age_s: Annotated[float, Setting("asynchronous work older than this is not run any more")] = 86400.0
+    check_time_s: Annotated[
+        float, Setting("longest check of the database after an unclean end, beside the work; 0 checks nothing")
+    ] = 60.0
     retention: Annotated[RetentionSection, Setting("how long records and logs are kept")] = RetentionSection()
     logs: Annotated[LogsSection, Setting("bounds of live logs")] = LogsSection()
     callbacks: Annotated[CallbacksSection, Setting("where results may be posted to")] = CallbacksSection()

@@ -80,9 +80,12 @@ def _check_sandbox(spec: FunctionSpec, server: SandboxConfig, place: Declaration
         return
     if spec.sandbox.warm.min > spec.sandbox.warm.max:
         place.refuse(("sandbox", "warm"), f"min {spec.sandbox.warm.min} is more than max {spec.sandbox.warm.max}")
+    if refused := spec.sandbox.refuses(spec.sandbox.user):
+        place.refuse(("sandbox", "user"), refused)
     if spec.sandbox.isolation is Isolation.CONTAINER:
-        if server.provider.kind == "process":
-            place.refuse(("sandbox", "isolation"), "a container is required, but sandbox.provider is process")
+        if server.provider.kind in ("process", "plain"):
+            message = f"a container is required, but sandbox.provider is {server.provider.kind}"
+            place.refuse(("sandbox", "isolation"), message)
         if not spec.sandbox.image:
             place.refuse(("sandbox", "image"), "a container is required: name its image here or in the sandbox section")
 

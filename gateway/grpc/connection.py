@@ -16,10 +16,11 @@ from grpclib.metadata import encode_grpc_message as encoded
 from grpclib.protocol import AbstractHandler, H2Protocol, Stream
 from grpclib.server import Handler, Server
 from h2.errors import ErrorCodes
-from h2.events import RemoteSettingsChanged, UnknownFrameReceived
+from h2.events import RemoteSettingsChanged, StreamReset, UnknownFrameReceived
 from h2.settings import SettingCodes
 
-from gateway.connections import LINGER_S, Connections
+from gateway.config.sections import ServerConfig
+from gateway.connections import LINGER_S, Connections, Resets
 from gateway.grpc.messages import status_error, trailers
 from manager.errors import CodedError
 
@@ -31,12 +32,12 @@ logger = structlog.get_logger("gateway.grpc")
 
 
 class BoundedServer(Server):
-    """grpclib's server, whose connections are counted and speak with ``streams_max`` calls at once."""
+    """grpclib's server, whose connections are counted and have bounds."""
 
-    def __init__(self, services: Sequence[IServable], connections: Connections, streams_max: int) -> None:
+    def __init__(self, services: Sequence[IServable], connections: Connections, bounds: ServerConfig) -> None:
         super().__init__(services)
         self._connections = connections
-        self._streams_max = streams_max
+        self._bounds = bounds
         # Bytes beyond ASCII are odd, not a reason to drop every call of their connection.
         self._h2_config.header_encoding = "latin-1"
 
@@ -46,11 +47,11 @@ class BoundedServer(Server):
         refusal = self._connections.enter("grpc")
         if refusal is not None:
             return GrpcConnection(
-                Refusing(refusal), self._config, self._h2_config, self._streams_max, lambda: None, LINGER_S
+                Refusing(refusal), self._config, self._h2_config, self._bounds, lambda: None, LINGER_S
             )
         handler = Careful(self._mapping, self._codec, self._status_details_codec, self.__dispatch__)
         self._handlers.add(handler)
-        return GrpcConnection(handler, self._config, self._h2_config, self._streams_max, self._connections.leave, None)
+        return GrpcConnection(handler, self._config, self._h2_config, self._bounds, self._connections.leave, None)
 
 
 class GrpcConnection(H2Protocol):
@@ -61,7 +62,7 @@ class GrpcConnection(H2Protocol):
         handler: AbstractHandler,
         config: Any,
         h2_config: Any,
-        streams_max: int,
+        bounds: ServerConfig,
         closed: Callable[[], None],
         life_s: float | None,
     ) -> None:
@@ -70,7 +71,8 @@ class GrpcConnection(H2Protocol):
         Any: the configurations of grpclib and h2, passed through.
         """
         super().__init__(handler, config, h2_config)
-        self._streams_max = streams_max
+        self._streams_max = bounds.streams_max
+        self._resets = Resets(bounds.resets_max)
         self._closed = closed
         self._life_s = life_s
         self._cut: asyncio.TimerHandle | None = None
@@ -83,6 +85,7 @@ class GrpcConnection(H2Protocol):
         processors = self.processor.processors
         processors[UnknownFrameReceived] = lambda event: None  # RFC 9113, 4.1: to be ignored
         processors[RemoteSettingsChanged] = self._greeted
+        processors[StreamReset] = self._reset
         wait_s = GREETING_S if self._life_s is None else self._life_s
         self._cut = asyncio.get_running_loop().call_later(wait_s, transport.abort)  # type: ignore[attr-defined]
 
@@ -90,6 +93,16 @@ class GrpcConnection(H2Protocol):
         if self._life_s is None and self._cut is not None:
             self._cut.cancel()
         self.processor.process_remote_settings_changed(event)
+
+    def _reset(self, event: StreamReset) -> None:
+        """A call that is dropped as soon as it is made escapes every other bound."""
+        if not self._resets.exceeded(asyncio.get_running_loop().time()):
+            self.processor.process_stream_reset(event)
+            return
+        logger.warning("a gRPC connection was closed: too many calls were reset", count=self._resets.count)
+        self.connection._connection.close_connection(ErrorCodes.ENHANCE_YOUR_CALM)
+        self.connection.flush()
+        self.processor.close("too many calls were reset")
 
     def data_received(self, data: bytes) -> None:
         try:

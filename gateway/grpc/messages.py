@@ -29,7 +29,7 @@ def read_call(message: pb.InvokeRequest, mode: Mode) -> InvocationRequest:
         max_age_s=seconds(message.max_age_s, "max_age_s"),
         key=_key(message.idempotency_key),
         detached=message.detached,
-        traceparent=message.traceparent if wire.TRACEPARENT.fullmatch(message.traceparent) else None,
+        **wire.trace(message.traceparent, message.tracestate),
     )
 
 

@@ -14,12 +14,14 @@ from grpclib.health.service import Health
 from grpclib.reflection.service import ServerReflection
 from grpclib.server import Stream
 
+from gateway.auth import Role
 from gateway.connections import Connections
 from gateway.errors import TooSlow
 from gateway.grpc.connection import BoundedServer
 from gateway.grpc.messages import status_error
 from gateway.grpc.service import GatewayService
 from gateway.services import Services
+from gateway.tls import server_context
 from manager.errors import CodedError, InvalidInput, TooLarge, Unsupported
 
 #: What a message may hold beside the body of an invocation.
@@ -27,23 +29,25 @@ ENVELOPE_BYTES = 64 * 1024
 #: What precedes a message, and the first byte of that of a compressed one.
 PREFIX_BYTES, COMPRESSED = 5, b"\x01"
 HEALTH = "/grpc.health.v1.Health/"
+#: The one method that changes the gateway for everybody.
+APPLY = "/tangram.v1.Gateway/ApplyConfig"
 
 
 class GrpcServer:
     """The gRPC server; `open` binds, `close` waits for open calls within a grace."""
 
-    def __init__(self, services: Services, connections: Connections, streams_max: int) -> None:
-        """``streams_max`` bounds the open calls of one connection."""
+    def __init__(self, services: Services, connections: Connections) -> None:
         self._services = services
         service = GatewayService(services)
         self._status = ServiceStatus()
         self._status.set(True)
         served: list[IServable] = [service, Health({service: [self._status]})]
-        self._server = BoundedServer(ServerReflection.extend(served), connections, streams_max)
+        self._server = BoundedServer(ServerReflection.extend(served), connections, services.bounds)
         listen(self._server, RecvRequest, self._let_in)
 
     async def open(self, listener: socket.socket) -> None:
-        await self._server.start(sock=listener)
+        tls = self._services.bounds.tls
+        await self._server.start(sock=listener, ssl=None if tls is None else server_context(tls, ("h2",)))
 
     def drain(self) -> None:
         """Report not serving; open calls go on."""
@@ -58,7 +62,8 @@ class GrpcServer:
         if not event.method_name.startswith(HEALTH):
             given = event.metadata.get("authorization")
             try:
-                self._services.guard.check(str(given).encode() if given is not None else None)
+                role = self._services.guard.role(str(given).encode() if given is not None else None)
+                role.require(Role.ADMIN if event.method_name == APPLY else Role.INVOKE)
             except CodedError as error:
                 self._services.metrics.refused("grpc", error.code)
                 raise status_error(error) from None

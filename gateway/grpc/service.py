@@ -31,7 +31,7 @@ from gateway.invocations.logs import PAGE_RECORDS
 from gateway.invocations.record import Mode, Record
 from gateway.services import Services
 from gateway.store.store import LogRow
-from manager.errors import CodedError, InvalidInput
+from manager.errors import CodedError, InvalidInput, exhaustion
 
 Received = TypeVar("Received")
 #: Seconds that a cancel waits for the processes to be gone before it answers.
@@ -50,12 +50,13 @@ class GatewayService(GatewayBase):
         async with self._answering(stream):
             call = await self._call(stream, Mode.SYNC)
             async with self._attended(call) as started:
+                await _tell_replay(stream, started, call)
                 await self._invocations.wait(started)
             if started.refusal is not None:
                 raise started.refusal
             refused = ended_badly(started.record)
             if refused is None:
-                await stream.send_message(invocation(started.record))
+                await stream.send_message(self._shown(started.record))
             else:
                 await stream.send_trailing_metadata(
                     status=refused.status, status_message=refused.message, metadata=_about(started.record)
@@ -66,22 +67,25 @@ class GatewayService(GatewayBase):
             call = await self._call(stream, Mode.STREAM)
             async with self._attended(call) as started:
                 record = started.record
-                await stream.send_message(pb.InvokeEvent(accepted=invocation(record)))
+                await _tell_replay(stream, started, call)
+                await stream.send_message(pb.InvokeEvent(accepted=self._shown(record)))
                 async for page in self._services.logs.follow(record.seq, 0):
                     for message in _page(page):
                         await stream.send_message(pb.InvokeEvent(log=message))
-            await stream.send_message(pb.InvokeEvent(ended=invocation(record)))
+            await stream.send_message(pb.InvokeEvent(ended=self._shown(record)))
 
     async def Submit(self, stream: Stream[pb.InvokeRequest, pb.Invocation]) -> None:  # noqa: N802
         async with self._answering(stream):
-            started = await self._invocations.invoke(await self._call(stream, Mode.ASYNC))
-            await stream.send_message(invocation(started.record))
+            call = await self._call(stream, Mode.ASYNC)
+            started = await self._invocations.invoke(call)
+            await _tell_replay(stream, started, call)
+            await stream.send_message(self._shown(started.record))
 
     async def Get(self, stream: Stream[pb.GetRequest, pb.Invocation]) -> None:  # noqa: N802
         async with self._answering(stream):
             request = await _request(stream)
             found = await self._invocations.get(request.id)
-            await stream.send_message(invocation(found.record))
+            await stream.send_message(self._shown(found.record))
 
     async def Wait(self, stream: Stream[pb.WaitRequest, pb.Invocation]) -> None:  # noqa: N802
         async with self._answering(stream):
@@ -89,14 +93,14 @@ class GatewayService(GatewayBase):
             found = await self._invocations.get(request.id)
             limit_s = self._services.bounds.wait_max_s
             await self._invocations.wait(found, min(limit_s, seconds(request.timeout_s, "timeout_s") or limit_s))
-            await stream.send_message(invocation(found.record))
+            await stream.send_message(self._shown(found.record))
 
     async def Cancel(self, stream: Stream[pb.CancelRequest, pb.Invocation]) -> None:  # noqa: N802
         async with self._answering(stream):
             request = await _request(stream)
             found = await self._invocations.cancel(request.id)
             await self._invocations.wait(found, CANCEL_WAIT_S)
-            await stream.send_message(invocation(found.record))
+            await stream.send_message(self._shown(found.record))
 
     async def TailLogs(self, stream: Stream[pb.TailLogsRequest, pb.LogRecord]) -> None:  # noqa: N802
         async with self._answering(stream):
@@ -108,29 +112,36 @@ class GatewayService(GatewayBase):
                     await stream.send_message(message)
                 position = page[-1].position + 1 if page else position
             await stream.send_message(pb.LogRecord(offset=position, stream="eof", data=record.state.value))
+            await stream.send_trailing_metadata(metadata=_times(self._invocations.shown(record)))
 
     async def ListFunctions(  # noqa: N802
         self, stream: Stream[pb.ListFunctionsRequest, pb.ListFunctionsResponse]
     ) -> None:
         async with self._answering(stream):
             await _request(stream)
+            known = self._services.functions
             functions = [
                 pb.Function(
                     name=spec.name,
                     runtime=spec.runtime,
                     revision=spec.revision,
                     description=spec.description,
-                    json=wire.encode(function_info(spec)),
+                    json=wire.encode(
+                        function_info(spec, readiness=known.readiness(spec.name), source=known.source(spec.name))
+                    ),
                 )
-                for spec in self._services.functions.all()
+                for spec in known.all()
             ]
             await stream.send_message(pb.ListFunctionsResponse(functions=functions))
 
     async def ApplyConfig(self, stream: Stream[pb.ApplyConfigRequest, pb.ApplyConfigResponse]) -> None:  # noqa: N802
         async with self._answering(stream):
             request = await _request(stream)
-            differences = await self._services.configure(request.document, request.dry_run)
+            differences = await self._services.configure(request.document, request.dry_run, request.prune)
             await stream.send_message(pb.ApplyConfigResponse(json=wire.encode(differences)))
+
+    def _shown(self, record: Record) -> pb.Invocation:
+        return invocation(self._invocations.shown(record))
 
     async def _call(self, stream: Stream[pb.InvokeRequest, Any], mode: Mode) -> InvocationRequest:
         return read_call(await _request(stream), mode)
@@ -168,6 +179,8 @@ class GatewayService(GatewayBase):
         except (GRPCError, TimeoutError):
             raise
         except Exception as error:
+            if short := exhaustion(error, "grpc"):
+                raise status_error(short) from error
             self._log.exception("a call failed", error=str(error))
             self._services.metrics.refused("grpc", "internal")
             raise GRPCError(Status.INTERNAL, "internal: a fault of the gateway: its log tells more") from error
@@ -184,6 +197,12 @@ async def _request(stream: Stream[Received, Any]) -> Received:
     return message
 
 
+async def _tell_replay(stream: Stream[Any, Any], started: LiveInvocation, call: InvocationRequest) -> None:
+    """Say at once that a call with a known key ran nothing."""
+    if started.replays(call):
+        await stream.send_initial_metadata(metadata={"tangram-idempotent-replay": "true"})
+
+
 def _page(page: list[LogRow]) -> list[pb.LogRecord]:
     """The page as messages; an empty one is a heartbeat."""
     return [log_record(row) for row in page] if page else [pb.LogRecord(stream="heartbeat")]
@@ -192,7 +211,13 @@ def _page(page: list[LogRow]) -> list[pb.LogRecord]:
 def _about(record: Record) -> dict[str, str]:
     """Trailers of an invocation that ended badly."""
     found = {"tangram-code": str(record.reason), "tangram-component": record.component}
-    found["tangram-invocation-id"] = record.id
+    found |= {"tangram-invocation-id": record.id, **_times(record)}
     if record.retry_after_s is not None:
         found["retry-after-s"] = f"{record.retry_after_s:g}"
     return found
+
+
+def _times(record: Record) -> dict[str, str]:
+    """Trailers that say how its time divides, in milliseconds."""
+    parts = {"queue": record.queue_s, "overhead": record.overhead_s, "execution": record.execution_s}
+    return {f"tangram-{name}-ms": f"{1000 * (part_s or 0.0):.3f}" for name, part_s in parts.items()}

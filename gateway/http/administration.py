@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from msgspec import convert
+from collections.abc import Mapping
+
+from msgspec import UNSET, UnsetType, convert
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -19,6 +21,7 @@ from gateway.http.operation import (
     links,
 )
 from gateway.services import Services
+from manager.function import FunctionSpec
 from tangram.types import (
     ConfigDiff,
     ConfigFiles,
@@ -43,18 +46,29 @@ class AdministrationOperations:
         self._services = services
 
     async def functions(self, request: Request) -> Response:
-        found = tuple([function_info(spec) for spec in self._services.functions.all()])
+        known = self._services.functions
+        found = tuple([self._info(spec) for spec in known.all()])
         return respond(FunctionList(functions=found))
 
     async def function(self, request: Request) -> Response:
         name = wire.name(request.path_params["name"], "function")
-        return respond(function_info(self._services.functions.get(name), self._services.learned(name)))
+        known = self._services.functions
+        return respond(self._info(known.get(name), self._services.learned(name)))
+
+    async def remove_function(self, request: Request) -> Response:
+        """Remove a function that was applied: no new invocations, nothing in flight is dropped."""
+        name = wire.name(request.path_params["name"], "function")
+        return respond(await self._services.remove(name))
+
+    def _info(self, spec: FunctionSpec, learned: Mapping[str, object] | UnsetType = UNSET) -> FunctionInfo:
+        known = self._services.functions
+        return function_info(spec, learned, known.readiness(spec.name), known.source(spec.name))
 
     async def put_config(self, request: Request) -> Response:
-        """Replace the functions and tasks: new invocations see the new ones, nothing in flight is dropped."""
+        """Add and change functions and tasks: new invocations see the new ones, nothing in flight is dropped."""
         asked = read_query(request, ConfigQuery)
         document = await read_body(request, self._services)
-        return respond(await self._services.configure(document, asked.dry_run))
+        return respond(await self._services.configure(document, asked.dry_run, asked.prune))
 
     async def resources(self, request: Request) -> Response:
         """Pools and who holds what, in plain words what the sandboxes are, and the model processes."""
@@ -77,7 +91,16 @@ class AdministrationOperations:
     async def ready(self, request: Request) -> Response:
         """Whether work is taken now, and if not, why."""
         why = self._services.unready()
-        return respond(Health(status="ready" if why is None else why), 200 if why is None else 503)
+        known = self._services.functions
+        states = {spec.name: known.readiness(spec.name) for spec in known.all()}
+        found = Health(
+            status="ready" if why is None else why,
+            warnings=(*self._services.warnings(), *self._services.sandboxes().weakenings),
+            record=self._services.record() or UNSET,
+            preparing=tuple(name for name, each in states.items() if each.status == "preparing"),
+            unavailable=tuple(name for name, each in states.items() if each.status == "unavailable"),
+        )
+        return respond(found, 200 if why is None else 503)
 
     async def metrics(self, request: Request) -> Response:
         return Response(self._services.metrics.text(), media_type=TEXT_PLAIN)
@@ -110,6 +133,18 @@ class AdministrationOperations:
                 problems=(404, 422),
             ),
             Operation(
+                id="removeFunction",
+                method="DELETE",
+                path="/v1/functions/{name}",
+                endpoint=self.remove_function,
+                summary="Remove a function that was applied; 409 for one of the server's own files",
+                tag="functions",
+                admin=True,
+                parts=(PathParameter(name="name", about="A registered function", shape=Name),),
+                answers={200: json_answer("The differences", ConfigDiff)},
+                problems=(404, 409, 422),
+            ),
+            Operation(
                 id="putConfig",
                 method="PUT",
                 path="/v1/config",
@@ -117,6 +152,7 @@ class AdministrationOperations:
                 summary="Apply a configuration without dropping anything in flight",
                 tag="functions",
                 query=ConfigQuery,
+                admin=True,
                 body={"application/yaml": JsonObject, "application/json": ConfigFiles},
                 answers={200: json_answer("The differences", ConfigDiff)},
                 problems=(413, 422),

@@ -13,22 +13,28 @@ from starlette.routing import Match, Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway import wire
+from gateway.auth import Role
 from gateway.errors import MethodNotAllowed
 from gateway.functions import function_info
 from gateway.http.administration import AdministrationOperations
 from gateway.http.batches import BatchOperations
+from gateway.http.door import Door
 from gateway.http.invocations import InvocationOperations
 from gateway.http.messages import JSON, problem_response
 from gateway.http.openapi import Shapes, document
-from gateway.http.operation import Operation, json_answer
+from gateway.http.operation import Endpoint, Operation, json_answer
+from gateway.http.page import LandingPage
 from gateway.http.stream import GIVE_UP_STALLS
 from gateway.http.trajectories import TrajectoryOperations
 from gateway.services import Services
-from manager.errors import CodedError, NotFound, Unauthorized
+from manager.errors import CodedError, Forbidden, InvalidInput, NotFound, Unauthorized, exhaustion
 from tangram.types.scalars import JsonObject
 
 #: What any connection takes at once, whether its peer reads or not.
 SMALL_BYTES = 16 * 1024
+PAGE = "/"
+#: What the caller may do, in the scope of a request that was let in.
+ROLE = "tangram.role"
 
 
 class HttpApp:
@@ -39,8 +45,11 @@ class HttpApp:
         self._log = structlog.get_logger("gateway.http")
         self.operations = [*operations(services), self._openapi_row()]
         self._shapes = Shapes(self.operations)
-        self._open = {operation.path for operation in self.operations if operation.open}
-        self._routes = [Route(row.path, row.endpoint, methods=[row.method]) for row in self.operations]
+        self._open = {PAGE, *(operation.path for operation in self.operations if operation.open)}
+        self._door = Door(services.guard, services.session, {kind for row in self.operations for kind in row.body})
+        page = LandingPage(self._door, services.session)
+        self._routes = [Route(row.path, _checked(row), methods=[row.method]) for row in self.operations]
+        self._routes.append(Route(PAGE, page.show, methods=["GET"]))
         self._router: ASGIApp = Router(self._routes, redirect_slashes=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -60,7 +69,7 @@ class HttpApp:
 
         try:
             if scope["path"] not in self._open:
-                self._services.guard.check(_authorization(scope))
+                scope[ROLE] = self._door.let_in(scope)
             await self._router(scope, receive, noting)
         except ClientDisconnect:
             return
@@ -82,6 +91,7 @@ class HttpApp:
             raise ClientDisconnect() from None
 
     def _failed(self, error: Exception, scope: Scope) -> Response:
+        error = exhaustion(error, "http") or error
         if isinstance(error, CodedError):
             self._services.metrics.refused("http", error.code)
             return problem_response(error)
@@ -102,8 +112,8 @@ class HttpApp:
     async def _openapi_page(self, request: Request) -> Response:
         """The document; who may not call the functions is not told of them."""
         try:
-            self._services.guard.check(_authorization(request.scope))
-        except Unauthorized:
+            self._door.let_in(request.scope)
+        except (Unauthorized, Forbidden):
             return Response(wire.encode(document(self.operations, self._shapes)), media_type=JSON)
         functions = [function_info(spec) for spec in self._services.functions.all()]
         pattern = self._services.callbacks.url_pattern()
@@ -132,8 +142,19 @@ def operations(services: Services) -> list[Operation]:
     ]
 
 
-def _authorization(scope: Scope) -> bytes | None:
-    for name, value in scope["headers"]:
-        if name == b"authorization":
-            return bytes(value)
-    return None
+def _checked(row: Operation) -> Endpoint:
+    """Return the endpoint behind what is common to all: who may ask, and that nothing is asked which nobody reads."""
+    needed = Role.ADMIN if row.admin else Role.INVOKE
+    known = {} if row.query is None else dict.fromkeys(row.query.__struct_encode_fields__)
+
+    async def endpoint(request: Request) -> Response:
+        if not row.open:
+            request.scope[ROLE].require(needed)
+        if request.scope["query_string"]:
+            unknown = [name for name in request.query_params if name not in known]
+            if unknown:
+                told = f"no such query parameter: {unknown[0][:64]!r}; known here: {', '.join(known) or 'none'}"
+                raise InvalidInput(told, component="http", detail={"path": unknown[0]})
+        return await row.endpoint(request)
+
+    return endpoint

@@ -22,7 +22,7 @@ from gateway.invocations.dead_letters import DeadLetters
 from gateway.invocations.invocation import InvocationRequest, LiveInvocation
 from gateway.services import Services
 from manager.errors import CodedError, InvalidInput, TooLarge
-from tangram.types import BatchAnswer, BatchRequest, BatchVerdict, Invocation, Purged
+from tangram.types import UNSET, BatchAnswer, BatchRequest, BatchVerdict, Invocation, Purged
 from tangram.types.requests import BatchQuery, PurgeQuery
 from tangram.types.scalars import Name
 
@@ -48,7 +48,8 @@ class BatchOperations:
         if asked.wait != "none":
             until = asyncio.FIRST_COMPLETED if asked.wait == "any" else asyncio.ALL_COMPLETED
             await self._wait(verdicts, until, timeout_s)
-        return respond(BatchAnswer(results=tuple([_verdict(verdict) for verdict in verdicts])))
+        answers = [self._verdict(call, verdict) for call, verdict in zip(calls, verdicts, strict=True)]
+        return respond(BatchAnswer(results=tuple(answers)))
 
     def _calls(self, body: Mapping[str, object]) -> list[InvocationRequest | CodedError]:
         calls = body.get("calls")
@@ -70,10 +71,22 @@ class BatchOperations:
         for wait in waits:
             wait.cancel()
 
+    def _verdict(self, call: InvocationRequest | CodedError, verdict: Verdict) -> BatchVerdict:
+        if isinstance(verdict, CodedError):
+            body = problem(verdict)
+            return BatchVerdict(status=body.status, problem=body)
+        replayed = isinstance(call, InvocationRequest) and verdict.replays(call)
+        record = self._services.invocations.shown(verdict.record)
+        return BatchVerdict(
+            status=200 if record.terminal else 202,
+            invocation=record.as_wire(),
+            replayed=True if replayed else UNSET,
+        )
+
     async def redrive(self, request: HttpRequest) -> Response:
         """Send a dead letter again."""
         invocation = await self._dead_letters.redrive(request.path_params["id"])
-        return record_response(invocation.record, 202)
+        return record_response(self._services.invocations.shown(invocation.record), 202)
 
     async def purge(self, request: HttpRequest) -> Response:
         """Take a dead letter off the list."""
@@ -123,6 +136,7 @@ class BatchOperations:
                 summary="Take a dead letter off the list; its record stays",
                 tag="dead letters",
                 parts=(letter,),
+                admin=True,
                 answers={200: counted},
                 problems=(404, 409, 422),
             ),
@@ -134,6 +148,7 @@ class BatchOperations:
                 summary="Take all dead letters off the list; they are listed by GET /v1/invocations?dead=true",
                 tag="dead letters",
                 query=PurgeQuery,
+                admin=True,
                 answers={200: counted},
                 problems=(422,),
             ),
@@ -146,10 +161,3 @@ def _read_call(call: object, path: str) -> InvocationRequest | CodedError:
         return read_item(call, path)
     except InvalidInput as error:
         return error
-
-
-def _verdict(verdict: Verdict) -> BatchVerdict:
-    if isinstance(verdict, CodedError):
-        body = problem(verdict)
-        return BatchVerdict(status=body.status, problem=body)
-    return BatchVerdict(status=200 if verdict.record.terminal else 202, invocation=verdict.record.as_wire())

@@ -19,7 +19,7 @@ T = TypeVar("T", bound=Struct)
 
 
 def read_query(request: HttpRequest, kind: type[T]) -> T:
-    """Return the query parameters; raises InvalidInput. Those that the type does not name are ignored."""
+    """Return the query parameters; raises InvalidInput."""
     return wire.read(dict(request.query_params) if request.scope["query_string"] else {}, kind)
 
 
@@ -53,7 +53,7 @@ def read_call(headers: CallHeaders, function: str, body: bytes, mode: Mode) -> I
         key=headers.key,
         callback_url=headers.callback_url,
         detached=headers.on_disconnect == "continue",
-        traceparent=_traceparent(headers.traceparent),
+        **wire.trace(headers.traceparent, headers.tracestate),
     )
 
 
@@ -82,8 +82,3 @@ def read_wait_s(text: str | None, limit_s: float) -> float | None:
 
 def _seconds(text: str | None, what: str) -> float | None:
     return None if text is None else wire.duration_s(text, what)
-
-
-def _traceparent(text: str | None) -> str | None:
-    """Return the trace context, dropped where it is malformed, as W3C asks."""
-    return text if text is not None and wire.TRACEPARENT.fullmatch(text) is not None else None

@@ -17,6 +17,7 @@ from gateway.http.messages import (
     read_body,
     record_headers,
     record_response,
+    replay_headers,
     respond,
     result_response,
 )
@@ -29,9 +30,10 @@ from gateway.http.operation import (
 )
 from gateway.http.stream import LogStream, accepts_events
 from gateway.invocations.invocation import LiveInvocation
-from gateway.invocations.record import Mode, Record, seq_of
+from gateway.invocations.record import Mode, Record, cursor_of, seq_of
 from gateway.services import Services
-from gateway.store.store import Filter, LogRow
+from gateway.store.listing import Filter
+from gateway.store.store import LogRow
 from manager.outcome import State
 from tangram.types import Invocation, InvocationPage, LogAccepted, LogEnd, LogRecord, LogResult
 from tangram.types.requests import CallHeaders, InvocationQuery, InvokeQuery, LogHeaders, LogQuery, WaitQuery
@@ -60,31 +62,32 @@ class InvocationOperations:
         if call.callback_url is not None:
             self._services.callbacks.check(call.callback_url)
         invocation = await self._invocations.invoke(call)
+        replayed = invocation.replays(call)
         if mode is Mode.STREAM:
-            return self._stream(request, invocation)
+            return self._stream(request, invocation, replayed)
         if mode is Mode.ASYNC:
             done = await self._invocations.wait(invocation, wait_s or 0.0)
-            return record_response(invocation.record, 200 if done else 202)
+            return record_response(self._invocations.shown(invocation.record), 200 if done else 202, replayed=replayed)
         if await attend(request, self._invocations, invocation, wait_s):
             if invocation.refusal is not None:
                 raise invocation.refusal
-            return result_response(invocation.record)
+            return result_response(invocation.record, replayed=replayed)
         await self._invocations.detach(invocation)
-        return record_response(invocation.record, 202)
+        return record_response(self._invocations.shown(invocation.record), 202, replayed=replayed)
 
-    def _stream(self, request: Request, invocation: LiveInvocation) -> Response:
+    def _stream(self, request: Request, invocation: LiveInvocation, replayed: bool) -> Response:
         record = invocation.record
 
         def last(position: int) -> LogResult:
-            return LogResult(stream="result", offset=position, invocation=record.as_wire())
+            return LogResult(stream="result", offset=position, invocation=self._invocations.shown(record).as_wire())
 
         return LogStream(
             self._services.logs,
             self._services.logs.follow(record.seq, 0),
             events=accepts_events(request.headers.get("accept")),
             position=0,
-            about={"X-Invocation-Id": record.id},
-            first=LogAccepted(stream="accepted", invocation=record.as_wire(payload=False)),
+            about={"X-Invocation-Id": record.id, **replay_headers(replayed)},
+            first=LogAccepted(stream="accepted", invocation=self._invocations.shown(record).as_wire(payload=False)),
             last=last,
             gone=partial(self._invocations.leave, invocation),
         )
@@ -92,10 +95,9 @@ class InvocationOperations:
     async def find(self, request: Request) -> Response:
         """Records by filter, newest first, page by page."""
         chosen = _filter(read_query(request, InvocationQuery))
-        records = await self._invocations.find(chosen)
-        cursor = records[-1].id if len(records) == chosen.limit else None
-        page = tuple([record.as_wire(payload=False) for record in records])
-        return respond(InvocationPage(invocations=page, next_cursor=cursor))
+        found = await self._invocations.find(chosen)
+        page = tuple([self._invocations.shown(record).as_wire(payload=False) for record in found.records])
+        return respond(InvocationPage(invocations=page, next_cursor=cursor_of(found.before)))
 
     async def get(self, request: Request) -> Response:
         """The record, from the moment of acceptance on."""
@@ -103,13 +105,13 @@ class InvocationOperations:
         wait_s = read_wait_s(read_query(request, WaitQuery).wait, self._services.bounds.wait_max_s)
         if wait_s is not None:
             await self._invocations.wait(invocation, wait_s)
-        return record_response(invocation.record)
+        return record_response(self._invocations.shown(invocation.record))
 
     async def cancel(self, request: Request) -> Response:
         """End an invocation: 200 when it has ended, 202 while its processes are being stopped."""
         invocation = await self._invocations.cancel(request.path_params["id"])
         done = await self._invocations.wait(invocation, CANCEL_WAIT_S)
-        return record_response(invocation.record, 200 if done else 202)
+        return record_response(self._invocations.shown(invocation.record), 200 if done else 202)
 
     async def logs(self, request: Request) -> Response:
         """The log from ``offset`` on; with ``follow`` until the invocation has ended."""
@@ -122,14 +124,23 @@ class InvocationOperations:
 
         def last(position: int) -> LogEnd:
             state, reason = wire.state(record.state), wire.reason(record.reason)
-            return LogEnd(stream="eof", offset=position, state=state, reason=reason)
+            shown = self._invocations.shown(record).as_wire(payload=False)
+            return LogEnd(
+                stream="eof",
+                offset=position,
+                state=state,
+                reason=reason,
+                queue_ms=shown.queue_ms,
+                overhead_ms=shown.overhead_ms,
+                execution_ms=shown.execution_ms,
+            )
 
         return LogStream(
             self._services.logs,
             pages,
             events=accepts_events(request.headers.get("accept")),
             position=position,
-            about=record_headers(record),
+            about=record_headers(self._invocations.shown(record)),
             last=last,
         )
 

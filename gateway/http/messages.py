@@ -19,6 +19,7 @@ from gateway.invocations.record import Record
 from gateway.services import Services
 from manager.errors import CodedError, TooLarge
 from tangram.types import Problem
+from tangram.types.invocations import REPLAY
 
 JSON = "application/json"
 PROBLEM = "application/problem+json"
@@ -104,18 +105,23 @@ def record_headers(record: Record) -> dict[str, str]:
     }
 
 
-def record_response(record: Record, status: int = 200) -> Response:
+def record_response(record: Record, status: int = 200, *, replayed: bool = False) -> Response:
     """The record as it stands."""
-    return respond(record.as_wire(), status, record_headers(record))
+    return respond(record.as_wire(), status, record_headers(record) | replay_headers(replayed))
 
 
-def result_response(record: Record) -> Response:
+def replay_headers(replayed: bool) -> dict[str, str]:
+    """What says that a call with a known key ran nothing, and this is the answer of the first one."""
+    return {REPLAY: "true"} if replayed else {}
+
+
+def result_response(record: Record, *, replayed: bool = False) -> Response:
     """The end of a synchronous invocation: its record, or a problem body with the record in it.
 
     A failure of the user's own work is an answer: 200 with ``X-Function-Error``.
     """
     shown = reason_face(record.reason)
-    headers = record_headers(record)
+    headers = record_headers(record) | replay_headers(replayed)
     if record.reason is not None:
         headers["X-Function-Error"] = record.reason.value
     if shown.http == 200:

@@ -18,7 +18,7 @@ from tangram.types import FunctionInfo, Invocation, LogRecord, Problem
 
 REF = "#/components/schemas/{name}"
 #: Statuses that every operation may answer with.
-ALWAYS = (401, 500, 503)
+ALWAYS = (401, 403, 500, 503)
 INVOKE = "/v1/functions/{name}/invocations"
 CALLBACK_URL = "X-Callback-Url"
 

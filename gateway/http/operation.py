@@ -78,6 +78,8 @@ class Operation:
     problems: tuple[int, ...] = ()
     #: Whether it is served without a token (health).
     open: bool = False
+    #: Whether it changes the gateway for everybody, and the invoke token does not do.
+    admin: bool = False
 
     @property
     def shapes(self) -> list[Shape]:

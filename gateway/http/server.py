@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 from collections.abc import Awaitable, Callable
+from http import HTTPStatus
 from typing import cast
 
+import h11
+import hypercorn.protocol
+import structlog
+from h2.errors import ErrorCodes
+from h2.events import Event, StreamReset
 from hypercorn.asyncio.tcp_server import TCPServer
 from hypercorn.asyncio.worker_context import WorkerContext
 from hypercorn.config import Config
-from hypercorn.typing import ASGIFramework, LifespanState
+from hypercorn.events import Closed
+from hypercorn.protocol.h2 import H2Protocol
+from hypercorn.protocol.h11 import H11Protocol
+from hypercorn.typing import ASGIFramework, H11SendableEvent, LifespanState
 from hypercorn.utils import wrap_app
 from starlette.types import ASGIApp
 
 from gateway import wire
-from gateway.connections import LINGER_S, Connections
+from gateway.config.sections import ServerConfig
+from gateway.connections import LINGER_S, Connections, Resets
 from gateway.errors import problem, retry_after
-from manager.errors import CodedError
+from gateway.tls import HANDSHAKE_S, server_context
+from manager.errors import CodedError, Conflict, InvalidConfig
 
 #: Seconds in which a new request's headers must arrive, and for which an idle connection stays open.
 KEEP_ALIVE_S = 75
@@ -25,6 +37,51 @@ HEADERS_BYTES = 64 * 1024
 BACKLOG = 4096
 #: Seconds without a sign of life after which a peer is asked for one, and between two such questions.
 PROBE_AFTER_S, PROBE_EVERY_S = 60, 15
+logger = structlog.get_logger("gateway.http")
+
+
+_PHRASES = {status.value: status.phrase.encode() for status in HTTPStatus}
+
+
+class HttpConfig(Config):
+    """Hypercorn's configuration, with what its protocols have no bound for."""
+
+    resets_max = 4096
+
+
+class NamedStatuses(H11Protocol):
+    """HTTP/1.1 whose status lines carry a reason phrase: there are clients that read no other."""
+
+    async def _send_h11_event(self, event: H11SendableEvent) -> None:
+        if isinstance(event, h11.Response | h11.InformationalResponse) and not event.reason:
+            phrase = _PHRASES.get(event.status_code, b"Unknown")
+            event = type(event)(status_code=event.status_code, headers=event.headers, reason=phrase)
+        await super()._send_h11_event(event)
+
+
+class BoundedResets(H2Protocol):
+    """HTTP/2 whose peer may not ask and take back for ever: calls that are dropped at once escape every other bound."""
+
+    #: Made with the first reset.
+    _resets: Resets | None = None
+
+    async def _handle_events(self, events: list[Event]) -> None:
+        resets = sum(isinstance(event, StreamReset) for event in events)
+        if resets:
+            assert isinstance(self.config, HttpConfig)
+            self._resets = self._resets or Resets(self.config.resets_max)
+            if self._resets.exceeded(asyncio.get_running_loop().time(), resets):
+                logger.warning("an HTTP/2 connection was closed: too many calls were reset", count=self._resets.count)
+                self.connection.close_connection(ErrorCodes.ENHANCE_YOUR_CALM)
+                await self._flush()
+                await self.send(Closed())
+                return
+        await super()._handle_events(events)
+
+
+# Hypercorn makes its protocols by these names, and takes no others.
+setattr(hypercorn.protocol, H11Protocol.__name__, NamedStatuses)
+setattr(hypercorn.protocol, H2Protocol.__name__, BoundedResets)
 
 
 class HttpConnection(TCPServer):
@@ -41,16 +98,16 @@ async def serve(
     stop: Callable[[], Awaitable[object]],
     grace_s: float,
     connections: Connections | None = None,
-    streams_max: int = 1000,
+    bounds: ServerConfig | None = None,
 ) -> None:
     """Serve until ``stop`` returns; then open requests have ``grace_s`` to end.
 
-    ``streams_max`` bounds the open requests of one HTTP/2 connection.
+    ``bounds`` are those of one HTTP/2 connection, and the certificates to speak TLS with.
     """
-    counted = connections or Connections()
+    counted, bounds = connections or Connections(), bounds or ServerConfig()
     loop = asyncio.get_running_loop()
     framework = cast(ASGIFramework, app)  # the same protocol: Hypercorn types its messages, Starlette does not
-    wrapped, config, context = wrap_app(framework, 0, "asgi"), _config(streams_max), WorkerContext(None)
+    wrapped, config, context = wrap_app(framework, 0, "asgi"), _config(bounds), WorkerContext(None)
     tasks: set[asyncio.Task[None]] = set()
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -60,7 +117,8 @@ async def serve(
         try:
             refusal = counted.enter("http")
             if refusal is not None:
-                await _refuse(reader, writer, refusal)
+                with counted.refusing() as lingering:
+                    await _refuse(reader, writer, refusal, lingering)
                 return
             try:
                 await HttpConnection(wrapped, loop, config, context, LifespanState({}), reader, writer)
@@ -73,7 +131,11 @@ async def serve(
         finally:
             tasks.discard(task)
 
-    server = await asyncio.start_server(connected, sock=listener, backlog=BACKLOG)
+    tls = None if bounds.tls is None else server_context(bounds.tls, ("h2", "http/1.1"))
+    handshake_s = None if tls is None else HANDSHAKE_S
+    server = await asyncio.start_server(
+        connected, sock=listener, backlog=BACKLOG, ssl=tls, ssl_handshake_timeout=handshake_s
+    )
     try:
         await stop()
     finally:
@@ -86,8 +148,10 @@ async def serve(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, error: CodedError) -> None:
-    """Answer 503 to whatever is asked, and close."""
+async def _refuse(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, error: CodedError, lingering: bool
+) -> None:
+    """Answer 503 to whatever is asked, and close; without ``lingering`` as soon as the answer is on its way."""
     body = wire.encode(problem(error))
     head = (
         "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/problem+json\r\n"
@@ -97,34 +161,51 @@ async def _refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, er
     try:
         async with asyncio.timeout(LINGER_S):
             writer.write(head.encode() + body)
-            writer.write_eof()
-            await reader.read(HEADERS_BYTES)  # closing on unread bytes would take the answer back
+            if writer.can_write_eof():
+                writer.write_eof()
+            if lingering:
+                await reader.read(HEADERS_BYTES)  # closing on unread bytes would take the answer back
+            else:
+                await writer.drain()
     except (OSError, TimeoutError):
         pass
     finally:
         writer.transport.abort()
 
 
-def _config(streams_max: int) -> Config:
-    config = Config()
+def _config(bounds: ServerConfig) -> HttpConfig:
+    config = HttpConfig()
     config.errorlog = None
     config.accesslog = None
     config.keep_alive_timeout = KEEP_ALIVE_S
     config.keep_alive_max_requests = 2**31
     config.h11_max_incomplete_size = HEADERS_BYTES
-    config.h2_max_concurrent_streams = streams_max
+    config.h2_max_concurrent_streams = bounds.streams_max
+    config.resets_max = bounds.resets_max
     config.include_server_header = False
     return config
 
 
+def _unbound(host: str, port: int, error: OSError | OverflowError) -> CodedError:
+    number = error.errno if isinstance(error, OSError) else None
+    if number == errno.EADDRINUSE:
+        told = f"port {port} of {host} is in use; stop what listens there, or choose another in the section server"
+        return Conflict(told, component="http")
+    told = f"cannot listen on port {port} of {host}: {error}; choose server.host and the ports of the section server"
+    return InvalidConfig(told, component="http")
+
+
 def listen(host: str, port: int, silent_s: float = 120.0) -> socket.socket:
-    """A listening TCP socket; port 0 takes a free one. Raises OSError.
+    """A listening TCP socket; port 0 takes a free one. Raises Conflict for one that is taken, InvalidConfig, OSError.
 
     The kernel cuts a connection whose peer has taken nothing of what was sent to it for ``silent_s``, and finds
     peers that vanished without a word.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+    try:
+        listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except (OSError, OverflowError) as error:
+        raise _unbound(host, port, error) from None
     listener.setblocking(False)
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, round(silent_s * 1000)))
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

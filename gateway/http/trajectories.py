@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Annotated
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import replace
 
-from msgspec import Meta, convert
+from msgspec import convert
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from gateway import wire
 from gateway.http.call import read_headers, read_query
@@ -22,19 +24,46 @@ from gateway.http.operation import (
     links,
 )
 from gateway.services import Services
-from manager.errors import Conflict, InvalidInput, NotFound
-from runtimes.sandbox.command import FileStat
+from manager.errors import ActionFailed, Conflict, InvalidInput, NotFound, Reason
+from runtimes.sandbox.command import FileStat, FileStream
 from runtimes.sandbox.sandbox import Sandbox
 from tangram.types import FileEntry, FileList, FileWritten, TrajectoryInfo, TrajectoryOpening, TrajectoryPage
-from tangram.types.requests import FileHeaders, FileReadQuery, FileWriteQuery, TrajectoryQuery
+from tangram.types.requests import (
+    FileHeaders,
+    FileReadAtQuery,
+    FileReadQuery,
+    FileWriteAtQuery,
+    FileWriteQuery,
+    SandboxPath,
+    TrajectoryQuery,
+)
 from tangram.types.scalars import Name
 
 TRAJECTORY_ID = PathParameter(name="id", about="Name of a trajectory, chosen by its caller", shape=Name)
-#: At most 4095 bytes: characters of one byte, or so few of others that they cannot be more.
-PATH = Annotated[str, Meta(pattern=r"^([\x01-\x7f]{1,4095}|[^\x00]{1,1023})$")]
 PATH_BYTES_MAX = 4095
-FILE_PATH = PathParameter(name="path", about="Path in the sandbox, from its root", shape=PATH)
+FILE_PATH = PathParameter(name="path", about="Path in the sandbox, from its root", shape=SandboxPath)
 BYTES = "application/octet-stream"
+
+
+class FileResponse(Response):
+    """An ASGI response that sends a file as it is read, and lets go of it at its end."""
+
+    media_type = BYTES
+
+    def __init__(self, file: FileStream, opening: AsyncExitStack) -> None:
+        super().__init__()
+        self._file = file
+        self._opening = opening
+        del self.headers["content-length"]
+        if file.size_bytes is not None:
+            self.headers["content-length"] = str(file.size_bytes)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._opening:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            async for chunk in self._file.chunks():
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await send({"type": "http.response.body"})
 
 
 class TrajectoryOperations:
@@ -69,8 +98,8 @@ class TrajectoryOperations:
     async def put_file(self, request: Request) -> Response:
         """Write a file into the sandbox."""
         sandbox = self._sandbox(request)
-        path = _path(request)
-        asked = read_query(request, FileWriteQuery)
+        asked = read_query(request, FileWriteQuery if "path" in request.path_params else FileWriteAtQuery)
+        path = _path(request, asked, sandbox)
         data = await read_body(request, self._services, self._services.bounds.file_limit_bytes)
         with _as_files_are():
             await sandbox.write_file(path, data, mode=int(asked.mode, 8))
@@ -79,13 +108,15 @@ class TrajectoryOperations:
     async def get_file(self, request: Request) -> Response:
         """A file's bytes, or with ``list=true`` a directory's entries."""
         sandbox = self._sandbox(request)
-        path = _path(request)
-        listed = read_query(request, FileReadQuery).list
+        asked = read_query(request, FileReadQuery if "path" in request.path_params else FileReadAtQuery)
+        path = _path(request, asked, sandbox)
         with _as_files_are():
-            if listed:
+            if asked.list:
                 return respond(FileList(files=tuple([_entry(stat) for stat in await sandbox.list_files(path)])))
-            data = await sandbox.read_file(path, limit_bytes=self._services.bounds.file_limit_bytes)
-        return Response(data, media_type=BYTES)
+            async with AsyncExitStack() as opening:
+                limit_bytes = self._services.bounds.file_limit_bytes
+                file = await opening.enter_async_context(sandbox.open_file(path, limit_bytes=limit_bytes))
+                return FileResponse(file, opening.pop_all())
 
     def _info(self, trajectory: str) -> TrajectoryInfo:
         found = self._services.engine.trajectory(trajectory)
@@ -157,6 +188,16 @@ class TrajectoryOperations:
                 problems=(404, 422),
             ),
             *self._file_rows(),
+            *self._placed_file_rows(),
+        ]
+
+    def _placed_file_rows(self) -> list[Operation]:
+        """The same with the path in the query, where a relative one can be told from one that begins at the root."""
+        put, get = self._file_rows()
+        place = "/v1/trajectories/{id}/files"
+        return [
+            replace(put, id="putFileAt", path=place, parts=(TRAJECTORY_ID,), query=FileWriteAtQuery),
+            replace(get, id="getFileAt", path=place, parts=(TRAJECTORY_ID,), query=FileReadAtQuery),
         ]
 
     def _file_rows(self) -> list[Operation]:
@@ -196,22 +237,30 @@ class TrajectoryOperations:
         ]
 
 
-def _path(request: Request) -> str:
+def _path(request: Request, asked: FileWriteQuery | FileReadQuery, sandbox: Sandbox) -> str:
     """Return the path in the sandbox, absolute. It is the sandbox that keeps it inside."""
-    path: str = request.path_params["path"]
+    placed = asked.path if isinstance(asked, FileWriteAtQuery | FileReadAtQuery) else None
+    path: str = request.path_params["path"] if placed is None else placed
     if "\0" in path or len(path.encode("utf-8", "replace")) > PATH_BYTES_MAX:
         told = f"the path holds a NUL byte or is longer than {PATH_BYTES_MAX} bytes"
         raise InvalidInput(told, component="http", detail={"path": "path"})
-    return "/" + path.lstrip("/")
+    if placed is None:
+        return "/" + path.lstrip("/")
+    return posixpath.normpath(posixpath.join(sandbox.spec.workdir, placed))
 
 
 @contextmanager
 def _as_files_are() -> Iterator[None]:
-    """Raise Conflict for what the sandbox refuses: the path is one, but the files do not let it be used."""
+    """Raise Conflict for what the sandbox refuses, of a path that is one, and for files that are lost with it."""
     try:
         yield
     except InvalidInput as error:
         raise Conflict(error.message, component=error.component, detail=error.detail) from None
+    except ActionFailed as error:
+        if error.reason is not Reason.ENVIRONMENT_LOST:
+            raise
+        told = f"{error.message}; actions that expect them end environment_lost, then it begins anew, empty"
+        raise Conflict(told, component=error.component, detail=error.detail) from None
 
 
 def _entry(stat: FileStat) -> FileEntry:

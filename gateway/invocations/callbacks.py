@@ -1,5 +1,9 @@
 """Callbacks: an ended record is posted to where its caller asked, signed, until it is taken or given up.
 
+What is to be delivered stands in the store, noted with the end that it tells, and is read from there: nothing is told
+that a restart could take back. Each host has slots of its own, so that one that is dead holds up no other; within a
+host, and for the slots of all, the one that is due first comes first.
+
 A target must be named by the configuration: by host, host and port, or as a block of addresses that every address
 of the host lies in, so that no caller can make the gateway speak to a machine that only the gateway can reach.
 """
@@ -13,6 +17,7 @@ import ipaddress
 import random
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from urllib.parse import SplitResult, urlsplit
@@ -28,10 +33,8 @@ from manager.errors import InvalidInput, StorageUnavailable
 from tangram.types.backoff import backoff_s
 
 BACKOFF_MAX_S = 300.0
-#: Seconds between two looks for callbacks that nobody holds.
-SWEEP_S = 5.0
-#: Deliveries in memory for each one that may be under way; the rest waits in the store.
-HELD_PER_SLOT = 16
+#: Longest time between two looks for callbacks that are due.
+LOOK_S = 5.0
 
 
 class CallbackSender:
@@ -49,8 +52,10 @@ class CallbackSender:
         self._store = store
         self._wall = wall
         self._chance = chance
-        self._slots = asyncio.Semaphore(spec.concurrency)
+        #: What is under way, and to which host.
         self._held: dict[int, asyncio.Task[None]] = {}
+        self._busy: Counter[str] = Counter()
+        self._look = asyncio.Event()
         self._client = httpx.AsyncClient(timeout=spec.timeout_s, follow_redirects=False, trust_env=False)
         self._log = structlog.get_logger("gateway.callbacks")
         self.delivered = 0
@@ -72,46 +77,73 @@ class CallbackSender:
         return f"^https?://({hosts})(/[!-~]*)?$"
 
     def ended(self, record: Record) -> None:
-        """Deliver a record that has ended, if its caller asked for it."""
-        if record.callback == "pending" and len(self._held) < HELD_PER_SLOT * self._spec.concurrency:
-            task = asyncio.get_running_loop().create_task(self._deliver(record))
-            self._held[record.seq] = task
-            task.add_done_callback(lambda _: self._held.pop(record.seq, None))
+        """Note, with the end of a record, that its caller asked to be told."""
+        if record.callback == "pending":
+            host = urlsplit(_url(record)).netloc.lower()
+            self._store.note("save_delivery", record.seq, host, self._wall(), 0)
+            self._look.set()
 
-    async def sweep_for_ever(self) -> None:
-        """Take up what is pending in the store and not held, until cancelled."""
+    async def deliver_for_ever(self) -> None:
+        """Deliver what is due, until cancelled."""
         try:
             while True:
-                with suppress(StorageUnavailable):  # the store tells of it; the next sweep tries again
-                    await self._sweep()
-                await asyncio.sleep(SWEEP_S)
+                wait_s = LOOK_S
+                self._look.clear()
+                with suppress(StorageUnavailable):  # the store tells of it; the next look tries again
+                    wait_s = await self._begin_due()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._look.wait(), wait_s)
         finally:
             for task in list(self._held.values()):
                 task.cancel()
             await self._client.aclose()
 
-    async def _sweep(self) -> None:
-        for row in await self._store.read("pending_callbacks", (HELD_PER_SLOT * self._spec.concurrency,)):
-            if row["seq"] in self._held:
+    async def _begin_due(self) -> float:
+        """Begin as many as there are slots for; seconds until more are due."""
+        now_s, wait_s = self._wall(), LOOK_S
+        due = await self._store.read("deliveries", (self._spec.per_host,))
+        if self._store.failure is not None:  # what became of a try cannot be noted: it would be made again at once
+            return LOOK_S
+        for seq, host, due_s, tries in due:
+            if seq in self._held or self._busy[host] >= self._spec.per_host:
                 continue
-            record = await self._store.get(row["seq"])
-            if record is not None and record.callback == "pending":
-                self.ended(record)
+            if now_s < due_s <= now_s + BACKOFF_MAX_S:  # one that is due later is so by a clock that was put back
+                wait_s = min(wait_s, due_s - now_s)
+            elif len(self._held) < self._spec.concurrency:
+                self._begin(seq, host, tries)
+        return wait_s
 
-    async def _deliver(self, record: Record) -> None:
-        url, body = str(record.options.get("callback_url", "")), wire.encode(record.as_wire())
-        problem: str | None = None
-        for attempt in range(1, self._spec.max_attempts + 1):
-            async with self._slots:
-                problem = await self._post(url, record, body)
-            if problem is None:
-                break
-            if attempt < self._spec.max_attempts:
-                await asyncio.sleep(backoff_s(attempt, self._spec.backoff_s, BACKOFF_MAX_S, self._chance()))
-        record.callback = "delivered" if problem is None else "failed"
+    def _begin(self, seq: int, host: str, tries: int) -> None:
+        task = self._held[seq] = asyncio.get_running_loop().create_task(self._deliver(seq, host, tries + 1))
+        self._busy[host] += 1
+
+        def over(done: asyncio.Task[None]) -> None:
+            if not done.cancelled() and (error := done.exception()) is not None:
+                self._log.error("a callback could not be tried", why=repr(error))
+                self._store.note("save_delivery", seq, host, self._wall() + LOOK_S, tries + 1)
+            del self._held[seq]
+            self._busy[host] -= 1
+            if not self._busy[host]:
+                del self._busy[host]
+            self._look.set()
+
+        task.add_done_callback(over)
+
+    async def _deliver(self, seq: int, host: str, attempt: int) -> None:
+        """One try, and what follows from it."""
+        record = await self._store.get(seq)
+        if record is None or record.callback != "pending":
+            self._store.note("delete_delivery", seq)
+            return
+        problem = await self._post(_url(record), record, wire.encode(record.as_wire()))
+        if problem is not None and attempt < self._spec.max_attempts:
+            wait_s = backoff_s(attempt, self._spec.backoff_s, BACKOFF_MAX_S, self._chance())
+            self._store.note("save_delivery", seq, host, self._wall() + wait_s, attempt)
+            return
+        self._store.note("set_callback", "delivered" if problem is None else "failed", seq)
+        self._store.note("delete_delivery", seq)
         self.delivered += problem is None
         self.failed += problem is not None
-        self._store.save(record)
         if problem is not None:
             self._log.warning("callback given up", invocation=record.id, function=record.function, why=problem)
 
@@ -186,6 +218,10 @@ class CallbackSender:
 def sign(secret: str, stamp: str, body: bytes) -> str:
     """HMAC-SHA256 of ``<timestamp>.<body>`` in hexadecimal: what a receiver compares ``X-Tangram-Signature`` with."""
     return hmac.new(secret.encode(), stamp.encode() + b"." + body, hashlib.sha256).hexdigest()
+
+
+def _url(record: Record) -> str:
+    return str(record.options.get("callback_url", ""))
 
 
 def _sni(parts: SplitResult) -> dict[str, str]:

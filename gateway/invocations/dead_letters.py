@@ -8,7 +8,8 @@ from gateway import wire
 from gateway.invocations.invocation import InvocationRequest, LiveInvocation
 from gateway.invocations.invocations import Invocations
 from gateway.invocations.record import Mode, Record
-from gateway.store.store import Filter, Store
+from gateway.store.listing import Filter
+from gateway.store.store import Store
 from manager.errors import Conflict
 
 #: Records that one purge reads at a time.
@@ -39,7 +40,7 @@ class DeadLetters:
     async def _redrive(self, invocation_id: str) -> LiveInvocation:
         record = await self._dead(invocation_id)
         body = record.input or b"{}"
-        timeout_s, traceparent = record.options.get("timeout_s"), record.options.get("traceparent")
+        timeout_s = record.options.get("timeout_s")
         request = InvocationRequest(
             function=record.function,
             input=wire.loads_object(body),
@@ -48,7 +49,7 @@ class DeadLetters:
             task=record.task,
             trajectory=record.trajectory,
             timeout_s=timeout_s if isinstance(timeout_s, float) else None,
-            traceparent=traceparent if isinstance(traceparent, str) else None,
+            **record.trace,
             redrive_of=record.id,
             key=f"redrive-of:{record.id}",
         )
@@ -63,13 +64,16 @@ class DeadLetters:
 
     async def purge_all(self, function: str | None) -> int:
         """Take all (of one function) off the list; returns how many."""
-        count = 0
-        while page := await self._store.find(Filter(dead=True, function=function, limit=PAGE)):
-            for record in page:
+        count, before = 0, None
+        while True:
+            page = await self._store.find(Filter(dead=True, function=function, before=before, limit=PAGE))
+            for record in page.records:
                 self._let_go(record)
             await self._store.commit()
-            count += len(page)
-        return count
+            count += len(page.records)
+            before = page.before
+            if before is None:
+                return count
 
     async def _dead(self, invocation_id: str) -> Record:
         record = (await self._invocations.get(invocation_id)).record
@@ -79,4 +83,4 @@ class DeadLetters:
 
     def _let_go(self, record: Record) -> None:
         record.dead = False
-        self._store.save(record)
+        self._store.note("let_go", record.seq)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 from gateway.invocations.invocations import Invocations
+from gateway.invocations.quota_record import QuotaRecord
 from gateway.invocations.trajectories import TrajectoryRecovery
 from gateway.store.store import Store
 from manager.action import Action
@@ -23,25 +24,36 @@ class DurableStarts:
     What is done in a sandbox is put on record as begun at the last moment, when its sandbox is ready: before, it can
     be queued again whatever it is, and of a trajectory's first environment nothing is lost. An idempotent action, and
     one whose caller waits on the connection, begin at once: neither is ever run twice by mistake. While the disk
-    refuses, durable work waits here in its lease: it is neither lost nor failed for that.
+    refuses, durable work waits here in its lease: it is neither lost nor failed for that. A call that consumes a quota
+    is counted on disk before it is made, whoever waits for it.
     """
 
     def __init__(
-        self, executor: Executor, invocations: Invocations, store: Store, trajectories: TrajectoryRecovery
+        self,
+        executor: Executor,
+        invocations: Invocations,
+        store: Store,
+        trajectories: TrajectoryRecovery,
+        quotas: QuotaRecord,
     ) -> None:
         self._executor = executor
         self._invocations = invocations
         self._store = store
         self._trajectories = trajectories
+        self._quotas = quotas
 
     async def execute(self, action: Action, lease: Lease, call: Call) -> Outcome:
         inside = kind_of(call.function).works_in_sandbox
         if inside:
             call = replace(call, announce=partial(self._announce, action, call.function))
         once = self._once(action, call.function)
-        if once and (not inside or self._store.failure is not None):
-            await self._store.durable()
-        return await self._executor.execute(action, lease, call)
+        used = self._quotas.begin(lease)
+        try:
+            if used or (once and (not inside or self._store.failure is not None)):
+                await self._store.durable()
+            return await self._executor.execute(action, lease, call)
+        finally:
+            self._quotas.end(used)
 
     async def _announce(self, action: Action, function: FunctionSpec) -> bool:
         """Its sandbox is ready, and nothing was done in it yet."""

@@ -10,8 +10,9 @@ from typing import Protocol
 
 from gateway.invocations.logs import InvocationLog
 from gateway.invocations.record import Mode, Record
+from gateway.preparation import Readiness
 from manager.action import Action
-from manager.errors import CodedError
+from manager.errors import CodedError, StorageUnavailable
 from manager.function import FunctionSpec
 from runtimes.kinds import kind_of
 
@@ -39,7 +40,10 @@ class InvocationRequest:
     detached: bool = False
     callback_url: str | None = None
     traceparent: str | None = None
+    tracestate: str | None = None
     redrive_of: str | None = None
+    #: This very call, as none other is: what it made knows it again.
+    call: object = field(default_factory=object, compare=False)
 
     @property
     def durable(self) -> bool:
@@ -57,7 +61,7 @@ class InvocationRequest:
 
     def options(self) -> dict[str, object]:
         """What a restart must know of it."""
-        names = ("timeout_s", "max_age_s", "callback_url", "traceparent", "redrive_of")
+        names = ("timeout_s", "max_age_s", "callback_url", "traceparent", "tracestate", "redrive_of")
         given = {name: getattr(self, name) for name in names}
         return {name: value for name, value in given.items() if value is not None}
 
@@ -67,6 +71,10 @@ class FunctionLookup(Protocol):
 
     def get(self, name: str) -> FunctionSpec:
         """The function as it is now; raises NotFound."""
+        ...
+
+    def readiness(self, name: str) -> Readiness:
+        """Whether the function's actions may start."""
         ...
 
 
@@ -99,14 +107,32 @@ class LiveInvocation:
     #: Why the scheduler refused it before any work; None otherwise.
     refusal: CodedError | None = None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+    #: Its next try, or the end of its waiting for a function that is not ready.
     retry: asyncio.TimerHandle | None = None
+    #: The call that made it; another one with the same key latched on.
+    made_by: object = field(default_factory=object)
+    #: What it is told of the sandbox that it was to run in, and that was lost before; None otherwise.
+    loss: str | None = None
     #: Whether its present try was begun by an earlier gateway.
     resumed: bool = False
+
+    def replays(self, request: InvocationRequest) -> bool:
+        """Whether an earlier call with the same key made it, and not this one."""
+        return self.made_by is not request.call
 
     @property
     def inside(self) -> bool:
         """Whether its work is done in a sandbox, which takes its time to be ready and may outlast the gateway."""
         return self.function is not None and kind_of(self.function).works_in_sandbox
+
+    async def has_ended(self, timeout_s: float | None) -> bool:
+        """Wait for the end, at most ``timeout_s``; whether it has ended."""
+        try:
+            async with asyncio.timeout(None if self.ended.is_set() else timeout_s):
+                await self.ended.wait()
+        except TimeoutError:
+            return False
+        return True
 
 
 def ended(record: Record) -> LiveInvocation:
@@ -114,3 +140,10 @@ def ended(record: Record) -> LiveInvocation:
     invocation = LiveInvocation(record=record)
     invocation.ended.set()
     return invocation
+
+
+def unless_refused(verdict: LiveInvocation | CodedError) -> LiveInvocation | CodedError:
+    """What the disk did not take was not accepted, nor is whoever latched on to it meanwhile."""
+    if isinstance(verdict, LiveInvocation) and isinstance(verdict.refusal, StorageUnavailable):
+        return verdict.refusal
+    return verdict

@@ -12,11 +12,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import structlog
 
 from gateway.config.sections import ServerConfig
 from gateway.invocations.admission import Admission, HeldInputs
+from gateway.invocations.held_back import HeldBack
 from gateway.invocations.idempotency import Keys
 from gateway.invocations.inputs import Inputs
 from gateway.invocations.invocation import (
@@ -25,11 +27,14 @@ from gateway.invocations.invocation import (
     LiveInvocation,
     Observer,
     ended,
+    unless_refused,
 )
 from gateway.invocations.logs import Logs
+from gateway.invocations.losses import EnvironmentLosses
 from gateway.invocations.record import Mode, Record, new_id, seq_of
 from gateway.invocations.retries import next_try_s
-from gateway.store.store import Filter, Store, require
+from gateway.store.listing import Filter, Page
+from gateway.store.store import Store, require
 from manager.action import Action
 from manager.engine import Engine, Submission
 from manager.errors import ActionFailed, CodedError, Conflict, InvalidInput, Reason, StorageUnavailable
@@ -81,7 +86,9 @@ class Invocations:
         self._living: dict[int, LiveInvocation] = {}
         self._by_action: dict[str, LiveInvocation] = {}
         self._keys = Keys(store, server.idempotency_ttl_s, wall)
+        self.held_back = HeldBack(functions, self._late, now)
         self._closing = False
+        self._losses = EnvironmentLosses(lambda: self.living, self._stop)
         #: Called with each ended record (callbacks).
         self.on_end: list[Callable[[Record], None]] = []
         #: Called when one goes on without its caller, and when the end of such a one is durable (takeover).
@@ -132,7 +139,7 @@ class Invocations:
                 verdicts.append(error.with_traceback(None))  # which would hold the input, and be held by it
         if any(request.durable for request in requests):
             await self._make_durable(fresh)
-            verdicts = [_unless_refused(verdict) for verdict in verdicts]
+            verdicts = [unless_refused(verdict) for verdict in verdicts]
         self.submit([invocation for invocation in fresh if not invocation.record.terminal])
         return verdicts
 
@@ -163,7 +170,9 @@ class Invocations:
         )
         action = self._formulate(record, function, request.input)
         log = self._logs.open(seq, function.log_limit_bytes)
-        invocation = LiveInvocation(record=record, function=function, input=request.input, log=log, action=action)
+        invocation = LiveInvocation(
+            record=record, function=function, input=request.input, log=log, action=action, made_by=request.call
+        )
         self.enter(invocation)
         if request.key is not None:
             self._keys.claim(request, invocation)
@@ -229,9 +238,9 @@ class Invocations:
         """Hand the present tries to the scheduler in one pass."""
         ready: list[LiveInvocation] = []
         submissions: list[Submission] = []
-        for invocation in invocations:
+        for invocation in (each for each in invocations if not self.held_back.take(each)):
             try:
-                submissions.append(self._submission(invocation))
+                submissions.append(self._submission(invocation, self.held_back.leave(invocation)))
                 ready.append(invocation)
             except CodedError as error:
                 self._refuse(invocation, error)
@@ -241,6 +250,12 @@ class Invocations:
             kept = invocation.record.detached and self.engine.fault is not None  # for the next gateway
             if settled.done() and not kept and self._answered(invocation.action_id) is not None:
                 self._refuse(invocation, settled.exception())
+        self._losses.check(ready)
+
+    def _late(self, invocation: LiveInvocation, message: str) -> None:
+        invocation.record.end(State.TIMED_OUT, Reason.QUEUE_TIMEOUT, message, self._wall())
+        invocation.record.dead = invocation.record.mode is Mode.ASYNC
+        self.finish(invocation, waited=True)
 
     def resume(self, invocation: LiveInvocation) -> bool:
         """Take up the present try, which an earlier gateway began; False where that cannot be."""
@@ -268,13 +283,13 @@ class Invocations:
         invocation.action = None
         invocation.action_id = action.id
         self._by_action[action.id] = invocation
-        traceparent = record.options.get("traceparent")
         call = Call(
             function=function,
             input=invocation.input,
             log=invocation.log,
-            traceparent=traceparent if isinstance(traceparent, str) else None,
+            **record.trace,
             context={"invocation_id": record.id},
+            begun=None if invocation.inside else partial(self._work_began, record, record.attempt),
         )
         return Submission(action=action, call=call)
 
@@ -289,7 +304,7 @@ class Invocations:
         if record.state is State.QUEUED:
             self._admission.leave(record.function, record.task)
         if not invocation.resumed:
-            record.start(queue_s, self._wall(), begun=not invocation.inside)
+            record.start(self._wall(), begun=not invocation.inside)
         record.grant(lease)
         self._store.save(record)
         self._observer.moved(record)
@@ -301,6 +316,11 @@ class Invocations:
         record = self._by_action[action_id].record
         record.begin(self._wall())
         self._store.save(record)
+
+    def _work_began(self, record: Record, attempt: int) -> None:
+        """Its runtime is ready for it: until now it was overhead, for whoever asks while it runs."""
+        if record.attempt == attempt and record.state is State.RUNNING:
+            record.begin(self._wall())
 
     def settled(self, settlement: Settlement) -> None:
         """The action has ended: so has its invocation, or it waits for another try."""
@@ -319,7 +339,9 @@ class Invocations:
         assert invocation.function is not None
         record = invocation.record
         left_s = self._age_left_s(record)
-        wait_s = next_try_s(invocation.function, record.attempt, settlement.outcome, self._chance(), left_s)
+        settlement = replace(settlement, outcome=self._losses.see(invocation, settlement.outcome))
+        alone, outcome = record.trajectory is None, settlement.outcome
+        wait_s = next_try_s(invocation.function, record.attempt, outcome, self._chance(), left_s, alone=alone)
         if wait_s is not None and (record.detached or not self._admission.draining):
             self._try_again(invocation, settlement, wait_s)
             return
@@ -339,13 +361,7 @@ class Invocations:
 
     def _try_again(self, invocation: LiveInvocation, settlement: Settlement, wait_s: float) -> None:
         record, outcome = invocation.record, settlement.outcome
-        attempt = record.tried(
-            outcome,
-            self._wall(),
-            queue_s=settlement.queue_s,
-            overhead_s=settlement.overhead_s,
-            execution_s=settlement.execution_s,
-        )
+        attempt = record.tried(outcome, self._wall(), settlement.execution_s)
         self.requeue(invocation, attempt)
         invocation.resumed = False
         if invocation.log is not None:
@@ -378,7 +394,7 @@ class Invocations:
         refusal.invocation_id = invocation.record.id
         waited = invocation.record.state is State.QUEUED
         reason = reasons.get(refusal.code, Reason.INVALID_INPUT)
-        invocation.record.end(State.FAILED, reason, refusal.message, self._wall())
+        invocation.record.end(State.FAILED, reason, refusal.message, self._wall(), ran=True)
         self.finish(invocation, waited=waited)
 
     def finish(self, invocation: LiveInvocation, *, waited: bool) -> None:
@@ -388,19 +404,7 @@ class Invocations:
             self._admission.leave(record.function, record.task)
         self._store.save(record)
         self._observer.settled(record)
-        logger.info(
-            "settled",
-            invocation=record.id,
-            trajectory=record.trajectory,
-            task=record.task,
-            function=record.function,
-            state=record.state,
-            reason=record.reason,
-            message=record.message or None,
-            queue_s=record.queue_s,
-            overhead_s=record.overhead_s,
-            execution_s=record.execution_s,
-        )
+        logger.info("settled", **record.summary())
         for on_end in self.on_end:
             on_end(record)
         self._drop(invocation)
@@ -408,10 +412,11 @@ class Invocations:
     def _drop(self, invocation: LiveInvocation) -> None:
         if self._living.pop(invocation.record.seq, None) is not None:
             self._held.give(len(invocation.record.input or b""))
+        self.held_back.leave(invocation)
         self._keys.leave(invocation)
         self._logs.close(invocation.record.seq)
         if not invocation.record.detached:
-            invocation.ended.set()
+            self._losses.tell(invocation)
             return
         # Who waits for durable work is told its end only when a restart could not tell another.
         self._store.committed().add_done_callback(lambda done: self._tell(done, invocation))
@@ -421,7 +426,7 @@ class Invocations:
         if not done.cancelled() and done.exception() is None:
             for on_durable in self.on_durable:
                 on_durable(invocation)
-        invocation.ended.set()
+        self._losses.tell(invocation)
 
     # Look up, wait, cancel
 
@@ -439,21 +444,20 @@ class Invocations:
             return living
         return ended(require(await self._store.get(seq), invocation_id))
 
-    async def find(self, chosen: Filter) -> list[Record]:
+    async def find(self, chosen: Filter) -> Page:
         """Records by filter, newest first."""
         return await self._store.find(chosen)
 
+    def shown(self, record: Record) -> Record:
+        """The record as it is told: with its times as they stand, if it has not ended."""
+        living = self._living.get(record.seq)
+        if living is not None and living.record.state is record.state:
+            record = living.record
+        return record.as_of(self._wall())
+
     async def wait(self, invocation: LiveInvocation, timeout_s: float | None = None) -> bool:
         """Wait for the end, at most ``timeout_s``; whether it has ended."""
-        if timeout_s is None:
-            await invocation.ended.wait()
-        elif not invocation.ended.is_set():
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await invocation.ended.wait()
-            except TimeoutError:
-                return False
-        return True
+        return await invocation.has_ended(timeout_s)
 
     async def cancel(self, invocation_id: str, message: str = "cancelled by request") -> LiveInvocation:
         """Ask for the end of an invocation; raises Conflict when it has ended already."""
@@ -485,13 +489,9 @@ class Invocations:
             return self.engine.cancel(invocation.action_id, message)
         if invocation.retry is not None:
             invocation.retry.cancel()
-        record.end(State.CANCELLED, Reason.CANCELLED, message, self._wall())
+        lost = invocation.loss is not None
+        state, reason = (State.FAILED, Reason.ENVIRONMENT_LOST) if lost else (State.CANCELLED, Reason.CANCELLED)
+        record.end(state, reason, message, self._wall())
+        record.dead = lost and record.mode is Mode.ASYNC
         self.finish(invocation, waited=True)
         return True
-
-
-def _unless_refused(verdict: LiveInvocation | CodedError) -> LiveInvocation | CodedError:
-    """What the disk did not take was not accepted, nor is whoever latched on to it meanwhile."""
-    if isinstance(verdict, LiveInvocation) and isinstance(verdict.refusal, StorageUnavailable):
-        return verdict.refusal
-    return verdict

@@ -50,6 +50,8 @@ class InvocationLog:
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._missing = 0
+        #: Bytes that found no room.
+        self._omitted_bytes = 0
         #: Bytes of each stream that will be written once more and are on record already.
         self._known_bytes: dict[str, int] = {}
         self.end = 0
@@ -57,11 +59,17 @@ class InvocationLog:
         self.truncated = False
 
     def write(self, stream: str, data: str) -> None:
-        """Append text; what is beyond the bound is dropped, and the log says so once."""
+        """Append text; what is beyond the bound is dropped, and the log's last record says how much."""
         if threading.get_ident() == self._thread:
             self._write(stream, data)
         elif not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._write, stream, data)
+
+    def omit(self, size_bytes: int) -> None:
+        """Count bytes that were said and do not come, as their sandbox kept within the bound itself."""
+        if size_bytes:
+            self.truncated = True
+            self._omitted_bytes += size_bytes
 
     def restore(self, written: Sequence[Written]) -> None:
         """Go on where an earlier gateway stopped; the text of recent records will come once more and is passed over."""
@@ -76,6 +84,13 @@ class InvocationLog:
 
     def finish(self) -> None:
         """Nothing more will come: followers read to the end and stop."""
+        if self._omitted_bytes:
+            text = f"the log reached its limit of {self._limit_bytes} bytes; {self._omitted_bytes} bytes are missing"
+            self._append(TRUNCATED, text)
+        self.pause()
+
+    def pause(self) -> None:
+        """Take nothing more: what comes is the next gateway's."""
         self.finished = True
         self._wake()
 
@@ -84,15 +99,17 @@ class InvocationLog:
         if self._known_bytes.get(stream):
             data = self._new(stream, data)
         for start in range(0, len(data), RECORD_CHARS):
-            if self.truncated or self.finished:
+            if self.finished:
                 return
             piece = data[start : start + RECORD_CHARS]
-            self._room_bytes -= len(piece.encode("utf-8", "replace")) + RECORD_OVERHEAD_BYTES
-            if self._room_bytes < 0:
-                self.truncated = True
-                self._append(TRUNCATED, f"the log reached its limit of {self._limit_bytes} bytes; the rest is dropped")
-                return
-            self._append(stream, piece)
+            text = piece.encode("utf-8", "replace")
+            room_bytes = 0 if self.truncated else max(0, self._room_bytes - RECORD_OVERHEAD_BYTES)
+            if len(text) > room_bytes:
+                piece = text[:room_bytes].decode("utf-8", "ignore")
+                self.omit(len(text) - len(piece.encode()))
+            self._room_bytes -= len(text) + RECORD_OVERHEAD_BYTES
+            if piece:
+                self._append(stream, piece)
 
     def _new(self, stream: str, data: str) -> str:
         """The part that is not on record."""
@@ -177,6 +194,12 @@ class Logs:
         log = self.open(seq, limit_bytes)
         log.restore(await self._store.logs_written(seq, since_s))
         return log
+
+    def leave(self, seq: int) -> None:
+        """It goes on without this gateway: nothing more is taken down here."""
+        log = self._living.get(seq)
+        if log is not None:
+            log.pause()
 
     def close(self, seq: int) -> None:
         """The invocation ended. Its records are in the store, or on their way there before any later read."""

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import NamedTuple
 
 from msgspec import UNSET, Raw
 
@@ -26,6 +27,14 @@ class Mode(StrEnum):
     STREAM = "stream"  #: the response is the log, then the result
 
 
+class ActTimes(NamedTuple):
+    """How the seconds since the acceptance of an invocation divide; their sum is all of them."""
+
+    queue_s: float
+    overhead_s: float
+    execution_s: float
+
+
 @dataclass(slots=True, kw_only=True)
 class Record:
     """One invocation. Its state changes along `LEGAL_MOVES` only; instants are wall-clock seconds."""
@@ -33,7 +42,8 @@ class Record:
     seq: int
     id: str
     function: str
-    revision: str
+    #: Of the definition that is, or was, executed: one that was not ready may be another by then.
+    revision: str = ""
     task: str
     trajectory: str | None
     parent: str | None
@@ -57,6 +67,7 @@ class Record:
     attempts: tuple[Attempt, ...] = ()
     started_s: float | None = None
     ended_s: float | None = None
+    #: Of all tries once it has ended. Before, of the present one: overhead until its own work began.
     queue_s: float | None = None
     overhead_s: float | None = None
     execution_s: float | None = None
@@ -83,16 +94,22 @@ class Record:
         """The id of the present try's action."""
         return self.id if self.attempt == 1 else f"{self.id}.{self.attempt}"
 
+    @property
+    def trace(self) -> wire.TraceContext:
+        """The caller's trace context, as far as it gave one."""
+        return wire.trace(self.options.get("traceparent"), self.options.get("tracestate"))
+
     def move(self, state: State) -> None:
         """Change the state; an illegal move is our own bug."""
         assert state in LEGAL_MOVES[self.state], f"invocation {self.id} cannot go from {self.state} to {state}"
         self.state = state
 
-    def start(self, queue_s: float, now_s: float, *, begun: bool) -> None:
-        """The present try was leased; ``begun``: its runtime does not tell when its own work begins."""
+    def start(self, now_s: float, *, begun: bool) -> None:
+        """The present try was leased; ``begun``: a restart must take it for begun."""
+        self.queue_s = self.times(now_s, waiting=True).queue_s
         if self.state is State.QUEUED:
             self.move(State.RUNNING)
-        self.started_s, self.queue_s, self.overhead_s = now_s, queue_s, 0.0 if begun else None
+        self.started_s, self.overhead_s = now_s, 0.0 if begun else None
 
     def grant(self, lease: Lease) -> None:
         """What it holds, and where."""
@@ -108,39 +125,96 @@ class Record:
         self.move(State.QUEUED)
         self.overhead_s = None
 
+    def times(self, now_s: float, execution_s: float | None = None, *, waiting: bool = False) -> ActTimes:
+        """Return how the time until now divides, over all tries and gateways; its parts sum to it exactly.
+
+        What is not known to be execution or waiting is overhead; of one that waits, all else is waiting.
+        ``execution_s`` is that of the present try, by default as long as its own work is under way.
+        """
+        total_s = max(0.0, now_s - self.accepted_s)
+        past = self._past()
+        if execution_s is None:
+            execution_s = self._under_way_s(now_s)
+        execution_s = min(total_s, past.execution_s + execution_s)
+        if waiting or self.state is State.QUEUED:
+            overhead_s = min(total_s - execution_s, past.overhead_s)
+            return ActTimes(total_s - execution_s - overhead_s, overhead_s, execution_s)
+        queue_s = min(total_s - execution_s, self.queue_s or 0.0)
+        return ActTimes(queue_s, total_s - execution_s - queue_s, execution_s)
+
+    def _past(self) -> ActTimes:
+        """Return the times of the tries that have ended."""
+        if not self.attempts:
+            return ActTimes(0.0, 0.0, 0.0)
+        tries = [(each.queue_ms or 0.0, each.overhead_ms or 0.0, each.execution_ms or 0.0) for each in self.attempts]
+        return ActTimes(*(sum(part) / 1000 for part in zip(*tries, strict=True)))
+
+    def _under_way_s(self, now_s: float) -> float:
+        """Return for how long the present try's own work has been under way."""
+        if self.state is not State.RUNNING or self.overhead_s is None or self.started_s is None:
+            return 0.0
+        return max(0.0, now_s - self.started_s - self.overhead_s)
+
+    def as_of(self, now_s: float) -> Record:
+        """Return it with its times as they stand; what has ended as it is."""
+        if self.terminal:
+            return self
+        times = self.times(now_s)
+        return replace(self, queue_s=times.queue_s, overhead_s=times.overhead_s, execution_s=times.execution_s)
+
+    def _close(self, now_s: float, execution_s: float | None) -> None:
+        """Its times are those from its acceptance until now."""
+        self.queue_s, self.overhead_s, self.execution_s = self.times(now_s, execution_s)
+        self.ended_s = max(now_s, self.accepted_s)
+
     def settle(self, settlement: Settlement, now_s: float) -> None:
-        """Take the end of the last attempt; the three times are those of that attempt."""
+        """Take the end of the last try."""
         outcome, result = _written(settlement.outcome)
+        self._close(now_s, settlement.execution_s)
         self.move(outcome.state)
         self.reason, self.message, self.component = outcome.reason, wire.unicode(outcome.message), outcome.component
         self.detail, self.usage, self.retry_after_s = outcome.detail, outcome.usage, outcome.retry_after_s
         self.result = result
-        self.ended_s = now_s
-        self.queue_s, self.overhead_s = settlement.queue_s, settlement.overhead_s
-        self.execution_s = settlement.execution_s
         if settlement.lease is not None:
             self.grant(settlement.lease)
 
-    def end(self, state: State, reason: Reason, message: str, now_s: float) -> None:
-        """End it without an execution: refused, cancelled between two tries, or lost with the gateway."""
-        self.move(state)
-        self.reason, self.message, self.component, self.ended_s = reason, wire.unicode(message), "gateway", now_s
-        self.queue_s = max(0.0, now_s - self.accepted_s) if self.queue_s is None else self.queue_s
-        self.overhead_s, self.execution_s = self.overhead_s or 0.0, self.execution_s or 0.0
+    def end(self, state: State, reason: Reason, message: str, now_s: float, *, ran: bool = False) -> None:
+        """End it without a settlement: refused, cancelled between two tries, or lost with the gateway.
 
-    def tried(
-        self, outcome: Outcome, now_s: float, *, queue_s: float, overhead_s: float = 0.0, execution_s: float = 0.0
-    ) -> Attempt:
-        """Return the present try as one that has ended."""
+        ``ran``: its own work, if it had begun, went on until now; of a gateway that died nobody knows that.
+        """
+        self._close(now_s, None if ran else 0.0)
+        self.move(state)
+        self.reason, self.message, self.component = reason, wire.unicode(message), "gateway"
+
+    def summary(self) -> dict[str, object]:
+        """Return what the gateway's own log says of its end."""
+        return {
+            "invocation": self.id,
+            "trajectory": self.trajectory,
+            "task": self.task,
+            "function": self.function,
+            "state": self.state,
+            "reason": self.reason,
+            "message": self.message or None,
+            "queue_s": self.queue_s,
+            "overhead_s": self.overhead_s,
+            "execution_s": self.execution_s,
+        }
+
+    def tried(self, outcome: Outcome, now_s: float, execution_s: float = 0.0) -> Attempt:
+        """Return the present try as one that has ended; its times begin at the end of the one before."""
+        queue_s, overhead_s, execution_s = self.times(now_s, execution_s)
+        past = self._past()
         return Attempt(
             attempt=self.attempt,
             state=wire.state(outcome.state),
             reason=wire.reason(outcome.reason),
             message=wire.unicode(outcome.message),
             ended_at=wire.instant(now_s),
-            queue_ms=wire.milliseconds(queue_s),
-            overhead_ms=wire.milliseconds(overhead_s),
-            execution_ms=wire.milliseconds(execution_s),
+            queue_ms=wire.milliseconds(max(0.0, queue_s - past.queue_s)),
+            overhead_ms=wire.milliseconds(max(0.0, overhead_s - past.overhead_s)),
+            execution_ms=wire.milliseconds(max(0.0, execution_s - past.execution_s)),
         )
 
     def as_wire(self, *, payload: bool = True) -> Invocation:
@@ -201,6 +275,11 @@ def _written(outcome: Outcome) -> tuple[Outcome, bytes | None]:
 def new_id(seq: int) -> str:
     """An id that sorts by acceptance, tells its row, and cannot be guessed."""
     return f"{seq:011x}-{secrets.token_hex(6)}"
+
+
+def cursor_of(seq: int | None) -> str | None:
+    """Return what has the form of an id and names the row; None for none."""
+    return None if seq is None else f"{seq:011x}-{0:012x}"
 
 
 def seq_of(invocation_id: str) -> int:

@@ -101,7 +101,7 @@ class Restart:
 
     def _lost_try(self, record: Record) -> Attempt:
         lost = Outcome(state=State.LOST, reason=Reason.GATEWAY_RESTART, message=RESTARTED)
-        return record.tried(lost, self._wall(), queue_s=record.queue_s or 0.0)
+        return record.tried(lost, self._wall())
 
     async def drain(self, grace_s: float) -> int:
         """Refuse new work and wait for what runs; returns how many are left for the next gateway."""
@@ -124,7 +124,7 @@ class Restart:
         assert invocation.function is not None
         waited = record.state is State.QUEUED
         if record.detached:
-            self._logs.close(record.seq)  # what its command says from now on is the next gateway's
+            self._logs.leave(record.seq)  # what its command says from now on is the next gateway's
             if not waited and not record.begun:
                 self._invocations.take_back(invocation)
                 waited = True
@@ -132,13 +132,13 @@ class Restart:
                 return
         fault = self._invocations.engine.fault
         if fault is not None:
-            record.end(State.FAILED, Reason.INTERNAL, fault, self._wall())
+            record.end(State.FAILED, Reason.INTERNAL, fault, self._wall(), ran=True)
             record.dead = record.mode is Mode.ASYNC
         elif waited:
             message = "the gateway was shut down before it started"
             record.end(State.CANCELLED, Reason.CANCELLED, message, self._wall())
         else:
             message = "the gateway was shut down while it ran"
-            record.end(State.LOST, Reason.GATEWAY_RESTART, message, self._wall())
+            record.end(State.LOST, Reason.GATEWAY_RESTART, message, self._wall(), ran=True)
             record.dead = record.mode is Mode.ASYNC
         self._invocations.finish(invocation, waited=waited)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from manager.errors import Reason
+from manager.errors import FILES_LOST, Reason
 from manager.function import FunctionSpec
 from manager.outcome import Outcome
 from tangram.types.backoff import backoff_s
@@ -13,9 +13,17 @@ INFRASTRUCTURE_ATTEMPTS = 3
 
 
 def next_try_s(
-    function: FunctionSpec, attempt: int, outcome: Outcome, chance: float, left_s: float | None = None
+    function: FunctionSpec,
+    attempt: int,
+    outcome: Outcome,
+    chance: float,
+    left_s: float | None = None,
+    *,
+    alone: bool = True,
 ) -> float | None:
     """Seconds until try ``attempt + 1``, or None when it is over.
+
+    One that is not ``alone``, but was to go on from the files of a trajectory's lost sandbox, is not tried unasked.
 
     Exponential backoff with full jitter (``chance`` is uniform in [0, 1)), never sooner than the Retry-After
     of an upstream, and never as late as ``left_s``, the age that is left. Without one an upstream may ask for no
@@ -26,7 +34,9 @@ def next_try_s(
         return None
     spec = function.retry
     by_function = reason in spec.on and attempt < spec.max_attempts
-    by_machinery = reason in INFRASTRUCTURE and function.idempotent and attempt < INFRASTRUCTURE_ATTEMPTS
+    bereft = not alone and FILES_LOST in outcome.detail
+    again = reason in INFRASTRUCTURE and not bereft
+    by_machinery = again and function.idempotent and attempt < INFRASTRUCTURE_ATTEMPTS
     if not by_function and not by_machinery:
         return None
     part = chance if spec.jitter == "full" else 1.0

@@ -35,8 +35,26 @@ SELECT {record}, p.input FROM invocations i LEFT JOIN inputs p USING (seq) WHERE
 SELECT {record}, p.input FROM invocations i LEFT JOIN inputs p USING (seq)
 WHERE i.state IN ('queued', 'running') ORDER BY i.seq;
 
--- name: pending_callbacks
-SELECT {record}, NULL AS input FROM invocations i WHERE i.callback = 'pending' AND i.state NOT IN ('queued', 'running') ORDER BY i.seq LIMIT ?;
+-- The callbacks of each host that are due first, as many as may be under way there.
+-- name: deliveries
+WITH RECURSIVE hosts (host) AS (
+    SELECT min(host) FROM deliveries
+    UNION ALL SELECT (SELECT min(host) FROM deliveries WHERE host > hosts.host) FROM hosts WHERE hosts.host IS NOT NULL
+)
+SELECT d.seq, d.host, d.due_s, d.tries FROM hosts JOIN deliveries d
+ON d.seq IN (SELECT seq FROM deliveries WHERE host = hosts.host ORDER BY due_s, seq LIMIT ?) ORDER BY d.due_s, d.seq;
+
+-- name: save_delivery
+INSERT OR REPLACE INTO deliveries (seq, host, due_s, tries) VALUES (?, ?, ?, ?);
+
+-- name: delete_delivery
+DELETE FROM deliveries WHERE seq = ?;
+
+-- name: set_callback
+UPDATE invocations SET callback = ? WHERE seq = ?;
+
+-- name: let_go
+UPDATE invocations SET dead = 0 WHERE seq = ?;
 
 -- name: key
 SELECT digest, seq FROM idempotency WHERE key = ? AND expires_s > ?;

@@ -21,6 +21,9 @@ from manager.outcome import State
 #: records, or bytes of log text.
 PRUNE_ROWS = 200
 PRUNE_LOG_BYTES = 4 * 2**20
+#: Pages that one step gives back to the disk, and how many stay for new records: a tenth, or 4 MiB.
+SHRINK_PAGES = 500
+SPARE_SHARE, SPARE_PAGES = 10, 1024
 #: Seconds between two deletions of one round, so that they never keep the writer busy.
 PAUSE_S = 0.05
 
@@ -57,7 +60,11 @@ async def prune(
         while count := await store.alter(work):
             deleted[kind] += count
             await asyncio.sleep(pause_s)
-    return deleted
+    pages = 0
+    while count := await store.alter(shrink):
+        pages += count
+        await asyncio.sleep(pause_s)
+    return {**deleted, "pages": pages} if pages else deleted
 
 
 def prune_records(
@@ -72,11 +79,10 @@ def prune_records(
         old = list(islice(_old_records(rows, older_than_s, _size_bytes(connection) > bytes_max), PRUNE_ROWS))
     connection.execute("BEGIN IMMEDIATE")
     _delete_logs(connection, sql, old)
-    for query in ("delete_invocation", "delete_input", "delete_expired_log"):
+    for query in ("delete_invocation", "delete_input", "delete_expired_log", "delete_delivery"):
         connection.executemany(sql[query], [(seq,) for seq in old])
     connection.execute(sql["delete_keys"], (now_s, PRUNE_ROWS))
     connection.execute("COMMIT")
-    connection.execute(f"PRAGMA incremental_vacuum({PRUNE_ROWS})").fetchall()
     return len(old)
 
 
@@ -105,8 +111,19 @@ def prune_logs(
         connection.executemany(sql["expire_log"], [(seq, now_s) for seq in old])
         _delete_logs(connection, sql, old)
         connection.execute("COMMIT")
-        connection.execute(f"PRAGMA incremental_vacuum({PRUNE_ROWS})").fetchall()
     return len(old)
+
+
+def shrink(connection: sqlite3.Connection, _: Queries) -> int:
+    """Give some of the file's unused pages back to the disk, but for what its next records need; returns how many."""
+    pages, free = _pages(connection)
+    going = min(SHRINK_PAGES, free - max(SPARE_PAGES, pages // SPARE_SHARE))
+    if going <= 0:
+        return 0
+    connection.executescript(
+        f"PRAGMA incremental_vacuum({going});"
+    )  # each step of it frees one page, and this takes all
+    return free - _pages(connection)[1]
 
 
 def _delete_logs(connection: sqlite3.Connection, sql: Queries, seqs: list[int]) -> None:
@@ -134,8 +151,11 @@ def _logs(connection: sqlite3.Connection, sql: Queries) -> Iterator[int]:
 
 def _size_bytes(connection: sqlite3.Connection) -> int:
     """Bytes of the database that are in use."""
-    pages, free, page_bytes = (
-        int(connection.execute(f"PRAGMA {name}").fetchone()[0])
-        for name in ("page_count", "freelist_count", "page_size")
-    )
-    return (pages - free) * page_bytes
+    pages, free = _pages(connection)
+    return (pages - free) * int(connection.execute("PRAGMA page_size").fetchone()[0])
+
+
+def _pages(connection: sqlite3.Connection) -> tuple[int, int]:
+    """Pages of the file, and how many of them are unused."""
+    pages, free = (int(connection.execute(f"PRAGMA {name}").fetchone()[0]) for name in ("page_count", "freelist_count"))
+    return pages, free

@@ -68,6 +68,8 @@ _JSON = tuple(index for index, column in enumerate(COLUMNS) if column.json)
 
 #: What a query of ``invocations i`` selects for `record_of`, beside the input.
 SELECTED = ", ".join(f"i.{column.name}" for column in COLUMNS)
+#: The same for a listing, which leaves out what may be large.
+LISTED = ", ".join("NULL" if column.name == "result" else f"i.{column.name}" for column in COLUMNS) + ", NULL AS input"
 SAVE = (
     f"INSERT INTO invocations ({_NAMES}) VALUES ({', '.join('?' * len(COLUMNS))}) ON CONFLICT (seq) DO UPDATE SET "
     + ", ".join(f"{column.name} = excluded.{column.name}" for column in COLUMNS if not column.fixed)

@@ -94,3 +94,22 @@ CREATE TABLE expired_logs (
 
 -- From here on overhead_s of a running action tells that its own work has begun; of those of before nobody knows.
 UPDATE invocations SET overhead_s = 0 WHERE state = 'running' AND overhead_s IS NULL;
+
+-- version: 4
+
+-- Callbacks that wait to be delivered: noted with the end, gone with the last try.
+CREATE TABLE deliveries (
+    seq INTEGER PRIMARY KEY,
+    host TEXT NOT NULL,               -- host and port of the receiver: one that is dead holds up no other
+    due_s REAL NOT NULL,              -- next try
+    tries INTEGER NOT NULL            -- so far
+) STRICT;
+CREATE INDEX deliveries_due ON deliveries (host, due_s);
+INSERT INTO deliveries
+SELECT seq, lower(substr(rest, 1, instr(rest, '/') - 1)), 0, 0 FROM (
+    SELECT seq, substr(url, instr(url, '://') + 3) || '/' AS rest FROM (
+        SELECT seq, coalesce(json_extract(options, '$.callback_url'), '') AS url FROM invocations
+        WHERE callback = 'pending' AND state NOT IN ('queued', 'running')
+    )
+);
+DROP INDEX invocations_callback;

@@ -14,21 +14,24 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import structlog
 
 from gateway import wire
 from gateway.invocations.record import Record
 from gateway.store.checkpoint import Checkpoints
-from gateway.store.file import REMEDY, make_ready, queries
-from gateway.store.rows import SELECTED, record_of, row_of
+from gateway.store.file import REMEDY, make_missing_index, make_ready, queries
+from gateway.store.listing import Filter, Page, read_page
+from gateway.store.rows import record_of, row_of
 from manager.errors import NotFound, StorageUnavailable
-from manager.outcome import State
-from tangram.types.scalars import LIST_LIMIT_MAX
+
+_T = TypeVar("_T")
 
 
 class Durability(StrEnum):
@@ -52,6 +55,8 @@ class StoreSpec:
     retry_s: float = 1.0
     #: Seconds in which commits gather in the write-ahead log before they are copied into the file.
     checkpoint_s: float = 1.0
+    #: Reads at once.
+    readers: int = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,20 +91,6 @@ class Written(NamedTuple):
     recent_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Filter:
-    """Which invocations a listing shows: newest first, those before ``before`` in order of acceptance."""
-
-    function: str | None = None
-    task: str | None = None
-    trajectory: str | None = None
-    parent: str | None = None
-    state: State | None = None
-    dead: bool | None = None
-    before: int | None = None
-    limit: int = 100
-
-
 @dataclass(slots=True)
 class _Batch:
     """What one transaction writes, and who waits for it."""
@@ -110,10 +101,11 @@ class _Batch:
     logs: list[LogRow] = field(default_factory=list)
     documents: dict[str, str] = field(default_factory=dict)
     trajectories: dict[str, OpenTrajectory | None] = field(default_factory=dict)
+    notes: list[tuple[str, tuple[object, ...]]] = field(default_factory=list)
     waiters: list[asyncio.Future[None]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        noted = self.records or self.keys or self.logs or self.documents or self.trajectories
+        noted = self.records or self.keys or self.logs or self.documents or self.trajectories or self.notes
         return bool(noted or self.waiters)
 
     def under(self, newer: _Batch) -> _Batch:
@@ -125,6 +117,7 @@ class _Batch:
             self.logs + newer.logs,
             self.documents | newer.documents,
             self.trajectories | newer.trajectories,
+            self.notes + newer.notes,
             newer.waiters,
         )
 
@@ -135,12 +128,16 @@ class Store:
     Raises StorageUnavailable, with the reason, whenever the disk refuses.
     """
 
-    def __init__(self, spec: StoreSpec, *, wall: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, spec: StoreSpec, *, wall: Callable[[], float] = time.time, lost: Callable[[], str | None] = lambda: None
+    ) -> None:
+        """``lost`` says why what is written is not kept, if it is not: nothing new is accepted then."""
         self._spec = spec
+        self.lost = lost
         self._wall = wall
         self._queries = queries()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="store-writer")
-        self._readers = ThreadPoolExecutor(2, thread_name_prefix="store-reader")
+        self._readers = ThreadPoolExecutor(spec.readers, thread_name_prefix="store-reader")
         self._checkpoints = Checkpoints(spec.path, spec.checkpoint_s, self._between)
         self._local = threading.local()
         self._connection: sqlite3.Connection | None = None
@@ -195,8 +192,9 @@ class Store:
 
     def check(self) -> None:
         """Raise StorageUnavailable while the disk refuses: nothing new is accepted then."""
-        if self.failure is not None:
-            raise StorageUnavailable(self.failure, component="store", retry_after_s=self._spec.retry_s * 2)
+        refused = self.lost() or self.failure
+        if refused is not None:
+            raise StorageUnavailable(refused, component="store", retry_after_s=self._spec.retry_s * 2)
 
     def create(self, record: Record) -> None:
         """Note a new record with its input."""
@@ -221,6 +219,11 @@ class Store:
     def save_trajectory(self, name: str, opened: OpenTrajectory | None) -> None:
         """Note that a trajectory has an environment; None: that it has none any more."""
         self._batch.trajectories[name] = opened
+        self._arm()
+
+    def note(self, statement: str, *values: object) -> None:
+        """Note a named statement, to be run after what was saved before; it must be safe to run again."""
+        self._batch.notes.append((statement, values))
         self._arm()
 
     def save_log(self, row: LogRow) -> bool:
@@ -337,6 +340,8 @@ class Store:
                     connection.execute(sql["delete_trajectory"], (name,))
                 else:
                     connection.execute(sql["save_trajectory"], (name, opened.task, opened.memory_bytes, opened.ttl_s))
+            for statement, given in batch.notes:
+                connection.execute(sql[statement], given)
             connection.execute("COMMIT")
         except sqlite3.Error:
             if connection.in_transaction:
@@ -348,14 +353,14 @@ class Store:
     async def get(self, seq: int) -> Record | None:
         """The record of this place in the order, with its input; None where there is none."""
         rows = await self.read("get", (seq,))
+        pending = self._batch.records.get(seq)  # what a disk that refuses has not taken yet
+        if pending is not None:
+            return pending
         return record_of(rows[0]) if rows else None
 
-    async def find(self, chosen: Filter) -> list[Record]:
-        """The newest records that pass the filter, without their inputs."""
-        where, values = _where(chosen)
-        sql = f"SELECT {SELECTED}, NULL AS input FROM invocations i {where} ORDER BY seq DESC LIMIT ?"
-        rows = await self._select(sql, (*values, min(chosen.limit, LIST_LIMIT_MAX)))
-        return [record_of(row) for row in rows]
+    async def find(self, chosen: Filter) -> Page:
+        """The newest records that pass the filter, without their inputs and results."""
+        return await self._reading(partial(read_page, chosen=chosen))
 
     async def unfinished(self) -> list[Record]:
         """Queued and running records in order of acceptance: what a restart has to decide on."""
@@ -390,18 +395,21 @@ class Store:
 
     async def read(self, query: str, values: tuple[object, ...]) -> Sequence[sqlite3.Row]:
         """The rows of a named query, which sees everything that was noted before."""
-        return await self._select(self._queries[query], values)
+        sql = self._queries[query]
+        return await self._reading(lambda connection: connection.execute(sql, values).fetchall())
 
-    async def _select(self, sql: str, values: tuple[object, ...]) -> Sequence[sqlite3.Row]:
-        if self._batch or self._writing is not None:
-            await self.commit()
+    async def _reading(self, work: Callable[[sqlite3.Connection], _T]) -> _T:
+        """What ``work`` makes of a connection of its thread, when all that was noted before is written."""
+        if self.failure is None and (self._batch or self._writing is not None):
+            with suppress(StorageUnavailable):  # a disk that refuses: what is on it can be read all the same
+                await self.commit()
         loop = asyncio.get_running_loop()
         try:
-            return await loop.run_in_executor(self._readers, self._read, sql, values)
+            return await loop.run_in_executor(self._readers, self._read, work)
         except sqlite3.Error as error:
             raise StorageUnavailable(f"the record cannot be read: {error}", component="store") from None
 
-    def _read(self, sql: str, values: tuple[object, ...]) -> Sequence[sqlite3.Row]:
+    def _read(self, work: Callable[[sqlite3.Connection], _T]) -> _T:
         connection: sqlite3.Connection | None = getattr(self._local, "connection", None)
         if connection is None:
             connection = sqlite3.connect(self._spec.path, isolation_level=None, check_same_thread=False)
@@ -409,7 +417,7 @@ class Store:
             connection.execute("PRAGMA query_only = 1")
             self._local.connection = connection
             self._read_connections.append(connection)
-        return connection.execute(sql, values).fetchall()
+        return work(connection)
 
     async def alter(self, work: Callable[[sqlite3.Connection, Mapping[str, str]], int]) -> int:
         """Run ``work(connection, queries)`` in the writer's thread, between two transactions (retention)."""
@@ -421,6 +429,16 @@ class Store:
             return await loop.run_in_executor(self._writer, self._alter, connection, work)
         except sqlite3.Error as error:
             raise StorageUnavailable(f"the record cannot be changed: {error}", component="store") from None
+
+    async def make_indexes(self) -> None:
+        """Make the indexes that a large file of an older gateway lacks, one at a time: writes wait for each."""
+        begun_s = time.monotonic()
+        try:
+            while await self.alter(make_missing_index):
+                self._log.info("an index was made for listings", took_s=round(time.monotonic() - begun_s, 3))
+                begun_s = time.monotonic()
+        except StorageUnavailable as error:
+            self._log.warning("listings stay slow until the next start", reason=error.message)
 
     def _between(self, work: Callable[[sqlite3.Connection], object]) -> None:
         """Run ``work`` in the writer's thread, between two transactions; nobody waits for it."""
@@ -441,6 +459,8 @@ class Store:
 
     def _open(self) -> int:
         """Returns the last place in the order of acceptance."""
+        self._spec.path.touch(mode=0o600)
+        self._spec.path.chmod(0o600)  # SQLite gives its other files the same
         connection = sqlite3.connect(self._spec.path, isolation_level=None, check_same_thread=False)
         try:
             level = "FULL" if self._spec.durability is Durability.POWER else "NORMAL"
@@ -456,20 +476,6 @@ class Store:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
-
-
-def _where(chosen: Filter) -> tuple[str, tuple[object, ...]]:
-    wanted: dict[str, object | None] = {
-        "function = ?": chosen.function,
-        "task = ?": chosen.task,
-        "trajectory = ?": chosen.trajectory,
-        "parent = ?": chosen.parent,
-        "state = ?": None if chosen.state is None else chosen.state.value,
-        "dead = ?": None if chosen.dead is None else int(chosen.dead),
-        "seq < ?": chosen.before,
-    }
-    given = {condition: value for condition, value in wanted.items() if value is not None}
-    return ("WHERE " + " AND ".join(given) if given else "", tuple(given.values()))
 
 
 def require(record: Record | None, invocation_id: str) -> Record:

@@ -47,8 +47,8 @@ class StartOption:
         for headroom, least in self.headrooms:
             headroom.take(least, self.node)
 
-    def reserve(self) -> None:
-        for headroom, least in self.headrooms:
+    def reserve(self, *, memory: bool = True) -> None:
+        for headroom, least in self.headrooms if memory else self.headrooms[:-1]:
             headroom.reserve(least, self.node)
 
     def compete(self, groups: int) -> None:
@@ -109,16 +109,21 @@ class Selector:
         caps: Mapping[tuple[str, str], Headroom],
         *,
         memory_waits_from: int | None,
+        memory_waits_bytes: int,
         strict: bool,
     ) -> None:
         self._resources = resources
         self._nodes = nodes
         #: What is left of (task, kind) caps.
         self._caps = caps
-        #: Submission of the first trajectory that waits for memory: later actions get none.
+        #: Submission of the first trajectory that waits for memory, and what it needs: later actions get only what
+        #: it could not use.
         self._memory_waits_from = memory_waits_from
+        self._memory_waits_bytes = memory_waits_bytes
         self._strict = strict
         self._memory: dict[str, Headroom] = {}
+        #: By node, what those later actions may still take.
+        self._kept: dict[str, Headroom] = {}
         self._found = CandidateSelection()
         #: Groups of which nothing more can start.
         self._beaten: set[QueueGroup] = set()
@@ -160,9 +165,11 @@ class Selector:
         if chosen is None:
             self._give_up(group)
             for option in options:
-                option.reserve()
+                self._reserve(waiting, option)
             return not self._strict and any(option.contended for option in options)
         chosen.take()
+        if chosen.memory_bytes and self._memory_waits_from is not None:
+            self._kept_of(chosen.node).take(chosen.memory_bytes)
         for cap, units in caps:
             cap.take(units)
         self._found.candidates.append(self._candidate(waiting, chosen))
@@ -176,8 +183,8 @@ class Selector:
                 option.compete(-1)
 
     def _choose(self, waiting: Waiting, options: list[StartOption]) -> StartOption | None:
-        blocked_memory = self._memory_waits_from is not None and self._memory_waits_from < waiting.seq
-        fitting = [option for option in options if option.fits() and not (blocked_memory and option.memory_bytes)]
+        late = self._is_late(waiting)
+        fitting = [option for option in options if option.fits() and not (late and self._exceeds_kept(option))]
         if len(fitting) < 2:
             return fitting[0] if fitting else None
         return max(fitting, key=lambda option: option.spare)
@@ -233,3 +240,30 @@ class Selector:
         if headroom is None:
             headroom = self._memory[node] = Headroom(self._nodes[node].free_bytes)
         return headroom
+
+    def _kept_of(self, node: str) -> Headroom:
+        """Return what of the node's memory actions may take that came after the first trajectory that waits for it."""
+        headroom = self._kept.get(node)
+        if headroom is None:
+            place = self._nodes[node]
+            free_bytes = place.kept_bytes(self._memory_waits_bytes) - (place.held_bytes - place.pinned_bytes)
+            headroom = self._kept[node] = Headroom(max(0, free_bytes))
+        return headroom
+
+    def _exceeds_kept(self, option: StartOption) -> bool:
+        return option.memory_bytes > 0 and not self._kept_of(option.node).fits(option.memory_bytes)
+
+    def _is_late(self, waiting: Waiting) -> bool:
+        """Return whether an action came after a trajectory that waits for memory."""
+        return self._memory_waits_from is not None and self._memory_waits_from < waiting.seq
+
+    def _reserve(self, waiting: Waiting, option: StartOption) -> None:
+        """Keep later actions from passing one that waits, but not in memory that it cannot have before a trajectory."""
+        memory_bytes = option.memory_bytes
+        if not memory_bytes or self._memory_waits_from is None:
+            option.reserve()
+            return
+        kept = memory_bytes <= self._nodes[option.node].kept_bytes(self._memory_waits_bytes)
+        option.reserve(memory=kept or not self._is_late(waiting))
+        if kept:
+            self._kept_of(option.node).reserve(memory_bytes)

@@ -37,6 +37,7 @@ from manager.events import (
     Tick,
     TrajectoryEnded,
     TrajectoryOpened,
+    UnitsConsumed,
     WakeAt,
 )
 from manager.outcome import State
@@ -140,6 +141,7 @@ class Core:
     def check(self) -> None:
         """Assert the invariants: nothing leased twice, and every accepted action queued, running or settled."""
         state = self._state
+        assert not state.faults, f"policies failed: {state.faults}"
         state.resources.check()
         state.nodes.check()
         state.queue.check()
@@ -184,6 +186,10 @@ class Core:
                 self._replication.end(event)
             case Reconfigured():
                 self._reconfigure(event)
+            case UnitsConsumed():
+                consumed = self._state.resources.get(event.resource)
+                if isinstance(consumed, TimedPool):
+                    consumed.restore(event.ended, event.running, self._state.now_s)
             case Tick():
                 pass
 

@@ -65,7 +65,7 @@ class Dispatcher:
             state.holds.pop(running.id, None)
         if running.child:
             state.children.leave(running.waited)
-        state.fair.started(action, running.waited.key[0])
+        state.fair.waits_no_more(action)
         queue_s = max(0.0, running.started_s - action.submitted_s)
         state.commands.append(Execute(action=action, lease=running.lease, queue_s=queue_s))
 

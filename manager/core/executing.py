@@ -66,6 +66,8 @@ class Executing:
         #: Members still running, by the id of the leader that holds their units.
         self._batches: dict[str, set[str]] = {}
         self._leader: dict[str, str] = {}
+        #: By leader: the member that accounts for the units since those before it have ended.
+        self._payer: dict[str, str] = {}
         self._malleable: Counter[str] = Counter()
         self._held_by_task: dict[tuple[str, str], int] = {}
         self._loads: defaultdict[str, PoolLoad] = defaultdict(PoolLoad)
@@ -202,8 +204,10 @@ class Executing:
         if members is not None:
             members.discard(running.id)
             if members:
+                self._pass_account_on(leader, running, members, now_s)
                 return
             del self._batches[leader]
+            self._payer.pop(leader, None)
         self._release(leader, running, now_s)
 
     def remaining(self, running: Running, now_s: float) -> float | None:
@@ -333,15 +337,24 @@ class Executing:
         assert pool is not None, f"no pool of {kind} on {node!r}"
         return pool
 
+    def _pass_account_on(self, leader: str, ended: Running, members: set[str], now_s: float) -> None:
+        """Let another member of a batch account for its units, if the one that did has ended before it."""
+        if self._payer.get(leader, leader) == ended.id:
+            heir = self._running[min(members)]
+            self._payer[leader], heir.accounted_s = heir.id, now_s
+
     def _account(self, running: Running, now_s: float) -> None:
-        """Add the unit-seconds since the last change (whole units for what returns with time)."""
+        """Add the unit-seconds since the last change (whole units for what returns with time, once a batch)."""
         last_s, running.accounted_s = running.accounted_s, now_s
-        if running.id in self._leader:
+        leader = self._leader.get(running.id, running.id)
+        if self._payer.get(leader, leader) != running.id:
             return
         for kind, grant in running.lease.grants.items():
             if kind in running.borrowed:
                 continue
             timed = isinstance(self._pool(kind, running.lease.node), TimedPool)
+            if timed and leader != running.id:
+                continue
             amount = float(grant.units) if timed else grant.units * (now_s - last_s)
             running.used[kind] = amount if timed else running.used.get(kind, 0.0) + amount
 

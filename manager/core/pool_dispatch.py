@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TypeVar, overload
 
 from manager.action import Action, UnitSet
@@ -48,8 +50,12 @@ class Lazy(Sequence[Item]):
         return self._items
 
 
+class BrokenPromise(Exception):
+    """A decision that cannot be carried out, with its story."""
+
+
 class PoolDispatch:
-    """The turn of one pool. A decision that breaks a promise of the policy is an assertion with its story."""
+    """The turn of one pool. A policy that raises, or breaks a promise, is asked no more about this pool."""
 
     def __init__(
         self,
@@ -81,19 +87,33 @@ class PoolDispatch:
         executing, name = self._state.executing, self._pool.name
         if not self._candidates and not executing.malleable(name) and not (self._groups and self._pool.free):
             return
-        decision = self._state.policy(self._pool.kind).decide(self._view())
         self._state.wakes.pop(name, None)
+        try:
+            decision = self._decide()
+            started = self._carry_out(decision)
+        except BrokenPromise as error:
+            if name in self._state.faults:
+                raise  # the stand-in failed as well: a bug of the core's
+            self._state.faults[name] = self._fault(error)
+            self._look_again(self._groups)
+            return
         if decision.wake_s is not None:
             self._state.wakes[name] = max(decision.wake_s, self._state.now_s + _LEAST_WAKE_S)
         for hold in decision.holds:
             self._state.holds[hold.action_id] = hold
-        started = self._carry_out(decision)
         if started or decision.resizes or decision.wake_s is not None:
             return
         if self._candidates and not executing.holders(name):
             # An idle pool with startable work would stay idle for ever: nothing happens that requests again.
             first = next(iter(self._candidates.values()))
             self._start(first.waiting, first.option, Start(action_id=first.waiting.id, units=first.choice.minimum))
+
+    def _decide(self) -> Decision:
+        try:
+            return self._state.policy(self._pool).decide(self._view())
+        except Exception as error:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            raise BrokenPromise(f"it raised {error!r} in {Path(where.filename).name}:{where.lineno}") from error
 
     def _view(self) -> PoolView:
         pool, state, now_s = self._pool, self._state, self._state.now_s
@@ -167,10 +187,9 @@ class PoolDispatch:
         balance = self._free
         for resize in decision.resizes:
             running = holders.get(resize.action_id)
-            assert running is not None and running.action.malleable_in(kind), self._story(
-                resize, "names no running action that is malleable here"
-            )
-            assert resize.units in running.action.cost[kind], self._story(resize, "is not in the unit set")
+            if running is None or not running.action.malleable_in(kind):
+                raise BrokenPromise(f"{resize} names no running action that is malleable here")
+            _require(resize.units in running.action.cost[kind], resize, "is not in the unit set")
             balance -= resize.units - pool.held[running.id]
             if resize.units < pool.held[running.id]:
                 self._dispatcher.resize(running, kind, resize.units)
@@ -181,7 +200,7 @@ class PoolDispatch:
             self._reconsider(balance)
         for running, units in grows:
             held = pool.held[running.id]
-            assert units - held <= pool.free, self._story(decision, f"grows {running.id} beyond what is free")
+            _require(units - held <= pool.free, decision, f"grows {running.id} beyond what is free")
             room = self._state.cap_room(running, kind)
             allowed = units if room is None else running.action.cost[kind].at_most(min(units, held + room))
             if allowed is not None and allowed > held:
@@ -200,19 +219,20 @@ class PoolDispatch:
             if candidate is None:
                 others.append(start)
                 continue
-            assert start.units in candidate.choice, self._story(start, "is not in the unit set")
+            _require(start.units in candidate.choice, start, "is not in the unit set")
             within = balance > self._free or start.units <= self._limit(candidate)
-            assert within, self._story(start, "is above its limit")
+            _require(within, start, "is above its limit")
             balance -= start.units
-            assert balance >= 0, self._story(start, f"is beyond the {self._free} units to share")
+            _require(balance >= 0, start, f"is beyond the {self._free} units to share")
             if self._start(candidate.waiting, candidate.option, start):
                 started = True
             else:
                 self._missed.append(candidate)
         for start in others:
             waiting = self._eligible.get(start.action_id)
-            assert waiting is not None, self._story(start, "names neither a candidate nor an eligible action")
-            assert start.units in _unit_set(waiting.action), self._story(start, "is not in the unit set")
+            if waiting is None:
+                raise BrokenPromise(f"{start} names neither a candidate nor an eligible action")
+            _require(start.units in _unit_set(waiting.action), start, "is not in the unit set")
             option = None if waiting.group is None else self._place(waiting.group)
             if option is not None:
                 started |= self._start(waiting, option, start)
@@ -277,10 +297,17 @@ class PoolDispatch:
                 return count
         return counts[0]
 
-    def _story(self, wish: object, broken: str) -> str:
-        """Say which promise the policy broke, and how."""
-        policy = self._state.policy(self._pool.kind).name
-        return f"policy {policy} on {self._pool.name} at {self._state.now_s:.6f}: {wish} {broken}"
+    def _fault(self, error: BrokenPromise) -> str:
+        """Say what the policy did, and who decides now."""
+        state, pool = self._state, self._pool
+        policy = state.policy(pool).name
+        return f"policy {policy} failed on {pool.name} at {state.now_s:.6f}: {error}; fixed decides in its place"
+
+
+def _require(holds: bool, wish: object, broken: str) -> None:
+    """Raise BrokenPromise unless a promise of the policy holds."""
+    if not holds:
+        raise BrokenPromise(f"{wish} {broken}")
 
 
 def _unit_set(action: Action) -> UnitSet:

@@ -55,6 +55,7 @@ class SchedulingPass:
             state.nodes,
             {key: Headroom(room) for key, room in state.cap_rooms().items()},
             memory_waits_from=state.memory_waits_from,
+            memory_waits_bytes=state.memory_waits_bytes,
             strict=state.spec.strict,
         )
         return selector.walk(groups)

@@ -57,6 +57,7 @@ class Settling:
         """End an action that never started."""
         state, action = self._state, waiting.action
         state.queue.withdraw(waiting)
+        state.fair.waits_no_more(action)
         state.holds.pop(waiting.id, None)
         state.children.leave(waiting)
         outcome = Outcome(state=end_state, reason=reason, message=message, component="queue")

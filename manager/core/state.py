@@ -13,9 +13,13 @@ from manager.core.trajectories import Trajectories
 from manager.core.waiting_children import WaitingChildren
 from manager.events import Command
 from manager.resources.nodes import Nodes
+from manager.resources.pool import Pool
 from manager.resources.resources import Resources
+from manager.scheduler.fixed import FixedPolicy
 from manager.scheduler.policy import Hold, Policy
 
+#: What decides in the place of a policy that failed.
+_STAND_IN = FixedPolicy()
 #: What holds for a task that the configuration does not name.
 _UNKNOWN_TASK = TaskSpec()
 
@@ -42,13 +46,20 @@ class SchedulerState:
     wakes: dict[str, float] = field(default_factory=dict)
     #: What the policies hold back on purpose, by action.
     holds: dict[str, Hold] = field(default_factory=dict)
+    #: Why a pool's policy is asked no more: it raised, or wanted what cannot be. `FixedPolicy` serves in its place.
+    faults: dict[str, str] = field(default_factory=dict)
     #: Whether only children of running actions may start (the gateway drains).
     paused: bool = False
     #: First submission among trajectories that wait for memory; None when none does.
     memory_waits_from: int | None = None
+    #: What that one needs.
+    memory_waits_bytes: int = 0
 
-    def policy(self, kind: str) -> Policy:
-        return self.policies.get(kind) or self.policies["default"]
+    def policy(self, pool: Pool) -> Policy:
+        """Return what decides on a pool now."""
+        if pool.name in self.faults:
+            return _STAND_IN
+        return self.policies.get(pool.kind) or self.policies["default"]
 
     def option(self, kind: str, name: str, default: float) -> float:
         """Return a constant of the policy of ``kind``."""

@@ -111,12 +111,13 @@ class TrajectoryOrder:
     def place(self) -> None:
         """Give memory to those that wait for it, first come first served, and note the first that gets none."""
         state = self._state
-        state.memory_waits_from = None
+        state.memory_waits_from, state.memory_waits_bytes = None, 0
         for trajectory in state.trajectories.waiting():
             node = state.nodes.choose(trajectory.demand, trajectory.memory_bytes)
             if node is None:
                 if state.nodes.ever(trajectory.demand, trajectory.memory_bytes):
                     state.memory_waits_from = trajectory.opened_seq
+                    state.memory_waits_bytes = trajectory.memory_bytes
                     return
                 continue  # only a new node could serve it: it must not hold up the others
             self._pin(trajectory, node)
@@ -136,7 +137,7 @@ class TrajectoryOrder:
 
     def _pin(self, trajectory: TrajectoryState, node: Node) -> None:
         """Hold its memory where it lives from now on."""
-        node.hold(trajectory.name, trajectory.memory_bytes)
+        node.hold(trajectory.name, trajectory.memory_bytes, trajectory=True)
         trajectory.node = node.spec.name
         self._state.trajectories.wait_no_more(trajectory)
         if trajectory.explicit:

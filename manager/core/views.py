@@ -36,7 +36,7 @@ def resources_view(core: Core) -> dict[str, object]:
         "pools": {
             pool.name: {
                 **pool.describe(),
-                "policy": state.policy(pool.kind).name,
+                "policy": state.policy(pool).name,
                 "utilisation": state.executing.load(pool.name).utilisation(core.state.now_s),
                 "arrivals_per_s": state.executing.load(pool.name).arrivals.at(core.state.now_s),
             }

@@ -102,21 +102,30 @@ class History:
         units = max(1.0, settlement.outcome.usage.get("mean_units", units))
         members = _ran_with(settlement)
         if members is not None:
-            self.record(action.function, action.profile_key, units, settlement.execution_s, members)
+            early = bool(settlement.outcome.usage.get("early"))
+            self.record(action.function, action.profile_key, units, settlement.execution_s, members, early=early)
 
     def record(
-        self, function: str, key: str, units: float, duration_s: float, members: Mapping[Kin, int] | None = None
+        self,
+        function: str,
+        key: str,
+        units: float,
+        duration_s: float,
+        members: Mapping[Kin, int] | None = None,
+        *,
+        early: bool = False,
     ) -> None:
         """One run of ``duration_s`` seconds on ``units``, a mean over time where they changed.
 
         ``members`` are those of its batch, itself included, and itself alone where it could have run in one. Each of n
         members counts 1 / n, so that a batch is one observation; were only its leader learned from, a key that never
-        leads (shorter ones go first) would never be learned.
+        leads (shorter ones go first) would never be learned. One that ended ``early``, before its batch did, had the
+        others beside it for as long as it ran itself.
         """
         names = dict.fromkeys(("", key))
         share, factor, fit = 1.0, 1.0, self._profile(function, "").batches
         if members:
-            work, own_s = self._work(members, (function, key))
+            work, own_s = self._work(members, (function, key), early=early)
             share = 1.0 / sum(members.values())
             fit.observe(units, work, own_s, duration_s, share)
             factor = work.seconds(self.batch_marginal(function)) / own_s
@@ -203,12 +212,14 @@ class History:
                 history._profiles[item["function"], item["key"]] = Profile(Estimate(**item["estimate"]), fit, batches)
         return history
 
-    def _work(self, members: Mapping[Kin, int], own: Kin) -> tuple[Work, float]:
+    def _work(self, members: Mapping[Kin, int], own: Kin, *, early: bool) -> tuple[Work, float]:
         """What members take alone, by what is known of them now, and what one of ``own`` does; equal while unknown."""
         seconds = {kin: self._t_ori_s(*kin) for kin in members}
         known = [one for one in seconds.values() if one is not None]
         guess = sum(known) / len(known) if known else 1.0
         alone_s = {kin: guess if one is None else one for kin, one in seconds.items()}
+        if early:
+            alone_s = {kin: min(seconds_alone, alone_s[own]) for kin, seconds_alone in alone_s.items()}
         longest_s = max(alone_s.values())
         all_s = sum(count * alone_s[kin] for kin, count in members.items())
         return Work(longest_s, all_s - longest_s), alone_s[own]

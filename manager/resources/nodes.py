@@ -22,32 +22,63 @@ class Node:
     bound_bytes: int
     #: Where it notes its name whenever memory returns.
     changed: set[str]
+    #: What of it trajectories leave to actions of none.
+    reserve_bytes: int = 0
     held_bytes: int = 0
+    #: What of it trajectories hold.
+    pinned_bytes: int = 0
     #: Bytes by holder: a trajectory, or an action without one.
     holders: dict[str, int] = field(default_factory=dict)
+    #: Those that are trajectories.
+    pinned: set[str] = field(default_factory=set)
 
     @property
     def free_bytes(self) -> int:
         return self.bound_bytes - self.held_bytes
 
-    def hold(self, holder: str, memory_bytes: int) -> None:
+    def admits(self, memory_bytes: int) -> bool:
+        """Whether a new trajectory may hold so much: the reserve is left, unless it is larger and the first here."""
+        if not memory_bytes:
+            return True
+        pinned_bytes = self.pinned_bytes + memory_bytes
+        within = not self.pinned_bytes or pinned_bytes <= self.bound_bytes - self.reserve_bytes
+        return within and memory_bytes <= self.free_bytes
+
+    def kept_bytes(self, wanted_bytes: int) -> int:
+        """What all actions of no trajectory may hold together while a trajectory waits for ``wanted_bytes``.
+
+        It is what the trajectory could not use: the reserve, or less if the trajectory needs some of that.
+        """
+        beside_bytes = self.bound_bytes - wanted_bytes
+        return self.reserve_bytes if beside_bytes < 0 else min(self.reserve_bytes, beside_bytes)
+
+    def hold(self, holder: str, memory_bytes: int, *, trajectory: bool = False) -> None:
         assert holder not in self.holders, f"{self.spec.name}: {holder} holds memory already"
         held_bytes = self.held_bytes + memory_bytes
         assert held_bytes <= self.bound_bytes, f"{self.spec.name}: {memory_bytes} bytes of {self.free_bytes} wanted"
         self.holders[holder] = memory_bytes
         self.held_bytes = held_bytes
+        if trajectory:
+            self.pinned.add(holder)
+            self.pinned_bytes += memory_bytes
 
     def release(self, holder: str) -> None:
-        self.held_bytes -= self.holders.pop(holder)
+        memory_bytes = self.holders.pop(holder)
+        self.held_bytes -= memory_bytes
+        if holder in self.pinned:
+            self.pinned.remove(holder)
+            self.pinned_bytes -= memory_bytes
         self.changed.add(self.spec.name)
 
 
 class Nodes:
     """All living nodes by name."""
 
-    def __init__(self, specs: Iterable[NodeSpec], resources: Resources) -> None:
+    def __init__(self, specs: Iterable[NodeSpec], resources: Resources, *, reserve: float = 0.0) -> None:
+        """``reserve`` is the fraction of each node's memory that trajectories leave to actions of none."""
         self._changed: set[str] = set()
-        self._nodes = {spec.name: Node(spec, spec.memory_bytes, self._changed) for spec in specs}
+        self._reserve = reserve
+        self._nodes = {spec.name: self._node(spec) for spec in specs}
         self._resources = resources
         #: Nodes that could serve a demand, were they empty.
         self._able: dict[Demand, list[Node]] = {}
@@ -67,7 +98,7 @@ class Nodes:
 
     def join(self, spec: NodeSpec) -> None:
         assert spec.name not in self._nodes, f"node {spec.name} is there already"
-        self._nodes[spec.name] = Node(spec, spec.memory_bytes, self._changed)
+        self._nodes[spec.name] = self._node(spec)
         self._changed.add(spec.name)
         self._able.clear()
 
@@ -90,9 +121,9 @@ class Nodes:
         best: Node | None = None
         least = math.inf
         for node in self._hosts(demand):
-            held_bytes = node.held_bytes + memory_bytes
-            if held_bytes > node.bound_bytes:
+            if not node.admits(memory_bytes):
                 continue
+            held_bytes = node.held_bytes + memory_bytes
             share = held_bytes / node.bound_bytes if held_bytes else 0.0
             if best is None or share < least or (share == least and len(node.holders) < len(best.holders)):
                 best, least = node, share
@@ -106,6 +137,11 @@ class Nodes:
         for node in self._nodes.values():
             held = sum(node.holders.values())
             assert held == node.held_bytes <= node.spec.memory_bytes, f"{node.spec.name}: {node.holders}"
+            pinned = sum(node.holders[name] for name in node.pinned)
+            assert pinned == node.pinned_bytes, f"{node.spec.name}: {pinned} bytes of {node.pinned_bytes}"
+
+    def _node(self, spec: NodeSpec) -> Node:
+        return Node(spec, spec.memory_bytes, self._changed, int(spec.memory_bytes * self._reserve))
 
     def _hosts(self, demand: Demand) -> list[Node]:
         """The nodes that could serve what a demand takes of nodes, were nothing held."""

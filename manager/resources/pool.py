@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from manager.chunk import Chunk
@@ -141,7 +141,7 @@ class Pool(ABC):
 
 
 class TimedPool(Pool):
-    """Units are consumed at the start of an action and return with time, not with its end."""
+    """Units return with time, not with the end of their action."""
 
     @abstractmethod
     def advance(self, now_s: float) -> None:
@@ -150,3 +150,7 @@ class TimedPool(Pool):
     @abstractmethod
     def next_return_s(self) -> float | None:
         """Return the instant at which the next unit returns by itself; None if none is due."""
+
+    @abstractmethod
+    def restore(self, ended: Sequence[tuple[float, int]], running: int, now_s: float) -> None:
+        """Go on where the pool of another core was: (instant, units) of ended actions, and units of running ones."""

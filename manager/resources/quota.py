@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -39,15 +40,18 @@ class QuotaSpec(ResourceSpec):
 class QuotaPool(DeclaredPool[QuotaSpec], TimedPool):
     """At most ``limit`` units in any window of ``period_s``, and ``burst`` at one instant.
 
-    A unit is consumed when its action starts and returns ``period_s`` later, whenever the action ends. With a
-    ``burst`` the units are also paced by a bucket of that depth, refilled at limit / period.
+    A unit is consumed when its action starts and returns ``period_s`` after its end: whenever its call arrives where
+    it is counted, no window there holds more than the limit. With a ``burst`` the units are also paced by a bucket of
+    that depth, refilled at limit / period.
     """
 
     def __init__(self, name: str, spec: QuotaSpec) -> None:
         super().__init__(name, spec)
         self._now_s = -math.inf
-        #: (instant, units) of the consumption within the window, oldest first.
+        #: (instant, units) of the actions that have ended within the window, oldest first.
         self._window: deque[tuple[float, int]] = deque()
+        #: Of the newest of them, those of actions that another core began, and that may yet be taken up.
+        self._orphaned = 0
         self._in_window = 0
         self._tokens = float(self.spec.most)
 
@@ -90,25 +94,41 @@ class QuotaPool(DeclaredPool[QuotaSpec], TimedPool):
     def acquire(self, ask: PoolRequest, now_s: float) -> Grant:
         assert ask.units <= self.free, f"{self.name}: {ask.units} units wanted, {self.free} free"
         self._enter(ask.holder, ask.units)
-        self._window.append((now_s, ask.units))
         self._in_window += ask.units
         self._tokens -= ask.units
         return Grant(pool=self.name, units=ask.units)
 
     def resume(self, ask: PoolRequest, started_s: float, now_s: float) -> Grant:
-        """What it consumed at its start is not consumed again: it counts in the window of that instant."""
+        """What it consumed at its start is not consumed again."""
         self._enter(ask.holder, ask.units)
-        if started_s + self.spec.period_s > now_s:
-            self._window = deque(sorted([*self._window, (started_s, ask.units)]))
-            self._in_window += ask.units
-        self._tokens -= max(0.0, ask.units - max(0.0, now_s - started_s) * self._rate)
+        taken_up = min(ask.units, self._orphaned)
+        if taken_up:
+            self._orphaned -= taken_up
+            at_s, units = self._window.pop()
+            self._window.append((at_s, units - taken_up))
+        else:
+            self._tokens -= max(0.0, ask.units - max(0.0, now_s - started_s) * self._rate)
+        self._in_window += ask.units - taken_up
         return Grant(pool=self.name, units=ask.units)
 
+    def restore(self, ended: Sequence[tuple[float, int]], running: int, now_s: float) -> None:
+        """Go on in the window of another core; its actions that were ``running`` count as ended now."""
+        self._window = deque([*sorted(ended), (now_s, running)])
+        self._orphaned = running
+        self._in_window = sum(units for _, units in self._window) + sum(self._held.values())
+        past_s = self._window[0][0]
+        for at_s, units in self._window:
+            self._tokens = min(float(self.spec.most), self._tokens + (at_s - past_s) * self._rate) - units
+            past_s = at_s
+        self._tokens = max(0.0, self._tokens)
+
     def release(self, holder: str, now_s: float) -> None:
-        self._leave(holder)
+        self._window.append((now_s, self._leave(holder)))
+        self._orphaned = 0
 
     def check(self) -> None:
-        assert sum(units for _, units in self._window) == self._in_window, f"{self.name}: {self._window}"
+        counted = sum(units for _, units in self._window) + sum(self._held.values())
+        assert counted == self._in_window, f"{self.name}: {self._window}, {self._held}"
 
     def describe(self) -> dict[str, object]:
         return {**super().describe(), "period_s": self.spec.period_s, "next_return_s": self.next_return_s()}

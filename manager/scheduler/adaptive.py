@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
 
 from manager.action import Action
 from manager.scheduler.durations import kind_of
@@ -17,6 +18,7 @@ from manager.scheduler.policy import Decision, PoolView, ResizeChoice, RunningVi
 from manager.scheduler.price import PricePolicy
 from manager.scheduler.rank import Ranked, head_room, ranked
 from manager.scheduler.shares import member, water_fill
+from manager.setting import Setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,21 +26,23 @@ class AdaptivePolicy:
     """Shares cores among running malleable actions; everything else by price."""
 
     name: str = "adaptive"
-    #: Workers started, as a multiple of the fair share at the start.
-    worker_cap: float = 1.2
+    worker_cap: Annotated[float, Setting("workers started over the fair share at the start", ge=1, le=1e3)] = 1.2
     #: More workers are started for a long action, as long as they cost at most this part of its work.
-    worker_budget: float = 0.02
+    worker_budget: Annotated[float, Setting("part of a long action's work that more workers may cost", ge=0, le=1)] = (
+        0.02
+    )
     #: Core-seconds that a worker costs, where the pool's configuration does not say.
     worker_cost_s: float = 0.3
-    #: Exponent by which little work left counts more in the shares; 0: all alike.
-    bias: float = 0.2
-    #: A running action grows once its share is at least this multiple of what it holds.
-    grow_ratio: float = 1.15
+    #: 0: all alike.
+    bias: Annotated[float, Setting("exponent by which little work left counts more in the shares", ge=0, le=8)] = 0.2
+    grow_ratio: Annotated[float, Setting("a running action grows at this multiple of what it holds", ge=1, le=1e3)] = (
+        1.15
+    )
     #: A joining action is given this part of its share by shrinking others; more only from free units.
-    join_share: float = 0.9
-    short_s: float = 5.0
-    age_max_s: float = 120.0
-    head_room: float = 0.5
+    join_share: Annotated[float, Setting("part of a joining action's share that others shrink for", ge=0, le=1)] = 0.9
+    short_s: Annotated[float, Setting("a rigid action at most this long goes before the others", ge=0)] = 5.0
+    age_max_s: Annotated[float, Setting("an action that has waited this long is overtaken no more", ge=0)] = 120.0
+    head_room: Annotated[float, Setting("free units kept from elastic actions for short ones", ge=0, le=1e3)] = 0.5
     #: For devices and for pools without malleable actions.
     price: PricePolicy = field(default_factory=PricePolicy)
 

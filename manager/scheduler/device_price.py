@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from manager.action import Action
 from manager.batch import Work, mates_of
-from manager.chunk import Chunk
+from manager.chunk import Chunk, power_at_least
 from manager.scheduler.chunk_operator import take, warm_fit
 from manager.scheduler.durations import UNKNOWN_S, is_elastic, key_units, kind_of, shape_of
 from manager.scheduler.policy import ChunkView, Decision, Hold, PoolView, Start
-from manager.scheduler.rank import shortest_first
+from manager.scheduler.rank import age_bound_s, shortest_first
 
 #: Another copy of a service is taken to be busy at least this often when it is needed.
 LEAST_BUSY = 0.5
@@ -44,6 +44,7 @@ class DevicePrice:
     c: float = 4.0
     a_s: float = 0.2
     age_max_s: float = 120.0
+    age_ratio: float = 5.0
     #: Actions considered in one decision; the others are asked about at the next event.
     window: int = 256
 
@@ -52,14 +53,15 @@ class DevicePrice:
         waiting = view.eligible or [candidate.action for candidate in view.candidates]
         if not waiting or not view.chunks.free:
             return Decision()
-        order = shortest_first(waiting, view.now_s, self.age_max_s)
-        return _Pass(view, view.chunks, self.c, self.a_s).run(order[: self.window])
+        age_s = age_bound_s(view, waiting[: self.window], self.age_ratio, self.age_max_s)
+        order = shortest_first(waiting, view.now_s, age_s)
+        return _Pass(self, view, view.chunks, age_s).run(order[: self.window])
 
 
 class _Pass:
     """One decision over the chunks of a pool."""
 
-    def __init__(self, view: PoolView, chunks: ChunkView, c: float, a_s: float) -> None:
+    def __init__(self, policy: DevicePrice, view: PoolView, chunks: ChunkView, age_s: float) -> None:
         self._view = view
         self._kind = kind_of(view.name)
         self._restore_s = chunks.restore_s
@@ -72,8 +74,11 @@ class _Pass:
         for running in view.running:
             if running.chunk is not None and running.ends_in_s is not None:
                 self._occupy(running.chunk, running.ends_in_s or view.now_s - running.started_s)
-        self._scale = c / view.total
-        self._coming = a_s * view.arrival_rate * view.utilisation**4
+        #: Every device of the pool that is free or serves an action.
+        self._devices = {*self._free_s, *(device for one in view.running if one.chunk for device in one.chunk.devices)}
+        self._age_s = age_s
+        self._scale = policy.c / view.total
+        self._coming = policy.a_s * view.arrival_rate * view.utilisation**4
         self._behind = view.backlog
         self._mates = _Mates(view.eligible or [candidate.action for candidate in view.candidates], chunks)
         self._limits = {candidate.action.id: candidate.limit for candidate in view.candidates}
@@ -86,6 +91,8 @@ class _Pass:
             self._behind -= len(batch)
             option = self._cheapest(action, batch) if batch else None
             if option is None:
+                if batch and self._view.now_s - action.submitted_s >= self._age_s:
+                    self._reserve(action)
                 continue
             wait_s = option.wait_s or 0.0
             if option.wait_s is None:
@@ -97,6 +104,29 @@ class _Pass:
                 holds += [Hold(action_id=one.id, waits_for=waits_for, until_s=until_s) for one in batch]
             self._occupy(option.chunk, wait_s + option.busy_s)
         return Decision(starts=starts, holds=holds)
+
+    def _reserve(self, action: Action) -> None:
+        """Hold back the place that will be free first for an action that has waited too long to be passed over.
+
+        Without it narrow actions take each device of a wide one as it comes free, for as long as there are any.
+        """
+        units = key_units(action, self._kind)
+        assert units is not None, f"action {action.id} does not use {self._kind}"
+        size = power_at_least(units.minimum)
+        waits = {
+            place: max(self._free_s.get(device, math.inf) for device in place.devices) for place in self._places(size)
+        }
+        place = min(waits, key=lambda place: (waits[place], place), default=None)
+        if place is None:
+            return
+        for chunk in [chunk for chunk in self._free if chunk.meets(place)]:
+            take(self._free, place if chunk.contains(place) else chunk)
+        self._occupy(place, waits[place] + (action.duration_s(units.minimum) or UNKNOWN_S))
+
+    def _places(self, size: int) -> set[Chunk]:
+        """Every chunk of ``size`` devices, all of which are there."""
+        starts = {device // size * size for device in self._devices}
+        return {Chunk(start, size) for start in starts if self._devices.issuperset(range(start, start + size))}
 
     def _start(self, action: Action, chunk: Chunk) -> None:
         """Take the chunk, where the service will be warm from now on."""

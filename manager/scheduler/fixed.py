@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from manager.action import Action, UnitSet
 from manager.scheduler.policy import Decision, PoolView, Start
+from manager.setting import Setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,9 +15,9 @@ class FixedPolicy:
     """First come first served; ``dop`` is clipped to the unit set and, once waited for, to what is free."""
 
     name: str = "fixed"
-    dop: float = 1
-    #: Seconds that an elastic action waits for all of ``dop``; rigid ones pass it meanwhile, elastic ones do not.
-    wait_s: float = 0.0
+    dop: Annotated[int, Setting("units of every elastic action", ge=1)] = 1
+    #: Rigid actions pass one that waits meanwhile, elastic ones do not.
+    wait_s: Annotated[float, Setting("seconds that an elastic action waits for all of dop", ge=0)] = 0.0
 
     def decide(self, view: PoolView) -> Decision:
         """Start candidates in order while the next one's units are left."""
@@ -26,7 +28,7 @@ class FixedPolicy:
             action, units = candidate.action, _units(candidate.action)
             if action.key is not None and wake_s is not None:
                 continue
-            wanted = units.at_most(min(int(self._wanted(action)), view.total))
+            wanted = units.at_most(min(self._wanted(action), view.total))
             assert wanted is not None, f"{action.id} never fits"
             if action.key is not None and wanted > free and view.now_s < action.submitted_s + self.wait_s:
                 wake_s = action.submitted_s + self.wait_s
@@ -38,7 +40,7 @@ class FixedPolicy:
             free -= given
         return Decision(starts=starts, wake_s=wake_s)
 
-    def _wanted(self, action: Action) -> float:
+    def _wanted(self, action: Action) -> int:
         """The DoP for elastic actions, never below the minimum."""
         minimum = _units(action).minimum
         return minimum if action.key is None else max(minimum, self.dop)

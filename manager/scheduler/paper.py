@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 from manager.scheduler.arrange import ArrangeItem, Arrangement, arrange
 from manager.scheduler.chunk_operator import ChunkOperator, best_fit, take, warm_fit
@@ -11,6 +12,7 @@ from manager.scheduler.durations import is_elastic, kind_of
 from manager.scheduler.objective import Objective, ends_in_s, item_of
 from manager.scheduler.operator import BasicOperator, Operator
 from manager.scheduler.policy import ChunkView, Decision, Hold, PoolView, Start, WaitingView
+from manager.setting import Setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,10 +20,10 @@ class PaperPolicy:
     """Starts a prefix of the candidates with the units that minimise the estimated sum of ACTs."""
 
     name: str = "paper"
-    #: How many counts of the first action left behind the estimate tries (the paper sets 2).
-    depth: int = 2
-    #: Waiting actions that the estimate looks at; those behind add the same to every choice.
-    estimate_window: int = 256
+    #: The paper sets 2.
+    depth: Annotated[int, Setting("counts of the first action left behind that the estimate tries", ge=1, le=64)] = 2
+    #: Those behind add the same to every choice.
+    estimate_window: Annotated[int, Setting("waiting actions that the estimate looks at", ge=0, le=65536)] = 256
 
     def decide(self, view: PoolView) -> Decision:
         """Keep candidates while evicting the last one does not lower the objective; at least one starts."""

@@ -6,12 +6,14 @@ import heapq
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 from manager.action import Action
 from manager.scheduler.device_price import DevicePrice
 from manager.scheduler.durations import UNKNOWN_S, Shape, is_elastic, kind_of, shape_of
 from manager.scheduler.policy import Decision, Hold, PoolView, RunningView, Start
 from manager.scheduler.rank import head_room, ranked
+from manager.setting import Setting
 
 #: Ends of running actions that the option to wait looks at, soonest first.
 ENDS_MAX = 64
@@ -29,21 +31,21 @@ class PricePolicy:
     """
 
     name: str = "price"
-    c: float = 4.0
-    #: Seconds of arrivals to come that are counted, for cores and for devices.
-    a_s: float = 8.0
-    device_a_s: float = 0.2
-    #: A rigid action at most this long goes before the others.
-    short_s: float = 5.0
-    #: An action that has waited this long is overtaken no more.
-    age_max_s: float = 120.0
-    #: Free units kept from elastic actions for short ones to come: this times the square root of those running.
-    head_room: float = 1.0
+    c: Annotated[float, Setting("the scale of the price of a unit-second", gt=0, le=1e6)] = 4.0
+    a_s: Annotated[float, Setting("seconds of arrivals to come that count, for cores", ge=0, le=86400)] = 8.0
+    device_a_s: Annotated[float, Setting("the same for devices", ge=0, le=86400)] = 0.2
+    short_s: Annotated[float, Setting("a rigid action at most this long goes before the others", ge=0)] = 5.0
+    age_max_s: Annotated[float, Setting("an action that has waited this long is overtaken no more", ge=0)] = 120.0
+    device_age: Annotated[float, Setting("on devices, the same in mean durations; the lesser holds", gt=0)] = 5.0
+    #: Times the square root of those running.
+    head_room: Annotated[float, Setting("free units kept from elastic actions for short ones", ge=0, le=1e3)] = 1.0
 
     def decide(self, view: PoolView) -> Decision:
         """Short rigid actions first, then the others in FCFS order, each at its cheapest count."""
         if view.chunks is not None:
-            return DevicePrice(c=self.c, a_s=self.device_a_s, age_max_s=self.age_max_s).decide(view)
+            return DevicePrice(
+                c=self.c, a_s=self.device_a_s, age_max_s=self.age_max_s, age_ratio=self.device_age
+            ).decide(view)
         waiting = view.eligible or [candidate.action for candidate in view.candidates]
         if not waiting:
             return Decision()

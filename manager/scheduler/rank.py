@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from manager.action import Action
 from manager.scheduler.durations import UNKNOWN_S
-from manager.scheduler.policy import RunningView
+from manager.scheduler.policy import PoolView, RunningView
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,20 @@ def shortest_first(waiting: Sequence[Action], now_s: float, age_max_s: float) ->
         by_task.setdefault(action.task, []).append(action)
     turns = {task: iter(sorted(actions, key=_expected_s)) for task, actions in by_task.items()}
     return [*aged, *(next(turns[action.task]) for action in young)]
+
+
+def age_bound_s(view: PoolView, waiting: Sequence[Action], ratio: float, age_max_s: float) -> float:
+    """Return the seconds after which nothing overtakes an action; ``age_max_s`` at most.
+
+    ``ratio`` mean durations of what runs and waits, with one unit: where actions take a second, two minutes are an
+    age. Where more waits than that, the time in which the pool works it off: FCFS would be no sooner either.
+    """
+    waiting_s = [_expected_s(action) for action in waiting]
+    known = [*waiting_s, *(_expected_s(one.action) for one in view.running)]
+    if not known:
+        return age_max_s
+    work_s = sum(waiting_s) / len(waiting_s) * max(view.backlog, len(waiting_s)) if waiting_s else 0.0
+    return min(age_max_s, max(ratio * sum(known) / len(known), work_s / view.total))
 
 
 def _expected_s(action: Action) -> float:

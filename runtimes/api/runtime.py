@@ -114,7 +114,8 @@ class ApiRuntime:
 
     async def _send(self, execution: Execution, spec: RequestSpec, origin: str, rendered: Rendered) -> _Answer:
         """One request and its answer, redirects within the origin included."""
-        headers = {"traceparent": execution.call.traceparent} if execution.call.traceparent else {}
+        trace = {"traceparent": execution.call.traceparent, "tracestate": execution.call.tracestate}
+        headers = {name: value for name, value in trace.items() if value}
         if rendered.body is not None:
             headers["content-type"] = "application/json"
         try:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote
 
 from manager.errors import InvalidConfig
+from manager.function import SandboxSpec
 
 #: What stands in the place of a secret in a log line, an error or a result.
 REDACTED = "[secret]"
+
+#: How a value is named that the YAML does not hold.
+SECRET = re.compile(r"\$\{secret:(?P<name>[^}]+)\}")
 
 #: Shorter values would turn every digit of an innocent text into `REDACTED`.
 _REDACTED_FROM_CHARS = 4
@@ -37,6 +42,13 @@ class Secrets:
             return value
         place = f"set {variable}" if self._directory is None else f"write {self._directory / name} or set {variable}"
         raise InvalidConfig(f"secret {name!r} is not defined: {place}", component="secrets", detail={"secret": name})
+
+    def filled(self, spec: SandboxSpec) -> SandboxSpec:
+        """The sandbox with the secrets that its environment names in their places; raises InvalidConfig."""
+        if not any(SECRET.search(value) for value in spec.env.values()):
+            return spec
+        env = {name: SECRET.sub(lambda found: self.get(found["name"]), value) for name, value in spec.env.items()}
+        return replace(spec, env=env)
 
     def _from_file(self, name: str) -> str:
         if self._directory is None or not _NAME.fullmatch(name):

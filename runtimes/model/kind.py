@@ -131,7 +131,9 @@ def _spec(section: ModelKeys, place: DeclarationSite) -> Mapping[str, object]:
         url, sleep, wake = engine.url, engine.sleep, engine.wake
         return {"model": replace(spec, engine_url=url, sleep_path=sleep, wake_path=wake)}
     path = ((place.models_dir or place.directory) / spec.path.expanduser()).resolve()
-    if place.look and (problem := checkpoint_problem(path)) is not None:
+    if not place.may_look_at(path):
+        place.refuse(("model", "path"), f"{path} is outside of the directories that this gateway serves")
+    elif place.look and (problem := checkpoint_problem(path)) is not None:
         place.refuse(("model", "path"), problem)
     return {"model": replace(spec, path=path)}
 

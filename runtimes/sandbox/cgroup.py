@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,10 @@ SHARES_ACTION, WEIGHT_ACTION = 1024, 100
 UNLIMITED_BYTES = 2**60
 #: Bounds of the waits for the kernel.
 SETTLE_S, STEP_S = 2.0, 0.005
+#: Times that processes are moved until none is left behind.
+ROUNDS_MAX = 100
+#: What the name of a runner's group ends with while it is aside, beside the group that it belongs to.
+ASIDE = ".runner"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +77,7 @@ class Hierarchy:
             _, names, place = line.split(":", 2)
             for name in CONTROLLERS if names == "" and self.version == 2 else names.split(","):
                 if name in self.mounts:
-                    places[name] = self.mounts[name] / place.lstrip("/")
+                    places[name] = self.mounts[name] / place.lstrip("/").removesuffix(ASIDE)
         return Cgroup(self.version, places)
 
 
@@ -96,10 +100,10 @@ class Cgroup:
 
     @property
     def freezable(self) -> bool:
-        return "freezer" in self.places and os.access(self._freezer, os.W_OK)
+        return "freezer" in self.places and os.access(self.freezer, os.W_OK)
 
     @property
-    def _freezer(self) -> Path:
+    def freezer(self) -> Path:
         return self.places["freezer"] / ("cgroup.freeze" if self.version == 2 else "freezer.state")
 
     def set_cores(self, cores: Sequence[int], *, background: bool = False) -> None:
@@ -124,17 +128,59 @@ class Cgroup:
         """Return the cores that it may use now."""
         return tuple(parse_cores(_read(self.places["cpuset"] / "cpuset.cpus")))
 
-    def freeze(self) -> None:
-        _write(self._freezer, "1" if self.version == 2 else "FROZEN")
+    def freeze(self, runner: int = 0) -> None:
+        """Stop every process but the ``runner`` (0: all of them).
 
-    def thaw(self) -> None:
-        _write(self._freezer, "0" if self.version == 2 else "THAWED")
+        Under v1 it steps aside, into a group of its own, so that the engine finds what is frozen where it looks for
+        it. Under v2 that would take it out of its bounds: there all others go into a group below.
+        """
+        if self.version == 1 and runner:
+            self._aside.mkdir(exist_ok=True)
+            _write(self._aside / "cgroup.procs", str(runner))
+        _write(self.freezer, "FROZEN" if self.version == 1 else "1")
+        if self.version == 1 or not runner:
+            return
+        # What is frozen can be moved, and does not fork.
+        self._below.mkdir(exist_ok=True)
+        for _ in range(ROUNDS_MAX):
+            left = set(_pids(self.places["freezer"])) - {runner}
+            for pid in left:
+                with suppress(ProcessLookupError):
+                    _write(self._below / "cgroup.procs", str(pid))
+            if not left:
+                break
+        _write(self._below / "cgroup.freeze", "1")
+        _write(self.freezer, "0")
+
+    def thaw(self, runner: int = 0) -> None:
+        """Let every process run, and take the ``runner`` back."""
+        _write(self.freezer, "0" if self.version == 2 else "THAWED")
+        if self.version == 2 and self._below.is_dir():
+            _write(self._below / "cgroup.freeze", "0")
+        if self.version == 1 and runner and self._aside.is_dir():
+            _write(self.places["freezer"] / "cgroup.procs", str(runner))
+
+    @property
+    def _aside(self) -> Path:
+        """The group of the runner while all others are frozen (v1)."""
+        return self.places["freezer"].with_name(f"{self.places['freezer'].name}{ASIDE}")
+
+    @property
+    def _below(self) -> Path:
+        """The group of all others (v2)."""
+        return self.places["freezer"] / "user"
+
+    def remove_aside(self) -> None:
+        """Remove what `freeze` made; what somebody is in stays."""
+        for place in (self._aside, self._below) if "freezer" in self.places else ():
+            with suppress(OSError):
+                place.rmdir()
 
     def frozen(self) -> bool:
         """Return whether the kernel has stopped all of it (a freeze takes effect a moment after the write)."""
         if self.version == 2:
             return "frozen 1" in _read(self.places["freezer"] / "cgroup.events")
-        return _read(self._freezer) == "FROZEN"
+        return _read(self.freezer) == "FROZEN"
 
     def quota_cores(self) -> float:
         """Return the processor time that this group and those above it are allowed, in cores; 0 without a bound."""
@@ -183,10 +229,10 @@ class Cgroup:
 
     def processes(self) -> list[int]:
         """Return every process in it, in this side's numbers."""
-        place = self.places.get("pids") or self.places["cpu"]
-        with suppress(OSError):
-            return [int(word) for word in _read(place / "cgroup.procs").split()]
-        return []
+        return [
+            *_pids(self.places.get("pids") or self.places["cpu"]),
+            *(_pids(self._below) if self.version == 2 else ()),
+        ]
 
     def kill(self) -> None:
         """SIGKILL everything in it, frozen or not, however fast it forks; bounded."""
@@ -226,9 +272,50 @@ class Cgroup:
 
     def remove(self) -> None:
         """Remove the empty group; one that cannot be removed yet stays for the reaper."""
+        self.remove_aside()
         for place in dict.fromkeys(self.places.values()):
             with suppress(OSError):
                 place.rmdir()
+
+
+class Freezer:
+    """Stops a sandbox's processes between two actions, all but its runner. Raises OSError if the group is gone."""
+
+    def __init__(self, group: Cgroup | None, runner: int) -> None:
+        """``runner`` is the process as this machine knows it, 0 if it does not."""
+        self._group = group if group is not None and runner and group.freezable else None
+        self._runner = runner
+        self._lent = False
+        #: Whether there is something to be thawed; at first that is unknown.
+        self._stopped = True
+
+    def freeze(self, lend: Callable[[int], bool]) -> bool:
+        """Return False if that is not for us, or if the runner could not end itself (and them) any more."""
+        group = self._group
+        if group is None:
+            return False
+        if set(group.processes()) - {self._runner}:
+            if not (self._lent or self._lend(group, lend)):
+                return False
+            self._stopped = True
+            group.freeze(self._runner)
+        return True
+
+    def _lend(self, group: Cgroup, lend: Callable[[int], bool]) -> bool:
+        """Under v1 what is frozen cannot be killed: lend the runner what thaws it."""
+        if group.version == 1:
+            fd = os.open(group.freezer, os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                self._lent = lend(fd)
+            finally:
+                os.close(fd)
+            return self._lent
+        return True
+
+    def thaw(self) -> None:
+        if self._group is not None and self._stopped:
+            self._group.thaw(self._runner)
+            self._stopped = False
 
 
 def parse_cores(text: str) -> Iterator[int]:
@@ -237,6 +324,13 @@ def parse_cores(text: str) -> Iterator[int]:
         if part:
             first, _, last = part.partition("-")
             yield from range(int(first), int(last or first) + 1)
+
+
+def _pids(place: Path) -> list[int]:
+    """Return the processes of a group, none if it is gone."""
+    with suppress(OSError):
+        return [int(word) for word in _read(place / "cgroup.procs").split()]
+    return []
 
 
 def _write(path: Path, text: str) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol
 
+#: Bytes of one argument or variable from which on the kernel refuses it, and characters of a piece, however long each.
+ARGUMENT_MAX_BYTES = 128 * 2**10
+PIECE_CHARS = 30 * 2**10
 #: Receives (``stdout`` | ``stderr``, bytes) as the command produces them; must not block.
 OnOutput = Callable[[str, bytes], None]
 
@@ -25,12 +28,24 @@ class Command:
     #: Seconds until SIGTERM, then SIGKILL ``kill_grace_s`` later, for the whole process tree.
     timeout_s: float = 60.0
     kill_grace_s: float = 2.0
-    #: Bytes kept of each stream; the rest is read and dropped, and the mark set.
+    #: Bytes kept of each stream, of its beginning and its end; the rest is read and dropped, and counted in between.
     output_limit_bytes: int = 1 * 2**20
+    #: Bytes of each stream that are shown as they come; ``output_limit_bytes`` if that is more.
+    shown_limit_bytes: int = 0
     #: The name by which the next gateway can claim it: `claims_of` its action, and a number. Empty: it cannot.
     claim: str = ""
     #: Whether it outlives this gateway, for ``unattended_s`` of the sandbox at most.
     detached: bool = False
+
+    @property
+    def shown_bytes(self) -> int:
+        """Bytes of each stream that are passed on from its beginning."""
+        return max(self.shown_limit_bytes, self.output_limit_bytes)
+
+    @property
+    def tail_bytes(self) -> int:
+        """Bytes of each stream's end that are kept."""
+        return self.output_limit_bytes // 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +57,11 @@ class CommandResult:
     signal: int | None = None
     stdout: bytes = b""
     stderr: bytes = b""
+    #: Whether bytes are missing between beginning and end; a line there counts them.
     stdout_truncated: bool = False
     stderr_truncated: bool = False
+    #: Bytes of each stream that were not shown.
+    unshown: Mapping[str, int] = field(default_factory=dict)
     timed_out: bool = False
     out_of_memory: bool = False
     duration_s: float = 0.0
@@ -51,12 +69,35 @@ class CommandResult:
     peak_memory_bytes: int = 0
 
 
+def fitting(command: Command) -> Command:
+    """Return the same command in a form that the kernel takes, which bounds one argument to 128 KiB.
+
+    A longer script travels in pieces, in variables that are gone before its first word is read.
+    """
+    script = command.shell
+    if len(script.encode("utf-8", "surrogateescape")) < ARGUMENT_MAX_BYTES:
+        return command
+    pieces = {
+        f"TANGRAM_SCRIPT_{index}": script[start : start + PIECE_CHARS]
+        for index, start in enumerate(range(0, len(script), PIECE_CHARS))
+    }
+    whole = "".join(f"${{{name}}}" for name in pieces)
+    shell = f'TANGRAM_SCRIPT="{whole}"; unset {" ".join(pieces)}; eval "unset TANGRAM_SCRIPT; $TANGRAM_SCRIPT"'
+    return replace(command, shell=shell, env={**command.env, **pieces})
+
+
 class ResumableCommand(NamedTuple):
     """A command of an earlier gateway that can be claimed."""
 
-    #: Seconds that it has run, or ran.
+    #: Seconds that it had run when that was told, or ran.
     ran_s: float
     running: bool
+    #: When that was told, on this machine's monotonic clock.
+    told_s: float = 0.0
+
+    def run_s(self, now_s: float) -> float:
+        """Return the seconds that it has run by now, or ran."""
+        return self.ran_s + (now_s - self.told_s if self.running else 0.0)
 
 
 def claims_of(action_id: str, attempt: int) -> str:
@@ -72,3 +113,37 @@ class FileStat:
     size_bytes: int
     directory: bool
     mode: int
+
+
+class FileStream(Protocol):
+    """A file of a sandbox that is read piece by piece."""
+
+    @property
+    def size_bytes(self) -> int | None:
+        """How long it is; None if only its end tells."""
+        ...
+
+    def chunks(self) -> AsyncIterator[bytes]:
+        """Yield it; raises ActionFailed if the sandbox is lost, InvalidInput if it became shorter."""
+        ...
+
+    def close(self) -> None:
+        """Want no more of it; idempotent."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class HeldFile:
+    """One that was read whole."""
+
+    data: bytes
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.data)
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        yield self.data
+
+    def close(self) -> None:
+        """Do nothing."""

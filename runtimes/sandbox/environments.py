@@ -13,9 +13,11 @@ import msgspec
 import structlog
 
 from manager.clock import Clock, MonotonicClock
-from manager.errors import CodedError, Conflict, NotFound, Unsupported
-from manager.function import Isolation, SandboxSpec
+from manager.errors import CodedError, Conflict, InvalidConfig, NotFound, Unsupported
+from manager.function import Isolation, Network, SandboxSpec
+from runtimes.api.secrets import Secrets
 from runtimes.sandbox.command import ResumableCommand
+from runtimes.sandbox.record import TASK
 from runtimes.sandbox.runner.protocol import lost
 from runtimes.sandbox.sandbox import Provider, Sandbox
 from runtimes.sandbox.warm_pool import WarmPool
@@ -35,6 +37,8 @@ class EnvironmentSettings:
 
     #: For functions and trajectories that name no sandbox.
     default: SandboxSpec = field(default_factory=lambda: SandboxSpec(image="tangram-base:bookworm"))
+    #: What ``${secret:NAME}`` in a sandbox's environment stands for.
+    secrets: Secrets = field(default_factory=Secrets)
     #: Whether sandboxes live on when the gateway ends in good order, for the next one to adopt.
     keep_on_close: bool = False
     #: Seconds between two searches for orphans, and until the next if something may have been left behind.
@@ -180,8 +184,8 @@ class Environments:
 
     # --- trajectories
 
-    async def ensure(self, trajectory: str, spec: SandboxSpec | None = None) -> Sandbox:
-        """Return the trajectory's sandbox, made at the first call; an existing one wins over ``spec``.
+    async def ensure(self, trajectory: str, spec: SandboxSpec | None = None, *, task: str = "") -> Sandbox:
+        """Return the trajectory's sandbox, made at the first call for its task; an existing one wins over ``spec``.
 
         Raises Unsupported or InvalidConfig if such a sandbox cannot be made, and ActionFailed(environment_lost)
         once if it died unseen: what was in it is lost, and that is never passed over in silence.
@@ -192,7 +196,7 @@ class Environments:
         if sandbox is not None and sandbox.alive:
             return sandbox
         async with environment.lock:
-            return await self._ensure_locked(environment, spec)
+            return await self._ensure_locked(environment, spec, task)
 
     def get(self, trajectory: str) -> Sandbox | None:
         environment = self._environments.get(trajectory)
@@ -232,18 +236,20 @@ class Environments:
         """Keep the trajectory's file system as an image; raises NotFound, or Unsupported for local sandboxes."""
         return await self._require(trajectory).snapshot(name or secrets.token_hex(6))
 
-    async def restore(self, trajectory: str, snapshot: str, spec: SandboxSpec | None = None) -> Sandbox:
+    async def restore(
+        self, trajectory: str, snapshot: str, spec: SandboxSpec | None = None, *, task: str = ""
+    ) -> Sandbox:
         """Make a sandbox with the files of a snapshot for a trajectory; raises Conflict if it has one already."""
         if self.get(trajectory) is not None:
             raise Conflict(f"trajectory {trajectory!r} has a sandbox already", component=COMPONENT)
-        return await self.ensure(trajectory, replace(self._known(spec), image=snapshot))
+        return await self.ensure(trajectory, replace(self._known(spec), image=snapshot), task=task)
 
     async def fork(self, source: str, trajectory: str) -> Sandbox:
         """Make a trajectory that begins with a copy of another's files."""
         sandbox = self._require(source)
         image = await self.snapshot(source)
         try:
-            return await self.restore(trajectory, image, sandbox.spec)
+            return await self.restore(trajectory, image, sandbox.spec, task=sandbox.labels.get(TASK, ""))
         finally:
             await self.provider.remove_snapshot(image)
 
@@ -256,12 +262,15 @@ class Environments:
     # --- actions without a trajectory, and warm sandboxes
 
     @asynccontextmanager
-    async def ephemeral(self, spec: SandboxSpec | None = None, claims: str = "") -> AsyncIterator[Sandbox]:
+    async def ephemeral(
+        self, spec: SandboxSpec | None = None, claims: str = "", *, task: str = ""
+    ) -> AsyncIterator[Sandbox]:
         """Yield a sandbox for one action; it is removed in the background.
 
         It is the one that an earlier gateway made if that has a resumable command whose claim begins with ``claims``.
         """
-        sandbox = self._reclaim(claims) or await self._obtain(self._known(spec), {PURPOSE: "ephemeral"})
+        labels = {PURPOSE: "ephemeral", **_of_task(task)}
+        sandbox = self._reclaim(claims) or await self._obtain(self._known(spec), labels)
         self._ephemeral[sandbox.id] = sandbox
         try:
             yield sandbox
@@ -284,6 +293,11 @@ class Environments:
         spec = self._known(spec)
         await self.provider.check(spec)
         if spec.warm.max or spec.warm.min:
+            if spec.network is Network.INTERNAL:
+                raise InvalidConfig(
+                    "sandbox.warm: a sandbox that lies ready belongs to no task, whose network internal is",
+                    component=COMPONENT,
+                )
             self.pool(spec).start()
 
     def pool(self, spec: SandboxSpec) -> WarmPool:
@@ -336,7 +350,7 @@ class Environments:
             )
         return spec if spec.image else replace(spec, image=self.settings.default.image)
 
-    async def _ensure_locked(self, environment: Environment, spec: SandboxSpec) -> Sandbox:
+    async def _ensure_locked(self, environment: Environment, spec: SandboxSpec, task: str) -> Sandbox:
         sandbox = environment.sandbox
         if sandbox is not None and sandbox.alive:
             return sandbox
@@ -349,7 +363,7 @@ class Environments:
             self._lost.discard(environment.trajectory)
             raise lost(f"the sandbox of trajectory {environment.trajectory!r} did not outlive the gateway")
         try:
-            made = await self._obtain(spec, {TRAJECTORY: environment.trajectory})
+            made = await self._obtain(spec, {TRAJECTORY: environment.trajectory, **_of_task(task)})
         except BaseException:
             if self._environments.get(environment.trajectory) is environment:
                 del self._environments[environment.trajectory]
@@ -370,6 +384,7 @@ class Environments:
         if self._closed:
             raise Conflict("the gateway is closing", component=COMPONENT)
         try:
+            spec = self.settings.secrets.filled(spec)
             return await self.provider.create(spec, name=secrets.token_hex(8), labels=labels, mounts={})
         except CodedError:
             self._suspicion.set()
@@ -417,6 +432,10 @@ class Environments:
         removed = await self.provider.reap(living.union(self._left, *(others() for others in self._excluded)))
         if removed:
             logger.warning("orphaned sandboxes removed", count=removed)
+
+
+def _of_task(task: str) -> dict[str, str]:
+    return {TASK: task} if task else {}
 
 
 def _busy(sandbox: Sandbox) -> bool:

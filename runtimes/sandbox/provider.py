@@ -3,18 +3,45 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+import shutil
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
 import structlog
 
-from manager.errors import Unsupported
+from manager.errors import InvalidConfig, Unsupported
 from manager.setting import Setting
 from runtimes.sandbox.creation_gate import CreationGate
+from runtimes.sandbox.disk.bound import DiskSettings, WalkBound, choose_bound
+from runtimes.sandbox.process.control import end_left
+from runtimes.sandbox.process.ids import IdBlocks, IdSettings
+from runtimes.sandbox.process.means import Means, NotInstalled
+from runtimes.sandbox.process.provider import ProcessProvider
+from runtimes.sandbox.runner.runner import DEFAULT_PATH
 from runtimes.sandbox.sandbox import Provider
+from runtimes.sandbox.seccomp import Seccomp
 
 logger = structlog.get_logger("sandbox")
+
+NameServer = Annotated[str, Setting(pattern=r"^([0-9]{1,3}(\.[0-9]{1,3}){3}|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*)$")]
+
+COMPONENT = "sandbox"
+Kind = Literal["container", "process", "plain"]
+#: Kinds of sandboxes, the weakest first, and their names for people.
+STRENGTHS = ("plain", "process", "container")
+WORDS = {"plain": "plain processes", "process": "processes in bubblewrap", "container": "containers"}
+REMEDIES = {
+    "container": "mend it, or say sandbox.provider: process for processes in bubblewrap, which are weaker",
+    "process": "mend it, or use Docker; sandbox.provider: plain runs commands without isolation",
+    "plain": "use Docker or bubblewrap",
+}
+#: The file of the state directory that remembers the kind that it served last.
+SERVED = "served"
+DOCKER_SOCKET = Path("/var/run/docker.sock")
+#: Seconds between two tries at the start.
+RETRY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +66,25 @@ class DockerSettings:
         int,
         Setting("most bytes of a handler's directory, which is copied to an engine that cannot mount it"),
     ] = 256 * 2**20
+    egress_network: Annotated[
+        str,
+        Setting(
+            "a network of the engine whose own rules say what network: egress reaches, instead of the gateway's; "
+            "needed where those cannot be set, as on an engine elsewhere"
+        ),
+    ] = ""
+    internal_networks: Annotated[int, Setting("most tasks that have an internal network at a time", ge=1)] = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UserIds:
+    """The ids of users that containers of `user: auto` have, one each."""
+
+    first: Annotated[
+        int,
+        Setting("the first; 0 takes 1000000, or 10000 where the engine's userns-remap leaves containers 65536", ge=0),
+    ] = 0
+    count: Annotated[int, Setting("how many, and so most of such sandboxes at once", ge=1)] = 50_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +92,21 @@ class ProviderSettings:
     """What the providers are made from."""
 
     kind: Annotated[
-        Literal["auto", "container", "process"],
-        Setting("auto takes containers where Docker answers, else local processes", key="provider"),
+        Literal["auto", "container", "process", "plain"],
+        Setting(
+            "auto takes containers where Docker is installed, else local processes in bubblewrap (process), and "
+            "never another kind when that fails; plain processes are not isolated, and only taken by name",
+            key="provider",
+        ),
     ] = "auto"
+    plain_as_root: Annotated[bool, Setting("lets a gateway that is root run plain processes on the machine itself")] = (
+        False
+    )
+    start_wait_s: Annotated[
+        float, Setting("at the start, an engine or bubblewrap that does not work is tried again for so long", ge=0)
+    ] = 30.0
+    #: Whether less isolation may be served than the state directory has served before.
+    weaker: bool = False
     #: Where sockets, records and the process sandboxes' files live; one gateway at a time.
     state_dir: Path = Path("sandboxes")
     #: Stable for the state directory: the label of its sandboxes.
@@ -61,49 +119,150 @@ class ProviderSettings:
     engine_silence_s: Annotated[
         float, Setting("a Docker engine that answers nothing for so long is given up until it answers again", gt=0)
     ] = 10.0
+    seccomp: Annotated[
+        Seccomp,
+        Setting(
+            "system calls that commands may make: what container engines allow, less io_uring, keyrings, AF_VSOCK and "
+            "netfilter; no-ptrace takes debuggers away too; none sets no filter of ours"
+        ),
+    ] = "default"
+    path: Annotated[
+        str,
+        Setting(
+            "PATH of process sandboxes; a directory outside /usr is shown read-only with what lies beside it",
+            pattern=r"^/[^:]*(:/[^:]*)*$",
+        ),
+    ] = DEFAULT_PATH
+    ids: Annotated[IdSettings, Setting("user ids of process sandboxes")] = field(default_factory=IdSettings)
+    name_servers: Annotated[
+        tuple[NameServer, ...],
+        Setting("addresses of the name servers that sandboxes with egress ask; by default the machine's own"),
+    ] = ()
     docker: Annotated[DockerSettings, Setting("the engine")] = DockerSettings()
+    disk_bound: Annotated[DiskSettings, Setting("the bound of what a sandbox writes")] = field(
+        default_factory=DiskSettings
+    )
+    uids: Annotated[UserIds, Setting("ids of the containers' own users")] = UserIds()
 
 
 def make_provider(settings: ProviderSettings) -> Provider:
-    """Return the provider that the settings ask for; raises InvalidConfig, or Unsupported with the remedy."""
+    """Return the provider that the settings ask for. Blocks for `ProviderSettings.start_wait_s` at most.
+
+    Raises InvalidConfig, or Unsupported with the remedy: what is weaker than was asked for, or than the state directory
+    has served before, is never taken instead.
+    """
     settings.state_dir.mkdir(parents=True, exist_ok=True)
-    provider = _make(settings)
-    logger.info("sandboxes", kind=provider.info.kind, engine=provider.info.engine, isolation=provider.info.isolation)
+    kind: Kind = "process" if settings.kind == "auto" else settings.kind
+    if settings.kind == "auto" and docker_installed(settings.docker.host):
+        kind = "container"
+    stronger = _stronger_before(settings, kind)
+    provider = _patiently(settings, kind, stronger)
+    (settings.state_dir / SERVED).write_text(kind, encoding="ascii")
+    info = provider.info
+    logger.info("sandboxes", kind=info.kind, engine=info.engine, isolation=info.isolation, disk=info.disk)
+    for weakening in info.weakenings:
+        logger.warning("sandboxes are weaker than they could be", how=weakening)
     return provider
 
 
-def _make(settings: ProviderSettings) -> Provider:
-    shared_cores = settings.shared_cores or tuple(sorted(os.sched_getaffinity(0)))
-    gate = CreationGate(settings.max_starting)
-    if settings.kind != "process":
+def docker_installed(host: str = "") -> bool:
+    """Return whether a Docker engine is named, listens, or could be started here."""
+    named = host or os.environ.get("DOCKER_HOST", "")
+    return bool(named) or DOCKER_SOCKET.exists() or shutil.which("dockerd") is not None
+
+
+def _stronger_before(settings: ProviderSettings, kind: Kind) -> str:
+    """Return the kind that the state directory has served, if this one is weaker and that is allowed.
+
+    Raises InvalidConfig if it is not.
+    """
+    try:
+        served = (settings.state_dir / SERVED).read_text(encoding="ascii")
+    except FileNotFoundError:
+        return ""
+    if served not in STRENGTHS or STRENGTHS.index(kind) >= STRENGTHS.index(served):
+        return ""
+    if not settings.weaker:
+        raise InvalidConfig(
+            f"{settings.state_dir} has served {WORDS[served]}, and this start would serve {WORDS[kind]}, which are "
+            f"weaker: make {WORDS[served]} work again, or start once with tangram serve --weaker-isolation",
+            component=COMPONENT,
+        )
+    return served
+
+
+def _patiently(settings: ProviderSettings, kind: Kind, stronger: str) -> Provider:
+    """Make the provider, again and again while what it needs is installed but does not work; raises Unsupported."""
+    deadline_s = time.monotonic() + settings.start_wait_s
+    while True:
         try:
-            from runtimes.sandbox.docker.engine import DockerEngine
-            from runtimes.sandbox.docker.provider import ContainerProvider
+            return _containers(settings) if kind == "container" else _processes(settings, kind, stronger)
+        except NotInstalled as error:
+            raise Unsupported(f"{error.message}; {REMEDIES[kind]}", component=COMPONENT) from None
+        except Unsupported as error:
+            if time.monotonic() >= deadline_s:
+                waited = f"tried for {settings.start_wait_s:g} s"
+                raise Unsupported(f"{error.message} ({waited}); {REMEDIES[kind]}", component=COMPONENT) from None
+            logger.warning("no sandboxes yet, trying again", kind=kind, why=error.message)
+            time.sleep(min(RETRY_S, max(0.0, deadline_s - time.monotonic())))
 
-            chosen = settings.docker
-            engine = DockerEngine.connect(
-                chosen.host,
-                state_dir=settings.state_dir,
-                timeout_s=settings.engine_timeout_s,
-                workers=settings.max_starting + 4,
-                silence_s=settings.engine_silence_s,
-            )
-            transport = chosen.transport
-            if transport == "auto":
-                transport = "socket" if engine.shares(settings.state_dir) else "attach"
-            return ContainerProvider(
-                engine,
-                state_dir=settings.state_dir,
-                gateway_id=settings.gateway_id,
-                gate=gate,
-                shared_cores=shared_cores,
-                transport=transport,
-                copy_limit_bytes=chosen.copy_limit_bytes,
-            )
-        except (Unsupported, ImportError) as error:
-            if settings.kind == "container":
-                raise
-            logger.warning("no containers here", why=str(error))
-    from runtimes.sandbox.process.provider import ProcessProvider
 
-    return ProcessProvider(state_dir=settings.state_dir, gate=gate, shared_cores=shared_cores)
+def _containers(settings: ProviderSettings) -> Provider:
+    from runtimes.sandbox.docker.engine import DockerEngine
+    from runtimes.sandbox.docker.provider import ContainerProvider
+
+    chosen = settings.docker
+    engine = DockerEngine.connect(
+        chosen.host,
+        state_dir=settings.state_dir,
+        timeout_s=settings.engine_timeout_s,
+        workers=settings.max_starting + 4,
+        silence_s=settings.engine_silence_s,
+    )
+    here = engine.shares(settings.state_dir)
+    transport = chosen.transport
+    if transport == "auto":
+        transport = "socket" if here else "attach"
+    ended = end_left(settings.state_dir / "sandboxes")
+    if ended:
+        logger.warning("sandboxes of an earlier gateway were no containers and are ended", count=ended)
+    return ContainerProvider(
+        engine,
+        state_dir=settings.state_dir,
+        gateway_id=settings.gateway_id,
+        gate=CreationGate(settings.max_starting),
+        shared_cores=_shared_cores(settings),
+        transport=transport,
+        copy_limit_bytes=chosen.copy_limit_bytes,
+        uids=(settings.uids.first, settings.uids.count),
+        seccomp=settings.seccomp,
+        bound=choose_bound(settings.disk_bound, engine.root, settings.state_dir) if here else WalkBound(),
+        name_servers=settings.name_servers,
+        egress_network=chosen.egress_network,
+        internal_networks=chosen.internal_networks,
+    )
+
+
+def _processes(settings: ProviderSettings, kind: Kind, stronger: str) -> Provider:
+    plain = kind == "plain"
+    if plain and os.geteuid() == 0 and not settings.plain_as_root:
+        raise InvalidConfig(
+            "sandbox.provider: plain gives commands the host's files and network, and this gateway is root: run it as "
+            "another user, or say sandbox.plain_as_root: true as well",
+            component=COMPONENT,
+        )
+    return ProcessProvider(
+        state_dir=settings.state_dir,
+        gate=CreationGate(settings.max_starting),
+        shared_cores=_shared_cores(settings),
+        means=Means.discover(IdBlocks(settings.ids), plain=plain),
+        seccomp=settings.seccomp,
+        path=settings.path,
+        bound=choose_bound(settings.disk_bound, settings.state_dir, settings.state_dir),
+        name_servers=settings.name_servers,
+        weakenings=(f"{WORDS[stronger]} were served before (--weaker-isolation)",) if stronger else (),
+    )
+
+
+def _shared_cores(settings: ProviderSettings) -> tuple[int, ...]:
+    return settings.shared_cores or tuple(sorted(os.sched_getaffinity(0)))

@@ -5,16 +5,25 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
 import structlog
 
-from manager.errors import ActionFailed, Conflict, InvalidConfig, InvalidInput, Reason, TooLarge
+from manager.errors import FILES_LOST, ActionFailed, Conflict, InvalidConfig, InvalidInput, Reason, TooLarge
 from manager.function import Background, SandboxSpec
-from runtimes.sandbox.command import Command, CommandResult, FileStat, OnOutput, ResumableCommand
+from runtimes.sandbox.command import (
+    Command,
+    CommandResult,
+    FileStat,
+    FileStream,
+    OnOutput,
+    ResumableCommand,
+    fitting,
+)
 from runtimes.sandbox.record import SandboxRecord
 from runtimes.sandbox.runner.conversation import SandboxProcess
 from runtimes.sandbox.runner.protocol import COMPONENT, lost, out_of_memory
@@ -45,11 +54,21 @@ class RunnerClient(Protocol):
 
     async def read_file(self, path: str, *, limit_bytes: int) -> bytes: ...
 
-    async def write_file(self, path: str, data: bytes, *, mode: int) -> None: ...
+    async def open_file(self, path: str, *, limit_bytes: int) -> FileStream: ...
+
+    async def write_file(self, path: str, data: bytes, *, mode: int, locked: bool = False) -> bool: ...
 
     async def list_files(self, path: str) -> list[FileStat]: ...
 
-    async def sweep(self) -> None: ...
+    async def rest(self, *, resting: bool) -> None:
+        """Stop every process but the runner, or let them run again."""
+        ...
+
+    def lend(self, fd: int) -> bool:
+        """Lend the runner what it lets its sandbox's processes go with, for its own end; False if that cannot be."""
+        ...
+
+    async def sweep(self) -> int: ...
 
     def close(self) -> None: ...
 
@@ -59,7 +78,12 @@ class SandboxControl(Protocol):
 
     async def set_cores(self, cores: Sequence[int], *, background: bool = False) -> None: ...
 
-    async def freeze(self) -> None: ...
+    async def freeze(self, lend: Callable[[int], bool]) -> bool:
+        """Stop every process but the runner, which can end itself; False if only the runner can stop them.
+
+        ``lend`` is `RunnerClient.lend`.
+        """
+        ...
 
     async def thaw(self) -> None: ...
 
@@ -102,7 +126,10 @@ class Sandbox:
         self._client = client
         self._control = control
         self._shared_cores = tuple(shared_cores)
-        self._frozen = False
+        #: Whether its processes are stopped, and whether by the runner.
+        self._frozen = self._resting = False
+        #: Files on their way in or out, and whether it is frozen when the last of them is there.
+        self._transfers, self._freeze_due = 0, False
         #: The claims of commands under way, and whether they are detached.
         self._under_way: dict[str, bool] = {}
         #: The claims of detached commands that have ended, until that is on record.
@@ -120,6 +147,16 @@ class Sandbox:
         return not self._closed and not self._client.lost.is_set()
 
     @property
+    def condemned(self) -> str:
+        """Why we have ended it, for what its processes did; empty if we have not."""
+        return self._condemned
+
+    @property
+    def labels(self) -> Mapping[str, str]:
+        """Its owner, as at its making or the last `relabel`."""
+        return self._record.labels
+
+    @property
     def lost(self) -> asyncio.Event:
         """Set if it can be spoken to no more, for whatever reason."""
         return self._client.lost
@@ -134,11 +171,12 @@ class Sandbox:
 
         A command that is `resumable` is claimed instead: its output comes from its start, and nothing is run twice.
         """
+        self._require_user(command)
         if command.claim:
             self._under_way[command.claim] = command.detached
         try:
             await self.thaw()
-            result = await self._client.run(command, on_output)
+            result = await self._client.run(fitting(command), on_output)
             if self._under_way.get(command.claim):
                 self._unacknowledged.append(command.claim)
         except ActionFailed as failure:
@@ -149,7 +187,8 @@ class Sandbox:
             return result
         kills = self._control.oom_kills()
         if kills > self._record.oom_told:
-            self._note(replace(self._record, oom_told=kills))
+            with suppress(OSError):  # a full disk: the action has ended all the same
+                self._note(replace(self._record, oom_told=kills))
             return out_of_memory(result, self._control.peak_memory_bytes())
         return result
 
@@ -186,6 +225,7 @@ class Sandbox:
     async def spawn(self, command: Command) -> SandboxProcess:
         """Start a long-lived process. ``stdin`` is written first and left open; no output limit applies, and
         ``timeout_s`` only if it is finite (``math.inf``: until killed)."""
+        self._require_user(command)
         await self.thaw()
         return await self._client.spawn(command)
 
@@ -196,10 +236,16 @@ class Sandbox:
 
     async def thaw(self) -> None:
         """Let its processes run."""
+        self._freeze_due = False
+        await self._thaw()
+
+    async def _thaw(self) -> None:
         self._require()
-        if self._frozen:
+        if self._resting:
+            await self._client.rest(resting=False)
+        elif self._frozen:
             await self._control.thaw()
-            self._frozen = False
+        self._frozen = self._resting = False
 
     async def quiesce(self, background: Background) -> None:
         """Freeze, kill, or leave its background processes between actions, and give the cores back."""
@@ -210,21 +256,48 @@ class Sandbox:
             await self._client.sweep()
         if background is Background.RUN:
             await self._control.set_cores(self._shared_cores, background=True)
+        elif self._transfers:
+            self._freeze_due = True
         elif not self._frozen:
-            await self._control.freeze()
+            self._resting = not await self._control.freeze(self._client.lend)
+            if self._resting:
+                await self._client.rest(resting=True)
             self._frozen = True
 
     async def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         """Write a file, making its directories. A path that leaves the sandbox (links included) is InvalidInput."""
-        await self._prepare_path(path)
         if len(data) > self.spec.disk_bytes:
             raise TooLarge(f"{len(data)} bytes are more than the sandbox's disk", component=COMPONENT)
-        await self._client.write_file(path, data, mode=mode)
+        async with self._transfer(path):
+            await self._client.write_file(path, data, mode=mode)
+
+    async def lock_file(self, path: str, data: bytes) -> bool:
+        """Write a file as `write_file`; return whether its user cannot change it any more, nor put another there.
+
+        That needs a runner that is root and a user that is not. Nobody else may be at work in the sandbox meanwhile.
+        """
+        async with self._transfer(path):
+            return await self._client.write_file(path, data, mode=0o444, locked=True)
+
+    async def sweep(self) -> int:
+        """End every process in it but the runner; return how many there were, as far as can be seen."""
+        await self.thaw()
+        return await self._client.sweep()
 
     async def read_file(self, path: str, *, limit_bytes: int) -> bytes:
         """Read a file; raises NotFound, TooLarge, or InvalidInput if it is no regular file or leaves the sandbox."""
-        await self._prepare_path(path)
-        return await self._client.read_file(path, limit_bytes=limit_bytes)
+        async with self._transfer(path):
+            return await self._client.read_file(path, limit_bytes=limit_bytes)
+
+    @asynccontextmanager
+    async def open_file(self, path: str, *, limit_bytes: int) -> AsyncIterator[FileStream]:
+        """Read a file piece by piece; raises as `read_file` does. Meanwhile it is not frozen."""
+        async with self._transfer(path):
+            file = await self._client.open_file(path, limit_bytes=limit_bytes)
+            try:
+                yield file
+            finally:
+                file.close()
 
     async def list_files(self, path: str) -> list[FileStat]:
         """Return the entries of a directory, sorted by name; raises NotFound if there is none."""
@@ -265,10 +338,32 @@ class Sandbox:
         self._closed = True
         self._client.close()
 
+    @asynccontextmanager
+    async def _transfer(self, path: str) -> AsyncIterator[None]:
+        """Keep it from being frozen within the block."""
+        self._transfers += 1
+        try:
+            await self._prepare_path(path)
+            yield
+        finally:
+            self._transfers -= 1
+            if self._freeze_due and not self._transfers:
+                self._freeze_due = False
+                await self.quiesce(Background.FREEZE)
+
     async def _prepare_path(self, path: str) -> None:
         if not path or "\0" in path or len(path.encode("utf-8", "replace")) > PATH_MAX_BYTES:
             raise InvalidInput("a path of 1 to 4096 bytes without NUL is needed", component=COMPONENT)
-        await self.thaw()
+        reported = self.loss_reported
+        try:
+            await self._thaw()
+        except ActionFailed:
+            self.loss_reported = reported  # it is actions that must be told
+            raise
+
+    def _require_user(self, command: Command) -> None:
+        if command.user and (refused := self.spec.refuses(command.user)):
+            raise InvalidInput(f"the sandbox: {refused}", component=COMPONENT, detail={"path": "$.user"})
 
     def _note(self, record: SandboxRecord) -> None:
         """Write down what the next gateway must know about it."""
@@ -290,15 +385,15 @@ class Sandbox:
         self.loss_reported = True
         cause = self._condemned or await self._control.cause_of_death()
         logger.warning("sandbox lost", sandbox=self.id, cause=cause or failure.message)
-        detail = {"environment_lost": True, "cause": cause, "peak_memory_bytes": self._control.peak_memory_bytes()}
+        detail = {FILES_LOST: True, "cause": cause, "peak_memory_bytes": self._control.peak_memory_bytes()}
         reason = Reason.OUT_OF_MEMORY if cause == "out_of_memory" else failure.reason
         message = f"{failure.message}: {cause}; its files and processes are lost" if cause else failure.message
         return ActionFailed(reason, message, component=COMPONENT, result=failure.result, detail=detail)
 
 
 PROMISES = (
-    "filesystem", "network", "processes_hidden", "users_separate", "memory", "pids", "cores", "freeze", "disk", "image",
-    "seccomp", "snapshot",
+    "filesystem", "network", "egress", "processes_hidden", "users_separate", "memory", "pids", "cores", "freeze",
+    "disk", "image", "seccomp", "snapshot", "own_user", "root_separate",
 )  # fmt: skip
 
 
@@ -306,17 +401,30 @@ PROMISES = (
 class ProviderInfo:
     """Which kind of sandbox is used, and what it promises, in plain words."""
 
-    kind: str  #: ``container`` or ``process``
+    kind: str  #: ``container``, ``process`` (bubblewrap) or ``plain``
     engine: str  #: for example ``docker 28.2 (cgroup v1)`` or ``bubblewrap``
     isolation: str  #: one honest sentence
+    #: What containers are run with unless a function says otherwise, and all that it may say (containers).
+    runtime: str = ""
+    runtimes: tuple[str, ...] = ()
     #: Which of the `PROMISES` are kept.
     limits: Mapping[str, bool] = field(default_factory=dict)
+    #: In what it is weaker than it could be, each in plain words; told at the start, by ``/readyz`` and as a resource.
+    weakenings: tuple[str, ...] = ()
+    #: How what it writes is bounded: ``quota``, ``image`` or ``walk``.
+    disk: str = "walk"
 
 
 def require_workdir(spec: SandboxSpec) -> None:
     """Raise InvalidConfig unless the working directory can be one."""
     if not spec.workdir.startswith("/") or spec.workdir == "/":
         raise InvalidConfig(f"sandbox.workdir must be an absolute directory, not {spec.workdir!r}")
+
+
+def require_user(spec: SandboxSpec) -> None:
+    """Raise InvalidConfig unless its user is one that it may have."""
+    if refused := spec.refuses(spec.user):
+        raise InvalidConfig(f"sandbox.user: {refused}", component=COMPONENT)
 
 
 class Provider(Protocol):

@@ -5,9 +5,8 @@ from __future__ import annotations
 import click
 
 from tangram import Client, InvocationResult
-from tangram.cli.invocations import in_json
 from tangram.cli.options import connected, json_option, limit_option
-from tangram.cli.output import print_json, show, table, visible
+from tangram.cli.output import in_json, print_json, show, table, visible
 from tangram.types import Attempt
 
 

@@ -19,6 +19,7 @@ BY_CODE: Mapping[str, int] = {
     "too_large": 65,
     "too_slow": 124,
     "unauthorized": 77,
+    "forbidden": 77,
     "unsatisfiable": 78,
     "quota_exceeded": 75,
     "capacity_exceeded": 75,

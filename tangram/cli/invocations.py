@@ -13,10 +13,14 @@ from rich.console import Console
 from tangram import Client, InvocationResult, TangramError
 from tangram.cli import exit_status
 from tangram.cli.options import Duration, connected, json_option, limit_option
-from tangram.cli.output import print_json, print_log, say, show, show_seconds, table
+from tangram.cli.output import in_json, print_json, print_log, say, show, show_seconds, table
 
 #: Log lines shown of an invocation that failed.
 LAST_LINES = 20
+
+_raw = click.option(
+    "--raw", is_flag=True, help="Print logs as they were written: a terminal obeys the control characters in them."
+)
 
 
 @click.command()
@@ -28,6 +32,7 @@ LAST_LINES = 20
 @click.option("--key", help="Idempotency key: the same key and input run once.")
 @click.option("-f", "--follow", is_flag=True, help="Show the log on standard error while it runs.")
 @click.option("--async", "detach", is_flag=True, help="Do not wait: print the id on standard output.")
+@_raw
 @json_option
 @connected
 def invoke(
@@ -40,6 +45,7 @@ def invoke(
     key: str | None,
     follow: bool,
     detach: bool,
+    raw: bool,
     as_json: bool,
 ) -> int:
     """Run FUNCTION on INPUT, a JSON object, @FILE, or - for standard input.
@@ -52,7 +58,7 @@ def invoke(
         with waiting(function):
             result = client.invoke(function, body, task=task, trajectory=trajectory, key=key, timeout_s=timeout_s)
         say(result.id)
-        return show_end(client, result, as_json, log_shown=False)
+        return show_end(client, result, as_json, log_shown=False, raw=raw)
     result = client.submit(function, body, task=task, trajectory=trajectory, key=key, timeout_s=timeout_s)
     if detach:
         print_json(result) if as_json else click.echo(result.id)
@@ -60,7 +66,7 @@ def invoke(
     say(result.id)
     try:
         for line in client.logs(result.id, follow=True):
-            print_log(line, err=True)
+            print_log(line, err=True, raw=raw)
         return show_end(client, client.wait(result.id), as_json, log_shown=True)
     except KeyboardInterrupt:
         client.cancel(result.id)
@@ -131,15 +137,16 @@ def get(client: Client, id: str, wait_s: float | None, as_json: bool) -> int:
 @click.argument("id")
 @click.option("-f", "--follow", is_flag=True, help="Go on until the invocation has ended.")
 @click.option("--offset", default=0, show_default=True, type=click.IntRange(min=0), help="First record to show.")
+@_raw
 @json_option
 @connected
-def logs(client: Client, id: str, follow: bool, offset: int, as_json: bool) -> None:
+def logs(client: Client, id: str, follow: bool, offset: int, raw: bool, as_json: bool) -> None:
     """Show an invocation's log: what it wrote to standard error goes to ours."""
     for line in client.logs(id, follow=follow, offset=offset):
         if as_json:
             click.echo(in_json(line))
         else:
-            print_log(line, err=line.stream != "stdout")
+            print_log(line, err=line.stream != "stdout", raw=raw)
 
 
 @click.command()
@@ -170,7 +177,7 @@ def read_input(text: str) -> dict[str, object]:
     return value
 
 
-def show_end(client: Client, result: InvocationResult, as_json: bool, *, log_shown: bool) -> int:
+def show_end(client: Client, result: InvocationResult, as_json: bool, *, log_shown: bool, raw: bool = False) -> int:
     """Print the result, and the story of a failure; return the exit status."""
     if as_json:
         print_json(result)
@@ -184,15 +191,10 @@ def show_end(client: Client, result: InvocationResult, as_json: bool, *, log_sho
             except TangramError:
                 last = []  # the failure is told already: that its log cannot be had adds nothing
             for line in last:
-                print_log(line, err=True)
+                print_log(line, err=True, raw=raw)
     return exit_status.of_reason(result.reason)
 
 
 def waiting(what: str) -> AbstractContextManager[object]:
     """Show on a terminal's standard error that something is waited for."""
     return Console(stderr=True, markup=False).status(what) if sys.stderr.isatty() else nullcontext()
-
-
-def in_json(value: object) -> str:
-    """Return a value as JSON on one line."""
-    return msgspec.json.encode(value).decode()

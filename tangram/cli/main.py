@@ -38,6 +38,7 @@ VERBS: Mapping[str, Verb] = {
     "trajectories": Verb("tangram.cli.state:trajectories", "The living trajectories."),
     "tasks": Verb("tangram.cli.state:tasks", "RL tasks: their weights, bounds and use."),
     "top": Verb("tangram.cli.top:top", "Resources, who holds them, and what waits for what."),
+    "token": Verb("tangram.cli.token:token", "Print the token of your gateway on this machine, for curl."),
     "diff": Verb("tangram.cli.config:diff", "What `apply` would change in a running gateway."),
     "apply": Verb("tangram.cli.config:apply", "Replace functions, tasks and resources of a running gateway."),
 }

@@ -22,11 +22,22 @@ UNBOUNDED = 100_000
 _FIGURE = re.compile(r"-|[\d.]+[a-zA-Z%]{0,2}(\d+[smh])?")
 #: Control characters but tab and line feed: a terminal would obey them.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_BEYOND_ASCII = re.compile(r"[\x7f-\x9f]")
 
 
 def print_json(value: object) -> None:
     """Print one JSON value; of typed answers what was left out stays so."""
-    click.echo(msgspec.json.format(msgspec.json.encode(value, enc_hook=str), indent=2))
+    click.echo(_plain(msgspec.json.format(msgspec.json.encode(value, enc_hook=str), indent=2)))
+
+
+def in_json(value: object) -> str:
+    """Return a value as JSON on one line."""
+    return _plain(msgspec.json.encode(value))
+
+
+def _plain(json: bytes) -> str:
+    """Return JSON with every control character escaped; JSON itself lets those beyond ASCII stand."""
+    return _BEYOND_ASCII.sub(lambda found: f"\\u{ord(found[0]):04x}", json.decode())
 
 
 def say(text: str) -> None:
@@ -34,10 +45,12 @@ def say(text: str) -> None:
     click.echo(visible(text), err=True)
 
 
-def print_log(line: LogLine, *, err: bool) -> None:
-    """Print a record as it was written; what the gateway itself says is marked."""
+def print_log(line: LogLine, *, err: bool, raw: bool = False) -> None:
+    """Print a record, control characters written out, or with ``raw`` as it is; what the gateway says is marked."""
     ours = line.stream not in ("stdout", "stderr")
-    click.echo(f"[{line.stream}] {line.data}" if ours else line.data, err=err, nl=not line.data.endswith("\n"))
+    data = line.data if raw else visible(line.data)
+    text = f"[{line.stream}] {data}" if ours else data
+    click.echo(text, err=err, nl=not line.data.endswith("\n"), color=True if raw else None)
 
 
 def visible(text: str) -> str:

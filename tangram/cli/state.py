@@ -27,9 +27,18 @@ def list_functions(client: Client, as_json: bool) -> None:
         print_json(found)
         return
     rows = [
-        (each.name, each.runtime, each.revision, msgspec.to_builtins(each.cost), each.description) for each in found
+        (
+            each.name,
+            each.runtime,
+            each.revision,
+            each.status or "",
+            each.source or "",
+            msgspec.to_builtins(each.cost),
+            each.problem or each.description,
+        )
+        for each in found
     ]
-    show(table(("NAME", "RUNTIME", "REVISION", "COST", "DESCRIPTION"), rows))
+    show(table(("NAME", "RUNTIME", "REVISION", "STATUS", "SOURCE", "COST", "DESCRIPTION"), rows))
 
 
 @functions.command("show")
@@ -58,6 +67,19 @@ def show_function(client: Client, name: str, as_json: bool) -> None:
             for key, each in found.learned.items()
         ]
         show("", table(("LEARNED KEY", "T_ORI", "ERROR", "SERIAL FRACTION", "BATCH MARGINAL", "RUNS"), rows))
+
+
+@functions.command("remove")
+@click.argument("names", nargs=-1, required=True)
+@json_option
+@connected
+def remove_functions(client: Client, names: tuple[str, ...], as_json: bool) -> None:
+    """Remove functions that were applied; nothing in flight is dropped."""
+    removed = [name for each in names for name in client.remove_function(each).removed]
+    if as_json:
+        print_json({"removed": removed})
+    else:
+        click.echo("\n".join(f"{name} removed" for name in removed))
 
 
 @click.group()

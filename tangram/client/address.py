@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+import ssl
 from urllib.parse import SplitResult, urlsplit
+
+import httpx
 
 from tangram.errors import InvalidConfigError
 
 #: The gateway's own default address.
 DEFAULT = "http://127.0.0.1:8080"
 SERVER, TOKEN = "TANGRAM_SERVER", "TANGRAM_TOKEN"
+CA, CERT = "TANGRAM_CA", "TANGRAM_CERT"
 _REMEDY = "write http://HOST:PORT, https://HOST:PORT or HOST:PORT"
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
 _HOST = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.%A-Za-z]+\]")
@@ -26,13 +30,34 @@ def server_of(given: str | None) -> str:
     return _checked(os.environ.get(SERVER) or DEFAULT, SERVER)
 
 
-def token_of(given: str | None) -> str:
-    """Return the bearer token: ``given`` (an empty one is none), or TANGRAM_TOKEN; raises InvalidConfigError."""
-    token = os.environ.get(TOKEN, "") if given is None else given
-    if not (token.isascii() and token.isprintable()):
+def token_of(given: str | None) -> str | None:
+    """Return the bearer token: ``given`` (an empty one is none), or TANGRAM_TOKEN; None where neither is there.
+
+    Raises InvalidConfigError.
+    """
+    token = (os.environ.get(TOKEN) or None) if given is None else given
+    if token is not None and not (token.isascii() and token.isprintable()):
         where = TOKEN if given is None else "token"
         raise InvalidConfigError(f"{where}: a token is printable ASCII, without line breaks (a trailing newline?)")
     return token
+
+
+def trust_of(https: bool, ca: str | None, cert: str | None) -> ssl.SSLContext:
+    """Return whom connections trust; raises InvalidConfigError for files that cannot be used.
+
+    ``ca`` (or TANGRAM_CA) is a file of certificates in place of the system's, ``cert`` (or TANGRAM_CERT) one of the
+    caller's own with its key, both in PEM. http needs none, and reading them takes a while.
+    """
+    if not https:
+        return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    ca, cert = ca or os.environ.get(CA) or None, cert or os.environ.get(CERT) or None
+    try:
+        context = httpx.create_ssl_context() if ca is None else ssl.create_default_context(cafile=ca)
+        if cert is not None:
+            context.load_cert_chain(cert)
+    except (OSError, ssl.SSLError) as error:
+        raise InvalidConfigError(f"{CA} {ca!r}, {CERT} {cert!r}: {error}") from None
+    return context
 
 
 def _checked(address: str, where: str) -> str:

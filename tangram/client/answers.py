@@ -11,6 +11,7 @@ import msgspec
 from tangram.client.results import InvocationResult, result_of
 from tangram.errors import ConnectionFailed, TangramError, UnreadableAnswerError, from_problem
 from tangram.types import Problem
+from tangram.types.invocations import REPLAY
 
 _T = TypeVar("_T")
 _QUOTED = 200
@@ -26,11 +27,13 @@ def reader(kind: type[_T]) -> Callable[[httpx.Response], _T]:
 
 def read_invocation(response: httpx.Response) -> InvocationResult:
     """Return the invocation of an answer, also that of a problem body which tells how it ended."""
+    replayed = REPLAY in response.headers
     if response.is_success:
-        return _decoded(_INVOCATION, response)
+        found = _decoded(_INVOCATION, response)
+        return msgspec.structs.replace(found, replayed=True) if replayed else found
     problem = problem_of(response)
     assert problem is not None and problem.invocation, "read only what is_answered"
-    return result_of(problem.invocation)
+    return result_of(problem.invocation, replayed=replayed)
 
 
 def is_answered(response: httpx.Response) -> bool:

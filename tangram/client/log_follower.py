@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import msgspec
 
-from tangram.errors import UnreadableAnswerError
+from tangram.client.retries import FailureStreak, Retries
+from tangram.errors import TangramError, UnreadableAnswerError
 from tangram.types import LogEnd, LogLag, LogLine, read_log_record
 
 
 class LogFollower:
     """The state of one reader of a log, across its connections."""
 
-    def __init__(self, offset: int, attempts_max: int) -> None:
+    def __init__(self, offset: int, retries: Retries) -> None:
         #: The first record not yet seen.
         self.offset = offset
         #: Whether the end of the log was seen.
         self.ended = False
-        self._attempts_max = attempts_max
-        self._fruitless = 0
+        self._failing = FailureStreak(retries)
 
     def feed(self, text: str) -> LogLine | None:
         """Return the line of one NDJSON record, or None for a heartbeat, an end, or one that was seen before."""
@@ -27,7 +27,7 @@ class LogFollower:
             record = read_log_record(text)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise UnreadableAnswerError(f"a record of a log is not understood ({error}): {text[:200]}") from error
-        self._fruitless = 0
+        self._failing.succeeded()
         match record:
             case LogEnd():
                 self.ended = True
@@ -38,7 +38,6 @@ class LogFollower:
                 return record
         return None
 
-    def lost(self) -> bool:
-        """The connection ended before the log did; return whether to connect again."""
-        self._fruitless += 1
-        return self._fruitless < self._attempts_max
+    def again_s(self, error: TangramError) -> float | None:
+        """The connection ended before the log did; return the seconds to wait before the next, None to give up."""
+        return self._failing.again_s(error)

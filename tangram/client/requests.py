@@ -155,7 +155,7 @@ def _verdict(verdict: BatchVerdict) -> InvocationResult | TangramError:
     if verdict.problem:
         return from_problem(verdict.problem)
     assert verdict.invocation, "a verdict is an invocation or a problem"
-    return result_of(verdict.invocation)
+    return result_of(verdict.invocation, replayed=bool(verdict.replayed))
 
 
 def get_invocation(id: str, wait_s: float | None = None) -> ApiRequest[InvocationResult]:
@@ -200,14 +200,17 @@ def get_function(name: str) -> ApiRequest[FunctionInfo]:
     return get(_function_path(name), FunctionInfo)
 
 
-def apply(files: Mapping[str, str] | None, dry_run: bool) -> ApiRequest[ConfigDiff]:
+def apply(
+    files: Mapping[str, str] | None, dry_run: bool, prune: bool, variables: Mapping[str, str] | None
+) -> ApiRequest[ConfigDiff]:
     """Return the request that applies files by path, or with None the server's own, read again."""
-    sent = None if files is None else ConfigFiles(files=tuple(ConfigFile(path=p, text=t) for p, t in files.items()))
+    listed = tuple(ConfigFile(path=path, text=text) for path, text in (files or {}).items())
+    sent = None if files is None else ConfigFiles(files=listed, variables=variables or {})
     return ApiRequest(
         method="PUT",
         path="/v1/config",
         read=reader(ConfigDiff),
-        params={"dry_run": "true"} if dry_run else {},
+        params=({"dry_run": "true"} if dry_run else {}) | ({"prune": "true"} if prune else {}),
         headers=_JSON,
         content=b"" if sent is None else msgspec.json.encode(sent),
     )
@@ -242,6 +245,10 @@ def open_trajectory(id: str, function: str, task: str | None) -> ApiRequest[Traj
     )
 
 
+def remove_function(name: str) -> ApiRequest[ConfigDiff]:
+    return ApiRequest(method="DELETE", path=_function_path(name), read=reader(ConfigDiff))
+
+
 def end_trajectory(id: str) -> ApiRequest[None]:
     return ApiRequest(method="DELETE", path=_trajectory_path(id), read=lambda response: None)
 
@@ -250,9 +257,9 @@ def upload(id: str, path: str, data: bytes, mode: int, *, living: bool = False) 
     """Return the request that writes a file; ``mode`` has its permission bits."""
     return ApiRequest(
         method="PUT",
-        path=_file_path(id, path),
+        path=_files_path(id),
         read=lambda response: None,
-        params={"mode": f"{mode:03o}"},
+        params={"path": path, "mode": f"{mode:03o}"},
         headers={"Content-Type": "application/octet-stream"} | (LIVING if living else {}),
         content=data,
     )
@@ -261,8 +268,9 @@ def upload(id: str, path: str, data: bytes, mode: int, *, living: bool = False) 
 def download(id: str, path: str, *, living: bool = False) -> ApiRequest[bytes]:
     return ApiRequest(
         method="GET",
-        path=_file_path(id, path),
+        path=_files_path(id),
         read=lambda response: response.content,
+        params={"path": path},
         headers=LIVING if living else {},
     )
 
@@ -271,9 +279,9 @@ def list_files(id: str, path: str, *, living: bool = False) -> ApiRequest[tuple[
     read = reader(FileList)
     return ApiRequest(
         method="GET",
-        path=_file_path(id, path),
+        path=_files_path(id),
         read=lambda response: read(response).files,
-        params={"list": "true"},
+        params={"path": path, "list": "true"},
         headers=LIVING if living else {},
     )
 
@@ -288,8 +296,8 @@ def command(
 
 
 def in_workdir(workdir: str, path: str) -> str:
-    """Return an absolute path in the sandbox."""
-    return posixpath.normpath(posixpath.join(workdir, path))
+    """Return a path in the sandbox; without a ``workdir`` the gateway knows where a relative one begins."""
+    return posixpath.join(workdir, path)
 
 
 def get(path: str, kind: type[_T], params: Mapping[str, str] | None = None) -> ApiRequest[_T]:
@@ -312,8 +320,8 @@ def _trajectory_path(id: str) -> str:
     return f"/v1/trajectories/{quote(id, safe='')}"
 
 
-def _file_path(id: str, path: str) -> str:
-    return f"{_trajectory_path(id)}/files/{quote(path.lstrip('/'))}"
+def _files_path(id: str) -> str:
+    return f"{_trajectory_path(id)}/files"
 
 
 def _duration(seconds: float | None) -> str | None:

@@ -11,10 +11,12 @@ from tangram.types import Invocation, LogLine
 
 
 class InvocationResult(Invocation, frozen=True, kw_only=True, omit_defaults=True):
-    """An invocation as its record stood when it was answered; all times are those of its last try."""
+    """An invocation as its record stood when it was answered; its times are those of all its tries."""
 
     #: The log, if it was asked for with ``logs=True``.
     logs: tuple[LogLine, ...] = ()
+    #: Whether the call's key was known: it ran nothing, and this is the invocation of the first call.
+    replayed: bool = False
 
     def raise_for_failure(self) -> Self:
         """Return itself if it succeeded or has not ended; raises InvocationFailed."""
@@ -23,6 +25,7 @@ class InvocationResult(Invocation, frozen=True, kw_only=True, omit_defaults=True
         return self
 
 
-def result_of(invocation: Invocation) -> InvocationResult:
+def result_of(invocation: Invocation, *, replayed: bool = False) -> InvocationResult:
     """Return the result of a call whose record is part of another answer."""
-    return InvocationResult(**{name: getattr(invocation, name) for name in msgspec.structs.asdict(invocation)})
+    fields = {name: getattr(invocation, name) for name in msgspec.structs.asdict(invocation)}
+    return InvocationResult(**{**fields, "replayed": replayed})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from dataclasses import dataclass
 
 from tangram.errors import (
@@ -17,27 +18,61 @@ from tangram.types.backoff import backoff_s
 
 #: Refused before any work: trying again later cannot run anything twice.
 REFUSALS = (QuotaExceededError, CapacityExceededError, DrainingError, StorageUnavailableError)
-#: Half of the first wait after a lost connection; it doubles with each further one.
-BACKOFF_S = 0.2
+#: Of these, what a restart answers with: they end by themselves.
+OUTAGES = (DrainingError, StorageUnavailableError)
+#: Half of the first wait after a lost connection; it doubles with each further one, up to the second.
+BACKOFF_S, BACKOFF_MAX_S = 0.2, 5.0
+#: Tries of a request that is refused by a bound, unless ``max_attempts`` says otherwise.
+ATTEMPTS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retries:
     """How often and how long a refused or lost request is tried again."""
 
-    max_attempts: int = 5
+    #: Tries of one request, whatever becomes of them; None: five of one that is refused by a bound, and for an outage
+    #: as many as ``outage_s`` has room for.
+    max_attempts: int | None = None
     #: Longest single wait in seconds; a longer Retry-After is not waited for, the error is raised.
     wait_max_s: float = 30.0
+    #: Seconds for which a gateway that cannot be reached, drains or starts is waited for.
+    outage_s: float = 60.0
 
-    def wait_s(self, error: TangramError, attempt: int, *, repeatable: bool) -> float | None:
+    def wait_s(self, error: TangramError, attempt: int, failing_s: float, *, repeatable: bool) -> float | None:
         """Return the seconds to wait before try ``attempt + 1``, or None if the error is to be raised.
 
-        Refusals ran nothing. A lost connection may have, so only a ``repeatable`` request is sent again.
+        ``failing_s`` is how long it has failed. Refusals ran nothing. A lost connection may have, so only a
+        ``repeatable`` request is sent again.
         """
-        if attempt >= self.max_attempts:
+        lost = isinstance(error, ConnectionFailed)
+        outage = lost or isinstance(error, OUTAGES)
+        most = self.max_attempts or (None if outage else ATTEMPTS)
+        if (most is not None and attempt >= most) or (outage and failing_s >= self.outage_s):
             return None
         if isinstance(error, REFUSALS) and error.retry_after_s is not None:
             return error.retry_after_s if error.retry_after_s <= self.wait_max_s else None
-        if isinstance(error, ConnectionFailed) and (repeatable or not error.detail.get("sent", True)):
-            return backoff_s(attempt + 1, BACKOFF_S, self.wait_max_s, random.uniform(0.5, 1.0))
+        if lost and (repeatable or not error.detail.get("sent", True)):
+            most_s = min(BACKOFF_MAX_S, self.wait_max_s)
+            return backoff_s(attempt + 1, BACKOFF_S, most_s, random.uniform(0.5, 1.0))
         return None
+
+
+class FailureStreak:
+    """How long, and how often, one thing has failed in a row."""
+
+    def __init__(self, retries: Retries) -> None:
+        self._retries = retries
+        self._attempt = 0
+        self._since_s = 0.0
+
+    def again_s(self, error: TangramError, *, repeatable: bool = True) -> float | None:
+        """It failed: return the seconds to wait before the next try, or None if the error is to be raised."""
+        now_s = time.monotonic()
+        if self._attempt == 0:
+            self._since_s = now_s
+        self._attempt += 1
+        return self._retries.wait_s(error, self._attempt, now_s - self._since_s, repeatable=repeatable)
+
+    def succeeded(self) -> None:
+        """It did not fail this time."""
+        self._attempt = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import posixpath
 import re
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
@@ -139,8 +140,8 @@ class ScriptedGateway(httpx.BaseTransport, httpx.AsyncBaseTransport):
         yield "PUT", f"/v1/trajectories/{name}", self._open
         yield "GET", f"/v1/trajectories/{name}", self._trajectory
         yield "DELETE", f"/v1/trajectories/{name}", self._end
-        yield "PUT", f"/v1/trajectories/{name}/files/(.+)", self._put_file
-        yield "GET", f"/v1/trajectories/{name}/files/(.*)", self._get_file
+        yield "PUT", f"/v1/trajectories/{name}/files", self._put_file
+        yield "GET", f"/v1/trajectories/{name}/files", self._get_file
         yield "GET", "/healthz", lambda request: json_answer(Health(status="ok"))
         yield "GET", "/readyz", lambda request: json_answer(Health(status="ready"))
 
@@ -300,24 +301,24 @@ class ScriptedGateway(httpx.BaseTransport, httpx.AsyncBaseTransport):
         del self.trajectories[self._found(name, {}).name]
         return httpx.Response(204)
 
-    def _put_file(self, request: httpx.Request, name: str, path: str) -> httpx.Response:
-        trajectory = self._found(name, request.headers)
-        trajectory.files[f"/{path}"] = (request.content, request.url.params.get("mode", "644"))
-        return json_answer(FileWritten(path=f"/{path}", size_bytes=len(request.content)), 201)
+    def _put_file(self, request: httpx.Request, name: str) -> httpx.Response:
+        trajectory, path = self._found(name, request.headers), _path(request)
+        trajectory.files[path] = (request.content, request.url.params.get("mode", "644"))
+        return json_answer(FileWritten(path=path, size_bytes=len(request.content)), 201)
 
-    def _get_file(self, request: httpx.Request, name: str, path: str) -> httpx.Response:
-        files = self._found(name, request.headers).files
+    def _get_file(self, request: httpx.Request, name: str) -> httpx.Response:
+        files, path = self._found(name, request.headers).files, _path(request)
         if request.url.params.get("list") == "true":
-            prefix = f"/{path}".rstrip("/") + "/"
+            prefix = path.rstrip("/") + "/"
             entries = [
                 FileEntry(path=each, size_bytes=len(data), directory=False, mode=mode)
                 for each, (data, mode) in sorted(files.items())
                 if each.startswith(prefix) and "/" not in each.removeprefix(prefix)
             ]
             return json_answer(FileList(files=tuple(entries)))
-        if f"/{path}" not in files:
-            raise ScriptedRefusal(404, "not_found", f"no file /{path}")
-        return httpx.Response(200, content=files[f"/{path}"][0])
+        if path not in files:
+            raise ScriptedRefusal(404, "not_found", f"no file {path}")
+        return httpx.Response(200, content=files[path][0])
 
     def _found(self, name: str, headers: Mapping[str, str]) -> ScriptedTrajectory:
         self._living(name, headers)
@@ -328,3 +329,7 @@ class ScriptedGateway(httpx.BaseTransport, httpx.AsyncBaseTransport):
     def _living(self, name: str, headers: Mapping[str, str]) -> None:
         if headers.get("x-trajectory-expect") == "living" and name not in self.trajectories:
             raise ScriptedRefusal(410, "trajectory_ended", f"trajectory {name!r} has ended")
+
+
+def _path(request: httpx.Request) -> str:
+    return posixpath.normpath(posixpath.join("/workspace", request.url.params["path"]))

@@ -40,7 +40,15 @@ def resources_info() -> ResourcesInfo:
     return ResourcesInfo(
         nodes=(),
         pools={},
-        sandboxes=SandboxesInfo(kind="process", engine="scripted", isolation="none: nothing is run", limits={}),
+        sandboxes=SandboxesInfo(
+            kind="process",
+            engine="scripted",
+            isolation="none: nothing is run",
+            runtime="",
+            runtimes=(),
+            limits={},
+            weakenings=(),
+        ),
         models=ModelsInfo(
             actions=0,
             executions=0,

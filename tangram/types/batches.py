@@ -35,6 +35,9 @@ class BatchVerdict(Struct, frozen=True, kw_only=True):
     status: Annotated[int, Meta(description="200 ended, 202 accepted, otherwise that of the problem")]
     invocation: Invocation | UnsetType = UNSET
     problem: Problem | UnsetType = UNSET
+    replayed: Annotated[
+        bool | UnsetType, Meta(description="The key was known: nothing was run, this is the first call's invocation")
+    ] = UNSET
 
 
 class BatchAnswer(Struct, frozen=True, kw_only=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
@@ -50,8 +50,12 @@ class SandboxInfo(Struct, frozen=True, kw_only=True):
     image: str
     memory_bytes: Count
     network: Annotated[str, Meta(description="none, internal or egress")]
-    allow: Annotated[tuple[str, ...], Meta(description="With egress: host names and CIDR blocks; empty allows all")]
+    allow: Annotated[
+        tuple[str, ...], Meta(description="With egress: all that may be reached; empty is the public world")
+    ]
     user: str
+    users: Annotated[tuple[str, ...], Meta(description="Users that may be asked for; empty: none but its own")]
+    runtime: Annotated[str, Meta(description="What the engine runs it with; empty for its default")]
     pids: Annotated[int, Meta(description="Most processes at a time")]
     disk_bytes: Count
     shm_bytes: Count
@@ -108,6 +112,15 @@ class FunctionInfo(Struct, frozen=True, kw_only=True):
         Mapping[str, LearnedInfo] | UnsetType,
         Meta(description="What was learned, by the value of its key; left out in listings"),
     ] = UNSET
+    source: Annotated[
+        Literal["files", "applied"] | UnsetType,
+        Meta(description="The server's own files, or a configuration that was applied and is kept over restarts"),
+    ] = UNSET
+    status: Annotated[
+        Literal["preparing", "ready", "unavailable"] | UnsetType,
+        Meta(description="Whether its actions start; until it is ready they queue"),
+    ] = UNSET
+    problem: Annotated[str | UnsetType, Meta(description="Why it is unavailable; it is tried again")] = UNSET
 
 
 class FunctionList(Struct, frozen=True, kw_only=True):
@@ -142,7 +155,7 @@ class ConfigDiff(Struct, frozen=True, kw_only=True):
 class ConfigFile(Struct, frozen=True, kw_only=True):
     """One file of a configuration."""
 
-    path: Annotated[str, Meta(description="Relative to where the server's own configuration lies")]
+    path: Annotated[str, Meta(description="Below the server's own configuration, or relative to it")]
     text: Annotated[str, Meta(description="YAML")]
 
 
@@ -150,3 +163,7 @@ class ConfigFiles(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """A configuration as its files."""
 
     files: tuple[ConfigFile, ...]
+    variables: Annotated[
+        Mapping[str, str],
+        Meta(description="What ${NAME} stands for in the files; the gateway's environment is not asked"),
+    ] = {}

@@ -9,6 +9,9 @@ from msgspec import UNSET, Meta, Struct
 
 from tangram.types.scalars import AnyReason, AnyState, Count, Delivery, Instant, JsonObject, Milliseconds, Mode, Name
 
+#: Header of an answer that a call with a known Idempotency-Key latched on to.
+REPLAY = "X-Idempotent-Replay"
+
 
 class Attempt(Struct, frozen=True, kw_only=True):
     """One finished try of an invocation that was tried more than once."""
@@ -26,7 +29,8 @@ class Attempt(Struct, frozen=True, kw_only=True):
 class Invocation(Struct, frozen=True, kw_only=True):
     """The record of an invocation, there from its acceptance on.
 
-    ``act_ms`` is ``queue_ms + overhead_ms + execution_ms``; the three are those of the last try.
+    ``act_ms`` is ``queue_ms + overhead_ms + execution_ms``, which is the time from ``accepted_at`` to its end, over
+    all tries and gateways. Before its end the three stand as they are at the time of asking.
     """
 
     id: Annotated[Name, Meta(description="Given by the gateway; sorts by acceptance")]

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from tangram.types.invocations import Invocation
-from tangram.types.scalars import AnyReason, AnyState, Count, Instant
+from tangram.types.scalars import AnyReason, AnyState, Count, Instant, Milliseconds
 
 Offset = Annotated[Count, Meta(description="Number of the record from 0; offset + 1 is where to go on reading")]
 
@@ -48,6 +48,9 @@ class LogEnd(Struct, frozen=True, kw_only=True):
     offset: Count
     state: AnyState
     reason: AnyReason | None
+    queue_ms: Milliseconds | None = None
+    overhead_ms: Milliseconds | None = None
+    execution_ms: Milliseconds | None = None
 
 
 class LogLag(Struct, frozen=True, kw_only=True):

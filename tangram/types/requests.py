@@ -59,6 +59,7 @@ class CallHeaders(
         Literal["cancel", "continue"] | None, Meta(description="What happens when the caller goes away")
     ] = None
     traceparent: Annotated[str | None, Meta(description="W3C trace context, passed on")] = None
+    tracestate: Annotated[str | None, Meta(description="What vendors add to traceparent, passed on with it")] = None
 
 
 class InvokeQuery(Struct, frozen=True, kw_only=True):
@@ -131,6 +132,16 @@ class TrajectoryQuery(Struct, frozen=True, kw_only=True):
     limit: Annotated[Limit, Meta(description="Trajectories of a page")] = LIST_LIMIT_MAX
 
 
+#: At most 4095 bytes: characters of one byte, or so few of others that they cannot be more.
+SandboxPath = Annotated[
+    str,
+    Meta(
+        pattern=r"^([\x01-\x7f]{1,4095}|[^\x00]{1,1023})$",
+        description="Path in the sandbox; a relative one begins at the sandbox's own working directory",
+    ),
+]
+
+
 class FileHeaders(Struct, frozen=True, kw_only=True, rename={"expect": "X-Trajectory-Expect"}):
     """Headers of what is done with a file."""
 
@@ -149,7 +160,20 @@ class FileReadQuery(Struct, frozen=True, kw_only=True):
     list: Annotated[bool, Meta(description="List the directory instead")] = False
 
 
+class FileWriteAtQuery(FileWriteQuery, frozen=True, kw_only=True):
+    """Which file to write, and how."""
+
+    path: SandboxPath
+
+
+class FileReadAtQuery(FileReadQuery, frozen=True, kw_only=True):
+    """What to read, and from where."""
+
+    path: SandboxPath
+
+
 class ConfigQuery(Struct, frozen=True, kw_only=True):
     """What to do with a configuration."""
 
     dry_run: Annotated[bool, Meta(description="Only tell the differences")] = False
+    prune: Annotated[bool, Meta(description="Remove what is not named; without it that stays")] = False

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
@@ -83,10 +83,17 @@ class PoolInfo(Struct, frozen=True, kw_only=True):
 class SandboxesInfo(Struct, frozen=True, kw_only=True):
     """Which kind of sandbox is used, and what it promises, in plain words."""
 
-    kind: Annotated[str, Meta(description="container or process")]
+    kind: Annotated[str, Meta(description="container, process (bubblewrap) or plain")]
     engine: str
     isolation: str
+    runtime: Annotated[str, Meta(description="What containers are run with, unless a function says otherwise")]
+    runtimes: Annotated[tuple[str, ...], Meta(description="What sandbox.runtime may be; empty without containers")]
     limits: Annotated[Mapping[str, bool], Meta(description="Promise -> whether it is kept")]
+    weakenings: Annotated[Sequence[str], Meta(description="In what they are weaker than they could be")]
+    disk: Annotated[
+        Literal["quota", "image", "walk"],
+        Meta(description="What bounds the disk: the kernel's quota, an image for each, or walks that end a sandbox"),
+    ] = "walk"
 
 
 class PlacedModel(Struct, frozen=True, kw_only=True):

@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from bench.inputs import OWN_PATH
 from bench.rollouts import unplugged
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,7 +51,7 @@ class GatewayProcess:
         self._serving: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._process: subprocess.Popen[str] | None = None
         self.url = ""
-        self.grpc = ("", 0)
+        self.http, self.grpc = ("", 0), ("", 0)
         directory.mkdir(parents=True, exist_ok=True)
         directory.chmod(0o755)  # the sandbox's user reads the handlers
         (directory / "handler.py").write_text(HANDLER)
@@ -67,14 +68,15 @@ class GatewayProcess:
     def start(self) -> None:
         """Start and wait for the line that says it serves."""
         self._serving = queue.Queue()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "gateway", "serve", str(self.directory / "tangram.yaml")],
-            cwd=ROOT,
-            env=os.environ | self._environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        with (self.directory / "stdout").open("w") as out:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "gateway", "serve", str(self.directory / "tangram.yaml")],
+                cwd=ROOT,
+                env=os.environ | self._environment,
+                stdout=out,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
         threading.Thread(target=self._read, args=(self._process, self._serving), daemon=True).start()
         try:
             serving = self._serving.get(timeout=START_S)
@@ -84,8 +86,7 @@ class GatewayProcess:
             self.kill()
             raise AssertionError("the gateway does not serve:\n" + "\n".join(self.log[-30:]))
         self.url = f"http://{serving['http']}"
-        host, port = str(serving["grpc"]).rsplit(":", 1)
-        self.grpc = (host, int(port))
+        self.http, self.grpc = _address(serving["http"]), _address(serving["grpc"])
 
     def _read(self, process: subprocess.Popen[str], serving: queue.Queue[dict[str, Any] | None]) -> None:
         """Follow one process to its end; its own queue, so that a dead one cannot speak for the next."""
@@ -124,15 +125,31 @@ class GatewayProcess:
             raise
 
 
+def _address(text: object) -> tuple[str, int]:
+    host, _, port = str(text).rpartition(":")
+    return host, int(port)
+
+
 def document(provider: str, state: Path, **functions: dict[str, Any]) -> dict[str, Any]:
     """A configuration with a shell, tests and handlers, and what is given besides."""
     return {
         "version": 1,
         "server": {"port": 0, "grpc_port": 0, "state_dir": str(state), "body_limit": "64Ki", "drain_grace": "5s"},
-        "sandbox": {"provider": provider, "image": "tangram-base:bookworm", "memory": "256Mi"},
+        "sandbox": {
+            "provider": provider,
+            "image": "tangram-base:bookworm",
+            "memory": "256Mi",
+            "path": OWN_PATH,  # whose pytest runs the tests of process sandboxes
+        },
         "functions": {
             "shell": {"runtime": "exec", "cost": {"cpu": 1}, "timeout": "30s"},
             "daemon": {"runtime": "exec", "sandbox": {"background": "run"}, "cost": {"cpu": 1}, "timeout": "30s"},
+            "small": {
+                "runtime": "exec",
+                "sandbox": {"memory": "128Mi"},
+                "cost": {"cpu": 1},
+                "timeout": "60s",
+            },
             "tests": {
                 "runtime": "pytest",
                 "pytest": {"args": list(unplugged())},

@@ -14,6 +14,8 @@ from grpclib.client import Channel
 from gateway.grpc.generated.tangram_grpc import GatewayStub
 from gateway.grpc.generated.tangram_pb2 import InvokeRequest
 from tangram import Client, InvalidInputError, NotFoundError, TooLargeError, UnsatisfiableError
+from tangram.client.credentials import Bearer
+from tangram.types.local_tokens import find_token
 from tests.e2e.gateway import GatewayProcess, document
 
 
@@ -54,7 +56,7 @@ def test_a_bad_reload_changes_nothing_and_names_the_place(gateway: GatewayProces
 
 def test_metrics_tell_the_act_of_each_function(gateway: GatewayProcess, client: Client) -> None:
     client.invoke("shell", {"command": "true"})
-    text = httpx.get(f"{gateway.url}/metrics").text
+    text = httpx.get(f"{gateway.url}/metrics", auth=Bearer(None)).text
     for part in ("queue", "overhead", "execution"):
         assert re.search(
             rf'function="shell".*part="{part}"|part="{part}".*function="shell"|{part}_seconds.*shell', text
@@ -65,7 +67,8 @@ async def test_grpc_speaks_to_the_same_gateway(gateway: GatewayProcess) -> None:
     channel = Channel(*gateway.grpc)
     try:
         reply = await GatewayStub(channel).Invoke(
-            InvokeRequest(function="double", input_json=json.dumps({"value": 21}).encode())
+            InvokeRequest(function="double", input_json=json.dumps({"value": 21}).encode()),
+            metadata={"authorization": f"Bearer {find_token(*gateway.http)}"},
         )
     finally:
         channel.close()

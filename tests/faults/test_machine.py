@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import resource
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from gateway.room import DESCRIPTORS_MAX
 from tangram import Client
 from tests.e2e.gateway import GatewayProcess
 from tests.faults.world import HTTP, Deeds, Submitter, at_rest, faulty, record, runner_pids, until
@@ -56,7 +60,7 @@ def submit(gateway: GatewayProcess, name: str) -> httpx.Response:
 def test_a_full_disk_is_a_503_with_its_reason_and_what_was_accepted_is_done_once_there_is_room(
     tmp_path: Path, small_disk: Path, deeds: Deeds
 ) -> None:
-    gateway = faulty(tmp_path, deeds)
+    gateway = faulty(tmp_path, deeds, {"free_min": 0})
     gateway.start()
     try:
         deeds.held.clear()
@@ -70,6 +74,11 @@ def test_a_full_disk_is_a_503_with_its_reason_and_what_was_accepted_is_done_once
         assert "disk is full" in answer.text, answer.text
         assert int(answer.headers["retry-after"]) >= 1
         assert HTTP.get(f"{gateway.url}/readyz").status_code == 503
+        for each in ("before-0", "before-7"):
+            read = HTTP.get(f"{gateway.url}/v1/invocations/{accepted[each]}")
+            assert read.status_code == 200, f"reads work on a full disk: {read.text}"
+        listed = HTTP.get(f"{gateway.url}/v1/invocations", params={"limit": 1000})
+        assert listed.status_code == 200, listed.text
         deeds.held.set()
         filler.unlink()
         until(lambda: HTTP.get(f"{gateway.url}/readyz").status_code == 200, "it is ready again")
@@ -80,6 +89,43 @@ def test_a_full_disk_is_a_503_with_its_reason_and_what_was_accepted_is_done_once
         refused = {name: count for name, count in deeds.done.items() if name not in accepted}
         assert not refused, "what was refused ran"
         until(lambda: at_rest(gateway), "the gateway is at rest")
+    finally:
+        gateway.stop()
+
+
+def test_a_disk_that_is_nearly_full_is_told_before_it_is(tmp_path: Path, small_disk: Path, deeds: Deeds) -> None:
+    gateway = faulty(tmp_path, deeds, {"free_min": 4 * 2**20})
+    gateway.start()
+    try:
+        until(lambda: HTTP.get(f"{gateway.url}/readyz").status_code == 200, "it is ready")
+        filler = small_disk / "filler"
+        filler.write_bytes(bytes(3 * 2**20))
+        told = HTTP.get(f"{gateway.url}/readyz")
+        assert told.status_code == 503
+        assert "server.free_min" in told.text
+        assert submit(gateway, "meanwhile").status_code == 202, "there is room for a record"
+        filler.unlink()
+        assert HTTP.get(f"{gateway.url}/readyz").status_code == 200
+    finally:
+        gateway.stop()
+
+
+def test_more_connections_than_descriptors_are_told_503_and_none_is_reset(tmp_path: Path, deeds: Deeds) -> None:
+    descriptors = min(resource.getrlimit(resource.RLIMIT_NOFILE)[1], DESCRIPTORS_MAX)
+    gateway = faulty(tmp_path, deeds, {"descriptors_reserved": descriptors - 64})
+    gateway.start()
+    try:
+        address = (httpx.URL(gateway.url).host, httpx.URL(gateway.url).port or 80)
+        with contextlib.ExitStack() as opened:
+            connections = [opened.enter_context(socket.create_connection(address, timeout=20)) for _ in range(300)]
+            heads = []
+            for connection in connections:
+                with contextlib.suppress(BrokenPipeError):  # a refused one is closed once it was told
+                    connection.sendall(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n")
+                heads.append(connection.recv(64).split(b" ")[1])
+        assert set(heads) == {b"200", b"503"}, "each was answered"
+        assert heads.count(b"200") == 32
+        until(lambda: HTTP.get(f"{gateway.url}/healthz").status_code == 200, "there is room again")
     finally:
         gateway.stop()
 

@@ -7,6 +7,7 @@ import uuid
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import httpx
 
 from runtimes.sandbox.environments import TRAJECTORY
 from runtimes.sandbox.record import SandboxRecord
+from tangram.client.credentials import Bearer
 from tests.e2e.gateway import GatewayProcess, document
 
 #: Nothing in these tests takes so long unless it is broken.
@@ -24,7 +26,7 @@ WORK_S = 0.03
 ATTEMPTS = 400
 RETRY_S = 0.05
 #: One for all: making a client costs more than a call.
-HTTP = httpx.Client(trust_env=False, timeout=DEADLINE_S)
+HTTP = httpx.Client(auth=Bearer(None), trust_env=False, timeout=DEADLINE_S)
 
 
 class Deeds(ThreadingHTTPServer):
@@ -165,6 +167,10 @@ def record(gateway: GatewayProcess, invocation_id: str, wait_s: float = DEADLINE
     )
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
+    if found["ended_at"] is not None:
+        accepted, ended = (datetime.fromisoformat(found[name]) for name in ("accepted_at", "ended_at"))
+        parts_ms = found["queue_ms"] + found["overhead_ms"] + found["execution_ms"]
+        assert abs(parts_ms - (ended - accepted) / timedelta(milliseconds=1)) < 0.01, found
     return found
 
 

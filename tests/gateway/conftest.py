@@ -100,7 +100,13 @@ class GatewayBench:
     resources: Mapping[str, ResourceSpec] = field(default_factory=dict)
 
     def config(self) -> GatewayConfig:
-        server = {"state_dir": self.directory / "state", "port": 0, "grpc_port": 0, "drain_grace": "200ms"}
+        server = {
+            "state_dir": self.directory / "state",
+            "port": 0,
+            "grpc_port": 0,
+            "drain_grace": "200ms",
+            "auth": "none",
+        }
         return GatewayConfig(
             functions=FUNCTIONS | dict(self.functions),
             server=SECTIONS["server"].validate_python(server | dict(self.server), by_alias=True),
@@ -145,8 +151,8 @@ def scripted_runtimes(runtime: ScriptedRuntime, directory: Path) -> Callable[...
             "exec": ExecRuntime(environments),
         }
 
-        async def open_environment(trajectory: str, function: FunctionSpec) -> None:
-            await environments.ensure(trajectory, function.sandbox)
+        async def open_environment(trajectory: str, task: str, function: FunctionSpec) -> None:
+            await environments.ensure(trajectory, function.sandbox, task=task)
 
         model = ModelRuntime(model_settings(config))
         if any(spec.runtime == "model" for spec in config.functions.values()):
@@ -163,10 +169,11 @@ async def serving(
 ) -> AsyncIterator[RunningGateway]:
     """A gateway, from its start to its end."""
     runtime = runtime or ScriptedRuntime(step_of)
-    async with opened_gateway(bench.config(), make=scripted_runtimes(runtime, bench.directory), wall=wall) as app:
+    make = scripted_runtimes(runtime, bench.directory)
+    async with opened_gateway(bench.config(), paths=[bench.directory], make=make, wall=wall) as app:
         task = asyncio.create_task(app.serve())
-        token = app.config.server.token
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        bearer = {} if app.tokens is None else {"Authorization": f"Bearer {app.tokens.admin}"}
+        headers = {"Content-Type": "application/json", **bearer}
         address = f"http://127.0.0.1:{app.http_port}"
         try:
             async with httpx.AsyncClient(base_url=address, headers=headers, timeout=DEADLINE_S) as client:

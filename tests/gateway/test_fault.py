@@ -10,7 +10,7 @@ import pytest
 from gateway.app import gateway
 from manager.errors import CodedError
 from runtimes.fake import ScriptedRuntime
-from tests.gateway.conftest import DEADLINE_S, GatewayBench, scripted_runtimes, serving, step_of
+from tests.gateway.conftest import DEADLINE_S, GatewayBench, scripted_runtimes, serving, step_of, until
 
 
 async def test_after_a_bug_callers_are_answered_the_process_fails_and_the_next_one_goes_on(
@@ -18,14 +18,18 @@ async def test_after_a_bug_callers_are_answered_the_process_fails_and_the_next_o
 ) -> None:
     bench = GatewayBench(tmp_path)
 
-    def bug(now_s: float) -> list[object]:
-        raise AssertionError("a bug")
-
     runtimes = scripted_runtimes(ScriptedRuntime(step_of), bench.directory)
     async with asyncio.timeout(DEADLINE_S), gateway(bench.config(), make=runtimes) as app:
         serving_task = asyncio.create_task(app.serve())
+        await until(lambda: all(app.registry.readiness(each).status == "ready" for each in app.config.functions))
+        schedule = app.engine._core.schedule
+
+        def bug(now_s: float) -> object:
+            assert not app.invocations.living, "a bug"  # what was prepared may still be told to the scheduler
+            return schedule(now_s)
+
         monkeypatch.setattr(app.engine._core, "schedule", bug)
-        head = "POST /v1/functions/echo/invocations{} HTTP/1.1\r\nHost: test\r\n"
+        head = "POST /v1/functions/echo/invocations{} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         accepted = await ask_port(app.http_port, head.format("?mode=async"))
         with pytest.raises(CodedError, match="the scheduler failed: AssertionError"):
             await serving_task

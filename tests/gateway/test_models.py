@@ -14,6 +14,7 @@ from gateway.config.load import GatewayConfig
 from gateway.config.sections import DevicesConfig, NodeConfig, SandboxConfig, ServerConfig
 from runtimes.model.settings import ModelSettings
 from runtimes.sandbox.provider import ProviderSettings
+from tangram.client.credentials import Bearer
 
 pytest.importorskip("torch")
 from tests.runtimes.model import checkpoints  # it imports torch
@@ -31,10 +32,12 @@ async def test_a_model_that_is_applied_while_the_gateway_runs_is_weighed_by_the_
         models=ModelSettings(host_bytes=64 * 2**20),
     )
     model = {"runtime": "model", "model": {"path": str(checkpoint), "action": "score"}}
-    async with gateway(config) as app:
+    async with gateway(config, paths=[checkpoint]) as app:
         serving = asyncio.create_task(app.serve())
         try:
-            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{app.http_port}", timeout=ANSWER_S) as client:
+            async with httpx.AsyncClient(
+                base_url=f"http://127.0.0.1:{app.http_port}", auth=Bearer(None), timeout=ANSWER_S
+            ) as client:
                 applied = await client.put("/v1/config", content=yaml.safe_dump({"functions": {"judge": model}}))
                 assert applied.status_code == 200, applied.text
                 answer = await client.post("/v1/functions/judge/invocations", json={"token_ids": [[7, 3, 99]]})

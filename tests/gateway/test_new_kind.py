@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 RUN_S = 120.0
 CONFIG = """
@@ -16,6 +18,7 @@ server: {port: 0, grpc_port: 0, state_dir: state}
 """
 
 
+@pytest.mark.slow
 def test_a_kind_that_has_its_row_is_configured_made_told_of_and_served(tmp_path: Path) -> None:
     (tmp_path / "tangram.yaml").write_text(CONFIG)
     command = [sys.executable, "-m", "tests.gateway.toy_kind", str(tmp_path)]

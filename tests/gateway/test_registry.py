@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from gateway.config.load import GatewayConfig, load
+from gateway.functions import function_info
 from gateway.registry import Registry
 from manager.config import NodeSpec
 from manager.errors import InvalidConfig, NotFound, Unsatisfiable, Unsupported
@@ -118,19 +119,86 @@ async def test_two_configurations_are_applied_one_after_the_other(bench: Registr
 async def test_a_door_may_send_files_or_yaml_or_have_the_own_files_read_again(bench: RegistryBench) -> None:
     registry = bench.registry(ONE)
     sent = {"files": [{"path": "functions/c/function.yaml", "text": "functions: {c: {runtime: exec}}"}]}
-    answer = await registry.configure(json.dumps(sent).encode(), True)
+    answer = await registry.configure(json.dumps(sent).encode(), True, True)
     assert (answer.added, answer.removed, answer.applied) == (("c",), ("a", "b"), False)
-    answer = await registry.configure(b"functions: {a: {runtime: exec}}", False)
+    answer = await registry.configure(b"functions: {a: {runtime: exec}}", False, True)
     assert (answer.removed, answer.applied) == (("b",), True)
     answer = await registry.configure(b"", False)
     assert answer.added == ("b",)
+
+
+@pytest.mark.parametrize("body", [b"{}", b"null", b'{"files": []}', b"version: 1", b"functions: {}"])
+async def test_what_names_no_function_removes_none_unless_it_is_told_to(bench: RegistryBench, body: bytes) -> None:
+    registry = bench.registry(f"{ONE}\ntasks: {{t: {{weight: 2}}}}\nresources: {{r: {{kind: concurrency, limit: 1}}}}")
+    answer = await registry.configure(body, False)
+    assert (answer.empty, answer.unchanged, answer.applied) == (True, ("a", "b"), True)
+    planned = await registry.configure(body, True, True)
+    assert (planned.removed, planned.tasks, planned.resources) == (("a", "b"), ("t",), ("r",))
+    assert [each.name for each in registry.all()] == ["a", "b"]
+    assert (await registry.configure(body, False, True)).removed == ("a", "b")
+    assert registry.all() == ()
+
+
+async def test_what_is_added_may_use_what_is_there(bench: RegistryBench) -> None:
+    there = "resources: {r: {kind: concurrency, limit: 1}, s: {kind: concurrency, limit: 4, needs: [r]}}"
+    registry = bench.registry(there)
+    await registry.configure(b"functions: {f: {runtime: exec, cost: {s: 1}}}\ntasks: {t: {caps: {s: 2}}}", False)
+    assert set(registry.get("f").cost) == {"s", "r"}
+    with pytest.raises(InvalidConfig, match="in a cycle"):
+        await registry.configure(b"resources: {r: {kind: concurrency, limit: 1, needs: [s]}}", False)
+    assert [each.name for each in registry.all()] == ["f"]
+
+
+async def test_two_requests_at_once_both_count(bench: RegistryBench) -> None:
+    registry = bench.registry("functions: {}")
+    texts = [f"functions: {{f{n}: {{runtime: exec}}}}".encode() for n in range(4)]
+    await asyncio.gather(*(registry.configure(text, False) for text in texts))
+    assert [each.name for each in registry.all()] == ["f0", "f1", "f2", "f3"]
+
+
+async def test_a_request_reads_nothing_of_the_gateways_environment(bench: RegistryBench) -> None:
+    config = bench.write(ONE)
+    env = {"TANGRAM_SECRET_KEY": "sesame"}
+    registry = Registry(config, prepare=bench.prepare, nodes=lambda: (NODE,), paths=[bench.directory], env=env)
+    asking = "functions: {a: {runtime: exec, description: '${TANGRAM_SECRET_KEY}'}}"
+    sent = {"files": [{"path": "f.yaml", "text": asking}]}
+    for body in (asking.encode(), json.dumps(sent).encode()):
+        with pytest.raises(InvalidConfig, match="TANGRAM_SECRET_KEY is not defined"):
+            await registry.configure(body, False)
+    await registry.configure(asking.replace("KEY}", "KEY:-none}").encode(), False)
+    assert registry.get("a").description == "none"
+    await registry.configure(json.dumps({**sent, "variables": {"TANGRAM_SECRET_KEY": "mine"}}).encode(), False)
+    assert registry.get("a").description == "mine"
+
+
+async def test_a_request_points_only_below_what_is_served(bench: RegistryBench, tmp_path: Path) -> None:
+    served = tmp_path / "served"
+    served.mkdir()
+    (tmp_path / "token").write_text("sesame")
+    (tmp_path / "f.py").write_text("def handle(event, context): ...")
+    (served / "out").symlink_to(tmp_path)
+    registry = RegistryBench(served).registry(ONE)
+    text = "functions: {h: {runtime: handler, handler: 'f:handle'}}"
+    for path in ("../f.yaml", str(tmp_path / "f.yaml"), "out/f.yaml", "/etc/f.yaml", "a/../../f.yaml", "a\0b"):
+        sent = json.dumps({"files": [{"path": path, "text": text}]}).encode()
+        with pytest.raises(InvalidConfig, match=r"outside of the directories|is no path"):
+            await registry.configure(sent, False)
+    (served / "f.py").write_text("def handle(event, context): ...")
+    await registry.configure(json.dumps({"files": [{"path": str(served / "f.yaml"), "text": text}]}).encode(), False)
+    model = f"functions: {{m: {{runtime: model, model: {{path: {tmp_path}, action: score}}}}}}"
+    with pytest.raises(InvalidConfig, match="outside of the directories"):
+        await registry.configure(model.encode(), False)
+    with pytest.raises(InvalidConfig, match=r"server\.token_file cannot change") as caught:
+        await registry.configure(f"server: {{token_file: {tmp_path}/token}}".encode(), False)
+    assert "server.token," not in caught.value.message, "the file was read"
 
 
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
         (b'{"files": 3}', "write"),
-        (b'{"files": [3]}', "needs a path and a text"),
+        (b'{"files": [3]}', r"write.*files\[0\]"),
+        (b'{"files": [{"path": "x"}]}', r"write.*`text`"),
         (b'{"files": [], "more": 1}', "write"),
         (b'{"functons": {}}', "did you mean 'functions'"),
         (b"\xff\xfe", "."),
@@ -149,3 +217,12 @@ async def test_sections_of_the_server_that_are_not_sent_stay_as_they_are(bench: 
     registry = bench.registry(text)
     answer = await registry.configure(b"functions: {a: {runtime: exec}}", False)
     assert (answer.unchanged, answer.needs_restart) == (("a",), ())
+
+
+def test_what_an_environment_holds_is_told_to_nobody(bench: RegistryBench) -> None:
+    env = "{KEY: sesame, REFERENCE: '${secret:KEY}'}"
+    registry = bench.registry(f"functions: {{a: {{runtime: exec, sandbox: {{env: {env}}}}}}}")
+    told = function_info(registry.get("a"))
+    assert told.sandbox
+    assert told.sandbox.env == {"KEY": "[secret]", "REFERENCE": "${secret:KEY}"}
+    assert registry.get("a").sandbox is not None and "sesame" in str(registry.get("a").sandbox)

@@ -19,6 +19,7 @@ from manager.lease import Lease
 from manager.setting import Setting
 from runtimes.kind import Kind, schema_of
 from runtimes.runtime import Execution, Result
+from tangram.client.credentials import Bearer
 
 ANSWER_S = 30.0
 
@@ -87,7 +88,8 @@ async def serve(directory: Path) -> Mapping[str, object]:
 
     async with gateway(load([directory], {})) as app:
         serving = asyncio.create_task(app.serve())
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{app.http_port}/v1", timeout=ANSWER_S) as client:
+        base, bearer = f"http://127.0.0.1:{app.http_port}/v1", Bearer(None)
+        async with httpx.AsyncClient(base_url=base, auth=bearer, timeout=ANSWER_S) as client:
             calls = "/functions/say/invocations"
             found = {
                 "function": (await client.get("/functions/say")).json(),

@@ -14,13 +14,14 @@ from manager.chunk import Chunk
 from manager.config import ServiceSpec
 from manager.engine import Engine, Submission
 from manager.errors import CapacityExceeded, CodedError, Conflict, Draining, Reason, Unsatisfiable
+from manager.events import Command
 from manager.executor import Call
 from manager.function import FunctionSpec, SandboxSpec
 from manager.learning.history import History
 from manager.lease import Lease
 from manager.outcome import Settlement, State
 from manager.resources.quota import QuotaSpec
-from manager.scheduler.policy import Decision, PoolView, Start
+from manager.scheduler.policy import Decision, PoolView
 from runtimes.fake import ScriptedRuntime, ScriptStep
 from runtimes.local import Deadlines, LocalExecutor
 from runtimes.runtime import Execution
@@ -33,6 +34,9 @@ class Silent:
     """A log that nobody reads."""
 
     def write(self, stream: str, data: str) -> None:
+        pass
+
+    def omit(self, size_bytes: int) -> None:
         pass
 
 
@@ -281,22 +285,38 @@ async def test_a_copy_that_hangs_holds_nobody_up() -> None:
 
 
 @dataclass
-class Broken:
-    """A policy with a bug that shows when it is told to."""
+class BrokenPolicy:
+    """A policy that raises."""
 
-    name: str = "broken"
-    bug: bool = False
+    name = "broken"
 
     def decide(self, view: PoolView) -> Decision:
-        assert not self.bug, "a bug"
-        return Decision(starts=[Start(action_id=view.candidates[0].action.id, units=1)] if view.candidates else [])
+        raise ZeroDivisionError("a bug")
 
 
-async def test_a_bug_in_a_pass_is_told_to_everybody_who_waits_and_nothing_is_scheduled_after_it() -> None:
-    policy, faults = Broken(), list[str]()
+async def test_a_bug_in_a_policy_is_told_once_and_another_serves_its_pool(caplog: pytest.LogCaptureFixture) -> None:
+    executor = LocalExecutor({"exec": ScriptedRuntime(lambda _: ScriptStep())}, deadlines=Deadlines(kill_s=0.05))
+    engine = Engine(build_core(spec(node(cores=1)), policies={"cpu": BrokenPolicy()}), executor)
+    await engine.start()
+    call = Call(function=FUNCTION, input={}, log=Silent())
+    futures = engine.submit([Submission(action=action(f"a{index}"), call=call) for index in range(3)])
+    async with asyncio.timeout(5):
+        settled = await asyncio.gather(*futures)
+    assert [one.outcome.state for one in settled] == [State.SUCCEEDED] * 3
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == ["a policy failed"]
+    (why,) = engine.policy_faults.values()
+    assert "policy broken failed on cpu" in why and "ZeroDivisionError('a bug') in test_engine.py" in why
+    await engine.close()
+    await executor.close()
+
+
+async def test_a_bug_in_a_pass_is_told_to_everybody_who_waits_and_nothing_is_scheduled_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    faults = list[str]()
     runtime = ScriptedRuntime(lambda _: ScriptStep(hangs=True))
     executor = LocalExecutor({"exec": runtime}, deadlines=Deadlines(kill_s=0.05))
-    core = build_core(spec(node(cores=2)), policies={"cpu": policy})
+    core = build_core(spec(node(cores=2)))
     ear = Ear()
     engine = Engine(core, executor, listeners=[ear], on_fault=lambda: faults.append("told"))
     await engine.start()
@@ -307,7 +327,11 @@ async def test_a_bug_in_a_pass_is_told_to_everybody_who_waits_and_nothing_is_sch
 
     running = submit("running")
     await ear.until_started("running")
-    policy.bug = True
+
+    def bug(now_s: float) -> list[Command]:
+        raise AssertionError("a bug")
+
+    monkeypatch.setattr(core, "schedule", bug)
     waiting = submit("waiting")
     for future in (running, waiting):
         async with asyncio.timeout(5):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from manager.action import PRIOR_BATCH_MARGINAL, Action, Amdahl, UnitSet
 from manager.errors import InvalidInput, Unsatisfiable
 from manager.formulation import check_satisfiable, formulate
-from manager.function import DurationSpec, FunctionSpec, SandboxSpec
+from manager.function import DurationSpec, FunctionSpec, ModelAction, ModelSpec, SandboxSpec
 from manager.learning.history import History
 from manager.resources.concurrency import ConcurrencySpec
 from manager.resources.quota import QuotaSpec
@@ -98,3 +99,15 @@ def test_quotas_and_limits_that_are_too_small_or_unknown_are_refused() -> None:
         sets = {kind: UnitSet.fixed(units) for kind, units in cost.items()}
         with pytest.raises(Unsatisfiable):
             check_satisfiable(replace(TESTS, cost=sets), machine)
+
+
+def test_messages_add_to_a_batch_what_the_same_text_would() -> None:
+    model = ModelSpec(path=Path("m"), action=ModelAction.GENERATE)
+    function = replace(TESTS, name="lm", runtime="model", model=model)
+    said = "how are you? " * 20
+    chat = [{"role": "user", "content": said}, {"role": "assistant", "content": "fine"}]
+    texts = form(function, {"texts": [said]}).batch_tokens
+    assert texts <= form(function, {"messages": chat}).batch_tokens < texts + 10
+    assert (
+        form(function, {"messages": [chat, chat]}).batch_tokens == 2 * form(function, {"messages": chat}).batch_tokens
+    )

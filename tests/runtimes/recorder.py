@@ -19,9 +19,13 @@ class RecordingLog:
 
     def __init__(self) -> None:
         self.records: list[tuple[str, str]] = []
+        self.omitted_bytes = 0
 
     def write(self, stream: str, data: str) -> None:
         self.records.append((stream, data))
+
+    def omit(self, size_bytes: int) -> None:
+        self.omitted_bytes += size_bytes
 
     def text(self, *streams: str) -> str:
         return "".join(data for stream, data in self.records if not streams or stream in streams)
@@ -34,13 +38,13 @@ def execution_of(
     id: str = "a1",
     trajectory: str | None = None,
     cores: tuple[int, ...] = (0,),
-    traceparent: str | None = None,
+    trace: tuple[str, str] | tuple[None, None] = (None, None),
 ) -> tuple[Execution, RecordingLog]:
     """An execution of ``function`` with ``cores`` granted, and its log."""
     log = RecordingLog()
     action = Action(id=id, function=function.name, trajectory=trajectory, timeout_s=function.timeout_s)
     grants = {"cpu": Grant(pool="cpu:local", units=len(cores), cores=cores)} if cores else {}
-    call = Call(function=function, input=input, log=log, traceparent=traceparent)
+    call = Call(function=function, input=input, log=log, traceparent=trace[0], tracestate=trace[1])
     return Execution(action=action, lease=Lease(action_id=id, node="local", grants=grants), call=call), log
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 
 import pytest
 
 from manager.action import Action
 from manager.chunk import Chunk
-from manager.errors import ActionFailed, InvalidInput, NotFound, Reason
+from manager.errors import EXHAUSTED, ActionFailed, InvalidInput, NotFound, Reason
 from manager.executor import Call
 from manager.function import FunctionSpec
 from manager.lease import Lease
@@ -27,6 +28,9 @@ class Lines:
 
     def write(self, stream: str, data: str) -> None:
         self.text += data
+
+    def omit(self, size_bytes: int) -> None:
+        pass
 
 
 def call(function: FunctionSpec = FUNCTION) -> Call:
@@ -69,6 +73,13 @@ async def test_other_errors_are_mapped_and_bugs_are_internal() -> None:
     assert "ZeroDivisionError" in (await outcome_of(ScriptStep(error=ZeroDivisionError()))).message
 
 
+@pytest.mark.parametrize("error", [OSError(number, os.strerror(number)) for number in EXHAUSTED] + [MemoryError()])
+async def test_a_machine_that_runs_short_is_never_the_fault_of_the_work(error: Exception) -> None:
+    outcome = await outcome_of(ScriptStep(error=error))
+    assert (outcome.state, outcome.reason) == (State.FAILED, Reason.ENVIRONMENT_LOST)
+    assert "ran short" in outcome.message
+
+
 async def test_the_timeout_runs_from_the_beginning_of_the_work() -> None:
     outcome = await outcome_of(ScriptStep(overhead_s=0.05, hangs=True), timeout_s=0.02)
     assert (outcome.state, outcome.reason) == (State.TIMED_OUT, Reason.TIMEOUT)
@@ -96,8 +107,8 @@ async def test_cancelling_kills_before_it_returns() -> None:
     async with asyncio.timeout(5):
         await runtime.begun("a")
     task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    outcome = await task
+    assert (outcome.state, outcome.execution_s > 0) == (State.CANCELLED, True)
     assert runtime.seen[-2:] == [("kill", "a"), ("end", "a")]
 
 

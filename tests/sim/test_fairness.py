@@ -14,6 +14,9 @@ from manager.config import ManagerSpec, NodeSpec, SchedulerSpec, TaskSpec
 from manager.events import Command, Event, Execute, Finished, Submitted
 from manager.outcome import Outcome, State
 from manager.scheduler.policy import PolicySpec
+from manager.simulation.cluster import cluster
+from manager.simulation.simulate import preset
+from manager.simulation.simulator import Simulation
 from tests.sim.checkers import FairShares
 
 WEIGHTS = {"blue": 1.0, "green": 2.0, "red": 5.0}
@@ -65,6 +68,28 @@ def share(spec: ManagerSpec, seed: int) -> FairShares:
 def test_no_task_gets_ahead_of_its_share_by_more_than_an_action(first: int) -> None:
     worst = max(share(SPEC, seed).worst for seed in range(first, first + 15))
     assert worst > 0.1, "the tasks never competed"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["adaptive", "price", "paper", "fixed"])
+def test_a_few_trajectories_of_weight_are_served_before_a_backlog_of_many(policy: str) -> None:
+    """Mixed loads on too few cores: the waiting of the weighty task is a fraction of the other's.
+
+    Whatever a policy lets pass, the task of a tenth of the actions and ten times the weight is entitled to more than
+    it asks for, so it should hardly notice the others.
+    """
+    heavy, light = preset("ai-coding", 8, 1).trajectories, preset("ai-coding", 80, 2).trajectories
+    mixed = [replace(one, task="heavy", id=f"heavy/{one.id}") for one in heavy]
+    mixed += [replace(one, task="light", id=f"light/{one.id}") for one in light]
+    spec = cluster(nodes=1, cores=16, policy=policy)
+    tasks = {"heavy": TaskSpec(weight=10.0, max_queued=1000), "light": TaskSpec(max_queued=1000)}
+    records = Simulation(replace(spec, tasks=tasks), mixed).run().records
+    waited = {
+        task: sum(record.queue_s for record in records if record.trajectory.startswith(task)) / count
+        for task, count in (("heavy", len(heavy)), ("light", len(light)))
+    }
+    assert waited["light"] > 30.0, "nobody had to wait"
+    assert waited["heavy"] < 0.3 * waited["light"], waited
 
 
 def test_the_bound_is_broken_where_order_alone_counts() -> None:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$gateway/grpc/generated/tangram.proto\x12\ntangram.v1\"\xcd\x01\n\rInvokeRequest\x12\x10\n\x08\x66unction\x18\x01 \x01(\t\x12\x12\n\ninput_json\x18\x02 \x01(\x0c\x12\x12\n\ntrajectory\x18\x03 \x01(\t\x12\x0c\n\x04task\x18\x04 \x01(\t\x12\x0e\n\x06parent\x18\x05 \x01(\t\x12\x17\n\x0fidempotency_key\x18\x06 \x01(\t\x12\x11\n\ttimeout_s\x18\x07 \x01(\x01\x12\x11\n\tmax_age_s\x18\x08 \x01(\x01\x12\x13\n\x0btraceparent\x18\t \x01(\t\x12\x10\n\x08\x64\x65tached\x18\n \x01(\x08\"\x18\n\nGetRequest\x12\n\n\x02id\x18\x01 \x01(\t\",\n\x0bWaitRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12\x11\n\ttimeout_s\x18\x02 \x01(\x01\"\x1b\n\rCancelRequest\x12\n\n\x02id\x18\x01 \x01(\t\"=\n\x0fTailLogsRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0e\n\x06\x66ollow\x18\x03 \x01(\x08\"\x16\n\x14ListFunctionsRequest\"@\n\x15ListFunctionsResponse\x12\'\n\tfunctions\x18\x01 \x03(\x0b\x32\x14.tangram.v1.Function\"^\n\x08\x46unction\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07runtime\x18\x02 \x01(\t\x12\x10\n\x08revision\x18\x03 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x04 \x01(\t\x12\x0c\n\x04json\x18\x05 \x01(\x0c\"7\n\x12\x41pplyConfigRequest\x12\x10\n\x08\x64ocument\x18\x01 \x01(\x0c\x12\x0f\n\x07\x64ry_run\x18\x02 \x01(\x08\"#\n\x13\x41pplyConfigResponse\x12\x0c\n\x04json\x18\x01 \x01(\x0c\"\xf5\x02\n\nInvocation\x12\n\n\x02id\x18\x01 \x01(\t\x12\x10\n\x08\x66unction\x18\x02 \x01(\t\x12\x0c\n\x04task\x18\x03 \x01(\t\x12\x12\n\ntrajectory\x18\x04 \x01(\t\x12\r\n\x05state\x18\x05 \x01(\t\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x0f\n\x07message\x18\x07 \x01(\t\x12\x11\n\tcomponent\x18\x08 \x01(\t\x12\x13\n\x0bresult_json\x18\t \x01(\x0c\x12\x10\n\x08queue_ms\x18\n \x01(\x01\x12\x13\n\x0boverhead_ms\x18\x0b \x01(\x01\x12\x14\n\x0c\x65xecution_ms\x18\x0c \x01(\x01\x12\x30\n\x05units\x18\r \x03(\x0b\x32!.tangram.v1.Invocation.UnitsEntry\x12\x0c\n\x04node\x18\x0e \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x0f \x01(\r\x12\x13\n\x0brecord_json\x18\x10 \x01(\x0c\x1a,\n\nUnitsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"I\n\tLogRecord\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x0e\n\x06time_s\x18\x02 \x01(\x01\x12\x0e\n\x06stream\x18\x03 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\t\"\x91\x01\n\x0bInvokeEvent\x12*\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x16.tangram.v1.InvocationH\x00\x12$\n\x03log\x18\x02 \x01(\x0b\x32\x15.tangram.v1.LogRecordH\x00\x12\'\n\x05\x65nded\x18\x03 \x01(\x0b\x32\x16.tangram.v1.InvocationH\x00\x42\x07\n\x05\x65vent2\xde\x04\n\x07Gateway\x12;\n\x06Invoke\x12\x19.tangram.v1.InvokeRequest\x1a\x16.tangram.v1.Invocation\x12\x44\n\x0cInvokeStream\x12\x19.tangram.v1.InvokeRequest\x1a\x17.tangram.v1.InvokeEvent0\x01\x12;\n\x06Submit\x12\x19.tangram.v1.InvokeRequest\x1a\x16.tangram.v1.Invocation\x12\x35\n\x03Get\x12\x16.tangram.v1.GetRequest\x1a\x16.tangram.v1.Invocation\x12\x37\n\x04Wait\x12\x17.tangram.v1.WaitRequest\x1a\x16.tangram.v1.Invocation\x12;\n\x06\x43\x61ncel\x12\x19.tangram.v1.CancelRequest\x1a\x16.tangram.v1.Invocation\x12@\n\x08TailLogs\x12\x1b.tangram.v1.TailLogsRequest\x1a\x15.tangram.v1.LogRecord0\x01\x12T\n\rListFunctions\x12 .tangram.v1.ListFunctionsRequest\x1a!.tangram.v1.ListFunctionsResponse\x12N\n\x0b\x41pplyConfig\x12\x1e.tangram.v1.ApplyConfigRequest\x1a\x1f.tangram.v1.ApplyConfigResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$gateway/grpc/generated/tangram.proto\x12\ntangram.v1\"\xe1\x01\n\rInvokeRequest\x12\x10\n\x08\x66unction\x18\x01 \x01(\t\x12\x12\n\ninput_json\x18\x02 \x01(\x0c\x12\x12\n\ntrajectory\x18\x03 \x01(\t\x12\x0c\n\x04task\x18\x04 \x01(\t\x12\x0e\n\x06parent\x18\x05 \x01(\t\x12\x17\n\x0fidempotency_key\x18\x06 \x01(\t\x12\x11\n\ttimeout_s\x18\x07 \x01(\x01\x12\x11\n\tmax_age_s\x18\x08 \x01(\x01\x12\x13\n\x0btraceparent\x18\t \x01(\t\x12\x10\n\x08\x64\x65tached\x18\n \x01(\x08\x12\x12\n\ntracestate\x18\x0b \x01(\t\"\x18\n\nGetRequest\x12\n\n\x02id\x18\x01 \x01(\t\",\n\x0bWaitRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12\x11\n\ttimeout_s\x18\x02 \x01(\x01\"\x1b\n\rCancelRequest\x12\n\n\x02id\x18\x01 \x01(\t\"=\n\x0fTailLogsRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0e\n\x06\x66ollow\x18\x03 \x01(\x08\"\x16\n\x14ListFunctionsRequest\"@\n\x15ListFunctionsResponse\x12\'\n\tfunctions\x18\x01 \x03(\x0b\x32\x14.tangram.v1.Function\"^\n\x08\x46unction\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07runtime\x18\x02 \x01(\t\x12\x10\n\x08revision\x18\x03 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x04 \x01(\t\x12\x0c\n\x04json\x18\x05 \x01(\x0c\"F\n\x12\x41pplyConfigRequest\x12\x10\n\x08\x64ocument\x18\x01 \x01(\x0c\x12\x0f\n\x07\x64ry_run\x18\x02 \x01(\x08\x12\r\n\x05prune\x18\x03 \x01(\x08\"#\n\x13\x41pplyConfigResponse\x12\x0c\n\x04json\x18\x01 \x01(\x0c\"\xf5\x02\n\nInvocation\x12\n\n\x02id\x18\x01 \x01(\t\x12\x10\n\x08\x66unction\x18\x02 \x01(\t\x12\x0c\n\x04task\x18\x03 \x01(\t\x12\x12\n\ntrajectory\x18\x04 \x01(\t\x12\r\n\x05state\x18\x05 \x01(\t\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x0f\n\x07message\x18\x07 \x01(\t\x12\x11\n\tcomponent\x18\x08 \x01(\t\x12\x13\n\x0bresult_json\x18\t \x01(\x0c\x12\x10\n\x08queue_ms\x18\n \x01(\x01\x12\x13\n\x0boverhead_ms\x18\x0b \x01(\x01\x12\x14\n\x0c\x65xecution_ms\x18\x0c \x01(\x01\x12\x30\n\x05units\x18\r \x03(\x0b\x32!.tangram.v1.Invocation.UnitsEntry\x12\x0c\n\x04node\x18\x0e \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x0f \x01(\r\x12\x13\n\x0brecord_json\x18\x10 \x01(\x0c\x1a,\n\nUnitsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"I\n\tLogRecord\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x0e\n\x06time_s\x18\x02 \x01(\x01\x12\x0e\n\x06stream\x18\x03 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\t\"\x91\x01\n\x0bInvokeEvent\x12*\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x16.tangram.v1.InvocationH\x00\x12$\n\x03log\x18\x02 \x01(\x0b\x32\x15.tangram.v1.LogRecordH\x00\x12\'\n\x05\x65nded\x18\x03 \x01(\x0b\x32\x16.tangram.v1.InvocationH\x00\x42\x07\n\x05\x65vent2\xde\x04\n\x07Gateway\x12;\n\x06Invoke\x12\x19.tangram.v1.InvokeRequest\x1a\x16.tangram.v1.Invocation\x12\x44\n\x0cInvokeStream\x12\x19.tangram.v1.InvokeRequest\x1a\x17.tangram.v1.InvokeEvent0\x01\x12;\n\x06Submit\x12\x19.tangram.v1.InvokeRequest\x1a\x16.tangram.v1.Invocation\x12\x35\n\x03Get\x12\x16.tangram.v1.GetRequest\x1a\x16.tangram.v1.Invocation\x12\x37\n\x04Wait\x12\x17.tangram.v1.WaitRequest\x1a\x16.tangram.v1.Invocation\x12;\n\x06\x43\x61ncel\x12\x19.tangram.v1.CancelRequest\x1a\x16.tangram.v1.Invocation\x12@\n\x08TailLogs\x12\x1b.tangram.v1.TailLogsRequest\x1a\x15.tangram.v1.LogRecord0\x01\x12T\n\rListFunctions\x12 .tangram.v1.ListFunctionsRequest\x1a!.tangram.v1.ListFunctionsResponse\x12N\n\x0b\x41pplyConfig\x12\x1e.tangram.v1.ApplyConfigRequest\x1a\x1f.tangram.v1.ApplyConfigResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,33 +34,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_INVOCATION_UNITSENTRY']._loaded_options = None
   _globals['_INVOCATION_UNITSENTRY']._serialized_options = b'8\001'
   _globals['_INVOKEREQUEST']._serialized_start=53
-  _globals['_INVOKEREQUEST']._serialized_end=258
-  _globals['_GETREQUEST']._serialized_start=260
-  _globals['_GETREQUEST']._serialized_end=284
-  _globals['_WAITREQUEST']._serialized_start=286
-  _globals['_WAITREQUEST']._serialized_end=330
-  _globals['_CANCELREQUEST']._serialized_start=332
-  _globals['_CANCELREQUEST']._serialized_end=359
-  _globals['_TAILLOGSREQUEST']._serialized_start=361
-  _globals['_TAILLOGSREQUEST']._serialized_end=422
-  _globals['_LISTFUNCTIONSREQUEST']._serialized_start=424
-  _globals['_LISTFUNCTIONSREQUEST']._serialized_end=446
-  _globals['_LISTFUNCTIONSRESPONSE']._serialized_start=448
-  _globals['_LISTFUNCTIONSRESPONSE']._serialized_end=512
-  _globals['_FUNCTION']._serialized_start=514
-  _globals['_FUNCTION']._serialized_end=608
-  _globals['_APPLYCONFIGREQUEST']._serialized_start=610
-  _globals['_APPLYCONFIGREQUEST']._serialized_end=665
-  _globals['_APPLYCONFIGRESPONSE']._serialized_start=667
-  _globals['_APPLYCONFIGRESPONSE']._serialized_end=702
-  _globals['_INVOCATION']._serialized_start=705
-  _globals['_INVOCATION']._serialized_end=1078
-  _globals['_INVOCATION_UNITSENTRY']._serialized_start=1034
-  _globals['_INVOCATION_UNITSENTRY']._serialized_end=1078
-  _globals['_LOGRECORD']._serialized_start=1080
-  _globals['_LOGRECORD']._serialized_end=1153
-  _globals['_INVOKEEVENT']._serialized_start=1156
-  _globals['_INVOKEEVENT']._serialized_end=1301
-  _globals['_GATEWAY']._serialized_start=1304
-  _globals['_GATEWAY']._serialized_end=1910
+  _globals['_INVOKEREQUEST']._serialized_end=278
+  _globals['_GETREQUEST']._serialized_start=280
+  _globals['_GETREQUEST']._serialized_end=304
+  _globals['_WAITREQUEST']._serialized_start=306
+  _globals['_WAITREQUEST']._serialized_end=350
+  _globals['_CANCELREQUEST']._serialized_start=352
+  _globals['_CANCELREQUEST']._serialized_end=379
+  _globals['_TAILLOGSREQUEST']._serialized_start=381
+  _globals['_TAILLOGSREQUEST']._serialized_end=442
+  _globals['_LISTFUNCTIONSREQUEST']._serialized_start=444
+  _globals['_LISTFUNCTIONSREQUEST']._serialized_end=466
+  _globals['_LISTFUNCTIONSRESPONSE']._serialized_start=468
+  _globals['_LISTFUNCTIONSRESPONSE']._serialized_end=532
+  _globals['_FUNCTION']._serialized_start=534
+  _globals['_FUNCTION']._serialized_end=628
+  _globals['_APPLYCONFIGREQUEST']._serialized_start=630
+  _globals['_APPLYCONFIGREQUEST']._serialized_end=700
+  _globals['_APPLYCONFIGRESPONSE']._serialized_start=702
+  _globals['_APPLYCONFIGRESPONSE']._serialized_end=737
+  _globals['_INVOCATION']._serialized_start=740
+  _globals['_INVOCATION']._serialized_end=1113
+  _globals['_INVOCATION_UNITSENTRY']._serialized_start=1069
+  _globals['_INVOCATION_UNITSENTRY']._serialized_end=1113
+  _globals['_LOGRECORD']._serialized_start=1115
+  _globals['_LOGRECORD']._serialized_end=1188
+  _globals['_INVOKEEVENT']._serialized_start=1191
+  _globals['_INVOKEEVENT']._serialized_end=1336
+  _globals['_GATEWAY']._serialized_start=1339
+  _globals['_GATEWAY']._serialized_end=1945
 # @@protoc_insertion_point(module_scope)

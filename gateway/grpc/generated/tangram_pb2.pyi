@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class InvokeRequest(_message.Message):
-    __slots__ = ("function", "input_json", "trajectory", "task", "parent", "idempotency_key", "timeout_s", "max_age_s", "traceparent", "detached")
+    __slots__ = ("function", "input_json", "trajectory", "task", "parent", "idempotency_key", "timeout_s", "max_age_s", "traceparent", "detached", "tracestate")
     FUNCTION_FIELD_NUMBER: _ClassVar[int]
     INPUT_JSON_FIELD_NUMBER: _ClassVar[int]
     TRAJECTORY_FIELD_NUMBER: _ClassVar[int]
@@ -18,6 +18,7 @@ class InvokeRequest(_message.Message):
     MAX_AGE_S_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     DETACHED_FIELD_NUMBER: _ClassVar[int]
+    TRACESTATE_FIELD_NUMBER: _ClassVar[int]
     function: str
     input_json: bytes
     trajectory: str
@@ -28,7 +29,8 @@ class InvokeRequest(_message.Message):
     max_age_s: float
     traceparent: str
     detached: bool
-    def __init__(self, function: _Optional[str] = ..., input_json: _Optional[bytes] = ..., trajectory: _Optional[str] = ..., task: _Optional[str] = ..., parent: _Optional[str] = ..., idempotency_key: _Optional[str] = ..., timeout_s: _Optional[float] = ..., max_age_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., detached: _Optional[bool] = ...) -> None: ...
+    tracestate: str
+    def __init__(self, function: _Optional[str] = ..., input_json: _Optional[bytes] = ..., trajectory: _Optional[str] = ..., task: _Optional[str] = ..., parent: _Optional[str] = ..., idempotency_key: _Optional[str] = ..., timeout_s: _Optional[float] = ..., max_age_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., detached: _Optional[bool] = ..., tracestate: _Optional[str] = ...) -> None: ...
 
 class GetRequest(_message.Message):
     __slots__ = ("id",)
@@ -85,12 +87,14 @@ class Function(_message.Message):
     def __init__(self, name: _Optional[str] = ..., runtime: _Optional[str] = ..., revision: _Optional[str] = ..., description: _Optional[str] = ..., json: _Optional[bytes] = ...) -> None: ...
 
 class ApplyConfigRequest(_message.Message):
-    __slots__ = ("document", "dry_run")
+    __slots__ = ("document", "dry_run", "prune")
     DOCUMENT_FIELD_NUMBER: _ClassVar[int]
     DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    PRUNE_FIELD_NUMBER: _ClassVar[int]
     document: bytes
     dry_run: bool
-    def __init__(self, document: _Optional[bytes] = ..., dry_run: _Optional[bool] = ...) -> None: ...
+    prune: bool
+    def __init__(self, document: _Optional[bytes] = ..., dry_run: _Optional[bool] = ..., prune: _Optional[bool] = ...) -> None: ...
 
 class ApplyConfigResponse(_message.Message):
     __slots__ = ("json",)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from manager.errors import InvalidConfig, Unsupported
+from manager.errors import InvalidConfig, Unsupported, exhaustion
 from runtimes.model.checkpoint.layout import DTYPE_BYTES
 
 #: A header larger than this is taken for garbage: the largest public checkpoints stay under 10 MiB.
@@ -99,6 +99,8 @@ def fingerprint(path: Path) -> str:
             try:
                 stat = file.stat()
             except OSError as error:
+                if short := exhaustion(error, _COMPONENT):
+                    raise short from None
                 raise _invalid(file, f"cannot be read ({error.strerror})", "restore the file") from error
             digest.update(f"{file.name}\0{stat.st_size}\0{stat.st_mtime_ns}\0{stat.st_ino}\n".encode())
     return digest.hexdigest()[:16]
@@ -180,6 +182,8 @@ def _read_json(file: Path, remedy: str) -> Mapping[str, object]:
     except FileNotFoundError as error:
         raise _invalid(file, "is missing", remedy) from error
     except (OSError, ValueError, RecursionError) as error:
+        if short := exhaustion(error, _COMPONENT):
+            raise short from None
         raise _invalid(file, f"cannot be read as JSON ({error})", _AGAIN) from error
     if not isinstance(value, dict):
         raise _invalid(file, "is no JSON object", _AGAIN)

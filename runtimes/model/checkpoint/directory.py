@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from manager.errors import exhaustion
+
 #: Checkpoint files that run code when they are read.
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _HEADER_LIMIT_BYTES = 100 * 2**20
@@ -38,6 +40,8 @@ def _tensors_problem(file: Path) -> str | None:
         with file.open("rb") as opened:
             head = opened.read(9)
     except OSError as error:
+        if short := exhaustion(error, "model"):
+            raise short from None
         return f"{file} cannot be read: {error.strerror}"
     header_bytes = int.from_bytes(head[:8], "little")
     if len(head) == 9 and head[8:] == b"{" and header_bytes < _HEADER_LIMIT_BYTES:

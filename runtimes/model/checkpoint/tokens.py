@@ -40,19 +40,23 @@ class Tokens:
         # Fast tokenizers keep truncation as state.
         self._lock = threading.Lock()
 
-    def encode(self, texts: Sequence[str], limit: int, truncate: bool) -> EncodedText:
-        """Return the ids of each text, special tokens included; raises InvalidInput if one is longer than ``limit``."""
+    def encode(self, texts: Sequence[str], limit: int, cut: str) -> EncodedText:
+        """Return the ids of each text, special tokens included.
+
+        One that is longer than ``limit`` is cut on a side, ``left`` or ``right``, or raises InvalidInput without one.
+        """
         with self._lock:
             ids = [tuple(row) for row in self._tokenizer(list(texts), verbose=False)["input_ids"]]
-            long = _overlong(ids, limit, truncate)
+            long = _overlong(ids, limit, cut)
             if long:
-                cut = self._tokenizer([texts[i] for i in long], truncation=True, max_length=limit)["input_ids"]
-                for index, row in zip(long, cut, strict=True):
+                self._tokenizer.truncation_side = cut
+                rows = self._tokenizer([texts[i] for i in long], truncation=True, max_length=limit)["input_ids"]
+                for index, row in zip(long, rows, strict=True):
                     ids[index] = tuple(row)
         return EncodedText(ids=tuple(ids), truncated=tuple(long), stop_ids=self.stop_ids)
 
     def encode_chats(
-        self, conversations: Sequence[Sequence[Mapping[str, object]]], limit: int, truncate: bool, continued: bool
+        self, conversations: Sequence[Sequence[Mapping[str, object]]], limit: int, cut: str, continued: bool
     ) -> EncodedText:
         """Return the ids of each conversation by its template; ``continued`` adds the prompt for the next answer."""
         if not self._tokenizer.chat_template:
@@ -68,9 +72,9 @@ class Tokens:
                     f"the chat template refuses the conversation: {error}", component=_COMPONENT
                 ) from error
             ids.append(tuple(row))
-        long = _overlong(ids, limit, truncate)
+        long = _overlong(ids, limit, cut)
         for index in long:
-            ids[index] = ids[index][-limit:]  # the end of a conversation is what is judged or continued
+            ids[index] = _shortened(ids[index], limit, cut)
         return EncodedText(ids=tuple(ids), truncated=tuple(long), stop_ids=self.stop_ids)
 
     def decode(self, ids: Sequence[Sequence[int]]) -> list[str]:
@@ -90,19 +94,23 @@ def stop_ids(path: Path, tokenizer_end: int | None = None) -> tuple[int, ...]:
     return () if tokenizer_end is None else (tokenizer_end,)
 
 
-def check_ids(ids: Sequence[Sequence[int]], limit: int, truncate: bool) -> EncodedText:
+def check_ids(ids: Sequence[Sequence[int]], limit: int, cut: str) -> EncodedText:
     """The same bounds for an input that came as ids."""
     rows = [tuple(row) for row in ids]
-    long = _overlong(rows, limit, truncate)
+    long = _overlong(rows, limit, cut)
     for index in long:
-        rows[index] = rows[index][:limit]
+        rows[index] = _shortened(rows[index], limit, cut)
     return EncodedText(ids=tuple(rows), truncated=tuple(long), stop_ids=())
 
 
-def _overlong(ids: Sequence[Sequence[int]], limit: int, truncate: bool) -> list[int]:
+def _shortened(row: tuple[int, ...], limit: int, cut: str) -> tuple[int, ...]:
+    return row[-limit:] if cut == "left" else row[:limit]
+
+
+def _overlong(ids: Sequence[Sequence[int]], limit: int, cut: str) -> list[int]:
     """Return the indices of rows beyond the limit; raises InvalidInput at the first if they may not be cut."""
     long = [index for index, row in enumerate(ids) if len(row) > limit]
-    if long and not truncate:
+    if long and not cut:
         raise InvalidInput(
             f"sequence {long[0]} has {len(ids[long[0]])} tokens, more than {limit}; "
             "shorten it or set model.overlong: truncate",

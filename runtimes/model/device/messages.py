@@ -137,7 +137,8 @@ class Encode:
     texts: tuple[str, ...] = ()
     conversations: tuple[tuple[Mapping[str, object], ...], ...] = ()
     limit: int
-    truncate: bool
+    #: The side on which what is longer is cut; empty: it is refused.
+    cut: str
     #: Whether the conversation is to be continued (generate) or judged as it is.
     continued: bool = False
 
@@ -199,6 +200,16 @@ class Progress:
 
     request: int
     what: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """One sequence of a request has ended before the others; what was measured until then."""
+
+    request: int
+    position: int
+    value: object
+    usage: Usage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

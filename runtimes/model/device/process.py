@@ -18,7 +18,7 @@ from pathlib import Path
 import runtimes
 from manager.errors import ActionFailed, Reason
 from runtimes.model.device import pipe
-from runtimes.model.device.messages import Done, Failed, Hello, Progress
+from runtimes.model.device.messages import Done, Ended, Failed, Hello, Progress
 
 _COMPONENT = "model.process"
 _INCARNATIONS = itertools.count(1)
@@ -108,6 +108,7 @@ class _Pending:
 
     future: asyncio.Future[Done]
     on_progress: Callable[[str], None] | None
+    on_ended: Callable[[Ended], None] | None
     seen_s: float = field(default_factory=time.monotonic)
 
 
@@ -167,14 +168,19 @@ class ModelProcess:
         raise ActionFailed(Reason.MODEL_ERROR, f"the {self._role} process did not start{detail}", component=_COMPONENT)
 
     async def ask(
-        self, message: object, *, stuck_s: float | None = None, on_progress: Callable[[str], None] | None = None
+        self,
+        message: object,
+        *,
+        stuck_s: float | None = None,
+        on_progress: Callable[[str], None] | None = None,
+        on_ended: Callable[[Ended], None] | None = None,
     ) -> Done:
         """Return the answer; raises RequestRefused, or Gone if it died or showed no progress for ``stuck_s``."""
         await self.start()
         if self._writer is None:
             raise Gone(f"the {self._role} process died as it started")
         number = next(self._numbers)
-        pending = _Pending(asyncio.get_running_loop().create_future(), on_progress)
+        pending = _Pending(asyncio.get_running_loop().create_future(), on_progress, on_ended)
         self._pending[number] = pending
         try:
             self._writer.write(pipe.encode((number, message)))
@@ -229,7 +235,7 @@ class ModelProcess:
                 writer.close()
 
     def _dispatch(self, message: object) -> None:
-        assert isinstance(message, Done | Failed | Progress)
+        assert isinstance(message, Done | Ended | Failed | Progress)
         pending = self._pending.get(message.request)
         if pending is None or pending.future.done():
             return  # nobody waits for it any more
@@ -238,6 +244,9 @@ class ModelProcess:
             case Progress():
                 if pending.on_progress is not None:
                     pending.on_progress(message.what)
+            case Ended():
+                if pending.on_ended is not None:
+                    pending.on_ended(message)
             case Done():
                 pending.future.set_result(message)
             case Failed():

@@ -85,8 +85,8 @@ def _inspect(asked: Inspect) -> Inspection:
 def _encode(asked: Encode) -> EncodedText:
     tokens = _tokens(asked.path, asked.fingerprint)
     if asked.conversations:
-        return tokens.encode_chats(asked.conversations, asked.limit, asked.truncate, asked.continued)
-    return tokens.encode(asked.texts, asked.limit, asked.truncate)
+        return tokens.encode_chats(asked.conversations, asked.limit, asked.cut, asked.continued)
+    return tokens.encode(asked.texts, asked.limit, asked.cut)
 
 
 @lru_cache(maxsize=TOKENIZERS_MAX)

@@ -16,6 +16,7 @@ from runtimes.model.device.messages import (
     Attach,
     Detach,
     Done,
+    Ended,
     Evict,
     Failed,
     Hello,
@@ -101,10 +102,14 @@ def _restore(engine: DeviceEngine, asked: Restore) -> bool:
 
 
 def _run(pipe: MessagePipe, engine: DeviceEngine, number: int, asked: RunBatch) -> tuple[object, Usage]:
+    def ended(position: int, result: object, usage: Usage) -> None:
+        pipe.send(Ended(request=number, position=position, value=result, usage=usage))
+
     results, usage = engine.run(
         asked,
         restored=lambda: pipe.send(Progress(request=number, what="restored")),
         progress=lambda: pipe.send(Progress(request=number, what="batch")),
+        ended=ended if asked.place.rank == 0 and len(asked.items) > 1 else None,
     )
     return (results if asked.place.rank == 0 else None), usage
 

@@ -56,6 +56,8 @@ class BatchJob:
         self._complete = asyncio.Event()
         #: Whether the job is on its way: later comers make a batch of their own.
         self.closed = False
+        #: Whether it computes something that nobody waits for any more.
+        self._abandoned = False
         self._task = asyncio.create_task(self._run(), name=f"batch {members[0]}")
 
     def join(self, action_id: str, member: BatchMember) -> None:
@@ -75,10 +77,12 @@ class BatchJob:
         try:
             return await member.answer
         except asyncio.CancelledError:
-            self._present.remove(member)
-            if not self._present:
-                await self.cancel()
+            self._abandoned = True
             raise
+        finally:
+            self._present.remove(member)
+            if not self._present and self._abandoned:
+                await self.cancel()
 
     async def cancel(self) -> None:
         """Stop the job and wait until it has stopped."""
@@ -108,8 +112,13 @@ class BatchJob:
             evict=tuple({name: None for member in members for name in member.evict}),
             cores=self._cores,
         )
+
+        def answered(index: int, value: Mapping[str, object], usage: Mapping[str, float]) -> None:
+            if not members[index].answer.done():
+                members[index].answer.set_result(MemberAnswer(value=value, usage=usage))
+
         try:
-            answers = await self._backend.execute(job, lambda: _begin(members))
+            answers = await self._backend.execute(job, lambda: _begin(members), answered)
         except BaseException as error:
             for member in members:
                 if not member.answer.done():

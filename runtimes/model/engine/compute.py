@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,10 +13,10 @@ from torch import Tensor
 
 from manager.function import ModelAction
 from runtimes.model.checkpoint.skeleton import FAMILIES
-from runtimes.model.device.messages import Generated, WorkItem
+from runtimes.model.device.messages import WorkItem
+from runtimes.model.engine.generation import Generation
 from runtimes.model.engine.packing import pack
 from runtimes.model.engine.parallel import RankGroup
-from runtimes.model.request import Sampling
 
 #: Tokens whose next-token distribution exists at once in `logprobs`: [2048, vocabulary / DoP] is the largest tensor.
 HEAD_TOKENS = 2048
@@ -49,48 +50,70 @@ class PackedBatch:
     lengths: Tensor
 
 
-def stage(model: Any, items: Sequence[WorkItem], budget_tokens: int, device: str) -> list[PackedBatch]:
+def stage(model: Any, items: Sequence[WorkItem], budget_tokens: int, device: str) -> list[PackedBatch | Generation]:
     """Pack the sequences, one kind of action at a time, and send them to the device."""
-    batches = []
+    batches: list[PackedBatch | Generation] = []
     for action in dict.fromkeys(item.action for item in items):
         mine = [index for index, item in enumerate(items) if item.action is action]
+        if action is ModelAction.GENERATE:
+            asked = [(index, items[index]) for index in mine]
+            batches.append(Generation(asked, budget_tokens=budget_tokens, device=device, filler=_filler(model)))
+            continue
         for batch in _packed([items[index] for index in mine], budget_tokens):
             positions = tuple(mine[position] for position in batch)
             batches.append(_send(model, action, tuple(items[i] for i in positions), positions, device))
     return batches
 
 
-def compute(bound: BoundModel, batches: Sequence[PackedBatch], progress: Callable[[], None]) -> list[object]:
+def compute(
+    bound: BoundModel,
+    batches: Sequence[PackedBatch | Generation],
+    progress: Callable[[], None],
+    ended: Callable[[int, object], None] = lambda position, result: None,
+) -> list[object]:
     """One result for each sequence, in their order; ``progress`` is called as batches (and tokens) are done.
+
+    ``ended`` is called with the position and the result of each sequence that is generated, as it ends.
 
     score: a float, or a list of floats where the head has several labels. logprobs: log p(token | the ones before)
     for every token but the first. embed: a unit vector. generate: a `Generated`.
     """
     results: dict[int, object] = {}
+
+    def over(position: int, result: object) -> None:
+        results[position] = result
+        ended(position, result)
+
     with torch.inference_mode():
         for batch in batches:
-            results |= dict(zip(batch.positions, _act(bound, batch, progress), strict=True))
+            if isinstance(batch, Generation):
+                batch.run(partial(_next_logits, bound), over, progress)
+            else:
+                results |= dict(zip(batch.positions, _act(bound, batch), strict=True))
             progress()
     return [results[position] for position in range(len(results))]
 
 
 def _packed(items: Sequence[WorkItem], budget_tokens: int) -> list[list[int]]:
-    extra = max((item.sampling.max_new_tokens for item in items if item.sampling), default=0)
-    return pack([len(item.ids) for item in items], budget_tokens, extra)
+    return pack([len(item.ids) for item in items], budget_tokens)
+
+
+def _filler(model: Any) -> int:
+    """Return the token with which sequences are padded."""
+    return 0 if model.config.model_type in FAMILIES else getattr(model.config, "pad_token_id", None) or 0
 
 
 def _send(
     model: Any, action: ModelAction, members: tuple[WorkItem, ...], positions: tuple[int, ...], device: str
 ) -> PackedBatch:
-    """Pad on the left what is continued, everything else on the right."""
-    filler = 0 if model.config.model_type in FAMILIES else getattr(model.config, "pad_token_id", None) or 0
+    """Pad on the right."""
+    filler = _filler(model)
     longest = max(len(member.ids) for member in members)
     tokens, mask = [], []
     for member in members:
         ids, gap = member.ids, longest - len(member.ids)
-        left = gap if action is ModelAction.GENERATE else 0
-        tokens.append([*[filler] * left, *ids, *[filler] * (gap - left)])
-        mask.append([*[0] * left, *[1] * len(ids), *[0] * (gap - left)])
+        tokens.append([*ids, *[filler] * gap])
+        mask.append([*[1] * len(ids), *[0] * gap])
     return PackedBatch(
         action=action,
         members=members,
@@ -101,14 +124,12 @@ def _send(
     )
 
 
-def _act(bound: BoundModel, batch: PackedBatch, progress: Callable[[], None]) -> Sequence[object]:
+def _act(bound: BoundModel, batch: PackedBatch) -> Sequence[object]:
     if batch.action is ModelAction.SCORE:
         return _score(bound, batch)
     if batch.action is ModelAction.LOGPROBS:
         return _logprobs(bound, batch)
-    if batch.action is ModelAction.EMBED:
-        return _embed(bound, batch)
-    return _generate(bound, batch, progress)
+    return _embed(bound, batch)
 
 
 def _score(bound: BoundModel, batch: PackedBatch) -> list[object]:
@@ -160,37 +181,6 @@ def _embed(bound: BoundModel, batch: PackedBatch) -> list[object]:
     return list(functional.normalize(mean, dim=-1).cpu().tolist())
 
 
-def _generate(bound: BoundModel, batch: PackedBatch, progress: Callable[[], None]) -> list[object]:
-    """Token by token with a key-value cache, left-padded; a sequence stops at an end token or at its bound."""
-    from transformers import DynamicCache
-
-    members, tokens, mask = batch.members, batch.tokens, batch.mask
-    samplings = [_sampling(member) for member in members]
-    cache = DynamicCache(config=bound.model.config)
-    draws = [torch.Generator().manual_seed(sampling.seed) for sampling in samplings]
-    made: list[list[int]] = [[] for _ in members]
-    reasons = ["length"] * len(members)
-    live = set(range(len(members)))
-    for step in range(max(sampling.max_new_tokens for sampling in samplings)):
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
-        logits = _next_logits(bound, tokens, mask, positions, cache)
-        chosen = [_choose(row, samplings[i], draws[i]) for i, row in enumerate(logits)]
-        for index in sorted(live):
-            if chosen[index] in samplings[index].stop_ids:
-                reasons[index] = "stop"
-                live.discard(index)
-                continue
-            made[index].append(chosen[index])
-            if step + 1 >= samplings[index].max_new_tokens:
-                live.discard(index)
-        progress()
-        if not live:
-            break
-        tokens = torch.tensor(chosen, device=bound.device)[:, None]
-        mask = torch.cat([mask, mask.new_ones(len(members), 1)], -1)
-    return [Generated(ids=tuple(ids), reason=reason) for ids, reason in zip(made, reasons, strict=True)]
-
-
 def _next_logits(bound: BoundModel, tokens: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> Tensor:
     """The distribution of the next token of each sequence, on the host: [batch, vocabulary]."""
     output = bound.model.base_model(
@@ -200,24 +190,6 @@ def _next_logits(bound: BoundModel, tokens: Tensor, mask: Tensor, positions: Ten
     bound.arrived()
     part = functional.linear(last, bound.model.get_output_embeddings().weight)
     return bound.group.join_last(part).float().cpu()
-
-
-def _choose(logits: Tensor, sampling: Sampling, draw: torch.Generator) -> int:
-    """The best token, or one drawn by temperature within the smallest set of probability ``top_p``.
-
-    Every rank sees the same logits and the same seed, so every rank draws the same token.
-    """
-    if sampling.temperature <= 0:
-        return int(logits.argmax())
-    shares, order = (logits / sampling.temperature).softmax(-1).sort(descending=True)
-    before = shares.cumsum(-1) - shares
-    kept = shares.masked_fill(before >= sampling.top_p, 0)
-    return int(order[torch.multinomial(kept, 1, generator=draw)])
-
-
-def _sampling(member: WorkItem) -> Sampling:
-    assert member.sampling is not None, "generate needs sampling options"
-    return member.sampling
 
 
 def _hidden(model: Any, tokens: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ from manager.config import ServiceSpec
 from manager.function import FunctionSpec
 from runtimes.model.request import ModelInput
 
-#: (start, size) in device indices of the node.
-
+#: Told the place of a request in its job, its JSON value and the measured use so far.
+OnAnswered = Callable[[int, Mapping[str, object], Mapping[str, float]], None]
 #: Told whenever what a service costs is known better than before.
 OnFootprint = Callable[[ServiceSpec], None]
 
@@ -62,8 +62,10 @@ class ModelBackend(Protocol):
         """Make the service resident without computing; return False if it does not fit beside what is there."""
         ...
 
-    async def execute(self, job: ModelJob, restored: Callable[[], None]) -> Answers:
+    async def execute(self, job: ModelJob, restored: Callable[[], None], answered: OnAnswered) -> Answers:
         """Restore if needed and compute; ``restored`` is called once the weights are in place.
+
+        ``answered`` is called with a request that has ended while others go on.
 
         Cancelling stops the work, at the latest by killing the chunk's processes, before it returns.
         """

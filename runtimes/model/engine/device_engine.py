@@ -21,6 +21,8 @@ from runtimes.model.device.messages import ImageRef, Placed, Resident, RunBatch,
 from runtimes.model.engine.compute import BoundModel, compute, stage
 from runtimes.model.engine.parallel import RankGroup, Team, install
 
+#: The position, the result and the use so far of a sequence that has ended.
+OnEnded = Callable[[int, object, Usage], None]
 #: Seconds that a run waits for its image, which was announced before it on the same pipe (pinning takes seconds).
 ATTACH_S = 120.0
 #: Seconds between two signs of life of a running computation.
@@ -140,20 +142,21 @@ class DeviceEngine:
     # -- the act
 
     def run(
-        self, asked: RunBatch, restored: Callable[[], None], progress: Callable[[], None]
+        self, asked: RunBatch, restored: Callable[[], None], progress: Callable[[], None], ended: OnEnded | None = None
     ) -> tuple[list[object], Usage]:
         """Restore if needed, then compute; the copy of a layer overlaps the compute of the ones before it.
 
-        ``restored`` is called (from any thread) when the last weight has arrived, ``progress`` as work is done.
+        ``restored`` is called (from any thread) when the last weight has arrived, ``progress`` as work is done,
+        ``ended`` with each generated sequence as it ends.
         """
         self._computing = True
         try:
-            return self._run(asked, restored, progress)
+            return self._run(asked, restored, progress, ended or (lambda position, result, usage: None))
         finally:
             self._computing = False
 
     def _run(
-        self, asked: RunBatch, restored: Callable[[], None], progress: Callable[[], None]
+        self, asked: RunBatch, restored: Callable[[], None], progress: Callable[[], None], ended: OnEnded
     ) -> tuple[list[object], Usage]:
         began = time.perf_counter()
         evicted = self.evict(asked.evict) if asked.evict else ()
@@ -166,26 +169,31 @@ class DeviceEngine:
         self._unpark(skeleton)
         loaded, cold, displaced = self._pin(asked.place, key)
         notice = _ArrivalNotice(loaded, restored, self.backend.enter_thread)
+
+        def used() -> Usage:
+            arrived_s = notice.arrived_s or time.perf_counter()
+            return Usage(
+                restored=cold,
+                restore_s=arrived_s - loaded.began_s if cold else 0.0,
+                restore_bytes=loaded.shard.size_bytes if cold else 0,
+                compute_s=time.perf_counter() - (arrived_s if cold else began),
+                evict_s=evict_s,
+                tokens=sum(len(item.ids) for item in asked.items),
+                evicted=(*evicted, *displaced),
+            )
+
         try:
             skeleton.team.group = self._group(asked)
             self.bind(skeleton, loaded)
             self._use_cores(asked.cores)
             skeleton.fences.beat = pulse = _Pulse(progress)
-            results = compute(self._bound(skeleton, loaded), batches, pulse)
+            bound = self._bound(skeleton, loaded)
+            results = compute(bound, batches, pulse, lambda position, result: ended(position, result, used()))
         finally:
             notice.join()
             with self._changed:
                 self._arena.slots.unpin(key)
-        usage = Usage(
-            restored=cold,
-            restore_s=notice.arrived_s - loaded.began_s if cold else 0.0,
-            restore_bytes=loaded.shard.size_bytes if cold else 0,
-            compute_s=time.perf_counter() - (notice.arrived_s if cold else began),
-            evict_s=evict_s,
-            tokens=sum(len(item.ids) for item in asked.items),
-            evicted=(*evicted, *displaced),
-        )
-        return results, usage
+        return results, used()
 
     def release_cache(self) -> None:
         """Evict everything idle and return the allocator's spare blocks, after memory ran out."""

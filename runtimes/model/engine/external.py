@@ -19,7 +19,7 @@ from manager.config import ServiceSpec
 from manager.errors import ActionFailed, InvalidConfig, InvalidInput, Reason
 from manager.function import FunctionSpec, ModelAction, ModelSpec
 from runtimes.model.device.devices import discover
-from runtimes.model.engine.contract import Answers, ModelJob, ModelRequest, OnFootprint
+from runtimes.model.engine.contract import Answers, ModelJob, ModelRequest, OnAnswered, OnFootprint
 from runtimes.model.engine.restores import Restores, has_moved
 from runtimes.model.request import ModelInput, model_of
 from runtimes.model.settings import ModelSettings
@@ -96,7 +96,7 @@ class ExternalBackend:
         await self._wake(self._server(service, function), chunk)
         return True
 
-    async def execute(self, job: ModelJob, restored: Callable[[], None]) -> Answers:
+    async def execute(self, job: ModelJob, restored: Callable[[], None], answered: OnAnswered) -> Answers:
         server = self._server(job.service, job.requests[0].function)
         began = time.monotonic()
         woken = server.chunk is None

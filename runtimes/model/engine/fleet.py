@@ -15,6 +15,7 @@ from runtimes.model.device.messages import (
     Attach,
     Detach,
     Done,
+    Ended,
     Evict,
     ImageRef,
     Placed,
@@ -67,9 +68,14 @@ class Fleet:
     # -- work
 
     async def run(
-        self, chunk: Chunk, image: ImageRef, run: RunBatch, restored: Callable[[], None]
+        self,
+        chunk: Chunk,
+        image: ImageRef,
+        run: RunBatch,
+        restored: Callable[[], None],
+        ended: Callable[[Ended], None] | None = None,
     ) -> tuple[list[object], list[Usage]]:
-        """Run on every rank; the first rank's results, and each rank's usage.
+        """Run on every rank; the first rank's results, and each rank's usage. ``ended`` is told what ends before.
 
         Raises RequestRefused (the model refused, every rank lives), or ChunkBroken after replacing the processes.
         ``run.place`` is completed for each rank. Cancelling waits ``kill_grace_s``, then kills.
@@ -84,7 +90,12 @@ class Fleet:
             group = self._group(chunk)
             ranks = [
                 asyncio.create_task(
-                    self._ask(index, replace(run, place=_placed(run.place, rank, chunk), group=group), counted.one)
+                    self._ask(
+                        index,
+                        replace(run, place=_placed(run.place, rank, chunk), group=group),
+                        counted.one,
+                        ended=ended,
+                    )
                 )
                 for rank, index in enumerate(chunk.devices)
             ]
@@ -166,13 +177,19 @@ class Fleet:
     # -- parts
 
     async def _ask(
-        self, index: int, message: object, on_progress: Callable[[str], None] | None, *, patient: bool = False
+        self,
+        index: int,
+        message: object,
+        on_progress: Callable[[str], None] | None,
+        *,
+        patient: bool = False,
+        ended: Callable[[Ended], None] | None = None,
     ) -> Done:
         """Ask one device, keep what it reports as resident. With ``patient`` a silent one is not taken for stuck."""
         worker = self.workers[index]
         stuck_s = None if patient else self._settings.stuck_s
         try:
-            done = await worker.ask(message, stuck_s=stuck_s, on_progress=on_progress)
+            done = await worker.ask(message, stuck_s=stuck_s, on_progress=on_progress, on_ended=ended)
         except RequestRefused as refused:
             self._report(index, refused.failed.resident)
             raise

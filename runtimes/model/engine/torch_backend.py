@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from manager.chunk import Chunk
@@ -32,7 +33,8 @@ from runtimes.model.device.messages import (
     WorkItem,
 )
 from runtimes.model.device.process import ForkServer, Gone, ModelProcess, RequestRefused
-from runtimes.model.engine.contract import Answers, ModelJob, ModelRequest, OnFootprint
+from runtimes.model.engine.contract import Answers, ModelJob, ModelRequest, OnAnswered, OnFootprint
+from runtimes.model.engine.early_answers import EarlyAnswers, job_usage
 from runtimes.model.engine.fleet import ChunkBroken, Fleet
 from runtimes.model.engine.restores import Restores, has_moved
 from runtimes.model.request import ModelInput, model_of
@@ -105,13 +107,14 @@ class TorchBackend:
         async with self.images.hold(known) as image:
             return await self.fleet.restore(chunk, image, _placed(service, image))
 
-    async def execute(self, job: ModelJob, restored: Callable[[], None]) -> Answers:
+    async def execute(self, job: ModelJob, restored: Callable[[], None], answered: OnAnswered) -> Answers:
         with _failing_the_action():
             known = await self.images.look(_key(model_of(job.requests[0].function)))
-            async with self.images.hold(known) as image:
-                results, usages = await self._attempt(job, image, restored)
+            early = EarlyAnswers(job, partial(self._request_value, known), answered)
+            async with early, self.images.hold(known) as image:
+                results, usages = await self._attempt(job, image, restored, early)
             self._learn(job, usages)
-            return Answers(values=await self._values(job, known, results), usage=_usage(usages, len(job.requests)))
+            return Answers(values=await self._values(job, known, results), usage=job_usage(usages, len(job.requests)))
 
     async def evict(self, service: str, chunk: Chunk) -> None:
         await self.fleet.evict(chunk, (service,))
@@ -127,7 +130,7 @@ class TorchBackend:
     # -- parts
 
     async def _attempt(
-        self, job: ModelJob, image: ImageRef, restored: Callable[[], None]
+        self, job: ModelJob, image: ImageRef, restored: Callable[[], None], early: EarlyAnswers
     ) -> tuple[list[object], list[Usage]]:
         """Run, and once more if processes were lost or memory ran out: by then everything idle is evicted."""
         run = RunBatch(
@@ -139,7 +142,8 @@ class TorchBackend:
         )
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                return await self.fleet.run(job.chunk, image, run, restored)
+                early.begin()
+                return await self.fleet.run(job.chunk, image, run, restored, early.ended)
             except RequestRefused as refused:
                 failed = refused.failed
                 if failed.reason is not Reason.OUT_OF_MEMORY or attempt == ATTEMPTS:
@@ -153,10 +157,10 @@ class TorchBackend:
 
     async def _encode(self, function: FunctionSpec, given: ModelInput, known: KnownImage) -> EncodedText:
         model = model_of(function)
-        limit, truncate = _limit(model, given, known.layout), model.overlong == "truncate"
+        limit = _limit(model, given, known.layout)
         if given.token_ids:
             _check_vocabulary(given, known.layout)
-            encoded = check_ids(given.token_ids, limit, truncate)
+            encoded = check_ids(given.token_ids, limit, model.cut)
             stops = known.stop_ids if model.action is ModelAction.GENERATE else ()
             return EncodedText(ids=encoded.ids, truncated=encoded.truncated, stop_ids=stops)
         order = Encode(
@@ -165,7 +169,7 @@ class TorchBackend:
             texts=given.texts,
             conversations=given.conversations,
             limit=limit,
-            truncate=truncate,
+            cut=model.cut,
             continued=model.action is ModelAction.GENERATE,
         )
         answer = (await ask_tokenizer(self._tokenizer_process, order)).value
@@ -182,15 +186,19 @@ class TorchBackend:
         values, start = [], 0
         for request in job.requests:
             end = start + len(request.input)
-            part = list(results[start:end])
-            texts: list[str] = []
-            if model_of(request.function).action is ModelAction.GENERATE:
-                ids = tuple(one.ids for one in part if isinstance(one, Generated))
-                order = Decode(path=known.key[0], fingerprint=known.fingerprint, ids=ids)
-                texts = await self._decode(order, bool(request.input.token_ids))
-            values.append(_value(request, part, texts))
+            values.append(await self._request_value(known, request, results[start:end]))
             start = end
         return tuple(values)
+
+    async def _request_value(
+        self, known: KnownImage, request: ModelRequest, results: Sequence[object]
+    ) -> Mapping[str, object]:
+        texts: list[str] = []
+        if model_of(request.function).action is ModelAction.GENERATE:
+            ids = tuple(one.ids for one in results if isinstance(one, Generated))
+            order = Decode(path=known.key[0], fingerprint=known.fingerprint, ids=ids)
+            texts = await self._decode(order, bool(request.input.token_ids))
+        return _value(request, results, texts)
 
     async def _decode(self, order: Decode, ids_given: bool) -> list[str]:
         """Texts of generated ids; none for a checkpoint without a tokenizer, which was sent ids."""
@@ -336,18 +344,3 @@ def _value(request: ModelRequest, results: Sequence[object], texts: Sequence[str
 def _finite(result: object) -> bool:
     row = result if isinstance(result, list) else [result]
     return all(isinstance(number, float) and math.isfinite(number) for number in row)
-
-
-def _usage(usages: Sequence[Usage], batch: int) -> Mapping[str, float]:
-    """The chunk's use: the slowest rank's times, everybody's bytes."""
-    return {
-        "restored": float(any(usage.restored for usage in usages)),
-        "restore_s": max(usage.restore_s for usage in usages),
-        "restore_bytes": float(sum(usage.restore_bytes for usage in usages)),
-        "compute_s": max(usage.compute_s for usage in usages),
-        "evict_s": max(usage.evict_s for usage in usages),
-        "evicted": float(max(len(usage.evicted) for usage in usages)),
-        "tokens": float(usages[0].tokens),
-        "devices": float(len(usages)),
-        "batch": float(batch),
-    }

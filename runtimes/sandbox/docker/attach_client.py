@@ -12,7 +12,7 @@ from typing import Self, TypeVar
 import structlog
 
 from manager.errors import ActionFailed, CodedError
-from runtimes.sandbox.command import Command, CommandResult, FileStat, OnOutput, ResumableCommand
+from runtimes.sandbox.command import Command, CommandResult, FileStat, FileStream, OnOutput, ResumableCommand
 from runtimes.sandbox.runner.conversation import SandboxProcess
 from runtimes.sandbox.runner.protocol import cut_off, lost
 from runtimes.sandbox.runner.stream_client import StreamClient
@@ -90,14 +90,29 @@ class AttachClient:
     async def read_file(self, path: str, *, limit_bytes: int) -> bytes:
         return await self._again(lambda client: client.read_file(path, limit_bytes=limit_bytes))
 
-    async def write_file(self, path: str, data: bytes, *, mode: int) -> None:
-        await self._again(lambda client: client.write_file(path, data, mode=mode))
+    async def open_file(self, path: str, *, limit_bytes: int) -> FileStream:
+        return await self._again(lambda client: client.open_file(path, limit_bytes=limit_bytes))
+
+    async def write_file(self, path: str, data: bytes, *, mode: int, locked: bool = False) -> bool:
+        return await self._again(lambda client: client.write_file(path, data, mode=mode, locked=locked))
 
     async def list_files(self, path: str) -> list[FileStat]:
         return await self._again(lambda client: client.list_files(path))
 
-    async def sweep(self) -> None:
-        await self._again(lambda client: client.sweep())
+    async def rest(self, *, resting: bool) -> None:
+        """Stop its processes, or let them run again. What has just been cut off is not waited for to be stopped."""
+        client = self._client
+        if not resting:
+            await self._again(lambda client: client.rest(resting=False))
+        elif client is not None and not client.lost.is_set():
+            await client.rest(resting=True)
+
+    def lend(self, fd: int) -> bool:
+        """Return False: a descriptor does not pass through an engine."""
+        return False
+
+    async def sweep(self) -> int:
+        return await self._again(lambda client: client.sweep())
 
     def close(self) -> None:
         self.lost.set()

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import structlog
 
 from manager.errors import CapacityExceeded, CodedError, NotFound
-from runtimes.sandbox.cgroup import Cgroup
+from runtimes.sandbox.cgroup import Cgroup, Freezer
+from runtimes.sandbox.disk.bound import DiskBound
 from runtimes.sandbox.docker.engine import DockerEngine
 from runtimes.sandbox.docker.leftovers import LeftoverCleaner
+from runtimes.sandbox.record import noted_bounded
 from runtimes.sandbox.runner.protocol import cut_off, lost
 
 logger = structlog.get_logger("sandbox.container")
 
 SNAPSHOTS = "tangram-snapshot"
-#: How often an engine that is away is asked to thaw, and the seconds between two times: half a minute in all.
-THAW_TRIES, THAW_STEP_S = 120, 0.25
 
 
 class ContainerControl:
@@ -30,15 +30,33 @@ class ContainerControl:
     """
 
     def __init__(
-        self, engine: DockerEngine, container: str, directory: Path, cgroup: Cgroup | None, cleaner: LeftoverCleaner
+        self,
+        engine: DockerEngine,
+        container: str,
+        directory: Path,
+        cgroup: Cgroup | None,
+        cleaner: LeftoverCleaner,
+        bound: DiskBound,
+        runner: int,
+        *,
+        removed: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
+        """``runner`` is its first process as this machine knows it, 0 if it does not.
+
+        ``removed`` is called after the container has gone.
+        """
         self._engine = engine
         self._container = container
         self._directory = directory
         self._cgroup = cgroup
         self._cleaner = cleaner
-        #: The cgroup, if freezing is a write.
-        self._freezer = cgroup if cgroup is not None and cgroup.freezable else None
+        self._bound = bound
+        self._freezer = Freezer(cgroup, runner)
+        self._removed = removed
+
+    def processes(self) -> list[int]:
+        """Return every process in it, in this machine's numbers; none if they cannot be seen."""
+        return [] if self._cgroup is None else self._cgroup.processes()
 
     async def set_cores(self, cores: Sequence[int], *, background: bool = False) -> None:
         with _out_of_reach():
@@ -47,31 +65,14 @@ class ContainerControl:
             else:
                 self._cgroup.set_cores(cores, background=background)
 
-    async def freeze(self) -> None:
-        if self._freezer is not None:
-            with suppress(FileNotFoundError):
-                self._freezer.freeze()
-            return
-        try:
-            await self._engine.pause(self._container)
-        except CapacityExceeded as error:  # what the action has done is done
-            logger.warning("a sandbox is not frozen", container=self._container[:12], why=error.message)
+    async def freeze(self, lend: Callable[[int], bool]) -> bool:
+        with suppress(FileNotFoundError):
+            return self._freezer.freeze(lend)
+        return True
 
     async def thaw(self) -> None:
-        if self._freezer is not None:
-            with suppress(FileNotFoundError):
-                self._freezer.thaw()
-            return
-        for tries_left in reversed(range(THAW_TRIES)):
-            try:
-                await self._engine.unpause(self._container)
-                return
-            except CapacityExceeded as error:  # a connection that was cut, or an engine that is away and may come back
-                if not tries_left:
-                    raise cut_off(f"the sandbox cannot be thawed: {error.message}") from None
-                await asyncio.sleep(THAW_STEP_S)
-            except CodedError:
-                return  # it was not paused, or whoever runs something in it is told
+        with suppress(FileNotFoundError):
+            self._freezer.thaw()
 
     def oom_kills(self) -> int:
         return 0 if self._cgroup is None else self._cgroup.oom_kills()
@@ -95,6 +96,7 @@ class ContainerControl:
 
     async def remove(self) -> None:
         await self.thaw()
+        await asyncio.to_thread(release_noted, self._bound, self._directory)
         try:
             await self._engine.remove(self._container)
         except CodedError:
@@ -102,11 +104,22 @@ class ContainerControl:
                 await asyncio.to_thread(self._cgroup.kill)
             raise
         await asyncio.to_thread(self._forget)
+        if self._removed is not None:
+            await self._removed()
 
     def _forget(self) -> None:
         """Remove the directory last: while it is there the next gateway knows of the container."""
         self._cleaner.watch(self._container)
+        if self._cgroup is not None:
+            self._cgroup.remove_aside()
         shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def release_noted(bound: DiskBound, directory: Path) -> None:
+    """Take away the bound that was noted in a sandbox's directory, if any was."""
+    place = noted_bounded(directory)
+    if place is not None:
+        bound.release(place)
 
 
 @contextmanager

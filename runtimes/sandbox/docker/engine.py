@@ -31,8 +31,6 @@ RETRY_S = 5.0
 #: Seconds after which an engine that answers not even a ping is given up.
 SILENCE_S = 10.0
 CHUNK_BYTES = 64 * 2**10
-#: An internal bridge has the machine's address on it by default, and through that all of its services.
-NO_HOST = {"com.docker.network.bridge.inhibit_ipv4": "true"}
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -61,10 +59,14 @@ class Blueprint:
     pids: int
     shm_bytes: int
     disk_bytes: int
+    #: The engine's name of what runs it; empty takes its default.
+    runtime: str
     network: str
     hosts: Mapping[str, str]
     #: Name servers; empty takes the engine's.
     dns: tuple[str, ...] = ()
+    #: Filter of system calls (`runtimes.sandbox.seccomp.engine_profile`); empty takes the engine's own.
+    seccomp: str = ""
     #: Whether its standard input stays open, for one attached gateway after the other.
     attached: bool = False
 
@@ -83,6 +85,10 @@ class Found:
     exit_code: int = 0
     #: The place of its own layer on the engine's host; empty if the driver does not tell.
     layer: str = ""
+    #: Files of the engine's host that it sees in /etc, and may write as root.
+    etc: tuple[str, ...] = ()
+    #: The engine's name of its network; empty if it is only listed.
+    network: str = ""
 
 
 class DockerEngine:
@@ -96,9 +102,16 @@ class DockerEngine:
         self.version = str(info.get("ServerVersion", "?"))
         self.cgroup_version = str(info.get("CgroupVersion", "1"))
         self.seccomp = any("seccomp" in option for option in info.get("SecurityOptions") or ())
+        #: Whom the engine takes containers' root for, on its own machine; None if that is root (no userns-remap).
+        self.remapped = _remapped(info)
         filesystem = {str(pair[0]): str(pair[1]) for pair in info.get("DriverStatus") or ()}
         #: Whether a container's own layer can be bounded (overlay2 on xfs with project quotas).
         self.bounds_disk = filesystem.get("Backing Filesystem") == "xfs"
+        #: Where it keeps containers and images, on its own machine.
+        self.root = Path(str(info.get("DockerRootDir") or "/var/lib/docker"))
+        #: What it can run containers with, and what it does if not asked.
+        self.runtimes = tuple(sorted(info.get("Runtimes") or ()))
+        self.default_runtime = str(info.get("DefaultRuntime") or "runc")
         self._pulls: dict[str, asyncio.Task[None]] = {}
 
     @classmethod
@@ -113,6 +126,11 @@ class DockerEngine:
         connection = EngineConnection.open(host, state_dir=state_dir, timeout_s=silence_s, workers=workers)
         connection.api.timeout = int(timeout_s)
         return cls(connection, workers=workers, silence_s=silence_s)
+
+    @property
+    def api(self) -> docker.APIClient:
+        """What `call` may be asked to call."""
+        return self._api
 
     @property
     def address(self) -> EngineAddress:
@@ -149,14 +167,28 @@ class DockerEngine:
 
         return await self._watchdog.call(guarded)
 
+    async def require_runtime(self, name: str) -> None:
+        """Raise InvalidConfig unless the engine can run containers with it; asks again, as that can be added."""
+        if name not in self.runtimes:
+            self.runtimes = tuple(sorted((await self.call(self._api.info)).get("Runtimes") or ()))
+        if name not in self.runtimes:
+            raise InvalidConfig(
+                f"sandbox.runtime: the engine has no {name!r}; it has {', '.join(self.runtimes)}. Install it and "
+                "register it in the engine's daemon.json (runtimes), or leave the key out",
+                component=COMPONENT,
+            )
+
     # --- images
 
-    async def require_image(self, image: str) -> None:
-        """Pull the image if it is not here (once, whoever asks); raises InvalidConfig with the remedy."""
+    async def require_image(self, image: str) -> Mapping[str, str]:
+        """Pull the image if it is not here (once, whoever asks), and return its labels.
+
+        Raises InvalidConfig with the remedy.
+        """
         if not image:
             raise InvalidConfig("sandbox.image is needed for container sandboxes", component=COMPONENT)
         try:
-            await self.call(self._api.inspect_image, image)
+            return self._labels_of(await self.call(self._api.inspect_image, image))
         except NotFound:
             if image not in self._pulls:
                 self._pulls[image] = asyncio.create_task(self.call(self._pull, image))
@@ -169,6 +201,12 @@ class DockerEngine:
                     f"run `docker pull {image}`, or `scripts/base-image {image}` for the base image",
                     component=COMPONENT,
                 ) from None
+
+        return self._labels_of(await self.call(self._api.inspect_image, image))
+
+    @staticmethod
+    def _labels_of(image: Mapping[str, Any]) -> Mapping[str, str]:
+        return (image.get("Config") or {}).get("Labels") or {}
 
     def _pull(self, image: str) -> None:
         logger.info("pulling", image=image)
@@ -198,7 +236,14 @@ class DockerEngine:
 
     async def create(self, blueprint: Blueprint) -> str:
         """Make a container (not started); returns its id."""
-        made = await self.call(self._create, blueprint)
+        try:
+            made = await self.call(self._create, blueprint)
+        except CodedError as error:
+            if not self.bounds_disk or "storage-opt" not in error.message:
+                raise
+            logger.warning("the engine's xfs is not mounted with pquota: it cannot bound a layer", why=error.message)
+            self.bounds_disk = False
+            made = await self.call(self._create, blueprint)
         return str(made["Id"])
 
     def _create(self, blueprint: Blueprint) -> Mapping[str, Any]:
@@ -206,11 +251,12 @@ class DockerEngine:
             binds={source: {"bind": target, "mode": mode} for source, (target, mode) in blueprint.binds.items()},
             cap_drop=["ALL"],
             cap_add=list(blueprint.capabilities),
-            security_opt=["no-new-privileges"],
+            security_opt=["no-new-privileges", *([f"seccomp={blueprint.seccomp}"] if blueprint.seccomp else [])],
             mem_limit=blueprint.memory_bytes,
             memswap_limit=blueprint.memory_bytes,
             pids_limit=blueprint.pids,
             shm_size=blueprint.shm_bytes,
+            runtime=blueprint.runtime or None,
             network_mode=blueprint.network,
             extra_hosts=dict(blueprint.hosts) or None,
             dns=list(blueprint.dns) or None,
@@ -261,6 +307,10 @@ class DockerEngine:
             out_of_memory=bool(state["State"]["OOMKilled"]),
             exit_code=int(state["State"]["ExitCode"]),
             layer=str(((state.get("GraphDriver") or {}).get("Data") or {}).get("UpperDir") or ""),
+            etc=tuple(
+                [str(state[name]) for name in ("HostsPath", "HostnamePath", "ResolvConfPath") if state.get(name)]
+            ),
+            network=str(state["HostConfig"]["NetworkMode"]),
         )
 
     async def running(self, container: str) -> bool:
@@ -304,38 +354,8 @@ class DockerEngine:
             cpu_shares=SHARES_BACKGROUND if background else SHARES_ACTION,
         )
 
-    async def pause(self, container: str) -> None:
-        await self.call(self._api.pause, container)
-
     async def unpause(self, container: str) -> None:
         await self.call(self._api.unpause, container)
-
-    async def isolated_network(self, name: str) -> None:
-        """Make a bridge without a way out and without the engine's machine on it, once; raises InvalidConfig."""
-
-        async def found() -> list[Mapping[str, Any]]:
-            networks = await self.call(self._api.networks, names=[name])
-            return [network for network in networks if network["Name"] == name]
-
-        if not (existing := await found()):
-            try:
-                await self.call(
-                    self._api.create_network,
-                    name,
-                    driver="bridge",
-                    internal=True,
-                    check_duplicate=True,
-                    options=NO_HOST,
-                )
-                return
-            except CodedError:
-                if not (existing := await found()):  # else somebody was faster
-                    raise
-        if not existing[0].get("Internal") or not NO_HOST.items() <= (existing[0].get("Options") or {}).items():
-            raise InvalidConfig(
-                f"the network {name!r} shows the engine's machine to sandboxes: docker network rm {name}",
-                component=COMPONENT,
-            )
 
     # --- docker exec, for images without a runner
 
@@ -420,6 +440,14 @@ class DockerEngine:
                 if len(archive) > limit_bytes + ARCHIVE_SLACK_BYTES:
                     raise TooLarge(f"{path!r} is larger than {limit_bytes} bytes", component=COMPONENT)
         return unpacked_file(archive, path)
+
+
+def _remapped(info: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return user and group id; an engine that remaps has a directory for each pair, and is in it."""
+    if not any("userns" in option for option in info.get("SecurityOptions") or ()):
+        return None
+    user, _, group = str(info.get("DockerRootDir", "")).rpartition("/")[2].partition(".")
+    return (int(user), int(group)) if user.isdigit() and group.isdigit() else None
 
 
 def _known_here(pid: int, container: str) -> int:

@@ -11,9 +11,9 @@ import time
 from collections.abc import Mapping
 
 from manager.errors import CapacityExceeded, CodedError, InvalidInput, NotFound, Unsupported
-from manager.function import SandboxSpec
-from runtimes.sandbox.command import Command, CommandResult, FileStat, OnOutput, ResumableCommand
+from runtimes.sandbox.command import Command, CommandResult, FileStat, FileStream, HeldFile, OnOutput, ResumableCommand
 from runtimes.sandbox.docker.engine import DockerEngine
+from runtimes.sandbox.record import SandboxRecord
 from runtimes.sandbox.runner.conversation import KeptOutput, SandboxProcess
 from runtimes.sandbox.runner.protocol import COMMAND_FORM, lost
 
@@ -24,7 +24,7 @@ for p in /proc/[0-9]*; do
   case "$(tr '\\0' '\\n' <$p/environ 2>/dev/null)" in *TANGRAM_ACTION=$1*) kill -$2 ${p#/proc/} 2>/dev/null;; esac
 done; true
 """
-SWEEP_SCRIPT = "kill -9 -1"
+SWEEP_SCRIPT, STOP_SCRIPT, CONTINUE_SCRIPT = "kill -9 -1", "kill -STOP -1", "kill -CONT -1"
 #: Prints the markers of the commands that run: what came in from outside has no parent here.
 LEFT_SCRIPT = """
 for p in /proc/[0-9]*; do
@@ -45,10 +45,11 @@ SCRIPT_S = 10.0
 class ExecClient:
     """`runtimes.sandbox.sandbox.RunnerClient` over the engine."""
 
-    def __init__(self, engine: DockerEngine, container: str, spec: SandboxSpec) -> None:
+    def __init__(self, engine: DockerEngine, container: str, record: SandboxRecord) -> None:
         self._engine = engine
         self._container = container
-        self._spec = spec
+        self._spec = record.spec
+        self._user, self._own_user = record.user, record.uid > 0
         self.lost = asyncio.Event()
         #: Nothing can be claimed: only whoever started a ``docker exec`` gets its output.
         self.resumable: Mapping[str, ResumableCommand] = {}
@@ -56,15 +57,15 @@ class ExecClient:
 
     async def end_left(self) -> None:
         """End the commands of an earlier gateway, whose output nobody gets any more."""
-        user = self._spec.user
+        user = self._user
         _, markers = await self._script(LEFT_SCRIPT, user=user)
         for marker in markers.decode("ascii", "replace").split():
             await self._script(SIGNAL_SCRIPT, marker, "KILL", user=user)
 
     async def prepare_workdir(self) -> None:
         """Make the working directory the user's."""
-        script = '[ -d "$1" ] || { mkdir -p "$1" && chown "$2" "$1"; }'
-        await self._script(script, self._spec.workdir, self._spec.user, user="0")
+        script = '[ -d "$1" ] && [ "$3" = False ] || { mkdir -p "$1" && chown "$2" "$1"; }'
+        await self._script(script, self._spec.workdir, self._user, str(self._own_user), user="0")
 
     async def run(self, command: Command, on_output: OnOutput | None = None) -> CommandResult:
         if bool(command.argv) == bool(command.shell):
@@ -77,14 +78,14 @@ class ExecClient:
                 component=COMPONENT,
             )
         marker = secrets.token_hex(8)
-        user = command.user or self._spec.user
+        user = command.user or self._user
         loop, abandoned = asyncio.get_running_loop(), threading.Event()
 
         def show(stream: str, data: bytes) -> None:
             if on_output is not None and not loop.is_closed():
                 loop.call_soon_threadsafe(on_output, stream, data)
 
-        output = KeptOutput(command.output_limit_bytes, show)
+        output = KeptOutput(command, show)
         started_s = time.monotonic()
         work = asyncio.ensure_future(
             self._engine.call(
@@ -111,16 +112,13 @@ class ExecClient:
         except CodedError as error:
             raise await self._explained(error) from None
         signal = code - 128 if code is not None and timed_out and code > 128 else None
-        return CommandResult(
+        result = CommandResult(
             exit_code=None if signal is not None else code,
             signal=signal,
-            stdout=bytes(output.streams["stdout"]),
-            stderr=bytes(output.streams["stderr"]),
-            stdout_truncated=output.truncated["stdout"],
-            stderr_truncated=output.truncated["stderr"],
             timed_out=timed_out,
             duration_s=time.monotonic() - started_s,
         )
+        return output.completed(result)
 
     async def spawn(self, command: Command) -> SandboxProcess:
         raise Unsupported(
@@ -130,17 +128,23 @@ class ExecClient:
     async def read_file(self, path: str, *, limit_bytes: int) -> bytes:
         return await self._engine.get_file(self._container, self._place(path), limit_bytes=limit_bytes)
 
-    async def write_file(self, path: str, data: bytes, *, mode: int) -> None:
+    async def open_file(self, path: str, *, limit_bytes: int) -> FileStream:
+        """Read it whole: its archive comes from the engine, not from the sandbox."""
+        return HeldFile(await self.read_file(path, limit_bytes=limit_bytes))
+
+    async def write_file(self, path: str, data: bytes, *, mode: int, locked: bool = False) -> bool:
+        """Nothing is locked by it."""
         directory, name = posixpath.split(self._place(path))
-        user = self._spec.user
+        user = self._user
         code, _ = await self._script('mkdir -p "$1" && [ -w "$1" ]', directory, user=user)
         if code != 0:
             raise InvalidInput(f"{directory!r} cannot be written by user {user}", component=COMPONENT)
         uid = int(user) if user.isdigit() else 0
         await self._engine.put_file(self._container, directory, name, data, mode=mode, uid=uid)
+        return False
 
     async def list_files(self, path: str) -> list[FileStat]:
-        code, output = await self._script(LIST_SCRIPT, self._place(path), user=self._spec.user)
+        code, output = await self._script(LIST_SCRIPT, self._place(path), user=self._user)
         if code != 0:
             raise NotFound(f"{path!r} is no directory in the sandbox", component=COMPONENT)
         found = []
@@ -160,8 +164,16 @@ class ExecClient:
     def keep(self, claims: str, *, detached: bool) -> None:
         """Do nothing: a ``docker exec`` ends with its gateway."""
 
-    async def sweep(self) -> None:
+    async def rest(self, *, resting: bool) -> None:
+        await self._script(STOP_SCRIPT if resting else CONTINUE_SCRIPT, user="0")
+
+    def lend(self, fd: int) -> bool:
+        """Return True: it has no runner that would end itself."""
+        return True
+
+    async def sweep(self) -> int:
         await self._script(SWEEP_SCRIPT, user="0")
+        return 0
 
     def close(self) -> None:
         self.lost.set()

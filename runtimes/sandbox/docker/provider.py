@@ -14,34 +14,51 @@ from pathlib import Path
 
 import structlog
 
-from manager.errors import ActionFailed, CodedError, InvalidConfig, NotFound, Unsupported
-from manager.function import Network, SandboxSpec
+from manager.errors import ActionFailed, CodedError, NotFound, Unsupported, exhaustion
+from manager.function import AUTO, SandboxSpec
 from runtimes.sandbox.cgroup import Hierarchy
 from runtimes.sandbox.creation_gate import CreationGate
-from runtimes.sandbox.disk import DiskWatch
-from runtimes.sandbox.docker.control import ContainerControl
+from runtimes.sandbox.disk.bound import DiskBound, WalkBound
+from runtimes.sandbox.disk.image import files_max, is_bounded
+from runtimes.sandbox.disk.watch import RUN_BYTES, RUN_FILES, DiskWatch
+from runtimes.sandbox.docker.control import ContainerControl, release_noted
 from runtimes.sandbox.docker.engine import Blueprint, DockerEngine, Found, NoRunner
 from runtimes.sandbox.docker.exec_client import ExecClient
 from runtimes.sandbox.docker.installer import AttachInstaller, RunnerInstaller, SharedDirectoryInstaller
 from runtimes.sandbox.docker.leftovers import LeftoverCleaner
-from runtimes.sandbox.docker.network import Egress
-from runtimes.sandbox.record import SandboxRecord, note_container, noted_container, read_records
+from runtimes.sandbox.docker.network import ContainerNetworks
+from runtimes.sandbox.docker.remains import GATEWAY, MACHINE, NAME, STATE, UID, machine_id
+from runtimes.sandbox.egress import Egress
+from runtimes.sandbox.own_users import FIRST, OwnUsers
+from runtimes.sandbox.record import (
+    SANDBOXES,
+    TASK,
+    SandboxRecord,
+    hold,
+    note_bounded,
+    note_container,
+    noted_bounded,
+    noted_container,
+    read_records,
+)
 from runtimes.sandbox.runner.protocol import lost
-from runtimes.sandbox.sandbox import PROMISES, ProviderInfo, RunnerClient, Sandbox, require_workdir
+from runtimes.sandbox.sandbox import PROMISES, ProviderInfo, RunnerClient, Sandbox, require_user, require_workdir
+from runtimes.sandbox.seccomp import Seccomp, engine_profile
 
 logger = structlog.get_logger("sandbox.container")
 
 COMPONENT = "sandbox.container"
 #: Exit status of a first process that was ended by SIGKILL.
 KILLED = 128 + signal.SIGKILL
-GATEWAY, NAME = "tangram.gateway", "tangram.sandbox"
-INTERNAL_NETWORK = "tangram-isolated"
-#: The sandbox itself: an engine asks its own machine's name server on behalf of whoever has no way to it.
-NO_NAMES = ("127.0.0.1",)
 #: The runner's own; a command that runs as another user than root has none of them.
 CAPABILITIES = ("SETUID", "SETGID", "KILL", "CHOWN")
 #: What keeps a container without python3 alive; as PID 1 it reaps what is orphaned.
 IDLE = ("/bin/sh", "-c", "trap : TERM INT; while :; do sleep 86400 & wait $!; done")
+#: Whose containers share this machine's kernel, and with it the runner's socket.
+SHARING = ("runc", "crun", "youki", "io.containerd.runc.v2", "nvidia")
+ATTACHED = "attach"
+#: The range of sandboxes' own users in an engine with userns-remap, whose containers know so many ids in all.
+REMAPPED_FIRST, REMAPPED_COUNT = 10_000, 65_536
 #: The runner, beside the commands' processes.
 PIDS_OF_OURS = 2
 
@@ -59,16 +76,39 @@ class ContainerProvider:
         shared_cores: Sequence[int],
         transport: str = SharedDirectoryInstaller.name,
         copy_limit_bytes: int = 0,
+        uids: tuple[int, int] = (0, 1000),
         hierarchy: Hierarchy | None = None,
+        seccomp: Seccomp = "default",
+        bound: DiskBound | None = None,
+        name_servers: Sequence[str] = (),
+        egress_network: str = "",
+        internal_networks: int = 16,
     ) -> None:
         self._engine = engine
+        self._seccomp = engine_profile(seccomp) if engine.seccomp and seccomp != "none" else ""
         self._transport = transport
         attach = AttachInstaller(engine, copy_limit_bytes)
         self._installers: Mapping[str, RunnerInstaller] = {
             each.name: each for each in (SharedDirectoryInstaller(), attach)
         }
-        self._root = state_dir / "sandboxes"
+        self._root = state_dir / SANDBOXES
+        self._held = hold(state_dir)
+        first, count = uids
+        remapped = engine.remapped is not None
+        self._users = OwnUsers(
+            first or (REMAPPED_FIRST if remapped else FIRST),
+            min(count, REMAPPED_COUNT - (first or REMAPPED_FIRST)) if remapped else count,
+            self._root,
+        )
         self._label = f"{gateway_id}-{_state_id(state_dir)}"
+        self._labels = {GATEWAY: self._label, STATE: str(state_dir.absolute()), MACHINE: machine_id()}
+        self._networks = ContainerNetworks(
+            engine,
+            labels=self._labels,
+            name_servers=name_servers,
+            egress_network=egress_network,
+            internal_networks=internal_networks,
+        )
         self._gate = gate
         self._shared_cores = tuple(shared_cores)
         self._hierarchy = Hierarchy.discover() if hierarchy is None else hierarchy
@@ -76,36 +116,50 @@ class ContainerProvider:
         #: Images found to have no python3.
         self._bare: set[str] = set()
         self._abandoned: set[asyncio.Task[None]] = set()
+        self._bound = bound or WalkBound()
         self._disk = DiskWatch()
 
     @property
     def info(self) -> ProviderInfo:
         engine = self._engine
+        unfiltered = () if engine.seccomp else ("commands may make any system call: the engine has no seccomp",)
         return ProviderInfo(
             kind="container",
             engine=f"docker {engine.version} (cgroup v{engine.cgroup_version}), {self._transport} transport",
-            isolation="a container without network and capabilities, with no-new-privileges; the kernel is shared",
-            limits={**dict.fromkeys(PROMISES, True), "seccomp": engine.seccomp},
+            isolation="a container without network and capabilities, with no-new-privileges; "
+            + ("the kernel is shared" if engine.default_runtime in SHARING else f"run by {engine.default_runtime}"),
+            runtime=engine.default_runtime,
+            runtimes=engine.runtimes,
+            limits={
+                **dict.fromkeys(PROMISES, True),
+                "seccomp": engine.seccomp,
+                "egress": self._networks.holds_egress(here=self._is_here()),
+                "root_separate": engine.remapped is not None,
+            },
+            weakenings=(*unfiltered, *self._networks.weakenings),
+            disk="quota" if engine.bounds_disk else self._bound.name,
         )
 
     async def check(self, spec: SandboxSpec) -> None:
+        await self._checked(spec)
+
+    async def _checked(self, spec: SandboxSpec) -> Mapping[str, str]:
+        """Return the labels of its image."""
         require_workdir(spec)
-        if spec.allow and spec.network is not Network.EGRESS:
-            raise InvalidConfig("sandbox.allow needs network: egress", component=COMPONENT)
-        if spec.allow:
-            Egress.check()
-            if self._transport != SharedDirectoryInstaller.name:
-                raise Unsupported(
-                    "network: egress with an allow list needs an engine on this machine", component=COMPONENT
-                )
-        await self._engine.require_image(spec.image)
+        require_user(spec)
+        if spec.runtime:
+            await self._engine.require_runtime(spec.runtime)
+        await self._networks.check(spec, here=self._is_here(spec.runtime))
+        return await self._engine.require_image(spec.image)
 
     async def create(
         self, spec: SandboxSpec, *, name: str, labels: Mapping[str, str], mounts: Mapping[str, str]
     ) -> Sandbox:
-        async with self._gate.slot(name):
-            await self.check(spec)
-            making = asyncio.create_task(self._create(spec, name, labels, mounts))
+        async with self._networks.of(spec, labels.get(TASK, name)) as network, self._gate.slot(name):
+            image = await self._checked(spec)
+            known = image.get(UID, "")
+            uid = self._users.take(name, int(known) if known.isdecimal() else 0) if spec.user == AUTO else 0
+            making = asyncio.create_task(self._create(spec, name, labels, mounts, uid, network))
             try:
                 return await asyncio.shield(making)
             except asyncio.CancelledError:
@@ -131,9 +185,11 @@ class ContainerProvider:
     async def reap(self, living: Collection[str]) -> int:
         with self._gate.watching() as young:
             listed = await self._engine.list(f"{GATEWAY}={self._label}")
-            directories = [directory for directory, _ in await asyncio.to_thread(read_records, self._root)]
+            found = await asyncio.to_thread(read_records, self._root)
+            directories = [directory for directory, record in found if record is None or record.in_container]
             kept = {*living, *young}
         removed = sum([await self._discard(found) for found in listed if found.labels.get(NAME) not in kept])
+        await self._networks.sweep()
         for directory in directories:
             if directory.name not in kept:
                 await asyncio.to_thread(self._forget, directory, {found.id for found in listed})
@@ -144,6 +200,7 @@ class ContainerProvider:
         container = noted_container(directory)
         if container and container not in listed:
             self._cleaner.watch(container)
+        release_noted(self._bound, directory)
         shutil.rmtree(directory, ignore_errors=True)
 
     async def remove_snapshot(self, name: str) -> None:
@@ -154,60 +211,105 @@ class ContainerProvider:
         while self._abandoned:
             await asyncio.gather(*self._abandoned, return_exceptions=True)
         await self._engine.close()
+        self._held.close()
+
+    def _transport_of(self, runtime: str = "") -> str:
+        """Return how a runner is spoken to: where it has a kernel of its own, a mounted socket is nobody's."""
+        sharing = (runtime or self._engine.default_runtime) in SHARING
+        return self._transport if sharing else ATTACHED
+
+    def _is_here(self, runtime: str = "") -> bool:
+        """Return whether a sandbox is on this machine, and of its kernel."""
+        return self._transport_of(runtime) == SharedDirectoryInstaller.name
 
     # --- making
 
     async def _create(
-        self, spec: SandboxSpec, name: str, labels: Mapping[str, str], mounts: Mapping[str, str]
+        self,
+        spec: SandboxSpec,
+        name: str,
+        labels: Mapping[str, str],
+        mounts: Mapping[str, str],
+        uid: int,
+        network: str,
     ) -> Sandbox:
         directory = self._root / name
         token, runner = secrets.token_hex(16), spec.image not in self._bare
         record = SandboxRecord(
-            name=name, token=token, spec=spec, labels=dict(labels), runner=runner, transport=self._transport
+            name=name,
+            token=token,
+            spec=spec,
+            labels=dict(labels),
+            provider="container",
+            runner=runner,
+            transport=self._transport_of(spec.runtime),
+            uid=uid,
         )
         container = ""
         try:
-            await asyncio.to_thread(_lay_out, directory, record)
-            egress = await Egress.resolve(spec) if spec.allow else None
-            if spec.network is Network.INTERNAL:
-                await self._engine.isolated_network(INTERNAL_NETWORK)
-            blueprint = self._blueprint(record, directory, mounts, egress)
-            container = await self._made(blueprint, mounts)
+            await asyncio.to_thread(_lay_out, directory, record, self._engine.remapped)
+            egress = await self._networks.resolve(spec, here=self._is_here(spec.runtime))
+            blueprint = self._blueprint(record, directory, mounts, network, egress)
+            container = await self._made(blueprint, record, mounts, directory)
             await asyncio.to_thread(note_container, directory, container)
             try:
                 found = await self._engine.start(container)
             except NoRunner as error:
                 await self._engine.remove(container)
-                container = await self._made(self._without_runner(blueprint, record, error), mounts)
+                bare = self._without_runner(blueprint, record, error)
+                container = await self._made(bare, record, mounts, directory)
                 await asyncio.to_thread(note_container, directory, container)
                 record = replace(record, runner=False)
                 await asyncio.to_thread(record.write, directory)
                 found = await self._engine.start(container)
-            if egress is not None:
-                await egress.enforce(found.pid)
+            await self._networks.enforce(egress, found.pid)
             return await self._assemble(found, record, directory)
-        except BaseException:
+        except BaseException as error:
             if container:
                 with suppress(CodedError):
                     await self._engine.remove(container)
                     await asyncio.to_thread(self._cleaner.watch, container)
+            await asyncio.to_thread(release_noted, self._bound, directory)
             await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+            if short := exhaustion(error, COMPONENT):
+                raise short from None
             raise
 
-    async def _made(self, blueprint: Blueprint, mounts: Mapping[str, str]) -> str:
+    async def _made(
+        self, blueprint: Blueprint, record: SandboxRecord, mounts: Mapping[str, str], directory: Path
+    ) -> str:
         container = await self._engine.create(blueprint)
         try:
-            await self._installers[self._transport].furnish(container, mounts)
+            await self._bind_layer(container, blueprint.disk_bytes, directory)
+            await self._installers[record.transport].furnish(container, mounts)
         except BaseException:
             await self._engine.remove(container)
             raise
         return container
 
+    async def _bind_layer(self, container: str, disk_bytes: int, directory: Path) -> None:
+        """Bound the layer of a container that is not started yet, with the few entries that the engine made."""
+        if isinstance(self._bound, WalkBound):
+            return
+        layer = Path((await self._engine.inspect(container)).layer)
+
+        def bind() -> None:
+            if layer.name == "diff" and layer.is_dir():  # overlay2: beside it what the overlay works with
+                release_noted(self._bound, directory)  # of a first try without a runner
+                note_bounded(directory, layer.parent)
+                self._bound.bind(layer.parent, disk_bytes)
+
+        await asyncio.to_thread(bind)
+
     def _blueprint(
-        self, record: SandboxRecord, directory: Path, mounts: Mapping[str, str], egress: Egress | None
+        self,
+        record: SandboxRecord,
+        directory: Path,
+        mounts: Mapping[str, str],
+        network: str,
+        egress: Egress | None,
     ) -> Blueprint:
         spec = record.spec
-        networks = {Network.NONE: "none", Network.INTERNAL: INTERNAL_NETWORK, Network.EGRESS: "bridge"}
         blueprint = Blueprint(
             name=record.name,
             image=spec.image,
@@ -215,18 +317,20 @@ class ContainerProvider:
             user="0",
             workdir="/",
             env=spec.env,
-            labels={GATEWAY: self._label, NAME: record.name, **record.labels},
+            labels={**self._labels, NAME: record.name, UID: str(record.uid), **record.labels},
             binds={},
             capabilities=CAPABILITIES,
             memory_bytes=spec.memory_bytes,
             pids=spec.pids + PIDS_OF_OURS,
             shm_bytes=spec.shm_bytes,
             disk_bytes=spec.disk_bytes,
-            network=networks[spec.network],
+            runtime=spec.runtime,
+            network=network,
             hosts={} if egress is None else egress.hosts,
-            dns=NO_NAMES if spec.network is Network.INTERNAL else (),
+            dns=self._networks.name_servers(spec, egress),
+            seccomp=self._seccomp,
         )
-        blueprint = self._installers[self._transport].equip(blueprint, directory, mounts)
+        blueprint = self._installers[record.transport].equip(blueprint, directory, mounts)
         return self._bare_blueprint(blueprint) if spec.image in self._bare else blueprint
 
     def _without_runner(self, blueprint: Blueprint, record: SandboxRecord, error: NoRunner) -> Blueprint:
@@ -249,7 +353,7 @@ class ContainerProvider:
             self._cleaner.learn(found.id, found.pid)
         client: RunnerClient
         if not record.runner:
-            client = ExecClient(self._engine, found.id, spec)
+            client = ExecClient(self._engine, found.id, record)
             await (client.end_left() if adopted else client.prepare_workdir())
         else:
             try:
@@ -260,38 +364,57 @@ class ContainerProvider:
                     message = f"the runner does not start in {spec.image!r}: its python3 must be 3.8 or newer"
                     raise Unsupported(message, component=COMPONENT) from failure
                 raise
+        control = self._control(found)
         sandbox = Sandbox(
             record=record,
             directory=directory,
             client=client,
-            control=self._control(found),
+            control=control,
             shared_cores=self._shared_cores,
         )
-        self._watch_disk(sandbox, found)
+        self._watch_disk(sandbox, found, control)
         return sandbox
 
-    def _watch_disk(self, sandbox: Sandbox, found: Found) -> None:
-        """Watch its layer if the engine does not bound it: from here, or else by asking the engine."""
-        if self._engine.bounds_disk:
-            return
-        limit_bytes = sandbox.spec.disk_bytes
-        if found.pid and found.layer and os.access(found.layer, os.R_OK):
-            self._disk.add(sandbox, Path(found.layer), limit_bytes)
-        else:
-            self._disk.add_remote(sandbox, lambda: self._engine.layer_bytes(found.id), limit_bytes)
+    def _watch_disk(self, sandbox: Sandbox, found: Found, control: ContainerControl) -> None:
+        """Watch what no file system of its own bounds: its layer, or no more than a few files that it shares with us.
+
+        From here, or else by asking the engine.
+        """
+        disk_bytes, processes = sandbox.spec.disk_bytes, control.processes
+        shared = (self._root / sandbox.id / "run", *map(Path, found.etc))
+        bounded = self._engine.bounds_disk
+        if found.pid and not isinstance(self._bound, WalkBound):
+            bounded = bounded or is_bounded(Path(f"/proc/{found.pid}/root"), disk_bytes)
+        if bounded and found.pid:
+            self._disk.add(sandbox, shared, RUN_BYTES, RUN_FILES, processes)
+        elif not bounded and found.pid and found.layer and os.access(found.layer, os.R_OK):
+            self._disk.add(sandbox, (Path(found.layer), *shared), disk_bytes, files_max(disk_bytes), processes)
+        elif not bounded:
+            self._disk.add_remote(sandbox, lambda: self._engine.layer_bytes(found.id), disk_bytes)
 
     async def _adopt(self, found: Found, record: SandboxRecord) -> Sandbox:
         if not found.running:
             raise lost("it is not running")
+        await self._networks.require(found, record, here=self._is_here(record.spec.runtime))
         if found.paused:  # by a gateway that saw no cgroup
             await self._engine.unpause(found.id)
         await self._control(found).thaw()
+        place = noted_bounded(self._root / record.name)
+        if place is not None:
+            self._bound.adopt(place)
         return await self._assemble(found, record, self._root / record.name, adopted=True)
 
     def _control(self, found: Found) -> ContainerControl:
         cgroup = None if self._hierarchy is None or not found.pid else self._hierarchy.of_process(found.pid)
         return ContainerControl(
-            self._engine, found.id, self._root / found.labels.get(NAME, "unknown"), cgroup, self._cleaner
+            self._engine,
+            found.id,
+            self._root / found.labels.get(NAME, "unknown"),
+            cgroup,
+            self._cleaner,
+            self._bound,
+            found.pid,
+            removed=self._networks.after(found),
         )
 
     async def _discard(self, found: Found) -> bool:
@@ -321,9 +444,11 @@ class ContainerProvider:
         task.add_done_callback(self._abandoned.discard)
 
 
-def _lay_out(directory: Path, record: SandboxRecord) -> None:
+def _lay_out(directory: Path, record: SandboxRecord, remapped: tuple[int, int] | None) -> None:
     """Make the directory with its record, and that of the socket, which only root may enter here and inside."""
     (directory / "run").mkdir(parents=True, mode=0o700)
+    if remapped is not None and os.geteuid() == 0:
+        os.chown(directory / "run", *remapped)
     record.write(directory)
 
 

@@ -15,12 +15,12 @@ class ExecResult(TypedDict):
 
     exit_code: Annotated[int | None, Meta(description="Exit status; null if a signal ended it")]
     signal: Annotated[int | None, Meta(description="The signal that ended it, else null")]
-    stdout: Annotated[str, Meta(description="Standard output, at most the function's output_limit")]
+    stdout: Annotated[str, Meta(description="Standard output; beyond output_limit its two ends")]
     stderr: Annotated[str, Meta(description="Standard error, likewise")]
     stdout_base64: NotRequired[Annotated[str, Meta(description="The bytes of stdout, if they are not UTF-8")]]
     stderr_base64: NotRequired[Annotated[str, Meta(description="The bytes of stderr, if they are not UTF-8")]]
-    stdout_truncated: Annotated[bool, Meta(description="Whether more was written to stdout than is kept")]
-    stderr_truncated: Annotated[bool, Meta(description="Whether more was written to stderr than is kept")]
+    stdout_truncated: Annotated[bool, Meta(description="Whether stdout lacks bytes; a line in it counts them")]
+    stderr_truncated: Annotated[bool, Meta(description="Whether stderr lacks bytes; a line in it counts them")]
     duration_s: Annotated[float, Meta(description="Seconds that the command ran")]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import codecs
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -17,10 +18,10 @@ from msgspec import Meta
 from manager.action import Action
 from manager.errors import ActionFailed, CodedError, Reason
 from manager.executor import LogSink
-from manager.function import Background, FunctionSpec
+from manager.function import AUTO, Background, FunctionSpec, SandboxSpec
 from manager.lease import Lease
 from runtimes.runtime import Execution, Result
-from runtimes.sandbox.command import Command, CommandResult, OnOutput, claims_of
+from runtimes.sandbox.command import ARGUMENT_MAX_BYTES, Command, CommandResult, OnOutput, claims_of
 from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.runner.protocol import unmade
 from runtimes.sandbox.sandbox import Sandbox
@@ -30,6 +31,8 @@ logger = structlog.get_logger("sandbox")
 COMPONENT = "sandbox"
 #: Seconds between the end of a command's time and the caller's deadline for it.
 DEADLINE_MARGIN_S = 0.005
+#: Bytes of a command's words together: the kernel bounds words and environment to 2 MiB.
+COMMAND_MAX_BYTES = 3 * 2**19
 T = TypeVar("T")
 
 Env = Annotated[dict[str, str], Meta(description="Environment variables, added to the sandbox's own")]
@@ -62,15 +65,46 @@ class Stage:
             try:
                 if action.trajectory is None:
                     claims = claims_of(action.id, action.attempt)
-                    sandbox = await stack.enter_async_context(self.environments.ephemeral(spec, claims))
+                    sandbox = await stack.enter_async_context(
+                        self.environments.ephemeral(spec, claims, task=action.task)
+                    )
                 else:
-                    sandbox = await self.environments.ensure(action.trajectory, spec)
+                    sandbox = await self.environments.ensure(action.trajectory, spec, task=action.task)
             except CodedError as error:
                 raise unmade(error) from error
             if action.trajectory is not None:
                 stack.push_async_callback(_rest, sandbox, Background.FREEZE if spec is None else spec.background)
             await stack.enter_async_context(self._occupied(action, sandbox, execution.lease))
             yield sandbox
+
+    @asynccontextmanager
+    async def enter_fresh(self, execution: Execution, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
+        """Yield a sandbox that nobody has used, on the lease's cores; it is removed afterwards.
+
+        It is that of the gateway before if a command of this action can be claimed there.
+        """
+        action = execution.action
+        async with AsyncExitStack() as stack:
+            claims = claims_of(action.id, action.attempt)
+            try:
+                # Of no task: with network internal nothing of the agent's reaches the grader.
+                sandbox = await stack.enter_async_context(self.environments.ephemeral(spec, claims))
+            except CodedError as error:
+                raise unmade(error) from error
+            await stack.enter_async_context(self._occupied(action, sandbox, execution.lease))
+            yield sandbox
+
+    @asynccontextmanager
+    async def visit(self, sandbox: Sandbox, execution: Execution) -> AsyncIterator[None]:
+        """Let a trajectory's sandbox run for a moment, beside the one in which its action is executed."""
+        spec = execution.call.function.sandbox
+        try:
+            if execution.lease.cores:
+                await sandbox.set_cores(execution.lease.cores)
+            await sandbox.thaw()
+            yield
+        finally:
+            await _rest(sandbox, Background.FREEZE if spec is None else spec.background)
 
     async def resize(self, action: Action, lease: Lease) -> None:
         """Give a running action other cores; do nothing if it has ended."""
@@ -120,6 +154,7 @@ class ExecRuntime:
                 result = await carry_out(execution, sandbox, command, lines.write)
             finally:
                 lines.close()
+        execution.call.log.omit(sum(result.unshown.values()))
         return conclude(result, command)
 
     async def resize(self, action: Action, lease: Lease) -> None:
@@ -138,7 +173,8 @@ async def begin(execution: Execution, sandbox: Sandbox) -> bool:
     What an earlier gateway started has run since then, and its time may be over already.
     """
     claims = claims_of(execution.action.id, execution.action.attempt)
-    held = [held.ran_s for claim, held in sandbox.resumable.items() if claim.startswith(claims)]
+    now_s = time.monotonic()
+    held = [held.run_s(now_s) for claim, held in sandbox.resumable.items() if claim.startswith(claims)]
     detached = bool(held)
     if not held and execution.call.announce is not None:
         detached = await execution.call.announce()
@@ -217,16 +253,32 @@ def command_of(value: Mapping[str, object], function: FunctionSpec, *, timeout_s
     for name, text in texts.items():
         if "\0" in text:
             raise invalid(f"$.{name}", "must not contain NUL")
+    if texts["user"] and function.sandbox is not None and (refused := function.sandbox.refuses(texts["user"])):
+        raise invalid("$.user", refused)
+    _check_sizes(given)
     return Command(
         argv=tuple(given.get("argv", ())),
         shell=texts["command"],
         cwd=texts["cwd"],
         env=given.get("env", {}),
-        user=texts["user"],
+        user="" if texts["user"] == AUTO else texts["user"],
         stdin=given.get("stdin", "").encode("utf-8", "surrogatepass"),
         timeout_s=timeout_s,
         output_limit_bytes=function.output_limit_bytes,
+        shown_limit_bytes=function.log_limit_bytes,
     )
+
+
+def _check_sizes(given: ExecInput) -> None:
+    """Raise ActionFailed(invalid_input) for what the kernel would not take; a long ``command`` it takes in pieces."""
+    argv = {f"$.argv[{index}]": text for index, text in enumerate(given.get("argv", ()))}
+    for path, text in {**argv, **{f"$.env.{name}": text for name, text in given.get("env", {}).items()}}.items():
+        if len(text.encode("utf-8", "surrogatepass")) >= ARGUMENT_MAX_BYTES - 256:
+            raise invalid(path, "is longer than the kernel lets one be, 128 KiB; give it as stdin, or upload a file")
+    sizes = [len(text.encode("utf-8", "surrogatepass")) for text in (*argv.values(), given.get("command", ""))]
+    if sum(sizes) > COMMAND_MAX_BYTES:
+        name = "argv" if argv else "command"
+        raise invalid(f"$.{name}", f"has {sum(sizes)} bytes, more than {COMMAND_MAX_BYTES}; upload a file and run that")
 
 
 def conclude(result: CommandResult, command: Command) -> Result:

@@ -17,6 +17,7 @@ import orjson
 from manager.errors import ActionFailed, CodedError, Reason
 from manager.executor import LogSink
 from manager.function import Background, FunctionSpec, HandlerSpec, SandboxSpec
+from runtimes.api.secrets import Secrets
 from runtimes.runtime import Execution, Result
 from runtimes.sandbox.command import Command, CommandResult
 from runtimes.sandbox.environments import PURPOSE, EnvironmentSettings
@@ -40,6 +41,8 @@ class HandlerSettings:
 
     #: For functions that have no ``sandbox`` section; its image also for those that name none.
     sandbox: SandboxSpec = field(default_factory=lambda: EnvironmentSettings().default)
+    #: What ``${secret:NAME}`` in its environment stands for.
+    secrets: Secrets = field(default_factory=Secrets)
     python: str = "python3"
     #: Seconds for the import of the handler.
     start_timeout_s: float = 60.0
@@ -94,6 +97,7 @@ class Instance:
         limit = function.output_limit_bytes + _FRAME_SLACK_BYTES
         self._decoder = FrameDecoder(worker.HEADER, limit=limit)
         self._tail = bytearray()  # the last raw output, for the story of a crash
+        self._tail_missing = 0
         self._ready: asyncio.Future[Mapping[str, Any]] = asyncio.get_running_loop().create_future()
         self._posture = asyncio.Lock()
         self._death: ActionFailed | None = None
@@ -109,7 +113,7 @@ class Instance:
         """
         spec = handler_of(function)
         sandbox = await provider.create(
-            settings.sandbox_of(function),
+            settings.secrets.filled(settings.sandbox_of(function)),
             name=secrets.token_hex(8),
             labels={PURPOSE: "handler", "tangram.function": function.name},
             mounts={str(spec.directory): _MOUNT},
@@ -268,6 +272,7 @@ class Instance:
     def _raw(self, data: bytes) -> None:
         """Log output that bypassed Python for all that run: it cannot be told whose it is."""
         self._tail += data
+        self._tail_missing += max(0, len(self._tail) - _TAIL_MAX_BYTES)
         del self._tail[:-_TAIL_MAX_BYTES]
         text = data.decode("utf-8", "replace")
         for pending in self._pending.values():
@@ -286,7 +291,8 @@ class Instance:
                 pending.answer.set_exception(death)
 
     def _post_mortem(self, ended: CommandResult) -> ActionFailed:
-        detail = {"output": self._tail.decode("utf-8", "replace")}
+        missing = f"[... {self._tail_missing} bytes are missing here ...]\n" if self._tail_missing else ""
+        detail = {"output": missing + self._tail.decode("utf-8", "replace")}
         if ended.out_of_memory:
             peak = f"the handler's process ran out of memory (peak {ended.peak_memory_bytes} bytes)"
             return ActionFailed(Reason.OUT_OF_MEMORY, peak, component=COMPONENT, detail=detail)
@@ -323,6 +329,7 @@ def _request(execution: Execution) -> Mapping[str, object]:
         "attempt": action.attempt,
         "timeout_s": action.timeout_s,
         "traceparent": execution.call.traceparent,
+        "tracestate": execution.call.tracestate,
     }
     return {"id": action.id, "event": execution.call.input, "context": context}
 

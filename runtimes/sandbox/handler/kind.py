@@ -74,7 +74,7 @@ def _source(function: FunctionSpec) -> str:
 
 
 def _make(materials: Materials) -> Runtime:
-    runtime = HandlerRuntime(materials.provider, HandlerSettings(sandbox=materials.sandbox))
+    runtime = HandlerRuntime(materials.provider, HandlerSettings(sandbox=materials.sandbox, secrets=materials.secrets))
     materials.environments.exclude(lambda: runtime.sandboxes)
     return runtime
 

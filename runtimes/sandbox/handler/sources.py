@@ -7,6 +7,9 @@ import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from manager.errors import exhaustion
+
+COMPONENT = "handler"
 #: Bounds of what a handler's digest covers; beyond them the function is refused.
 SOURCES_MAX = 2000
 SOURCES_LIMIT_BYTES = 64 * 2**20
@@ -23,6 +26,8 @@ def handler_problem(directory: Path, module: str, callable_name: str) -> str | N
         line = getattr(error, "lineno", None) or 1
         return f"{file}:{line} is not Python: {getattr(error, 'msg', None) or error}"
     except OSError as error:
+        if short := exhaustion(error, COMPONENT):
+            raise short from None
         return f"{file} cannot be read: {error.strerror}"
     names = set(_top_level_names(tree.body))
     if callable_name in names or "*" in names:

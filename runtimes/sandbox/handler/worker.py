@@ -83,6 +83,7 @@ class Context:
         #: Which try this is, from 1.
         self.attempt: int = fields["attempt"]
         self.traceparent: str | None = fields["traceparent"]
+        self.tracestate: str | None = fields.get("tracestate")
         self.timeout_s: float = fields["timeout_s"]
         self._deadline_s: float = time.monotonic() + self.timeout_s
         self._log = log
@@ -168,7 +169,7 @@ class Records(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         fields = {"level": record.levelname.lower(), "logger": record.name, "message": record.getMessage()}
         if record.exc_info:
-            fields["exception"] = logging.Formatter().formatException(record.exc_info)[-TRACEBACK_MAX_CHARS:]
+            fields["exception"] = _shortened(logging.Formatter().formatException(record.exc_info), TRACEBACK_MAX_CHARS)
         invocation = self._calls.current()
         if invocation is None:
             os.write(2, (json.dumps(fields) + "\n").encode())
@@ -264,9 +265,17 @@ def describe(error: BaseException) -> dict[str, str]:
     lines = traceback.format_exception(type(error), error, frames)
     return {
         "type": type(error).__name__,
-        "message": _printable(message[:MESSAGE_MAX_CHARS]),
-        "traceback": _printable("".join(lines)[-TRACEBACK_MAX_CHARS:]),
+        "message": _printable(_shortened(message, MESSAGE_MAX_CHARS)),
+        "traceback": _printable(_shortened("".join(lines), TRACEBACK_MAX_CHARS)),
     }
+
+
+def _shortened(text: str, limit: int) -> str:
+    """Return both ends of a longer text, with a line that counts what is missing in between."""
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half} characters are missing here ...]\n{text[-half:]}"
 
 
 def _printable(text: str) -> str:

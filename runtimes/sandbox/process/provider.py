@@ -7,37 +7,50 @@ working directory. Without: a directory and a process tree. Memory, process and 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
-import resource
 import secrets
-import shutil
 import signal
-import subprocess
 import sys
-import time
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import structlog
 
-from manager.errors import ActionFailed, Unsupported
-from manager.function import Isolation, Network, SandboxSpec
-from runtimes.sandbox.cgroup import Cgroup, Hierarchy
+from manager.errors import ActionFailed, InvalidConfig, Unsupported, exhaustion
+from manager.function import AUTO, Isolation, Network, SandboxSpec
+from runtimes.sandbox.cgroup import Cgroup
 from runtimes.sandbox.creation_gate import CreationGate
-from runtimes.sandbox.disk import DiskWatch
-from runtimes.sandbox.record import SandboxRecord, read_records
+from runtimes.sandbox.disk.bound import DiskBound, WalkBound
+from runtimes.sandbox.disk.image import files_max, is_bounded
+from runtimes.sandbox.disk.watch import RUN_BYTES, RUN_FILES, DiskWatch
+from runtimes.sandbox.egress import Egress, EgressGuard
+from runtimes.sandbox.process.control import ProcessControl, control_of, group_of, process_records, started
+from runtimes.sandbox.process.ids import BLOCK, IdBlock
+from runtimes.sandbox.process.means import Means
+from runtimes.sandbox.process.uplink import Uplink, missing_uplink
+from runtimes.sandbox.record import SANDBOXES, SandboxRecord, hold
 from runtimes.sandbox.runner.byte_stream import SocketStream
-from runtimes.sandbox.runner.protocol import INSIDE, ISOLATED, RUNNER
+from runtimes.sandbox.runner.protocol import INSIDE, ISOLATED, RUNNER, lost
+from runtimes.sandbox.runner.runner import DEFAULT_PATH
 from runtimes.sandbox.runner.stream_client import StreamClient
-from runtimes.sandbox.sandbox import PROMISES, ProviderInfo, Sandbox, require_workdir
+from runtimes.sandbox.sandbox import PROMISES, ProviderInfo, Sandbox, require_user, require_workdir
+from runtimes.sandbox.seccomp import Seccomp, compiled
 
 logger = structlog.get_logger("sandbox.process")
 
 COMPONENT = "sandbox.process"
 START_S = 15.0
 FILES_MAX = 4096
+#: The user of a sandbox of `user: auto`, in its own block of ids.
+OWN_UID = 1000
+#: Where bubblewrap finds the filter of system calls and the user namespace, and what the sandbox holds while it lives:
+#: the claim on its ids, and its uplink.
+FILTER_FD, NAMESPACE_FD, CLAIM_FD, UPLINK_FD = 3, 4, 5, 6
+#: Above which number we keep what is passed to a child.
+FDS_ABOVE = 64
 #: Host files that programs need and that tell nothing.
 ETC = (
     "nsswitch.conf", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "localtime",
@@ -47,69 +60,125 @@ ETC = (
 CAPABILITIES = ("CAP_SETUID", "CAP_SETGID", "CAP_KILL", "CAP_CHOWN")
 
 
-@dataclass(frozen=True, slots=True)
-class Means:
-    """What this machine lends a process sandbox."""
-
-    bubblewrap: str | None
-    root: bool
-    #: The group under which each sandbox gets one of its own; None if none can be written.
-    cgroup: Cgroup | None
-
-    @classmethod
-    def discover(cls) -> Means:
-        hierarchy = Hierarchy.discover()
-        own = None if hierarchy is None else hierarchy.of_process("self")
-        return cls(_working_bubblewrap(), os.geteuid() == 0, own if _can_divide(own) else None)
-
-
 class ProcessProvider:
     """Makes sandboxes of local processes (`runtimes.sandbox.sandbox.Provider`)."""
 
     def __init__(
-        self, *, state_dir: Path, gate: CreationGate, shared_cores: Sequence[int], means: Means | None = None
+        self,
+        *,
+        state_dir: Path,
+        gate: CreationGate,
+        shared_cores: Sequence[int],
+        means: Means,
+        seccomp: Seccomp = "default",
+        path: str = DEFAULT_PATH,
+        weakenings: Sequence[str] = (),
+        bound: DiskBound | None = None,
+        name_servers: Sequence[str] = (),
     ) -> None:
-        self._means = Means.discover() if means is None else means
-        self._root = state_dir / "sandboxes"
+        """``path`` is the PATH of commands. Raises Unsupported if a filter is wanted and none can be made."""
+        self._means = means
+        self._path = path
+        #: In what it is weaker than it could be, besides what it sees itself.
+        self._told = tuple(weakenings)
+        filtered = self._means.bubblewrap is not None and seccomp != "none"
+        self._filter = compiled(seccomp) if filtered else b""
+        self._root = state_dir / SANDBOXES
+        self._held = hold(state_dir)
         self._gate = gate
+        self._bound = bound or WalkBound()
+        self._guard = EgressGuard(name_servers)
         self._disk = DiskWatch()
         self._shared_cores = tuple(shared_cores)
+
+    @property
+    def kind(self) -> str:
+        return "plain" if self._means.bubblewrap is None else "process"
 
     @property
     def info(self) -> ProviderInfo:
         wrapped, grouped = self._means.bubblewrap is not None, self._means.cgroup is not None
         return ProviderInfo(
-            kind="process",
+            kind=self.kind,
             engine="bubblewrap" if wrapped else "plain processes",
             isolation=(
-                "own namespaces over a read-only view of the host's system; the kernel is shared, no seccomp filter"
+                "own namespaces over a read-only view of the host's system; the kernel is shared"
+                + ("" if self._filter else ", no seccomp filter")
                 if wrapped
                 else "none but a working directory and a process tree: commands see the host's files and network"
             ),
             limits={
                 **dict.fromkeys(PROMISES, False),
                 **dict.fromkeys(("filesystem", "network", "processes_hidden"), wrapped),
+                "seccomp": bool(self._filter),
                 **dict.fromkeys(("memory", "pids"), grouped),
-                **dict.fromkeys(("cores", "freeze", "disk"), True),
+                **dict.fromkeys(("cores", "freeze"), True),
+                "disk": wrapped,
                 "users_separate": self._means.root,
+                **dict.fromkeys(("own_user", "root_separate"), self._means.ids is not None),
+                "egress": wrapped and not self._guard.obstacle and not missing_uplink(),
             },
+            weakenings=tuple(self._weakenings()),
+            disk=self._bound.name,
         )
 
+    def _weakenings(self) -> Iterator[str]:
+        means = self._means
+        yield from self._told
+        if means.bubblewrap is None:
+            yield "plain processes: commands see the host's files, processes and network"
+        elif not self._filter:
+            yield "commands may make any system call (sandbox.seccomp: none)"
+        if means.ids is None:
+            yield f"all sandboxes share one user of the host{means.no_ids and f' ({means.no_ids})'}"
+        if means.cgroup is None:
+            yield "memory is bounded by process, and processes are not counted: no control group can be written"
+
     async def check(self, spec: SandboxSpec) -> None:
+        require_user(spec)
         if spec.isolation is Isolation.CONTAINER:
             raise Unsupported(
                 "the function requires isolation: container, and this gateway has no Docker engine; "
                 "start one (scripts/docker-up) or drop the requirement",
                 component=COMPONENT,
             )
-        if spec.network is Network.INTERNAL or (spec.network is Network.EGRESS and spec.allow):
+        if spec.runtime:
             raise Unsupported(
-                "a process sandbox has no network or the host's: network: internal and allow lists need containers",
+                f"sandbox.runtime: {spec.runtime} runs containers, and this gateway has no Docker engine; start one "
+                "(scripts/docker-up) or drop the key",
                 component=COMPONENT,
             )
-        if spec.network is Network.EGRESS and self._means.bubblewrap is None:
-            return
+        self._check_user(spec.user)
+        await self._check_network(spec)
         require_workdir(spec)
+
+    async def _check_network(self, spec: SandboxSpec) -> None:
+        """Raise Unsupported where a network cannot be held to what it promises: egress is never the host's own."""
+        if spec.network is Network.INTERNAL:
+            raise Unsupported(
+                "a process sandbox cannot join others: network: internal needs containers", component=COMPONENT
+            )
+        await self._guard.check(spec)
+        if spec.network is not Network.EGRESS:
+            return
+        if self._means.bubblewrap is None:
+            why = "it is not there without namespaces (Debian: apt-get install bubblewrap)"
+        else:
+            why = missing_uplink()
+        if why:
+            raise Unsupported(f"network: egress of a process sandbox: {why}", component=COMPONENT)
+
+    def _check_user(self, user: str) -> None:
+        """Raise Unsupported or InvalidConfig if commands cannot be that user, or would be root on the host."""
+        if self._means.ids is not None:
+            if user.isdigit() and int(user) >= BLOCK:
+                raise InvalidConfig(f"sandbox.user must be below {BLOCK} in a process sandbox, not {user}")
+        elif self._means.root and user.lstrip("0") in ("", "root"):
+            raise Unsupported(
+                f"user {user!r} would be root on the host: a process sandbox has a root of its own only where it can "
+                f"have a user namespace ({self._means.no_ids or 'plain processes cannot'}); use containers for it",
+                component=COMPONENT,
+            )
 
     async def create(
         self, spec: SandboxSpec, *, name: str, labels: Mapping[str, str], mounts: Mapping[str, str]
@@ -122,52 +191,86 @@ class ProcessProvider:
         self, spec: SandboxSpec, name: str, labels: Mapping[str, str], mounts: Mapping[str, str]
     ) -> Sandbox:
         directory = self._root / name
-        group = self._group(name)
-        parent = 0
+        group = group_of(self._means.cgroup, name)
+        egress = await self._guard.resolve(spec)
+        uplink = None if egress is None else Uplink()
+        parent, block = 0, None
+        record = SandboxRecord(
+            name=name,
+            token=secrets.token_hex(16),
+            spec=spec,
+            labels=dict(labels),
+            uid=OWN_UID if spec.user == AUTO else 0,
+            provider=self.kind,
+            base="" if self._means.bubblewrap is not None else str(directory / "work"),
+        )
         try:
-            await asyncio.to_thread(_lay_out, directory, spec, self._means.root)
+            if self._means.ids is not None:
+                block = await asyncio.to_thread(self._means.ids.claim)
+            await asyncio.to_thread(_lay_out, directory, record, self._means, block, self._bound, egress)
             if group is not None:
                 group.make(memory_bytes=spec.memory_bytes, pids=spec.pids)
-            record = SandboxRecord(name=name, token=secrets.token_hex(16), spec=spec, labels=dict(labels))
-            parent = self._start(directory, spec, mounts)
+            parent = self._start(directory, spec, mounts, block, uplink)
             # A gateway that is killed from here on leaves a process behind: the next one must know of it.
-            replace(record, pid=parent, started=_started(parent), ready=False).write(directory)
+            replace(record, pid=parent, started=started(parent), ready=False).write(directory)
             client = await self._connect(directory, record, 0)
             if group is not None:
                 group.enter(client.peer_pid)
+            if self._means.bubblewrap is not None:
+                await asyncio.to_thread(self._bound.hand_over, directory / "work")
+            if egress is not None and uplink is not None:
+                await self._guard.enforce(egress, client.peer_pid)
+                await uplink.start(client.peer_pid, directory / "log")
         except BaseException as error:
-            await ProcessControl(parent, directory, group, parent).remove()
+            await ProcessControl(parent, directory, group, _children(parent, uplink), self._bound).remove()
+            if short := exhaustion(error, COMPONENT):
+                raise short from None
             if isinstance(error, OSError):
                 raise Unsupported(f"a process sandbox cannot be made here: {error}", component=COMPONENT) from None
             raise
-        _bound(client.peer_pid, spec, grouped=group is not None)
-        record = replace(record, pid=client.peer_pid, started=_started(client.peer_pid))
+        finally:
+            if block is not None:
+                block.close()  # its runner has it
+            if uplink is not None:
+                uplink.close()  # likewise
+        record = replace(record, pid=client.peer_pid, started=started(client.peer_pid))
         record.write(directory)
-        return self._sandbox(directory, record, client, group, parent)
+        return self._sandbox(directory, record, client, group, _children(parent, uplink))
 
     async def adopt(self) -> list[tuple[Sandbox, Mapping[str, str]]]:
-        """Return the sandboxes whose runner still answers; remove what is left of the others."""
+        """Return the sandboxes whose runner still answers; remove what is left of the others, containers aside.
+
+        One that another kind of process sandbox made is not taken over: it would be less than is promised, or its
+        paths would mean the host's.
+        """
         adopted: list[tuple[Sandbox, Mapping[str, str]]] = []
-        for directory, record in await asyncio.to_thread(read_records, self._root):
-            control = self._control_of(directory, record)
-            if record is not None and record.ready and control.pid != 0:
+        for directory, record in await asyncio.to_thread(process_records, self._root):
+            control = control_of(self._means.cgroup, directory, record, self._bound)
+            if record is not None and record.ready and control.pid != 0 and record.provider == self.kind:
                 try:
                     await control.thaw()
+                    await self._require_network(record)
                     client = await self._connect(directory, record, record.pid)
                 except ActionFailed as failure:
                     logger.warning("not adopted", sandbox=record.name, why=failure.message)
                 else:
-                    adopted.append((self._sandbox(directory, record, client, control.group, 0), record.labels))
+                    self._bound.adopt(directory / "work")
+                    adopted.append((self._sandbox(directory, record, client, control.group), record.labels))
                     continue
             await control.remove()
         return adopted
 
+    async def _require_network(self, record: SandboxRecord) -> None:
+        """Raise `lost` for egress without our rules: an older gateway's, on the host's own network."""
+        if record.spec.network is Network.EGRESS and not await self._guard.holds(record.pid):
+            raise lost("its network namespace has no rules")
+
     async def reap(self, living: Collection[str]) -> int:
         with self._gate.watching() as young:
-            found = await asyncio.to_thread(read_records, self._root)
+            found = await asyncio.to_thread(process_records, self._root)
             left = [item for item in found if item[0].name not in {*living, *young}]
         for directory, record in left:
-            await self._control_of(directory, record).remove()
+            await control_of(self._means.cgroup, directory, record, self._bound).remove()
         return len(left)
 
     async def remove_snapshot(self, name: str) -> None:
@@ -175,144 +278,113 @@ class ProcessProvider:
 
     async def close(self) -> None:
         await self._disk.close()
+        self._held.close()
 
     # --- inside
 
     def _sandbox(
-        self, directory: Path, record: SandboxRecord, client: StreamClient, group: Cgroup | None, parent: int
+        self,
+        directory: Path,
+        record: SandboxRecord,
+        client: StreamClient,
+        group: Cgroup | None,
+        children: Sequence[int] = (),
     ) -> Sandbox:
+        control = ProcessControl(client.peer_pid, directory, group, children, self._bound)
         sandbox = Sandbox(
             record=record,
             directory=directory,
             client=client,
-            control=ProcessControl(client.peer_pid, directory, group, parent),
+            control=control,
             shared_cores=self._shared_cores,
         )
-        self._disk.add(sandbox, directory / "work", record.spec.disk_bytes)
+        self._watch_disk(sandbox, directory, control)
         return sandbox
 
-    def _control_of(self, directory: Path, record: SandboxRecord | None) -> ProcessControl:
-        """Return the control of what an earlier gateway left: of its process only if it is still the same one."""
-        pid = record.pid if record is not None and _same_process(record) else 0
-        return ProcessControl(pid, directory, self._group(directory.name))
-
-    def _group(self, name: str) -> Cgroup | None:
-        own = self._means.cgroup
-        if own is None:
-            return None
-        return Cgroup(own.version, {key: place / f"tangram-{name}" for key, place in own.places.items()})
+    def _watch_disk(self, sandbox: Sandbox, directory: Path, control: ProcessControl) -> None:
+        """Watch what no file system of its own bounds: its work, or no more than the runner's directory."""
+        work, run, disk_bytes = directory / "work", directory / "run", sandbox.spec.disk_bytes
+        inside = Path(f"/proc/{control.pid}/root{sandbox.spec.workdir}") if self._means.bubblewrap else work
+        if self._bound.name != WalkBound.name and is_bounded(inside, disk_bytes):
+            self._disk.add(sandbox, (run,), RUN_BYTES, RUN_FILES, control.processes)
+        else:
+            self._disk.add(sandbox, (work, run), disk_bytes, files_max(disk_bytes), control.processes)
 
     async def _connect(self, directory: Path, record: SandboxRecord, pid: int) -> StreamClient:
-        base = "" if self._means.bubblewrap is not None else str(directory / "work")
-        hello = record.greeting(base=base, env=dict(record.spec.env))
+        hello = record.greeting(
+            env=dict(record.spec.env),
+            bounds=_bounds(record.spec, grouped=self._means.cgroup is not None),
+            **({} if self._means.ids is not None else {"root": False}),
+        )
         return await StreamClient.open(SocketStream(directory / "run", peer_pid=pid), hello, within_s=START_S)
 
-    def _start(self, directory: Path, spec: SandboxSpec, mounts: Mapping[str, str]) -> int:
+    def _start(
+        self,
+        directory: Path,
+        spec: SandboxSpec,
+        mounts: Mapping[str, str],
+        block: IdBlock | None,
+        uplink: Uplink | None,
+    ) -> int:
         """Start the process that leads to the runner: bubblewrap, or the runner itself."""
         python = [os.path.realpath(sys.executable), *ISOLATED]
-        environment = {"PATH": _search_path(), "LANG": "C.UTF-8"}
-        if self._means.bubblewrap is None:
-            argv = [*python, str(RUNNER), str(directory / "run"), "--shed"]
-        else:
-            box = _box(self._means, directory, spec, mounts)
-            argv = [self._means.bubblewrap, *box, *python, f"{INSIDE}/runner.py", f"{INSIDE}/run", "--shed"]
-        with (directory / "log").open("wb") as log:
+        environment = {"PATH": self._path, "LANG": "C.UTF-8"}
+        with ExitStack() as closers:
+            log = closers.enter_context((directory / "log").open("wb"))
+            passed = {1: log.fileno(), 2: log.fileno()}
+            if self._means.bubblewrap is None:
+                argv = [*python, str(RUNNER), str(directory / "run"), "--shed"]
+            else:
+                options = []
+                if self._filter:
+                    passed[FILTER_FD] = _piped(self._filter, closers)
+                    options += ["--seccomp", str(FILTER_FD)]
+                if block is not None:
+                    passed[NAMESPACE_FD] = _kept(os.dup(block.namespace.fileno()), closers)
+                    passed[CLAIM_FD] = _kept(os.dup(block.claim.fileno()), closers)
+                    options += ["--userns2", str(NAMESPACE_FD)]
+                if uplink is not None:
+                    passed[UPLINK_FD] = _kept(os.dup(uplink.held), closers)
+                box = _box(self._means, directory, spec, mounts, self._path)
+                inside = [f"{INSIDE}/runner.py", f"{INSIDE}/run", "--shed", *(["--root"] if block else [])]
+                argv = [self._means.bubblewrap, *options, *box, *python, *inside]
             return os.posix_spawn(
                 argv[0],
                 argv,
                 environment,
                 file_actions=[
                     (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
-                    (os.POSIX_SPAWN_DUP2, log.fileno(), 1),
-                    (os.POSIX_SPAWN_DUP2, log.fileno(), 2),
+                    *((os.POSIX_SPAWN_DUP2, ours, theirs) for theirs, ours in passed.items()),
                 ],
                 setsid=True,
                 setsigdef=[signal.SIGPIPE, signal.SIGINT],
             )
 
 
-class ProcessControl:
-    """How a process sandbox is governed: by its cgroup if it has one, else by signals and affinity of its tree."""
-
-    def __init__(self, pid: int, directory: Path, group: Cgroup | None, parent: int = 0) -> None:
-        self.pid = pid
-        self._directory = directory
-        self.group = group
-        self._parent = parent
-
-    async def set_cores(self, cores: Sequence[int], *, background: bool = False) -> None:
-        if self.group is not None:
-            self.group.set_cores(cores, background=background)
-            return
-        for pid in [self.pid, *_tree(self.pid)]:
-            for thread in _threads(pid):
-                with suppress(OSError):
-                    os.sched_setaffinity(thread, cores)
-
-    async def freeze(self) -> None:
-        if self.group is not None and self.group.freezable:
-            self.group.freeze()
-        else:
-            self._signal(signal.SIGSTOP)
-
-    async def thaw(self) -> None:
-        if self.group is not None and self.group.freezable:
-            with suppress(OSError):
-                self.group.thaw()
-        else:
-            self._signal(signal.SIGCONT)
-
-    def oom_kills(self) -> int:
-        return 0 if self.group is None else self.group.oom_kills()
-
-    def peak_memory_bytes(self) -> int:
-        return 0 if self.group is None else self.group.peak_memory_bytes()
-
-    async def cause_of_death(self) -> str:
-        return "out_of_memory" if self.oom_kills() > 0 else "its runner was ended"
-
-    async def snapshot(self, name: str) -> str:
-        raise Unsupported("a process sandbox has no image to snapshot; containers have", component=COMPONENT)
-
-    async def remove(self) -> None:
-        await asyncio.to_thread(self._remove)
-
-    def _remove(self) -> None:
-        if self.group is not None:
-            self.group.kill()
-        if self.pid:
-            victims: set[int] = set()
-            for _ in range(100):
-                victims |= {self.pid, *_tree(self.pid)}
-                victims -= {pid for pid in victims if _state(pid) in ("", "Z")}
-                if not victims:
-                    break
-                for pid in victims:
-                    with suppress(OSError):
-                        os.kill(pid, signal.SIGKILL)
-                time.sleep(0.005)
-            self.pid = 0
-        if self._parent:
-            with suppress(OSError):
-                os.kill(self._parent, signal.SIGKILL)
-                os.waitpid(self._parent, 0)
-            self._parent = 0
-        if self.group is not None:
-            self.group.remove()
-        shutil.rmtree(self._directory, ignore_errors=True)
-
-    def _signal(self, number: int) -> None:
-        for pid in _tree(self.pid):
-            with suppress(OSError):
-                os.kill(pid, number)
+def _kept(fd: int, closers: ExitStack) -> int:
+    """Move a descriptor above those that a child is given; return it, closed by ``closers``."""
+    try:
+        high = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, FDS_ABOVE)
+    finally:
+        os.close(fd)
+    closers.callback(os.close, high)
+    return high
 
 
-def _box(means: Means, directory: Path, spec: SandboxSpec, mounts: Mapping[str, str]) -> list[str]:
+def _piped(data: bytes, closers: ExitStack) -> int:
+    """Return a descriptor from which the data, which is smaller than a pipe, can be read once."""
+    source, sink = os.pipe()
+    try:
+        os.write(sink, data)
+    finally:
+        os.close(sink)
+    return _kept(source, closers)
+
+
+def _box(means: Means, directory: Path, spec: SandboxSpec, mounts: Mapping[str, str], path: str) -> list[str]:
     """Return bubblewrap's options."""
     options = ["--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try", "--as-pid-1", "--new-session"]
-    if spec.network is Network.NONE:
-        options.append("--unshare-net")
-    options += ["--hostname", "sandbox", "--cap-drop", "ALL"]
+    options += ["--unshare-net", "--hostname", "sandbox", "--cap-drop", "ALL"]
     if means.root:
         options += [word for name in CAPABILITIES for word in ("--cap-add", name)]
     else:
@@ -326,20 +398,20 @@ def _box(means: Means, directory: Path, spec: SandboxSpec, mounts: Mapping[str, 
     options += ["--ro-bind", "/usr", "/usr"]
     # Before what is bound below it: the gateway's own Python may live in /tmp.
     options += ["--perms", "1777", "--size", str(spec.disk_bytes), "--tmpfs", "/tmp"]
-    for parent in _parents([*mounts.values(), spec.workdir, sys.base_prefix, sys.prefix, "/etc/passwd"]):
+    shown = _shown(path)
+    for parent in _parents([*mounts.values(), spec.workdir, *shown, "/etc/passwd"]):
         options += ["--perms", "0755", "--dir", parent]
-    options += ["--perms", "0700", "--dir", INSIDE]
+    options += ["--perms", "0700" if means.ids is None else "0711", "--dir", INSIDE]
     for name in ETC:
         options += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
-    names = Path("/etc/resolv.conf") if spec.network is not Network.NONE else directory / "resolv.conf"
-    options += ["--ro-bind-try", str(names), "/etc/resolv.conf"]
-    for prefix in dict.fromkeys((sys.base_prefix, sys.prefix)):
-        if not prefix.startswith("/usr"):
-            options += ["--ro-bind", prefix, prefix]
-    for name in ("passwd", "group", "hosts"):
+    for prefix in shown:
+        options += ["--ro-bind-try", prefix, prefix]
+    for name in ("passwd", "group", "hosts", "resolv.conf"):
         options += ["--ro-bind", str(directory / name), f"/etc/{name}"]
     options += ["--proc", "/proc", "--dev", "/dev"]
-    options += ["--perms", "1777", "--size", str(spec.shm_bytes), "--tmpfs", "/dev/shm"]
+    if means.root:  # else the kernel lets nobody inside write there
+        options += ["--ro-bind", "/proc/sys", "/proc/sys"]
+    options += ["--perms", "1777", "--size", str(spec.shm_bytes), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
     options += ["--bind", str(directory / "work"), spec.workdir]
     for source, target in mounts.items():
         options += ["--ro-bind", source, target]
@@ -353,109 +425,67 @@ def _parents(places: Sequence[str]) -> list[str]:
     return sorted(found - {"/", "/usr", *(f"/usr/{name}" for name in ("local", "bin", "lib"))})
 
 
-def _lay_out(directory: Path, spec: SandboxSpec, root: bool) -> None:
-    """Make the directory: ``work`` is the user's, ``run`` is ours alone; inside are two users, none of the host's."""
-    (directory / "run").mkdir(parents=True, mode=0o700)
-    work = directory / "work"
+def _shown(path: str) -> list[str]:
+    """Return the host's directories, beside the system's own, that hold the programs of a PATH and the runner's Python.
+
+    Of a virtual environment that is itself and what its Python really is.
+    """
+    found = [sys.base_prefix]
+    for directory in path.split(":"):
+        python = Path(directory, "python3")
+        places = (python.parent, python.resolve().parent)
+        found += [str(place.parent if place.name == "bin" else place) for place in places]
+    system = ("/usr", "/bin", "/sbin", "/lib")
+    return [each for each in dict.fromkeys(found) if each != "/" and not each.startswith(system)]
+
+
+def _lay_out(
+    directory: Path,
+    record: SandboxRecord,
+    means: Means,
+    block: IdBlock | None,
+    bound: DiskBound,
+    egress: Egress | None,
+) -> None:
+    """Make the directory: ``work`` is the user's, ``run`` is ours alone; inside are two users, none of the host's.
+
+    Nobody else on the host may enter it, as a file in it may be what a user of the host must not execute.
+    """
+    spec, user = record.spec, record.user
+    mode = 0o711 if means.bubblewrap is None else 0o700
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    for path in (directory.parent, directory):
+        path.mkdir(exist_ok=path != directory)
+        path.chmod(mode)
+    run, work = directory / "run", directory / "work"
+    run.mkdir(mode=0o700)
     work.mkdir(mode=0o755)
-    if root and spec.user.isdigit():
-        os.chown(work, int(spec.user), int(spec.user))
-    name, number = ("sandbox", spec.user) if spec.user.isdigit() else (spec.user, "1000")
-    number = number if root else str(os.geteuid())
+    bound.bind(work, spec.disk_bytes)
+    name, number = ("sandbox", user) if user.isdigit() else (user, str(OWN_UID))
+    if name == "root" or not int(number):
+        name, number = "root", "0"
+    number = number if means.root else str(os.geteuid())
+    if means.root:
+        base = 0 if block is None else block.base
+        os.chown(work, base + int(number), base + int(number))
+        os.chown(run, base, base)
     accounts = {"root": "0", name: number} if number != "0" else {"root": "0"}
     lines = [f"{user}:x:{uid}:{uid}::{spec.workdir}:/bin/sh\n" for user, uid in accounts.items()]
     (directory / "passwd").write_text("".join(lines), encoding="ascii")
     (directory / "group").write_text("".join(f"{user}:x:{uid}:\n" for user, uid in accounts.items()), encoding="ascii")
-    (directory / "resolv.conf").write_text("# no network\n", encoding="ascii")
-    (directory / "hosts").write_text("127.0.0.1 localhost sandbox\n::1 localhost\n", encoding="ascii")
-    directory.chmod(0o711)
+    servers, hosts = ((), {}) if egress is None else (egress.name_servers, egress.hosts)
+    lines = [f"nameserver {server}\n" for server in servers] or ["# no names\n"]
+    (directory / "resolv.conf").write_text("".join(lines), encoding="ascii")
+    lines = ["127.0.0.1 localhost sandbox\n", "::1 localhost\n"]
+    lines += [f"{address} {name}\n" for name, address in hosts.items()]
+    (directory / "hosts").write_text("".join(lines), encoding="utf-8")
 
 
-def _bound(pid: int, spec: SandboxSpec, *, grouped: bool) -> None:
+def _children(parent: int, uplink: Uplink | None) -> tuple[int, ...]:
+    return (parent,) if uplink is None else (parent, uplink.pid)
+
+
+def _bounds(spec: SandboxSpec, *, grouped: bool) -> dict[str, int]:
     """Bound each file; without cgroups also each process's address space, which is less than a promise."""
-    bounds = {resource.RLIMIT_FSIZE: spec.disk_bytes, resource.RLIMIT_CORE: 0, resource.RLIMIT_NOFILE: FILES_MAX}
-    if not grouped:
-        bounds[resource.RLIMIT_AS] = 4 * spec.memory_bytes
-    for kind, value in bounds.items():
-        with suppress(OSError, ValueError):
-            resource.prlimit(pid, kind, (value, value))
-
-
-def _search_path() -> str:
-    """Return the gateway's own environment, whose pytest serves the sandboxes, then the system's programs."""
-    return f"{sys.prefix}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-
-
-def _working_bubblewrap() -> str | None:
-    """Return bwrap if it is installed and allowed to make namespaces."""
-    found = shutil.which("bwrap")
-    if found is None:
-        return None
-    options = ["--unshare-all", "--ro-bind", "/", "/"] + ([] if os.geteuid() == 0 else ["--unshare-user"])
-    try:
-        done = subprocess.run([found, *options, "true"], capture_output=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return found if done.returncode == 0 else None
-
-
-def _can_divide(group: Cgroup | None) -> bool:
-    """Return whether groups with bounds can be made below this one."""
-    if group is None:
-        return False
-    probe = Cgroup(group.version, {key: place / f"tangram-probe-{os.getpid()}" for key, place in group.places.items()})
-    try:
-        probe.make(memory_bytes=64 * 2**20, pids=16)
-        return True
-    except OSError:
-        return False
-    finally:
-        probe.remove()
-
-
-def _tree(pid: int) -> list[int]:
-    """Return every descendant of a process."""
-    found: list[int] = []
-    fresh = [pid] if pid else []
-    while fresh:
-        children = [child for parent in fresh for child in _children(parent)]
-        found += children
-        fresh = children
-    return found
-
-
-def _children(pid: int) -> list[int]:
-    found: list[int] = []
-    for thread in _threads(pid):
-        with suppress(OSError):
-            found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text(encoding="ascii").split())
-    return found
-
-
-def _threads(pid: int) -> list[int]:
-    try:
-        return [int(entry.name) for entry in Path(f"/proc/{pid}/task").iterdir()]
-    except OSError:
-        return []
-
-
-def _stat(pid: int) -> list[str]:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
-def _state(pid: int) -> str:
-    fields = _stat(pid)
-    return fields[0] if fields else ""
-
-
-def _started(pid: int) -> int:
-    """Return when a process started, in ticks since boot; with its id that is its identity."""
-    fields = _stat(pid)
-    return int(fields[19]) if fields else 0
-
-
-def _same_process(record: SandboxRecord) -> bool:
-    return record.pid > 0 and record.started == _started(record.pid) and _state(record.pid) not in ("", "Z")
+    bounds = {"RLIMIT_FSIZE": spec.disk_bytes, "RLIMIT_CORE": 0, "RLIMIT_NOFILE": FILES_MAX}
+    return bounds if grouped else {**bounds, "RLIMIT_AS": 4 * spec.memory_bytes}

@@ -10,7 +10,7 @@ from msgspec import Meta
 from manager.function import FunctionSpec, PytestSpec
 from manager.setting import Setting
 from runtimes.kind import Kind, Schema, schema_of
-from runtimes.sandbox.pytest.runtime import PytestInput, PytestRuntime
+from runtimes.sandbox.pytest.runtime import Check, PytestInput, PytestRuntime
 
 Verdict = Literal["passed", "failed", "error", "skipped", "xfailed", "xpassed", "missing"]
 
@@ -36,9 +36,18 @@ class PytestResult(TypedDict):
         float | None,
         Meta(
             description="1 or 0 by the listed tests; without lists the share of tests that passed, skipped ones left "
-            "out; null if the suite did not come to its end"
+            "out; null if it is not valid"
         ),
     ]
+    valid: Annotated[
+        bool,
+        Meta(description="Whether the run says something about the code; not if it found none of the tests asked for"),
+    ]
+    reason: Annotated[str, Meta(description="Why it is not valid; empty if it is")]
+    graded: Annotated[
+        Literal["fresh", "same_sandbox"], Meta(description="In a sandbox of its own, or where the agent worked")
+    ]
+    checked: Annotated[list[Check], Meta(description="What held of this run (docs/SANDBOXES.md, Rewards)")]
     resolved: Annotated[bool | None, Meta(description="Whether all that count passed; null likewise")]
     tests: Annotated[
         dict[str, Verdict],

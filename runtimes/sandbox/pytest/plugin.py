@@ -1,15 +1,18 @@
 """Runs pytest inside a sandbox and reports every verdict as it is known. Standard library and pytest, Python 3.7 on.
 
-Run as ``python3 -c SOURCE``; standard input holds one JSON object {"nonce", "source", "paths", "wanted", "prefixes",
-"done", "workers", "dist", "args", "test_timeout_s"}. Standard output becomes the report, one JSON line each:
+Run as ``python3 -I -S -c START SOURCE``; standard input holds one JSON object {"nonce", "source", "paths", "wanted",
+"prefixes", "done", "workers", "dist", "args", "test_timeout_s", "own_options"}. Standard output becomes the report, one
+JSON line each:
 
-    {"start": {"pytest", "xdist", "workers"}}   {"selected": [id, ...]}   {"run": id}
-    {"test": id, "verdict"}   {"broken": path, "message"}   {"absent": why}   {"end": exit status}
+    {"start": {"pytest", "xdist", "workers", "noticed"}}   {"selected": [id, ...]}   {"run": id}
+    {"test": id, "verdict"}   {"broken": path, "message"}   {"absent": why}   {"altered": [name]}   {"turned": id}
+    {"crashed": worker's error}   {"end": exit status}
 
-each with the nonce. What the suite prints goes to standard error. The report's descriptor is private to the process
-that controls the run, which executes no tests itself when there are workers, and the nonce came by a pipe. That keeps
-accidents and plain forgeries out; but a suite runs as the same user (and without workers in the same process): one
-that goes after the report with a debugger's means can forge it.
+each with the nonce. What the suite prints goes to standard error. Nothing of the project is imported before pytest and
+the plugins of the installation are: not from the working directory, PYTHONPATH or the user's own site directory, and no
+entry point of theirs. Then the project's code runs in this process, or in its workers. It is the gateway that judges,
+outside the sandbox: it takes each verdict once, and whatever does not fit together is worth nothing. What that cannot
+hold is code that lies in the process of the test which judges it (docs/SANDBOXES.md).
 """
 
 from __future__ import annotations
@@ -19,25 +22,61 @@ import importlib
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable
+import types
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 MODULE = "tangram_pytest"
 IDS_PER_LINE = 500
+ALTERED_MAX = NOTICED_MAX = 10
 MESSAGE_MAX_CHARS = 4000
 #: Seconds between the exception that ends an overlong test and the end of its process.
 TEST_GRACE_S = 5.0
 #: ``--dist loadgroup`` puts the group's name behind the id.
 _GROUP = re.compile(r"@[^\]@]*$")
+#: The first process: it forgets what the user's files and the environment would put in the way of Python's own modules,
+#: and becomes the interpreter that it was given, which runs this source.
+START = """
+import json, os, sys
+kept = {name: os.environ.pop(name, None) for name in ("PYTHONPATH", "PYTHONNOUSERSITE", "PYTHONSTARTUP")}
+os.environ["PYTHONNOUSERSITE"] = "1"
+given = [place for place in (kept["PYTHONPATH"] or "").split(":") if place]
+paths = [os.getcwd(), *(os.path.abspath(place) for place in given)]
+os.environ["TANGRAM_PROJECT"] = json.dumps({"paths": paths, "environment": kept})
+clean = "import sys; sys.path[:] = [place for place in sys.path if place]; exec(sys.argv[1])"
+os.execvp(sys.argv[2], [sys.argv[2], "-c", clean, sys.argv[1]])
+"""
+#: What tells the processes of a run where the project's modules are, and what their environment was.
+PROJECT = "TANGRAM_PROJECT"
+#: The functions that make a verdict of what a test does; whoever changes one of them changes what is told.
+JUDGES = (
+    ("_pytest.runner", ("CallInfo", "runtestprotocol", "pytest_runtest_call", "pytest_runtest_makereport")),
+    ("_pytest.reports", ("BaseReport", "TestReport", "CollectReport")),
+    ("_pytest.python", ("Function", "pytest_pyfunc_call")),
+    ("_pytest.python_api", ("ApproxBase", "ApproxScalar", "RaisesContext")),
+    ("_pytest.raises", ("AbstractRaises", "RaisesExc")),
+    ("_pytest.skipping", ("pytest_runtest_makereport",)),
+    ("_pytest.outcomes", ("fail", "skip", "exit", "xfail")),
+    ("unittest.case", ("TestCase", "_Outcome", "_AssertRaisesContext")),
+)
+#: Names under which a file of the project passes for a module of Python's or of ours.
+NOT_THE_PROJECTS = ("pytest", "_pytest", "pluggy", "xdist", "execnet", "sitecustomize", "usercustomize", MODULE)
+#: A worker is a process of the same kind, and takes its first modules from the installation too.
+WORKER = "import sys; sys.path[:] = [place for place in sys.path if place]; exec(sys.argv[-1])"
 #: Trees in which nobody edits Python.
 SKIPPED_FOLDERS = frozenset({".git", ".hg", "node_modules", "site-packages"})
-_NO_PYTEST = "no pytest: install it in the sandbox's image"
+#: Compiled tests, by their names or because pytest compiled them.
+_TESTS = re.compile(r"^(test_|conftest\.)|_test\.|-pytest-")
+_NO_PYTEST = (
+    "no pytest: install it in the image, for process sandboxes for the host's python3, or name one by sandbox.path"
+)
 
 
 class Reporter:
@@ -113,12 +152,33 @@ def begins(key: str, prefix: str) -> bool:
 
 # --- the hooks; in the controlling process and in each worker
 
+#: Where the project's modules are, and its part of the environment; empty until it is known.
+_project: dict[str, Any] = {}
+_has_workers = False
+_judges: dict[str, Any] = {}
+_altered: list[str] = []
 _reporter: Reporter | None = None
 _selection = TestSelection((), (), ())
 _grouped = False
 _test_timeout_s = 0.0
 _config: Any = None
 _started_in = ""
+
+
+def pytest_load_initial_conftests() -> None:
+    """Let the project in: the plugins of the installation are loaded, and no conftest is yet."""
+    if not _project:
+        _project.update(json.loads(os.environ.pop(PROJECT)))  # a worker
+    _judges.update(judges())
+    sys.path[:0] = _project["paths"]
+    if not _has_workers:
+        for name, value in _project["environment"].items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+pytest_load_initial_conftests.pytest_impl = {"tryfirst": True}  # type: ignore[attr-defined]  # without pytest at hand
 
 
 def pytest_configure(config: Any) -> None:
@@ -132,6 +192,7 @@ def pytest_configure(config: Any) -> None:
         _grouped, _test_timeout_s = told["grouped"], told["test_timeout_s"]
     elif getattr(config.option, "tx", None):
         _grouped = config.getoption("dist") == "loadgroup"
+        config.option.tx = [worker_of(each) for each in config.option.tx]
         config.pluginmanager.register(ControllerHooks(_test_timeout_s), "tangram_controller")
         _test_timeout_s = 0.0  # the tests run elsewhere
 
@@ -172,9 +233,61 @@ def pytest_runtest_logfinish() -> None:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
 
 
+def pytest_runtest_makereport(item: Any, call: Any) -> Iterator[None]:
+    """Take what the test raised for its end, whatever the project's hooks have made of it."""
+    made: Any = yield
+    report = made.get_result()
+    if call.excinfo is not None and report.outcome == "passed" and not hasattr(report, "wasxfail"):
+        report.outcome, report.tangram_turned = "failed", True
+        report.longrepr = report.longrepr or str(call.excinfo.value)
+
+
+pytest_runtest_makereport.pytest_impl = {"hookwrapper": True, "tryfirst": True}  # type: ignore[attr-defined]
+
+
 def pytest_runtest_logreport(report: Any) -> None:
+    if report.when == "teardown" and not _has_workers:
+        look_at_judges()
     if _reporter is not None:
+        if getattr(report, "tangram_turned", False):
+            _reporter.send(turned=name_of(report.nodeid))
         _reporter.phase(name_of(report.nodeid), report)
+
+
+def pytest_sessionfinish(session: Any) -> None:
+    look_at_judges()
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["tangram_altered"] = _altered
+
+
+def judges() -> dict[str, Any]:
+    """Return the functions that make verdicts, each with its code, by name; ours are among them."""
+    found: dict[str, Any] = {}
+    ours = sys.modules.get(MODULE)
+    for module, names in (*JUDGES, (MODULE, tuple(vars(ours)) if ours is not None else ())):
+        for name in names:
+            thing = getattr(sys.modules.get(module), name, None)
+            for key, value in vars(thing).items() if isinstance(thing, type) else [("", thing)]:
+                function = getattr(value, "__func__", value)
+                if isinstance(function, types.FunctionType):
+                    found[f"{module}.{name}.{key}".rstrip(".")] = function, function.__code__
+    return found
+
+
+def look_at_judges() -> None:
+    """Note which of them the project has changed."""
+    if not _altered:
+        now = judges()
+        _altered.extend(name for name, judge in _judges.items() if now.get(name) != judge)
+        if _altered and _reporter is not None:
+            _reporter.send(altered=_altered[:ALTERED_MAX])
+
+
+def worker_of(spec: str) -> str:
+    """Return how a worker is started: of the project's modules it takes none for one of the installation."""
+    if spec != "popen":
+        return spec
+    return f"popen//python={shlex.quote(sys.executable)} -c {shlex.quote(WORKER)}"
 
 
 class ControllerHooks:
@@ -192,6 +305,13 @@ class ControllerHooks:
             "grouped": _grouped,
             "test_timeout_s": self._test_timeout_s,
         }
+
+    def pytest_testnodedown(self, node: Any, error: Any) -> None:
+        if error and _reporter is not None:
+            _reporter.send(crashed=str(error)[:MESSAGE_MAX_CHARS])
+        altered = (getattr(node, "workeroutput", None) or {}).get("tangram_altered")
+        if altered and _reporter is not None:
+            _reporter.send(altered=altered[:ALTERED_MAX])
 
     def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
         if _reporter is not None and not self._told:
@@ -227,62 +347,130 @@ def main() -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
-    del sys.path[0]  # a file of the project must not pass for pytest
+    project = json.loads(os.environ.pop(PROJECT))
     try:
-        import pytest
+        pytest = _pytest_of(project)
     except ImportError:
         reporter.send(absent=_NO_PYTEST)
         return
-    drop_stale_bytecode()
     directory = tempfile.mkdtemp(prefix="tangram-")
     try:
-        sys.path[:0] = [str(Path.cwd())]
-        sys.path.append(directory)
-        reporter.send(end=int(_run(pytest, reporter, told, directory)))
+        status = int(_run(pytest, reporter, told, project, directory))
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # a thread that a test left behind must not keep the answer waiting
+    reporter.send(end=status)
+    os._exit(status)  # a thread that a test left behind must not keep the answer waiting
 
 
-def _run(pytest: Any, reporter: Reporter, told: dict[str, Any], directory: str) -> int:
+def _pytest_of(project: dict[str, Any]) -> Any:
+    """Return pytest as it is installed, or else from the caller's PYTHONPATH; raises ImportError."""
+    try:
+        return importlib.import_module("pytest")
+    except ImportError:
+        sys.path += project["paths"][1:]
+        return importlib.import_module("pytest")
+
+
+def _run(pytest: Any, reporter: Reporter, told: dict[str, Any], project: dict[str, Any], directory: str) -> int:
     (Path(directory) / (MODULE + ".py")).write_text(told["source"], encoding="utf-8")
-    plugin: Any = importlib.import_module(MODULE)
-    plugin._reporter = reporter
-    plugin._selection = plugin.TestSelection(told["wanted"], told["prefixes"], told["done"])
-    plugin._test_timeout_s = told["test_timeout_s"]
+    sys.path.insert(0, directory)  # before xdist, whose workers begin with what it finds there
     paths = [path for path in told["paths"] if Path(path).exists()]
-    if told["paths"] and not paths:
-        reporter.send(start={"pytest": pytest.__version__, "xdist": "", "workers": 0})
-        return 5  # pytest's own status for no tests
     xdist = _xdist_version()
     workers = told["workers"] if xdist else 1
-    reporter.send(start={"pytest": pytest.__version__, "xdist": xdist, "workers": workers})
+    noticed = noticed_in(project["paths"])
+    reporter.send(start={"pytest": pytest.__version__, "xdist": xdist, "workers": workers, "noticed": noticed})
+    if told["paths"] and not paths:
+        return 5  # pytest's own status for no tests
+    drop_bytecode(paths)
+    plugin: Any = importlib.import_module(MODULE)
+    plugin._reporter, plugin._has_workers = reporter, workers > 1
+    plugin._selection = plugin.TestSelection(told["wanted"], told["prefixes"], told["done"])
+    plugin._test_timeout_s = told["test_timeout_s"]
     arguments = ["-p", MODULE]
     if xdist:
         # Also where one process is enough: the project's own addopts may ask for more.
         arguments += ["-n", str(workers), "--dist", _dist(told["dist"], xdist)] if workers > 1 else ["-n", "0"]
+    if told["own_options"]:
+        options = Path(directory) / "pytest.ini"
+        options.write_text("[pytest]\n", encoding="ascii")
+        arguments += ["-c", str(options), "--rootdir", str(Path.cwd()), "--noconftest"]
+    project["plugins"] = named_plugins(told["args"])
     if workers > 1:
         os.environ.setdefault("PYTHONHASHSEED", "0")  # else workers may disagree on the ids of parameters from sets
+        os.environ[PROJECT] = json.dumps(project)
+        _hide()
+    plugin._project.update(project)
+    plugin.import_plugins(project)
     status: int = pytest.main([*arguments, *told["args"], *paths])
     return status
 
 
-def drop_stale_bytecode() -> None:
-    """Delete compiled files that are older than their source, beneath the working directory.
+def _hide() -> None:
+    """Keep the workers' hands off this process, which runs no tests: nobody but root may trace it or open its files."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE
+
+
+def named_plugins(arguments: list[str]) -> list[str]:
+    """Return the plugins that the caller names, which may be modules of the project."""
+    named = [arguments[at + 1] for at, option in enumerate(arguments[:-1]) if option == "-p"]
+    named += [argument[2:] for argument in arguments if argument.startswith("-p") and len(argument) > 2]
+    named += os.environ.get("PYTEST_PLUGINS", "").split(",")
+    return [name for name in named if name and not name.startswith("no:")]
+
+
+def import_plugins(project: dict[str, Any]) -> None:
+    """Import the plugins that the caller names, those of the installation first."""
+    kept = list(sys.path)
+    sys.path += project["paths"]
+    for name in project["plugins"]:
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            continue  # an entry point's name, or pytest says what is wrong with it
+    sys.path[:] = kept
+
+
+def noticed_in(places: Iterable[str]) -> list[str]:
+    """Return what of the project would pass for a part of the installation, and is not taken for one."""
+    installed = {*NOT_THE_PROJECTS, *getattr(sys, "stdlib_module_names", sys.builtin_module_names)}
+    found = []
+    for place in places:
+        try:
+            names = sorted(path.name for path in Path(place).iterdir())
+        except OSError:
+            continue
+        for name in names:
+            stem = name[:-3] if name.endswith(".py") else ""
+            points = Path(place, name, "entry_points.txt")  # of a distribution, with its plugins if it has any
+            plugin = points.is_file() and b"[pytest11]" in points.read_bytes()
+            if stem in installed or name.endswith(".pth") or plugin:
+                found.append(f"{name} of the project was kept from pytest and its plugins")
+    user = Path("~/.local/lib/python{}.{}/site-packages".format(*sys.version_info)).expanduser()
+    found += [f"{path.name} of the user's own site directory was passed over" for path in sorted(user.glob("*.p*"))]
+    return found[:NOTICED_MAX]
+
+
+def drop_bytecode(paths: Iterable[str]) -> None:
+    """Delete compiled files beneath the working directory: those of tests, and those older than their source.
 
     Python takes compiled code for fresh when the source's size and *second* are the same: a fix that is written in
-    the second of the run before it would be tested as it was before.
+    the second of the run before it would be tested as it was before, and tests could be compiled from another text.
     """
+    tested = {os.path.normpath(path if Path(path).is_dir() else Path(path).parent) for path in paths}
     for directory, folders, files in os.walk("."):
         folders[:] = [folder for folder in folders if folder not in SKIPPED_FOLDERS]
         if not directory.endswith("__pycache__"):
             continue
+        home = os.path.normpath(Path(directory).parent)
+        ours = any(place == "." or begins(home, place) for place in tested)
         for name in files:
             compiled, source = Path(directory, name), Path(directory).parent / (name.partition(".")[0] + ".py")
             try:
-                if source.stat().st_mtime_ns >= compiled.stat().st_mtime_ns:
+                if ours or _TESTS.search(name) or source.stat().st_mtime_ns >= compiled.stat().st_mtime_ns:
                     compiled.unlink()
             except OSError:
                 continue
@@ -306,3 +494,5 @@ def _dist(wanted: str, version: str) -> str:
 
 if __name__ == "__main__":
     main()
+elif PROJECT in os.environ:
+    import_plugins(json.loads(os.environ[PROJECT]))  # a worker

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from runtimes.sandbox.pytest.plugin import begins, key_of
@@ -13,8 +14,12 @@ from runtimes.sandbox.pytest.plugin import begins, key_of
 PASSING = frozenset({"passed", "xfailed", "xpassed"})
 VERDICTS = frozenset({*PASSING, "failed", "error", "skipped"})
 
+#: pytest's own exit status for no tests.
+NO_TESTS = 5
+
 LINE_MAX_BYTES = 1 * 2**20
 TESTS_MAX = 100_000
+DOUBTS_MAX = 5
 _NOTE_IDS = 3
 
 
@@ -58,6 +63,12 @@ class SuiteReport:
     absent: str = ""
     #: pytest's exit status; None while it runs, or if its process ended without one.
     end: int | None = None
+    #: Whether a worker ended before its time.
+    crashed: bool = False
+    #: What the suite's process saw before it let the project in.
+    noticed: tuple[str, ...] = ()
+    #: Why the report is not to be believed: what does not fit together, or what the project has changed.
+    doubts: list[str] = field(default_factory=list)
     _rest: bytes = b""
 
     def feed(self, data: bytes) -> None:
@@ -67,8 +78,14 @@ class SuiteReport:
             record = self._record(line)
             if record is not None:
                 self._take(record)
+            elif line.strip():
+                self.doubt("somebody else wrote to the report")
         if len(self._rest) > LINE_MAX_BYTES:
             self._rest = b""
+
+    def doubt(self, why: str) -> None:
+        if why not in self.doubts and len(self.doubts) < DOUBTS_MAX:
+            self.doubts.append(why)
 
     def take_up(self) -> None:
         """Go on after the process ended under its tests: those that ran are errors, another run may take the others."""
@@ -91,19 +108,32 @@ class SuiteReport:
         return record if isinstance(record, dict) and record.get("nonce") == self.nonce else None
 
     def _take(self, record: Mapping[str, object]) -> None:
+        if self.end is not None:
+            self.doubt("the report went on after its end")
         match record:
-            case {"start": {"xdist": str(xdist), "workers": int(workers)}}:
+            case {"start": {"xdist": str(xdist), "workers": int(workers), "noticed": list(noticed)}}:
                 self.started, self.xdist, self.workers = True, bool(xdist), max(workers, self.workers)
+                self.noticed = tuple(str(text) for text in noticed)
             case {"selected": list(ids)}:
                 known = set(self.selected)
                 self.selected += [str(id) for id in ids if id not in known][: TESTS_MAX - len(known)]
             case {"run": str(id)}:
                 self.running.add(id)
             case {"test": str(id), "verdict": str(verdict)} if verdict in VERDICTS and len(self.tests) < TESTS_MAX:
+                if id in self.tests:
+                    self.doubt(f"{id} was reported twice")
+                elif id not in self.running:
+                    self.doubt(f"{id} was reported without having begun")
                 self.running.discard(id)
                 self.tests[id] = verdict
+            case {"altered": [str(name), *_]}:
+                self.doubt(f"the project altered {name}, which makes the verdicts")
+            case {"turned": str(id)}:
+                self.doubt(f"a hook of the project turned the failure of {id} into a pass")
             case {"broken": str(path), "message": str(message)}:
                 self.broken[path] = message
+            case {"crashed": str()}:
+                self.crashed = True
             case {"absent": str(why)}:
                 self.absent = why
             case {"end": int(status)}:
@@ -116,7 +146,8 @@ def judge(request: SuiteRequest, report: SuiteReport) -> dict[str, object]:
     """Return verdicts and reward as plain JSON values.
 
     With lists the reward is 1.0 when every listed test passes, else 0.0; without, the share of the tests that
-    passed, skipped ones left out. A test that was asked for and did not run is ``missing``, and never passes.
+    passed, skipped ones left out. A test that was asked for and did not run is ``missing``, and never passes. A report
+    in doubt is worth 0.0.
     """
     tests = _verdicts(request, report)
     if request.listed:
@@ -127,6 +158,8 @@ def judge(request: SuiteRequest, report: SuiteReport) -> dict[str, object]:
         passing = sum(verdict in PASSING for verdict in counted)
         reward = passing / len(counted) if counted else 0.0
         resolved = passing > 0 and passing == len(counted)
+    if report.doubts:
+        reward, resolved = 0.0, False
     return {
         "reward": reward,
         "resolved": resolved,
@@ -146,11 +179,30 @@ def notes(request: SuiteRequest, report: SuiteReport, result: Mapping[str, objec
     missing = [id for id, verdict in tests.items() if verdict == "missing"]
     if missing:
         said.append(f"{len(missing)} requested test(s) did not run: {_some(missing)}")
+    failed = [id for id in request.listed if tests[id] not in (*PASSING, "missing")]
+    if failed:
+        said.append(f"{len(failed)} listed test(s) did not pass: {_some(failed)}")
     if report.broken:
         said.append(f"{len(report.broken)} file(s) could not be collected: {_some(report.broken)}")
     if not tests:
         said.append("no test was collected")
-    return said
+    return [*said, *report.doubts, *report.noticed]
+
+
+def nothing_judged(request: SuiteRequest, report: SuiteReport, given: Collection[str]) -> str:
+    """Return why the run says nothing about the code, empty if it does.
+
+    That is a suite which came to its end without having found a test that was asked for, of files that are not
+    ``given`` with the request. A suite that broke, ended its own process or ran something says something.
+    """
+    ran = report.broken or report.tests or report.selected or report.crashed
+    if report.end != NO_TESTS or ran or report.doubts:
+        return ""
+    if given and {os.path.normpath(path) for path in request.paths} <= {os.path.normpath(path) for path in given}:
+        return ""
+    if request.listed:
+        return f"none of the {len(request.listed)} listed test(s) was found: {_some(request.listed)}"
+    return "no test was collected"
 
 
 def _verdicts(request: SuiteRequest, report: SuiteReport) -> dict[str, str]:

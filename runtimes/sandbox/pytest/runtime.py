@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import posixpath
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, TypedDict
+from typing import Annotated, Literal, TypedDict
 
 import orjson
 from msgspec import Meta
 
 from manager.action import Action
-from manager.errors import ActionFailed, Reason
+from manager.errors import ActionFailed, CodedError, InvalidInput, Reason
 from manager.function import FunctionSpec, PytestSpec
 from manager.lease import Lease
 from runtimes.runtime import Execution, Result
@@ -21,10 +22,16 @@ from runtimes.sandbox.command import Command, CommandResult, claims_of
 from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.exec.runtime import Directory, Env, LogLines, Stage, begin, checked, invalid
 from runtimes.sandbox.pytest import plugin
-from runtimes.sandbox.pytest.report import SuiteReport, SuiteRequest, judge, notes
+from runtimes.sandbox.pytest.fresh import ChangeTransfer
+from runtimes.sandbox.pytest.report import SuiteReport, SuiteRequest, judge, notes, nothing_judged
+from runtimes.sandbox.runner.protocol import unmade
 from runtimes.sandbox.sandbox import Sandbox
 
 COMPONENT = "pytest"
+#: What a record can say that held: nobody else was at work in the sandbox; Python and pytest began with nothing of the
+#: agent's; the tests came with the request; the suite's user could not change them; the tree's options did not count;
+#: the report fits together.
+Check = Literal["swept", "clean_start", "tests_given", "tests_locked", "tree_options_ignored", "report_whole"]
 
 _SOURCE = Path(plugin.__file__).read_text(encoding="utf-8")
 _TAIL_BYTES = 4000
@@ -44,6 +51,8 @@ class PytestSettings:
     growth_from_s: float = 20.0
     #: Times that a run is taken up again after its process ended under its tests.
     resumes_max: int = 4
+    #: Seconds for each step in which a trajectory's changes are brought to a fresh sandbox.
+    transfer_s: float = 60.0
     #: Bytes of a report, and of what a suite prints, that are taken in.
     output_max_bytes: int = 16 * 2**20
 
@@ -54,6 +63,19 @@ class PytestInput(TypedDict, total=False):
     targets: Annotated[list[str], Meta(description="Files, directories and test ids that pytest is given")]
     fail_to_pass: Annotated[list[str], Meta(description="Test ids that must pass for a reward of 1")]
     pass_to_pass: Annotated[list[str], Meta(description="Test ids that must still pass for it")]
+    tests: Annotated[
+        dict[str, str],
+        Meta(
+            description="Files of the tests by path, as seen from cwd. They are written when everything that the agent "
+            "left running has ended, and are out of its user's hands where a runner is root and that user is not"
+        ),
+    ]
+    paths: Annotated[
+        list[str],
+        Meta(
+            description="With grade fresh: the files and directories of the workdir whose changes count; all by default"
+        ),
+    ]
     args: Annotated[list[str], Meta(description="Options of pytest, after those of the function")]
     cwd: Directory
     env: Env
@@ -67,6 +89,9 @@ class SuitePlan:
     """One action's input, read and checked."""
 
     request: SuiteRequest
+    spec: PytestSpec
+    tests: Mapping[str, str]
+    paths: tuple[str, ...]
     cwd: str
     env: Mapping[str, str]
     args: tuple[str, ...]
@@ -78,9 +103,10 @@ class SuitePlan:
 class PytestRuntime:
     """Runs ``pytest -n WORKERS`` and answers with the verdicts, whatever the suite's process did.
 
-    A suite that fails, breaks, ends its own process or runs other tests than it was asked for has a result, with
-    reward 0.0 and a note. ActionFailed is for runs that say nothing about the code: no pytest in the sandbox
-    (invalid_input), timeout, out_of_memory, environment_lost; the verdicts known by then are the failure's result.
+    A suite that fails, breaks, ends its own process, runs other tests than it was asked for or fills its sandbox's disk
+    has a result, with reward 0.0 and a note. One in which nothing was found that was asked for has a result without a
+    reward. ActionFailed is for runs that say nothing about the code: no pytest in the sandbox (invalid_input), timeout,
+    out_of_memory, environment_lost; the verdicts known by then are the failure's result.
     """
 
     def __init__(self, environments: Environments, settings: PytestSettings | None = None) -> None:
@@ -93,12 +119,50 @@ class PytestRuntime:
 
     async def execute(self, execution: Execution) -> Result:
         plan = plan_of(execution, self._settings)
+        trajectory = execution.action.trajectory
+        if plan.spec.grade == "fresh" and trajectory is not None:
+            return await self._graded_fresh(execution, plan, trajectory)
         async with self._stage.enter(execution) as sandbox:
-            detached = await begin(execution, sandbox)
-            try:
-                return await _Run(execution, sandbox, plan, self._settings, detached=detached).result()
-            finally:
-                execution.end()
+            return await self._run(execution, sandbox, plan, fresh=trajectory is None)
+
+    async def _graded_fresh(self, execution: Execution, plan: SuitePlan, trajectory: str) -> Result:
+        """Run in a sandbox made as the trajectory's was, with what the trajectory has changed there."""
+        try:
+            spec, task = execution.call.function.sandbox, execution.action.task
+            original = await self._environments.ensure(trajectory, spec, task=task)
+        except CodedError as error:
+            raise unmade(error) from error
+        transfer = ChangeTransfer(
+            python=self._settings.python,
+            paths=plan.paths,
+            left_out=tuple(_seen_from(plan.cwd, original.spec.workdir, path) for path in plan.tests),
+            ignore=plan.spec.tree_options == "ignore",
+            limit_bytes=plan.spec.changes_limit_bytes,
+            timeout_s=self._settings.transfer_s,
+        )
+        async with self._stage.enter_fresh(execution, original.spec) as sandbox:
+            claims = claims_of(execution.action.id, execution.action.attempt)
+            notes: list[str] = []
+            if not any(claim.startswith(claims) for claim in sandbox.resumable):
+                known = await transfer.known(sandbox)
+                try:
+                    async with self._stage.visit(original, execution):
+                        changed = await transfer.collect(original, known)
+                    notes = await transfer.apply(sandbox, changed)
+                except ValueError as error:
+                    execution.begin()
+                    return _Run(execution, sandbox, plan, self._settings, fresh=True).worthless(str(error))
+            return await self._run(execution, sandbox, plan, fresh=True, notes=notes)
+
+    async def _run(
+        self, execution: Execution, sandbox: Sandbox, plan: SuitePlan, *, fresh: bool, notes: Sequence[str] = ()
+    ) -> Result:
+        run = _Run(execution, sandbox, plan, self._settings, fresh=fresh, notes=notes)
+        run.detached = await begin(execution, sandbox)
+        try:
+            return await run.result()
+        finally:
+            execution.end()
 
     async def resize(self, action: Action, lease: Lease) -> None:
         await self._stage.resize(action, lease)
@@ -114,10 +178,18 @@ class _Run:
     """One action under way: pytest once, and again for the tests that a crash left over."""
 
     def __init__(
-        self, execution: Execution, sandbox: Sandbox, plan: SuitePlan, settings: PytestSettings, *, detached: bool
+        self,
+        execution: Execution,
+        sandbox: Sandbox,
+        plan: SuitePlan,
+        settings: PytestSettings,
+        *,
+        fresh: bool,
+        notes: Sequence[str] = (),
     ) -> None:
         self._execution = execution
-        self._detached = detached
+        self.detached = False
+        self._fresh = fresh
         self._sandbox = sandbox
         self._plan = plan
         self._settings = settings
@@ -125,7 +197,10 @@ class _Run:
         self._report = SuiteReport(sandbox.secret(self._claims))
         self._lines = LogLines(execution.call.log)
         self._tail = b""
-        self._notes: list[str] = []
+        self._notes = list(notes)
+        self._checked: set[Check] = set()
+        #: Why the suite could not even begin, through the caller's fault.
+        self._refused = ""
         self._cpu_s = 0.0
         self._peak_bytes = 0
         self._runs = 0
@@ -134,6 +209,9 @@ class _Run:
         try:
             ended = await self._run_all()
         except ActionFailed as lost:
+            if self._sandbox.condemned:  # it has asked for that, and must not get out of its reward so
+                self._sandbox.loss_reported = False
+                return self.worthless(lost.message)
             raise self._failed(lost.reason, lost.message, lost.detail) from lost
         except BaseException:
             # The executor cancels at the timeout; then what is known must not be lost with the task.
@@ -148,7 +226,7 @@ class _Run:
             raise self._failed(Reason.INVALID_INPUT, f"the sandbox has {self._report.absent}")
         if ended.out_of_memory and self._report.end is None:
             raise self._failed(Reason.OUT_OF_MEMORY, f"the sandbox ran out of memory (peak {self._peak_bytes} bytes)")
-        if not self._report.started:
+        if not self._report.started and not self._refused and not self._report.doubts:
             raise self._failed(Reason.INVALID_INPUT, f"pytest could not be started: {self._said()}")
         if ended.out_of_memory:
             self._notes.append("the sandbox ran out of memory under some of the tests")
@@ -158,20 +236,53 @@ class _Run:
             usage={**usage, "cpu_s": self._cpu_s, "peak_memory_bytes": self._peak_bytes},
         )
 
+    def worthless(self, why: str) -> Result:
+        """Return the result of a run that the agent has made impossible."""
+        self._report.doubt(why)
+        usage = {"workers": self._report.workers, "runs": self._runs, "tests": len(self._report.tests)}
+        return Result(value=self._value(None), usage=usage)
+
+    async def _prepare(self) -> None:
+        """Leave nobody else at work in the sandbox, and write the tests."""
+        claim = f"{self._claims}{self._runs + 1}"
+        if claim in self._sandbox.resumable:
+            return
+        swept = await self._sandbox.sweep()
+        self._checked.add("swept")
+        if swept and self._runs == 0:
+            self._notes.append(f"{swept} process(es) of earlier actions were ended before the suite")
+        locked = []
+        for path, text in self._plan.tests.items():
+            try:
+                locked.append(await self._sandbox.lock_file(_joined(self._plan.cwd, path), text.encode()))
+            except InvalidInput as refused:  # the tree is in its way, which is the agent's
+                self._report.doubt(f"the tests could not be written: {refused.message}")
+        if locked:
+            self._checked |= {"tests_given", "tests_locked"} if all(locked) else {"tests_given"}
+
     async def _run_all(self) -> CommandResult:
         """Run until pytest came to its end, or nothing more is won by another run."""
         workers = self._plan.workers
         while True:
             known = len(self._report.tests)
-            ended = await self._run_once(workers)
+            try:
+                await self._prepare()
+                if self._report.doubts and not self._runs:
+                    return CommandResult(exit_code=None)
+                ended = await self._run_once(workers)
+            except InvalidInput as refused:
+                self._refused = refused.message
+                return CommandResult(exit_code=None)
             report = self._report
             if ended.timed_out or not report.started or report.absent:
                 return ended
+            if report.end is not None and ended.exit_code != report.end:
+                report.doubt(f"pytest's status was {report.end}, its process ended with {_how(ended)}")
             if report.end is None:
                 crashed = sorted(report.running)
                 report.take_up()
                 self._notes.append(f"the process ended by itself ({_how(ended)}) in {', '.join(crashed) or 'no test'}")
-            elif workers > 1 and report.selected and not report.tests:
+            elif workers > 1 and (report.selected or report.crashed) and not report.tests:
                 self._notes.append("with several workers no test ran: one process was used")
                 self._report = SuiteReport(report.nonce)
                 workers = 1
@@ -187,8 +298,11 @@ class _Run:
         ended = await self._sandbox.run(self._command(workers, max(0.01, left_s)), self._on_output)
         self._cpu_s += ended.cpu_s
         self._peak_bytes = max(self._peak_bytes, ended.peak_memory_bytes)
-        if ended.stdout_truncated:
-            self._notes.append(f"the report exceeds {self._settings.output_max_bytes} bytes and is incomplete")
+        if ended.unshown.get("stdout"):
+            self._report.doubt(f"the report lacks {ended.unshown['stdout']} bytes and is incomplete")
+        if unlogged := ended.unshown.get("stderr"):
+            self._tail = ended.stderr[-_TAIL_BYTES:]
+            self._execution.call.log.omit(unlogged)
         return ended
 
     def _command(self, workers: int, timeout_s: float) -> Command:
@@ -204,17 +318,19 @@ class _Run:
             "workers": workers,
             "dist": plan.dist,
             "args": plan.args,
+            "own_options": plan.spec.tree_options == "ignore" and not self._fresh,
             "test_timeout_s": plan.test_timeout_s,
         }
         return Command(
-            argv=(self._settings.python, "-c", _SOURCE),
+            argv=(self._settings.python, "-I", "-S", "-c", plugin.START, _SOURCE, self._settings.python),
             cwd=plan.cwd,
             env=plan.env,
             stdin=json.dumps(told).encode(),
             timeout_s=timeout_s,
-            output_limit_bytes=self._settings.output_max_bytes,
+            output_limit_bytes=2 * _TAIL_BYTES,
+            shown_limit_bytes=max(self._settings.output_max_bytes, self._execution.call.function.log_limit_bytes),
             claim=f"{self._claims}{self._runs}",
-            detached=self._detached,
+            detached=self.detached,
         )
 
     def _on_output(self, stream: str, data: bytes) -> None:
@@ -229,17 +345,38 @@ class _Run:
         report, plan = self._report, self._plan
         value = judge(plan.request, report)
         said = [*notes(plan.request, report, value), *self._notes]
+        reason = self._refused or nothing_judged(plan.request, report, self._plan.tests)
+        if reason and plan.spec.missing == "invalid":
+            value |= {"reward": None, "resolved": None}
+        else:
+            reason = ""
         if plan.workers > 1 and report.started and not report.xdist:
             said.append("the sandbox has no pytest-xdist: the suite ran in one process")
         if report.end not in (None, 0, 1, 5):
             said.append(f"pytest ended with status {report.end}: {self._said()}")
         value |= {
+            "valid": not reason,
+            "reason": reason,
+            "graded": "fresh" if self._fresh else "same_sandbox",
+            "checked": sorted(self._checks()),
             "workers": report.workers,
             "duration_s": round(self._execution.execution_s, 6),
             "exit_code": exit_code if report.end is None else report.end,
             "note": "; ".join(said),
         }
         return _within(value, plan.request, self._execution.call.function.output_limit_bytes)
+
+    def _checks(self) -> set[Check]:
+        """Return what held of this run, of all that can be checked."""
+        plan, report = self._plan, self._report
+        checked = set(self._checked)
+        if report.started:
+            checked.add("clean_start")
+        if plan.spec.tree_options == "ignore":
+            checked.add("tree_options_ignored")
+        if report.end is not None and not report.doubts:
+            checked.add("report_whole")
+        return checked
 
     def _timed_out(self) -> ActionFailed:
         running = ", ".join(sorted(self._report.running)) or "none"
@@ -249,7 +386,7 @@ class _Run:
     def _failed(self, reason: Reason, message: str, detail: Mapping[str, object] | None = None) -> ActionFailed:
         value = self._value(None)
         # What is known of a run that did not come to its end is no reward.
-        value |= {"reward": None, "resolved": None}
+        value |= {"reward": None, "resolved": None, "valid": False, "reason": message}
         return ActionFailed(reason, message, component=COMPONENT, result=value, detail=detail)
 
     def _said(self) -> str:
@@ -276,8 +413,13 @@ def plan_of(execution: Execution, settings: PytestSettings) -> SuitePlan:
             raise invalid(f"$.{name}", "must be seen from the working directory, not from /", COMPONENT)
     if "\0" in cwd:
         raise invalid("$.cwd", "must be a string without NUL", COMPONENT)
+    tests = given.get("tests", {})
+    _check_tests(tests, given.get("paths", []), spec)
     return SuitePlan(
         request=request,
+        spec=spec,
+        tests=tests,
+        paths=tuple(given.get("paths", ())),
         cwd=cwd,
         env=given.get("env", {}),
         args=spec.args + args,
@@ -285,6 +427,24 @@ def plan_of(execution: Execution, settings: PytestSettings) -> SuitePlan:
         dist=spec.dist,
         test_timeout_s=given.get("test_timeout_s", 0.0),
     )
+
+
+def _check_tests(tests: Mapping[str, str], paths: Sequence[str], spec: PytestSpec) -> None:
+    for name, each in (("tests", list(tests)), ("paths", paths)):
+        for path in each:
+            if not path or "\0" in path or path.startswith("/") or ".." in path.split("/"):
+                raise invalid(f"$.{name}", "must have paths below the working directory", COMPONENT)
+    if paths and spec.grade != "fresh":
+        raise invalid("$.paths", "is for functions with pytest: {grade: fresh}", COMPONENT)
+
+
+def _joined(cwd: str, path: str) -> str:
+    return posixpath.join(cwd, path) if cwd else path
+
+
+def _seen_from(cwd: str, workdir: str, path: str) -> str:
+    """Return a path below ``cwd`` as seen from the workdir."""
+    return posixpath.relpath(posixpath.join(workdir, cwd, path), workdir)
 
 
 def _workers(

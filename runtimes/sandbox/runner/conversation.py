@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Protocol
 
 from manager.errors import ActionFailed
@@ -14,6 +15,10 @@ from runtimes.sandbox.runner.protocol import RunnerEnd, lost
 
 #: Bytes of a long-lived process's output kept for a slow reader before the connection is paused.
 UNREAD_MAX_BYTES = 1 * 2**20
+#: Bytes of a file that a runner may send before the reader has taken them.
+WINDOW_BYTES = 1 * 2**20
+#: What stands between the beginning and the end of a stream of which not all was kept.
+MARKER = b"\n[... %d bytes are missing here ...]\n"
 STREAM_NAMES = {wire.STDOUT: "stdout", wire.STDERR: "stderr"}
 
 
@@ -26,6 +31,10 @@ class Carrier(Protocol):
 
     async def kill(self, number: int, end: asyncio.Future[RunnerEnd]) -> None:
         """SIGKILL a command's tree and wait until it is gone; hang up on a runner that cannot."""
+        ...
+
+    def cancel(self, number: int) -> None:
+        """Want no more of an exchange that is no command."""
         ...
 
     def pause_reading(self) -> None: ...
@@ -78,6 +87,9 @@ class Exchange:
     def taken(self, count: int | None) -> None:
         raise wire.ProtocolError("an acknowledgement of nothing")
 
+    def sized(self, size_bytes: int) -> None:
+        raise wire.ProtocolError("the size of nothing")
+
     def ended(self, end: RunnerEnd | Exception) -> None:
         if self.end.done():
             return
@@ -88,44 +100,153 @@ class Exchange:
             self.end.set_result(end)
 
 
-class RunnerAnswer(Exchange):
-    """A request that is answered, perhaps with data before the end."""
+class FileDownload(Exchange):
+    """`runtimes.sandbox.command.FileStream` from a runner, which sends no further ahead than the reader has room for.
 
-    def __init__(self, limit_bytes: int = 0) -> None:
+    A runner of an earlier version sends all at once, and no size.
+    """
+
+    def __init__(self, carrier: Carrier, limit_bytes: int, patience_s: float) -> None:
         super().__init__()
-        self.chunks: list[bytes] = []
+        self.number = 0
+        self.size_bytes: int | None = None
+        self._carrier = carrier
+        self._patience_s = patience_s
         self._room = limit_bytes
+        self._unread: deque[bytes] = deque()
+        self._arrived = asyncio.Event()
+
+    def sized(self, size_bytes: int) -> None:
+        self.size_bytes, self._room = size_bytes, min(size_bytes, WINDOW_BYTES)
+        self._arrived.set()
 
     def data(self, stream: int, data: bytes) -> None:
         self._room -= len(data)
         if self._room < 0:
             raise wire.ProtocolError("more than was asked for")
-        self.chunks.append(data)
+        self._unread.append(data)
+        self._arrived.set()
+
+    def ended(self, end: RunnerEnd | Exception) -> None:
+        super().ended(end)
+        self._arrived.set()
+
+    async def begun(self) -> None:
+        """Return when there is something to read; raises NotFound, TooLarge, InvalidInput."""
+        async with asyncio.timeout(self._patience_s):
+            await self._arrived.wait()
+        if self.end.done():
+            self.end.result()
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        while True:
+            while self._unread:
+                data = self._unread.popleft()
+                yield data
+                if self.size_bytes is not None and not self.end.done():
+                    self._room += len(data)
+                    await self._carrier.send(wire.encode(wire.STDIN, self.number, str(len(data)).encode()))
+            if self.end.done():
+                self.end.result()
+                return
+            self._arrived.clear()
+            try:
+                async with asyncio.timeout(self._patience_s):
+                    await self._arrived.wait()
+            except TimeoutError:
+                raise lost("the runner has fallen silent") from None
+
+    def close(self) -> None:
+        if not self.end.done():
+            self._carrier.cancel(self.number)
+
+
+class RunnerAnswer(Exchange):
+    """A request that is answered without data before the end."""
+
+
+class KeptStream:
+    """The beginning and the end of what a command says on one stream, and how much is missing in between."""
+
+    def __init__(self, command: Command) -> None:
+        self._head_bytes = command.output_limit_bytes - command.tail_bytes
+        self._tail_bytes = command.tail_bytes
+        self._room = command.shown_bytes
+        self._head, self._tail = bytearray(), bytearray()
+        self._said = 0
+        self.unshown = 0
+
+    @property
+    def truncated(self) -> bool:
+        return self._said > self._head_bytes + self._tail_bytes
+
+    def add(self, data: bytes) -> bytes:
+        """Keep the next piece; return what of it is to be shown."""
+        self._said += len(data)
+        rest = max(0, self._head_bytes - len(self._head))
+        self._head += data[:rest]
+        self._tail += data[rest:]
+        if len(self._tail) > 2 * self._tail_bytes:
+            del self._tail[: len(self._tail) - self._tail_bytes]
+        shown, self._room = data[: self._room], self._room - min(self._room, len(data))
+        self.unshown += len(data) - len(shown)
+        return shown
+
+    def miss(self, count: int) -> None:
+        """Count bytes that were dropped before the end that is kept."""
+        self._said += count
+        self.unshown += count
+
+    def joined(self) -> bytes:
+        """Return what is kept, cut between characters, with a line that counts what is missing."""
+        head, tail = bytes(self._head), bytes(self._tail[max(0, len(self._tail) - self._tail_bytes) :])
+        if not self.truncated:
+            return head + tail
+        head, tail = _without_half(head), tail[_leading_half(tail) :]
+        return head + MARKER % (self._said - len(head) - len(tail)) + tail
+
+
+def _leading_half(data: bytes) -> int:
+    """Return how many bytes at the start continue a UTF-8 character whose first byte is not there."""
+    return next((at for at, byte in enumerate(data[:4]) if byte & 0xC0 != 0x80), 0)
+
+
+def _without_half(data: bytes) -> bytes:
+    """Return it without a UTF-8 character of which only the first bytes are there."""
+    for at in range(len(data) - 1, max(-1, len(data) - 4), -1):
+        if data[at] & 0xC0 != 0x80:
+            wanted = 4 if data[at] >= 0xF0 else 3 if data[at] >= 0xE0 else 2 if data[at] >= 0xC0 else 1
+            return data if len(data) - at >= wanted else data[:at]
+    return data
 
 
 class KeptOutput:
-    """What a command says, kept up to a bound and shown as it comes."""
+    """What a command says, its beginning and its end kept up to a bound, and shown as it comes."""
 
-    def __init__(self, limit_bytes: int, on_output: OnOutput | None) -> None:
-        self._limit_bytes = limit_bytes
+    def __init__(self, command: Command, on_output: OnOutput | None) -> None:
         self._on_output = on_output
-        self.streams = {"stdout": bytearray(), "stderr": bytearray()}
-        self.truncated = {"stdout": False, "stderr": False}
+        self.streams = {"stdout": KeptStream(command), "stderr": KeptStream(command)}
 
     def add(self, stream: str, data: bytes) -> None:
-        kept = self.streams[stream]
-        room = self._limit_bytes - len(kept)
-        if len(data) > room:
-            self.truncated[stream] = True
-            data = data[:room]
-        if data:
-            kept += data
-            if self._on_output is not None:
-                self._on_output(stream, data)
+        shown = self.streams[stream].add(data)
+        if shown and self._on_output is not None:
+            self._on_output(stream, shown)
 
     def text(self) -> dict[str, str]:
         """Return its output so far."""
-        return {stream: kept.decode("utf-8", "replace") for stream, kept in self.streams.items()}
+        return {name: kept.joined().decode("utf-8", "replace") for name, kept in self.streams.items()}
+
+    def completed(self, result: CommandResult) -> CommandResult:
+        """Return the result with the output that is kept."""
+        out, err = self.streams["stdout"], self.streams["stderr"]
+        return replace(
+            result,
+            stdout=out.joined(),
+            stderr=err.joined(),
+            stdout_truncated=result.stdout_truncated or out.truncated,
+            stderr_truncated=result.stderr_truncated or err.truncated,
+            unshown={name: kept.unshown for name, kept in self.streams.items()},
+        )
 
 
 class CommandExchange(Exchange):
@@ -135,7 +256,7 @@ class CommandExchange(Exchange):
         super().__init__()
         self.stdin = Stdin(carrier)
         #: Bounded here too: the runner is not trusted to keep the bound.
-        self.output = KeptOutput(command.output_limit_bytes, on_output)
+        self.output = KeptOutput(command, on_output)
 
     def data(self, stream: int, data: bytes) -> None:
         self.output.add(STREAM_NAMES[stream], data)
@@ -151,7 +272,9 @@ class CommandExchange(Exchange):
 
     async def result(self) -> CommandResult:
         end = await asyncio.shield(self.end)
-        return end.result(**{stream: bytes(kept) for stream, kept in self.output.streams.items()})
+        for kept, dropped in zip(self.output.streams.values(), end.dropped, strict=True):
+            kept.miss(dropped)
+        return self.output.completed(end.result())
 
 
 class SandboxProcess(Exchange):

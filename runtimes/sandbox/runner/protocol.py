@@ -12,7 +12,9 @@ from typing import TypeVar
 import msgspec
 
 from manager.errors import (
+    FILES_LOST,
     ActionFailed,
+    CapacityExceeded,
     CodedError,
     InvalidConfig,
     InvalidInput,
@@ -52,7 +54,8 @@ def run_request(command: Command, *, marker: str, interactive: bool) -> dict[str
         "stdin": interactive or bool(command.stdin),
         "timeout_s": command.timeout_s if math.isfinite(command.timeout_s) else None,
         "grace_s": command.kill_grace_s,
-        "limit": None if interactive else command.output_limit_bytes,
+        "limit": None if interactive else command.shown_bytes,
+        "tail": command.tail_bytes,
         **({"claim": command.claim, "lasting": command.detached} if command.claim else {}),
     }
 
@@ -88,17 +91,22 @@ class RunnerEnd(msgspec.Struct, frozen=True, kw_only=True):
     timed_out: bool = False
     out_of_memory: bool = False
     truncated: tuple[bool, bool] = (False, False)
+    #: Bytes of standard output and error that were dropped before their ends.
+    dropped: tuple[int, int] = (0, 0)
     duration_s: float = 0.0
     cpu_s: float = 0.0
     peak_bytes: int = 0
     entries: list[RunnerEntry] = []
+    #: Whether a file that was written is out of its user's hands.
+    locked: bool = False
+    #: Processes that a sweep has ended.
+    swept: int = 0
 
-    def result(self, stdout: bytes = b"", stderr: bytes = b"") -> CommandResult:
+    def result(self) -> CommandResult:
+        """Return it as a result without output."""
         return CommandResult(
             exit_code=self.code,
             signal=self.signal,
-            stdout=stdout,
-            stderr=stderr,
             stdout_truncated=self.truncated[0],
             stderr_truncated=self.truncated[1],
             timed_out=self.timed_out,
@@ -123,7 +131,11 @@ class RunnerRefusal(msgspec.Struct, frozen=True):
     message: str = "refused"
 
     def error(self) -> CodedError:
-        kinds: dict[str, type[CodedError]] = {"not_found": NotFound, "too_large": TooLarge}
+        kinds: dict[str, type[CodedError]] = {
+            "not_found": NotFound,
+            "too_large": TooLarge,
+            "capacity_exceeded": CapacityExceeded,
+        }
         return kinds.get(self.code, InvalidInput)(self.message[:1000], component=COMPONENT)
 
 
@@ -151,7 +163,8 @@ def unmade(error: CodedError) -> ActionFailed:
 
 def lost(message: str, *, result: object = None) -> ActionFailed:
     """Return the end of an action whose sandbox died under it."""
-    return ActionFailed(Reason.ENVIRONMENT_LOST, message, component=COMPONENT, result=result)
+    detail = {FILES_LOST: True}
+    return ActionFailed(Reason.ENVIRONMENT_LOST, message, component=COMPONENT, result=result, detail=detail)
 
 
 def cut_off(message: str, *, result: object = None) -> ActionFailed:

@@ -11,14 +11,16 @@ for data. The first connection's HELLO sets the token, before any foreign code c
 A command outlives its gateway if it was asked to, for ``unattended_s`` at most: its output and its end are kept until
 the next gateway claims it by the name that it was given, or says that it need not be kept.
 
-Commands run as the sandbox's user, never as the runner: it takes on the user's ids around ``posix_spawn`` (a vfork),
-which leaves the child no privilege to return to and makes the runner itself untraceable.
+Commands run as the sandbox's user, never as the runner: the child takes on the user's ids before it becomes the
+command, and keeps no privilege to return to. The runner's real and saved ids stay its own, it ignores every signal
+that can be ignored, and the kernel calls it undumpable: nobody inside can end, trace or read it.
 """
 
 # pathlib, contextlib and typing would cost every sandbox their import.
-# ruff: noqa: PTH102, PTH103, PTH108, PTH112, PTH117, PTH118, PTH120, PTH123, PTH208, SIM105
+# ruff: noqa: PTH101, PTH102, PTH103, PTH108, PTH112, PTH117, PTH118, PTH120, PTH123, PTH208, SIM105
 from __future__ import annotations
 
+import array
 import errno
 import json
 import os
@@ -44,13 +46,19 @@ CHUNK_BYTES = 64 * 2**10
 WINDOW_BYTES = 256 * 2**10
 
 # From the gateway.
-HELLO, RUN, STDIN, KILL, READ, WRITE, LIST, SWEEP, CLAIM, KEEP = range(1, 11)
+HELLO, RUN, STDIN, KILL, READ, WRITE, LIST, SWEEP, CLAIM, KEEP, REST, LEND = range(1, 13)
 # To the gateway.
-READY, STDOUT, STDERR, EXIT, ACK, DONE, ERROR = range(65, 72)
+READY, STDOUT, STDERR, EXIT, ACK, DONE, ERROR, SIZE = range(65, 73)
 
+#: Files that may be on their way to the gateway at once.
+DOWNLOADS_MAX = 64
 #: Bytes waiting for the gateway at which the commands' pipes are no longer read.
 PENDING_MAX_BYTES = 1 * 2**20
 TICK_S = 0.01
+#: Seconds after which what must rest is stopped again, as a process can arrange to be continued.
+REST_S = 1.0
+#: Times that the end of all processes is asked for at our own end.
+ENDS_MAX = 500
 #: Seconds after SIGKILL at which a process that will not die is reported instead of awaited.
 UNKILLABLE_S = 5.0
 ORPHAN_PIPES_MAX = 128
@@ -62,6 +70,8 @@ STARTED_MAX = 64
 UNAUTHENTICATED_MAX = 8
 #: What a gateway sends first when it attaches, and what it expects back.
 MARK_BYTES, ANSWER_BYTES = 32, 16
+#: Room for the descriptors that may come with one message.
+LENT_BYTES = 64
 ENTRIES_MAX = 10000
 OOM_SCORE = b"500"
 
@@ -69,6 +79,10 @@ DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 #: What the kernel says about the memory of our own cgroup (v2, v1), if the sandbox has one.
 MEMORY_EVENTS = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
 MEMORY_PEAKS = ("/sys/fs/cgroup/memory.peak", "/sys/fs/cgroup/memory/memory.max_usage_in_bytes")
+#: A user id that is nobody's; the runner has it for an instant.
+NOBODY = 65534
+#: What the runner ignores, and what its commands must not inherit as ignored.
+IGNORED = sorted(set(signal.valid_signals()) - {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGCONT})
 #: The kernel's own trees, in which reading and writing is no file access.
 KERNEL_TREES = ("/proc", "/sys", "/dev")
 
@@ -133,12 +147,25 @@ class RequestDenied(Exception):
         self.code = code
 
 
+#: What an error of the kernel means to who asked: no such thing, no room of its own, or none of this machine's.
+_CODES = {
+    errno.ENOENT: "not_found",
+    errno.ENOTDIR: "not_found",
+    errno.ENOSPC: "too_large",
+    errno.EDQUOT: "too_large",
+    errno.EFBIG: "too_large",
+    errno.EMFILE: "capacity_exceeded",
+    errno.ENFILE: "capacity_exceeded",
+    errno.ENOMEM: "capacity_exceeded",
+    errno.EIO: "capacity_exceeded",
+}
+
+
 def _refusal(error: RequestDenied | OSError) -> bytes:
     """Return the payload of an ERROR frame."""
     if isinstance(error, RequestDenied):
         return as_json({"code": error.code, "message": str(error)})
-    code = "not_found" if error.errno in (errno.ENOENT, errno.ENOTDIR) else "invalid_input"
-    return as_json({"code": code, "message": _sentence(error)})
+    return as_json({"code": _CODES.get(error.errno or 0, "invalid_input"), "message": _sentence(error)})
 
 
 def _sentence(error: OSError) -> str:
@@ -172,7 +199,7 @@ class Poller:
 
 
 class Identity:
-    """A user of the sandbox. As a context manager it becomes that user for a moment."""
+    """A user of the sandbox. As a context manager it has that user's rights to files for a moment."""
 
     def __init__(self, user: str, workdir: str) -> None:
         try:
@@ -188,16 +215,27 @@ class Identity:
             self.home = workdir
 
     def __enter__(self) -> None:
-        if os.getuid() == 0 and self.uid != 0:
+        if self.foreign:
             os.setgroups(self.groups)
-            os.setresgid(self.gid, self.gid, 0)
-            os.setresuid(self.uid, self.uid, 0)
+            os.setegid(self.gid)
+            os.seteuid(self.uid)  # the effective id alone: who may signal us goes by the other two
 
     def __exit__(self, *_: object) -> None:
-        if self.uid != 0 and os.getresuid()[2] == 0:
-            os.setresuid(0, 0, 0)
-            os.setresgid(0, 0, 0)
+        if self.foreign:
+            os.seteuid(0)
+            os.setegid(0)
             os.setgroups([0])
+
+    @property
+    def foreign(self) -> bool:
+        """Whether it is another user than the runner, who can become it."""
+        return os.getuid() == 0 and self.uid != 0
+
+    def become(self) -> None:
+        """Take on its ids for good."""
+        os.setgroups(self.groups)
+        os.setresgid(self.gid, self.gid, self.gid)
+        os.setresuid(self.uid, self.uid, self.uid)
 
 
 class Workplace:
@@ -215,18 +253,28 @@ class Workplace:
         identity = self.identities[user]
         if os.getuid() != 0 and identity.uid != os.getuid() and user != self.config["user"]:
             raise RequestDenied("invalid_input", f"this sandbox cannot run commands as {user!r}")
+        if identity.uid == 0 and not self.config.get("root", True):
+            raise RequestDenied("invalid_input", f"{user!r} is root, and this sandbox cannot run commands as root")
         return identity
 
     def prepare_workdir(self) -> None:
         """Make the working directory the user's, before any command runs."""
+        own: bool = self.config.get("own_user", False) and os.getuid() == 0
+        if own:
+            _enroll(self.config["user"], self.config["workdir"])
         identity = self.identity()
         workdir = self.real(self.config["workdir"])
-        if not os.path.isdir(workdir):
+        made = not os.path.isdir(workdir)
+        if made:
             os.makedirs(workdir, 0o755)
-            if os.getuid() == 0:
-                os.chown(workdir, identity.uid, identity.gid)
-        with identity:
-            pass  # from here on the kernel calls the runner undumpable: nobody inside can trace or read it
+        if own or (made and os.getuid() == 0):
+            os.chown(workdir, identity.uid, identity.gid)
+        if os.getuid() == 0:
+            try:
+                os.seteuid(NOBODY)  # from here on the kernel calls the runner undumpable: nobody can trace or read it
+            except OSError:
+                pass  # a user namespace without such a user: there it was called so at its start
+            os.seteuid(0)
 
     def real(self, path: str) -> str:
         """Return the path as this process sees it: a sandbox without its own root keeps its files in a directory."""
@@ -285,6 +333,18 @@ class Workplace:
         return not base or _within(true, os.path.realpath(base))
 
 
+def _enroll(uid: str, home: str) -> None:
+    """Give an id that no image can know a name, if the files may be written."""
+    for name, line in (("passwd", f"agent:x:{uid}:{uid}::{home}:/bin/sh"), ("group", f"agent:x:{uid}:")):
+        try:
+            with open(f"/etc/{name}", "r+b") as file:
+                known = file.read()
+                if b":%s:" % uid.encode() not in known:
+                    file.write((b"" if known.endswith(b"\n") or not known else b"\n") + line.encode() + b"\n")
+        except OSError:
+            pass
+
+
 def _within(path: str, tree: str) -> bool:
     return path == tree or path.startswith(tree.rstrip("/") + "/")
 
@@ -295,10 +355,12 @@ def _within(path: str, tree: str) -> bool:
 class Files:
     """Reads, listings and uploads, all with the rights of the sandbox's user."""
 
-    def __init__(self, workplace: Workplace, send: Callable[[int, int, bytes], None]) -> None:
+    def __init__(self, workplace: Workplace, link: GatewayLink) -> None:
         self.workplace = workplace
-        self.send = send
+        self.link = link
+        self.send = link.send
         self.uploads: dict[int, Upload] = {}
+        self.downloads: dict[int, Download] = {}
 
     def open_path(self, path: str, flags: int) -> int:
         with self.workplace.identity():
@@ -309,20 +371,54 @@ class Files:
                 os.close(directory)
 
     def read(self, number: int, request: dict[str, Any]) -> None:
+        """Begin to send a file, as long as it is now; `pump` goes on with it."""
         path: str = request["path"]
-        with open(self.open_path(path, os.O_NONBLOCK), "rb", buffering=0) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        if len(self.downloads) >= DOWNLOADS_MAX:
+            raise RequestDenied("capacity_exceeded", f"{DOWNLOADS_MAX} files are being read at once")
+        fd = self.open_path(path, os.O_NONBLOCK)
+        try:
+            info = os.fstat(fd)
+            if not stat.S_ISREG(info.st_mode):
                 raise RequestDenied("invalid_input", f"{path!r} is no regular file")
-            left: int = request["limit"]
-            while True:
-                data = file.read(min(CHUNK_BYTES, left + 1))
-                if len(data) > left:
-                    raise RequestDenied("too_large", f"{path!r} is larger than {request['limit']} bytes")
-                if not data:
-                    break
-                left -= len(data)
-                self.send(STDOUT, number, data)
-        self.send(DONE, number, b"{}")
+            if info.st_size > request["limit"]:
+                raise RequestDenied("too_large", f"{path!r} is larger than {request['limit']} bytes")
+        except BaseException:
+            os.close(fd)
+            raise
+        if "window" in request:
+            self.send(SIZE, number, str(info.st_size).encode())
+        self.downloads[number] = Download(fd, path, info.st_size, request.get("window", info.st_size))
+
+    @property
+    def sending(self) -> bool:
+        """Whether `pump` has something that it can send now."""
+        return self.link.throttled is None and any(each.ready for each in self.downloads.values())
+
+    def pump(self) -> None:
+        """Send one chunk of each file that is on its way, while the gateway takes what it is sent."""
+        for number, download in list(self.downloads.items()):
+            if not self.sending:
+                return
+            if not download.ready:
+                continue
+            try:
+                data = download.next_chunk()
+                if data:
+                    self.send(STDOUT, number, data)
+            except (RequestDenied, OSError) as error:
+                self.send(ERROR, number, _refusal(error))
+                self.cancel(number)
+                continue
+            if download.left == 0:
+                self.send(DONE, number, b"{}")
+                self.cancel(number)
+
+    def cancel(self, number: int) -> None:
+        """Give up what is on its way under this number, if anything is."""
+        for transfers in (self.uploads, self.downloads):
+            transfer = transfers.pop(number, None)
+            if transfer is not None:
+                transfer.abandon()
 
     def list_directory(self, number: int, request: dict[str, Any]) -> None:
         fd = self.open_path(request["path"], os.O_DIRECTORY)
@@ -337,10 +433,16 @@ class Files:
         self.send(DONE, number, as_json({"entries": entries}))
 
     def write(self, number: int, request: dict[str, Any]) -> None:
-        self.uploads[number] = Upload(self.workplace, request["path"], request["mode"])
+        self.uploads[number] = Upload(self.workplace, request)
 
     def feed(self, number: int, data: bytes) -> bool:
-        """Take the next piece of an upload, empty at its end; return whether there is such an upload."""
+        """Take the next piece of an upload, empty at its end, or how many bytes of a download were taken.
+
+        Return whether there is such a transfer.
+        """
+        if number in self.downloads:
+            self.downloads[number].window += int(data)
+            return True
         upload = self.uploads.get(number)
         if upload is None:
             return False
@@ -348,27 +450,55 @@ class Files:
             if data:
                 upload.write(data)
                 return True
-            upload.finish()
+            locked = upload.finish()
         except OSError as error:
             upload.abandon()
             self.send(ERROR, number, _refusal(error))
         else:
-            self.send(DONE, number, b"{}")
+            self.send(DONE, number, as_json({"locked": locked}))
         del self.uploads[number]
         return True
 
-    def abandon_uploads(self) -> None:
-        for upload in self.uploads.values():
-            upload.abandon()
-        self.uploads.clear()
+    def abandon(self) -> None:
+        """Give up all that is on its way."""
+        for number in [*self.uploads, *self.downloads]:
+            self.cancel(number)
+
+
+class Download:
+    """A file on its way out: sent no further ahead than the gateway has room for."""
+
+    def __init__(self, fd: int, path: str, left: int, window: int) -> None:
+        self.fd = fd
+        self.path = path
+        self.left = left
+        self.window = window
+
+    @property
+    def ready(self) -> bool:
+        return self.window > 0 or self.left == 0
+
+    def next_chunk(self) -> bytes:
+        """Return the next piece, empty at the end; raises RequestDenied if the file has become shorter."""
+        data = os.read(self.fd, min(CHUNK_BYTES, self.left, self.window))
+        if not data and self.left:
+            raise RequestDenied("invalid_input", f"{self.path!r} became shorter while it was read")
+        self.left -= len(data)
+        self.window -= len(data)
+        return data
+
+    def abandon(self) -> None:
+        os.close(self.fd)
 
 
 class Upload:
     """A file on its way in: written beside its place, and moved there when complete."""
 
-    def __init__(self, workplace: Workplace, path: str, mode: int) -> None:
+    def __init__(self, workplace: Workplace, request: dict[str, Any]) -> None:
+        path: str = request["path"]
         self.workplace = workplace
-        self.mode = mode
+        self.mode: int = request["mode"]
+        self.locked: bool = request.get("locked", False)
         with workplace.identity():
             workplace.make_parents(path)
             self.directory, self.name = workplace.locate(path, last=False)
@@ -385,12 +515,47 @@ class Upload:
         while view:
             view = view[os.write(self.fd, view) :]
 
-    def finish(self) -> None:
-        """Move it to its place; if that raises OSError it must be abandoned."""
-        with self.workplace.identity():
-            os.fchmod(self.fd, self.mode)
-            os.replace(self.part, self.name, src_dir_fd=self.directory, dst_dir_fd=self.directory)
+    def finish(self) -> bool:
+        """Move it to its place; return whether it is locked. If that raises OSError it must be abandoned."""
+        locked = self.locked and self.lock()
+        if locked:
+            os.fchown(self.fd, 0, 0)
+            self.place()
+        else:
+            with self.workplace.identity():
+                self.place()
         self.close()
+        return locked
+
+    def place(self) -> None:
+        os.fchmod(self.fd, self.mode)
+        try:
+            os.replace(self.part, self.name, src_dir_fd=self.directory, dst_dir_fd=self.directory)
+        except IsADirectoryError:
+            if not self.locked:
+                raise
+            os.rename(self.name, self.part + ".old", src_dir_fd=self.directory, dst_dir_fd=self.directory)
+            os.replace(self.part, self.name, src_dir_fd=self.directory, dst_dir_fd=self.directory)
+
+    def lock(self) -> bool:
+        """Make the directories above it root's, so that the sandbox's user cannot replace or move what root has there.
+
+        That user may still make files in them and remove its own. Return whether that is so.
+        """
+        identity, top = self.workplace.identity(), os.path.realpath(self.workplace.real("."))
+        place = os.path.realpath(f"/proc/self/fd/{self.directory}")
+        if not identity.foreign or not _within(place, top):
+            return False
+        parts = [part for part in os.path.relpath(place, top).split("/") if part != "."]
+        for depth in range(len(parts) + 1):
+            path = os.path.join(top, *parts[:depth])
+            info = os.lstat(path)
+            mode = stat.S_IMODE(info.st_mode) | stat.S_ISVTX
+            if info.st_uid != 0:
+                os.chown(path, 0, identity.gid)
+                mode |= 0o070
+            os.chmod(path, mode)
+        return True
 
     def abandon(self) -> None:
         try:
@@ -420,12 +585,36 @@ def _entry(directory: int, name: str) -> dict[str, Any]:
 class GatewayConnection:
     """A descriptor with frames in and one with frames out, of a socket the same; never blocks."""
 
-    def __init__(self, source: int, sink: int) -> None:
+    def __init__(self, source: int, sink: int, sock: socket.socket | None = None) -> None:
         self.source = source
         self.sink = sink
+        self.sock = sock
+        self.lent = -1  # the descriptor that came last with the frames
         self.trusted = False
         self.decoder = FrameDecoder()
         self.pending = bytearray()
+
+    def receive(self) -> bytes:
+        """Return what has arrived on a socket, and keep a descriptor that came with it; raises OSError."""
+        assert self.sock is not None
+        fds = array.array("i")
+        data, told, _, _ = self.sock.recvmsg(4 * CHUNK_BYTES, LENT_BYTES, socket.MSG_CMSG_CLOEXEC)
+        for level, kind, said in told:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                fds.frombytes(said[: len(said) - len(said) % fds.itemsize])
+        for fd in fds:
+            self.keep_lent(fd)
+        return data
+
+    def keep_lent(self, fd: int) -> None:
+        if self.lent >= 0:
+            os.close(self.lent)
+        self.lent = fd
+
+    def close(self) -> None:
+        self.keep_lent(-1)
+        if self.sock is not None:
+            self.sock.close()
 
     def send(self, data: bytes) -> None:
         self.pending += data
@@ -527,10 +716,9 @@ class GatewayLink:
         sock.setblocking(False)
         if len(self.unauthenticated) >= UNAUTHENTICATED_MAX:
             self.drop(self.unauthenticated[0])
-        fd = sock.detach()
-        connection = GatewayConnection(fd, fd)
+        connection = GatewayConnection(sock.fileno(), sock.fileno(), sock)
         self.unauthenticated.append(connection)
-        self.poller.watch(fd, lambda _: self.on_frames(connection))
+        self.poller.watch(sock.fileno(), lambda _: self.on_frames(connection))
 
     def on_attached(self, fd: int) -> None:
         """Read from the gateway that is attached, or from the next one, which takes the place of the one before."""
@@ -555,7 +743,7 @@ class GatewayLink:
     def on_frames(self, connection: GatewayConnection) -> None:
         self.on_writable(connection)
         try:
-            data = os.read(connection.source, 4 * CHUNK_BYTES)
+            data = connection.receive()
         except BlockingIOError:
             return
         except OSError:
@@ -574,7 +762,10 @@ class GatewayLink:
             if not data:
                 raise ProtocolError("it hung up")
             for (_, kind, number), payload in connection.decoder.feed(data):
-                if connection.trusted:
+                if connection.trusted and kind == LEND:
+                    self.runner.jobs.tree.take_freezer(connection.lent)
+                    connection.lent = -1
+                elif connection.trusted:
                     self.runner.obey(kind, number, payload)
                 else:
                     self.greet(connection, kind, payload)
@@ -606,7 +797,7 @@ class GatewayLink:
             self.attached = None
         else:
             self.poller.forget(connection.source)
-            os.close(connection.source)
+            connection.close()
         if connection in self.unauthenticated:
             self.unauthenticated.remove(connection)
         self.unthrottle(connection)
@@ -714,8 +905,10 @@ class Job:
         self.marker = b"TANGRAM_ACTION=" + str(request["marker"]).encode()
         self.grace_s: float = request["grace_s"]
         self.limit: int | None = request.get("limit")
+        self.tail: int = request.get("tail", 0)
         self.kept = {STDOUT: 0, STDERR: 0}
-        self.truncated = {STDOUT: False, STDERR: False}
+        self.tails = {STDOUT: bytearray(), STDERR: bytearray()}  # the last of what is beyond the limit
+        self.dropped = {STDOUT: 0, STDERR: 0}
         self.started_s = time.monotonic()
         timeout_s = request.get("timeout_s")
         self.deadline_s: float | None = None if timeout_s is None else self.started_s + timeout_s
@@ -738,11 +931,20 @@ class Job:
     def cut(self, stream: int, data: bytes) -> bytes:
         """Return what of its next output is within its bound."""
         if self.limit is not None:
-            room = self.limit - self.kept[stream]
-            self.truncated[stream] = self.truncated[stream] or len(data) > room
+            room, tail = self.limit - self.kept[stream], self.tails[stream]
+            tail += data[room:]
+            if len(tail) > 2 * self.tail:
+                self.drop(stream)
             data = data[:room]
             self.kept[stream] += len(data)
         return data
+
+    def drop(self, stream: int) -> None:
+        """Drop what is beyond its bound but for the tail."""
+        tail = self.tails[stream]
+        count = max(0, len(tail) - self.tail)
+        self.dropped[stream] += count
+        del tail[:count]
 
     def accounts(self, survivors: int) -> dict[str, Any]:
         """Return how it ended, as the gateway is told."""
@@ -751,7 +953,8 @@ class Job:
             "code": os.WEXITSTATUS(status) if os.WIFEXITED(status) else None,
             "signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else None,
             "timed_out": self.timed_out,
-            "truncated": [self.truncated[STDOUT], self.truncated[STDERR]],
+            "truncated": [self.dropped[STDOUT] > 0, self.dropped[STDERR] > 0],
+            "dropped": [self.dropped[STDOUT], self.dropped[STDERR]],
             "duration_s": time.monotonic() - self.started_s,
             "cpu_s": self.cpu_s,
             "peak_bytes": self.peak_kib * 1024,
@@ -829,12 +1032,13 @@ class Launcher:
                     os.chdir(self.workplace.real(cwd or self.workplace.config["workdir"]))
                 except OSError as error:
                     raise RequestDenied("invalid_input", f"working directory: {_sentence(error)}") from None
-                actions = [(os.POSIX_SPAWN_DUP2, fd, target) for target, fd in enumerate(fds)]
-                signals = (signal.SIGPIPE, signal.SIGXFSZ)  # Python ignores them, and a child would inherit that
                 try:
                     program = _which(argv[0], environment.get("PATH", DEFAULT_PATH))
+                    if identity.foreign:
+                        return _fork(identity, program, argv, environment, fds)
+                    actions = [(os.POSIX_SPAWN_DUP2, fd, target) for target, fd in enumerate(fds)]
                     return os.posix_spawn(
-                        program, argv, environment, file_actions=actions, setsid=True, setsigdef=signals
+                        program, argv, environment, file_actions=actions, setsid=True, setsigdef=IGNORED
                     )
                 except (ValueError, TypeError, UnicodeError) as error:
                     raise RequestDenied("invalid_input", f"the command cannot be executed: {error}") from None
@@ -856,6 +1060,10 @@ class ProcessTree:
         self.jobs = jobs
         self.pid = os.getpid()
         self.sweeps: dict[int, float] = {}  # asked for, and when to give up on what will not die
+        self.swept: set[int] = set()  # what they have ended so far
+        self.freezer = -1  # the gateway's, of the cgroup that holds all but us: what is in it cannot even be ended
+        self.rest_s: float | None = None  # when all must be stopped again, None if they may run
+        self.stopped: set[int] = set()  # those that had stopped of themselves
         try:
             self.listing = os.open(f"/proc/self/task/{self.pid}/children", os.O_RDONLY)
         except OSError:
@@ -906,12 +1114,48 @@ class ProcessTree:
         for pid in members:
             _kill(pid, number)
 
+    def take_freezer(self, fd: int) -> None:
+        if self.freezer >= 0:
+            os.close(self.freezer)
+        self.freezer = fd
+
+    def rest(self, now: float) -> None:
+        """Stop every process but the runner, and again from time to time."""
+        table = _processes()
+        others = _descendants(self.pid, table)
+        if self.rest_s is None:
+            self.stopped = {pid for pid in others if table[pid][1] == "T"}
+        for pid in [-1] if self.pid == 1 and others else others:
+            _kill(pid, signal.SIGSTOP)
+        self.rest_s = now + REST_S if others else float("inf")
+
+    def resume(self) -> None:
+        """Let those run that were stopped by `rest`."""
+        self.rest_s = None
+        for pid in _descendants(self.pid, _processes()):
+            if pid not in self.stopped:
+                _kill(pid, signal.SIGCONT)
+
+    def end_all(self) -> None:
+        """Thaw and kill every process but the runner, which is about to end."""
+        if self.freezer >= 0:
+            try:
+                os.write(self.freezer, b"THAWED")
+            except OSError:
+                pass  # the group is gone
+        for _ in range(ENDS_MAX):
+            if not self.sweep(0.0)[1]:
+                break
+            time.sleep(TICK_S)
+
     def sweep(self, now: float) -> tuple[list[int], int]:
         """Kill every process but the runner; return the sweeps that are over, and how many processes live on.
 
         A sweep is over when the last process is gone, not just told to go.
         """
-        others = _descendants(self.pid, _processes())
+        table = _processes()
+        others = _descendants(self.pid, table)
+        self.swept.update(pid for pid in others if table[pid][1] != "Z")
         for pid in [-1] if self.pid == 1 and others else others:
             _kill(pid, signal.SIGKILL)
         over = [number for number, give_up_s in self.sweeps.items() if not others or now >= give_up_s]
@@ -974,9 +1218,8 @@ class Jobs:
         """Return when something is due, infinity if nothing is."""
         if self.tree.sweeps or any(job.kill_s is not None for job in self.running.values()):
             return now + TICK_S
-        return min(
-            [job.deadline_s for job in self.running.values() if job.deadline_s is not None], default=float("inf")
-        )
+        due_s = [job.deadline_s for job in self.running.values() if job.deadline_s is not None]
+        return min([*due_s, float("inf") if self.tree.rest_s is None else self.tree.rest_s])
 
     def on_clock(self, now: float) -> None:
         for job in list(self.running.values()):
@@ -985,14 +1228,20 @@ class Jobs:
             elif job.deadline_s is not None and now >= job.deadline_s:
                 job.timed_out = True
                 self.end(job, job.grace_s)
+        if self.tree.rest_s is not None and now >= self.tree.rest_s:
+            self.tree.rest(now)
         if self.tree.sweeps:
             over, survivors = self.tree.sweep(now)
             for number in over:
-                self.link.send(DONE, number, as_json({"survivors": survivors}))
+                self.link.send(DONE, number, as_json({"survivors": survivors, "swept": len(self.tree.swept)}))
+            if not self.tree.sweeps:
+                self.tree.swept.clear()
 
     # --- start, input and output
 
     def run(self, number: int, request: dict[str, Any]) -> None:
+        if self.tree.rest_s is not None:
+            self.tree.resume()
         job = Job(number, request, self.tree.children())
         if job.detached:
             self.claims.remember_claim(job.claim)
@@ -1074,6 +1323,14 @@ class Jobs:
         for job in self.running.values():
             for fd in job.streams:
                 self.poller.epoll.modify(fd, self.output_events())
+
+    def rest(self, number: int, *, resting: bool) -> None:
+        """Stop every process, or let them run again."""
+        if resting:
+            self.tree.rest(time.monotonic())
+        elif self.tree.rest_s is not None:
+            self.tree.resume()
+        self.link.send(DONE, number, b"{}")
 
     # --- commands that outlive their gateway
 
@@ -1193,6 +1450,10 @@ class Jobs:
         if job.stdin >= 0:
             self.poller.forget(job.stdin)
             os.close(job.stdin)
+        for stream, tail in job.tails.items():
+            job.drop(stream)
+            for at in range(0, len(tail), CHUNK_BYTES):
+                self.say(job, stream, bytes(tail[at : at + CHUNK_BYTES]))
         del self.running[job.number]
         self.conclude(job, {**job.accounts(survivors), **self.shortage(job)})
 
@@ -1212,6 +1473,55 @@ class Jobs:
             return {}
         self.memory_kills = kills
         return {"out_of_memory": True, "peak_bytes": max(job.peak_kib * 1024, _kernel_number(MEMORY_PEAKS))}
+
+
+def _fork(
+    identity: Identity, program: str, argv: list[str], environment: dict[str, str], fds: tuple[int, int, int]
+) -> int:
+    """Start a program as another user; raises what ``execve`` raises. The ids change in the child alone."""
+    said, telling = os.pipe()  # closed by the program's start
+    try:
+        pid = os.fork()
+        if pid == 0:
+            _become_command(identity, program, argv, environment, fds, telling)
+        os.close(telling)
+        telling = -1
+        failure = os.read(said, 4096)
+    finally:
+        os.close(said)
+        if telling >= 0:
+            os.close(telling)
+    if failure:
+        os.waitpid(pid, 0)
+        code, _, text = failure.decode("utf-8", "replace").partition(" ")
+        raise OSError(int(code), os.strerror(int(code))) if int(code) else ValueError(text)
+    return pid
+
+
+def _become_command(
+    identity: Identity,
+    program: str,
+    argv: list[str],
+    environment: dict[str, str],
+    fds: tuple[int, int, int],
+    telling: int,
+) -> None:
+    """Be the forked child: end as the program, or tell why it could not be started. Never returns."""
+    try:
+        os.setsid()
+        os.seteuid(0)
+        identity.become()
+        for target, fd in enumerate(fds):
+            os.dup2(fd, target)
+        signal.set_wakeup_fd(-1)
+        for number in [*IGNORED, signal.SIGCHLD]:
+            signal.signal(number, signal.SIG_DFL)
+        os.execve(program, argv, environment)
+    except (OSError, ValueError, TypeError) as error:
+        code = (error.errno or errno.EIO) if isinstance(error, OSError) else 0
+        os.write(telling, f"{code} {error}".encode("utf-8", "replace")[:4096])
+    finally:
+        os._exit(127)
 
 
 def _processes() -> dict[int, tuple[int, str]]:
@@ -1292,6 +1602,22 @@ def _children_signal() -> int:
 # --- the loop
 
 
+def bound_self(bounds: Mapping[str, int]) -> None:
+    """Take on the bounds of a process, by the names of `resource`, for ourselves and all that we start.
+
+    Nobody else can set them: the gateway is not privileged over a user namespace's root.
+    """
+    if not bounds:
+        return
+    import resource  # containers are bounded by their engine, and start without it
+
+    for name, value in bounds.items():
+        kind = getattr(resource, name)
+        hard = resource.getrlimit(kind)[1]
+        least = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (least, least))
+
+
 class Runner:
     """The loop: what was asked, what is due, and when to end."""
 
@@ -1300,7 +1626,7 @@ class Runner:
         self.workplace = Workplace()
         self.link = GatewayLink(self, self.poller, directory)
         self.jobs = Jobs(self.poller, self.workplace, self.link)
-        self.files = Files(self.workplace, self.link.send)
+        self.files = Files(self.workplace, self.link)
         self.sequence = 0  # the gateway's own, over all of its connections
         self.taken: int | None = None  # the last of its numbers under which a command came
 
@@ -1309,6 +1635,7 @@ class Runner:
         silence, jobs = self.link.silence, self.jobs
         while True:
             self.poller.handle(self.sleep_s())
+            self.files.pump()
             silence.discount_frozen_time()
             jobs.on_clock(time.monotonic())
             if silence.unattended:
@@ -1316,19 +1643,29 @@ class Runner:
                 if jobs.claimable():
                     jobs.keep("", detached=False)
             if silence.lasts_s > silence.orphan_s and not jobs.claimable():
+                jobs.tree.end_all()
                 return
 
     def sleep_s(self) -> float:
+        if self.files.sending:
+            return 0.0
         now, silence = time.monotonic(), self.link.silence
         due_s = self.jobs.next_deadline_s(now) - now
         if self.jobs.claimable():
             due_s = min(due_s, silence.unattended_s - silence.lasts_s)
+        else:
+            due_s = min(due_s, silence.orphan_s - silence.lasts_s)
         return max(0.0, min(silence.longest_sleep_s, due_s))
 
     def on_hello(self, hello: dict[str, Any], *, known: bool) -> None:
         """Answer the greeting of a gateway that knows the token."""
         if not known:
-            self.workplace.prepare_workdir()
+            try:
+                self.workplace.prepare_workdir()
+            except (RequestDenied, OSError) as error:
+                self.link.send(ERROR, 0, _refusal(error))
+                raise SystemExit(f"no commands can run here: {error}") from None
+        bound_self(hello.get("bounds", {}))
         if hello.get("sequence", 0) != self.sequence:
             self.sequence, self.taken = hello.get("sequence", 0), None
             self.jobs.drop_attached()
@@ -1338,7 +1675,7 @@ class Runner:
 
     def on_gateway_lost(self) -> None:
         self.jobs.on_gateway_lost()
-        self.files.abandon_uploads()
+        self.files.abandon()
 
     def obey(self, kind: int, number: int, payload: bytes) -> None:
         """Carry out one request."""
@@ -1352,6 +1689,7 @@ class Runner:
                 self.taken = number
                 self.jobs.run(number, request)
             elif kind == KILL:
+                self.files.cancel(number)
                 self.jobs.kill(number, request["grace_s"])
             elif kind == CLAIM:
                 self.jobs.claim(number, request["claim"])
@@ -1367,6 +1705,8 @@ class Runner:
                 self.files.list_directory(number, request)
             elif kind == SWEEP:
                 self.jobs.tree.sweeps[number] = time.monotonic() + UNKILLABLE_S
+            elif kind == REST:
+                self.jobs.rest(number, resting=request["resting"])
         except (RequestDenied, OSError) as error:
             self.link.send(ERROR, number, _refusal(error))
 
@@ -1383,14 +1723,25 @@ def _shed_privileges() -> None:
         libc.prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: without a namespace of our own, adopt the orphans
 
 
+def _become_root() -> None:
+    """Be the root of our user namespace, into which bubblewrap has led us as the host's."""
+    os.setgroups([0])
+    os.setresgid(0, 0, 0)
+    os.setresuid(0, 0, 0)
+
+
 def main() -> None:
     os.umask(0o022)
+    if "--root" in sys.argv:
+        _become_root()
     for name in os.listdir("/proc/self/fd"):
         if int(name) > 2:
             try:
                 os.set_inheritable(int(name), False)
             except OSError:
                 pass
+    for number in IGNORED:
+        signal.signal(number, signal.SIG_IGN)
     runner = Runner(None if sys.argv[1] == "--attached" else sys.argv[1])
     if "--shed" in sys.argv:
         _shed_privileges()

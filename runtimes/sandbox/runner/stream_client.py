@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import secrets
+import socket
 import time
 from collections.abc import Mapping
 from typing import cast
 
 from manager.errors import ActionFailed, TooLarge
-from runtimes.sandbox.command import Command, CommandResult, FileStat, OnOutput, ResumableCommand
+from runtimes.sandbox.command import Command, CommandResult, FileStat, FileStream, OnOutput, ResumableCommand
 from runtimes.sandbox.runner import runner as wire
 from runtimes.sandbox.runner.byte_stream import ByteStream
-from runtimes.sandbox.runner.conversation import STREAM_NAMES, CommandExchange, Exchange, RunnerAnswer, SandboxProcess
+from runtimes.sandbox.runner.conversation import (
+    STREAM_NAMES,
+    WINDOW_BYTES,
+    CommandExchange,
+    Exchange,
+    FileDownload,
+    RunnerAnswer,
+    SandboxProcess,
+)
 from runtimes.sandbox.runner.protocol import (
     RunnerEnd,
     RunnerReady,
@@ -65,7 +75,7 @@ class StreamClient(asyncio.BufferedProtocol):
         """Greet the runner at the other end of a stream, which may be starting up.
 
         Numbers go on from ``first`` if this connection takes the place of another. Raises
-        ActionFailed(environment_lost).
+        ActionFailed(environment_lost), or what the runner says: InvalidInput if there is no such user.
         """
         deadline_s = time.monotonic() + within_s
         client = cls(first)
@@ -120,21 +130,38 @@ class StreamClient(asyncio.BufferedProtocol):
 
     async def read_file(self, path: str, *, limit_bytes: int) -> bytes:
         """Raises NotFound, TooLarge, InvalidInput."""
-        answer = RunnerAnswer(limit_bytes)
-        await self._ask(wire.READ, {"path": path, "limit": limit_bytes}, answer)
-        return b"".join(answer.chunks)
+        file = await self.open_file(path, limit_bytes=limit_bytes)
+        try:
+            return b"".join([chunk async for chunk in file.chunks()])
+        finally:
+            file.close()
 
-    async def write_file(self, path: str, data: bytes, *, mode: int) -> None:
+    async def open_file(self, path: str, *, limit_bytes: int) -> FileStream:
+        """Raises NotFound, TooLarge, InvalidInput."""
+        download = FileDownload(self, limit_bytes, ANSWER_S)
+        request = {"path": path, "limit": limit_bytes, "window": WINDOW_BYTES}
+        download.number = self._begin(wire.READ, request, download)
+        try:
+            await download.begun()
+        except TimeoutError:
+            self.close()
+            raise lost("the runner has fallen silent") from None
+        except BaseException:
+            download.close()
+            raise
+        return download
+
+    async def write_file(self, path: str, data: bytes, *, mode: int, locked: bool = False) -> bool:
         """Raises NotFound, InvalidInput."""
         answer = RunnerAnswer()
-        number = self._begin(wire.WRITE, {"path": path, "mode": mode}, answer)
+        number = self._begin(wire.WRITE, {"path": path, "mode": mode, "locked": locked}, answer)
         view = memoryview(data)
         for start in range(0, len(data), wire.CHUNK_BYTES):
             if answer.end.done():
                 break
             await self.send(wire.encode(wire.STDIN, number, bytes(view[start : start + wire.CHUNK_BYTES])))
         await self.send(wire.encode(wire.STDIN, number))
-        await self._await_answer(number, answer)
+        return (await self._await_answer(number, answer)).locked
 
     async def list_files(self, path: str) -> list[FileStat]:
         """Raises NotFound, InvalidInput."""
@@ -146,9 +173,31 @@ class StreamClient(asyncio.BufferedProtocol):
             self.resumable = {claim: one for claim, one in self.resumable.items() if not claim.startswith(claims)}
         self._write(encode_json(wire.KEEP, 0, {"claim": claims, "lasting": detached}))
 
-    async def sweep(self) -> None:
-        """Kill every process in the sandbox but the runner."""
-        await self._ask(wire.SWEEP, {}, RunnerAnswer())
+    async def rest(self, *, resting: bool) -> None:
+        """Stop every process in the sandbox but the runner, or let them run again."""
+        await self._ask(wire.REST, {"resting": resting}, RunnerAnswer())
+
+    def lend(self, fd: int) -> bool:
+        """Lend the runner a descriptor, which it thaws its sandbox with at its end; return False if none can pass."""
+        sock = None if self._transport is None else self._transport.get_extra_info("socket")
+        if self._transport is None or sock is None or sock.family != socket.AF_UNIX:
+            return False
+        if self.lost.is_set() or self._transport.get_write_buffer_size():
+            return False
+        with socket.socket(fileno=os.dup(sock.fileno())) as own:
+            try:
+                return socket.send_fds(own, [wire.encode(wire.LEND, 0)], [fd]) == wire.HEADER.size
+            except OSError:
+                return False
+
+    async def sweep(self) -> int:
+        """Kill every process in the sandbox but the runner; return how many there were."""
+        return (await self._ask(wire.SWEEP, {}, RunnerAnswer())).swept
+
+    def cancel(self, number: int) -> None:
+        """Want no more of a file that is on its way."""
+        if self._exchanges.pop(number, None) is not None:
+            self._write(encode_json(wire.KILL, number, {"grace_s": 0.0}))
 
     def close(self) -> None:
         """Hang up. The runner then ends what this side had running and is not detached."""
@@ -197,14 +246,20 @@ class StreamClient(asyncio.BufferedProtocol):
         if kind == wire.READY:
             if not self._ready.done():
                 ready = decode(payload, RunnerReady)
-                self.resumable = ready.held
+                now_s = time.monotonic()
+                self.resumable = {claim: one._replace(told_s=now_s) for claim, one in ready.held.items()}
                 self._ready.set_result(ready)
+            return
+        if kind == wire.ERROR and not self._ready.done():
+            self._ready.set_exception(decode(payload, RunnerRefusal).error())
             return
         exchange = self._exchanges.get(number)
         if exchange is None:
             return
         if kind in STREAM_NAMES:
             exchange.data(kind, payload)
+        elif kind == wire.SIZE and payload.isdigit():
+            exchange.sized(int(payload))
         elif kind == wire.ACK:
             exchange.taken(wire.HEADER.unpack(payload)[0] if len(payload) == wire.HEADER.size else None)
         elif kind in (wire.EXIT, wire.DONE, wire.ERROR):

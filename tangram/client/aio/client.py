@@ -18,10 +18,11 @@ from tangram.client.aio.running import AsyncCallSlots, AsyncOpened, for_each, pa
 from tangram.client.aio.trajectory import AsyncTrajectory
 from tangram.client.answers import connection_lost, error_of
 from tangram.client.bulk import CONCURRENCY, MapEnds, OnProgress
+from tangram.client.credentials import Bearer
 from tangram.client.log_follower import LogFollower
 from tangram.client.requests import ApiRequest, BatchCall
 from tangram.client.results import InvocationResult, result_of
-from tangram.client.retries import Retries
+from tangram.client.retries import FailureStreak, Retries
 from tangram.errors import ConnectionFailed, InvalidInputError, MapFailed, TangramError
 from tangram.types import ConfigDiff, FunctionInfo, LogLine, QueueEntry, ResourcesInfo, TaskInfo, TrajectoryInfo
 
@@ -38,7 +39,10 @@ SPARE = 64
 class AsyncClient:
     """A client of one gateway; use it as an async context manager, or `close` it.
 
-    ``server`` and ``token`` default to TANGRAM_SERVER and TANGRAM_TOKEN; `http://127.0.0.1:8080` without.
+    ``server`` and ``token`` default to TANGRAM_SERVER and TANGRAM_TOKEN; `http://127.0.0.1:8080` without, and the
+    token that a gateway of this user on this machine wrote down.
+    ``ca`` is a file of the certificates that a gateway with TLS is known by (TANGRAM_CA; the system's without), and
+    ``cert`` one of the client's own with its key (TANGRAM_CERT), if the gateway wants to know it.
     With ``raise_failures`` an invocation that ended badly raises InvocationFailed instead of being returned.
     Every method raises the errors of `tangram.errors`.
 
@@ -54,6 +58,8 @@ class AsyncClient:
         retries: Retries | None = None,
         raise_failures: bool = False,
         connections: int = CONNECTIONS,
+        ca: str | None = None,
+        cert: str | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         if connections < 2:
@@ -63,6 +69,7 @@ class AsyncClient:
         self._retries = retries or Retries()
         self._raise_failures = raise_failures
         self._connections = connections
+        self._ca, self._cert = ca, cert
         self._transport = transport
         self._opened = AsyncOpened(self._open)
         self._closed = False
@@ -288,24 +295,33 @@ class AsyncClient:
 
     async def logs(self, id: str, *, follow: bool = False, offset: int = 0) -> AsyncIterator[LogLine]:
         """Yield the log from ``offset`` on; with ``follow`` until the invocation has ended, over broken connections."""
-        follower = LogFollower(offset, self._retries.max_attempts)
-        link = self._link()
+        follower = LogFollower(offset, self._retries)
         while not follower.ended:
-            params = {"follow": "true" if follow else "false", "offset": str(follower.offset)}
             try:
-                async with link.lasting, link.http.stream("GET", requests.log_path(id), params=params) as response:
-                    if not response.is_success:
-                        await response.aread()
-                        raise error_of(response)
-                    async for text in response.aiter_lines():
-                        if (line := follower.feed(text)) is not None:
-                            yield line
-            except httpx.TransportError as error:
-                if not follower.lost():
-                    raise connection_lost(f"log of {id}", error) from error
-            else:
-                if not follower.ended and not follower.lost():
+                async for line in self._log_lines(id, follow, follower):
+                    yield line
+                if not follower.ended:
                     raise ConnectionFailed(f"the log of {id} broke off")
+            except TangramError as error:
+                wait_s = follower.again_s(error)
+                if wait_s is None:
+                    raise
+                await pause(wait_s)
+
+    async def _log_lines(self, id: str, follow: bool, follower: LogFollower) -> AsyncIterator[LogLine]:
+        """Yield what one connection brings."""
+        link = self._link()
+        params = {"follow": "true" if follow else "false", "offset": str(follower.offset)}
+        try:
+            async with link.lasting, link.http.stream("GET", requests.log_path(id), params=params) as response:
+                if not response.is_success:
+                    await response.aread()
+                    raise error_of(response)
+                async for text in response.aiter_lines():
+                    if (line := follower.feed(text)) is not None:
+                        yield line
+        except httpx.TransportError as error:
+            raise connection_lost(f"log of {id}", error) from error
 
     async def functions(self) -> Sequence[FunctionInfo]:
         """Return every registered function."""
@@ -315,9 +331,24 @@ class AsyncClient:
         """Return one registered function, with what was learned of it; raises NotFoundError."""
         return await self._send(requests.get_function(name))
 
-    async def apply(self, files: Mapping[str, str] | None = None, *, dry_run: bool = False) -> ConfigDiff:
-        """Apply configuration files (path -> text), or the server's own files read again; return the differences."""
-        return await self._send(requests.apply(files, dry_run))
+    async def remove_function(self, name: str) -> ConfigDiff:
+        """Remove a function that was applied; raises NotFoundError, and ConflictError for one of the server's files."""
+        return await self._send(requests.remove_function(name))
+
+    async def apply(
+        self,
+        files: Mapping[str, str] | None = None,
+        *,
+        dry_run: bool = False,
+        prune: bool = False,
+        variables: Mapping[str, str] | None = None,
+    ) -> ConfigDiff:
+        """Apply configuration files (path -> text), or the server's own files read again; return the differences.
+
+        What they do not name stays, unless ``prune`` removes it. ``variables`` are what ``${NAME}`` stands for in
+        ``files``.
+        """
+        return await self._send(requests.apply(files, dry_run, prune, variables))
 
     async def resources(self) -> ResourcesInfo:
         """Return pools, what is held of them, and what the sandboxes and model devices are."""
@@ -347,9 +378,12 @@ class AsyncClient:
         await self._send(requests.end_trajectory(id))
 
     def trajectory(
-        self, id: str, *, function: str = "shell", task: str | None = None, workdir: str = "/workspace"
+        self, id: str, *, function: str = "shell", task: str | None = None, workdir: str = ""
     ) -> AsyncTrajectory:
-        """Return a rollout's environment, made like ``function``'s sandbox on entering and removed on leaving."""
+        """Return a rollout's environment, made like ``function``'s sandbox on entering and removed on leaving.
+
+        ``workdir`` is where relative paths of its files begin; the sandbox's own working directory by default.
+        """
         return AsyncTrajectory(self, id, function=function, task=task, workdir=workdir)
 
     async def _invoke(self, request: ApiRequest[InvocationResult], logs: bool) -> InvocationResult:
@@ -360,16 +394,15 @@ class AsyncClient:
 
     async def _send(self, request: ApiRequest[_T]) -> _T:
         """Send, and send again where that is safe."""
-        attempt = 1
+        failing = FailureStreak(self._retries)
         while True:
             try:
                 return await self._send_once(request)
             except TangramError as error:
-                wait_s = self._retries.wait_s(error, attempt, repeatable=request.repeatable)
+                wait_s = failing.again_s(error, repeatable=request.repeatable)
                 if wait_s is None:
                     raise
             await pause(wait_s)
-            attempt += 1
 
     async def _send_once(self, request: ApiRequest[_T]) -> _T:
         link = self._link()
@@ -398,10 +431,12 @@ class AsyncClient:
         return self._opened.get()
 
     def _open(self) -> AsyncLink:
-        transport = self._transport or AsyncConnectionPool(httpx.URL(self.server), self._connections)
+        transport = self._transport or AsyncConnectionPool(
+            httpx.URL(self.server), self._connections, self._ca, self._cert
+        )
         http = httpx.AsyncClient(
             base_url=self.server,
-            headers={"Authorization": f"Bearer {self._token}"} if self._token else {},
+            auth=Bearer(self._token),
             timeout=ANSWER_S,
             transport=transport,
         )

@@ -17,10 +17,11 @@ from tangram.client import requests
 from tangram.client.address import server_of, token_of
 from tangram.client.answers import connection_lost, error_of
 from tangram.client.bulk import CONCURRENCY, MapEnds, OnProgress
+from tangram.client.credentials import Bearer
 from tangram.client.log_follower import LogFollower
 from tangram.client.requests import ApiRequest, BatchCall
 from tangram.client.results import InvocationResult, result_of
-from tangram.client.retries import Retries
+from tangram.client.retries import FailureStreak, Retries
 from tangram.client.sync.connections import ConnectionPool
 from tangram.client.sync.running import CallSlots, Opened, for_each, pause
 from tangram.client.sync.trajectory import Trajectory
@@ -40,7 +41,10 @@ SPARE = 64
 class Client:
     """A client of one gateway; use it as a context manager, or `close` it.
 
-    ``server`` and ``token`` default to TANGRAM_SERVER and TANGRAM_TOKEN; `http://127.0.0.1:8080` without.
+    ``server`` and ``token`` default to TANGRAM_SERVER and TANGRAM_TOKEN; `http://127.0.0.1:8080` without, and the
+    token that a gateway of this user on this machine wrote down.
+    ``ca`` is a file of the certificates that a gateway with TLS is known by (TANGRAM_CA; the system's without), and
+    ``cert`` one of the client's own with its key (TANGRAM_CERT), if the gateway wants to know it.
     With ``raise_failures`` an invocation that ended badly raises InvocationFailed instead of being returned.
     Every method raises the errors of `tangram.errors`.
 
@@ -56,6 +60,8 @@ class Client:
         retries: Retries | None = None,
         raise_failures: bool = False,
         connections: int = CONNECTIONS,
+        ca: str | None = None,
+        cert: str | None = None,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         if connections < 2:
@@ -65,6 +71,7 @@ class Client:
         self._retries = retries or Retries()
         self._raise_failures = raise_failures
         self._connections = connections
+        self._ca, self._cert = ca, cert
         self._transport = transport
         self._opened = Opened(self._open)
         self._closed = False
@@ -290,24 +297,33 @@ class Client:
 
     def logs(self, id: str, *, follow: bool = False, offset: int = 0) -> Iterator[LogLine]:
         """Yield the log from ``offset`` on; with ``follow`` until the invocation has ended, over broken connections."""
-        follower = LogFollower(offset, self._retries.max_attempts)
-        link = self._link()
+        follower = LogFollower(offset, self._retries)
         while not follower.ended:
-            params = {"follow": "true" if follow else "false", "offset": str(follower.offset)}
             try:
-                with link.lasting, link.http.stream("GET", requests.log_path(id), params=params) as response:
-                    if not response.is_success:
-                        response.read()
-                        raise error_of(response)
-                    for text in response.iter_lines():
-                        if (line := follower.feed(text)) is not None:
-                            yield line
-            except httpx.TransportError as error:
-                if not follower.lost():
-                    raise connection_lost(f"log of {id}", error) from error
-            else:
-                if not follower.ended and not follower.lost():
+                for line in self._log_lines(id, follow, follower):
+                    yield line
+                if not follower.ended:
                     raise ConnectionFailed(f"the log of {id} broke off")
+            except TangramError as error:
+                wait_s = follower.again_s(error)
+                if wait_s is None:
+                    raise
+                pause(wait_s)
+
+    def _log_lines(self, id: str, follow: bool, follower: LogFollower) -> Iterator[LogLine]:
+        """Yield what one connection brings."""
+        link = self._link()
+        params = {"follow": "true" if follow else "false", "offset": str(follower.offset)}
+        try:
+            with link.lasting, link.http.stream("GET", requests.log_path(id), params=params) as response:
+                if not response.is_success:
+                    response.read()
+                    raise error_of(response)
+                for text in response.iter_lines():
+                    if (line := follower.feed(text)) is not None:
+                        yield line
+        except httpx.TransportError as error:
+            raise connection_lost(f"log of {id}", error) from error
 
     def functions(self) -> Sequence[FunctionInfo]:
         """Return every registered function."""
@@ -317,9 +333,24 @@ class Client:
         """Return one registered function, with what was learned of it; raises NotFoundError."""
         return self._send(requests.get_function(name))
 
-    def apply(self, files: Mapping[str, str] | None = None, *, dry_run: bool = False) -> ConfigDiff:
-        """Apply configuration files (path -> text), or the server's own files read again; return the differences."""
-        return self._send(requests.apply(files, dry_run))
+    def remove_function(self, name: str) -> ConfigDiff:
+        """Remove a function that was applied; raises NotFoundError, and ConflictError for one of the server's files."""
+        return self._send(requests.remove_function(name))
+
+    def apply(
+        self,
+        files: Mapping[str, str] | None = None,
+        *,
+        dry_run: bool = False,
+        prune: bool = False,
+        variables: Mapping[str, str] | None = None,
+    ) -> ConfigDiff:
+        """Apply configuration files (path -> text), or the server's own files read again; return the differences.
+
+        What they do not name stays, unless ``prune`` removes it. ``variables`` are what ``${NAME}`` stands for in
+        ``files``.
+        """
+        return self._send(requests.apply(files, dry_run, prune, variables))
 
     def resources(self) -> ResourcesInfo:
         """Return pools, what is held of them, and what the sandboxes and model devices are."""
@@ -348,10 +379,11 @@ class Client:
         """End a trajectory with everything in it; raises NotFoundError."""
         self._send(requests.end_trajectory(id))
 
-    def trajectory(
-        self, id: str, *, function: str = "shell", task: str | None = None, workdir: str = "/workspace"
-    ) -> Trajectory:
-        """Return a rollout's environment, made like ``function``'s sandbox on entering and removed on leaving."""
+    def trajectory(self, id: str, *, function: str = "shell", task: str | None = None, workdir: str = "") -> Trajectory:
+        """Return a rollout's environment, made like ``function``'s sandbox on entering and removed on leaving.
+
+        ``workdir`` is where relative paths of its files begin; the sandbox's own working directory by default.
+        """
         return Trajectory(self, id, function=function, task=task, workdir=workdir)
 
     def _invoke(self, request: ApiRequest[InvocationResult], logs: bool) -> InvocationResult:
@@ -362,16 +394,15 @@ class Client:
 
     def _send(self, request: ApiRequest[_T]) -> _T:
         """Send, and send again where that is safe."""
-        attempt = 1
+        failing = FailureStreak(self._retries)
         while True:
             try:
                 return self._send_once(request)
             except TangramError as error:
-                wait_s = self._retries.wait_s(error, attempt, repeatable=request.repeatable)
+                wait_s = failing.again_s(error, repeatable=request.repeatable)
                 if wait_s is None:
                     raise
             pause(wait_s)
-            attempt += 1
 
     def _send_once(self, request: ApiRequest[_T]) -> _T:
         link = self._link()
@@ -400,10 +431,10 @@ class Client:
         return self._opened.get()
 
     def _open(self) -> Link:
-        transport = self._transport or ConnectionPool(httpx.URL(self.server), self._connections)
+        transport = self._transport or ConnectionPool(httpx.URL(self.server), self._connections, self._ca, self._cert)
         http = httpx.Client(
             base_url=self.server,
-            headers={"Authorization": f"Bearer {self._token}"} if self._token else {},
+            auth=Bearer(self._token),
             timeout=ANSWER_S,
             transport=transport,
         )

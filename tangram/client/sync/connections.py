@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import ssl
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from urllib.request import getproxies, proxy_bypass
 
 import httpx
 
+from tangram.client.address import trust_of
 from tangram.client.sync.running import CallSlots
 
 #: Seconds after which a connection that nobody uses is closed.
@@ -27,10 +27,10 @@ class ConnectionPool(httpx.BaseTransport):
     Whoever finds none free and the bound reached waits, in order of arrival, without a bound in time.
     """
 
-    def __init__(self, server: httpx.URL, connections: int) -> None:
+    def __init__(self, server: httpx.URL, connections: int, ca: str | None = None, cert: str | None = None) -> None:
         self._server = server
         self._slots = CallSlots(connections)
-        self._trust = _trust(server)
+        self._trust = trust_of(server.scheme == "https", ca, cert)
         self._proxy = _proxy(server)
         #: Free connections and when each became free (on the monotonic clock), the latest last.
         self._free: deque[tuple[float, httpx.BaseTransport]] = deque()
@@ -115,11 +115,6 @@ def _close(connection: httpx.BaseTransport) -> None:
     # What failed may fail once more while it is closed; the first failure is the one to be told.
     with suppress(Exception):
         connection.close()
-
-
-def _trust(server: httpx.URL) -> ssl.SSLContext:
-    """The certificates to trust, made once for all connections; http needs none, and reading them takes a while."""
-    return httpx.create_ssl_context() if server.scheme == "https" else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 
 def _proxy(server: httpx.URL) -> httpx.Proxy | None:

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -37,6 +38,7 @@ almost = st.builds(
 sections = st.builds(lambda name, value: {name: value}, st.sampled_from(sorted({*SECTIONS, *MAPS})), values)
 
 
+@pytest.mark.slow
 @given(almost | sections | values)
 @settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
 def test_a_document_is_a_configuration_or_is_refused(document: object) -> None:

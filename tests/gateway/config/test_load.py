@@ -140,6 +140,14 @@ def test_a_directory_is_its_server_file_and_its_functions(tmp_path: Path) -> Non
             f"'modl' is none of {', '.join(KINDS)}; did you mean 'model'?",
         ),
         ("functions: {f: {cost: {cpu: 1}}}", "functions.f: runtime is required"),
+        (
+            "functions: {f: {runtime: exec, input: {properties: {n: {type: strng}}}}}",
+            "functions.f.input: is no JSON Schema (draft 2020-12): $.properties.n.type: 'strng' is not valid",
+        ),
+        (
+            "functions: {f: {runtime: exec, result: {items: {$ref: '#/$defs/x'}}}}",
+            "functions.f.result: is no JSON Schema that stands alone: $ref '#/$defs/x' leads nowhere in it",
+        ),
         ("functions: {f: {runtime: exec, timeout: 60}}", "functions.f.timeout: 60 is no duration"),
         (
             "functions: {f: {runtime: exec, cost: {cpu: [1]}}}",
@@ -166,7 +174,8 @@ def test_a_directory_is_its_server_file_and_its_functions(tmp_path: Path) -> Non
             "1: scheduler.prefetch: is gone, as looking ahead made learned workloads slower: remove it",
         ),
         ("scheduler: {policy: {cpuu: price}}", "'cpuu' is no resource; did you mean 'cpu'?"),
-        ("server: {host: 0.0.0.0}", "no server.token"),
+        ("server: {host: 0.0.0.0}", "or server.clear_text: true"),
+        ("server: {host: 0.0.0.0, auth: none}", "server.auth is none"),
         ("server: {token_file: nowhere}", "cannot be read"),
         ("version: 2", "version: 2 is none of 1"),
         ("[]", "must be a mapping"),
@@ -218,6 +227,28 @@ def test_the_only_elastic_resource_is_the_key(tmp_path: Path) -> None:
     assert (one.key, one.elasticity) == ("cpu", None)
     two = "  f: {runtime: exec, cost: {cpu: {min: 1, max: 4}, gpu: {choices: [1, 2]}}}"
     assert "say which is the key" in problems(tmp_path, functions(two))[0]
+
+
+@pytest.mark.parametrize(
+    ("server", "function", "refused"),
+    [
+        ("{}", "{user: root}", "functions.f.sandbox.user: the user 'root' is root"),
+        ("{}", "{user: 0}", "functions.f.sandbox.user: the user '0' is root"),
+        ("{users: [1000]}", "{user: 1001}", "functions.f.sandbox.user: the user '1001' is not among"),
+        ("{user: 1000, users: [root]}", "{}", "sandbox.user: the user '1000' is not among"),
+        ("{users: [root]}", "{}", ""),
+        ("{user: root}", "{}", "sandbox.user: the user 'root' is root"),
+        ("{users: [1000, root]}", "{user: root}", ""),
+        ("{}", "{user: root, users: [root]}", ""),
+        ("{}", "{user: alice}", ""),
+    ],
+)
+def test_a_sandboxs_user_is_one_of_its_users(tmp_path: Path, server: str, function: str, refused: str) -> None:
+    text = f"sandbox: {server}\n" + functions(f"  f: {{runtime: exec, sandbox: {function}}}")
+    if refused:
+        assert any(refused in each and "list it: sandbox.users: [" in each for each in problems(tmp_path, text))
+    else:
+        assert loaded(tmp_path, text).functions["f"].sandbox is not None
 
 
 def test_a_sandbox_takes_the_servers_defaults_for_what_it_leaves_out(tmp_path: Path) -> None:
@@ -310,7 +341,7 @@ def test_the_revision_changes_with_the_definition_and_with_the_handlers_source(p
 
 def test_paths_begin_at_the_file_that_names_them(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("sesame\n")
-    config = loaded(tmp_path, "server: {host: 0.0.0.0, token_file: secret, state_dir: state}")
+    config = loaded(tmp_path, "server: {host: 0.0.0.0, clear_text: true, token_file: secret, state_dir: state}")
     assert (config.server.token, config.server.state_dir) == ("sesame", tmp_path / "state")
     assert "sesame" not in repr(config)
 

@@ -109,6 +109,7 @@ def test_an_anchor_may_be_given_anew_and_what_is_wrong_in_it_is_told_once() -> N
     assert [problem.position and problem.position.line for problem in document.problems] == [1, 3]
 
 
+@pytest.mark.slow
 def test_aliases_are_values_but_a_bomb_of_them_is_not() -> None:
     assert read("a: &x {k: 1}\nb: *x").values == {"a": {"k": 1}, "b": {"k": 1}}
     bomb = "a0: &a0 [1,1,1,1,1,1,1,1,1,1]\n" + "".join(
@@ -117,6 +118,7 @@ def test_aliases_are_values_but_a_bomb_of_them_is_not() -> None:
     assert f"more than {NODES_MAX} values" in messages(bomb)[0]
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.text(st.sampled_from("ab:-[]{}&*!|>'\"#%@`,? \n\t${}0.\u2028\ufeff"), max_size=60))
 def test_no_text_makes_the_parser_raise(text: str) -> None:

@@ -110,6 +110,11 @@ class Peer:
                 if body and not self._h2.local_flow_control_window(stream):
                     self._take(await self.reader.read(65536))
 
+    def drop(self, stream: int) -> None:
+        """Take a call back."""
+        self._h2.reset_stream(stream)
+        self.flush()
+
     def send_raw(self, data: bytes) -> None:
         self.writer.write(data)
 
@@ -117,7 +122,10 @@ class Peer:
         """What comes back until the call, or its connection, is over."""
         async with asyncio.timeout(DEADLINE_S):
             while stream not in self._ended:
-                data = await self.reader.read(65536)
+                try:
+                    data = await self.reader.read(65536)
+                except ConnectionResetError:
+                    data = b""
                 if not data:
                     found = self._answers.setdefault(stream, PeerAnswer())
                     found.closed = True

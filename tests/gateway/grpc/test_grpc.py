@@ -137,7 +137,7 @@ async def test_health_and_reflection_are_served(gateway: RunningGateway) -> None
 
 
 async def test_the_token_and_the_bound_of_a_message_are_enforced(tmp_path: Path) -> None:
-    bench = GatewayBench(tmp_path, server={"token": "s3cret", "body_limit": 1000})
+    bench = GatewayBench(tmp_path, server={"auth": "token", "token": "s3cret", "body_limit": 1000})
     async with serving(bench) as gateway, channel(gateway) as opened:
         stub = GatewayStub(opened)
         with pytest.raises(GRPCError) as stranger:
@@ -148,6 +148,17 @@ async def test_the_token_and_the_bound_of_a_message_are_enforced(tmp_path: Path)
         with pytest.raises(GRPCError) as large:
             await stub.Invoke(call({"x": "y" * 100_000}), metadata=metadata)
         assert large.value.status is Status.RESOURCE_EXHAUSTED
+
+
+async def test_a_call_with_a_known_key_says_that_it_ran_nothing(stub: GatewayStub) -> None:
+    request = pb.InvokeRequest(function="echo", input_json=b"{}", idempotency_key="once")
+    for expected in (None, "true"):
+        async with stub.Invoke.open() as opened:
+            await opened.send_message(request, end=True)
+            assert (await opened.recv_message()) is not None
+            await opened.recv_trailing_metadata()
+            assert opened.initial_metadata is not None
+            assert opened.initial_metadata.get("tangram-idempotent-replay") == expected
 
 
 async def test_random_bytes_are_an_error_and_the_gateway_lives_on(gateway: RunningGateway, stub: GatewayStub) -> None:

@@ -184,6 +184,7 @@ async def test_a_connection_too_many_is_told_so_until_another_closes(tmp_path: P
         await lives(gateway)
 
 
+@pytest.mark.slow
 async def test_calls_of_one_connection_are_bounded(tmp_path: Path) -> None:
     async with serving(GatewayBench(tmp_path, server={"streams_max": 2})) as gateway:
         channel = Channel("127.0.0.1", gateway.app.grpc_port)
@@ -214,6 +215,22 @@ async def begun(gateway: RunningGateway, opened: Peer, method: str = INVOKE) -> 
     opened.send(head({":path": method}), framed(request.SerializeToString()))
     await until(lambda: bool(gateway.runtime.running))
     return next(iter(gateway.runtime.running))
+
+
+async def test_calls_that_are_made_and_dropped_without_end_close_their_connection(tmp_path: Path) -> None:
+    held = framed(pb.InvokeRequest(function="echo", input_json=b'{"held": true}').SerializeToString())
+    async with serving(GatewayBench(tmp_path, server={"resets_max": 20})) as gateway:
+        async with peer(gateway) as patient:
+            for _ in range(20):
+                patient.drop(patient.send(head(), held))
+            assert (await patient.ask(head(), echo())).status == "0"
+        async with peer(gateway) as rapid:
+            for _ in range(200):
+                rapid.drop(rapid.send(head(), held))
+            assert (await rapid.answer(rapid.send(head(), echo()))).closed
+        async with peer(gateway) as other:
+            assert (await other.ask(head(), echo())).status == "0"
+        await until(lambda: gateway.app.invocations.living == ())
 
 
 @pytest.mark.parametrize("method", [INVOKE, "/tangram.v1.Gateway/InvokeStream"])
@@ -250,6 +267,7 @@ async def test_a_detached_call_goes_on_without_its_caller(gateway: RunningGatewa
     assert record["state"] == "succeeded"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["Invoke", "InvokeStream", "TailLogs"])
 async def test_who_asks_and_does_not_read_is_told_so_and_waited_for_no_longer(tmp_path: Path, method: str) -> None:
     loud = {"loud": function("loud", log_limit_bytes=2**24)}

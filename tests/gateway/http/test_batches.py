@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
+import pytest
+
 from gateway.invocations.dead_letters import DeadLetters
 from tests.gateway.conftest import RunningGateway
 
@@ -26,6 +28,7 @@ async def test_each_call_of_a_batch_has_its_own_verdict(gateway: RunningGateway)
     assert verdicts[5]["invocation"]["reason"] == "handler_error"
 
 
+@pytest.mark.slow
 async def test_a_thousand_calls_share_a_few_commits(gateway: RunningGateway) -> None:
     before = gateway.app.store.commits
     calls = [{"function": "echo", "input": {"n": n}} for n in range(1000)]
@@ -96,7 +99,7 @@ async def test_a_dead_letter_is_sent_again_to_its_function_as_it_is_now(gateway:
     refused = await gateway.http.post(f"/v1/dead-letters/{letters[0]['id']}/redrive")
     assert (refused.status_code, refused.json()["code"]) == (422, "invalid_input"), "its input does not fit any more"
     gone = b"version: 1\nfunctions:\n  other: {runtime: exec, cost: {cpu: 1}}\n"
-    assert (await gateway.http.put("/v1/config", content=gone)).status_code == 200
+    assert (await gateway.http.put("/v1/config?prune=true", content=gone)).status_code == 200
     assert (await gateway.http.post(f"/v1/dead-letters/{letters[0]['id']}/redrive")).status_code == 404
     dead = (await gateway.http.get("/v1/invocations?dead=true")).json()["invocations"]
     assert [each["id"] for each in dead] == [each["id"] for each in reversed(letters)], "none was let go of"

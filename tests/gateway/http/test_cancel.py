@@ -116,6 +116,7 @@ async def at_rest(gateway: RunningGateway) -> None:
     assert (gateway.app.admission.queued, gateway.app.held.bytes) == (0, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("situation", SITUATIONS.values(), ids=SITUATIONS)
 async def test_a_cancelled_invocation_has_ended_when_it_is_told_so(tmp_path: Path, situation: Situation) -> None:
     async with in_situation(tmp_path, situation) as gateway:
@@ -132,6 +133,7 @@ async def test_a_cancelled_invocation_has_ended_when_it_is_told_so(tmp_path: Pat
         assert len(executed) == (situation.state is State.RUNNING or situation.attempt > 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sync", "stream"])
 @pytest.mark.parametrize("situation", SITUATIONS.values(), ids=SITUATIONS)
 async def test_a_caller_that_goes_away_takes_its_invocation_with_it(

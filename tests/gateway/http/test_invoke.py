@@ -141,6 +141,8 @@ async def test_a_key_latches_on_in_every_mode_and_on_every_door(gateway: Running
     channel.close()
     answers = [await call for call in calls]
     assert [answer.headers["x-invocation-id"] for answer in answers] == [invocation_id] * 4
+    assert sorted(answer.headers.get("x-idempotent-replay", "") for answer in answers) == ["", "true", "true", "true"]
+    assert accepted.headers["x-idempotent-replay"] == "true"
     assert {accepted.json()["id"], *(end.id for end in ends)} == {invocation_id}
     for answer in (answers[0], answers[3]):
         lines = [orjson.loads(line) for line in answer.text.splitlines()]
@@ -221,7 +223,7 @@ async def test_a_body_over_the_bound_is_413_whether_announced_or_not(tmp_path: P
 
 
 async def test_a_token_is_asked_for_on_every_path_but_health(tmp_path: Path) -> None:
-    async with serving(GatewayBench(tmp_path, server={"token": "s3cret"})) as gateway:
+    async with serving(GatewayBench(tmp_path, server={"auth": "token", "token": "s3cret"})) as gateway:
         assert (await gateway.invoke({})).status_code == 200
         async with httpx.AsyncClient(base_url=gateway.http.base_url, timeout=DEADLINE_S) as stranger:
             refused = await stranger.post("/v1/functions/echo/invocations", json={})

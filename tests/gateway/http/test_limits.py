@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from gateway.grpc.generated import tangram_pb2 as pb
+from gateway.http.server import listen
+from manager.errors import Conflict
 from tests.gateway.conftest import GatewayBench, RunningGateway, function, serving, until
 from tests.gateway.grpc.peer import framed, head, peer
 
@@ -26,6 +28,7 @@ async def test_a_trajectory_too_many_is_refused_and_those_that_live_go_on(tmp_pa
         assert (await gateway.invoke({}, headers={"X-Trajectory-Id": "second"})).status_code == 200
 
 
+@pytest.mark.slow
 async def test_ten_times_what_may_wait_is_refused_before_any_work_and_leaves_nothing_behind(tmp_path: Path) -> None:
     bounded = {"bounded": function("bounded", max_queued=16)}
     async with serving(GatewayBench(tmp_path, functions=bounded)) as gateway:
@@ -79,7 +82,8 @@ async def test_inputs_that_arrive_are_bounded_in_bytes(tmp_path: Path, path: str
         assert (await gateway.http.put("/v1/trajectories/t", json={"function": "shell"})).status_code == 200
         _, writer = await asyncio.open_connection("127.0.0.1", gateway.app.http_port)
         verb = "PUT" if "files" in path else "POST"
-        writer.write(f"{verb} /v1/{path} HTTP/1.1\r\nHost: x\r\nContent-Length: 900\r\n\r\n{'x' * 600}".encode())
+        about = "Host: localhost\r\nContent-Type: application/json\r\nContent-Length: 900"
+        writer.write(f"{verb} /v1/{path} HTTP/1.1\r\n{about}\r\n\r\n{'x' * 600}".encode())
         await until(lambda: gateway.app.held.bytes == 600)
         await refused(gateway)
         writer.transport.abort()
@@ -98,3 +102,10 @@ async def test_what_a_killed_gateway_left_is_held_again_and_bounds_what_is_new(t
         await second.executing(waits)
         await refused(second)
         second.runtime.finish(waits)
+
+
+def test_a_port_in_use_is_told_by_its_number_with_the_remedy() -> None:
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(Conflict, match=f"port {port} of 127.0.0.1 is in use; .* choose another"):
+            listen("127.0.0.1", port)

@@ -15,7 +15,7 @@ from gateway.http import server, stream
 from tests.gateway.conftest import DEADLINE_S, GatewayBench, RunningGateway, function, serving, until
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-FOLLOW = "GET /v1/invocations/{id}/logs?follow=true&offset={offset} HTTP/1.1\r\nhost: x\r\n\r\n"
+FOLLOW = "GET /v1/invocations/{id}/logs?follow=true&offset={offset} HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
 
 @asynccontextmanager
@@ -41,14 +41,19 @@ async def rest(reader: asyncio.StreamReader) -> str:
 
 def post(body: str, length: int | None = None) -> str:
     size = len(body) if length is None else length
-    return f"POST /v1/functions/echo/invocations HTTP/1.1\r\nhost: x\r\ncontent-length: {size}\r\n\r\n{body}"
+    about = f"host: localhost\r\ncontent-type: application/json\r\ncontent-length: {size}"
+    return f"POST /v1/functions/echo/invocations HTTP/1.1\r\n{about}\r\n\r\n{body}"
 
 
 async def test_a_connection_too_many_is_refused_until_another_closes(tmp_path: Path) -> None:
     async with serving(GatewayBench(tmp_path, server={"connections_max": 1})) as gateway:
-        async with connected(gateway, "GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n") as (reader, _):
+        async with connected(
+            gateway, "GET /healthz HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n\r\n"
+        ) as (reader, _):
             assert b"200" in await reader.readline()
-            async with connected(gateway, "GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n") as (other, _):
+            async with connected(
+                gateway, "GET /healthz HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n\r\n"
+            ) as (other, _):
                 answer = await rest(other)
             assert answer.startswith("HTTP/1.1 503") and "retry-after: 1" in answer
             assert json.loads(answer.partition("\r\n\r\n")[2])["code"] == "capacity_exceeded"
@@ -56,6 +61,7 @@ async def test_a_connection_too_many_is_refused_until_another_closes(tmp_path: P
         assert (await gateway.http.get("/healthz")).status_code == 200
 
 
+@pytest.mark.slow
 async def test_a_connection_that_outlasts_the_grace_is_cut_without_a_word_in_the_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -118,6 +124,7 @@ async def long_log(gateway: RunningGateway) -> str:
 LOUD = {"loud": function("loud", log_limit_bytes=2**30)}
 
 
+@pytest.mark.slow
 async def test_a_follower_that_does_not_read_is_dropped_with_a_record_that_says_so(tmp_path: Path) -> None:
     logs = {"stall": "1s"}
     async with serving(GatewayBench(tmp_path, functions=LOUD, server={"logs": logs, "body_limit": "32Mi"})) as gateway:
@@ -145,6 +152,7 @@ async def rest_of_chunks(reader: asyncio.StreamReader) -> str:
     return text.decode("latin-1")
 
 
+@pytest.mark.slow
 async def test_a_follower_that_never_reads_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "GIVE_UP_STALLS", 1)
     logs = {"stall": "300ms"}

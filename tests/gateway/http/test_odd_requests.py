@@ -99,6 +99,7 @@ async def test_a_result_that_cannot_be_written_is_an_end_with_a_reason(tmp_path:
         assert stored.reason is Reason.OUTPUT_LIMIT
 
 
+@pytest.mark.slow
 async def test_an_end_that_we_fail_to_record_is_an_end_all_the_same(
     gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,7 +131,7 @@ async def raw(gateway: RunningGateway, data: bytes) -> bytes:
         writer.transport.abort()
 
 
-CLOSE = b"Host: x\r\nConnection: close\r\n"
+CLOSE = b"Host: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
 CHUNKED = b"Transfer-Encoding: chunked\r\n"
 POST = f"POST {INVOKE} HTTP/1.1\r\n".encode() + CLOSE
 
@@ -138,7 +139,7 @@ POST = f"POST {INVOKE} HTTP/1.1\r\n".encode() + CLOSE
 @pytest.mark.parametrize(
     ("request_", "status"),
     [
-        (b"GET /v1/functions HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+        (b"GET /v1/functions HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
          b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n", 403),
         (POST + CHUNKED + b"\r\nzz\r\n{}\r\n0\r\n\r\n", 400),
         (POST + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}", 400),
@@ -153,7 +154,7 @@ POST = f"POST {INVOKE} HTTP/1.1\r\n".encode() + CLOSE
         (b"M\xe4TH /healthz HTTP/1.1\r\n" + CLOSE + b"\r\n", 400),
         (b"GET /" + b"a" * 60_000 + b" HTTP/1.1\r\n" + CLOSE + b"\r\n", 404),
         (b"GET /v1/functions/\xff\xfe HTTP/1.1\r\n" + CLOSE + b"\r\n", 400),
-        (b"GET /v1/invocations?" + b"p=1&" * 10_000 + b" HTTP/1.1\r\n" + CLOSE + b"\r\n", 200),
+        (b"GET /v1/invocations?" + b"p=1&" * 10_000 + b" HTTP/1.1\r\n" + CLOSE + b"\r\n", 422),
     ],
 )  # fmt: skip
 async def test_http_at_its_edges_is_answered(gateway: RunningGateway, request_: bytes, status: int) -> None:
@@ -166,11 +167,12 @@ async def test_http_at_its_edges_is_answered(gateway: RunningGateway, request_: 
 async def test_a_body_is_asked_for_and_requests_that_come_at_once_are_answered_in_turn(gateway: RunningGateway) -> None:
     asked = await raw(gateway, POST + b"Expect: 100-continue\r\nContent-Length: 2\r\n\r\n{}")
     assert asked.startswith(b"HTTP/1.1 100") and b"HTTP/1.1 200" in asked
-    get = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
-    assert (await raw(gateway, get * 30 + get.replace(b"x\r\n", CLOSE[6:]))).count(b"HTTP/1.1 200") == 31
+    get = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    assert (await raw(gateway, get * 30 + get.replace(b"Host: localhost\r\n", CLOSE))).count(b"HTTP/1.1 200") == 31
 
 
-HEAD = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", INVOKE.encode()), (b":authority", b"x")]
+JSON = (b"content-type", b"application/json")
+HEAD = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", INVOKE.encode()), (b":authority", b"localhost"), JSON]
 
 
 @asynccontextmanager
@@ -192,6 +194,29 @@ async def test_calls_of_one_http2_connection_are_bounded(tmp_path: Path) -> None
         await until(lambda: gateway.app.invocations.living == ())
 
 
+async def test_calls_that_are_made_and_dropped_without_end_close_their_connection(tmp_path: Path) -> None:
+    async with serving(GatewayBench(tmp_path, server={"resets_max": 20})) as gateway:
+        async with http2(gateway) as patient:
+            for _ in range(20):
+                patient.drop(patient.send(HEAD, b'{"held": true}'))
+            assert (await patient.ask(HEAD, b"{}")).headers[":status"] == "200"
+        async with http2(gateway) as rapid:
+            for _ in range(200):
+                rapid.drop(rapid.send(HEAD, b'{"held": true}'))
+            assert (await rapid.answer(rapid.send(HEAD, b"{}"))).closed
+        assert (await gateway.invoke({})).status_code == 200
+        await until(lambda: gateway.app.invocations.living == ())
+
+
+async def test_status_lines_carry_a_reason_phrase(gateway: RunningGateway) -> None:
+    for path, told in (("/healthz", b"200 OK"), ("/v1/nope", b"404 Not Found"), ("/v1/queue?x=1", b"422 Unproc")):
+        answer = await raw(gateway, f"GET {path} HTTP/1.1\r\n".encode() + CLOSE + b"\r\n")
+        assert answer.startswith(b"HTTP/1.1 " + told)
+    asked = await raw(gateway, POST + b"Content-Length: 2\r\nExpect: 100-continue\r\n\r\n{}")
+    assert asked.startswith(b"HTTP/1.1 100 Continue\r\n")
+    assert (await raw(gateway, b"nonsense\r\n\r\n")).startswith(b"HTTP/1.1 400 Bad Request\r\n")
+
+
 async def test_random_frames_close_their_own_connection_at_most(gateway: RunningGateway) -> None:
     chance = random.Random(6)
     for _ in range(60):
@@ -205,6 +230,7 @@ async def test_random_frames_close_their_own_connection_at_most(gateway: Running
     assert (gateway.app.invocations.living, gateway.app.held.bytes) == ((), 0)
 
 
+@pytest.mark.slow
 async def test_who_asks_over_http2_and_does_not_read_is_waited_for_no_longer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

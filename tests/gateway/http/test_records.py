@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import orjson
 
@@ -12,8 +14,9 @@ from gateway.errors import FACES, REASON_FACES, reason_face
 from gateway.http.app import operations
 from gateway.store.retention import prune
 from manager.errors import CodedError, Reason
+from manager.function import SandboxSpec
 from tangram import AsyncClient
-from tests.gateway.conftest import FUNCTIONS, RunningGateway
+from tests.gateway.conftest import FUNCTIONS, GatewayBench, RunningGateway, serving
 
 
 def subclasses(kind: type[CodedError]) -> list[type[CodedError]]:
@@ -120,6 +123,27 @@ async def test_a_trajectory_keeps_its_files_between_actions(gateway: RunningGate
     assert (await gateway.http.get("/v1/trajectories/t-1/files/workspace/out.txt")).status_code == 404
 
 
+async def test_a_relative_path_begins_at_the_sandboxs_own_working_directory(tmp_path: Path) -> None:
+    bed = replace(FUNCTIONS["shell"], name="bed", sandbox=SandboxSpec(workdir="/testbed"))
+    async with serving(GatewayBench(tmp_path, functions={"bed": bed})) as gateway:
+        files = "/v1/trajectories/t/files"
+        await gateway.http.put("/v1/trajectories/t", json={"function": "bed"})
+        put = await gateway.http.put(files, params={"path": "sub/a b", "mode": "755"}, content=b"1")
+        assert (put.status_code, put.json()["path"]) == (201, "/testbed/sub/a b")
+        async with AsyncClient(str(gateway.http.base_url)) as client:
+            trajectory = client.trajectory("t", function="bed")
+            await trajectory.upload("c", "2")
+            assert [entry.path.rsplit("/", 1)[-1] for entry in await trajectory.list()] == ["c", "sub"]
+            assert await trajectory.download("sub/a b") == b"1"
+            result = (await trajectory.exec("pwd; test -x 'sub/a b' && cat 'sub/a b' c")).result
+        assert result["stdout"].endswith("/testbed\n12")
+        for path in ("/testbed/c", "./c"):
+            assert (await gateway.http.get(files, params={"path": path})).content == b"2"
+        assert (await gateway.http.get(f"{files}/testbed/c")).content == b"2"
+        for odd in ({}, {"path": ""}, {"path": "\0"}):
+            assert (await gateway.http.get(files, params=odd)).status_code == 422
+
+
 async def test_a_file_never_comes_from_outside_the_sandbox(gateway: RunningGateway) -> None:
     await gateway.http.put("/v1/trajectories/t-2", json={"function": "shell"})
     linked = await gateway.invoke(
@@ -177,7 +201,8 @@ async def test_the_gateway_tells_what_it_has_and_how_isolated_it_is(gateway: Run
     assert (await gateway.http.get("/v1/functions/echo")).json()["cost"] == {"cpu": 1}
     assert (await gateway.http.get("/v1/queue")).json() == {"waiting": 0, "queue": [], "next_cursor": None}
     assert (await gateway.http.get("/v1/tasks")).json()["tasks"][0]["task"] == "default"
-    assert (await gateway.http.get("/readyz")).json() == {"status": "ready"}
+    ready = (await gateway.http.get("/readyz")).json()
+    assert ready == {"status": "ready", "warnings": [], "preparing": [], "unavailable": []}
 
 
 async def test_a_configuration_is_applied_without_dropping_what_runs(gateway: RunningGateway) -> None:
@@ -189,7 +214,10 @@ async def test_a_configuration_is_applied_without_dropping_what_runs(gateway: Ru
     assert (planned["added"], planned["applied"]) == (["fresh"], False)
     assert (await gateway.http.get("/v1/functions/fresh")).status_code == 404
     applied = await gateway.http.put("/v1/config", content=document)
-    assert (applied.status_code, applied.json()["added"]) == (200, ["fresh"])
+    assert (applied.status_code, applied.json()["added"], applied.json()["removed"]) == (200, ["fresh"], [])
+    assert (await gateway.invoke({})).status_code == 200
+    pruned = await gateway.http.put("/v1/config?prune=true", content=document)
+    assert "echo" in pruned.json()["removed"]
     assert (await gateway.invoke({})).status_code == 404
     gateway.runtime.finish(record_id)
     ended = await gateway.http.get(f"/v1/invocations/{record_id}?wait=5s")

@@ -45,7 +45,7 @@ async def test_each_function_has_an_operation_with_its_input_and_its_result(tmp_
 
 
 async def test_who_may_not_call_the_functions_is_not_told_of_them(tmp_path: Path) -> None:
-    async with serving(GatewayBench(tmp_path, server={"token": "s3cret"})) as gateway:
+    async with serving(GatewayBench(tmp_path, server={"auth": "token", "token": "s3cret"})) as gateway:
         assert "/v1/functions/echo/invocations" in (await document_of(gateway))["paths"]
         stranger = await document_of(gateway, Authorization="Bearer wrong")
     assert not [path for path in stranger["paths"] if "echo" in path]
@@ -91,6 +91,7 @@ async def test_a_task_of_a_trajectory_is_a_name_in_the_document_too(gateway: Run
             assert fits is (status == 200)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("allow", [(), ("hooks.example",), ("hooks.example:8080", "10.0.0.1"), ("10.0.0.0/8",)])
 async def test_a_callback_is_documented_as_exactly_what_is_let_pass(tmp_path: Path, allow: tuple[str, ...]) -> None:
     urls = ["", "http://", "ftp://hooks.example/", "http://u@hooks.example/", "http://other.example/x"]

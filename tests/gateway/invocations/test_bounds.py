@@ -6,10 +6,9 @@ import pytest
 from msgspec import Raw
 
 from gateway import wire
-from gateway.auth import Guard, check_bind
 from gateway.invocations.admission import Admission
 from gateway.invocations.retries import next_try_s
-from manager.errors import CapacityExceeded, Draining, InvalidConfig, InvalidInput, QuotaExceeded, Reason, Unauthorized
+from manager.errors import CapacityExceeded, Draining, InvalidInput, QuotaExceeded, Reason
 from manager.function import FunctionSpec, RetrySpec
 from manager.outcome import Outcome, State
 from tangram.types import BatchItem, FileEntry, FileList, quantities
@@ -74,24 +73,6 @@ def test_the_machinery_s_faults_are_retried_for_idempotent_functions_only() -> N
     assert next_try_s(function(idempotent=True), 3, failed(Reason.NODE_LOST), 0.0) is None
     assert next_try_s(function(idempotent=True), 1, failed(Reason.CANCELLED), 0.0) is None
     assert next_try_s(function(idempotent=True), 1, Outcome(state=State.SUCCEEDED), 0.0) is None
-
-
-def test_without_a_token_only_this_machine_is_served() -> None:
-    for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost"):
-        check_bind(host, "")
-    for host in ("0.0.0.0", "::", "10.0.0.1", "example.org"):
-        check_bind(host, "token")
-        with pytest.raises(InvalidConfig, match=r"server\.token"):
-            check_bind(host, "")
-
-
-def test_the_guard_takes_its_token_and_nothing_like_it() -> None:
-    guard = Guard("s3cret")
-    guard.check(b"Bearer s3cret")
-    for odd in (None, b"", b"s3cret", b"Bearer s3cret ", b"bearer s3cret", b"Bearer \xff"):
-        with pytest.raises(Unauthorized):
-            guard.check(odd)
-    Guard("").check(None)
 
 
 def test_durations_and_names_are_read_strictly() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import sqlite3
 from collections.abc import AsyncIterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import orjson
@@ -166,6 +167,7 @@ async def test_a_redirect_is_not_followed(tmp_path: Path, receiver: Receiver) ->
     await server.wait_closed()
 
 
+@pytest.mark.slow
 async def test_a_receiver_that_trickles_is_given_up_and_one_that_talks_for_ever_is_not_listened_to(
     tmp_path: Path,
 ) -> None:
@@ -199,3 +201,60 @@ async def test_a_name_that_leads_out_of_the_allowed_blocks_is_not_called(tmp_pat
     parts = callbacks._parts("http://localhost:1/")
     with pytest.raises(InvalidInput, match="lies in no block"):
         await callbacks._address(parts)
+
+
+async def test_nothing_is_told_that_a_restart_could_take_back(tmp_path: Path, receiver: Receiver) -> None:
+    receiver.refusals = 0
+    async with serving(GatewayBench(tmp_path, server={"callbacks": LOCAL})) as gateway:
+        url = {"X-Callback-Url": f"http://127.0.0.1:{receiver.port}/"}
+        accepted = (await gateway.invoke({"held": True}, mode="async", headers=url)).json()["id"]
+        await gateway.executing(accepted)
+        assert gateway.app.store._connection is not None
+        gateway.app.store._connection.execute("PRAGMA busy_timeout = 1")
+        with closing(sqlite3.connect(tmp_path / "state" / "tangram.sqlite", isolation_level=None)) as full:
+            full.execute("BEGIN IMMEDIATE")  # nobody else can write
+            gateway.runtime.finish(accepted)
+            await until(lambda: gateway.app.store.failure is not None)
+            assert receiver.bodies == []
+            full.execute("ROLLBACK")
+        await until(lambda: gateway.app.callbacks.delivered == 1)
+        assert [orjson.loads(body)["state"] for body in receiver.bodies] == ["succeeded"]
+
+
+async def test_a_receiver_that_is_dead_holds_up_no_other(tmp_path: Path, receiver: Receiver) -> None:
+    receiver.refusals, tried = 0, 0
+
+    async def dead(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal tried
+        tried += 1
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(dead, "127.0.0.1", 0)
+    callbacks = LOCAL | {"timeout": "30s", "concurrency": 3, "per_host": 2}
+    async with serving(GatewayBench(tmp_path, server={"callbacks": callbacks})) as gateway:
+        for port, count in ((server.sockets[0].getsockname()[1], 50), (receiver.port, 5)):
+            url = {"X-Callback-Url": f"http://127.0.0.1:{port}/"}
+            for n in range(count):
+                await gateway.invoke({"n": n}, mode="async", headers=url)
+        await until(lambda: gateway.app.callbacks.delivered == 5)
+        assert [orjson.loads(body)["result"]["n"] for body in receiver.bodies] == [0, 1, 2, 3, 4], "in order"
+        assert tried == 2
+    server.close()
+
+
+async def test_a_restart_goes_on_where_the_tries_were(tmp_path: Path, receiver: Receiver) -> None:
+    receiver.refusals = 1000
+    callbacks = LOCAL | {"max_attempts": 3}
+    url = {"X-Callback-Url": f"http://127.0.0.1:{receiver.port}/"}
+    async with serving(GatewayBench(tmp_path, server={"callbacks": callbacks | {"backoff": "1h"}})) as gateway:
+        accepted = (await gateway.invoke({}, mode="async", headers=url)).json()["id"]
+        await until(lambda: receiver.refusals == 999)
+    with closing(sqlite3.connect(tmp_path / "state" / "tangram.sqlite", isolation_level=None)) as database:
+        ((host, tries),) = database.execute("SELECT host, tries FROM deliveries").fetchall()
+        assert (host, tries) == (f"127.0.0.1:{receiver.port}", 1)
+        database.execute("UPDATE deliveries SET due_s = 0")  # as if it had been down for so long
+    async with serving(GatewayBench(tmp_path, server={"callbacks": callbacks})) as gateway:
+        await until(lambda: gateway.app.callbacks.failed == 1)
+        assert receiver.refusals == 997
+        assert (await gateway.http.get(f"/v1/invocations/{accepted}")).json()["callback"] == "failed"

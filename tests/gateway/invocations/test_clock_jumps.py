@@ -145,6 +145,7 @@ async def test_a_callback_is_tried_again_after_time_that_passes(
     await server.wait_closed()
 
 
+@pytest.mark.slow
 @JUMPS
 async def test_across_a_restart_the_machine_is_believed_and_nothing_is_lost(
     tmp_path: Path, machine: JumpingClock, jump_s: float

@@ -34,14 +34,21 @@ async def whole(logs: Logs, seq: int) -> list[LogRow]:
     return [row async for page in logs.follow(seq, 0) for row in page]
 
 
-async def test_a_log_beyond_its_bound_says_so_once_and_drops_the_rest(logs: Logs) -> None:
-    log = logs.open(1, limit_bytes=300)
+async def test_a_log_is_filled_to_its_bound_and_ends_with_what_is_missing(logs: Logs) -> None:
+    log = logs.open(1, limit_bytes=303)
     for _ in range(10):
-        log.write("stdout", "x" * 50)
+        log.write("stdout", "x" * 46 + "ä" * 2)
+    log.omit(7)
     logs.close(1)
     rows = await whole(logs, 1)
-    assert [row.stream for row in rows] == ["stdout", "stdout", TRUNCATED]
-    assert "300 bytes" in rows[-1].data
+    assert [(row.stream, len(row.data.encode())) for row in rows[:-1]] == [
+        ("stdout", 50),
+        ("stdout", 50),
+        ("stdout", 11),
+    ]
+    assert rows[-1].stream == TRUNCATED
+    assert "300 bytes" not in rows[-1].data
+    assert rows[-1].data == f"the log reached its limit of 303 bytes; {10 * 50 - 111 + 7} bytes are missing"
 
 
 async def test_a_follower_reads_what_left_memory_and_what_is_still_there(logs: Logs) -> None:
@@ -131,6 +138,8 @@ async def test_the_bound_of_a_log_outlasts_a_restart(logs: Logs, store: Store) -
     await store.commit()
     log = await Logs(store, LogsSection()).resume(1, 300, math.inf)
     log.write("stdout", "y" * 150)
-    assert log.truncated
+    log.finish()
     await store.commit()
-    assert (await Logs(store, LogsSection()).resume(1, 300, math.inf)).truncated
+    rows = await store.logs(1, 0, 10)
+    assert [(row.stream, len(row.data)) for row in rows[:2]] == [("stdout", 150), ("stdout", 22)]
+    assert rows[2].data.endswith("128 bytes are missing")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gateway.app import lock_state
+from gateway.store.state_dir import StateDirectory
 from manager.errors import Conflict
 from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.sandbox import Sandbox
@@ -96,6 +96,7 @@ class SlowProvider:
         return await self._create(*args, **kwargs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trajectory", [None, "t"])
 async def test_what_was_being_made_ready_at_a_kill_is_queued_again_whatever_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trajectory: str | None
@@ -115,6 +116,7 @@ async def test_what_was_being_made_ready_at_a_kill_is_queued_again_whatever_it_i
         assert (record["state"], record["reason"], record["attempt"]) == ("succeeded", None, 1), record
 
 
+@pytest.mark.slow
 async def test_what_is_being_made_ready_when_it_is_told_to_stop_waits_for_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,6 +161,7 @@ async def test_a_key_still_latches_on_after_a_restart(tmp_path: Path) -> None:
         assert (await second.invoke({"n": 2}, headers=key)).status_code == 422
 
 
+@pytest.mark.slow
 async def test_a_trajectory_that_was_opened_before_its_first_action_keeps_its_task_after_a_kill(tmp_path: Path) -> None:
     async with serving(GatewayBench(tmp_path / "first")) as first:
         for name, body in (("t", {"function": "shell", "task": "rl"}), ("u", {"function": "echo", "task": "rl"})):
@@ -169,6 +172,7 @@ async def test_a_trajectory_that_was_opened_before_its_first_action_keeps_its_ta
             assert (await second.http.get(f"/v1/trajectories/{name}")).json()["task"] == "rl"
 
 
+@pytest.mark.slow
 async def test_a_gateway_that_is_told_to_stop_leaves_what_waits_for_the_next(tmp_path: Path) -> None:
     bench = GatewayBench(tmp_path)
     async with serving(bench) as first:
@@ -199,8 +203,7 @@ async def test_a_try_that_fails_while_the_gateway_drains_is_not_the_last_one(tmp
 
 
 def test_one_gateway_at_a_time_serves_from_a_state_directory(tmp_path: Path) -> None:
-    held = lock_state(tmp_path)
-    with pytest.raises(Conflict, match="another gateway"):
-        lock_state(tmp_path)
-    held.close()
-    lock_state(tmp_path).close()
+    with StateDirectory(tmp_path), pytest.raises(Conflict, match="another gateway"):
+        StateDirectory(tmp_path)
+    with StateDirectory(tmp_path):
+        pass

@@ -102,3 +102,20 @@ async def test_logs_go_by_size_the_oldest_first_until_the_rest_fits(store: Store
     record(store, ended_s=990.0)
     assert await pruned(store, logs_bytes=250) == {"records": 0, "logs": 1}, "what went is no longer counted"
     assert await pruned(store, logs_bytes=250) == {"records": 0, "logs": 0}
+
+
+async def test_the_file_gives_back_what_its_records_took_but_for_a_spare(store: Store, tmp_path: Path) -> None:
+    for _ in range(200):
+        record(store, ended_s=10.0, log="x" * 100_000)
+    living = record(store, ended_s=None)
+    await store.commit()
+    await store.close()
+    file, reopened = tmp_path / "db.sqlite", Store(StoreSpec(path=tmp_path / "db.sqlite", checkpoint_s=0.001))
+    before_bytes = file.stat().st_size
+    await reopened.open()
+    told = await pruned(reopened, records_age_s=100.0)
+    assert told["records"] == 200 and told["pages"] > 1000
+    assert await kept(reopened, living) == [True]
+    await reopened.close()
+    spare_bytes = 4096 * retention.SPARE_PAGES
+    assert file.stat().st_size < spare_bytes + 2**20 < before_bytes / 3

@@ -60,7 +60,7 @@ def full() -> Record:
         callback="pending",
     )
     lost = Outcome(state=State.LOST, reason=Reason.NODE_LOST, message="gone")
-    record.attempts = (record.tried(lost, 1_750_000_000.125, queue_s=0.5),)
+    record.attempts = (record.tried(lost, 1_750_000_000.125),)
     return record
 
 
@@ -95,6 +95,6 @@ FIXED = {column.name for column in COLUMNS if column.fixed}
 
 
 def test_what_is_known_at_acceptance_is_written_once() -> None:
-    assert {"seq", "id", "function", "revision", "task", "trajectory", "parent", "mode", "accepted_s"} == FIXED
+    assert {"seq", "id", "function", "task", "trajectory", "parent", "mode", "accepted_s"} == FIXED
     assert "id = excluded.id" not in queries()["save_invocation"]
     assert "state = excluded.state" in queries()["save_invocation"]

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from gateway.invocations.record import new_id, seq_of
-from gateway.store.store import Durability, Filter, LogRow, Store, StoreSpec
+from gateway.store.listing import Filter
+from gateway.store.store import Durability, LogRow, Store, StoreSpec
 from manager.errors import InvalidInput, NotFound, Reason, StorageUnavailable
 from manager.outcome import State
 from tests.gateway.records import accepted
@@ -80,10 +81,10 @@ async def test_a_listing_filters_and_pages_newest_first(store: Store) -> None:
     made[0].end(State.CANCELLED, Reason.CANCELLED, "", 9.0)
     store.save(made[0])
     evens = await store.find(Filter(function="f0"))
-    assert [each.seq for each in evens] == [made[4].seq, made[2].seq, made[0].seq]
+    assert [each.seq for each in evens.records] == [made[4].seq, made[2].seq, made[0].seq]
     page = await store.find(Filter(trajectory="t", before=made[3].seq, limit=2))
-    assert [each.seq for each in page] == [made[2].seq, made[1].seq]
-    assert [each.seq for each in await store.find(Filter(state=State.CANCELLED))] == [made[0].seq]
+    assert [each.seq for each in page.records] == [made[2].seq, made[1].seq]
+    assert [each.seq for each in (await store.find(Filter(state=State.CANCELLED))).records] == [made[0].seq]
     assert [each.seq for each in await store.unfinished()] == [each.seq for each in made[1:]]
 
 

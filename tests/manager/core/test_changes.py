@@ -50,6 +50,7 @@ def test_a_quota_announces_the_instant_at_which_units_return() -> None:
     resources = Resources([pool])
     pool.advance(0.0)
     pool.acquire(PoolRequest("a", 1), 0.0)
+    pool.release("a", 0.0)
     resources.take_changed()
     pool.advance(1.9)
     assert resources.take_changed() == set()

@@ -95,16 +95,19 @@ def test_an_action_that_needs_two_resources_reserves_both(drive: Drive) -> None:
     driver = drive(config)
     driver.step(0, submit("q", {"search": 1}), submit("both", {"search": 1, "cpu": 1}), submit("c"))
     assert driver.running() == {"q"}
-    driver.step(10, Tick())
-    assert driver.running() == {"q", "both"}
+    driver.step(1, finish("q"))
+    assert driver.running() == set(), "the core is reserved"
+    driver.step(11, Tick())
+    assert driver.running() == {"both"}
 
 
 def test_a_wake_up_is_asked_for_the_instant_quota_returns(drive: Drive) -> None:
     config = replace(spec(), resources={"search": QuotaSpec(limit=1, period_s=2.5)})
     driver = drive(config)
     driver.step(0, submit("q1", {"search": 1}), submit("q2", {"search": 1}))
-    assert WakeAt(instant_s=2.5) in driver.commands
-    driver.step(2.5, Tick())
+    driver.step(1, finish("q1"))
+    assert WakeAt(instant_s=3.5) in driver.commands
+    driver.step(3.5, Tick())
     assert "q2" in driver.started
 
 
@@ -323,6 +326,7 @@ def test_a_batch_is_expected_to_end_when_all_its_members_are_done(drive: Drive, 
     (running,) = executing.view(pool, 13.0)
     assert running.ends_in_s == pytest.approx(expected_s - 11.0), "who leaves early ends nothing"
     driver.step(14, finish("b1"), finish("b2"))
+    assert driver.core.accounts.of("default").used["gpu"] == pytest.approx(2 + 12), "whoever of them leaves first"
     kin = Counter({("f", ""): 3})
     assert [driver.settled[id].batch for id in ("first", "b0", "b2")] == [{}, kin, kin]
 

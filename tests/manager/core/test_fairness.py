@@ -28,10 +28,28 @@ def test_stamps_of_a_task_never_go_back_where_two_actions_share_a_resource() -> 
 
 def test_who_comes_late_is_stamped_now_and_not_for_the_past() -> None:
     fair = FairShare(frozenset())
-    busy = action("b", task="busy", t_ori_s=10.0)
-    stamps = [fair.stamp(busy, 1.0) for _ in range(5)]
-    fair.started(busy, stamps[3])
+    busy = [action(f"b{index}", task="busy", t_ori_s=10.0) for index in range(5)]
+    stamps = [fair.stamp(one, 1.0) for one in busy]
+    for started in busy[:3]:
+        fair.waits_no_more(started)
     assert fair.stamp(action("l", task="late"), 1.0) == stamps[3]
+
+
+def test_what_overtakes_the_queue_does_not_move_its_clock() -> None:
+    fair = FairShare(frozenset())
+    backlog = [action(f"b{index}", task="busy", t_ori_s=10.0) for index in range(5)]
+    stamps = [fair.stamp(one, 1.0) for one in backlog]
+    fair.waits_no_more(backlog[4])
+    assert fair.stamp(action("l", task="late"), 1.0) == stamps[0]
+
+
+def test_where_nothing_waits_nobody_is_ahead() -> None:
+    fair = FairShare(frozenset())
+    busy = [action(f"b{index}", task="busy", t_ori_s=10.0) for index in range(3)]
+    latest = [fair.stamp(one, 1.0) for one in busy][-1]
+    for started in busy:
+        fair.waits_no_more(started)
+    assert fair.stamp(action("l", task="late"), 1.0) == latest
 
 
 def test_quota_is_charged_by_unit_and_cores_by_the_second() -> None:

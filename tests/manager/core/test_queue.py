@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from manager.action import Action
 from manager.config import TaskSpec
 from manager.core.queue import Bounds, Queue, Waiting
@@ -24,6 +26,7 @@ def admit(waiting: Queue, submitted: Action, stamp: float = 0.0, seq: int = 1, n
     return entry
 
 
+@pytest.mark.slow
 def test_a_group_is_served_by_stamp_then_submission_whatever_comes_and_goes() -> None:
     chance = random.Random(1)
     waiting = queue(1000)

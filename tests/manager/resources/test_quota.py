@@ -23,6 +23,7 @@ def test_no_window_exceeds_the_limit_and_no_instant_the_burst(limit: int, burst:
         pool.advance(now_s)
         while pool.free:
             pool.acquire(PoolRequest(holder=f"{index}.{len(starts)}", units=1), now_s)
+            pool.release(f"{index}.{len(starts)}", now_s)
             starts.append(now_s)
     for start_s in starts:
         assert sum(start_s <= other < start_s + 1.0 for other in starts) <= limit
@@ -37,19 +38,78 @@ def test_something_is_free_at_the_instant_that_was_promised(limit: int, burst: i
     for index in range(20):
         assert instant_s is not None
         while pool.free:
-            pool.acquire(PoolRequest(holder=f"{index}.{pool.free}", units=1), instant_s)
+            holder = f"{index}.{pool.free}"
+            pool.acquire(PoolRequest(holder=holder, units=1), instant_s)
+            pool.release(holder, instant_s)
         instant_s = pool.next_return_s()
         assert instant_s is not None
         pool.advance(instant_s)
         assert pool.free > 0
 
 
-def test_a_quota_unit_returns_a_period_after_its_start_whenever_the_action_ends() -> None:
+def test_a_quota_unit_returns_a_period_after_its_action_has_ended() -> None:
     pool = QuotaPool("q", QuotaSpec(limit=1, period_s=2.0))
     pool.advance(1.0)
     pool.acquire(PoolRequest(holder="a", units=1), 1.0)
-    pool.release("a", 1.5)
-    pool.advance(2.9)
-    assert (pool.free, pool.next_return_s()) == (0, 3.0)
-    pool.advance(3.0)
+    pool.advance(3.5)
+    assert (pool.free, pool.next_return_s()) == (0, None), "its call may arrive at any time until it has ended"
+    pool.release("a", 3.5)
+    pool.check()
+    assert (pool.free, pool.next_return_s()) == (0, 5.5)
+    pool.advance(5.5)
+    assert pool.free == 1
+
+
+@given(
+    limit=st.integers(1, 4),
+    calls=st.lists(st.tuples(st.floats(0, 1.5), st.floats(0, 1)), min_size=1, max_size=30),
+)
+def test_no_window_of_arrivals_exceeds_the_limit_wherever_in_its_call_each_is(
+    limit: int, calls: list[tuple[float, float]]
+) -> None:
+    pool = QuotaPool("q", QuotaSpec(limit=limit, period_s=1.0))
+    now_s = 0.0
+    arrivals: list[float] = []
+    ends: list[tuple[float, str]] = []
+    pool.advance(now_s)
+    for index, (takes_s, share) in enumerate(calls):
+        while not pool.free:
+            ending, returning_s = min(ends, default=None), pool.next_return_s()
+            if ending is None or (returning_s is not None and returning_s <= ending[0]):
+                assert returning_s is not None
+                now_s = max(now_s, returning_s)
+            else:
+                ends.remove(ending)
+                now_s = max(now_s, ending[0])
+                pool.advance(now_s)
+                pool.release(ending[1], now_s)
+            pool.advance(now_s)
+        pool.acquire(PoolRequest(holder=str(index), units=1), now_s)
+        ends.append((now_s + takes_s, str(index)))
+        arrivals.append(now_s + share * takes_s)
+    for start_s in arrivals:
+        assert sum(start_s <= other < start_s + 1.0 - 1e-9 for other in arrivals) <= limit
+
+
+def test_a_window_goes_on_under_another_core_and_what_is_taken_up_counts_once() -> None:
+    pool = QuotaPool("q", QuotaSpec(limit=5, period_s=10.0))
+    pool.advance(100.0)
+    pool.restore([(95.0, 2)], 2, 100.0)
+    assert pool.free == 1
+    pool.resume(PoolRequest(holder="old", units=1), 90.0, 100.0)
+    pool.check()
+    assert pool.free == 1, "it was counted already"
+    pool.advance(105.0)
+    assert pool.free == 3
+    pool.advance(110.0)
+    assert pool.free == 4
+    pool.release("old", 111.0)
+    pool.advance(121.0)
+    assert pool.free == 5
+
+
+def test_a_burst_is_not_had_anew_by_a_restart() -> None:
+    pool = QuotaPool("q", QuotaSpec(limit=10, period_s=10.0, burst=3))
+    pool.advance(100.0)
+    pool.restore([(99.0, 3)], 0, 100.0)
     assert pool.free == 1

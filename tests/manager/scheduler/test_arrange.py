@@ -68,6 +68,7 @@ def brute_force(chosen: list[ArrangeItem], fits: object) -> float:
     return best
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(items(spans(), 4) | items(discrete((1, 2, 4, 8)), 4), st.integers(0, 18))
 def test_every_prefix_is_the_best_of_all_allocations_of_cores(chosen: list[ArrangeItem], free: int) -> None:
@@ -79,6 +80,7 @@ def test_every_prefix_is_the_best_of_all_allocations_of_cores(chosen: list[Arran
             assert_makes(chosen[:kept], table.units(kept), expected)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(items(spans(), 6), st.integers(0, 24))
 def test_marginal_gains_are_exact_for_convex_durations(chosen: list[ArrangeItem], free: int) -> None:
@@ -96,6 +98,7 @@ FREE_CHUNKS = st.lists(st.sampled_from([1, 2, 4, 8]), min_size=1, max_size=3).ma
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(items(discrete((1, 2, 4, 8)), 4) | tables(discrete((1, 2, 4, 8)), 4), FREE_CHUNKS)
 def test_every_prefix_is_the_best_of_all_placements_of_chunks(chosen: list[ArrangeItem], free: list[Chunk]) -> None:
@@ -109,6 +112,7 @@ def test_every_prefix_is_the_best_of_all_placements_of_chunks(chosen: list[Arran
             assert packs(free, units)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(tables(spans(), 4), st.integers(1, 16))
 def test_durations_of_any_form_are_arranged_exactly(chosen: list[ArrangeItem], free: int) -> None:

@@ -41,6 +41,7 @@ jobs = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(jobs, st.integers(1, 8))
 def test_no_policy_beats_the_bound(drawn: list[tuple[float, float, float, int]], cores: int) -> None:
@@ -50,6 +51,7 @@ def test_no_policy_beats_the_bound(drawn: list[tuple[float, float, float, int]],
         assert bound.best_s <= total_act_s(trajectories, cores, policy) * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(jobs, st.integers(1, 8), st.floats(0.1, 3.0))
 def test_no_policy_beats_the_bound_that_charges_workers(
@@ -62,6 +64,7 @@ def test_no_policy_beats_the_bound_that_charges_workers(
         assert bound.best_s <= total_act_s(trajectories, cores, policy, physics) * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_what_workers_cost_raises_the_bound_under_load() -> None:
     trajectories = [one(f"t{index}", 0.0, 40.0, 0.05, 32) for index in range(40)]
     free = lower_bound(trajectories, {"cpu": 32}, rounds=8)
@@ -75,6 +78,7 @@ def test_alone_nothing_is_lost_to_the_bound() -> None:
     assert bound.best_s == pytest.approx(total_act_s(trajectories, 64, "paper"), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_under_load_prices_say_more_than_infinite_resources() -> None:
     trajectories = [one(f"t{index}", 0.0, 40.0, 0.05, 32) for index in range(40)]
     bound = lower_bound(trajectories, {"cpu": 32})
@@ -82,6 +86,7 @@ def test_under_load_prices_say_more_than_infinite_resources() -> None:
     assert bound.best_s == max(bound.price_s, bound.area_s)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 def test_presets_stay_above_their_bounds(seed: int) -> None:
     for workload, cores, gpus in [(coding(48, seed), 64, 0), (mopd(60, seed), 0, 8)]:
@@ -104,6 +109,7 @@ def test_batches_do_not_beat_the_bound_that_knows_of_them(marginal: float) -> No
         assert lower_bound(workload.trajectories, {"gpu": 2}, rounds=8).best_s > act_s, "each alone would take longer"
 
 
+@pytest.mark.slow
 def test_a_tight_quota_leaves_the_bound_valid() -> None:
     workload = deepsearch(60, 1, Search(quota=2, spread_s=1.0))
     capacity = {"cpu": 64, "gpu": 8}

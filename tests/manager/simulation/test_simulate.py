@@ -25,6 +25,7 @@ SMALL = Size(nodes=2, cores=64, gpus=8)
 POLICIES = ("adaptive", "price", "paper", "fixed:4")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ai-coding", "ai-coding-burst", "mopd", "deepsearch", "mopd+search", "mixed"])
 def test_every_preset_completes_under_every_policy(name: str) -> None:
     workload = preset(name, 24, 1)
@@ -73,6 +74,7 @@ def test_the_answer_is_json_and_a_table_with_the_bound() -> None:
     assert "over bound" in result.table() and "adaptive" in result.table()
 
 
+@pytest.mark.slow
 def test_the_fewest_cores_for_a_target_reach_it_and_fewer_do_not() -> None:
     workload = preset("ai-coding", 24, 1)
     relaxed = run(workload, ["adaptive"], SMALL)
@@ -88,6 +90,7 @@ def test_a_target_that_no_size_reaches_is_refused() -> None:
         run(preset("ai-coding", 4, 1), ["price"], Size(nodes=1, cores=8), find="cores", target_act_s=0.001)
 
 
+@pytest.mark.slow
 def test_resizes_and_workers_are_charged() -> None:
     workload = coding(48, 1)
     cheap = simulate(workload, "adaptive", SMALL, physics=Physics(worker_cost_s=0.0, resize_cost_s=0.0))

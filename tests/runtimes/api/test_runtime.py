@@ -88,7 +88,7 @@ class Scripted:
 
 async def test_a_call_answers_with_status_headers_and_json(server: QuotaServer, runtime: ApiRuntime) -> None:
     parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-    execution, log = execution_of(search_of(server), {"query": "config parser"}, traceparent=parent)
+    execution, log = execution_of(search_of(server), {"query": "config parser"}, trace=(parent, "vendor=1"))
     result = await runtime.execute(execution)
     assert_as_declared(execution.call.function, result.value)
     assert isinstance(result.value, dict)
@@ -102,7 +102,7 @@ async def test_a_call_answers_with_status_headers_and_json(server: QuotaServer, 
     [request] = server.requests
     assert isinstance(request["headers"], dict)
     assert request["headers"]["Authorization"] == f"Bearer {SECRET}"
-    assert request["headers"]["traceparent"] == parent
+    assert (request["headers"]["traceparent"], request["headers"]["tracestate"]) == (parent, "vendor=1")
 
 
 async def test_many_calls_all_succeed_under_a_limit_that_the_server_enforces(

@@ -22,6 +22,9 @@ class NoLog:
     def write(self, stream: str, data: str) -> None:
         pass
 
+    def omit(self, size_bytes: int) -> None:
+        pass
+
 
 def function(path: Path, action: ModelAction, dops: tuple[int, ...] = (1,), **options: object) -> FunctionSpec:
     """A model function named after its checkpoint and action; ``options`` are fields of ModelSpec."""

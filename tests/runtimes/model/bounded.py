@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from runtimes.model.device import fork_server, worker
 from runtimes.model.device.messages import RunBatch, Usage
 from runtimes.model.device.process import ForkServer
-from runtimes.model.engine.device_engine import DeviceEngine
+from runtimes.model.engine.device_engine import DeviceEngine, OnEnded
 
 #: Names the file that holds the most bytes of one tensor; without the file there is no bound.
 BOUND = "TANGRAM_TEST_TENSOR_BOUND"
@@ -47,13 +47,13 @@ class BoundedEngine(DeviceEngine):
     """Computes within the bound of the moment."""
 
     def run(
-        self, asked: RunBatch, restored: Callable[[], None], progress: Callable[[], None]
+        self, asked: RunBatch, restored: Callable[[], None], progress: Callable[[], None], ended: OnEnded | None = None
     ) -> tuple[list[object], Usage]:
         file = Path(os.environ[BOUND])
         if not file.exists():
-            return super().run(asked, restored, progress)
+            return super().run(asked, restored, progress, ended)
         with BoundedTensors(int(file.read_text())):
-            return super().run(asked, restored, progress)
+            return super().run(asked, restored, progress, ended)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from runtimes.model.checkpoint.skeleton import Head  # noqa: E402
 from runtimes.model.device.arena import DoesNotFit  # noqa: E402
 from runtimes.model.device.backend import Cuda, DeviceBackend, Dropped, Host  # noqa: E402
 from runtimes.model.device.messages import Generated, ImageRef, Placed, RunBatch, WorkItem  # noqa: E402
-from runtimes.model.engine.device_engine import DeviceEngine  # noqa: E402
+from runtimes.model.engine.device_engine import DeviceEngine, OnEnded  # noqa: E402
 from runtimes.model.request import Sampling  # noqa: E402
 from tests.runtimes.model.checkpoints import FAMILIES, IDS, plain, plain_logprobs, plain_score, write  # noqa: E402
 from tests.runtimes.model.conftest import Write  # noqa: E402
@@ -50,9 +50,11 @@ class OneDevice:
         self.engine.attach(ImageRef(id=name, path=file, layout=layout))
         return Placed(service=name, image_id=name, dop=1, rank=0, start=0)
 
-    def run(self, place: Placed, items: list[WorkItem], budget_tokens: int = 20) -> list[object]:
+    def run(
+        self, place: Placed, items: list[WorkItem], budget_tokens: int = 20, ended: OnEnded | None = None
+    ) -> list[object]:
         asked = RunBatch(place=place, items=tuple(items), budget_tokens=budget_tokens)
-        return self.engine.run(asked, restored=lambda: None, progress=lambda: None)[0]
+        return self.engine.run(asked, restored=lambda: None, progress=lambda: None, ended=ended)[0]
 
     def close(self) -> None:
         self.engine.backend.close()
@@ -144,6 +146,40 @@ def test_variants_of_a_family_are_exact_too(
     rows = device.run(device.place(path, "lm"), items(ModelAction.LOGPROBS))
     for ids, row in zip(IDS, rows, strict=True):
         assert row == pytest.approx(plain_logprobs(path, ids), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "shape"), [*((family, {}) for family in FAMILIES), ("mistral", {"sliding_window": 4})]
+)
+@pytest.mark.parametrize("budget_tokens", [1, 40, 75, 10_000])
+def test_sequences_that_take_the_places_of_others_are_continued_as_alone(
+    family: str, shape: dict[str, object], budget_tokens: int, tmp_path: Path, device: OneDevice
+) -> None:
+    place = device.place(write(tmp_path, family, "lm", 0, **shape), "lm")
+    asked = [
+        WorkItem(
+            ids=tuple(ids),
+            action=ModelAction.GENERATE,
+            sampling=Sampling(max_new_tokens=tokens, temperature=heat, top_p=0.95, seed=tokens, stop_ids=(2, 9)),
+        )
+        for tokens, heat, ids in zip((1, 14, 3, 9, 6, 1, 11, 2), (0.0, 1.0) * 4, IDS * 2, strict=True)
+    ]
+    alone = [device.run(place, [item], 1000)[0] for item in asked]
+    order: list[int] = []
+    together = device.run(place, asked, budget_tokens, ended=lambda position, result, used: order.append(position))
+    assert together == alone
+    assert sorted(order) == list(range(len(asked)))
+
+
+def test_a_place_that_falls_free_is_taken_at_once(checkpoint: Write, device: OneDevice) -> None:
+    place = device.place(checkpoint("llama", "lm"), "lm")
+    asked = [
+        WorkItem(ids=(7, 8, 9), action=ModelAction.GENERATE, sampling=Sampling(max_new_tokens=tokens))
+        for tokens in (20, 2, 2, 2, 2)
+    ]
+    order: list[int] = []
+    device.run(place, asked, 2 * 23, ended=lambda position, result, used: order.append(position))
+    assert order == [1, 2, 3, 4, 0], "two fit at a time, and the long one keeps nobody waiting"
 
 
 def test_a_seed_decides_what_is_drawn_whoever_shares_the_batch(checkpoint: Write, device: OneDevice) -> None:

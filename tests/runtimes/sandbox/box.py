@@ -30,8 +30,8 @@ class Box:
     def work(self) -> Path:
         return self.directory / "work"
 
-    async def connect(self, unattended_s: float = 60.0, token: str = "secret") -> StreamClient:
-        """A gateway."""
+    async def connect(self, unattended_s: float = 60.0, token: str = "secret", **more: object) -> StreamClient:
+        """A gateway; ``more`` is of its greeting."""
         hello: dict[str, object] = {
             "token": token,
             "user": str(os.getuid()),
@@ -39,7 +39,7 @@ class Box:
             "base": "",
             "env": {},
         }
-        hello |= {"orphan_s": 60.0, "unattended_s": unattended_s}
+        hello |= {"orphan_s": 60.0, "unattended_s": unattended_s, **more}
         return await StreamClient.open(SocketStream(self.directory), hello, within_s=DEADLINE_S)
 
     def open_gate(self) -> None:

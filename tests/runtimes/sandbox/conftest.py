@@ -53,7 +53,8 @@ async def containers(docker: str, tmp_path: Path) -> AsyncIterator[Provider]:
 @pytest.fixture
 def spec() -> SandboxSpec:
     """A small sandbox of the base image (process sandboxes have no images and do not look)."""
-    return SandboxSpec(image="tangram-base:bookworm", memory_bytes=256 * 2**20, pids=64)
+    users = ("1000", "65534", "nobody-here", "root")
+    return SandboxSpec(image="tangram-base:bookworm", memory_bytes=256 * 2**20, pids=64, users=users)
 
 
 @pytest.fixture

@@ -200,6 +200,59 @@ def test_a_real_group_freezes_thaws_and_tells(real: Cgroup) -> None:
         assert shell.stdout.readline() == b"x\n"
 
 
+def test_a_real_group_freezes_all_but_its_runner(real: Cgroup) -> None:
+    with (
+        process("while :; do echo x; read again; done") as runner,
+        process("while :; do sleep 100 & sleep 0.01; done") as user,
+    ):
+        for shell in (runner, user):
+            real.enter(shell.pid)
+            begin(shell)
+        real.freeze(runner.pid)
+        below = Cgroup(2, {"freezer": real.places["freezer"] / "user"})
+        assert settled(below, True)
+        assert {runner.pid, user.pid} <= set(real.processes())
+        assert (real.places["freezer"] / "cgroup.procs").read_text().split() == [str(runner.pid)]
+        assert runner.stdout is not None
+        assert runner.stdout.readline() == b"x\n"
+        begin(runner)
+        assert runner.stdout.readline() == b"x\n"
+        real.thaw(runner.pid)
+        assert settled(below, False)
+        real.freeze(runner.pid)
+        assert settled(below, True)
+        os.kill(user.pid, 9)  # under version 2 what is frozen can be ended
+        assert user.wait(DEADLINE_S) == -9
+
+
+def test_a_real_group_of_version_1_is_left_by_its_runner_to_be_frozen() -> None:
+    hierarchy = Hierarchy.discover()
+    if os.geteuid() != 0 or hierarchy is None or hierarchy.version != 1 or "freezer" not in hierarchy.mounts:
+        pytest.skip("no freezer of version 1 here")
+    place = hierarchy.mounts["freezer"] / f"tangram-test-{secrets.token_hex(4)}"
+    place.mkdir()
+    group = Cgroup(1, {"freezer": place, "pids": place})
+    with process("while :; do echo x; read again; done") as runner, process("while :; do echo y; read a; done") as user:
+        for shell in (runner, user):
+            group.enter(shell.pid)
+            begin(shell)
+        assert user.stdout is not None
+        assert user.stdout.readline() == b"y\n"
+        group.freeze(runner.pid)
+        assert group.processes() == [user.pid]
+        begin(user)
+        assert runner.stdout is not None
+        assert runner.stdout.readline() == b"x\n"
+        begin(runner)
+        assert runner.stdout.readline() == b"x\n"
+        assert select.select([user.stdout], [], [], 0.05)[0] == []
+        group.thaw(runner.pid)
+        assert user.stdout.readline() == b"y\n"
+        assert sorted(group.processes()) == sorted([runner.pid, user.pid])
+    group.remove()
+    assert not list(place.parent.glob(f"{place.name}*"))
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_real_group_is_ended_however_it_forks(real: Cgroup, frozen: bool) -> None:
     with process("while :; do sleep 100 & sleep 0.001; done") as shell:

@@ -13,14 +13,24 @@ from pathlib import Path
 import pytest
 
 from manager.clock import VirtualClock
-from manager.errors import ActionFailed, CapacityExceeded, CodedError, Conflict, NotFound, Reason, Unsupported
+from manager.errors import (
+    ActionFailed,
+    CapacityExceeded,
+    CodedError,
+    Conflict,
+    InvalidConfig,
+    NotFound,
+    Reason,
+    Unsupported,
+)
 from manager.function import Background, FunctionSpec, Isolation, SandboxSpec, Warm
 from manager.lease import Grant, Lease
+from runtimes.api.secrets import Secrets
 from runtimes.sandbox.command import Command
 from runtimes.sandbox.creation_gate import CreationGate
 from runtimes.sandbox.environments import Environments, EnvironmentSettings
 from runtimes.sandbox.exec.runtime import ExecRuntime
-from runtimes.sandbox.process.provider import ProcessControl
+from runtimes.sandbox.process.control import ProcessControl
 from runtimes.sandbox.provider import ProviderSettings, make_provider
 from runtimes.sandbox.runner.protocol import lost
 from runtimes.sandbox.sandbox import Provider, Sandbox
@@ -47,6 +57,18 @@ async def environments(local: Provider) -> AsyncIterator[Environments]:
 
 async def say(sandbox: Sandbox, text: str) -> bytes:
     return (await sandbox.run(Command(shell=text))).stdout
+
+
+async def test_a_secret_in_the_environment_is_filled_in_when_the_sandbox_is_made(local: Provider) -> None:
+    secrets = Secrets(environ={"TANGRAM_SECRET_KEY": "sesame"})
+    made = Environments(local, EnvironmentSettings(secrets=secrets))
+    spec = SandboxSpec(env={"KEY": "Bearer ${secret:key}", "PLAIN": "as it is"})
+    try:
+        assert await say(await made.ensure("t", spec), 'echo "$KEY, $PLAIN"') == b"Bearer sesame, as it is\n"
+        with pytest.raises(InvalidConfig, match="TANGRAM_SECRET_OTHER"):
+            await made.ensure("u", replace(spec, env={"KEY": "${secret:other}"}))
+    finally:
+        await made.close()
 
 
 class TestTrajectories:
@@ -337,6 +359,15 @@ class TestExecRuntime:
         assert {"cpu_s", "peak_memory_bytes"} <= result.usage.keys()
         assert execution.execution_s >= duration_s * 0.5
 
+    async def test_the_log_takes_more_than_the_result_and_counts_the_rest(self, environments: Environments) -> None:
+        function = replace(self.function, log_limit_bytes=5000)
+        script = "head -c 20000 /dev/zero | tr '\\0' x; echo the end"
+        execution, log = execution_of(function, {"command": script})
+        value = (await ExecRuntime(environments).execute(execution)).value
+        assert isinstance(value, dict)
+        assert value["stdout"].endswith("\n" + "the end\n".rjust(500, "x"))
+        assert (log.text("stdout"), log.omitted_bytes) == ("x" * 5000, 15_008)
+
     async def test_the_files_of_a_trajectory_survive_and_its_processes_stand_still(
         self, environments: Environments
     ) -> None:
@@ -400,6 +431,16 @@ class TestExecRuntime:
                 await ExecRuntime(environments).execute(execution)
             assert caught.value.reason is Reason.INVALID_INPUT
 
+    async def test_a_user_is_held_against_the_functions_own_list_also_in_anothers_sandbox(
+        self, environments: Environments
+    ) -> None:
+        await environments.ensure("t", SandboxSpec(users=("1000", "root")))
+        function = replace(self.function, sandbox=SandboxSpec())
+        execution, _ = execution_of(function, {"command": "true", "user": "root"}, trajectory="t")
+        with pytest.raises(ActionFailed, match=r"list it: sandbox\.users") as caught:
+            await ExecRuntime(environments).execute(execution)
+        assert (caught.value.reason, caught.value.detail["path"]) == (Reason.INVALID_INPUT, "$.user")
+
     async def test_a_resize_of_an_ended_action_is_nothing(self, environments: Environments) -> None:
         runtime = ExecRuntime(environments)
         execution, _ = execution_of(self.function, {"command": "true"}, trajectory="t")
@@ -422,6 +463,9 @@ class TestExecRuntime:
             ({"command": "a\0b"}, "$.command"),
             ({"command": "a", "cwd": 7}, "$.cwd"),
             ({"command": "a", "shell": True}, "$.shell"),
+            ({"argv": ["a", "b" * 2**17]}, "$.argv[1]"),
+            ({"command": "a", "env": {"A": "b" * 2**17}}, "$.env.A"),
+            ({"command": "a" * 2**21}, "$.command"),
         ],
     )
     async def test_what_is_no_command_is_invalid_input_with_its_path(

@@ -2,60 +2,24 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
-import json
-from collections.abc import Callable, Sequence
+import re
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from manager.errors import ActionFailed, CodedError, InvalidInput, NotFound
+from manager.errors import ActionFailed, InvalidInput, NotFound
 from manager.function import SandboxSpec
 from runtimes.sandbox.command import Command, CommandResult
-from runtimes.sandbox.disk import DiskWatch
+from runtimes.sandbox.disk.image import image_bytes
+from runtimes.sandbox.disk.watch import DiskWatch
 from runtimes.sandbox.docker.provider import ContainerProvider
 from runtimes.sandbox.process.provider import ProcessProvider
 from runtimes.sandbox.sandbox import Provider, Sandbox
 from tests.runtimes.sandbox.conftest import unique
 
 DEADLINE_S = 30.0
-#: Most seconds of a case: many of them never end by themselves.
-HASTE_S, PATIENCE_S = 2.0, 20.0
-RECORDED = "security_exec_sandbox_A.jsonl"
-#: Programs in the form of the recorded ones, with what holds of their ends.
-CASES: list[dict[str, Any]] = [
-    {"test": test, "runs": [{"language": language, "code": code, "opts": options}], "asserts": asserts}
-    for test, language, code, options, asserts in (
-        ("null_bytes", "PYTHON", r"print('a\0b')", {}, [r"result.stdout == 'a\0b\n'", "result.exit_code == 0"]),
-        ("binary", "PYTHON", "import sys; sys.stdout.buffer.write(bytes(range(256)))", {}, ["result.exit_code == 0"]),
-        ("exit_code", "RAW", "echo said; exit 41", {}, ["result.exit_code == 41", "'said' in result.stdout"]),
-        ("own_signal", "RAW", "kill -SEGV $$", {}, ["result.exit_code == 128 + 11"]),
-        ("raises", "PYTHON", "raise KeyError('x')", {}, ["'KeyError' in result.stderr", "result.exit_code == 1"]),
-        ("env", "RAW", "echo $GIVEN", {"env_vars": "{'GIVEN': 'it is'}"}, ["result.stdout == 'it is\\n'"]),
-        ("ignores_sigterm", "RAW", "trap '' TERM; echo on; sleep 60", {"timeout_seconds": "1"},
-         ["result.exit_code != 0", "result.stdout == 'on\\n'"]),
-        ("endless_output", "RAW", "yes", {"timeout_seconds": "1"}, ["len(result.stdout) > 1000"]),
-        ("deep_recursion", "PYTHON", "f = lambda: f()\nf()", {}, ["'RecursionError' in result.stderr"]),
-        ("no_network", "PYTHON", "import socket; socket.create_connection(('192.0.2.1', 80), 1)", {},
-         ["result.exit_code == 1"]),
-        ("forks_and_ends", "RAW", "sleep 60 & echo left", {}, ["result.stdout == 'left\\n'"]),
-        ("closes_its_output", "PYTHON", "import os; os.close(1); os.close(2)", {}, ["result.stdout == ''"]),
-    )
-]  # fmt: skip
-#: Recorded cases that ask for another product's features or for programs that the base image does not have.
-NOT_OURS = {
-    "home is /home/user there": ("home", "tilde", "expanduser", "cwd", "symlink_write_through", "rename_into_etc",
-                                 "shutil_copy_into_etc"),
-    "source is not rewritten (byte order marks, shebangs)": ("bom_prefix", "shebang"),
-    "a busy image (ip, nc, cloudpickle)": ("loopback_up_shell", "shell_tcp_loopback", "lambda", "cloudpickle"),
-    "standard input is at its end, and not blocked": ("fd0_blocks", "stdin_blocks"),
-    "bounds of another size": ("memory_allocation_large", "escalates_to_sigkill"),
-    "any port may be bound in the sandbox's own network": ("privileged_port",),
-}  # fmt: skip
 
 
 async def sh(sandbox: Sandbox, text: str, *, user: str = "", timeout_s: float = 10.0) -> CommandResult:
@@ -116,33 +80,37 @@ class TestExhaustion:
         command = Command(shell="yes & yes >&2", timeout_s=0.5, kill_grace_s=0.1, output_limit_bytes=5000)
         result = await sandbox.run(command)
         assert (result.timed_out, result.stdout_truncated, result.stderr_truncated) == (True, True, True)
-        assert (len(result.stdout), len(result.stderr)) == (5000, 5000)
+        for said in (result.stdout, result.stderr):
+            kept = re.sub(rb"\n\[\.\.\. [1-9][0-9]* bytes are missing here \.\.\.\]\n", b"", said, count=1)
+            assert (len(kept), kept.strip(b"y\n")) == (5000, b"")
         await assert_well(sandbox)
 
     async def test_a_file_and_shared_memory_are_bounded(self, provider: Provider, spec: SandboxSpec) -> None:
         small = replace(spec, disk_bytes=4 * 2**20, shm_bytes=2**20)
-        if provider.info.kind == "process" and not provider.info.limits["filesystem"]:
+        if provider.info.kind == "plain" and not provider.info.limits["filesystem"]:
             pytest.skip("this machine's process sandboxes share /dev/shm")
         made = await provider.create(small, name=unique("small"), labels={}, mounts={})
         result = await sh(
             made, "head -c 9000000 /dev/zero > file; head -c 9000000 /dev/zero > /dev/shm/file; stat -c %s file"
         )
-        assert int(result.stdout) <= 4 * 2**20
+        assert int(result.stdout) <= image_bytes(small.disk_bytes), "an image has room for its tables too"
         assert b"No space left" in result.stderr
         await made.close()
 
-    async def test_a_sandbox_that_fills_the_disk_is_ended_and_says_why(
-        self, provider: Provider, spec: SandboxSpec
-    ) -> None:
+    async def test_a_sandbox_that_fills_its_disk_is_told_or_ended(self, provider: Provider, spec: SandboxSpec) -> None:
         """Many files, each below the bound of one."""
         small = replace(spec, disk_bytes=16 * 2**20)
         made = await provider.create(small, name=unique("greedy"), labels={}, mounts={})
         await sh(made, "for i in 1 2 3; do head -c 9000000 /dev/zero > file$i; done")
         watch = made_watch(provider)
         await watch.check()
-        assert not made.alive
-        with pytest.raises(ActionFailed, match="disk bound of 16777216 bytes"):
-            await sh(made, "true")
+        if provider.info.disk != "walk":
+            full = await sh(made, "head -c 9000000 /dev/zero > file4")
+            assert b"No space left" in full.stderr
+        else:
+            assert not made.alive
+            with pytest.raises(ActionFailed, match="disk bound of 16777216 bytes"):
+                await sh(made, "true")
         await made.close()
 
     async def test_hundreds_of_open_pipes_left_behind_do_not_stop_the_runner(self, sandbox: Sandbox) -> None:
@@ -156,14 +124,14 @@ class TestEscape:
     async def test_killing_everything_kills_not_the_runner(
         self, provider: Provider, sandbox: Sandbox, user: str
     ) -> None:
-        if provider.info.kind == "process" and not provider.info.limits["processes_hidden"]:
+        if provider.info.kind == "plain" and not provider.info.limits["processes_hidden"]:
             pytest.skip("this machine's process sandboxes share the host's processes")
         await sh(sandbox, "kill -9 1; kill -STOP 1; kill -TERM 1; kill -9 -1", user=user)
         await assert_well(sandbox)
 
     @pytest.mark.parametrize("user", ["", "root"])
     async def test_the_runner_cannot_be_traced_or_read(self, provider: Provider, sandbox: Sandbox, user: str) -> None:
-        if provider.info.kind == "process" and not provider.info.limits["processes_hidden"]:
+        if provider.info.kind == "plain" and not provider.info.limits["processes_hidden"]:
             pytest.skip("this machine's process sandboxes share the host's processes")
         attempt = (
             "import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\n"
@@ -176,7 +144,7 @@ class TestEscape:
 
     async def test_a_forged_frame_from_inside_ends_nobodys_action(self, provider: Provider, sandbox: Sandbox) -> None:
         """Even root inside, who reaches the socket, is hung up on without the token."""
-        if provider.info.kind == "process" and not provider.info.limits["filesystem"]:
+        if provider.info.kind == "plain" and not provider.info.limits["filesystem"]:
             pytest.skip("this machine's process sandboxes show the host's files")
         forge = (
             "import glob, json, socket, struct\n"
@@ -210,7 +178,7 @@ class TestEscape:
             assert (await victim).exit_code == 7
 
     async def test_the_kernels_switches_are_out_of_reach(self, provider: Provider, sandbox: Sandbox) -> None:
-        if provider.info.kind == "process" and not provider.info.limits["filesystem"]:
+        if provider.info.kind == "plain" and not provider.info.limits["filesystem"]:
             pytest.skip("this machine's process sandboxes show the host's files")
         attempts = [
             "/proc/sysrq-trigger",
@@ -233,7 +201,7 @@ class TestEscape:
     async def test_one_trajectorys_files_and_processes_are_not_anothers(
         self, provider: Provider, spec: SandboxSpec
     ) -> None:
-        if provider.info.kind == "process" and not provider.info.limits["filesystem"]:
+        if provider.info.kind == "plain" and not provider.info.limits["filesystem"]:
             pytest.skip("this machine's process sandboxes show the host's files")
         one = await provider.create(spec, name=unique("one"), labels={}, mounts={})
         other = await provider.create(spec, name=unique("other"), labels={}, mounts={})
@@ -254,77 +222,3 @@ class TestEscape:
             with pytest.raises((NotFound, InvalidInput)):
                 await sandbox.list_files(path)
         assert secret.read_text(encoding="ascii") == "of the host"
-
-
-async def test_cases_end_as_they_say(provider: Provider, spec: SandboxSpec) -> None:
-    await assert_cases_hold(CASES, provider, spec)
-
-
-@pytest.mark.slow
-async def test_recorded_cases_hold_by_intent(
-    real: Callable[[str], Path], provider: Provider, spec: SandboxSpec
-) -> None:
-    cases = [json.loads(line) for line in real(RECORDED).read_text(encoding="utf-8").splitlines()]
-    await assert_cases_hold(cases, provider, spec)
-
-
-async def assert_cases_hold(cases: Sequence[dict[str, Any]], provider: Provider, spec: SandboxSpec) -> None:
-    """Every case ends; what it asserts of output and exit code holds, but for the named deviations."""
-    sandbox = await provider.create(replace(spec, pids=512), name=unique("cases"), labels={}, mounts={})
-    deviations = [word for words in NOT_OURS.values() for word in words]
-    at_once = asyncio.Semaphore(6)
-
-    async def failures(case: dict[str, Any]) -> list[str]:
-        """On a busy machine the first patience may have been too short for what ends by itself."""
-        return await played(case, HASTE_S) and await played(case, PATIENCE_S)
-
-    async def played(case: dict[str, Any], most_s: float) -> list[str]:
-        async with at_once:
-            results = [await _run_case(sandbox, run, most_s) for run in case["runs"]]
-        result = results[-1] if results else None
-        if result is None or any(word in case["test"] for word in deviations):
-            return []
-        return [f"{case['test']}: {text}: {result}" for text in case["asserts"] if not _holds(text, result)]
-
-    ours = [case for case in cases if all(run["language"] in ("PYTHON", "RAW") for run in case["runs"])]
-    failed = [failure for found in await asyncio.gather(*map(failures, ours)) for failure in found]
-    assert failed == []
-    assert (await sh(sandbox, "echo well")).stdout == b"well\n"
-    await sandbox.close()
-
-
-async def _run_case(sandbox: Sandbox, run: dict[str, object], most_s: float) -> SimpleNamespace | None:
-    """How one program ended, in the words of the recorded asserts; None where it was refused as invalid."""
-    options = run["opts"] if isinstance(run["opts"], dict) else {}
-    literal = str(options.get("env_vars", ""))
-    env = ast.literal_eval(literal) if literal.startswith("{") else {}
-    code = str(run["code"])
-    command = Command(
-        argv=("python3", "-c", code) if run["language"] == "PYTHON" else (),
-        shell="" if run["language"] == "PYTHON" else code,
-        env=env,
-        timeout_s=min(most_s, float(str(options.get("timeout_seconds", 10)))),
-        kill_grace_s=0.2,
-    )
-    try:
-        async with asyncio.timeout(DEADLINE_S):
-            result = await sandbox.run(command)
-    except ActionFailed:
-        raise
-    except CodedError:
-        return None
-    return SimpleNamespace(
-        stdout=result.stdout.decode("utf-8", "replace"),
-        stderr=result.stderr.decode("utf-8", "replace"),
-        exit_code=result.exit_code if result.exit_code is not None else 128 + (result.signal or 0),
-        timing=SimpleNamespace(execute_ms=result.duration_s * 1e3),
-    )
-
-
-def _holds(text: str, result: SimpleNamespace) -> bool:
-    """Whether a recorded assert holds; one that speaks of anything but the result's output says nothing of us."""
-    names = {"result": result, "len": len, "all": all, "lines": result.stdout.splitlines()}
-    try:
-        return bool(eval(text, names))  # a recorded expression of a data file of ours
-    except (NameError, AttributeError, IndexError, SyntaxError):
-        return True

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from datetime import UTC, datetime
 
 import pytest
 from rich.console import RenderableType
 
-from tangram.cli.output import print_json, rows_table, say, show, table, tree
+from tangram.cli.output import in_json, print_json, print_log, rows_table, say, show, table, tree
+from tangram.types import LogLine
 
 Look = Callable[..., str]
 
@@ -90,3 +93,23 @@ def test_json_is_one_value_whatever_is_in_it(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out == (
         '{\n  "text": "\\u001b[2Jé",\n  "keys": {\n    "1": null\n  },\n  "list": []\n}\n'
     )
+
+
+ODD = "\x1b]0;gotcha\x07\x1b[2J\x9b31m\x7f"
+
+
+def test_a_log_reaches_a_terminal_as_it_was_written_only_where_that_is_asked_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    line = LogLine(offset=0, time=datetime(2026, 1, 1, tzinfo=UTC), stream="stdout", data=f"{ODD}\tend\n")
+    print_log(line, err=False)
+    assert capsys.readouterr().out == "\\x1b]0;gotcha\\x07\\x1b[2J\\x9b31m\\x7f\tend\n"
+    print_log(line, err=False, raw=True)
+    assert capsys.readouterr().out == f"{ODD}\tend\n"
+
+
+def test_json_holds_no_control_character_and_is_the_same_value(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json({"stdout": ODD})
+    for text in (capsys.readouterr().out, in_json({"stdout": ODD})):
+        assert not any((ord(each) < 32 and each != "\n") or 127 <= ord(each) < 160 for each in text)
+        assert json.loads(text) == {"stdout": ODD}

@@ -88,17 +88,24 @@ async def test_what_was_learned_of_a_function_is_shown_with_its_error(served: Se
 
 
 async def test_a_configuration_is_compared_then_applied(
-    served: Served, gateway: RunningGateway, tmp_path: Path
+    served: Served, gateway: RunningGateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "new.yaml"
     file.write_text("functions: {fresh: {runtime: exec}}")
     status, out, err = await served("diff", str(file))
     assert status == 0, err
-    assert "+ fresh" in out and "- echo" in out
-    assert "echo" in [each.name for each in gateway.app.registry.all()]
+    assert "+ fresh" in out and "- echo" not in out
+    assert "- echo" in (await served("diff", "--prune", str(file)))[1]
+    assert "fresh" not in [each.name for each in gateway.app.registry.all()]
     status, out, _ = await served("apply", "--json", str(file))
     assert json.loads(out)["applied"] is True
-    assert [each.name for each in gateway.app.registry.all()] == ["fresh"]
+    assert {"fresh", "echo"} <= {each.name for each in gateway.app.registry.all()}
+    monkeypatch.setenv("SAID", "from here")
+    file.write_text("functions: {fresh: {runtime: exec, description: '${SAID} ${NOT_SAID:-and there}'}}")
+    status, out, err = await served("apply", "--prune", "--json", str(file))
+    assert json.loads(out)["applied"] is True
+    assert "- echo" in err.splitlines()
+    assert [each.description for each in gateway.app.registry.all()] == ["from here and there"]
     file.write_text("functions: {fresh: {runtime: exec, cost: {cpu: 60000}}}")
     status, _, err = await served("apply", str(file))
     assert status == 78 and "unsatisfiable" in err

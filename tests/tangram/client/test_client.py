@@ -41,6 +41,17 @@ async def test_an_invocation_comes_back_typed(gateway: RunningGateway) -> None:
     assert result.accepted_at is not None and result.ended_at is not None and result.ended_at >= result.accepted_at
 
 
+async def test_a_call_with_a_known_key_says_that_it_ran_nothing(gateway: RunningGateway) -> None:
+    async with client_of(gateway) as client:
+        for reason in (None, "upstream"):  # a record, and one within a problem
+            ends = [await client.invoke("echo", {"reason": reason}, key=f"k-{reason}") for _ in range(2)]
+            assert ([each.replayed for each in ends], ends[0].id) == ([False, True], ends[1].id)
+        call = BatchCall(function="echo", key="in a batch".replace(" ", "-"))
+        verdicts = [await client.submit_all([call, BatchCall(function="echo")]) for _ in range(2)]
+        told = [[isinstance(each, InvocationResult) and each.replayed for each in verdict] for verdict in verdicts]
+        assert told == [[False, False], [True, False]]
+
+
 async def test_a_failure_is_returned_and_raised_where_that_is_wanted(gateway: RunningGateway) -> None:
     async with client_of(gateway) as client:
         result = await client.invoke("echo", {"reason": "handler_error"})
@@ -112,7 +123,7 @@ async def test_the_gateways_state_can_be_asked_for(gateway: RunningGateway) -> N
 
 
 async def test_a_token_is_sent(tmp_path: Path) -> None:
-    async with serving(GatewayBench(tmp_path, server={"token": "sesame"})) as running:
+    async with serving(GatewayBench(tmp_path, server={"auth": "token", "token": "sesame"})) as running:
         async with client_of(running, token="sesame") as client:
             assert (await client.invoke("echo", {})).ok
         async with client_of(running, token="wrong") as client:

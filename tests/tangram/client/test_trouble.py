@@ -69,6 +69,44 @@ def test_a_submit_that_is_sent_again_carries_the_same_key() -> None:
     assert first == second
 
 
+def test_a_restart_is_outlasted_and_an_outage_that_does_not_end_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = PausedClock()
+    monkeypatch.setattr("tangram.client.retries.time", clock)
+    monkeypatch.setattr("tangram.client.sync.client.pause", clock.pause)
+    monkeypatch.setattr("tangram.client.retries.BACKOFF_S", 0.2)
+    gateway = ScriptedGateway({"f": {}})
+    down = [broken(httpx.ConnectError)] * 10 + [refusal(503, "storage_unavailable", retry_after_s=1.0)] * 5
+    gateway.trouble(refusal(503, "draining", retry_after_s=1.0), broken(httpx.ReadError), *down)
+    with Client(transport=gateway) as client:
+        assert client.invoke("f", {}, key="once").ok
+        assert len(gateway.calls) == 1
+        assert 25 < clock.now_s < 60, "more than the five tries of a refusal"
+        gateway.trouble(
+            *down,
+            *[log(broken_off=True)] * 2,
+            log({"stream": "eof", "offset": 0, "state": "succeeded", "reason": None}),
+        )
+        assert list(client.logs("i", follow=True)) == []
+        clock.now_s = 0.0
+        gateway.trouble(*[broken(httpx.ConnectError)] * 100)
+        with pytest.raises(ConnectionFailed):
+            client.queue()
+        assert 60 <= clock.now_s < 70
+
+
+class PausedClock:
+    """A clock that pauses move on."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def pause(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
 def log(*records: dict[str, object], broken_off: bool = False) -> Callable[[httpx.Request], httpx.Response]:
     def chunks() -> Iterator[bytes]:
         for record in records:

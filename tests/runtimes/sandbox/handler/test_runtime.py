@@ -12,12 +12,12 @@ import pytest
 
 from manager.errors import ActionFailed, CapacityExceeded, InvalidConfig, Reason
 from manager.function import FunctionSpec, HandlerSpec, SandboxSpec
-from runtimes.sandbox.creation_gate import CreationGate
 from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.handler.instance import HandlerSettings
 from runtimes.sandbox.handler.runtime import HandlerRuntime
-from runtimes.sandbox.process.provider import ProcessControl, ProcessProvider
-from runtimes.sandbox.sandbox import Sandbox
+from runtimes.sandbox.process.control import ProcessControl
+from runtimes.sandbox.provider import ProviderSettings, make_provider
+from runtimes.sandbox.sandbox import Provider, Sandbox
 from tests.runtimes.recorder import execution_of
 
 DEADLINE_S = 20.0
@@ -28,15 +28,15 @@ Function = Callable[..., FunctionSpec]
 
 
 @pytest.fixture
-async def provider(tmp_path: Path) -> AsyncIterator[ProcessProvider]:
-    provider = ProcessProvider(state_dir=tmp_path / "state", gate=CreationGate(4), shared_cores=(0,))
+async def provider(tmp_path: Path) -> AsyncIterator[Provider]:
+    provider = make_provider(ProviderSettings(kind="process", state_dir=tmp_path / "state"))
     yield provider
     assert not [path.name for path in (tmp_path / "state" / "sandboxes").glob("*")], "a sandbox was leaked"
     await provider.close()
 
 
 @pytest.fixture
-async def runtime(provider: ProcessProvider) -> AsyncIterator[HandlerRuntime]:
+async def runtime(provider: Provider) -> AsyncIterator[HandlerRuntime]:
     runtime = HandlerRuntime(provider, SETTINGS)
     yield runtime
     await runtime.close()
@@ -284,9 +284,7 @@ async def test_more_actions_than_slots_wait_their_turn_in_order(runtime: Handler
     assert runtime.instances() == {"reward": 1}
 
 
-async def test_instances_are_added_up_to_the_bound_and_idle_ones_end(
-    provider: ProcessProvider, function: Function
-) -> None:
+async def test_instances_are_added_up_to_the_bound_and_idle_ones_end(provider: Provider, function: Function) -> None:
     idle = asyncio.Event()
 
     class Watched(HandlerRuntime):
@@ -329,7 +327,7 @@ async def test_instances_are_added_up_to_the_bound_and_idle_ones_end(
     await runtime.close()
 
 
-async def test_a_frozen_idle_instance_serves_the_next_action(provider: ProcessProvider, function: Function) -> None:
+async def test_a_frozen_idle_instance_serves_the_next_action(provider: Provider, function: Function) -> None:
     runtime = HandlerRuntime(provider, HandlerSettings(sandbox=SETTINGS.sandbox, rest_s=0.0))
     counting = function("""
         calls = []
@@ -353,7 +351,7 @@ async def test_a_new_revision_serves_new_actions_while_the_old_one_ends(
     assert runtime.instances() == {"reward": 1}
 
 
-async def test_closing_fails_what_runs_and_what_waits(provider: ProcessProvider, function: Function) -> None:
+async def test_closing_fails_what_runs_and_what_waits(provider: Provider, function: Function) -> None:
     runtime = HandlerRuntime(provider, SETTINGS)
     endless = function("def score(event, context):\n    print('runs')\n    while True: pass", instances_max=1)
     started = asyncio.Event()
@@ -370,7 +368,7 @@ async def test_closing_fails_what_runs_and_what_waits(provider: ProcessProvider,
 
 
 async def test_the_search_for_orphans_leaves_instances_alone(
-    provider: ProcessProvider, runtime: HandlerRuntime, function: Function
+    provider: Provider, runtime: HandlerRuntime, function: Function
 ) -> None:
     environments = Environments(provider)
     environments.exclude(lambda: runtime.sandboxes)
@@ -390,7 +388,7 @@ async def test_the_search_for_orphans_leaves_instances_alone(
 
 
 async def test_an_engine_that_makes_no_sandbox_is_a_typed_end_with_the_time_to_come_again(
-    runtime: HandlerRuntime, provider: ProcessProvider, function: Function, monkeypatch: pytest.MonkeyPatch
+    runtime: HandlerRuntime, provider: Provider, function: Function, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def refuses(*_: object, **__: object) -> None:
         raise CapacityExceeded("the engine does not answer", retry_after_s=3.0)
@@ -402,7 +400,7 @@ async def test_an_engine_that_makes_no_sandbox_is_a_typed_end_with_the_time_to_c
 
 
 async def test_an_instance_that_died_idle_makes_room_for_the_next(
-    provider: ProcessProvider, runtime: HandlerRuntime, function: Function, tmp_path: Path
+    provider: Provider, runtime: HandlerRuntime, function: Function, tmp_path: Path
 ) -> None:
     alone = function("def score(event, context): return 1", instances_min=1, instances_max=1)
     await call(runtime, alone)
@@ -418,7 +416,7 @@ async def test_an_instance_that_died_idle_makes_room_for_the_next(
 
 
 async def test_an_instance_that_could_not_be_removed_is_the_reapers(
-    provider: ProcessProvider, runtime: HandlerRuntime, function: Function, monkeypatch: pytest.MonkeyPatch
+    provider: Provider, runtime: HandlerRuntime, function: Function, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     environments = Environments(provider)
     environments.exclude(lambda: runtime.sandboxes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
@@ -12,11 +13,13 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from manager.errors import InvalidInput, NotFound, Unsupported
+from manager.errors import CapacityExceeded, InvalidInput, NotFound, Reason, Unsupported
 from manager.function import Background, Network, SandboxSpec
 from runtimes.sandbox.command import Command, CommandResult
 from runtimes.sandbox.creation_gate import CreationGate
-from runtimes.sandbox.process.provider import Means, ProcessProvider
+from runtimes.sandbox.process.means import Means
+from runtimes.sandbox.process.provider import ProcessProvider
+from runtimes.sandbox.runner.protocol import unmade
 from runtimes.sandbox.sandbox import Sandbox
 from tests.runtimes.sandbox.conftest import unique
 
@@ -82,7 +85,7 @@ def states(mark: str) -> set[str]:
 
 async def test_it_says_what_it_does_not_promise(provider: ProcessProvider) -> None:
     info = provider.info
-    assert (info.kind, info.engine) == ("process", "plain processes")
+    assert (info.kind, info.engine) == ("plain", "plain processes")
     promised = {name for name, kept in info.limits.items() if kept}
     assert not promised & {"filesystem", "network", "memory", "pids", "seccomp", "processes_hidden"}
     with pytest.raises(Unsupported):
@@ -162,3 +165,24 @@ async def test_it_is_adopted_by_the_next_gateway(provider: ProcessProvider) -> N
     assert (labels, (await sh(second, "cat file")).stdout) == ({"a": "b"}, b"kept\n")
     await second.close()
     assert living(f"{first.id}/run") == 0
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system in which nothing can be made."""
+    options = "size=64k,nr_inodes=2"
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", tmp_path], capture_output=True, check=False)
+    if done.returncode != 0:
+        pytest.skip("no file system can be mounted here")
+    (tmp_path / "sandboxes").mkdir()
+    yield tmp_path
+    subprocess.run(["umount", "--lazy", tmp_path], check=True)
+
+
+async def test_a_full_disk_is_never_the_fault_of_the_work(full_disk: Path) -> None:
+    means = Means(bubblewrap=None, root=os.geteuid() == 0, cgroup=None)
+    provider = ProcessProvider(state_dir=full_disk, gate=CreationGate(1), shared_cores=(0,), means=means)
+    with pytest.raises(CapacityExceeded, match="No space left") as refusal:
+        await provider.create(SandboxSpec(), name="full", labels={}, mounts={})
+    assert unmade(refusal.value).reason is Reason.ENVIRONMENT_LOST
+    await provider.close()

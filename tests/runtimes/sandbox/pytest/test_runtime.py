@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from bench.inputs import OWN_PATH
 from bench.rollouts import unplugged
 from manager.action import UnitSet
 from manager.errors import ActionFailed, Reason
@@ -19,9 +20,8 @@ from manager.function import FunctionSpec, PytestSpec, SandboxSpec
 from manager.outcome import State
 from runtimes.local import LocalExecutor
 from runtimes.runtime import Result
-from runtimes.sandbox.creation_gate import CreationGate
 from runtimes.sandbox.environments import Environments, EnvironmentSettings
-from runtimes.sandbox.process.provider import ProcessProvider
+from runtimes.sandbox.provider import ProviderSettings, make_provider
 from runtimes.sandbox.pytest.runtime import PytestRuntime, PytestSettings
 from tests.runtimes.recorder import RecordingLog, assert_as_declared, execution_of
 
@@ -84,7 +84,7 @@ class SuiteBench:
 
 @pytest.fixture
 async def bench(tmp_path: Path) -> AsyncIterator[SuiteBench]:
-    provider = ProcessProvider(state_dir=tmp_path, gate=CreationGate(4), shared_cores=(0,))
+    provider = make_provider(ProviderSettings(kind="process", state_dir=tmp_path, path=OWN_PATH))
     environments = Environments(provider, EnvironmentSettings(default=SPEC))
     yield SuiteBench(environments)
     await environments.close()
@@ -174,7 +174,41 @@ async def test_targets_choose_directories_files_classes_and_tests(bench: SuiteBe
         assert len((await bench.run(targets=targets))["tests"]) == count, targets
     none = await bench.run(targets=["tests/test_calc.py::test_ad", "no/such/dir"])
     assert none["tests"] == {"tests/test_calc.py::test_ad": "missing"}
-    assert (none["reward"], none["resolved"]) == (0.0, False)
+    assert (none["reward"], none["resolved"], none["valid"]) == (None, None, False)
+
+
+@pytest.mark.parametrize(
+    ("input", "reason"),
+    [
+        ({"targets": ["tests/other.py"]}, "no test was collected"),
+        ({"targets": ["tests"]}, "no test was collected"),
+        (LISTS, r"none of the 3 listed test\(s\) was found: tests/test_calc.py::test_add"),
+        ({**LISTS, "cwd": "elsewhere"}, "working directory: .*elsewhere: No such file"),
+    ],
+)
+async def test_a_suite_that_found_nothing_asked_for_has_no_reward(
+    bench: SuiteBench, input: dict[str, Any], reason: str
+) -> None:
+    """As after an upload that went elsewhere."""
+    files = {f"elsewhere-than-asked/{path}": text for path, text in SUITE.items()} | {"tests/other.py": ""}
+    value = await bench.run(files, cores=(0, 1), **input)
+    assert (value["reward"], value["resolved"], value["valid"]) == (None, None, False)
+    assert re.search(reason, value["reason"]) and "xdist" not in value["note"]
+    zero = replace(FUNCTION, pytest=PytestSpec(args=ARGS, missing="zero"))
+    value = await bench.run(function=zero, **input)
+    assert (value["reward"], value["valid"], value["reason"]) == (0.0, True, "")
+
+
+async def test_tests_that_came_with_the_request_and_are_not_found_are_the_agents_doing(bench: SuiteBench) -> None:
+    tests = {"tests/test_calc.py": textwrap.dedent(SUITE["tests/test_calc.py"])}
+    files = {"calc.py": CALC.format(sign="+")}
+    value = await bench.run(files, tests=tests, **LISTS)
+    assert (value["reward"], value["note"]) == (1.0, "")
+    assert {"tests_given", "swept", "clean_start", "report_whole"} <= set(value["checked"])
+    hidden = "def pytest_collection_modifyitems(items): items.clear()\n"
+    value = await bench.run({"conftest.py": hidden}, tests=tests, **LISTS)
+    assert (value["reward"], value["valid"]) == (0.0, True)
+    assert "3 requested test(s) did not run" in value["note"]
 
 
 async def test_a_root_elsewhere_does_not_change_the_names(bench: SuiteBench) -> None:
@@ -429,3 +463,16 @@ async def test_bad_input_names_its_path(bench: SuiteBench, input: dict[str, obje
     with pytest.raises(ActionFailed) as failure:
         await bench.runtime.execute(execution)
     assert (failure.value.reason, failure.value.detail) == (Reason.INVALID_INPUT, {"path": path})
+
+
+async def test_the_end_of_what_a_loud_suite_says_is_told_however_much_came_before(bench: SuiteBench) -> None:
+    bench.runtime = PytestRuntime(bench.environments, PytestSettings(output_max_bytes=20_000))
+    source = """
+        import os
+        os.write(2, b"x" * 100_000)
+        raise ValueError("last words")
+    """
+    quiet = replace(FUNCTION, log_limit_bytes=1000)
+    value = await bench.run({"conftest.py": source}, function=quiet)
+    assert "last words" in value["note"]
+    assert bench.log.omitted_bytes >= 80_000

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from bench.inputs import OWN_PATH
 from bench.rollouts import unplugged
 from manager.function import FunctionSpec, PytestSpec, SandboxSpec
-from runtimes.sandbox.creation_gate import CreationGate
 from runtimes.sandbox.environments import Environments, EnvironmentSettings
-from runtimes.sandbox.process.provider import ProcessProvider
+from runtimes.sandbox.provider import ProviderSettings, make_provider
 from runtimes.sandbox.pytest.runtime import PytestRuntime
 from scripts.swe_task import apply_patch, files_of, install_dependencies, load_task, prepare
 from tests.runtimes.recorder import execution_of
@@ -30,7 +30,7 @@ FUNCTION = FunctionSpec(
 
 @pytest.fixture
 async def environments(tmp_path: Path) -> AsyncIterator[Environments]:
-    provider = ProcessProvider(state_dir=tmp_path / "state", gate=CreationGate(4), shared_cores=(0,))
+    provider = make_provider(ProviderSettings(kind="process", state_dir=tmp_path / "state", path=OWN_PATH))
     environments = Environments(provider, EnvironmentSettings(default=SPEC))
     yield environments
     await environments.close()

@@ -16,6 +16,7 @@ from manager.errors import ActionFailed, Reason
 from runtimes.sandbox.command import Command
 from runtimes.sandbox.runner import runner as wire
 from runtimes.sandbox.runner.byte_stream import SocketStream
+from runtimes.sandbox.runner.conversation import MARKER
 from runtimes.sandbox.runner.protocol import encode_json
 from runtimes.sandbox.runner.runner import FrameDecoder, ProtocolError, encode
 from runtimes.sandbox.runner.stream_client import StreamClient
@@ -165,7 +166,8 @@ async def test_more_output_than_was_allowed_is_not_kept(tmp_path: Path) -> None:
         await reader.read()
 
     async with speaking(tmp_path, flood) as client:
-        assert len((await client.run(Command(argv=("true",), output_limit_bytes=10))).stdout) == 10
+        result = await client.run(Command(argv=("true",), output_limit_bytes=10))
+        assert result.stdout == b"xxxxx" + MARKER % (2_000_000 - 10) + b"xxxxx"
 
 
 async def test_frames_for_other_conversations_are_nobodys(tmp_path: Path) -> None:

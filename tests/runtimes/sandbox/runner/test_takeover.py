@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import pwd
 import socket
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -10,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from manager.errors import InvalidInput
 from runtimes.sandbox.command import Command, CommandResult
 from runtimes.sandbox.runner import runner as wire
+from runtimes.sandbox.runner.conversation import MARKER
 from runtimes.sandbox.runner.protocol import encode_json
 from tests.runtimes.sandbox.box import Box
 
@@ -54,6 +58,15 @@ async def claimed(box: Box, given: Command) -> CommandResult:
             return await client.run(given)
     finally:
         client.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root has another user's id to give")
+async def test_a_name_that_is_roots_in_the_image_is_root(box: Box) -> None:
+    client = await box.connect(user="65534", root=False)
+    toor = next(each.pw_name for each in pwd.getpwall() if each.pw_uid == 0)
+    with pytest.raises(InvalidInput, match="cannot run commands as root"):
+        await client.run(command("id -u", user=toor))
+    client.close()
 
 
 async def holds(box: Box, claim: str = "a.1/1", *, running: bool | None = None) -> bool:
@@ -183,7 +196,9 @@ async def test_no_more_is_kept_than_its_bound(box: Box) -> None:
     await abandoned(box, given)
     await until(lambda: holds(box, running=False))
     result = await claimed(box, given)
-    assert (len(result.stdout), result.stdout_truncated, result.exit_code) == (10_000, True, 3)
+    head, tail = result.stdout.split(MARKER % (1_000_006 - 10_000))
+    assert (head[:6], len(head), len(tail)) == (b"begun\n", 5000, 5000)
+    assert (result.stdout_truncated, result.exit_code) == (True, 3)
 
 
 async def test_the_oldest_ends_make_room(box: Box) -> None:

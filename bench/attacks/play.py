@@ -1,0 +1,76 @@
+"""Plays the attacks on rewards in real sandboxes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from bench.attacks.rewards import LISTED, PROJECT, TEST, RewardAttack
+from bench.rollouts import unplugged
+from manager.action import Action
+from manager.executor import Call
+from manager.function import FunctionSpec, PytestSpec, SandboxSpec
+from manager.lease import Grant, Lease
+from runtimes.runtime import Execution
+from runtimes.sandbox.command import Command
+from runtimes.sandbox.environments import Environments
+from runtimes.sandbox.pytest.runtime import PytestRuntime
+
+ARGS = ("-p", "no:cacheprovider", *unplugged())
+#: Graded where the agent was, and where it never was.
+SAME = FunctionSpec(name="reward", runtime="pytest", timeout_s=60.0, pytest=PytestSpec(args=ARGS))
+FRESH = replace(SAME, pytest=PytestSpec(args=ARGS, grade="fresh", tree_options="ignore"))
+GOOD = "def add(a, b):\n    return a + b\n"
+
+
+class SilentLog:
+    """Takes what a suite prints."""
+
+    def write(self, stream: str, data: str) -> None: ...
+
+    def omit(self, size_bytes: int) -> None: ...
+
+
+async def graded(
+    environments: Environments, function: FunctionSpec, trajectory: str, input: Mapping[str, object], cores: int = 1
+) -> Mapping[str, object]:
+    """Return the result of a reward; raises ActionFailed if it has none."""
+    cpus = tuple(range(cores))
+    action = Action(id=f"reward-{trajectory}", function=function.name, trajectory=trajectory, timeout_s=60.0)
+    lease = Lease(action_id=action.id, node="local", grants={"cpu": Grant(pool="cpu:local", units=cores, cores=cpus)})
+    call = Call(function=function, input=input, log=SilentLog())
+    value = (await PytestRuntime(environments).execute(Execution(action=action, lease=lease, call=call))).value
+    assert isinstance(value, dict)
+    return value
+
+
+async def play(
+    attack: RewardAttack,
+    environments: Environments,
+    spec: SandboxSpec,
+    function: FunctionSpec = SAME,
+    *,
+    trajectory: str = "",
+    solved: bool = False,
+) -> Mapping[str, object]:
+    """Let the agent do its worst, then upload the tests and grade; return the result."""
+    trajectory = trajectory or attack.name
+    sandbox = await environments.ensure(trajectory, spec)
+    files = {**PROJECT, **({"calc.py": GOOD} if solved else attack.files)}
+    for path, text in files.items():
+        await sandbox.write_file(path, text.encode())
+    for act in () if solved else attack.acts:
+        await sandbox.run(Command(shell=act, timeout_s=10.0))
+    given: dict[str, object] = {"fail_to_pass": [LISTED], "env": dict(attack.env)}
+    if attack.given or (function.pytest is not None and function.pytest.grade == "fresh"):
+        given["tests"] = {TEST: PROJECT[TEST]}
+    await sandbox.write_file(TEST, PROJECT[TEST].encode())
+    if attack.settle and not solved:
+        for _ in range(3):
+            await sandbox.run(Command(shell=attack.settle, timeout_s=10.0))
+    return await graded(environments, function, trajectory, given, attack.cores)
+
+
+def small(spec: SandboxSpec) -> SandboxSpec:
+    """Return a sandbox whose bounds are soon reached."""
+    return replace(spec, disk_bytes=64 * 2**20)

@@ -1,0 +1,1 @@
+"""Random kills of a gateway under load of all kinds, and a check for each promise."""

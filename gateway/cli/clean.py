@@ -1,0 +1,104 @@
+"""The verb that removes what gateways left behind: clean."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import click
+import msgspec
+
+from manager.errors import CodedError, Unsupported
+from runtimes.sandbox.remains import LocalRemains, Remains, Remnant
+from tangram.cli.options import json_option
+from tangram.cli.output import print_json, say, show, table
+
+
+@click.command()
+@click.argument("names", nargs=-1)
+@click.option("--yes", is_flag=True, help="Remove it; without, it is only shown.")
+@click.option("--all", "everything", is_flag=True, help="Also what a living gateway may need.")
+@click.option("--host", default="", help="The Docker engine, by default DOCKER_HOST or the usual socket.")
+@json_option
+def clean(names: tuple[str, ...], yes: bool, everything: bool, host: str, as_json: bool) -> None:
+    """Show, and with --yes remove, what gateways left on this machine and on its engine.
+
+    NAMES are of what is to be removed, or state directories: those alone, whoever needs them. By default it is
+    everything of ours that no living gateway holds: containers, networks, process sandboxes, their directories and
+    control groups.
+    """
+    found = _found(host, names)
+    if names:
+        found = [(remains, one) for remains, one in found if {one.name, one.state_dir} & _meant(names)]
+    verdicts = [(remains, one, bool(names) or everything or not one.held) for remains, one in found]
+    removed: list[Remnant] = []
+    failed: list[Remnant] = []
+    for remains, remnant, wanted in verdicts:
+        if yes and wanted:
+            complaint = _removed(remains, remnant)
+            (failed if complaint else removed).append(remnant)
+            if complaint:
+                say(f"{remnant.kind} {remnant.name}: {complaint}")
+    if as_json:
+        print_json(
+            {
+                "found": [{**msgspec.to_builtins(one), "removable": wanted} for _, one, wanted in verdicts],
+                "removed": [one.name for one in removed],
+                "failed": [one.name for one in failed],
+            }
+        )
+    else:
+        _show(verdicts, removed, yes=yes)
+    if failed:
+        raise SystemExit(1)
+
+
+def _found(host: str, names: tuple[str, ...]) -> list[tuple[Remains, Remnant]]:
+    """Return what there is on the engine, if there is one, and on this machine, each with who can remove it."""
+    from runtimes.sandbox.docker.client import EngineConnection
+    from runtimes.sandbox.docker.remains import EngineRemains
+
+    try:
+        engine = EngineRemains(
+            EngineConnection.open(host, state_dir=Path(tempfile.gettempdir()), timeout_s=60.0, workers=1)
+        )
+    except Unsupported as error:
+        if host:
+            raise
+        say(f"no containers are looked for: {error.message}")
+        local = LocalRemains(_meant(names))
+        return [(local, one) for one in local.find()]
+    found: list[tuple[Remains, Remnant]] = [(engine, one) for one in engine.find()]
+    local = LocalRemains({*_meant(names), *engine.state_dirs}, engine.sandboxes)
+    return found + [(local, one) for one in local.find()]
+
+
+def _meant(names: tuple[str, ...]) -> set[str]:
+    """Return the names, and as paths also absolute."""
+    return {*names, *(str(Path(name).absolute()) for name in names if "/" in name or Path(name).exists())}
+
+
+def _removed(remains: Remains, remnant: Remnant) -> str:
+    """Remove it; return why that failed, or nothing."""
+    try:
+        remains.remove(remnant)
+    except (CodedError, OSError) as error:
+        return str(error)
+    return ""
+
+
+def _show(verdicts: list[tuple[Remains, Remnant, bool]], removed: list[Remnant], *, yes: bool) -> None:
+    rows = [
+        (
+            one.kind,
+            one.name,
+            one.state_dir or "-",
+            one.why,
+            "removed" if one in removed else "yes" if wanted else "kept",
+        )
+        for _, one, wanted in verdicts
+    ]
+    if rows:
+        show(table(("KIND", "NAME", "STATE DIRECTORY", "WHY", "REMOVED" if yes else "WITH --yes"), rows))
+    elif not yes:
+        click.echo("nothing was left behind")

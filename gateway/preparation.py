@@ -1,0 +1,111 @@
+"""Preparation: functions are made ready behind the door; one that cannot be is unavailable, and nothing else is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Literal, NamedTuple
+
+import structlog
+
+from manager.errors import CodedError
+from manager.function import FunctionSpec
+from tangram.types.backoff import backoff_s
+
+#: Functions whose preparation runs at once.
+CONCURRENCY = 4
+#: Seconds until one that failed is prepared again, doubled each time, and at most.
+AGAIN_S, AGAIN_MAX_S = 1.0, 60.0
+
+#: Checks that a function can run here and warms it up: `runtimes.runtime.Runtime.prepare` of its runtime.
+Prepare = Callable[[FunctionSpec], Awaitable[None]]
+
+
+class Readiness(NamedTuple):
+    """Whether a function's actions may start, and if it is unavailable, why."""
+
+    status: Literal["preparing", "ready", "unavailable"]
+    problem: str = ""
+
+
+class Preparation:
+    """How ready each function is. Use from one event loop."""
+
+    def __init__(self, prepare: Prepare) -> None:
+        self._prepare = prepare
+        self._gate = asyncio.Semaphore(CONCURRENCY)
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._again: dict[str, asyncio.Event] = {}
+        self._states: dict[str, Readiness] = {}
+        self._log = structlog.get_logger("gateway.functions")
+        #: Called when one has become ready, by name; they must not wait or raise.
+        self.on_ready: list[Callable[[str], None]] = []
+
+    def of(self, name: str) -> Readiness:
+        """How ready it is; one that is not known here is as ready as it will be."""
+        return self._states.get(name, Readiness("ready"))
+
+    def expect(self, functions: Iterable[FunctionSpec]) -> None:
+        """They will be prepared: until `begin` they wait."""
+        self._states |= {function.name: Readiness("preparing") for function in functions}
+
+    def begin(self, functions: Iterable[FunctionSpec]) -> None:
+        """Prepare them in the background, again and again where it fails."""
+        for function in functions:
+            self._states[function.name] = Readiness("preparing")
+            self._again[function.name] = asyncio.Event()
+            self._tasks[function.name] = asyncio.get_running_loop().create_task(self._until_ready(function))
+
+    async def one(self, function: FunctionSpec) -> None:
+        """Prepare one now; raises CodedError, and changes nothing that is told of it."""
+        async with self._gate:
+            await self._prepare(function)
+
+    def switched(self, ready: Iterable[str], known: Iterable[str]) -> None:
+        """These are ready in their new form, those that are ``known`` no more are forgotten, the others tried again."""
+        known = set(known)
+        for name in {*ready, *(self._states.keys() - known)}:
+            if (task := self._tasks.pop(name, None)) is not None:
+                task.cancel()
+            self._states.pop(name, None)
+            self._tell(name)
+        for again in self._again.values():
+            again.set()
+
+    async def close(self) -> None:
+        """Stop preparing."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _until_ready(self, function: FunctionSpec) -> None:
+        name, attempt = function.name, 1
+        while (problem := await self._problem(function)) is not None:
+            if self._states[name].problem != problem:
+                self._log.error("a function is unavailable", function=name, why=problem)
+            self._states[name] = Readiness("unavailable", problem)
+            again = self._again[name]
+            again.clear()
+            wait_s = backoff_s(attempt, AGAIN_S, AGAIN_MAX_S)
+            timer = asyncio.get_running_loop().call_later(wait_s, again.set)
+            await again.wait()
+            timer.cancel()
+            attempt += 1
+        self._tasks.pop(name, None)
+        self._states[name] = Readiness("ready")
+        self._tell(name)
+
+    async def _problem(self, function: FunctionSpec) -> str | None:
+        try:
+            await self.one(function)
+        except CodedError as error:
+            return error.message
+        except Exception as error:  # noqa: BLE001  # a bug in one runtime keeps no other function from being served
+            self._log.exception("a preparation failed", function=function.name)
+            return f"its preparation failed: {error!r}"
+        return None
+
+    def _tell(self, name: str) -> None:
+        for on_ready in self.on_ready:
+            on_ready(name)

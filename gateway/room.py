@@ -1,0 +1,72 @@
+"""Room: what the gateway needs of its machine, and says that it lacks: free space of its disk, and descriptors."""
+
+from __future__ import annotations
+
+import os
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from gateway.config.sections import ServerConfig
+
+logger = structlog.get_logger("gateway.room")
+
+#: As many as a process needs at most; a higher bound costs who starts others and closes all of them.
+DESCRIPTORS_MAX = 2**20
+#: The least that a door has, however few descriptors there are.
+CONNECTIONS_MIN = 16
+DOORS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What there is of it, looked at whenever somebody asks."""
+
+    state_dir: Path
+    free_min_bytes: int
+    #: Connections that one door may have.
+    connections_max: int
+
+    @classmethod
+    def measured(cls, server: ServerConfig) -> Room:
+        """Raise this process's bound of descriptors as far as it goes, and say what is short at the start."""
+        descriptors = raise_descriptors()
+        fitting = max(CONNECTIONS_MIN, (descriptors - server.descriptors_reserved) // DOORS)
+        if fitting < server.connections_max:
+            logger.warning(
+                "fewer connections than configured: too few descriptors (ulimit -n)",
+                descriptors=descriptors,
+                connections=fitting,
+                configured=server.connections_max,
+            )
+        room = cls(server.state_dir, server.free_min_bytes, min(server.connections_max, fitting))
+        if shortage := room.shortage():
+            logger.warning("short of room", why=shortage)
+        return room
+
+    def shortage(self) -> str | None:
+        """Return what there is too little of now, None if there is enough."""
+        try:
+            status = os.statvfs(self.state_dir)
+            # With a descriptor the table has room for: a full one is seen before a client meets it.
+            os.close(os.open("/", os.O_RDONLY | os.O_CLOEXEC))
+        except OSError as error:
+            return f"server.state_dir {self.state_dir}: {error}"
+        free_bytes = status.f_bavail * status.f_frsize
+        if free_bytes < self.free_min_bytes:
+            return f"{free_bytes} bytes are free in {self.state_dir}, less than server.free_min ({self.free_min_bytes})"
+        if status.f_files and not status.f_favail:
+            return f"no file can be made in {self.state_dir}: its file system has no free inode"
+        return None
+
+
+def raise_descriptors() -> int:
+    """Raise the bound of this process's open files to what it may have, and return it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS_MAX if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS_MAX)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        return wanted
+    return DESCRIPTORS_MAX if soft == resource.RLIM_INFINITY else soft

@@ -1,0 +1,132 @@
+"""The tokens of a gateway: made by its first start, kept in its state directory, shown to its user's clients."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from manager.errors import StorageUnavailable
+from tangram.types.local_tokens import ADMIN, INVOKE, TOKEN_BYTES_MAX, links_dir, served_at
+
+_DRAWN_BYTES = 32
+_TOKEN = re.compile(r"[!-~]{1,4096}")
+_log = structlog.get_logger("gateway")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoorTokens:
+    """What opens the doors: everything, or all but what changes the gateway for everybody."""
+
+    admin: str
+    invoke: str
+
+
+def make_private(state_dir: Path, *, entered: bool = False) -> None:
+    """Make the directory, or make it ours alone; raises StorageUnavailable where that cannot be.
+
+    Where it is ``entered``, others may go through it to what they know the name of: commands of plain sandboxes, which
+    work below it as another user of the machine. They can neither list it nor read a file of ours.
+    """
+    wanted = 0o711 if entered else 0o700
+    state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    about = state_dir.stat()
+    if about.st_uid not in (os.geteuid(), 0):
+        raise StorageUnavailable(
+            f"server.state_dir {state_dir} belongs to user {about.st_uid}, who could put tokens there: "
+            "name a directory of the gateway's own user",
+            component="store",
+        )
+    mode = stat.S_IMODE(about.st_mode)
+    if mode | 0o700 == wanted:
+        return
+    try:
+        state_dir.chmod(wanted)
+    except OSError:
+        raise StorageUnavailable(
+            f"server.state_dir {state_dir} has mode {mode:o} where {wanted:o} is needed, and it "
+            "cannot be changed: name a directory below it",
+            component="store",
+        ) from None
+    if mode & 0o077 & ~wanted:
+        _log.warning(
+            "the state directory was open to others", state_dir=str(state_dir), mode=f"{mode:o}", now=f"{wanted:o}"
+        )
+
+
+def open_tokens(state_dir: Path, configured: str) -> DoorTokens:
+    """Return the tokens of a state directory, made where there are none; ``configured`` takes the place of admin's.
+
+    A configured one is not written down, and a file that would say otherwise is removed. Raises StorageUnavailable.
+    """
+    try:
+        if configured:
+            (state_dir / ADMIN).unlink(missing_ok=True)
+        return DoorTokens(admin=configured or _kept(state_dir / ADMIN), invoke=_kept(state_dir / INVOKE))
+    except OSError as error:
+        raise StorageUnavailable(f"server.state_dir {state_dir}: {error}", component="store") from None
+
+
+@contextmanager
+def announced(state_dir: Path, host: str, port: int) -> Iterator[None]:
+    """Lead this user's clients from the address to the tokens, until the block ends.
+
+    Who has no home to write to is told, and serves all the same: its clients are given a token by name.
+    """
+    state_dir = state_dir.absolute()
+    links = [links_dir() / address for address in served_at(host, port)]
+    try:
+        for link in links:
+            link.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _forget_gone(link.parent)
+            _point(link, state_dir)
+    except OSError as error:
+        _log.warning("clients on this machine must be given a token: it cannot be left for them", error=str(error))
+    try:
+        yield
+    finally:
+        for link in links:
+            with suppress(OSError):
+                if link.readlink() == state_dir:
+                    link.unlink()
+
+
+def _kept(file: Path) -> str:
+    """The token in the file; one that is not there, cannot be one, or was open to others is drawn anew."""
+    try:
+        about = file.lstat()
+        closed = stat.S_ISREG(about.st_mode) and about.st_uid == os.geteuid() and not about.st_mode & 0o077
+        text = file.read_text(encoding="utf-8", errors="replace").strip() if about.st_size <= TOKEN_BYTES_MAX else ""
+        if closed and _TOKEN.fullmatch(text):
+            return text
+        _log.warning("a token that others may have read, or that is none, is replaced", file=str(file))
+    except FileNotFoundError:
+        pass
+    token = secrets.token_urlsafe(_DRAWN_BYTES)
+    fresh = file.with_suffix(".new")
+    fresh.unlink(missing_ok=True)
+    with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as opened:
+        opened.write(token + "\n")
+    fresh.replace(file)
+    return token
+
+
+def _point(link: Path, state_dir: Path) -> None:
+    fresh = link.with_name(f".{link.name}.{os.getpid()}")
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(state_dir)
+    fresh.replace(link)
+
+
+def _forget_gone(directory: Path) -> None:
+    """Remove links to state directories that are no more: their gateways were killed."""
+    for link in directory.iterdir():
+        if link.is_symlink() and not link.exists():
+            link.unlink(missing_ok=True)

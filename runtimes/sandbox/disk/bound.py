@@ -1,0 +1,98 @@
+"""Which bound this machine has for a sandbox's disk: quota, image, or a walk by the watch alone."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal, Protocol
+
+import structlog
+
+from manager.errors import Unsupported
+from manager.setting import Setting
+from runtimes.sandbox.disk.image import ImageBound, probe, take_away
+from runtimes.sandbox.disk.quota import QuotaBound, quota_device
+
+logger = structlog.get_logger("sandbox.disk")
+
+COMPONENT = "sandbox.disk"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskSettings:
+    """How what a sandbox writes is bounded."""
+
+    by: Annotated[
+        Literal["auto", "quota", "image", "walk"],
+        Setting(
+            "by a project quota, by a file system image of its own, or by walks that end a sandbox above it; "
+            "auto takes the first that works here"
+        ),
+    ] = "auto"
+    images_max: Annotated[int, Setting("file system images, and so loop devices, in use at once", ge=1)] = 1024
+
+
+class DiskBound(Protocol):
+    """Bounds the bytes and files below a directory. Its methods block; any thread may call them."""
+
+    @property
+    def name(self) -> str: ...
+
+    def bind(self, place: Path, disk_bytes: int) -> None:
+        """Bound what is written below an existing directory from now on; raises OSError or CapacityExceeded."""
+        ...
+
+    def adopt(self, place: Path) -> None:
+        """Know of a directory that an earlier gateway bound."""
+        ...
+
+    def hand_over(self, place: Path) -> None:
+        """Leave a file system of its own to the sandbox alone, which has mounted it elsewhere by now."""
+        ...
+
+    def release(self, place: Path) -> None:
+        """Take the bound away, with what was written if it is a file system of its own; idempotent."""
+        ...
+
+
+class WalkBound:
+    """No bound but the watch (`runtimes.sandbox.disk.watch`)."""
+
+    name = "walk"
+
+    def bind(self, place: Path, disk_bytes: int) -> None:
+        """Do nothing."""
+
+    def adopt(self, place: Path) -> None:
+        """Do nothing."""
+
+    def hand_over(self, place: Path) -> None:
+        """Do nothing."""
+
+    def release(self, place: Path) -> None:
+        """Take away what a gateway with images has left there."""
+        take_away(place)
+
+
+def choose_bound(settings: DiskSettings, place: Path, images: Path) -> DiskBound:
+    """Return the bound for directories below ``place``; images lie in ``images``. Blocks.
+
+    Raises Unsupported, with the reason, if the one that is asked for by name cannot be had.
+    """
+    if settings.by in ("auto", "quota") and os.geteuid() == 0:
+        with suppress(OSError):
+            device = quota_device(place, Path("/proc/self/mountinfo").read_text(encoding="utf-8"))
+            if device:
+                return QuotaBound(device)
+    if settings.by == "quota":
+        raise Unsupported(f"{place} is on no xfs or ext4 that is mounted with prjquota", component=COMPONENT)
+    if settings.by in ("auto", "image"):
+        reason = probe(images)
+        if not reason:
+            return ImageBound(images, settings.images_max)
+        if settings.by == "image":
+            raise Unsupported(f"sandbox.disk_bound.by: image cannot be had: {reason}", component=COMPONENT)
+        logger.warning("no disk images: sandboxes are measured, and ended above their bound", why=reason)
+    return WalkBound()

@@ -1,0 +1,226 @@
+"""What a trajectory has changed below its working directory, on its way into a fresh sandbox. Standard library only.
+
+Run in sandboxes as ``python3 -I -S -c SOURCE MODE``, in the working directory and as the sandbox's user:
+
+    list     the fresh one: prints {path: digest} of what it has already
+    collect  the trajectory's: standard input {"known", "paths", "left_out", "ignore", "limit_bytes"}; prints one line
+             {"deleted", "changed", "left_out"} or {"error"}, and a tar of the files and links that changed
+    apply    the fresh one: standard input is what ``collect`` printed; prints {"failed"}
+
+What the trajectory's sandbox answers is the agent's word, and good for nothing but the content of files below the
+working directory of a sandbox that it has never seen.
+"""
+
+# A sandbox's paths may be any bytes, and each object for one would cost more than the look at it.
+# ruff: noqa: PTH102, PTH108, PTH110, PTH112, PTH114, PTH115, PTH117, PTH118, PTH123, PTH211
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import io
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tarfile
+from typing import Any
+
+#: Trees and files that are no part of a solution: compiled code, installed packages, and what Python runs at its start.
+NEVER = ("site-packages", "*.pth", "*.dist-info", "*.egg-info", "sitecustomize.py", "usercustomize.py")
+#: Of these not even a word is lost.
+SILENT = (".git", "__pycache__", "*.pyc", ".tangram-*")
+#: Where pytest and its plugins find their options.
+OPTIONS = (
+    "conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg", "pyproject.toml",
+)  # fmt: skip
+GIT_S = 30
+TOLD_MAX = 20
+
+
+def digest_of(path: str) -> str:
+    """Return what tells a file's content, its right to be executed and a link's target; empty for other things."""
+    info = os.lstat(path)
+    if stat.S_ISLNK(info.st_mode):
+        return "link " + os.readlink(path)
+    if not stat.S_ISREG(info.st_mode):
+        return ""
+    digest = hashlib.blake2b(digest_size=16)
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+        while True:
+            data = file.read(2**20)
+            if not data:
+                return f"{digest.hexdigest()} {bool(info.st_mode & 0o100)}"
+            digest.update(data)
+
+
+def walked() -> list[str]:
+    """Return the files and links below the working directory."""
+    found: list[str] = []
+    for directory, folders, files in os.walk("."):
+        folders[:] = [name for name in folders if not _matches(name, SILENT)]
+        links = [name for name in folders if os.path.islink(os.path.join(directory, name))]
+        names = [name for name in files if not _matches(name, SILENT)] + links
+        found += [os.path.normpath(os.path.join(directory, name)) for name in names]
+    return found
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+
+
+def known_files() -> dict[str, str]:
+    known = {}
+    for path in walked():
+        try:
+            known[path] = digest_of(path)
+        except OSError:
+            known[path] = ""
+    return known
+
+
+def git(*arguments: str, given: bytes = b"") -> list[str] | None:
+    """Return the paths that git names, None if it does not."""
+    safe = ["-c", "safe.directory=*", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null"]
+    try:
+        done = subprocess.run(
+            ["git", *safe, *arguments],
+            input=given,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=GIT_S,
+            check=False,
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    if done.returncode not in (0, 1):
+        return None
+    return [os.path.normpath(path) for path in done.stdout.decode("utf-8", "surrogateescape").split("\0") if path]
+
+
+def collect(told: dict[str, Any]) -> bytes:
+    """Return what changed, as `apply` takes it."""
+    known: dict[str, str] = told["known"]
+    found = walked()
+    left: list[str] = []
+    never = (*NEVER, *(OPTIONS if told["ignore"] else ()))
+    out = {os.path.normpath(path) for path in told["left_out"]}
+    gone = [path for path in known if not os.path.lexists(path)]
+    if os.path.exists(".git"):
+        theirs = git("ls-files", "-z", "--cached", "--others", "--exclude-standard")
+        ignored = git("check-ignore", "-z", "--stdin", given="\0".join(gone).encode("utf-8", "surrogateescape"))
+        if theirs is not None and ignored is not None:
+            found, gone = sorted(set(found) & set(theirs)), sorted(set(gone) - set(ignored))
+
+    def wanted(path: str) -> bool:
+        named = [os.path.normpath(each) for each in told["paths"]]
+        if named and not any(each == "." or (path + "/").startswith(each + "/") for each in named):
+            return False
+        return path not in out and not any(each.startswith(path + "/") for each in out)
+
+    changed: list[str] = []
+    size = 0
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        for path in filter(wanted, found):
+            try:
+                digest = digest_of(path)
+                if not digest or digest == known.get(path):
+                    continue
+                if any(_matches(part, never) for part in path.split("/")):
+                    left.append(path)
+                    continue
+                size += os.lstat(path).st_size
+                if size > told["limit_bytes"]:
+                    return json.dumps({"error": f"more than {told['limit_bytes']} bytes have changed"}).encode()
+                tar.add(path, recursive=False, filter=_plain)
+                changed.append(path)
+            except OSError:
+                left.append(path)
+    deleted = [path for path in gone if wanted(path) and not any(_matches(part, never) for part in path.split("/"))]
+    head = {"deleted": deleted, "changed": len(changed), "left_out": left[:TOLD_MAX]}
+    return json.dumps(head).encode() + b"\n" + packed.getvalue()
+
+
+def _plain(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
+    if not (entry.isreg() or entry.issym()):
+        if not entry.islnk():
+            return None
+        entry.type = tarfile.REGTYPE
+        entry.size = os.lstat(entry.name).st_size
+    entry.uid = entry.gid = 0
+    entry.uname = entry.gname = ""
+    return entry
+
+
+def apply(data: bytes) -> list[str]:
+    """Bring the files and links in, and take the deleted ones away; return what could not be done."""
+    head, _, packed = data.partition(b"\n")
+    failed = []
+    for path in json.loads(head)["deleted"]:
+        try:
+            _clear(_place(path))
+        except (OSError, ValueError):
+            failed.append(path)
+    with tarfile.open(fileobj=io.BytesIO(packed), mode="r:") as tar:
+        for entry in tar:
+            try:
+                _bring(tar, entry)
+            except (OSError, ValueError):
+                failed.append(entry.name)
+    return failed
+
+
+def _bring(tar: tarfile.TarFile, entry: tarfile.TarInfo) -> None:
+    path = _place(entry.name)
+    _clear(path)
+    if entry.issym():
+        os.symlink(entry.linkname, path)
+        return
+    source = tar.extractfile(entry) if entry.isreg() else None
+    if source is None:
+        raise ValueError("neither a file nor a link")
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    with open(fd, "wb") as file:
+        shutil.copyfileobj(source, file)
+        os.fchmod(fd, 0o644 | (entry.mode & 0o111))
+
+
+def _place(name: str) -> str:
+    """Return a path below the working directory whose directories are no links, and are there."""
+    path = os.path.normpath(name)
+    if os.path.isabs(path) or path.split("/")[0] in ("..", ".", "") or "\0" in path:
+        raise ValueError("not below the working directory")
+    parts = path.split("/")
+    for depth in range(1, len(parts)):
+        parent = "/".join(parts[:depth])
+        if not os.path.lexists(parent):
+            os.mkdir(parent, 0o755)
+        elif os.path.islink(parent) or not os.path.isdir(parent):
+            os.unlink(parent)
+            os.mkdir(parent, 0o755)
+    return path
+
+
+def _clear(path: str) -> None:
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path)
+    elif os.path.lexists(path):
+        os.unlink(path)
+
+
+def main() -> None:
+    mode, given = sys.argv[1], sys.stdin.buffer.read()
+    if mode == "list":
+        answer = json.dumps(known_files()).encode()
+    elif mode == "collect":
+        answer = collect(json.loads(given))
+    else:
+        answer = json.dumps({"failed": apply(given)[:TOLD_MAX]}).encode()
+    sys.stdout.buffer.write(answer)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Each way to a reward that was not earned, or out of one that was, fails, and the record says so."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from bench.attacks.play import FRESH, SAME, play, small
+from bench.attacks.rewards import ATTACKS, NOTHING, RewardAttack
+from manager.function import FunctionSpec, SandboxSpec
+from runtimes.sandbox.command import Command
+from runtimes.sandbox.environments import Environments
+
+HELD = [attack for attack in ATTACKS if attack.held]
+
+
+@pytest.mark.parametrize("attack", HELD, ids=lambda attack: attack.name)
+async def test_a_reward_is_not_forged_where_the_agent_worked(
+    environments: Environments, spec: SandboxSpec, attack: RewardAttack
+) -> None:
+    value = await play(attack, environments, small(spec))
+    assert (value["reward"], value["valid"]) == (0.0, True), value
+    assert re.search(attack.note, str(value["note"])), value["note"]
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
+async def test_a_reward_is_not_forged_where_the_agent_never_was(
+    environments: Environments, spec: SandboxSpec, attack: RewardAttack
+) -> None:
+    value = await play(attack, environments, small(spec), FRESH)
+    assert (value["reward"], value["valid"], value["graded"]) == (0.0, True, "fresh"), value
+    assert value["note"]
+
+
+@pytest.mark.parametrize("function", [SAME, FRESH], ids=["same_sandbox", "fresh"])
+@pytest.mark.parametrize("cores", [1, 2])
+async def test_a_right_solution_has_its_reward(
+    environments: Environments, spec: SandboxSpec, function: FunctionSpec, cores: int
+) -> None:
+    value = await play(NOTHING[cores], environments, small(spec), function, solved=True)
+    assert (value["reward"], value["note"]) == (1.0, ""), value
+    checked = {"clean_start", "report_whole", "swept"}
+    if function is FRESH:
+        checked |= {"tests_given", "tree_options_ignored"}
+        if environments.provider.info.limits["users_separate"]:
+            checked.add("tests_locked")
+    assert set(value["checked"]) == checked  # type: ignore[call-overload]
+
+
+async def test_a_fresh_grade_leaves_the_trajectory_as_it_was(environments: Environments, spec: SandboxSpec) -> None:
+    sandbox = await environments.ensure("t", small(spec))
+    left = "echo $$ > pid; exec sleep 600"
+    await sandbox.run(Command(shell=f"setsid sh -c '{left}' >/dev/null 2>&1 & until [ -s pid ]; do sleep 0.01; done"))
+    value = await play(NOTHING[1], environments, small(spec), FRESH, trajectory="t", solved=True)
+    assert value["reward"] == 1.0
+    seen = await sandbox.run(Command(shell="kill -0 $(cat pid) && ls -A . tests"))
+    assert (seen.exit_code, seen.stdout.split()) == (0, b".: calc.py pid tests tests: test_calc.py".split()), seen

@@ -1,0 +1,101 @@
+"""Listings: every filter and combination, page by page, in bounded work."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from gateway.invocations.record import Record
+from gateway.store import file, listing
+from gateway.store.listing import Filter
+from gateway.store.store import Store, StoreSpec
+from manager.errors import Reason
+from manager.outcome import State
+from tests.gateway.records import accepted
+
+CHOICES: dict[str, list[object]] = {
+    "function": [None, "f0", "f1"],
+    "task": [None, "rl", "eval"],
+    "trajectory": [None, "t1"],
+    "parent": [None, "p1"],
+    "state": [None, State.QUEUED, State.FAILED],
+    "dead": [None, True, False],
+}
+
+
+def some(store: Store, count: int) -> list[Record]:
+    chance, made = random.Random(7), []
+    for _ in range(count):
+        fields = {name: chance.choice([each for each in given if each is not None]) for name, given in CHOICES.items()}
+        failed = fields.pop("state") is State.FAILED
+        fields["trajectory"], fields["parent"] = (chance.choice([name, None]) for name in ("t1", "p1"))
+        record = accepted(store, **fields)
+        if failed:
+            record.end(State.FAILED, Reason.INTERNAL, "", 1.0)
+            store.save(record)
+        made.append(record)
+    return made
+
+
+async def walked(store: Store, **given: object) -> list[int]:
+    """Every place that the pages of a filter lead to."""
+    found: list[int] = []
+    before = None
+    while True:
+        page = await store.find(Filter(**given, before=before, limit=7))  # type: ignore[arg-type]
+        assert len(page.records) <= 7
+        found += [record.seq for record in page.records]
+        if (before := page.before) is None:
+            return found
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+async def test_the_pages_of_every_filter_hold_what_passes_it_newest_first_and_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, indexed: bool
+) -> None:
+    monkeypatch.setattr(listing, "LOOKED_AT", 10)
+    path = tmp_path / "db.sqlite"
+    store = Store(StoreSpec(path=path))
+    await store.open()
+    made = some(store, 120)
+    await store.commit()
+    if not indexed:
+        with closing(sqlite3.connect(path, isolation_level=None)) as database:
+            for name in ("state", "task", "parent"):
+                database.execute(f"DROP INDEX invocations_{name}")
+    for values in itertools.product(*CHOICES.values()):
+        given = {name: value for name, value in zip(CHOICES, values, strict=True) if value is not None}
+        passing = [each.seq for each in made if all(getattr(each, name) == value for name, value in given.items())]
+        assert await walked(store, **given) == passing[::-1], given
+    await store.close()
+
+
+async def test_a_large_file_of_before_gets_its_indexes_while_it_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "db.sqlite"
+    store = Store(StoreSpec(path=path))
+    await store.open()
+    some(store, 20)
+    await store.close()
+
+    def present() -> set[str]:
+        with closing(sqlite3.connect(path)) as database:
+            return {row[1] for row in database.execute("PRAGMA index_list(invocations)")}
+
+    complete = present()
+    with closing(sqlite3.connect(path, isolation_level=None)) as database:
+        for name in ("state", "task", "parent"):
+            database.execute(f"DROP INDEX invocations_{name}")
+    monkeypatch.setattr(file, "ROWS_AT_ONCE", 10)
+    store = Store(StoreSpec(path=path))
+    await store.open()
+    assert len(present()) == len(complete) - 3, "opening does not wait for them"
+    await store.make_indexes()
+    assert present() == complete
+    await store.close()

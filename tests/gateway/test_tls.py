@@ -1,0 +1,122 @@
+"""TLS at both doors, with a certificate authority of the test's own."""
+
+from __future__ import annotations
+
+import ssl
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from grpclib.client import Channel
+from grpclib.exceptions import GRPCError
+
+from gateway.config.load import load
+from gateway.grpc.generated import tangram_pb2 as pb
+from gateway.grpc.generated.tangram_grpc import GatewayStub
+from manager.errors import InvalidConfig
+from tangram import AsyncClient, ConnectionFailed, InvalidConfigError
+from tests.gateway.conftest import GatewayBench, RunningGateway, serving
+
+EC = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+
+
+def openssl(*arguments: str | Path) -> None:
+    subprocess.run(["openssl", *arguments], check=True, capture_output=True, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def pki(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with an authority (ca.pem), and what it has signed: a server's and a client's certificate."""
+    made: Path = tmp_path_factory.mktemp("pki")
+    openssl("req", "-x509", *EC, "-keyout", made / "ca.key", "-out", made / "ca.pem", "-subj", "/CN=ca", "-days", "2")
+    for name in ("server", "client"):
+        key, asked, cert = (made / f"{name}.{part}" for part in ("key", "csr", "pem"))
+        names = ("-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost")
+        openssl("req", *EC, "-keyout", key, "-out", asked, "-subj", f"/CN={name}", *names)
+        authority = ("-CA", made / "ca.pem", "-CAkey", made / "ca.key", "-CAcreateserial")
+        openssl("x509", "-req", "-in", asked, *authority, "-copy_extensions", "copyall", "-days", "2", "-out", cert)
+    (made / "both.pem").write_bytes((made / "client.key").read_bytes() + (made / "client.pem").read_bytes())
+    return made
+
+
+@pytest.fixture(params=["any", "known"])
+async def served(request: pytest.FixtureRequest, pki: Path, tmp_path: Path) -> AsyncIterator[RunningGateway]:
+    """A gateway that speaks TLS, with any client or with those whose certificate it knows."""
+    tls = {"cert": pki / "server.pem", "key": pki / "server.key"}
+    known = {"client_ca": pki / "ca.pem"} if request.param == "known" else {}
+    async with serving(GatewayBench(tmp_path, server={"auth": "token", "tls": tls | known})) as running:
+        yield running
+
+
+def knows_clients(gateway: RunningGateway) -> bool:
+    tls = gateway.app.config.server.tls
+    return tls is not None and tls.client_ca is not None
+
+
+async def test_the_client_trusts_the_authority_that_it_is_told(served: RunningGateway, pki: Path) -> None:
+    address = f"https://localhost:{served.app.http_port}"
+    assert served.app.page.startswith("https://127.0.0.1:")
+    cert = str(pki / "both.pem") if knows_clients(served) else None
+    async with AsyncClient(address, ca=str(pki / "ca.pem"), cert=cert) as client:  # the token is found as ever
+        assert (await client.invoke("echo", {"a": 1})).result == {"a": 1}
+    with pytest.raises(ConnectionFailed, match=r"CERTIFICATE_VERIFY_FAILED|certificate verify failed"):
+        async with AsyncClient(address, cert=cert) as client:
+            await client.functions()
+
+
+async def test_the_environment_names_the_authority(
+    served: RunningGateway, pki: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TANGRAM_CA", str(pki / "ca.pem"))
+    monkeypatch.setenv("TANGRAM_CERT", str(pki / "both.pem"))
+    async with AsyncClient(f"https://127.0.0.1:{served.app.http_port}") as client:
+        assert (await client.invoke("echo", {})).ok
+    monkeypatch.setenv("TANGRAM_CA", str(pki / "nowhere.pem"))
+    with pytest.raises(InvalidConfigError, match=r"TANGRAM_CA .*nowhere\.pem"):
+        async with AsyncClient(f"https://127.0.0.1:{served.app.http_port}") as client:
+            await client.functions()
+
+
+async def test_who_brings_no_certificate_comes_in_only_where_none_is_asked_for(
+    served: RunningGateway, pki: Path
+) -> None:
+    async with AsyncClient(f"https://127.0.0.1:{served.app.http_port}", ca=str(pki / "ca.pem")) as client:
+        if knows_clients(served):
+            with pytest.raises(ConnectionFailed):
+                await client.functions()
+        else:
+            assert await client.functions()
+
+
+async def test_grpc_speaks_it_with_the_same_tokens(served: RunningGateway, pki: Path) -> None:
+    trust = ssl.create_default_context(cafile=pki / "ca.pem")
+    trust.set_alpn_protocols(["h2"])
+    trust.load_cert_chain(pki / "both.pem")
+    channel = Channel("127.0.0.1", served.app.grpc_port, ssl=trust)
+    request = pb.InvokeRequest(function="echo", input_json=b"{}")
+    assert served.app.tokens is not None
+    try:
+        stub = GatewayStub(channel)
+        with pytest.raises(GRPCError, match="unauthorized"):
+            await stub.Invoke(request)
+        metadata = {"authorization": f"Bearer {served.app.tokens.invoke}"}
+        assert (await stub.Invoke(request, metadata=metadata)).state == "succeeded"
+        with pytest.raises(GRPCError, match="forbidden"):
+            await stub.ApplyConfig(pb.ApplyConfigRequest(dry_run=True), metadata=metadata)
+    finally:
+        channel.close()
+
+
+def test_certificates_that_cannot_be_used_are_told_at_validate(pki: Path, tmp_path: Path) -> None:
+    config = tmp_path / "tangram.yaml"
+    for tls in (
+        f"{{cert: {pki}/server.pem, key: {pki}/client.key}}",
+        f"{{cert: {pki}/none.pem, key: {pki}/server.key}}",
+        f"{{cert: {pki}/server.pem, key: {pki}/server.key, client_ca: {pki}/ca.key}}",
+    ):
+        config.write_text(f"server: {{host: 0.0.0.0, tls: {tls}}}")
+        with pytest.raises(InvalidConfig, match="cannot be used"):
+            load([config], {})
+    config.write_text(f"server: {{host: 0.0.0.0, tls: {{cert: {pki}/server.pem, key: {pki}/server.key}}}}")
+    assert load([config], {}).server.tls is not None

@@ -1,0 +1,82 @@
+"""What happens to a sandbox's processes between actions, and when no gateway comes any more."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from manager.function import Background, SandboxSpec
+from runtimes.sandbox.command import Command, CommandResult
+from runtimes.sandbox.record import SandboxRecord
+from runtimes.sandbox.sandbox import Provider, Sandbox
+from tests.runtimes.sandbox.conftest import unique
+
+DEADLINE_S = 30.0
+
+
+async def sh(sandbox: Sandbox, text: str, *, user: str = "") -> CommandResult:
+    return await sandbox.run(Command(shell=text, kill_grace_s=0.2, user=user))
+
+
+class TestRest:
+    async def test_between_actions_background_processes_stand_still(self, sandbox: Sandbox) -> None:
+        await sh(sandbox, "(while :; do echo >> ticks; sleep 0.01; done) >/dev/null 2>&1 &")
+        await sandbox.quiesce(Background.FREEZE)
+        await sandbox.quiesce(Background.FREEZE)
+        result = await sh(sandbox, "wc -l < ticks; while [ $(wc -l < ticks) -lt 20 ]; do sleep 0.01; done; echo on")
+        assert result.stdout.endswith(b"on\n")
+
+    async def test_what_stands_still_goes_on_with_the_next_gateway(self, provider: Provider, sandbox: Sandbox) -> None:
+        await sh(sandbox, "(while :; do echo >> ticks; sleep 0.01; done) >/dev/null 2>&1 &")
+        await sandbox.release()
+        [adopted] = [each for each, _ in await provider.adopt() if each.id == sandbox.id]
+        script = "before=$(wc -l < ticks); until [ $(wc -l < ticks) -gt $before ]; do sleep 0.01; done; echo on"
+        async with asyncio.timeout(DEADLINE_S):
+            assert (await sh(adopted, script)).stdout == b"on\n"
+        await adopted.quiesce(Background.FREEZE)
+        assert (await sh(adopted, script)).stdout == b"on\n"
+        await adopted.close()
+
+    async def test_a_sandbox_whose_gateway_is_gone_ends_itself_and_what_stands_still_in_it(
+        self, request: pytest.FixtureRequest, provider: Provider, spec: SandboxSpec, tmp_path: Path
+    ) -> None:
+        brief = replace(spec, idle_ttl_s=0.5)
+        sandbox = await provider.create(brief, name=unique("orphan"), labels={}, mounts={})
+        await sh(sandbox, "sleep 1000 >/dev/null 2>&1 & (while :; do :; done) >/dev/null 2>&1 &")
+        await sandbox.release()
+        async with asyncio.timeout(DEADLINE_S):
+            if provider.info.kind == "container":
+                remote = "remote" in request.node.name
+                host = ["--host", request.getfixturevalue("remote_engine").host] if remote else []
+                waiting = await asyncio.create_subprocess_exec("docker", *host, "wait", f"tangram-{sandbox.id}")
+                assert await waiting.wait() == 0
+            else:
+                record = SandboxRecord.read(tmp_path / "state" / "sandboxes" / sandbox.id)
+                assert record is not None
+                await asyncio.to_thread(wait_for_end, record.pid)
+        assert await provider.adopt() == []
+
+    async def test_between_actions_background_processes_may_be_killed(self, sandbox: Sandbox) -> None:
+        await sh(sandbox, "sleep 1000 >/dev/null 2>&1 &")
+        await sandbox.quiesce(Background.KILL)
+        assert (await sh(sandbox, "pgrep sleep || echo none")).stdout == b"none\n"
+
+    async def test_between_actions_background_processes_may_run_on(self, sandbox: Sandbox) -> None:
+        await sh(sandbox, "mkfifo pipe; (cat pipe > copy; touch finished) >/dev/null 2>&1 &")
+        await sandbox.quiesce(Background.RUN)
+        result = await sh(sandbox, "echo hello > pipe; while [ ! -e finished ]; do sleep 0.01; done; cat copy")
+        assert result.stdout == b"hello\n"
+
+
+def wait_for_end(pid: int) -> None:
+    """Return once a process, which is not a child, has ended."""
+    with suppress(ProcessLookupError):
+        fd = os.pidfd_open(pid)
+        assert select.select([fd], [], [], DEADLINE_S)[0]
+        os.close(fd)
