@@ -189,7 +189,9 @@ def second_life(gateway: Gateway) -> dict[str, dict[str, Any]]:
     fates: dict[str, dict[str, Any]] = {str(lost["id"]): gone, str(blocking["id"]): gone}
     repeated = {"state": "succeeded", "stdout": "begun\nbegun\nended\n"}
     fates[str(again["id"])] = repeated | {"attempt": 2}
-    fates[str(twice["id"])] = repeated | {"attempt": 3}  # its second try is told that the trajectory's sandbox is lost
+    # Its second try is told that the trajectory's sandbox is lost, and it runs in no new, empty one.
+    bereft = {"state": "failed", "reason": "environment_lost", "attempt": 2, "dead": True, "stdout": "begun\n"}
+    fates[str(twice["id"])] = bereft
     for n, each in enumerate(queued):
         fates[str(each["id"])] = {"state": "succeeded", "attempt": 1, "stdout": f"number {n}\n", "callback": True}
     fates[str(told["id"])] = {"state": "succeeded", "callback": True}

@@ -14,7 +14,7 @@ import pytest
 
 from tangram import Client
 from tests.e2e.gateway import GatewayProcess, document
-from tests.faults.world import at_rest, balanced, record, series, until
+from tests.faults.world import at_rest, balanced, prepared, record, series, until
 
 pytest.importorskip("torch")
 from tests.runtimes.model import checkpoints  # it imports torch
@@ -42,6 +42,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Itera
     described["models"] = {"host_memory": "64Mi", "stuck": f"{STUCK_S}s"}
     made = GatewayProcess(directory, described)
     made.start()
+    until(lambda: prepared(made), "the workers have started")
     yield made
     assert made.stop() == 0
 

@@ -90,7 +90,7 @@ def inside(gateway: GatewayProcess, trajectory: str, *argv: str) -> str:
             *(("--host", host["host"]) if host else ()),
             "exec",
             "-u",
-            "1000",
+            box.user,
             "-w",
             "/workspace",
             f"tangram-{box.name}",

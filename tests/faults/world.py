@@ -204,6 +204,11 @@ def until(condition: Callable[[], bool], what: str) -> None:
     raise AssertionError(f"not within {DEADLINE_S} s: {what}")
 
 
+def prepared(gateway: GatewayProcess) -> bool:
+    """Every function that can be served is."""
+    return HTTP.get(f"{gateway.url}/readyz").json()["preparing"] == []
+
+
 def at_rest(gateway: GatewayProcess) -> bool:
     """Nothing lives, and every unit is free."""
     sample = series(gateway)
