@@ -206,7 +206,7 @@ def until(condition: Callable[[], bool], what: str) -> None:
 
 def prepared(gateway: GatewayProcess) -> bool:
     """Every function that can be served is."""
-    return HTTP.get(f"{gateway.url}/readyz").json()["preparing"] == []
+    return not HTTP.get(f"{gateway.url}/readyz").json()["preparing"]
 
 
 def at_rest(gateway: GatewayProcess) -> bool:
