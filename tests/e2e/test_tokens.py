@@ -15,6 +15,7 @@ import pytest
 from tangram import Client, ForbiddenError, UnauthorizedError
 from tangram.types.local_tokens import ADMIN, INVOKE
 from tests.e2e.gateway import ROOT, GatewayProcess, document
+from tests.faults.world import until
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +70,9 @@ def test_who_is_not_its_user_needs_a_token(gateway: GatewayProcess, tmp_path: Pa
 
 
 def test_the_address_that_serve_prints_opens_the_page(gateway: GatewayProcess) -> None:
-    address = (gateway.directory / "stdout").read_text().removeprefix("page: ").strip()
+    said = gateway.directory / "stdout"  # the line follows the one that says it serves
+    until(lambda: said.read_text().endswith("\n"), "the address is printed")
+    address = said.read_text().removeprefix("page: ").strip()
     assert address.startswith(f"{gateway.url}/?key=")
     with httpx.Client(follow_redirects=True) as browser:
         page = browser.get(address)
