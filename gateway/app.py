@@ -21,6 +21,7 @@ from gateway.applied import AppliedConfigs
 from gateway.auth import Guard, PageSession, check_doors
 from gateway.config.load import GatewayConfig
 from gateway.connections import Connections
+from gateway.dashboard.activity import ActionEnds, Activity, Observers
 from gateway.grpc.server import GrpcServer
 from gateway.http.app import HttpApp
 from gateway.http.early import HttpDoor
@@ -185,6 +186,7 @@ class App:
         self.connections = {"http": self._door.connections, "grpc": Connections(limit=self._room.connections_max)}
         self.logs = Logs(self.store, server.logs, wall=self.wall)
         self.metrics = Metrics()
+        self.activity = Activity(self._clock.now, self.wall)
         self.admission = Admission(
             self._clock.now,
             total_max=config.scheduler.max_queued,
@@ -199,7 +201,7 @@ class App:
             logs=self.logs,
             admission=self.admission,
             held=self.held,
-            observer=self.metrics,
+            observer=Observers(self.metrics, self.activity),
             now=self._clock.now,
             wall=self.wall,
         )
@@ -234,7 +236,7 @@ class App:
             DurableStarts(self.runtimes.executor, self.invocations, self.store, self._trajectories, self._quotas),
             clock=self._clock,
             history=self.history,
-            listeners=[self.invocations],
+            listeners=[self.invocations, ActionEnds(self.activity)],
             on_fault=partial(self.stop, keep_environments=True),
         )
 
@@ -251,12 +253,14 @@ class App:
             functions=self.registry,
             environments=self.runtimes.environments,
             metrics=self.metrics,
+            activity=self.activity,
             callbacks=self.callbacks,
             learned=self.history.describe,
             configure=self.registry.configure,
             remove=self.registry.remove,
             sandboxes=lambda: self.runtimes.provider.info,
             models=self.runtimes.model.resources,
+            wall=self.wall,
             unready=self._unready,
             warnings=self._warnings,
             record=lambda: self._state_dir.checked,

@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 
 from gateway.auth import Guard, PageSession
 from gateway.config.sections import ServerConfig
+from gateway.dashboard.activity import Activity
 from gateway.invocations.admission import HeldInputs
 from gateway.invocations.callbacks import CallbackSender
 from gateway.invocations.invocations import Invocations
@@ -64,6 +65,8 @@ class Services:
     functions: FunctionCatalog
     environments: SandboxLookup
     metrics: Metrics
+    #: Rates, times and failures of the last minutes.
+    activity: Activity
     callbacks: CallbackSender
     #: Function -> what was learned of it by key (`manager.learning.history.History.describe`).
     learned: Callable[[str], Mapping[str, object]]
@@ -76,6 +79,8 @@ class Services:
     sandboxes: Callable[[], ProviderInfo]
     #: The devices' processes, what is resident on them, and the counts of swaps.
     models: Callable[[], Mapping[str, object]]
+    #: The time of day in seconds.
+    wall: Callable[[], float]
     #: Why the gateway takes no work now; None when it does.
     unready: Callable[[], str | None]
     #: What does not keep work out and should be looked at.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import TypedDict, TypeVar, cast
 
 import msgspec
@@ -130,6 +130,17 @@ def duration_s(text: str, what: str) -> float:
     try:
         return quantities.wait_s(text)
     except ValueError as error:
+        raise InvalidInput(f"{what}: {error}", detail={"path": what}) from None
+
+
+def moment_s(text: str, what: str, now_s: float) -> float:
+    """Return the wall-clock seconds of an instant, or of a duration before ``now_s``; raises InvalidInput."""
+    if "T" not in text:
+        return now_s - duration_s(text, what)
+    day, rest = text[8:10], text[10:]
+    try:
+        return (datetime.fromisoformat(f"{text[:8]}01{rest}") + timedelta(days=int(day) - 1)).timestamp()
+    except (ValueError, OverflowError) as error:
         raise InvalidInput(f"{what}: {error}", detail={"path": what}) from None
 
 

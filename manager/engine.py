@@ -51,6 +51,7 @@ from manager.events import (
 )
 from manager.executor import Call, Executor
 from manager.function import FunctionSpec
+from manager.glance import glance
 from manager.learning.history import History
 from manager.lease import Lease
 from manager.outcome import Outcome, Settlement, State
@@ -245,6 +246,10 @@ class Engine:
     def queue(self, limit: int = QUEUE_PAGE, cursor: str | None = None) -> dict[str, object]:
         """Return how many wait, and a page of them in order of service; raise InvalidInput for a bad cursor."""
         return queue_view(self._core, limit, cursor)
+
+    def glance(self) -> dict[str, object]:
+        """Return what fits a screen: pools with holders, causes of waiting, tasks, the longest running."""
+        return glance(self._core)
 
     def trajectories(self, limit: int = TRAJECTORIES_PAGE, cursor: str | None = None) -> dict[str, object]:
         """Return a page of the living trajectories, by name."""

@@ -23,6 +23,7 @@ from gateway.http.operation import (
 from gateway.services import Services
 from manager.function import FunctionSpec
 from tangram.types import (
+    ActivityInfo,
     ConfigDiff,
     ConfigFiles,
     FunctionInfo,
@@ -83,6 +84,9 @@ class AdministrationOperations:
 
     async def tasks(self, request: Request) -> Response:
         return respond(convert({"tasks": self._services.engine.tasks()}, TaskList))
+
+    async def activity(self, request: Request) -> Response:
+        return respond(self._services.activity.info())
 
     async def health(self, request: Request) -> Response:
         """The process lives."""
@@ -180,6 +184,15 @@ class AdministrationOperations:
                 summary="RL tasks: weights, bounds and use",
                 tag="scheduler",
                 answers={200: json_answer("The present state", TaskList)},
+            ),
+            Operation(
+                id="getActivity",
+                method="GET",
+                path="/v1/activity",
+                endpoint=self.activity,
+                summary="Rates and times of the last minute, failures of the last 15",
+                tag="scheduler",
+                answers={200: json_answer("The present state", ActivityInfo)},
             ),
             Operation(
                 id="getQueue",

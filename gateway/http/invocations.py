@@ -34,6 +34,7 @@ from gateway.invocations.record import Mode, Record, cursor_of, seq_of
 from gateway.services import Services
 from gateway.store.listing import Filter
 from gateway.store.store import LogRow
+from manager.errors import Reason
 from manager.outcome import State
 from tangram.types import Invocation, InvocationPage, LogAccepted, LogEnd, LogRecord, LogResult
 from tangram.types.requests import CallHeaders, InvocationQuery, InvokeQuery, LogHeaders, LogQuery, WaitQuery
@@ -93,8 +94,8 @@ class InvocationOperations:
         )
 
     async def find(self, request: Request) -> Response:
-        """Records by filter, newest first, page by page."""
-        chosen = _filter(read_query(request, InvocationQuery))
+        """Records by filter, newest first unless asked otherwise, page by page."""
+        chosen = _filter(read_query(request, InvocationQuery), self._services.wall())
         found = await self._invocations.find(chosen)
         page = tuple([self._invocations.shown(record).as_wire(payload=False) for record in found.records])
         return respond(InvocationPage(invocations=page, next_cursor=cursor_of(found.before)))
@@ -203,7 +204,7 @@ class InvocationOperations:
                 method="GET",
                 path="/v1/invocations",
                 endpoint=self.find,
-                summary="Records, newest first",
+                summary="Records, newest first unless asked otherwise",
                 tag="invocations",
                 query=InvocationQuery,
                 answers={200: json_answer("A page", InvocationPage, page)},
@@ -251,13 +252,17 @@ def _offset(asked: LogQuery, headers: LogHeaders) -> int:
     return int(headers.last_event_id) + 1 if headers.last_event_id else 0
 
 
-def _filter(asked: InvocationQuery) -> Filter:
+def _filter(asked: InvocationQuery, now_s: float) -> Filter:
     return Filter(
         function=asked.function,
         task=asked.task,
         trajectory=asked.trajectory,
         parent=asked.parent,
         state=None if asked.state is None else State(asked.state),
+        reason=None if asked.reason is None else Reason(asked.reason),
+        since_s=None if asked.since is None else wire.moment_s(asked.since, "since", now_s),
+        until_s=None if asked.until is None else wire.moment_s(asked.until, "until", now_s),
+        oldest=asked.order == "oldest",
         dead=asked.dead,
         before=None if asked.cursor is None else seq_of(asked.cursor),
         limit=asked.limit,

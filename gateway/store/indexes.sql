@@ -10,3 +10,6 @@ CREATE INDEX invocations_task ON invocations (task, seq);
 
 -- name: invocations_parent
 CREATE INDEX invocations_parent ON invocations (parent, seq) WHERE parent IS NOT NULL;
+
+-- name: invocations_reason
+CREATE INDEX invocations_reason ON invocations (reason, seq) WHERE reason IS NOT NULL;

@@ -1,4 +1,7 @@
-"""Listings: the newest records that pass a filter, a page at a time, each page in bounded time.
+"""Listings: the newest (or oldest) records that pass a filter, a page at a time, each page in bounded time.
+
+The time of acceptance grows with the place in the order of acceptance, so a bound on it is found by halving and costs
+no index. Where the machine's clock was set back, records of the time that it went through twice may be left out.
 
 One of the filter's conditions leads, by its index; the others are looked at in the rows that it leads to. Where they
 hold for few of them, a page ends after so many rows: it may be short, even empty, and there are more behind it.
@@ -12,6 +15,7 @@ from typing import NamedTuple
 
 from gateway.invocations.record import Record
 from gateway.store.rows import LISTED, record_of
+from manager.errors import Reason
 from manager.outcome import State
 from tangram.types.scalars import LIST_LIMIT_MAX
 
@@ -21,14 +25,22 @@ LOOKED_AT = 4000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filter:
-    """Which invocations a listing shows: newest first, those before ``before`` in order of acceptance."""
+    """Which invocations a listing shows: newest first, those before ``before`` in order of acceptance.
+
+    With ``oldest`` the other way round: oldest first, those behind ``before``.
+    """
 
     function: str | None = None
     task: str | None = None
     trajectory: str | None = None
     parent: str | None = None
     state: State | None = None
+    reason: Reason | None = None
     dead: bool | None = None
+    #: Wall-clock seconds of the acceptance: from, and before.
+    since_s: float | None = None
+    until_s: float | None = None
+    oldest: bool = False
     before: int | None = None
     limit: int = 100
 
@@ -40,37 +52,90 @@ class Page(NamedTuple):
     before: int | None
 
 
+class _Condition(NamedTuple):
+    """One condition, its value if it has one, and the index that leads to what passes it."""
+
+    sql: str
+    value: object
+    by: str
+
+
 def read_page(connection: sqlite3.Connection, chosen: Filter) -> Page:
     """Return a page; runs in a reader's thread."""
-    limit, top = min(chosen.limit, LIST_LIMIT_MAX), 2**63 - 1 if chosen.before is None else chosen.before
-    # The condition that few pass comes first; one without an index comes last.
-    wanted: list[tuple[str, object, str]] = [
-        ("trajectory = ?", chosen.trajectory, "invocations_trajectory"),
-        ("parent = ?", chosen.parent, "invocations_parent"),
-        ("dead = 1", chosen.dead or None, "invocations_dead"),
-        ("state = ?", None if chosen.state is None else chosen.state.value, "invocations_state"),
-        ("function = ?", chosen.function, "invocations_function"),
-        ("task = ?", chosen.task, "invocations_task"),
-        ("dead = 0", True if chosen.dead is False else None, ""),
-    ]
-    given = [each for each in wanted if each[1] is not None]
+    limit = min(chosen.limit, LIST_LIMIT_MAX)
+    given = _conditions(chosen)
     present = {str(row[1]) for row in connection.execute("PRAGMA index_list(invocations)")}
-    leading = next((each for each in given if each[2] in present), None)
+    leading = next((each for each in given if each.by in present), None)
     others = [each for each in given if each is not leading]
-    lead, by = ("", "NOT INDEXED") if leading is None else (f"{leading[0]} AND ", f"INDEXED BY {leading[2]}")
-    led = [] if leading is None or "?" not in leading[0] else [leading[1]]
-    floor = 0
+    lead, way = ("", "NOT INDEXED") if leading is None else (f"{leading.sql} AND ", f"INDEXED BY {leading.by}")
+    led = [] if leading is None or "?" not in leading.sql else [leading.value]
+    low, high = _span(connection, chosen)
+    direction = "ASC" if chosen.oldest else "DESC"
+    seen = None
     if others:
-        sql = f"SELECT seq FROM invocations {by} WHERE {lead}seq < ? ORDER BY seq DESC LIMIT 1 OFFSET {LOOKED_AT}"
-        found = connection.execute(sql, (*led, top)).fetchone()
-        floor = 0 if found is None else int(found[0]) + 1
-    rest = "".join(f" AND {condition}" for condition, _, _ in others)
-    values = [value for condition, value, _ in others if "?" in condition]
+        sql = (
+            f"SELECT seq FROM invocations {way} WHERE {lead}seq >= ? AND seq < ? "
+            f"ORDER BY seq {direction} LIMIT 1 OFFSET {LOOKED_AT}"
+        )
+        found = connection.execute(sql, (*led, low, high)).fetchone()
+        if found is not None and chosen.oldest:
+            seen = int(found[0]) - 1
+            high = seen + 1
+        elif found is not None:
+            low = seen = int(found[0]) + 1
+    rest = "".join(f" AND {each.sql}" for each in others)
+    values = [each.value for each in others if "?" in each.sql]
     sql = (
-        f"SELECT {LISTED} FROM invocations i {by} "
-        f"WHERE {lead}seq < ? AND seq >= ?{rest} ORDER BY seq DESC LIMIT {limit + 1}"
+        f"SELECT {LISTED} FROM invocations i {way} "
+        f"WHERE {lead}seq >= ? AND seq < ?{rest} ORDER BY seq {direction} LIMIT {limit + 1}"
     )
-    records = [record_of(row) for row in connection.execute(sql, (*led, top, floor, *values))]
+    records = [record_of(row) for row in connection.execute(sql, (*led, low, high, *values))]
     if len(records) > limit:
         return Page(records[:limit], records[limit - 1].seq)
-    return Page(records, floor or None)
+    return Page(records, seen)
+
+
+def _conditions(chosen: Filter) -> list[_Condition]:
+    """Return what was asked: the condition that few pass comes first, one without an index last."""
+    wanted = [
+        _Condition("trajectory = ?", chosen.trajectory, "invocations_trajectory"),
+        _Condition("parent = ?", chosen.parent, "invocations_parent"),
+        _Condition("dead = 1", chosen.dead or None, "invocations_dead"),
+        _Condition("reason = ?", None if chosen.reason is None else chosen.reason.value, "invocations_reason"),
+        _Condition("state = ?", None if chosen.state is None else chosen.state.value, "invocations_state"),
+        _Condition("function = ?", chosen.function, "invocations_function"),
+        _Condition("task = ?", chosen.task, "invocations_task"),
+        _Condition("dead = 0", True if chosen.dead is False else None, ""),
+        _Condition("accepted_s >= ?", chosen.since_s, ""),
+        _Condition("accepted_s < ?", chosen.until_s, ""),
+    ]
+    return [each for each in wanted if each.value is not None]
+
+
+def _span(connection: sqlite3.Connection, chosen: Filter) -> tuple[int, int]:
+    """Return the first place that may be shown, and that behind the last."""
+    low, high = (0, 2**63 - 1) if chosen.before is None else (0, chosen.before)
+    if chosen.oldest and chosen.before is not None:
+        low, high = chosen.before + 1, 2**63 - 1
+    if chosen.since_s is not None:
+        low = max(low, _place_at(connection, chosen.since_s))
+    if chosen.until_s is not None:
+        high = min(high, _place_at(connection, chosen.until_s))
+    return low, high
+
+
+def _place_at(connection: sqlite3.Connection, time_s: float) -> int:
+    """Return the first place whose record was accepted at ``time_s`` or later, or that behind the last."""
+    first, last = connection.execute("SELECT min(seq), max(seq) FROM invocations").fetchone()
+    if first is None:
+        return 0
+    low, high = int(first), int(last) + 1
+    while low < high:
+        middle = (low + high) // 2
+        sql = "SELECT seq, accepted_s FROM invocations WHERE seq >= ? ORDER BY seq LIMIT 1"
+        seq, accepted_s = connection.execute(sql, (middle,)).fetchone()
+        if accepted_s < time_s:
+            low = int(seq) + 1
+        else:
+            high = middle
+    return low

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from manager.action import Action
+from manager.core.causes import cause_of
 from manager.core.membership import Membership
 from manager.core.queue import Waiting
 from manager.core.replication import Replication
@@ -81,7 +82,7 @@ class Core:
         state = self._state
         for waiting in state.queue.expired(state.now_s):
             message = f"waited longer than queue_timeout, {waiting.action.queue_timeout_s:g} s, for "
-            message += state.waits_for(waiting)
+            message += cause_of(state, waiting).text
             self._settling.end_waiting(waiting, State.TIMED_OUT, Reason.QUEUE_TIMEOUT, message)
         for trajectory in state.trajectories.expired(state.now_s):
             self._settling.end_trajectory(trajectory)

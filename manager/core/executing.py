@@ -218,6 +218,13 @@ class Executing:
         passed = max(0.0, now_s - running.since_s) / duration_s if duration_s > 0 else 1.0
         return max(_LEAST_REMAINING, 1.0 - running.done - passed)
 
+    def ends_in_s(self, running: Running, now_s: float) -> float | None:
+        """Return the seconds until its expected end; None if nothing is known of the duration."""
+        duration_s = _duration_s(running)
+        if duration_s is None:
+            return None
+        return max(0.0, running.since_s + (1.0 - running.done) * duration_s - now_s)
+
     def view(self, pool: Pool, now_s: float) -> list[RunningView]:
         """Return the running actions of a pool, as its policy sees them."""
         return [self._running_view(pool, holder, one, now_s) for holder, one in self.holders(pool.name).items()]
@@ -228,15 +235,11 @@ class Executing:
             assert set(pool.held) == set(self.holders(pool.name)), f"{pool.name}: {pool.held} without an action"
 
     def _running_view(self, pool: Pool, holder: str, running: Running, now_s: float) -> RunningView:
-        duration_s = _duration_s(running)
-        ends_in_s = None
-        if duration_s is not None:
-            ends_in_s = max(0.0, running.since_s + (1.0 - running.done) * duration_s - now_s)
         grants = running.lease.grants.values()
         return RunningView(
             action=running.action,
             units=pool.held[holder],
-            ends_in_s=ends_in_s,
+            ends_in_s=self.ends_in_s(running, now_s),
             started_s=running.started_s,
             remaining=self.remaining(running, now_s),
             chunk=pool.chunk_of(holder) if isinstance(pool, PlacedPool) else None,

@@ -101,20 +101,3 @@ class SchedulerState:
             )
             group.pools_version = self.resources.version
         return group.pools
-
-    def waits_for(self, waiting: Waiting) -> str:
-        """Say what a waiting action waits for, in plain words."""
-        action = waiting.action
-        trajectory = None if action.trajectory is None else self.trajectories.get(action.trajectory)
-        if waiting.group is None and trajectory is not None:
-            if waiting in trajectory.unplaced:
-                return f"{trajectory.memory_bytes} bytes of memory on a node"
-            return f"the earlier actions of trajectory {trajectory.name}"
-        hold = self.holds.get(waiting.id)
-        if hold is not None:
-            return hold.waits_for
-        parts = [f"{units.minimum} of {kind}" for kind, units in action.cost.items()]
-        if action.memory_bytes and trajectory is None:
-            parts.append(f"{action.memory_bytes} bytes")
-        where = f" on {trajectory.node}" if trajectory is not None and trajectory.node else ""
-        return " and ".join(parts) + where if parts else "the next pass"

@@ -6,8 +6,10 @@ import heapq
 import struct
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import fields
 
 from manager.config import TaskSpec
+from manager.core.causes import Cause, cause_of, counted_causes
 from manager.core.core import Core
 from manager.core.queue import Key, Waiting
 from manager.core.trajectories import TrajectoryState
@@ -36,12 +38,26 @@ def resources_view(core: Core) -> dict[str, object]:
         "pools": {
             pool.name: {
                 **pool.describe(),
+                "holders": _holders_view(core, pool.name),
                 "policy": state.policy(pool).name,
                 "utilisation": state.executing.load(pool.name).utilisation(core.state.now_s),
                 "arrivals_per_s": state.executing.load(pool.name).arrivals.at(core.state.now_s),
             }
             for pool in state.resources
         },
+    }
+
+
+def _holders_view(core: Core, pool: str) -> dict[str, object]:
+    """Return who holds units of a pool, by the id of the holder: a batch has one, its leader."""
+    return {
+        holder: {
+            "function": running.action.function,
+            "task": running.action.task,
+            "trajectory": running.action.trajectory,
+            "running_s": max(0.0, core.state.now_s - running.started_s),
+        }
+        for holder, running in core.state.executing.holders(pool).items()
     }
 
 
@@ -64,12 +80,26 @@ def queue_view(core: Core, limit: int, cursor: str | None) -> dict[str, object]:
     page = heapq.nsmallest(limit + 1, behind, key=lambda waiting: waiting.order)
     return {
         "waiting": len(queue),
+        "causes": causes_view(core),
         "queue": [_waiting_view(core, waiting) for waiting in page[:limit]],
         "next_cursor": _cursor(page[limit - 1]) if len(page) > limit else None,
     }
 
 
+def causes_view(core: Core) -> list[dict[str, object]]:
+    """Return what the queue waits for, by cause and task, the most frequent first."""
+    return [
+        {"cause": _cause_view(each.cause), "task": each.task, "count": each.count, "oldest_s": each.oldest_s}
+        for each in counted_causes(core.state)
+    ]
+
+
+def _cause_view(cause: Cause) -> dict[str, object]:
+    return {field.name: getattr(cause, field.name) for field in fields(cause)}
+
+
 def _waiting_view(core: Core, waiting: Waiting) -> dict[str, object]:
+    cause = cause_of(core.state, waiting)
     return {
         "id": waiting.id,
         "function": waiting.action.function,
@@ -77,7 +107,8 @@ def _waiting_view(core: Core, waiting: Waiting) -> dict[str, object]:
         "trajectory": waiting.action.trajectory,
         "age_s": core.state.now_s - waiting.action.submitted_s,
         "cost": {kind: [units.minimum, units.maximum] for kind, units in waiting.action.cost.items()},
-        "waits_for": core.state.waits_for(waiting),
+        "waits_for": cause.text,
+        "cause": _cause_view(cause),
     }
 
 

@@ -16,6 +16,7 @@ from tangram.client.answers import error_of, is_answered, read_invocation, reade
 from tangram.client.results import InvocationResult, result_of
 from tangram.errors import TangramError, from_problem
 from tangram.types import (
+    ActivityInfo,
     BatchAnswer,
     BatchItem,
     BatchRequest,
@@ -218,6 +219,10 @@ def apply(
 
 def get_resources() -> ApiRequest[ResourcesInfo]:
     return get("/v1/resources", ResourcesInfo)
+
+
+def get_activity() -> ApiRequest[ActivityInfo]:
+    return get("/v1/activity", ActivityInfo)
 
 
 def get_queue(limit: int) -> ApiRequest[QueuePage]:

@@ -6,6 +6,7 @@ which is false, where it was; null is None.
 
 from msgspec import UNSET, UnsetType
 
+from tangram.types.activity import ActivityInfo, ActSplit, FailureCount
 from tangram.types.batches import BatchAnswer, BatchItem, BatchRequest, BatchVerdict
 from tangram.types.files import FileEntry, FileList, FileWritten
 from tangram.types.functions import (
@@ -36,6 +37,7 @@ from tangram.types.logs import (
 from tangram.types.problems import Problem
 from tangram.types.resources import (
     DeviceInfo,
+    HolderInfo,
     HostImagesInfo,
     ModelDevice,
     ModelsInfo,
@@ -50,6 +52,7 @@ from tangram.types.resources import (
 )
 from tangram.types.scalars import Mode, Reason, State
 from tangram.types.scheduling import (
+    CauseCount,
     QueueEntry,
     QueuePage,
     TaskInfo,
@@ -57,26 +60,32 @@ from tangram.types.scheduling import (
     TrajectoryInfo,
     TrajectoryOpening,
     TrajectoryPage,
+    WaitCause,
 )
 
 __all__ = [
     "UNSET",
+    "ActSplit",
+    "ActivityInfo",
     "Attempt",
     "BatchAnswer",
     "BatchItem",
     "BatchRequest",
     "BatchVerdict",
+    "CauseCount",
     "ConfigDiff",
     "ConfigFile",
     "ConfigFiles",
     "DeviceInfo",
     "DurationInfo",
+    "FailureCount",
     "FileEntry",
     "FileList",
     "FileWritten",
     "FunctionInfo",
     "FunctionList",
     "Health",
+    "HolderInfo",
     "HostImagesInfo",
     "Invocation",
     "InvocationPage",
@@ -114,6 +123,7 @@ __all__ = [
     "TrajectoryPage",
     "UnitsInfo",
     "UnsetType",
+    "WaitCause",
     "WarmInfo",
     "read_log_record",
 ]

@@ -9,7 +9,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from tangram.types.scalars import LIST_LIMIT_MAX, InvocationId, Key, Limit, Mode, Name, State, Timeout, Wait
+from tangram.types.quantities import WAIT_PATTERN
+from tangram.types.scalars import LIST_LIMIT_MAX, InvocationId, Key, Limit, Mode, Name, Reason, State, Timeout, Wait
 
 Expectation = Literal["living"]
 LIVING = "living: if the trajectory has ended the request is refused with 410, where otherwise a new one would begin"
@@ -17,6 +18,13 @@ LIVING = "living: if the trajectory has ended the request is refused with 410, w
 Position = Annotated[int, Meta(ge=0, le=2**53)]
 #: The same as an event source sends it, which is empty before the first.
 EventId = Annotated[str, Meta(pattern="^[0-9]{0,15}$")]
+#: An instant of RFC 3339 with its zone; a day that the month lacks is taken for one of the next.
+INSTANT_PATTERN = (
+    r"(19[7-9][0-9]|2[0-9]{3})-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])"
+    r"T([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,6})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+)
+#: An instant, or a duration before now.
+Moment = Annotated[str, Meta(pattern=f"^({WAIT_PATTERN}|{INSTANT_PATTERN})$", examples=["15m", "2026-11-22T08:53:10Z"])]
 #: HTTP or HTTPS, with a host and without credentials.
 CallbackUrl = Annotated[
     str, Meta(extra_json_schema={"pattern": r"^https?://[a-z0-9][a-z0-9.-]*(:[0-9]{1,4})?(/[!-~]*)?$"})
@@ -85,6 +93,12 @@ class InvocationQuery(Struct, frozen=True, kw_only=True):
     trajectory: Annotated[Name | None, Meta(description="Only those of this trajectory")] = None
     parent: Annotated[Name | None, Meta(description="Only those that this invocation made")] = None
     state: Annotated[State | None, Meta(description="Only those in this state")] = None
+    reason: Annotated[Reason | None, Meta(description="Only those that ended for this reason")] = None
+    since: Annotated[
+        Moment | None, Meta(description="Only those accepted from then on: an instant, or so long ago (15m)")
+    ] = None
+    until: Annotated[Moment | None, Meta(description="Only those accepted before")] = None
+    order: Annotated[Literal["newest", "oldest"], Meta(description="Which come first")] = "newest"
     dead: Annotated[bool | None, Meta(description="Only those in (or not in) the dead-letter list")] = None
     cursor: Annotated[InvocationId | None, Meta(description="next_cursor of the page before")] = None
     limit: Annotated[Limit, Meta(description="Records of a page")] = 100

@@ -53,6 +53,15 @@ class ServiceInfo(Struct, frozen=True, kw_only=True):
     restore_s_by_dop: Mapping[str, float]
 
 
+class HolderInfo(Struct, frozen=True, kw_only=True):
+    """Who holds units of a pool."""
+
+    function: str
+    task: str
+    trajectory: str | None
+    running_s: Annotated[float, Meta(description="Seconds since it was leased")]
+
+
 class PoolInfo(Struct, frozen=True, kw_only=True):
     """A pool of one resource, and who holds what of it; the last fields are there if its kind has them."""
 
@@ -64,6 +73,9 @@ class PoolInfo(Struct, frozen=True, kw_only=True):
     policy: Annotated[str, Meta(description="The scheduling policy of its kind")]
     utilisation: Annotated[float, Meta(description="Smoothed share in use")]
     arrivals_per_s: Annotated[float, Meta(description="Smoothed rate of actions that need it")]
+    holders: Annotated[
+        Mapping[str, HolderInfo] | UnsetType, Meta(description="Who that is, by invocation; a batch by its first")
+    ] = UNSET
     cores: Annotated[
         Mapping[str, tuple[int, ...]] | UnsetType, Meta(description="CPU: numbers of the cores by invocation")
     ] = UNSET

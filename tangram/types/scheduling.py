@@ -10,6 +10,33 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from tangram.types.scalars import Count, Name
 
 
+class WaitCause(Struct, frozen=True, kw_only=True):
+    """What a waiting action lacks; ``need`` and ``free`` count units of the pool, or bytes of memory."""
+
+    kind: Annotated[
+        str,
+        Meta(
+            description="units, devices, quota, memory, trajectory (an earlier action of it), task_cap, hold (the "
+            "policy waits on purpose) or turn (what is free is kept for earlier actions)"
+        ),
+    ]
+    text: Annotated[str, Meta(description="The same for people")]
+    pool: Annotated[str, Meta(description="The pool, or node:NAME for memory; empty if none is meant")] = ""
+    need: Count = 0
+    free: Count = 0
+    behind: Annotated[str | None, Meta(description="The action that has to end first")] = None
+    until_s: Annotated[float | None, Meta(description="Seconds until it is expected, if that is known")] = None
+
+
+class CauseCount(Struct, frozen=True, kw_only=True):
+    """Waiting actions of one task with the same cause."""
+
+    cause: WaitCause
+    task: str
+    count: Count
+    oldest_s: Annotated[float, Meta(description="Seconds for which the first of them has waited")]
+
+
 class QueueEntry(Struct, frozen=True, kw_only=True):
     """A waiting action."""
 
@@ -20,6 +47,7 @@ class QueueEntry(Struct, frozen=True, kw_only=True):
     age_s: Annotated[float, Meta(description="Seconds since it was submitted")]
     cost: Annotated[Mapping[str, tuple[int, int]], Meta(description="Least and most units by resource kind")]
     waits_for: Annotated[str, Meta(description="What it waits for, in plain words")]
+    cause: Annotated[WaitCause | None, Meta(description="The same as data; null from an older gateway")] = None
 
 
 class QueuePage(Struct, frozen=True, kw_only=True):
@@ -27,6 +55,7 @@ class QueuePage(Struct, frozen=True, kw_only=True):
 
     waiting: Count
     queue: tuple[QueueEntry, ...]
+    causes: Annotated[tuple[CauseCount, ...], Meta(description="All that wait, by cause and task")] = ()
     next_cursor: Annotated[str | None, Meta(description="The cursor of the next page; null on the last")]
 
 

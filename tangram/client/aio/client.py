@@ -24,7 +24,16 @@ from tangram.client.requests import ApiRequest, BatchCall
 from tangram.client.results import InvocationResult, result_of
 from tangram.client.retries import FailureStreak, Retries
 from tangram.errors import ConnectionFailed, InvalidInputError, MapFailed, TangramError
-from tangram.types import ConfigDiff, FunctionInfo, LogLine, QueueEntry, ResourcesInfo, TaskInfo, TrajectoryInfo
+from tangram.types import (
+    ActivityInfo,
+    ConfigDiff,
+    FunctionInfo,
+    LogLine,
+    QueueEntry,
+    ResourcesInfo,
+    TaskInfo,
+    TrajectoryInfo,
+)
 
 _T = TypeVar("_T")
 #: Longest silence of an answer that is no invocation, and of a followed log, which has heartbeats.
@@ -261,11 +270,18 @@ class AsyncClient:
         task: str | None = None,
         trajectory: str | None = None,
         state: str | None = None,
+        reason: str | None = None,
+        since: str | None = None,
+        until: str | None = None,
         dead: bool | None = None,
         limit: int | None = None,
     ) -> AsyncIterator[InvocationResult]:
-        """Yield records, newest first, without input and result; at most ``limit``; ``dead``: dead letters."""
+        """Yield records, newest first, without input and result; at most ``limit``; ``dead``: dead letters.
+
+        ``since`` and ``until`` bound the acceptance: an instant of RFC 3339, or how long ago (``15m``).
+        """
         filters = {"function": function, "task": task, "trajectory": trajectory, "state": state}
+        filters |= {"reason": reason, "since": since, "until": until}
         filters["dead"] = None if dead is None else str(dead).lower()
         left, cursor = limit, None
         while left is None or left > 0:
@@ -357,6 +373,10 @@ class AsyncClient:
     async def queue(self, limit: int = 100) -> Sequence[QueueEntry]:
         """Return the first ``limit`` (at most 1000) actions that wait, in order of service, and for what."""
         return (await self._send(requests.get_queue(limit))).queue
+
+    async def activity(self) -> ActivityInfo:
+        """Return the rates and times of the last minute, and the failures of the last 15."""
+        return await self._send(requests.get_activity())
 
     async def tasks(self) -> Sequence[TaskInfo]:
         """Return the RL tasks: weights, bounds and use."""

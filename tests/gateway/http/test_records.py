@@ -199,7 +199,12 @@ async def test_the_gateway_tells_what_it_has_and_how_isolated_it_is(gateway: Run
     functions = (await gateway.http.get("/v1/functions")).json()["functions"]
     assert {spec["name"] for spec in functions} == set(gateway.app.config.functions)
     assert (await gateway.http.get("/v1/functions/echo")).json()["cost"] == {"cpu": 1}
-    assert (await gateway.http.get("/v1/queue")).json() == {"waiting": 0, "queue": [], "next_cursor": None}
+    assert (await gateway.http.get("/v1/queue")).json() == {
+        "waiting": 0,
+        "queue": [],
+        "causes": [],
+        "next_cursor": None,
+    }
     assert (await gateway.http.get("/v1/tasks")).json()["tasks"][0]["task"] == "default"
     ready = (await gateway.http.get("/readyz")).json()
     assert ready == {"status": "ready", "warnings": [], "preparing": [], "unavailable": []}
@@ -225,3 +230,43 @@ async def test_a_configuration_is_applied_without_dropping_what_runs(gateway: Ru
     odd = await gateway.http.put("/v1/config", content=b"functoins: {}")
     assert (odd.status_code, odd.json()["code"]) == (422, "invalid_config")
     assert "functions" in odd.json()["detail"]
+
+
+async def test_failures_and_rates_are_told_and_the_list_finds_them_by_reason_and_time(gateway: RunningGateway) -> None:
+    await gateway.invoke({"n": 1})
+    failed = (await gateway.invoke({"reason": "handler_error"})).json()["id"]
+    told = (await gateway.http.get("/v1/activity")).json()
+    assert (told["accepted"], told["ended"], told["failed"], told["failed_15min"]) == (2, 2, 1, 1)
+    (row,) = told["failures"]
+    assert (row["function"], row["reason"], row["task"], row["count"]) == ("echo", "handler_error", "default", 1)
+
+    async def listed(query: str) -> list[str]:
+        answer = (await gateway.http.get(f"/v1/invocations?{query}")).raise_for_status()
+        return [each["id"] for each in answer.json()["invocations"]]
+
+    assert await listed("reason=handler_error&since=15m") == [failed]
+    assert await listed("reason=timeout") == []
+    newest = await listed("since=15m")
+    assert len(newest) == 2 and await listed("order=oldest") == newest[::-1]
+    assert await listed("until=2020-01-01T00:00:00Z") == []
+    assert await listed("since=2020-01-01T00:00:00%2B01:00") == newest
+    assert await listed("since=2023-02-31T00:00:00.25Z") == newest
+    for odd in ("since=yesterday", "since=2020-13-01T00:00:00Z", "order=random", "reason=odd"):
+        assert (await gateway.http.get(f"/v1/invocations?{odd}")).status_code == 422, odd
+
+
+async def test_the_queue_says_for_what_it_waits_as_data(gateway: RunningGateway) -> None:
+    held = [(await gateway.invoke({"held": True}, mode="async", headers={"X-Trajectory-Id": "t"})).json()["id"]]
+    held.append((await gateway.invoke({"held": True}, mode="async", headers={"X-Trajectory-Id": "t"})).json()["id"])
+    await gateway.executing(held[0])
+    page = (await gateway.http.get("/v1/queue")).json()
+    (entry,) = page["queue"]
+    assert (entry["cause"]["kind"], entry["cause"]["behind"]) == ("trajectory", held[0])
+    assert [(each["cause"]["kind"], each["task"], each["count"]) for each in page["causes"]] == [
+        ("trajectory", "default", 1)
+    ]
+    pools = (await gateway.http.get("/v1/resources")).json()["pools"]
+    (holders,) = [pool["holders"] for pool in pools.values() if pool["held"]]
+    assert holders[held[0]]["function"] == "echo" and holders[held[0]]["trajectory"] == "t"
+    for one in held:
+        gateway.runtime.finish(one)

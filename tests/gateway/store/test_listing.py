@@ -75,6 +75,49 @@ async def test_the_pages_of_every_filter_hold_what_passes_it_newest_first_and_on
     await store.close()
 
 
+async def test_times_and_reasons_choose_and_the_oldest_can_come_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listing, "LOOKED_AT", 10)
+    store = Store(StoreSpec(path=tmp_path / "db.sqlite"))
+    await store.open()
+    made: list[Record] = []
+    for number in range(60):
+        record = accepted(store, accepted_s=100.0 + number)
+        if number % 3 == 0:
+            why = Reason.TIMEOUT if number % 2 else Reason.INTERNAL
+            record.end(State.FAILED, why, "", 1000.0)
+            store.save(record)
+        made.append(record)
+    await store.commit()
+    for since_s, until_s, reason in itertools.product((None, 0.0, 117.5, 500.0), (None, 130.0), (None, Reason.TIMEOUT)):
+        passing = [
+            each.seq
+            for each in made
+            if (since_s is None or each.accepted_s >= since_s)
+            and (until_s is None or each.accepted_s < until_s)
+            and reason in (None, each.reason)
+        ]
+        given = {"since_s": since_s, "until_s": until_s, "reason": reason}
+        assert await walked(store, **given) == passing[::-1], given
+        assert await walked(store, **given, oldest=True) == passing, given
+    await store.close()
+
+
+async def test_a_time_is_found_across_the_holes_that_retention_leaves(tmp_path: Path) -> None:
+    path = tmp_path / "db.sqlite"
+    store = Store(StoreSpec(path=path))
+    await store.open()
+    made = [accepted(store, accepted_s=float(number)) for number in range(200)]
+    await store.commit()
+    with closing(sqlite3.connect(path, isolation_level=None)) as database:
+        database.execute("DELETE FROM invocations WHERE seq % 7 != 0")
+    kept = [each for each in made if each.seq % 7 == 0]
+    for second in (0.0, 50.0, 50.5, 199.0, 300.0):
+        assert await walked(store, since_s=second) == [each.seq for each in kept if each.accepted_s >= second][::-1]
+    await store.close()
+
+
 async def test_a_large_file_of_before_gets_its_indexes_while_it_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,12 +133,12 @@ async def test_a_large_file_of_before_gets_its_indexes_while_it_serves(
 
     complete = present()
     with closing(sqlite3.connect(path, isolation_level=None)) as database:
-        for name in ("state", "task", "parent"):
+        for name in ("state", "task", "parent", "reason"):
             database.execute(f"DROP INDEX invocations_{name}")
     monkeypatch.setattr(file, "ROWS_AT_ONCE", 10)
     store = Store(StoreSpec(path=path))
     await store.open()
-    assert len(present()) == len(complete) - 3, "opening does not wait for them"
+    assert len(present()) == len(complete) - 4, "opening does not wait for them"
     await store.make_indexes()
     assert present() == complete
     await store.close()

@@ -377,7 +377,7 @@ def test_a_child_that_waits_for_what_its_parent_cannot_lend_ends_with_its_story(
     driver.step(6.0, Tick())
     outcome = driver.settled["c"].outcome
     assert outcome.reason is Reason.QUEUE_TIMEOUT
-    assert outcome.message.endswith("for 1 of cpu and 30 bytes")
+    assert outcome.message.endswith("for 1 of cpu and 30 bytes of memory on a node")
 
 
 def test_a_loan_holds_the_childs_own_memory(drive: Drive) -> None:

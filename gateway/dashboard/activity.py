@@ -1,0 +1,270 @@
+"""Activity: rates, times and failures of the last minutes, and the bars of the timeline. Time is passed in.
+
+Everything is counted as it happens and costs a few microseconds an invocation, whether anybody looks or not.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from gateway.counters import BUCKETS_S
+from gateway.invocations.invocation import Observer
+from gateway.invocations.record import Record
+from manager.action import Action
+from manager.errors import Reason
+from manager.glance import runs_of
+from manager.lease import Lease
+from manager.outcome import Settlement, State
+from tangram.types import ActivityInfo, ActSplit, FailureCount
+
+#: Seconds of failures that are kept, and of rates that are told.
+KEPT_S, RATE_S = 900, 60
+#: Ended bars that are kept, and rows of failures that are told.
+BARS_MAX, FAILURES_MAX = 20_000, 24
+
+
+@dataclass(slots=True)
+class _Second:
+    """What happened in one second."""
+
+    second: int
+    accepted: int = 0
+    ended: int = 0
+    failed: int = 0
+    #: By function, reason and task.
+    reasons: Counter[tuple[str, Reason, str]] = field(default_factory=Counter)
+    queue_s: float = 0.0
+    overhead_s: float = 0.0
+    execution_s: float = 0.0
+    #: Ended ones by their ACT.
+    spread: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS_S) + 1))
+
+
+@dataclass(slots=True, kw_only=True)
+class Bar:
+    """One try of an action on the timeline; times are wall-clock seconds."""
+
+    number: int
+    id: str
+    function: str
+    task: str
+    trajectory: str | None
+    queue_s: float
+    start_s: float
+    #: (pool, first unit, units); first is -1 where units have no number.
+    places: tuple[tuple[str, int, int], ...]
+    overhead_s: float = 0.0
+    execution_s: float = 0.0
+    #: None while it runs, empty if it went well, else the reason.
+    reason: str | None = None
+
+
+class Activity:
+    """Counts as an observer of the invocations and a listener of the engine. Use from one thread."""
+
+    def __init__(self, now: Callable[[], float], wall: Callable[[], float]) -> None:
+        self._now, self._wall = now, wall
+        self.began_s = now()
+        self.began_wall_s = wall()
+        self._seconds: deque[_Second] = deque()
+        #: The last time of each failure that is still counted.
+        self._last: dict[tuple[str, Reason, str], float] = {}
+        self._number = 0
+        self.running: dict[str, Bar] = {}
+        self.ended: deque[Bar] = deque(maxlen=BARS_MAX)
+        #: Bars that began, and that ended, since they were last taken.
+        self._begun: deque[Bar] = deque(maxlen=BARS_MAX)
+        self._done: deque[Bar] = deque(maxlen=BARS_MAX)
+
+    # An observer of the invocations (`gateway.invocations.invocation.Observer`)
+
+    def accepted(self, record: Record) -> None:
+        self._second().accepted += 1
+
+    def moved(self, record: Record) -> None:
+        """Starts are told by the engine, with their leases."""
+
+    def settled(self, record: Record) -> None:
+        """An invocation has ended for good."""
+        second = self._second()
+        second.ended += 1
+        times = (record.queue_s or 0.0, record.overhead_s or 0.0, record.execution_s or 0.0)
+        second.queue_s += times[0]
+        second.overhead_s += times[1]
+        second.execution_s += times[2]
+        second.spread[bisect_left(BUCKETS_S, sum(times))] += 1
+        if record.state not in (State.SUCCEEDED, State.CANCELLED):
+            second.failed += 1
+            key = (record.function, record.reason or Reason.INTERNAL, record.task)
+            second.reasons[key] += 1
+            self._last[key] = self._wall()
+
+    # What the engine tells (`ActionEnds` joins it to the engine)
+
+    def began(self, action: Action, lease: Lease, queue_s: float) -> None:
+        """A try was leased."""
+        self._number += 1
+        bar = Bar(
+            number=self._number,
+            id=action.id.partition(".")[0],
+            function=action.function,
+            task=action.task,
+            trajectory=action.trajectory,
+            queue_s=queue_s,
+            start_s=self._wall(),
+            places=tuple(_places(lease)),
+        )
+        self.running[action.id] = bar
+        self._begun.append(bar)
+
+    def finished(self, settlement: Settlement) -> None:
+        """A try has ended."""
+        bar = self.running.pop(settlement.action.id, None)
+        if bar is None:
+            return
+        bar.overhead_s, bar.execution_s = settlement.overhead_s, settlement.execution_s
+        bar.reason = "" if settlement.outcome.reason is None else settlement.outcome.reason.value
+        self.ended.append(bar)
+        self._done.append(bar)
+
+    # What is read
+
+    def take_bars(self) -> tuple[list[Bar], list[Bar]]:
+        """Return the bars that began, and that ended, since the last call."""
+        taken = list(self._begun), list(self._done)
+        self._begun.clear()
+        self._done.clear()
+        return taken
+
+    def recent_bars(self, since_s: float, limit: int) -> list[Bar]:
+        """Return running bars, and the newest ended ones that ran after ``since_s`` (wall clock), oldest first."""
+        found: list[Bar] = []
+        for bar in reversed(self.ended):
+            if len(found) >= limit or bar.start_s + bar.overhead_s + bar.execution_s < since_s:
+                break
+            found.append(bar)
+        return [*reversed(found), *list(self.running.values())[-limit:]]
+
+    def per_second(self, seconds: int) -> list[int]:
+        """Return how many ended in each of the last whole seconds, oldest first."""
+        last = int(self._now())
+        ended = {each.second: each.ended for each in self._newest(seconds + 1)}
+        return [ended.get(second, 0) for second in range(last - seconds, last)]
+
+    def info(self) -> ActivityInfo:
+        """Return rates and times of the last minute, and failures of the last 15."""
+        self._prune()
+        minute = list(self._newest(RATE_S))
+        ended = sum(each.ended for each in minute)
+        spread = [sum(column) for column in zip(*(each.spread for each in minute), strict=True)]
+        mean = [sum(getattr(each, part) for each in minute) / max(1, ended) for part in _PARTS]
+        reasons = Counter[tuple[str, Reason, str]]()
+        for each in self._seconds:
+            reasons.update(each.reasons)
+        return ActivityInfo(
+            started_at_s=self.began_wall_s,
+            uptime_s=self._now() - self.began_s,
+            accepted=sum(each.accepted for each in minute),
+            ended=ended,
+            failed=sum(each.failed for each in minute),
+            act=ActSplit(
+                queue_s=mean[0],
+                overhead_s=mean[1],
+                execution_s=mean[2],
+                p50_s=_quantile(spread, 0.5),
+                p99_s=_quantile(spread, 0.99),
+            ),
+            failures=tuple(
+                [
+                    FailureCount(
+                        function=key[0], reason=key[1].value, task=key[2], count=count, last_at_s=self._last[key]
+                    )
+                    for key, count in reasons.most_common(FAILURES_MAX)
+                ]
+            ),
+            failed_15min=sum(reasons.values()),
+        )
+
+    def _second(self) -> _Second:
+        second = int(self._now())
+        if not self._seconds or self._seconds[-1].second != second:
+            self._prune()
+            self._seconds.append(_Second(second))
+        return self._seconds[-1]
+
+    def _newest(self, seconds: int) -> Iterator[_Second]:
+        since = int(self._now()) - seconds
+        for each in reversed(self._seconds):
+            if each.second <= since:
+                return
+            yield each
+
+    def _prune(self) -> None:
+        since = int(self._now()) - KEPT_S
+        while self._seconds and self._seconds[0].second <= since:
+            self._seconds.popleft()
+        if len(self._last) > 4 * FAILURES_MAX:
+            known = {key for each in self._seconds for key in each.reasons}
+            self._last = {key: at_s for key, at_s in self._last.items() if key in known}
+
+
+_PARTS = ("queue_s", "overhead_s", "execution_s")
+
+
+def _places(lease: Lease) -> Iterable[tuple[str, int, int]]:
+    for grant in lease.grants.values():
+        if grant.chunk is not None:
+            yield grant.pool, grant.chunk.start, grant.chunk.size
+        elif grant.cores:
+            yield from ((grant.pool, first, count) for first, count in runs_of(grant.cores))
+        else:
+            yield grant.pool, -1, grant.units
+
+
+def _quantile(spread: list[int], share: float) -> float | None:
+    """Return the seconds that ``share`` of what is spread over the buckets stayed below; None if there is nothing."""
+    wanted, reached = share * sum(spread), 0
+    if not wanted:
+        return None
+    for index, count in enumerate(spread):
+        if count and reached + count >= wanted:
+            low = BUCKETS_S[index - 1] if index else 0.0
+            high = BUCKETS_S[min(index, len(BUCKETS_S) - 1)]
+            return low + (high - low) * (wanted - reached) / count
+        reached += count
+    return float(BUCKETS_S[-1])
+
+
+class ActionEnds:
+    """Tells an `Activity` of the engine's starts and ends (a `manager.engine.Listener`)."""
+
+    def __init__(self, activity: Activity) -> None:
+        self._activity = activity
+
+    def started(self, action: Action, lease: Lease, queue_s: float) -> None:
+        self._activity.began(action, lease, queue_s)
+
+    def settled(self, settlement: Settlement) -> None:
+        self._activity.finished(settlement)
+
+
+class Observers:
+    """Several observers of the invocations as one."""
+
+    def __init__(self, *observers: Observer) -> None:
+        self._observers = observers
+
+    def accepted(self, record: Record) -> None:
+        for each in self._observers:
+            each.accepted(record)
+
+    def moved(self, record: Record) -> None:
+        for each in self._observers:
+            each.moved(record)
+
+    def settled(self, record: Record) -> None:
+        for each in self._observers:
+            each.settled(record)

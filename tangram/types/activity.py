@@ -1,0 +1,42 @@
+"""What happened lately: rates, times and failures of the last minutes."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from tangram.types.scalars import AnyReason, Count
+
+
+class ActSplit(Struct, frozen=True, kw_only=True):
+    """The action completion time of what ended in the last minute, in seconds."""
+
+    queue_s: Annotated[float, Meta(description="Mean")]
+    overhead_s: Annotated[float, Meta(description="Mean")]
+    execution_s: Annotated[float, Meta(description="Mean")]
+    p50_s: Annotated[float | None, Meta(description="Of the whole; null if nothing ended")]
+    p99_s: Annotated[float | None, Meta(description="Of the whole; null if nothing ended")]
+
+
+class FailureCount(Struct, frozen=True, kw_only=True):
+    """Failures of one function and task for one reason in the last 15 minutes."""
+
+    function: str
+    reason: AnyReason
+    task: str
+    count: Count
+    last_at_s: Annotated[float, Meta(description="Seconds since 1970 of the last of them")]
+
+
+class ActivityInfo(Struct, frozen=True, kw_only=True):
+    """Rates and times of the last minute, failures of the last 15; what was cancelled has not failed."""
+
+    started_at_s: Annotated[float, Meta(description="Seconds since 1970 of the gateway's start")]
+    uptime_s: float
+    accepted: Annotated[Count, Meta(description="Accepted in the last minute")]
+    ended: Annotated[Count, Meta(description="Ended in the last minute")]
+    failed: Annotated[Count, Meta(description="Failed in the last minute")]
+    act: ActSplit
+    failures: Annotated[tuple[FailureCount, ...], Meta(description="The most frequent first, at most 24 rows")]
+    failed_15min: Annotated[Count, Meta(description="All failures of the last 15 minutes")]

@@ -1,0 +1,159 @@
+"""Activity: what happened lately is counted as it happens, and forgotten in time."""
+
+from __future__ import annotations
+
+import pytest
+
+from gateway.dashboard.activity import BARS_MAX, FAILURES_MAX, KEPT_S, Activity
+from gateway.invocations.record import Mode, Record, new_id
+from manager.action import Action, UnitSet
+from manager.errors import Reason
+from manager.lease import Grant, Lease
+from manager.outcome import Outcome, Settlement, State
+
+
+class Clocks:
+    """A clock and a time of day that go together."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def now(self) -> float:
+        return self.now_s
+
+    def wall(self) -> float:
+        return self.now_s + 1e9
+
+
+@pytest.fixture
+def clocks() -> Clocks:
+    return Clocks()
+
+
+@pytest.fixture
+def activity(clocks: Clocks) -> Activity:
+    return Activity(clocks.now, clocks.wall)
+
+
+def record(
+    reason: Reason | None = None, *, times: tuple[float, float, float] = (1.0, 0.5, 2.0), **given: str
+) -> Record:
+    made = Record(
+        seq=1,
+        id=new_id(1),
+        function=given.get("function", "f"),
+        revision="r",
+        task=given.get("task", "rl"),
+        trajectory=None,
+        parent=None,
+        mode=Mode.ASYNC,
+        accepted_s=0.0,
+        input=b"{}",
+    )
+    made.queue_s, made.overhead_s, made.execution_s = times
+    made.state = State.SUCCEEDED if reason is None else State.FAILED
+    made.reason = reason
+    return made
+
+
+def action(name: str = "a") -> Action:
+    return Action(id=name, function="f", task="rl", trajectory="t", cost={"cpu": UnitSet.fixed(3)})
+
+
+LEASE = Lease(action_id="a", node="n0", grants={"cpu": Grant(pool="cpu:n0", units=3, cores=(0, 1, 5))})
+
+
+def test_the_last_minute_is_told_and_no_more(activity: Activity, clocks: Clocks) -> None:
+    activity.accepted(record())
+    activity.settled(record())
+    activity.settled(record(Reason.TIMEOUT, times=(3.0, 0.5, 4.0)))
+    found = activity.info()
+    assert (found.accepted, found.ended, found.failed) == (1, 2, 1)
+    assert (found.act.queue_s, found.act.overhead_s, found.act.execution_s) == (2.0, 0.5, 3.0)
+    assert found.act.p50_s is not None and found.act.p99_s is not None
+    assert 2.5 <= found.act.p50_s <= 5.0 <= found.act.p99_s <= 10.0
+    clocks.now_s += 61
+    found = activity.info()
+    assert (found.accepted, found.ended, found.failed, found.act.p50_s) == (0, 0, 0, None)
+    assert found.failed_15min == 1
+
+
+def test_failures_are_counted_by_function_reason_and_task_for_fifteen_minutes(
+    activity: Activity, clocks: Clocks
+) -> None:
+    for _ in range(3):
+        activity.settled(record(Reason.TIMEOUT))
+    clocks.now_s += 5
+    activity.settled(record(Reason.OUT_OF_MEMORY, function="g"))
+    rows = [(each.function, each.reason, each.task, each.count) for each in activity.info().failures]
+    assert rows == [("f", "timeout", "rl", 3), ("g", "out_of_memory", "rl", 1)]
+    assert activity.info().failures[1].last_at_s == clocks.wall()
+    clocks.now_s += KEPT_S - 5
+    assert [each.function for each in activity.info().failures] == ["g"]
+    clocks.now_s += 6
+    assert activity.info().failures == ()
+
+
+def test_what_was_cancelled_has_not_failed(activity: Activity) -> None:
+    one = record(Reason.CANCELLED)
+    one.state = State.CANCELLED
+    activity.settled(one)
+    assert (activity.info().ended, activity.info().failed) == (1, 0)
+
+
+def test_callers_invent_names_and_what_is_kept_stays_bounded(activity: Activity, clocks: Clocks) -> None:
+    for number in range(3 * KEPT_S):
+        clocks.now_s += 1
+        activity.settled(record(Reason.TIMEOUT, task=f"task-{number}"))
+    assert len(activity.info().failures) == FAILURES_MAX
+    assert len(activity._seconds) <= KEPT_S
+    assert len(activity._last) <= KEPT_S + 1
+
+
+def test_a_bar_tells_its_units_as_runs_and_how_it_ended(activity: Activity) -> None:
+    activity.began(action(), LEASE, 0.25)
+    (bar,), done = activity.take_bars()
+    assert done == [] and bar.places == (("cpu:n0", 0, 2), ("cpu:n0", 5, 1))
+    assert (bar.queue_s, bar.reason) == (0.25, None)
+    outcome = Outcome(state=State.FAILED, reason=Reason.TIMEOUT)
+    settled = Settlement(action=action(), outcome=outcome, lease=LEASE, queue_s=0.25, overhead_s=0.5, execution_s=2.0)
+    activity.finished(settled)
+    assert activity.take_bars() == ([], [bar])
+    assert (bar.overhead_s, bar.execution_s, bar.reason) == (0.5, 2.0, "timeout")
+    assert activity.running == {} and list(activity.ended) == [bar]
+    assert activity.take_bars() == ([], [])
+
+
+def test_bars_that_nobody_takes_stay_bounded(activity: Activity) -> None:
+    outcome = Outcome(state=State.SUCCEEDED)
+    for number in range(BARS_MAX + 10):
+        one = action(f"a{number}")
+        activity.began(one, LEASE, 0.0)
+        activity.finished(
+            Settlement(action=one, outcome=outcome, lease=LEASE, queue_s=0.0, overhead_s=0.0, execution_s=0.0)
+        )
+    begun, done = activity.take_bars()
+    assert len(begun) == len(done) == len(activity.ended) == BARS_MAX
+
+
+def test_only_bars_that_ran_lately_are_shown_to_who_comes_new(activity: Activity, clocks: Clocks) -> None:
+    outcome = Outcome(state=State.SUCCEEDED)
+    for number in range(5):
+        one = action(f"a{number}")
+        activity.began(one, LEASE, 0.0)
+        clocks.now_s += 10
+        activity.finished(
+            Settlement(action=one, outcome=outcome, lease=LEASE, queue_s=0.0, overhead_s=0.0, execution_s=10.0)
+        )
+    activity.began(action("late"), LEASE, 0.0)
+    assert [bar.id for bar in activity.recent_bars(clocks.wall() - 25, 100)] == ["a2", "a3", "a4", "late"]
+    assert [bar.id for bar in activity.recent_bars(0.0, 2)] == ["a3", "a4", "late"]
+
+
+def test_the_rate_is_told_second_by_second(activity: Activity, clocks: Clocks) -> None:
+    activity.settled(record())
+    activity.settled(record())
+    clocks.now_s += 2
+    activity.settled(record())
+    clocks.now_s += 1
+    assert activity.per_second(4) == [0, 2, 0, 1]
