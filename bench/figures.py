@@ -8,15 +8,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from bench.report import BenchReport, median, parser
-from manager.simulation.bound import lower_bound
-from manager.simulation.duration_model import DurationModel, Learning
-from manager.simulation.simulate import Size, simulate
-from manager.simulation.simulator import Physics, SimulationRun
+from bench.regimes import device_figures, overload_figures, wide_figures
+from bench.report import BenchReport, parser
+from bench.simulated import SEEDS, act_s, best_fixed_s, bound_s, over_seeds
+from manager.simulation.duration_model import Learning
+from manager.simulation.simulate import Size
 from manager.simulation.workloads import CODING_BURST, Coding, Search, Workload, coding, mixed, mopd
 
-#: Not the seed that constants were chosen on.
-SEEDS = (11, 12, 13)
 CORES = Size(nodes=5, cores=1280)
 DEVICES = Size(nodes=1, cores=0, gpus=40)
 MIXED = Size(nodes=5, cores=640, gpus=16)
@@ -28,33 +26,6 @@ DOPS = (2, 4, 8, 16, 32)
 DEVICE_DOPS = (1, 2, 4, 8)
 #: Searches a second of a third of a mixed batch of 1,200: below and above what they ask for at their peak.
 QUOTAS = {"moderate": 55, "tight": 25}
-
-
-def mean_act_s(run: SimulationRun) -> float:
-    """Mean over trajectories of the sum of their actions' ACTs."""
-    return sum(record.act_s for record in run.records) / max(1, run.trajectories)
-
-
-def act_s(
-    workload: Workload, policy: str, size: Size, *, strict: bool = False, knowledge: DurationModel | None = None
-) -> float:
-    return mean_act_s(simulate(workload, policy, size, strict=strict, knowledge=knowledge))
-
-
-def best_fixed_s(workload: Workload, size: Size, dops: Sequence[int]) -> float:
-    """The ACT of the best constant DoP, known only afterwards: at most that wide, or waiting for all of it."""
-    return min(act_s(workload, f"fixed:{dop},wait_s={wait_s}", size) for dop in dops for wait_s in (0, 1e9))
-
-
-def bound_s(workload: Workload, size: Size) -> float:
-    bound = lower_bound(workload.trajectories, size.capacity, workload.quotas, worker_cost_s=Physics().worker_cost_s)
-    return bound.best_s / max(1, len(workload.trajectories))
-
-
-def over_seeds(seeds: Sequence[int], measure: Callable[[int], dict[str, float]]) -> dict[str, float]:
-    """Each figure's median over the seeds."""
-    rows = [measure(seed) for seed in seeds]
-    return {name: median([row[name] for row in rows]) for name in rows[0]}
 
 
 def coding_figures(report: BenchReport, seeds: Sequence[int], batches: Sequence[int]) -> None:
@@ -182,6 +153,9 @@ PARTS: Mapping[str, Callable[[BenchReport, Sequence[int]], None]] = {
     "mopd": lambda report, seeds: mopd_figures(report, seeds, (1024, 2048, 3072)),
     "share": lambda report, seeds: share_figures(report, seeds, 1024),
     "mixed": lambda report, seeds: mixed_figures(report, seeds, 1200),
+    "overload": overload_figures,
+    "wide": wide_figures,
+    "devices": device_figures,
 }
 
 

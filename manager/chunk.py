@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 
@@ -53,3 +53,12 @@ class Chunk(NamedTuple):
 def power_at_least(count: int) -> int:
     """Return the least power of two not below ``count``: the size of the smallest chunk that holds as many."""
     return 1 << max(0, count - 1).bit_length()
+
+
+def outside(free: Iterable[Chunk], kept: Iterable[Chunk]) -> list[Chunk]:
+    """Return what is left of free chunks when the places in ``kept`` are taken away; buddies again."""
+    left = list(free)
+    for place in kept:
+        whole = next((chunk for chunk in left if chunk.contains(place)), None)
+        left = [chunk for chunk in left if not chunk.meets(place)] + ([*whole.without(place)] if whole else [])
+    return left

@@ -48,8 +48,12 @@ class StartOption:
             headroom.take(least, self.node)
 
     def reserve(self, *, memory: bool = True) -> None:
+        missing = [headroom for headroom, least in self.headrooms if not headroom.fits(least, self.node)]
         for headroom, least in self.headrooms if memory else self.headrooms[:-1]:
+            free = headroom.free
             headroom.reserve(least, self.node)
+            if missing == [headroom]:
+                headroom.awaited += free - headroom.free
 
     def compete(self, groups: int) -> None:
         """Count ``groups`` more (or fewer) that may take of what this option needs."""

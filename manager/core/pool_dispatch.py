@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar, overload
 
 from manager.action import Action, UnitSet
+from manager.chunk import Chunk
 from manager.core.candidates import Candidate, CandidateSelection, StartOption
 from manager.core.dispatcher import Dispatcher
 from manager.core.queue import QueueGroup, Waiting
 from manager.core.state import SchedulerState
 from manager.resources.placed import PlacedPool
 from manager.resources.pool import Pool, PoolRequest
-from manager.scheduler.policy import Decision, PoolView, Start, WaitingView
+from manager.scheduler.policy import ChunkView, Decision, PoolView, Start, WaitingView
 
 #: A policy is not asked again sooner than this, whatever it wants.
 _LEAST_WAKE_S = 0.001
@@ -77,6 +79,8 @@ class PoolDispatch:
         #: Units that nobody holds and nobody earlier was promised, with the candidates' minima.
         self._free = pool.free if self._headroom is None else self._headroom.free
         self._free += sum([candidate.choice.minimum for candidate in candidates])
+        #: Free units that are reserved for actions that the policy may start itself.
+        self._reserved = 0 if self._headroom is None or state.spec.strict else self._headroom.awaited
         #: Waiting actions that the policy was shown as eligible besides the candidates, by id.
         self._eligible: dict[str, Waiting] = {}
         #: Candidates that the policy started and whose place, or batch, was gone.
@@ -123,6 +127,7 @@ class PoolDispatch:
             now_s=now_s,
             total=pool.total,
             free=self._free,
+            reserved=self._reserved,
             running=Lazy(lambda: state.executing.view(pool, now_s)),
             candidates=Lazy(self._show_candidates),
             queued=Lazy(lambda: [waiting.action for waiting in self._queued(self._groups)]),
@@ -130,20 +135,24 @@ class PoolDispatch:
             eligible=Lazy(self._show_eligible),
             arrival_rate=load.arrivals.at(now_s),
             utilisation=load.utilisation(now_s),
-            chunks=pool.chunk_view(now_s) if isinstance(pool, PlacedPool) else None,
+            chunks=self._show_chunks(pool) if isinstance(pool, PlacedPool) else None,
             worker_cost_s=state.option(pool.kind, "worker_cost_s", 0.0),
         )
 
+    def _show_chunks(self, pool: PlacedPool) -> ChunkView:
+        view = pool.chunk_view(self._state.now_s)
+        return view if self._headroom is None else replace(view, kept=tuple(self._headroom.kept))
+
     def _show_candidates(self) -> list[WaitingView]:
         return [
-            WaitingView(action=candidate.waiting.action, limit=self._limit(candidate))
+            WaitingView(action=candidate.waiting.action, limit=self._limit(candidate, self._free))
             for candidate in self._candidates.values()
         ]
 
-    def _limit(self, candidate: Candidate) -> int:
-        """Return the units it may take now: what is free for the candidates, which may wait behind it."""
+    def _limit(self, candidate: Candidate, free: int) -> int:
+        """Return the units it may take now of what is free for the candidates, which may wait behind it."""
         units = candidate.choice
-        room = self._free if candidate.cap is None else min(self._free, units.minimum + candidate.cap.free)
+        room = free if candidate.cap is None else min(free, units.minimum + candidate.cap.free)
         limit = units.at_most(room)
         assert limit is not None
         return limit
@@ -220,11 +229,11 @@ class PoolDispatch:
                 others.append(start)
                 continue
             _require(start.units in candidate.choice, start, "is not in the unit set")
-            within = balance > self._free or start.units <= self._limit(candidate)
+            within = balance > self._free or start.units <= self._limit(candidate, self._free + self._reserved)
             _require(within, start, "is above its limit")
             balance -= start.units
-            _require(balance >= 0, start, f"is beyond the {self._free} units to share")
-            if self._start(candidate.waiting, candidate.option, start):
+            _require(balance >= -self._reserved, start, f"is beyond the {self._free} units to share")
+            if self._start(candidate.waiting, candidate.option, start, kept=self._kept(self._pool)):
                 started = True
             else:
                 self._missed.append(candidate)
@@ -243,11 +252,10 @@ class PoolDispatch:
 
         Such a candidate may have been promised other resources, which would idle; may start elsewhere; or may still
         fit here, if the policy was shown less than there is (a reservation of somebody behind, a narrower start).
-        If the pool has places, an action that needs one on a certain node may find that it was left free.
+        If the pool has places, others may find that the shape that they need was left free.
         """
         if isinstance(self._pool, PlacedPool):
-            bound = [group for group in self._groups if group.signature.node or len(group.demand) > 1]
-            self._look_again(group for group in bound if group.live)
+            self._look_again(group for group in self._groups if group.live)
         beaten = [one for one in self._candidates.values() if one.choice.minimum > balance]
         for candidate in (*beaten, *self._missed):
             group = candidate.waiting.group
@@ -264,8 +272,16 @@ class PoolDispatch:
         if spec is not None and spec.caps:
             self._look_again(group for group in self._state.queue.groups() if group.signature.task == task)
 
-    def _start(self, waiting: Waiting, option: StartOption, start: Start) -> bool:
-        """Start an action, unless a start of this very turn took what it needs (a batch, a place, a resource)."""
+    def _kept(self, pool: Pool) -> Sequence[Chunk]:
+        """Return the places of a pool that actions ahead of the candidates have reserved."""
+        headroom = self._selection.headrooms.get(pool.name)
+        return () if headroom is None else headroom.kept
+
+    def _start(self, waiting: Waiting, option: StartOption, start: Start, *, kept: Sequence[Chunk] = ()) -> bool:
+        """Start an action, unless a start of this very turn took what it needs (a batch, a place, a resource).
+
+        ``kept``: places of this pool that it leaves to others. In other pools nobody but their own policies reorders.
+        """
         if waiting.group is None:
             return False
         room = self._state.cap_room(waiting, self._pool.kind)
@@ -275,10 +291,10 @@ class PoolDispatch:
         requests = []
         for pool, minimum in option.needs:
             if pool is self._pool:
-                units, chunk = self._shaped(waiting, option, allowed, start), start.chunk
+                units, chunk, others = self._shaped(waiting, option, allowed, start, kept), start.chunk, kept
             else:
-                units, chunk = minimum, None
-            request = PoolRequest(waiting.id, units, waiting.action.service, chunk, option.node)
+                units, chunk, others = minimum, None, self._kept(pool)
+            request = PoolRequest(waiting.id, units, waiting.action.service, chunk, option.node, others)
             if not pool.accepts(request):
                 return False
             requests.append((pool, request))
@@ -287,13 +303,13 @@ class PoolDispatch:
         self._dispatcher.start(waiting, option.node, requests, workers=start.workers)
         return True
 
-    def _shaped(self, waiting: Waiting, option: StartOption, units: int, start: Start) -> int:
+    def _shaped(self, waiting: Waiting, option: StartOption, units: int, start: Start, kept: Sequence[Chunk]) -> int:
         """Return the widest count up to ``units`` that has a place, if the pool has places and none was named."""
         if not isinstance(self._pool, PlacedPool) or start.chunk is not None:
             return units
         counts = [count for count in _unit_set(waiting.action) if count <= units]
         for count in reversed(counts):
-            if self._pool.accepts(PoolRequest(holder=waiting.id, units=count, node=option.node)):
+            if self._pool.accepts(PoolRequest(holder=waiting.id, units=count, node=option.node, kept=kept)):
                 return count
         return counts[0]
 

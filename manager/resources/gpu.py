@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from manager.chunk import Chunk, power_at_least
+from manager.chunk import Chunk, outside, power_at_least
 from manager.config import NodeSpec, ServiceSpec
 from manager.lease import Grant
 from manager.resources.chunks import Chunks
@@ -18,66 +17,74 @@ from manager.scheduler.policy import ChunkView
 
 
 class ChunkHeadroom(Headroom):
-    """Free chunks by node and size: what fits is a matter of shapes, not of a sum."""
+    """Free chunks by node: what fits is a matter of shapes, and what is reserved is a place, not a number.
 
-    __slots__ = ("_nodes",)
+    A number of devices would never come together: each that comes free beside the reserved ones would be taken.
+    """
 
-    def __init__(self, chunks: Mapping[str, Counter[int]]) -> None:
-        super().__init__(sum(size * count for sizes in chunks.values() for size, count in sizes.items()))
-        self._nodes = chunks
+    __slots__ = ("_free", "_places", "_regions")
+
+    def __init__(self, regions: Mapping[str, Chunk], free: Iterable[Chunk]) -> None:
+        self._regions = regions
+        #: What is reserved, busy parts and all; ``kept`` has what is free of it.
+        self._places: list[Chunk] = []
+        self._free = {name: [chunk for chunk in free if region.contains(chunk)] for name, region in regions.items()}
+        super().__init__(sum(chunk.size for chunks in self._free.values() for chunk in chunks))
 
     def fits(self, units: int, node: str = "") -> bool:
-        return self._host(power_at_least(units), node) is not None
+        size = power_at_least(units)
+        return any(chunk.size >= size for name in self._names(node) for chunk in self._free[name])
 
     def take(self, units: int, node: str = "") -> None:
-        size = power_at_least(units)
-        host = self._host(size, node)
-        assert host is not None, f"no chunk of {size} is left"
-        name, level = host
-        self._nodes[name][level] -= 1
-        while level > size:
-            level //= 2
-            self._nodes[name][level] += 1
-        self.free -= size
+        place = self._best_fit(power_at_least(units), node)
+        assert place is not None, f"no chunk of {units} is left"
+        self._remove(*place)
 
     def reserve(self, units: int, node: str = "") -> None:
-        """Hold back a chunk; where none is whole, the largest pieces that could become one."""
-        missing = power_at_least(units)
-        while missing > 0 and self.free > 0:
-            name, level = self._host(missing, node) or self._largest(node)
-            if level == 0:
-                return
-            if level > missing:
-                self.take(missing, name)
-                return
-            self._nodes[name][level] -= 1
-            self.free -= level
-            missing -= level
+        """Hold back the whole chunk that fits best, else the place of which least is in use or reserved already.
 
-    def _host(self, size: int, node: str) -> tuple[str, int] | None:
-        """(node, size) of the smallest free chunk that holds ``size``."""
+        What is in use of a reserved place only falls, so it comes free within the longest action that runs there.
+        """
+        size = power_at_least(units)
+        found = self._best_fit(size, node) or self._least_used(size, node)
+        if found is not None:
+            name, place = found
+            self._places.append(place)
+            inside = [place] if self.fits(units, node) else [one for one in self._free[name] if place.contains(one)]
+            self.kept += inside
+            self._remove(name, place)
+
+    def _names(self, node: str) -> Iterable[str]:
+        return self._free if not node else (node,) if node in self._free else ()
+
+    def _remove(self, name: str, place: Chunk) -> None:
+        self._free[name] = outside(self._free[name], (place,))
+        self.free = sum(chunk.size for chunks in self._free.values() for chunk in chunks)
+
+    def _best_fit(self, size: int, node: str) -> tuple[str, Chunk] | None:
         found = [
-            (level, name)
-            for name, sizes in self._nodes.items()
-            if not node or name == node
-            for level, count in sizes.items()
-            if count and level >= size
+            (chunk.size, chunk.start, name)
+            for name in self._names(node)
+            for chunk in self._free[name]
+            if chunk.size >= size
         ]
         if not found:
             return None
-        level, name = min(found)
-        return name, level
+        _, start, name = min(found)
+        return name, Chunk(start, size)
 
-    def _largest(self, node: str) -> tuple[str, int]:
-        found = [
-            (level, name)
-            for name, sizes in self._nodes.items()
-            if not node or name == node
-            for level, count in sizes.items()
-            if count
-        ]
-        level, name = max(found, default=(0, ""))
-        return name, level
+    def _least_used(self, size: int, node: str) -> tuple[str, Chunk] | None:
+        found = []
+        for name in self._names(node):
+            region = self._regions[name]
+            for place in region.parts(size):
+                free = sum(chunk.size for chunk in self._free[name] if place.contains(chunk))
+                reserved = any(place.meets(other) for other in self._places)
+                found.append((reserved, size - free, place.start, name))
+        if not found:
+            return None
+        _, _, start, name = min(found)
+        return name, Chunk(start, size)
 
 
 class GpuPool(PlacedPool):
@@ -143,16 +150,13 @@ class GpuPool(PlacedPool):
         self._replicas.forget(region.devices)
 
     def headroom(self) -> Headroom:
-        sizes: dict[str, Counter[int]] = {name: Counter() for name in self._regions}
-        for chunk in self._chunks.free:
-            sizes[self.node_of(chunk)][chunk.size] += 1
-        return ChunkHeadroom(sizes)
+        return ChunkHeadroom(self._regions, self._chunks.free)
 
     def accepts(self, ask: PoolRequest) -> bool:
         size = power_at_least(ask.units)
         if ask.chunk is not None and (not ask.node or self.node_of(ask.chunk) == ask.node):
             return ask.chunk.size == size and self._chunks.host(ask.chunk) is not None
-        return any(host.size >= size and self._allowed(host, ask.node) for host in self._chunks.free)
+        return any(host.size >= size and self._allowed(host, ask.node) for host in self._open(ask))
 
     def node_of(self, chunk: Chunk) -> str:
         return next(name for name, region in self._regions.items() if region.contains(chunk))
@@ -269,18 +273,24 @@ class GpuPool(PlacedPool):
 
     def _place(self, ask: PoolRequest, size: int) -> Chunk:
         """A free chunk that holds the service already, else one of the smallest that fit and evicts least."""
+        free = self._open(ask)
         if ask.service is not None:
             for chunk in self._residency.of_service(ask.service):
-                if chunk.size == size and self._allowed(chunk, ask.node) and self._chunks.host(chunk):
+                if chunk.size == size and self._allowed(chunk, ask.node) and any(h.contains(chunk) for h in free):
                     return chunk
-        hosts = [host for host in self._chunks.free if host.size >= size and self._allowed(host, ask.node)]
+        hosts = [host for host in free if host.size >= size and self._allowed(host, ask.node)]
         assert hosts, f"no chunk of {size} for {ask}: {self._chunks.free}"
         level = min(host.size for host in hosts)
+        hosts.sort()
         places = [place for host in hosts if host.size == level for place in host.parts(size)]
         if ask.service is None:
             return places[0]
         service = ask.service
         return min(places, key=lambda chunk: (len(self._residency.victims(ResidentCopy(service, chunk))), chunk))
+
+    def _open(self, ask: PoolRequest) -> Sequence[Chunk]:
+        """What is free and not kept from the one that asks."""
+        return outside(self._chunks.free, ask.kept) if ask.kept else self._chunks.free
 
     def _evicts(self, service: str, chunk: Chunk) -> list[tuple[str, int]]:
         return [(victim.service, victim.chunk.size) for victim in self._residency.victims(ResidentCopy(service, chunk))]

@@ -16,10 +16,14 @@ class Headroom:
     Candidates `take` in order; an action that cannot start reserves, so that no later one starts in its place.
     """
 
-    __slots__ = ("free", "rivals")
+    __slots__ = ("awaited", "free", "kept", "rivals")
 
     def __init__(self, free: int) -> None:
         self.free = free
+        #: What is reserved for actions that wait for more of this pool and nothing else.
+        self.awaited = 0
+        #: Free places that are reserved; none where units are interchangeable.
+        self.kept: list[Chunk] = []
         #: Groups of waiting actions that may still take of it.
         self.rivals = 0
 
@@ -46,6 +50,8 @@ class PoolRequest(NamedTuple):
     chunk: Chunk | None = None
     #: The node it must be on, for actions that also hold something else of a node.
     node: str = ""
+    #: Places that it leaves to others, unless it names its chunk.
+    kept: Sequence[Chunk] = ()
 
 
 class Pool(ABC):

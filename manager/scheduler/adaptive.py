@@ -10,13 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Annotated
 
 from manager.action import Action
+from manager.scheduler.backfill import BACKFILL_TRIES, Backfill, expected_s, release_s
 from manager.scheduler.durations import kind_of
 from manager.scheduler.policy import Decision, PoolView, ResizeChoice, RunningView, Start
 from manager.scheduler.price import PricePolicy
-from manager.scheduler.rank import Ranked, head_room, ranked
+from manager.scheduler.rank import Ranked, head_room, leader, ranked
 from manager.scheduler.shares import member, water_fill
 from manager.setting import Setting
 
@@ -56,7 +58,7 @@ class AdaptivePolicy:
         malleable = [r for r in running if r.action.malleable and is_malleable(r.action, kind)]
         if not malleable and not any(action.malleable and is_malleable(action, kind) for action in waiting):
             return self.price.decide(view)
-        if not waiting and view.free == 0:
+        if not waiting and view.free + view.reserved == 0:
             return Decision()
         order = ranked(waiting, kind, view.now_s, self.short_s, self.age_max_s)
         kept_back = head_room(running, kind, self.head_room)
@@ -76,6 +78,7 @@ class _Pass:
     ) -> None:
         self._policy = policy
         self._view = view
+        self._free = view.free + view.reserved
         self._kind = kind
         self._malleable = malleable
         self._kept_back = kept_back
@@ -83,29 +86,62 @@ class _Pass:
     def run(self, order: Ranked) -> Decision:
         held = sum(r.units for r in self._malleable)
         # What can be had at most: the free units, and what running ones hold above their minimum.
-        reach = self._view.free + held - sum(self._least(r.action) for r in self._malleable)
-        first, reach = self._fitting(order.first, reach)
-        rest, reach = self._fitting(order.rest, reach)
+        reach = self._free + held - sum(self._least(r.action) for r in self._malleable)
+        first, rest, reach = self._joining(order, reach)
         joiners = [action for action in rest if is_malleable(action, self._kind)]
         rigid = first + [action for action in rest if not is_malleable(action, self._kind)]
         rigid_units = sum(self._least(action) for action in rigid)
-        shares = self._shares(joiners, self._view.free + held - rigid_units - self._kept_back, reach)
+        shares = self._shares(joiners, self._free + held - rigid_units - self._kept_back, reach)
         starts = [Start(action_id=action.id, units=self._least(action)) for action in rigid]
-        joined, shrinks, spare = self._join(joiners, shares, self._view.free - rigid_units)
+        joined, shrinks, spare = self._join(joiners, shares, self._free - rigid_units)
         growths, wake_s = self._grow(shares, spare - self._kept_back)
         return Decision(starts=starts + joined, resizes=shrinks + growths, wake_s=wake_s)
 
     def _least(self, action: Action) -> int:
         return action.cost[self._kind].minimum
 
-    def _fitting(self, waiting: Iterable[Action], reach: int) -> tuple[list[Action], int]:
-        """The actions that fit together at their minimum, up to the first that does not."""
+    def _joining(self, order: Ranked, reach: int) -> tuple[list[Action], list[Action], int]:
+        """The short ones and the others that start now at their minimum, and what can be had beside them.
+
+        The oldest goes before everything else if it is wide; while it has to wait, what starts makes it wait no longer.
+        """
+        others = iter(order.rest)
+        next_ = next(others, None)
+        head = leader(order.first, next_, self._kind)
+        heads: list[Action] = []
+        backfill = None
+        if head is not None and self._least(head) <= reach:
+            heads, reach = [head], reach - self._least(head)
+        elif head is not None:
+            backfill = Backfill.behind(self._least(head), reach, [self._release(one) for one in self._view.running])
+            reach = self._free  # to shrink others would make them end later than expected
+        first, reach = self._fitting(order.first, reach, head, backfill)
+        in_order = others if next_ is None else chain((next_,), others)
+        rest, reach = self._fitting(in_order, reach, head, backfill)
+        return first, heads + rest, reach
+
+    def _release(self, running: RunningView) -> tuple[float, int]:
+        """Seconds until an action ends, and what it gives back then: at any time it can be shrunk to its minimum."""
+        shrinks = running.action.malleable and is_malleable(running.action, self._kind)
+        return release_s(running), self._least(running.action) if shrinks else running.units
+
+    def _fitting(
+        self, waiting: Iterable[Action], reach: int, head: Action | None, backfill: Backfill | None
+    ) -> tuple[list[Action], int]:
+        """The actions that fit together at their minimum, up to the first that does not; ``head`` is left out."""
         fitting: list[Action] = []
+        misses = 0
         for action in waiting:
-            if self._least(action) > reach:
+            least = self._least(action)
+            if action is head:
+                continue
+            if least <= reach and (backfill is None or backfill.take(least, expected_s(action, least))):
+                reach -= least
+                fitting.append(action)
+                continue
+            misses += 1
+            if backfill is None or reach == 0 or misses > BACKFILL_TRIES:
                 break
-            reach -= self._least(action)
-            fitting.append(action)
         return fitting, reach
 
     def _shares(self, joiners: Sequence[Action], units: int, reach: int) -> list[int]:

@@ -62,7 +62,7 @@ def _limited(item: ArrangeItem, limit: int) -> ArrangeItem:
 
 
 def _operator(view: PoolView) -> Operator:
-    return BasicOperator(view.free) if view.chunks is None else ChunkOperator.of(view.chunks.free)
+    return BasicOperator(view.free) if view.chunks is None else ChunkOperator.of(view.chunks.open)
 
 
 def _decision(view: PoolView, units: Sequence[int]) -> Decision:
@@ -81,7 +81,7 @@ def _decision(view: PoolView, units: Sequence[int]) -> Decision:
 
 def placed(chunks: ChunkView, candidates: Sequence[WaitingView], units: Sequence[int]) -> list[Start]:
     """Chunks for the chosen sizes: the largest first, warm places preferred, else the smallest chunk that fits."""
-    free = list(chunks.free)
+    free = list(chunks.open)
     starts: dict[str, Start] = {}
     order = sorted(range(len(units)), key=lambda index: (-units[index], index))
     for index in order:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from manager.action import Action
-from manager.chunk import Chunk
+from manager.chunk import Chunk, outside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +66,13 @@ class ChunkView:
     recent: Callable[[str], float] = _never_used
     #: Tokens that actions of a service may add up to in one batch; 0 where each runs alone.
     batch_tokens: Callable[[str], int] = _runs_alone
+    #: Free places that are kept for actions ahead of the candidates.
+    kept: tuple[Chunk, ...] = ()
+
+    @property
+    def open(self) -> Sequence[Chunk]:
+        """What the candidates may take: the free chunks without the places that are kept."""
+        return outside(self.free, self.kept) if self.kept else self.free
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +94,9 @@ class PoolView:
     #: included. A policy that reorders (short rigid actions first, with an ageing bound) or that frees units by
     #: resizing looks here; a Start of one that turns out not to fit is left waiting by the core.
     eligible: Sequence[Action] = ()
+    #: Free units besides ``free``, reserved for eligible actions ahead of the candidates: a policy that looks after
+    #: these itself, and starts them in time, may use them.
+    reserved: int = 0
     #: Arrivals per second of actions for this pool, smoothed.
     arrival_rate: float = 0.0
     #: Smoothed fraction of the pool in use.

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Annotated
 
 from manager.action import Action
+from manager.scheduler.backfill import BACKFILL_TRIES, Backfill, expected_s, release_s
 from manager.scheduler.device_price import DevicePrice
 from manager.scheduler.durations import UNKNOWN_S, Shape, is_elastic, kind_of, shape_of
 from manager.scheduler.policy import Decision, Hold, PoolView, RunningView, Start
-from manager.scheduler.rank import head_room, ranked
+from manager.scheduler.rank import head_room, leader, ranked
 from manager.setting import Setting
 
 #: Ends of running actions that the option to wait looks at, soonest first.
@@ -49,7 +51,7 @@ class PricePolicy:
         waiting = view.eligible or [candidate.action for candidate in view.candidates]
         if not waiting:
             return Decision()
-        if view.free == 0:
+        if view.free + view.reserved == 0:
             return Decision()
         kind = kind_of(view.name)
         order = ranked(waiting, kind, view.now_s, self.short_s, self.age_max_s)
@@ -68,7 +70,7 @@ class _Pass:
     ) -> None:
         self._view = view
         self._kind = kind
-        self._free = view.free
+        self._free = view.free + view.reserved
         self._behind = behind
         self._scale = policy.c / view.total
         self._age_max_s = policy.age_max_s
@@ -76,17 +78,37 @@ class _Pass:
         self._coming = policy.a_s * elastic_rate(running, kind) * view.utilisation**4
         self._limits: dict[str, int] | None = None
         self._ends: ExpectedEnds | None = None
+        self._backfill: Backfill | None = None
         self._starts: list[Start] = []
         self._holds: list[Hold] = []
 
-    def run(self, first: Iterable[Action], rest: Iterable[Action], kept_back: int) -> Decision:
-        for action in first:
-            if not self._start(action, action.cost[self._kind].minimum):
-                break
-        for action in rest:
-            if not self._consider(action, kept_back):
-                break
+    def run(self, first: Sequence[Action], rest: Iterable[Action], kept_back: int) -> Decision:
+        others = iter(rest)
+        next_ = next(others, None)
+        head = leader(first, next_, self._kind)
+        if head is not None:
+            self._lead(head, kept_back)
+        in_order = others if next_ is None else chain((next_,), others)
+        self._each(first, head, lambda action: self._start(action, action.cost[self._kind].minimum))
+        if not self._holds:  # the oldest waits on purpose, and the others behind it
+            self._each(in_order, head, lambda action: self._consider(action, kept_back))
         return Decision(starts=self._starts, holds=self._holds)
+
+    def _lead(self, head: Action, kept_back: int) -> None:
+        """Start the oldest before the short ones that came later, or keep them from making it wait longer."""
+        if not self._consider(head, kept_back) and not self._holds:
+            ends = [(release_s(one), one.units) for one in self._running]
+            self._backfill = Backfill.behind(head.cost[self._kind].minimum, self._free, ends)
+
+    def _each(self, waiting: Iterable[Action], head: Action | None, start: Callable[[Action], bool]) -> None:
+        """Start actions in order up to the first that has to wait; beside a backfill, look at some more."""
+        misses = 0
+        for action in waiting:
+            if action is head or start(action):
+                continue
+            misses += 1
+            if self._backfill is None or self._free == 0 or misses > BACKFILL_TRIES:
+                break
 
     def _consider(self, action: Action, kept_back: int) -> bool:
         """Start it or hold it; False where those behind it have to wait as well."""
@@ -130,6 +152,8 @@ class _Pass:
 
     def _start(self, action: Action, units: int) -> bool:
         if units > self._free:
+            return False
+        if self._backfill is not None and not self._backfill.take(units, expected_s(action, units)):
             return False
         self._free -= units
         self._starts.append(Start(action_id=action.id, units=units))

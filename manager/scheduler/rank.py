@@ -36,6 +36,17 @@ def ranked(waiting: Sequence[Action], kind: str, now_s: float, short_s: float, a
     return Ranked(first, (action for action in waiting if not is_short(action, kind, short_s)))
 
 
+def leader(first: Sequence[Action], next_: Action | None, kind: str) -> Action | None:
+    """Return the oldest action that waits if its minimum is more than one unit: it starts first, or others backfill.
+
+    ``next_`` is the first of the others. Single units need no such care: the next one that comes free is theirs.
+    """
+    if next_ is not None and first and first[0].submitted_s < next_.submitted_s:
+        next_ = None
+    oldest = next_ or (first[0] if first else None)
+    return oldest if oldest is not None and oldest.cost[kind].minimum > 1 else None
+
+
 def shortest_first(waiting: Sequence[Action], now_s: float, age_max_s: float) -> list[Action]:
     """Within a task the shortest first, by what is known of them; the turns of the tasks stay as they are.
 

@@ -1,0 +1,54 @@
+"""What the figures are made of: one simulation as a row of its mean, its tail and its length; medians over seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from bench.report import median, percentile
+from manager.simulation.bound import lower_bound
+from manager.simulation.duration_model import DurationModel
+from manager.simulation.simulate import Size, simulate
+from manager.simulation.simulator import Physics, SimulationRun
+from manager.simulation.workloads import Workload
+
+#: Not the seeds that constants were chosen on, 1 to 3.
+SEEDS = (11, 12, 13)
+
+
+def mean_act_s(run: SimulationRun) -> float:
+    """Mean over trajectories of the sum of their actions' ACTs."""
+    return sum(record.act_s for record in run.records) / max(1, run.trajectories)
+
+
+def act_s(
+    workload: Workload, policy: str, size: Size, *, strict: bool = False, knowledge: DurationModel | None = None
+) -> float:
+    return mean_act_s(simulate(workload, policy, size, strict=strict, knowledge=knowledge))
+
+
+def row_of(run: SimulationRun) -> dict[str, float]:
+    """Return in seconds: the mean ACT of a trajectory, the tail of single actions' ACTs, the longest wait, the end."""
+    acts_s = [record.act_s for record in run.records]
+    return {
+        "mean": mean_act_s(run),
+        "p99": percentile(acts_s, 0.99),
+        "p99.9": percentile(acts_s, 0.999),
+        "max_wait": max((record.queue_s for record in run.records), default=0.0),
+        "makespan": run.makespan_s,
+    }
+
+
+def best_fixed_s(workload: Workload, size: Size, dops: Sequence[int]) -> float:
+    """The ACT of the best constant DoP, known only afterwards: at most that wide, or waiting for all of it."""
+    return min(act_s(workload, f"fixed:{dop},wait_s={wait_s}", size) for dop in dops for wait_s in (0, 1e9))
+
+
+def bound_s(workload: Workload, size: Size) -> float:
+    bound = lower_bound(workload.trajectories, size.capacity, workload.quotas, worker_cost_s=Physics().worker_cost_s)
+    return bound.best_s / max(1, len(workload.trajectories))
+
+
+def over_seeds(seeds: Sequence[int], measure: Callable[[int], dict[str, float]]) -> dict[str, float]:
+    """Each figure's median over the seeds."""
+    rows = [measure(seed) for seed in seeds]
+    return {name: median([row[name] for row in rows]) for name in rows[0]}
