@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 
 import pytest
@@ -22,9 +23,23 @@ def names(report: dict[str, object]) -> set[str]:
 
 
 @pytest.mark.slow
-def test_scheduler_reports_decision_and_burst(capsys: pytest.CaptureFixture[str]) -> None:
-    scheduler.main(["--quick", "--json"])
-    assert names(last_line(capsys)) == {"decision_p99_ms", "burst_step_ms"}
+def test_scheduler_reports_steps_and_bursts(capsys: pytest.CaptureFixture[str]) -> None:
+    threshold = gc.get_threshold()
+    try:
+        scheduler.main(["--quick", "--json"])
+    finally:
+        gc.set_threshold(*threshold)
+    report = last_line(capsys)
+    assert names(report) == {
+        "step_p50_over_json",
+        "step_p99_over_json",
+        "step_100k_over_1536",
+        "burst_1536_over_json",
+        "burst_16000_over_json",
+        "new_trajectory_over_json",
+    }
+    assert isinstance(report["figures"], dict)
+    assert {"decision_p99_ms", "burst_step_ms"} <= report["figures"].keys()
 
 
 @pytest.mark.slow
