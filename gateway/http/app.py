@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import cached_property
 from traceback import clear_frames
 
 import structlog
@@ -44,7 +45,6 @@ class HttpApp:
         self._services = services
         self._log = structlog.get_logger("gateway.http")
         self.operations = [*operations(services), self._openapi_row()]
-        self._shapes = Shapes(self.operations)
         self._open = {PAGE, *(operation.path for operation in self.operations if operation.open)}
         self._door = Door(services.guard, services.session, {kind for row in self.operations for kind in row.body})
         page = LandingPage(self._door, services.session)
@@ -108,6 +108,11 @@ class HttpApp:
         """The methods of every row of this path."""
         here = [route for route in self._routes if route.matches(scope)[0] is not Match.NONE]
         return ", ".join(sorted({method for route in here for method in route.methods or ()}))
+
+    @cached_property
+    def _shapes(self) -> Shapes:
+        """Made when it is first asked for: it takes as long as a tenth of the gateway's start."""
+        return Shapes(self.operations)
 
     async def _openapi_page(self, request: Request) -> Response:
         """The document; who may not call the functions is not told of them."""

@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cached_property
 from urllib.parse import SplitResult, urlsplit
 
 import httpx
@@ -56,10 +57,14 @@ class CallbackSender:
         self._held: dict[int, asyncio.Task[None]] = {}
         self._busy: Counter[str] = Counter()
         self._look = asyncio.Event()
-        self._client = httpx.AsyncClient(timeout=spec.timeout_s, follow_redirects=False, trust_env=False)
         self._log = structlog.get_logger("gateway.callbacks")
         self.delivered = 0
         self.failed = 0
+
+    @cached_property
+    def _client(self) -> httpx.AsyncClient:
+        """Made when the first callback is due: reading the machine's certificates is no part of a start."""
+        return httpx.AsyncClient(timeout=self._spec.timeout_s, follow_redirects=False, trust_env=False)
 
     def check(self, url: str) -> None:
         """Raise InvalidInput unless the URL may be called."""
@@ -96,7 +101,8 @@ class CallbackSender:
         finally:
             for task in list(self._held.values()):
                 task.cancel()
-            await self._client.aclose()
+            if "_client" in vars(self):
+                await self._client.aclose()
 
     async def _begin_due(self) -> float:
         """Begin as many as there are slots for; seconds until more are due."""

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from functools import cached_property
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 
 import httpx
@@ -46,9 +47,15 @@ class ApiRuntime:
             logging.getLogger(library).setLevel(logging.WARNING)
         self._secrets = secrets
         self._templates: dict[str, tuple[RequestSpec, RequestTemplate]] = {}
-        self._client = httpx.AsyncClient(
-            limits=httpx.Limits(max_connections=connections_max, max_keepalive_connections=connections_max),
-            timeout=httpx.Timeout(None, connect=connect_timeout_s),
+        self._connections_max, self._connect_timeout_s = connections_max, connect_timeout_s
+
+    @cached_property
+    def _client(self) -> httpx.AsyncClient:
+        """Made with the first call: reading the machine's certificates is no part of a start."""
+        bound = self._connections_max
+        return httpx.AsyncClient(
+            limits=httpx.Limits(max_connections=bound, max_keepalive_connections=bound),
+            timeout=httpx.Timeout(None, connect=self._connect_timeout_s),
             # One caller's session must never reach another's call.
             cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
         )
@@ -83,7 +90,8 @@ class ApiRuntime:
         """A call keeps nothing of its trajectory."""
 
     async def close(self) -> None:
-        await self._client.aclose()
+        if "_client" in vars(self):
+            await self._client.aclose()
 
     def _template(self, function: FunctionSpec) -> RequestTemplate:
         """The function's template, taken apart once for each revision."""
