@@ -20,7 +20,7 @@ from manager.outcome import State
 from tangram.types.scalars import LIST_LIMIT_MAX
 
 #: Rows that one page looks at, at most, where more than one condition was given (some milliseconds).
-LOOKED_AT = 4000
+LOOKED_AT = 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
