@@ -6,7 +6,7 @@ SEED ?= $(shell date +%s)
 # What changes most, and needs neither Docker nor a network.
 QUICK := tests/house tests/manager tests/gateway
 
-.PHONY: demo test quick setup format lint types unit sim bench serve clean
+.PHONY: demo test quick setup format lint types unit sim bench ecosystem serve clean
 
 demo: setup
 	@$(PYTHON) -m scripts.demo
@@ -41,6 +41,10 @@ sim: setup
 # Every bench, one JSON object each on its last line (bench/report.py says its form).
 bench: setup
 	@for name in gateway sandbox isolation scheduler figures rollouts model durable attacks kills; do $(PYTHON) -m bench.$$name --json; done
+
+# Real clients from the registry, each in an environment of its own (.cache/ecosystem), against the doors; also in `make test`.
+ecosystem: setup
+	$(PYTHON) -m pytest -q -rs tests/ecosystem
 
 serve: setup .cache/models/teacher/config.json
 	.venv/bin/tangram serve

@@ -22,6 +22,7 @@ from gateway.auth import Guard, PageSession, check_doors
 from gateway.config.load import GatewayConfig
 from gateway.connections import Connections
 from gateway.dashboard.activity import ActionEnds, Activity, Observers
+from gateway.facades.listeners import FacadeListeners
 from gateway.grpc.server import GrpcServer
 from gateway.http.app import HttpApp
 from gateway.http.early import HttpDoor
@@ -94,6 +95,7 @@ class _Opened:
     sockets: tuple[socket.socket, socket.socket]
     tokens: DoorTokens | None
     door: HttpDoor
+    facades: FacadeListeners
     state_dir: StateDirectory
     wall: Callable[[], float]
     clock: Clock
@@ -130,6 +132,7 @@ async def _open(
         closers.enter_context(announced(server.state_dir, server.host, http.getsockname()[1]))
     door = HttpDoor(http, room.connections_max, server)
     closers.push_async_callback(door.close)
+    facades = FacadeListeners(server, room.connections_max, silent_s, closers)
     spec = StoreSpec(path=state_dir.database, durability=Durability(server.durability))
     store = Store(spec, wall=wall, lost=lambda: state_dir.lost)
     await store.open()
@@ -151,6 +154,7 @@ async def _open(
         sockets=(http, grpc),
         tokens=tokens,
         door=door,
+        facades=facades,
         state_dir=state_dir,
         wall=wall,
         clock=clock,
@@ -175,7 +179,7 @@ class App:
         self.wall, self._clock = opened.wall, opened.clock
         self._http_socket, self._grpc_socket = opened.sockets
         self.tokens = opened.tokens
-        self._door, self._state_dir = opened.door, opened.state_dir
+        self._door, self._state_dir, self.facades = opened.door, opened.state_dir, opened.facades
         self.store, self.history, self.registry = opened.store, opened.history, opened.registry
         self.node, self.runtimes, self._models = opened.node, opened.runtimes, opened.models
         self._trajectories, self._adopted = opened.trajectories, opened.adopted
@@ -183,7 +187,8 @@ class App:
         self._stopping = asyncio.Event()
         self._room = opened.room
         #: Open connections by door.
-        self.connections = {"http": self._door.connections, "grpc": Connections(limit=self._room.connections_max)}
+        grpc = Connections(limit=self._room.connections_max)
+        self.connections = {"http": self._door.connections, "grpc": grpc, **self.facades.connections}
         self.logs = Logs(self.store, server.logs, wall=self.wall)
         self.metrics = Metrics()
         self.activity = Activity(self._clock.now, self.wall)
@@ -246,6 +251,7 @@ class App:
             session=PageSession(self._clock.now),
             bounds=self.config.server,
             held=self.held,
+            admission=self.admission,
             invocations=self.invocations,
             logs=self.logs,
             store=self.store,
@@ -300,13 +306,13 @@ class App:
         Raises CodedError if a bug has stopped the scheduler: the next gateway goes on from the record.
         """
         gc.set_threshold(*COLLECT_EVERY)
-        self._door.open(HttpApp(self.services))
+        self._door.open(self.facades.open(self.services, HttpApp(self.services)))
         try:
             stopping = asyncio.ensure_future(self._stopping.wait())
             await asyncio.wait({self._door.serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
             await self._drain()
         finally:
-            await self._door.close()
+            await asyncio.gather(self._door.close(), self.facades.close())
         if self.engine.fault is not None:
             raise CodedError(f"{self.engine.fault}; the log tells more", component="engine")
 
@@ -423,6 +429,7 @@ class App:
             "serving",
             http=_address(self._http_socket),
             grpc=_address(self._grpc_socket),
+            facades=dict.fromkeys(dict(self.config.server.facades.opened()), "/") | self.facades.ports,
             auth="none: whoever reaches this machine's loopback" if self.tokens is None else "bearer token",
             sandboxes=info.kind,
             engine=info.engine,

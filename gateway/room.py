@@ -33,7 +33,9 @@ class Room:
     def measured(cls, server: ServerConfig) -> Room:
         """Raise this process's bound of descriptors as far as it goes, and say what is short at the start."""
         descriptors = raise_descriptors()
-        fitting = max(CONNECTIONS_MIN, (descriptors - server.descriptors_reserved) // DOORS)
+        fitting = max(
+            CONNECTIONS_MIN, (descriptors - server.descriptors_reserved) // (DOORS + len(server.facades.ports))
+        )
         if fitting < server.connections_max:
             logger.warning(
                 "fewer connections than configured: too few descriptors (ulimit -n)",

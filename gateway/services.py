@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 from gateway.auth import Guard, PageSession
 from gateway.config.sections import ServerConfig
 from gateway.dashboard.activity import Activity
-from gateway.invocations.admission import HeldInputs
+from gateway.invocations.admission import Admission, HeldInputs
 from gateway.invocations.callbacks import CallbackSender
 from gateway.invocations.invocations import Invocations
 from gateway.invocations.logs import Logs
@@ -58,6 +58,7 @@ class Services:
     #: Bounds of the doors: ``server`` of the configuration.
     bounds: ServerConfig
     held: HeldInputs
+    admission: Admission
     invocations: Invocations
     logs: Logs
     store: Store

@@ -235,6 +235,7 @@ class _Assembly:
         node = replace(node, cpu=replace(node.cpu, topology=self._absolute("node", node.cpu.topology)))
         functions = self._functions(resources, sandbox, models)
         self._engine_problems(functions, node)
+        self._facade_problems(server, functions)
         return GatewayConfig(
             functions=functions,
             tasks={"default": TaskSpec(), **self.keep.tasks, **tasks},
@@ -336,6 +337,18 @@ class _Assembly:
             # One that is kept was declared elsewhere: what is new beside it is at fault.
             place = named.get(name) or next(entry for each, entry in named.items() if each in models)
             self._refuse(place, message, ("model", "engine") if name in named else ())
+
+    def _facade_problems(self, server: ServerConfig, functions: Mapping[str, FunctionSpec]) -> None:
+        """A door that runs programs names functions that run commands."""
+        fusion = server.facades.sandboxfusion
+        if fusion is None or "server" not in self.sections:
+            return
+        commands = {name for name, function in functions.items() if function.runtime == "exec"}
+        known = commands | {name for name in self.entries["functions"] if name not in functions}
+        for language, name in fusion.languages.items():
+            if name not in known:
+                path = ("facades", "sandboxfusion", "languages", language)
+                self._refuse(self.sections["server"], f"{name!r} is no exec function{suggestion(name, commands)}", path)
 
     def _resources(self) -> dict[str, Resource]:
         """Those that are declared, and after them those that are kept."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
+from gateway.config.facades import FacadesSection
 from manager.config import ResourceName, SchedulerSpec
 from manager.function import SandboxSpec
 from manager.scheduler.policy import PolicySpec
@@ -117,6 +118,9 @@ class ServerConfig:
     retention: Annotated[RetentionSection, Setting("how long records and logs are kept")] = RetentionSection()
     logs: Annotated[LogsSection, Setting("bounds of live logs")] = LogsSection()
     callbacks: Annotated[CallbacksSection, Setting("where results may be posted to")] = CallbacksSection()
+    facades: Annotated[FacadesSection, Setting("doors in other protocols, none by default")] = field(
+        default_factory=FacadesSection
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from functools import cached_property
 from traceback import clear_frames
 
@@ -11,7 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Match, Route, Router
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway import wire
 from gateway.auth import Role
@@ -25,14 +24,12 @@ from gateway.http.messages import JSON, problem_response
 from gateway.http.openapi import Shapes, document
 from gateway.http.operation import Endpoint, Operation, json_answer
 from gateway.http.page import LandingPage
-from gateway.http.stream import GIVE_UP_STALLS
+from gateway.http.sending import BoundedSend
 from gateway.http.trajectories import TrajectoryOperations
 from gateway.services import Services
 from manager.errors import CodedError, Forbidden, InvalidInput, NotFound, Unauthorized, exhaustion
 from tangram.types.scalars import JsonObject
 
-#: What any connection takes at once, whether its peer reads or not.
-SMALL_BYTES = 16 * 1024
 PAGE = "/"
 #: What the caller may do, in the scope of a request that was let in.
 ROLE = "tangram.role"
@@ -57,16 +54,7 @@ class HttpApp:
             await send({"type": "websocket.close"})  # before it was accepted: a 403
             return
         scope["app"] = self  # makes Starlette raise for a wrong method instead of answering in plain text
-        started = False
-
-        async def noting(message: Message) -> None:
-            nonlocal started
-            started = True
-            if len(message.get("body", b"")) <= SMALL_BYTES:
-                await send(message)
-            else:
-                await self._send_within_bounds(send, message)
-
+        noting = BoundedSend(send, self._services.logs.spec.stall_s)
         try:
             if scope["path"] not in self._open:
                 scope[ROLE] = self._door.let_in(scope)
@@ -75,20 +63,12 @@ class HttpApp:
             return
         except Exception as error:
             response = self._failed(error, scope)
-            if started:
+            if noting.started:
                 raise
             # The frames that it came through hold the request's body, often with the error itself: in a circle, which
             # would stay until the collector comes. Under an overload of large requests that is too late.
             clear_frames(error.__traceback__)
             await response(scope, receive, send)
-
-    async def _send_within_bounds(self, send: Send, message: Message) -> None:
-        """Send; raises ClientDisconnect when the caller, though it is there, does not read."""
-        try:
-            async with asyncio.timeout(GIVE_UP_STALLS * self._services.logs.spec.stall_s):
-                await send(message)
-        except TimeoutError:
-            raise ClientDisconnect() from None
 
     def _failed(self, error: Exception, scope: Scope) -> Response:
         error = exhaustion(error, "http") or error

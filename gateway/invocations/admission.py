@@ -51,6 +51,8 @@ class Admission:
         self._last_start_s = now()
         self.queued = 0
         self.draining = False
+        #: Called with the function of each that no longer waits.
+        self.on_leave: list[Callable[[str], None]] = []
 
     def check(self, function: FunctionSpec, task: str) -> None:
         """Raise Draining, CapacityExceeded or QuotaExceeded when one more may not wait."""
@@ -81,6 +83,8 @@ class Admission:
         self._last_start_s = now_s
         past_s = interval_s if self._interval_s is None else self._interval_s
         self._interval_s = past_s + SMOOTHING * (interval_s - past_s)
+        for on_leave in self.on_leave:
+            on_leave(function)
 
     def waiting(self, function: str) -> int:
         """Invocations of the function that wait now."""

@@ -18,7 +18,7 @@ ROOMS = {
     "transformers": ("runtimes/model/",),
     "pynvml": ("runtimes/model/device/devices.py",),
     "ray": ("runtimes/node/ray_cluster.py",),
-    "starlette": ("gateway/http/",),
+    "starlette": ("gateway/http/", "gateway/facades/"),
     "hypercorn": ("gateway/http/",),
     "grpclib": ("gateway/grpc/",),
     "sqlite3": ("gateway/store", "gateway/invocations/record.py", "gateway/store/retention.py"),

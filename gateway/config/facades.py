@@ -1,0 +1,71 @@
+"""The doors in foreign protocols: ``server.facades`` of the YAML. None is open unless it is named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Annotated, Literal, Protocol
+
+from manager.setting import Setting
+
+
+class FacadeSection(Protocol):
+    """What every door has."""
+
+    @property
+    def port(self) -> int | None: ...
+
+    @property
+    def client_timeout_s(self) -> float | None: ...
+
+
+Port = Annotated[
+    int | None,
+    Setting("a listener of its own, where its paths begin at the root; 0 takes a free one", ge=0, le=65535),
+]
+ClientTimeout = Annotated[
+    float | None,
+    Setting(
+        "its clients give up after this time; a second before, a call is withdrawn. By default what is known of them"
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardsFacade:
+    """Remote rewards and retrieval: ``/rm/{function}`` (slime, OpenRLHF) and ``/retrieve/{function}`` (Search-R1)."""
+
+    port: Port = None
+    client_timeout_s: ClientTimeout = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxFusionFacade:
+    """SandboxFusion's ``/run_code``, as verl's code reward and ROLL ask."""
+
+    languages: Annotated[
+        Mapping[Literal["python", "pytest", "bash", "nodejs", "cpp"], str],
+        Setting("language: the exec function that runs it, whose sandbox has python3 and what the language needs"),
+    ]
+    port: Port = None
+    client_timeout_s: ClientTimeout = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FacadesSection:
+    """Doors in other protocols, for clients as they are; off unless named (``rewards: {}``)."""
+
+    rewards: Annotated[RewardsFacade | None, Setting("remote rewards and retrieval")] = None
+    sandboxfusion: Annotated[SandboxFusionFacade | None, Setting("SandboxFusion's /run_code")] = None
+
+    def opened(self) -> Iterator[tuple[str, FacadeSection]]:
+        """Yield the doors that are open, by the name of their field."""
+        for each in fields(self):
+            section = getattr(self, each.name)
+            if section is not None:
+                yield each.name, section
+
+    @property
+    def ports(self) -> Mapping[str, int]:
+        """The doors that have a listener of their own."""
+        return {name: section.port for name, section in self.opened() if section.port is not None}

@@ -1,0 +1,51 @@
+"""Listeners of foreign doors that want a port of their own, with their paths at its root."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+
+from starlette.types import ASGIApp
+
+from gateway.config.sections import ServerConfig
+from gateway.connections import Connections
+from gateway.facades.app import FacadeApp, FrontApp, make_facades
+from gateway.facades.calls import ForeignCalls
+from gateway.http.early import HttpDoor
+from gateway.http.server import listen
+from gateway.services import Services
+
+
+class FacadeListeners:
+    """The ports of the doors: bound at the start, answering 503 until `open`."""
+
+    def __init__(self, server: ServerConfig, connections_max: int, silent_s: float, closers: AsyncExitStack) -> None:
+        """Bind them; ``closers`` closes what was bound. Raises Conflict for a port that is taken."""
+        self._doors: dict[str, HttpDoor] = {}
+        #: What makes the doors' calls; None until `open`.
+        self.calls: ForeignCalls | None = None
+        self.ports: dict[str, int] = {}
+        closers.push_async_callback(self.close)
+        for name, port in server.facades.ports.items():
+            listener: socket.socket = closers.enter_context(listen(server.host, port, silent_s))
+            self._doors[name] = HttpDoor(listener, connections_max, server)
+            self.ports[name] = listener.getsockname()[1]
+
+    @property
+    def connections(self) -> Mapping[str, Connections]:
+        """Open connections by door."""
+        return {name: door.connections for name, door in self._doors.items()}
+
+    def open(self, services: Services, own: ASGIApp) -> ASGIApp:
+        """Open the doors, and return what answers at the gateway's own port: ``own`` behind those that are there."""
+        self.calls = ForeignCalls(services)
+        facades = make_facades(services, self.calls)
+        for name, door in self._doors.items():
+            door.open(FacadeApp(facades[name]))
+        return FrontApp(list(facades.values()), own) if facades else own
+
+    async def close(self) -> None:
+        """Let open requests end, and stop; idempotent."""
+        await asyncio.gather(*(door.close() for door in self._doors.values()))

@@ -1,0 +1,322 @@
+"""SandboxFusion's ``/run_code``: one program, its verdict and its output; what verl's code reward asks.
+
+A program runs in a sandbox that nobody has used. Where there are several steps (a compiler, files to bring back) they
+are the actions of a trajectory of its own, which ends with the answer.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from msgspec import Struct
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+
+from gateway.config.facades import SandboxFusionFacade
+from gateway.facades.facade import Facade, ForeignRoute, answer, read_shape, result_of
+from gateway.facades.faults import Dialect, Fault, FaultKind, fault_of_end
+from gateway.facades.sandboxfusion_boot import BOOT, COMPILE_CPP, COMPLAINT, FETCH, REFUSED
+from gateway.http.messages import record_headers
+from gateway.invocations.record import Record
+from manager.errors import InvalidInput, Reason, Unsupported
+from manager.function import FunctionSpec
+
+#: Seconds that clients add to the two time-outs of a request before they give up (verl).
+CLIENT_MARGIN_S = 10.0
+#: Seconds that a program is given beside its own, to be laid out and started.
+START_S = 0.1
+FILES_MAX = 1000
+#: Names of files that SandboxFusion leaves out.
+IGNORED = "IGNORE_THIS_FILE"
+PYTHON = ("python3", "-I", "-S", "-c")
+
+
+class RunCodeRequest(Struct, rename={"memory_limit_mb": "memory_limit_MB"}):
+    """A program; keys that are not known mean nothing, as ROLL sends its own."""
+
+    code: str
+    language: str
+    stdin: str | None = None
+    compile_timeout: float = 10.0
+    run_timeout: float = 10.0
+    memory_limit_mb: int | None = None
+    files: dict[str, str | None] = {}
+    fetch_files: list[str] = []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Language:
+    """How programs of a language run; ``{file}`` is the program's."""
+
+    suffix: str
+    run: tuple[str, ...]
+    compile: tuple[str, ...] = ()
+    #: Resources that ``memory_limit_MB`` bounds.
+    limits: tuple[str, ...] = ("RLIMIT_AS", "RLIMIT_DATA")
+
+
+LANGUAGES: Mapping[str, Language] = {
+    "python": Language(suffix=".py", run=("{python}", "{file}")),
+    "pytest": Language(suffix=".py", run=("{python}", "-m", "pytest", "{file}")),
+    "bash": Language(suffix=".sh", run=("bash", "{file}")),
+    "nodejs": Language(suffix=".js", run=("node", "{file}"), limits=()),  # V8 reserves more than it ever uses
+    "cpp": Language(
+        suffix=".cpp",
+        compile=("/bin/sh", "-c", COMPILE_CPP, "sh", "{file}"),
+        run=("./test",),
+        limits=("RLIMIT_AS", "RLIMIT_DATA", "RLIMIT_STACK"),
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A request as its steps need it."""
+
+    asked: RunCodeRequest
+    language: Language
+    function: FunctionSpec
+    directory: str
+    file: str
+    #: Path -> base64, the program's own file among them.
+    files: Mapping[str, str]
+    until_s: float
+
+    def boot(self, argv: Sequence[str], *, laid_out: bool = False, stdin: str = "") -> dict[str, object]:
+        """Return the input of an exec action that becomes ``argv``; ``laid_out``: the files are there."""
+        bytes_max = (self.asked.memory_limit_mb or 0) * 2**20
+        told = json.dumps(
+            {
+                "directory": self.directory,
+                "files": {} if laid_out else self.files,
+                "limits": dict.fromkeys(self.language.limits, bytes_max) if bytes_max > 0 else {},
+                "argv": [self.file if word == "{file}" else word for word in argv],
+            }
+        )
+        return {"argv": [*PYTHON, BOOT, str(len(told))], "stdin": told + stdin}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """How one step ended, in SandboxFusion's words."""
+
+    status: str
+    stdout: str
+    stderr: str
+    return_code: int | None
+    execution_time: float
+
+    @property
+    def good(self) -> bool:
+        return self.status == "Finished" and self.return_code == 0
+
+    def as_json(self) -> dict[str, object]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+class SandboxFusion(Facade):
+    """The door of SandboxFusion's clients."""
+
+    name: ClassVar[str] = "sandboxfusion"
+    dialect: ClassVar[Dialect] = Dialect.SANDBOXFUSION
+    prefix: ClassVar[str] = "sandboxfusion"
+
+    def routes(self) -> Sequence[ForeignRoute]:
+        """Return every route of the door."""
+        return (
+            ForeignRoute(method="POST", path="/run_code", endpoint=self.run_code),
+            ForeignRoute(method="POST", path="/run_jupyter", endpoint=self.run_jupyter),
+            ForeignRoute(method="GET", path="/v1/ping", endpoint=self.ping),
+            ForeignRoute(method="GET", path="/", endpoint=self.page),
+        )
+
+    def body(self, fault: Fault, status: int) -> object:
+        """Return a fault as FastAPI says it: a list of places for a request that does not fit, else a text."""
+        if fault.kind is FaultKind.INPUT:
+            place = [part for part in fault.path.removeprefix("$").split(".") if part]
+            return {"detail": [{"type": fault.code, "loc": ["body", *place], "msg": fault.message}]}
+        return {"detail": fault.message}
+
+    async def ping(self, request: Request) -> Response:
+        """It is there."""
+        return answer("pong")
+
+    async def page(self, request: Request) -> Response:
+        """What a browser is shown."""
+        return HTMLResponse("<p>POST /run_code</p>")
+
+    async def run_jupyter(self, request: Request) -> Response:
+        """Not here: it needs a kernel that lives between cells."""
+        raise Unsupported("/run_jupyter is not served here: send each program to /run_code", component=self.name)
+
+    async def run_code(self, request: Request) -> Response:
+        """Run a program and tell its verdict."""
+        program = self._program(read_shape(await self.read_object(request), RunCodeRequest))
+        if not program.language.compile and not program.asked.fetch_files:
+            record = await self._step(request, program, program.boot(program.language.run, stdin=_stdin(program)))
+            return self._told(None, record, {})
+        trajectory = f"sandboxfusion-{secrets.token_hex(12)}"
+        try:
+            return await self._steps(request, program, trajectory)
+        finally:
+            await self.services.engine.end_trajectory(trajectory)
+
+    async def _steps(self, request: Request, program: Program, trajectory: str) -> Response:
+        compiled, language = None, program.language
+        if language.compile:
+            bounds = replace(program, asked=_without_memory_bound(program.asked))
+            compiled = await self._step(request, program, bounds.boot(language.compile), trajectory, compiling=True)
+            if fault_of_end(compiled) is not None or not _ended(compiled).good:
+                return self._told(compiled, None, {})
+        run = program.boot(language.run, laid_out=compiled is not None, stdin=_stdin(program))
+        ran = await self._step(request, program, run, trajectory)
+        files: dict[str, object] = {}
+        if program.asked.fetch_files and _is_answer(ran):
+            fetch = {"argv": [*PYTHON, FETCH, program.directory, *program.asked.fetch_files]}
+            fetched = await self._step(request, program, fetch, trajectory)
+            found = _fetched(fetched)
+            if found is None:
+                return self._no_verdict(fetched, "the files could not be fetched: they are larger than output_limit")
+            files = found
+        return self._told(compiled, ran, files)
+
+    async def _step(
+        self,
+        request: Request,
+        program: Program,
+        input: Mapping[str, object],
+        trajectory: str | None = None,
+        *,
+        compiling: bool = False,
+    ) -> Record:
+        bound_s = program.asked.compile_timeout if compiling else program.asked.run_timeout
+        call = self.call(request, program.function.name, input, timeout_s=bound_s + START_S)
+        call = replace(call, trajectory=trajectory, key=None)
+        return (await self.calls.run(request, [call], program.until_s))[0].record
+
+    def _told(self, compiled: Record | None, ran: Record | None, files: Mapping[str, object]) -> Response:
+        """Return the verdict; what is none is an error that the client tries again."""
+        last = ran or compiled
+        assert last is not None
+        if not _is_answer(last):
+            fault = fault_of_end(last)
+            assert fault is not None
+            return self.refuse(fault)
+        steps = [None if record is None else _ended(record) for record in (compiled, ran)]
+        errors = [step.stderr for step in steps if step is not None and step.status == "Error"]
+        good = all(step.good for step in steps if step is not None)
+        status = "SandboxError" if errors else "Success" if good else "Failed"
+        body = {
+            "status": status,
+            "message": errors[0] if errors else "",
+            "compile_result": None if steps[0] is None else steps[0].as_json(),
+            "run_result": None if steps[1] is None else steps[1].as_json(),
+            "executor_pod_name": None,
+            "files": files,
+        }
+        return answer(body, last)
+
+    def _no_verdict(self, record: Record, message: str) -> Response:
+        body = {"status": "SandboxError", "message": message, "compile_result": None, "run_result": None}
+        shown = answer({**body, "executor_pod_name": None, "files": {}})
+        shown.headers.update(record_headers(record))
+        return shown
+
+    def _program(self, asked: RunCodeRequest) -> Program:
+        """Return a request as its steps need it; raises InvalidInput."""
+        assert isinstance(self.section, SandboxFusionFacade)
+        offered = {str(language): name for language, name in self.section.languages.items()}
+        if asked.language not in offered:
+            told = f"$.language: {asked.language[:64]!r} is not offered here; known: {', '.join(sorted(offered))}"
+            raise InvalidInput(told, component=self.name, detail={"path": "$.language"})
+        function = self.function(offered[asked.language])
+        language = LANGUAGES[asked.language]
+        for name in ("compile_timeout", "run_timeout"):
+            bound_s = getattr(asked, name)
+            if not 0 < bound_s <= function.timeout_s:
+                told = f"$.{name}: {bound_s:g} s is not between 0 and the timeout of {function.name}, "
+                raise InvalidInput(f"{told}{function.timeout_s:g} s", component=self.name, detail={"path": f"$.{name}"})
+        file = f"{secrets.token_hex(8)}{language.suffix}"
+        return Program(
+            asked=asked,
+            language=language,
+            function=function,
+            directory=f"run-{secrets.token_hex(8)}",
+            file=file,
+            files={**_files(asked), file: base64.b64encode(asked.code.encode()).decode()},
+            until_s=self.until_s(asked.compile_timeout + asked.run_timeout + CLIENT_MARGIN_S),
+        )
+
+
+def _files(asked: RunCodeRequest) -> dict[str, str]:
+    """Return the files to lay out; raises InvalidInput."""
+    if len(asked.files) > FILES_MAX or len(asked.fetch_files) > FILES_MAX:
+        raise InvalidInput(f"$.files: more than {FILES_MAX} files", detail={"path": "$.files"})
+    names = [*asked.files, *asked.fetch_files]
+    if any(not name or "\0" in name for name in names):
+        raise InvalidInput("$.files: a name is empty or holds NUL", detail={"path": "$.files"})
+    given = {name: data for name, data in asked.files.items() if data is not None and IGNORED not in name}
+    for name, data in given.items():
+        try:
+            base64.b64decode(data, validate=True)
+        except (binascii.Error, ValueError):
+            told = f"$.files: {name[:64]!r} is not base64"
+            raise InvalidInput(told, detail={"path": "$.files"}) from None
+    return given
+
+
+def _stdin(program: Program) -> str:
+    return program.asked.stdin or ""
+
+
+def _without_memory_bound(asked: RunCodeRequest) -> RunCodeRequest:
+    """The bound is the program's, not the compiler's."""
+    return RunCodeRequest(code=asked.code, language=asked.language, compile_timeout=asked.compile_timeout)
+
+
+def _is_answer(record: Record) -> bool:
+    """Whether the end of a step says something of the program, and not of us."""
+    return record.reason in (None, Reason.TIMEOUT, Reason.OUT_OF_MEMORY)
+
+
+def _ended(record: Record) -> Step:
+    """Return the end of a step in SandboxFusion's words."""
+    result = result_of(record)
+    told: Mapping[str, object] = result if isinstance(result, dict) else {}
+    stdout, stderr = str(told.get("stdout") or ""), str(told.get("stderr") or "")
+    code, number = told.get("exit_code"), told.get("signal")
+    status, return_code = "Finished", code if isinstance(code, int) else None
+    if isinstance(number, int):
+        return_code = -number
+    if record.reason is Reason.TIMEOUT:
+        status, return_code = "TimeLimitExceeded", None
+    elif code == REFUSED and stderr.startswith(COMPLAINT):
+        status = "Error"
+    elif record.reason is None and (told.get("stdout_truncated") or told.get("stderr_truncated")):
+        status = "Error"
+        stderr = f"the program's output is larger than the output_limit of {record.function}"
+    if record.reason is Reason.OUT_OF_MEMORY and return_code is None:
+        return_code, stderr = -9, stderr + record.message
+    seconds = told.get("duration_s")
+    return Step(
+        status=status,
+        stdout=stdout,
+        stderr=stderr,
+        return_code=return_code,
+        execution_time=float(seconds) if isinstance(seconds, int | float) else 0.0,
+    )
+
+
+def _fetched(record: Record) -> dict[str, object] | None:
+    """Return the files that were brought back; None if they could not be."""
+    step = _ended(record)
+    if fault_of_end(record) is not None or not step.good:
+        return None
+    found = json.loads(step.stdout)
+    return found if isinstance(found, dict) else None

@@ -1,0 +1,70 @@
+"""What begins a program in its sandbox: it lays out the files, sets the bound of memory and becomes the program.
+
+It stays nowhere: the program that is judged runs in its place, so what the gateway sees of output, exit status and time
+is the program's own and cannot be written by it. `BOOT` is shown to ``python3 -c`` as text; its input is JSON of
+as many bytes as its argument says, and after it what the program reads.
+"""
+
+from __future__ import annotations
+
+#: How `BOOT` ends if it could not become the program; the message on standard error begins with `COMPLAINT`.
+REFUSED, COMPLAINT = 125, "tangram: "
+
+BOOT = r"""
+import base64, json, os, resource, signal, sys
+def need(count):
+    parts = []
+    while count:
+        part = os.read(0, count)
+        if not part:
+            raise ValueError("its input ends too early")
+        parts.append(part)
+        count -= len(part)
+    return b"".join(parts)
+def main():
+    told = json.loads(need(int(sys.argv[1])))
+    os.makedirs(told["directory"], exist_ok=True)
+    os.chdir(told["directory"])
+    for name, data in told["files"].items():
+        parent = os.path.dirname(name)
+        if parent:
+            os.makedirs(parent, exist_ok=True)
+        with open(name, "wb") as file:
+            file.write(base64.b64decode(data))
+    for name in told["limits"]:
+        kind = getattr(resource, name)
+        hard = resource.getrlimit(kind)[1]
+        bound = told["limits"][name] if hard == resource.RLIM_INFINITY else min(told["limits"][name], hard)
+        resource.setrlimit(kind, (bound, hard))
+    argv = [sys.executable if word == "{python}" else word for word in told["argv"]]
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)
+    os.execvp(argv[0], argv)
+try:
+    main()
+except Exception as error:
+    sys.stderr.write("tangram: the program could not be started: %s: %s\n" % (type(error).__name__, error))
+    sys.stderr.flush()
+    os._exit(125)
+"""
+
+#: Prints the files that its arguments name, below its first one, as JSON; those that are not there are left out.
+FETCH = r"""
+import base64, json, os, sys
+os.chdir(sys.argv[1])
+found = {}
+for name in sys.argv[2:]:
+    if os.path.isfile(name):
+        with open(name, "rb") as file:
+            found[name] = base64.b64encode(file.read()).decode()
+print(json.dumps(found))
+"""
+
+#: Compiles its first argument to ``test``, with the libraries of SandboxFusion's own compiler line that are there.
+COMPILE_CPP = r"""
+libraries=
+for library in crypto ssl; do
+    case $(g++ -print-file-name=lib$library.so) in /*) libraries="$libraries -l$library" ;; esac
+done
+exec g++ -std=c++17 "$1" -o test $libraries -lpthread
+"""
