@@ -53,6 +53,24 @@ class Warm:
 
     min: Annotated[int, Setting("always kept ready", ge=0)] = 0
     max: Annotated[int, Setting("most kept ready", ge=0)] = 0
+    images: Annotated[
+        int, Setting("sandboxes chosen by trajectories of which some are kept ready too, the last claimed", ge=0)
+    ] = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectoryChoices:
+    """What a trajectory may choose for its own sandbox, beside ``images`` and ``users``; without it nothing more."""
+
+    networks: Annotated[
+        tuple[Network, ...], Setting("networks besides the function's own; none may always be chosen")
+    ] = ()
+    env: Annotated[
+        tuple[Annotated[str, Setting(min_length=1)], ...],
+        Setting("names of environment variables that it may set, * and ? stand for any"),
+    ] = ()
+    memory_bytes: Annotated[int | None, Setting("most bytes; the function's own by default")] = None
+    idle_ttl_s: Annotated[float | None, Setting("longest idle_ttl; the function's own by default")] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +78,11 @@ class SandboxSpec:
     """A function's sandbox; what is left out comes from the server's ``sandbox`` section."""
 
     image: Annotated[str, Setting("container image")] = ""
+    images: Annotated[
+        tuple[Annotated[str, Setting(min_length=1)], ...],
+        Setting("images that a trajectory may name instead, for example swebench/*; * and ? stand for any text"),
+    ] = ()
+    trajectory: Annotated[TrajectoryChoices, Setting("what else a trajectory may choose")] = TrajectoryChoices()
     memory_bytes: Annotated[int, Setting("bytes, held for the life of the trajectory")] = 512 * 2**20
     network: Annotated[Network, Setting("what it may reach")] = Network.NONE
     allow: Annotated[
@@ -91,6 +114,8 @@ class SandboxSpec:
         float, Setting("a durable call's command runs on so long without its gateway, for the next to take over")
     ] = 600.0
     warm: Annotated[Warm, Setting("sandboxes kept ready")] = Warm()
+    #: Whether a trajectory has chosen some of it (`runtimes.sandbox.choice`).
+    chosen: bool = False
 
     def refuses(self, user: str) -> str:
         """Return why nothing may run as ``user`` (a name or an id), with the remedy; empty if it may."""

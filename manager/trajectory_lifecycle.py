@@ -33,9 +33,10 @@ class TrajectoryLifecycle:
         """Hold memory on a node, then make the environment that the function describes; idempotent.
 
         Raises Unsatisfiable if no node could ever hold it, CapacityExceeded if none could within the function's
-        ``queue_timeout`` or too many trajectories live, and what the executor raises.
+        ``queue_timeout`` or too many trajectories live, and what the executor raises: Conflict if it lives otherwise.
         """
         self.check(trajectory)
+        known = self._core.state.trajectories.get(trajectory) is not None
         memory_bytes = 0 if function.sandbox is None else function.sandbox.memory_bytes
         ttl_s = 1800.0 if function.sandbox is None else function.sandbox.idle_ttl_s
         if not self._core.state.nodes.ever((), memory_bytes):
@@ -47,8 +48,9 @@ class TrajectoryLifecycle:
         try:
             await self.until_removed(trajectory)
             await self._executor.open_trajectory(trajectory, task, function)
-        except (CodedError, asyncio.CancelledError):
-            self._feed([TrajectoryEnded(trajectory=trajectory)])
+        except (CodedError, asyncio.CancelledError) as error:
+            if not (known and isinstance(error, Conflict)):  # which is of this opening: the trajectory lives on
+                self._feed([TrajectoryEnded(trajectory=trajectory)])
             raise
 
     def check(self, trajectory: str, *, living: bool = False) -> None:

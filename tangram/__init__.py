@@ -46,6 +46,7 @@ _HOMES = {
         "Invocation",
         "LogLine",
         "Problem",
+        "SandboxChoice",
     ),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}

@@ -37,4 +37,5 @@ from tangram.types import (
     Invocation as Invocation,
     LogLine as LogLine,
     Problem as Problem,
+    SandboxChoice as SandboxChoice,
 )

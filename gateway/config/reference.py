@@ -47,6 +47,7 @@ def _kind_chapters(kind: Kind) -> Iterator[tuple[str, str]]:
 CHAPTERS = (
     ("ExecFunction", "functions.NAME"),
     ("SandboxSpec", "functions.NAME.sandbox"),
+    ("TrajectoryChoices", "functions.NAME.sandbox.trajectory"),
     ("Warm", "functions.NAME.sandbox.warm"),
     *(chapter for kind in KINDS.values() for chapter in _kind_chapters(kind)),
     ("UnitRange", "functions.NAME.cost.RESOURCE, a range"),

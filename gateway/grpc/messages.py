@@ -12,7 +12,18 @@ from gateway.invocations.invocation import InvocationRequest
 from gateway.invocations.record import Mode, Record
 from gateway.store.store import LogRow
 from manager.errors import CodedError, InvalidInput
-from tangram.types import quantities
+from tangram.types import TrajectoryOpening, quantities
+
+
+def read_opening(message: pb.OpenTrajectoryRequest) -> TrajectoryOpening:
+    """The opening of a trajectory; raises InvalidInput."""
+    asked: dict[str, object] = {"function": message.function, "task": message.task or "default"}
+    if message.HasField("sandbox"):
+        chosen = message.sandbox
+        texts = {name: getattr(chosen, name) for name in ("image", "workdir", "user", "memory", "network", "idle_ttl")}
+        given: dict[str, object] = {name: text for name, text in texts.items() if text}
+        asked["sandbox"] = given | ({"env": dict(chosen.env)} if chosen.env else {})
+    return wire.read(asked, TrajectoryOpening, "$")
 
 
 def read_call(message: pb.InvokeRequest, mode: Mode) -> InvocationRequest:

@@ -22,6 +22,7 @@ from gateway.grpc.messages import (
     invocation,
     log_record,
     read_call,
+    read_opening,
     seconds,
     status_error,
     trailers,
@@ -31,7 +32,8 @@ from gateway.invocations.logs import PAGE_RECORDS
 from gateway.invocations.record import Mode, Record
 from gateway.services import Services
 from gateway.store.store import LogRow
-from manager.errors import CodedError, InvalidInput, exhaustion
+from gateway.trajectories import open_trajectory
+from manager.errors import CodedError, InvalidInput, NotFound, exhaustion
 
 Received = TypeVar("Received")
 #: Seconds that a cancel waits for the processes to be gone before it answers.
@@ -139,6 +141,21 @@ class GatewayService(GatewayBase):
             request = await _request(stream)
             differences = await self._services.configure(request.document, request.dry_run, request.prune)
             await stream.send_message(pb.ApplyConfigResponse(json=wire.encode(differences)))
+
+    async def OpenTrajectory(self, stream: Stream[pb.OpenTrajectoryRequest, pb.Trajectory]) -> None:  # noqa: N802
+        async with self._answering(stream):
+            request = await _request(stream)
+            info = await open_trajectory(self._services, request.trajectory, read_opening(request))
+            await stream.send_message(pb.Trajectory(trajectory=info.trajectory, json=wire.encode(info)))
+
+    async def EndTrajectory(  # noqa: N802
+        self, stream: Stream[pb.EndTrajectoryRequest, pb.EndTrajectoryResponse]
+    ) -> None:
+        async with self._answering(stream):
+            name = wire.name((await _request(stream)).trajectory, "trajectory")
+            if not await self._services.engine.end_trajectory(name):
+                raise NotFound(f"no trajectory {name!r}")
+            await stream.send_message(pb.EndTrajectoryResponse())
 
     def _shown(self, record: Record) -> pb.Invocation:
         return invocation(self._invocations.shown(record))

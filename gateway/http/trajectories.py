@@ -24,6 +24,7 @@ from gateway.http.operation import (
     links,
 )
 from gateway.services import Services
+from gateway.trajectories import open_trajectory, trajectory_info
 from manager.errors import ActionFailed, Conflict, InvalidInput, NotFound, Reason
 from runtimes.sandbox.command import FileStat, FileStream
 from runtimes.sandbox.sandbox import Sandbox
@@ -77,12 +78,10 @@ class TrajectoryOperations:
         trajectory = wire.name(request.path_params["id"], "trajectory")
         body = wire.loads_object(await read_body(request, self._services))
         asked = wire.read(body, TrajectoryOpening, "$")
-        spec = self._services.functions.get(wire.name(asked.function, "function"))
-        await self._services.engine.open_trajectory(trajectory, wire.name(asked.task, "task"), spec)
-        return respond(self._info(trajectory))
+        return respond(await open_trajectory(self._services, trajectory, asked))
 
     async def get(self, request: Request) -> Response:
-        return respond(self._info(wire.name(request.path_params["id"], "trajectory")))
+        return respond(trajectory_info(self._services, wire.name(request.path_params["id"], "trajectory")))
 
     async def find(self, request: Request) -> Response:
         asked = read_query(request, TrajectoryQuery)
@@ -117,12 +116,6 @@ class TrajectoryOperations:
                 limit_bytes = self._services.bounds.file_limit_bytes
                 file = await opening.enter_async_context(sandbox.open_file(path, limit_bytes=limit_bytes))
                 return FileResponse(file, opening.pop_all())
-
-    def _info(self, trajectory: str) -> TrajectoryInfo:
-        found = self._services.engine.trajectory(trajectory)
-        if found is None:
-            raise NotFound(f"no trajectory {trajectory!r}")
-        return convert(found, TrajectoryInfo)
 
     def _sandbox(self, request: Request) -> Sandbox:
         trajectory = wire.name(request.path_params["id"], "trajectory")

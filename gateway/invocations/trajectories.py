@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import msgspec
+
 from gateway.store.store import OpenTrajectory, Store
 from manager.engine import Engine
-from manager.function import FunctionSpec
+from manager.function import FunctionSpec, SandboxSpec
 from runtimes.sandbox.environments import Environments
 
 #: Of an environment that is on no record.
@@ -27,7 +29,8 @@ class TrajectoryRecovery:
             return False
         spec = function.sandbox or self._environments.settings.default
         memory_bytes = 0 if function.sandbox is None else spec.memory_bytes
-        self._open[name] = OpenTrajectory(task, memory_bytes, spec.idle_ttl_s)
+        chosen = msgspec.json.encode(spec).decode() if spec.chosen else ""
+        self._open[name] = OpenTrajectory(task, memory_bytes, spec.idle_ttl_s, chosen)
         self._store.save_trajectory(name, self._open[name])
         return True
 
@@ -48,6 +51,9 @@ class TrajectoryRecovery:
                 spec = sandbox.spec
                 self._open[name] = OpenTrajectory(DEFAULT_TASK, spec.memory_bytes, spec.idle_ttl_s)
                 self._store.save_trajectory(name, self._open[name])
+        for name, known in self._open.items():
+            if known.sandbox:
+                self._environments.choose(name, msgspec.json.decode(known.sandbox, type=SandboxSpec))
         lost = self._open.keys() - living.keys()
         self._environments.mark_lost(lost)
         return {"adopted": len(living), "environment_lost": len(lost)}

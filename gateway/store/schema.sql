@@ -113,3 +113,8 @@ SELECT seq, lower(substr(rest, 1, instr(rest, '/') - 1)), 0, 0 FROM (
     )
 );
 DROP INDEX invocations_callback;
+
+-- version: 5
+
+-- The sandbox that a trajectory has chosen, as JSON; empty if it is its function's own.
+ALTER TABLE trajectories ADD COLUMN sandbox TEXT NOT NULL DEFAULT '';

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -66,6 +66,8 @@ class OpenTrajectory:
     task: str
     memory_bytes: int
     ttl_s: float
+    #: What it has chosen for its sandbox, as JSON; empty if that is its function's own.
+    sandbox: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -339,7 +341,7 @@ class Store:
                 if opened is None:
                     connection.execute(sql["delete_trajectory"], (name,))
                 else:
-                    connection.execute(sql["save_trajectory"], (name, opened.task, opened.memory_bytes, opened.ttl_s))
+                    connection.execute(sql["save_trajectory"], (name, *astuple(opened)))
             for statement, given in batch.notes:
                 connection.execute(sql[statement], given)
             connection.execute("COMMIT")
@@ -369,7 +371,7 @@ class Store:
     async def trajectories(self) -> dict[str, OpenTrajectory]:
         """The trajectories that have an environment, by name."""
         rows = await self.read("trajectories", ())
-        return {row["name"]: OpenTrajectory(row["task"], row["memory_bytes"], row["ttl_s"]) for row in rows}
+        return {row["name"]: OpenTrajectory(*tuple(row)[1:]) for row in rows}
 
     async def key(self, key: str) -> tuple[bytes, int] | None:
         """Digest and place of a living idempotency key."""

@@ -111,7 +111,7 @@ class EgressGuard:
     async def check(self, spec: SandboxSpec) -> None:
         """Raise InvalidConfig or Unsupported if the spec's egress can never be granted."""
         if spec.network is not Network.EGRESS:
-            if spec.allow:
+            if spec.allow and Network.EGRESS not in spec.trajectory.networks:
                 raise InvalidConfig("sandbox.allow needs network: egress", component=COMPONENT)
             return
         for entry in spec.allow:

@@ -9,18 +9,19 @@ from collections.abc import AsyncIterator, Callable, Collection, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 
-import msgspec
 import structlog
 
 from manager.clock import Clock, MonotonicClock
 from manager.errors import CodedError, Conflict, InvalidConfig, NotFound, Unsupported
 from manager.function import Isolation, Network, SandboxSpec
 from runtimes.api.secrets import Secrets
+from runtimes.sandbox.choice import OtherSandbox, contradiction, difference
 from runtimes.sandbox.command import ResumableCommand
 from runtimes.sandbox.record import TASK
 from runtimes.sandbox.runner.protocol import lost
 from runtimes.sandbox.sandbox import Provider, Sandbox
 from runtimes.sandbox.warm_pool import WarmPool
+from runtimes.sandbox.warm_pools import WarmPools
 
 logger = structlog.get_logger("sandbox.environments")
 
@@ -56,6 +57,8 @@ class Environment:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     sandbox: Sandbox | None = None
     made_s: float = 0.0
+    #: What a trajectory has chosen: if its sandbox is lost, the next one is made so too.
+    spec: SandboxSpec | None = None
 
 
 class Environments:
@@ -79,7 +82,7 @@ class Environments:
         self._lost: set[str] = set()
         #: Ids of sandboxes that belong to others.
         self._excluded: list[Callable[[], Collection[str]]] = []
-        self._pools: dict[bytes, WarmPool] = {}
+        self._pools = WarmPools(lambda spec: self._create(spec, {PURPOSE: "warm"}), self._clock)
         self._removals: set[asyncio.Task[None]] = set()
         self._closing = asyncio.Semaphore(self.settings.max_closing)
         self._reaper: asyncio.Task[None] | None = None
@@ -187,16 +190,22 @@ class Environments:
     async def ensure(self, trajectory: str, spec: SandboxSpec | None = None, *, task: str = "") -> Sandbox:
         """Return the trajectory's sandbox, made at the first call for its task; an existing one wins over ``spec``.
 
-        Raises Unsupported or InvalidConfig if such a sandbox cannot be made, and ActionFailed(environment_lost)
-        once if it died unseen: what was in it is lost, and that is never passed over in silence.
+        Raises OtherSandbox if the existing one contradicts what ``spec`` says, Unsupported or InvalidConfig if such a
+        sandbox cannot be made, and ActionFailed(environment_lost) once if it died unseen: what was in it is lost, and
+        that is never passed over in silence.
         """
         spec = self._known(spec)
         environment = self._environments.setdefault(trajectory, Environment(trajectory))
         sandbox = environment.sandbox
-        if sandbox is not None and sandbox.alive:
-            return sandbox
-        async with environment.lock:
-            return await self._ensure_locked(environment, spec, task)
+        if sandbox is None or not sandbox.alive:
+            async with environment.lock:
+                sandbox = await self._ensure_locked(environment, spec, task)
+        self._require_agreement(environment, spec, sandbox.spec)
+        return sandbox
+
+    def choose(self, trajectory: str, spec: SandboxSpec) -> None:
+        """Make the trajectory's sandbox so whenever it is made anew: it has chosen that under an earlier gateway."""
+        self._environments.setdefault(trajectory, Environment(trajectory)).spec = spec
 
     def get(self, trajectory: str) -> Sandbox | None:
         environment = self._environments.get(trajectory)
@@ -302,14 +311,7 @@ class Environments:
 
     def pool(self, spec: SandboxSpec) -> WarmPool:
         """Return the pool of sandboxes equal to ``spec``, which keeps none ready until it is started."""
-        key = _key(spec)
-        if key not in self._pools:
-
-            async def make() -> Sandbox:
-                return await self._create(spec, {PURPOSE: "warm"})
-
-            self._pools[key] = WarmPool(spec, make, self._clock)
-        return self._pools[key]
+        return self._pools.of(spec)
 
     # --- the end
 
@@ -321,9 +323,8 @@ class Environments:
         if self._reaper is not None:
             self._reaper.cancel()
             await asyncio.gather(self._reaper, return_exceptions=True)
-        for pool in self._pools.values():
-            for sandbox in await pool.close():
-                self._remove(sandbox)
+        for sandbox in await self._pools.close():
+            self._remove(sandbox)
         for claims in list(self._awaiting_ack):
             self.acknowledge(None, claims)
         for environment in self._environments.values():
@@ -362,19 +363,35 @@ class Environments:
         elif environment.trajectory in self._lost:
             self._lost.discard(environment.trajectory)
             raise lost(f"the sandbox of trajectory {environment.trajectory!r} did not outlive the gateway")
+        if environment.spec is not None:
+            self._require_agreement(environment, spec, environment.spec)
+            spec = environment.spec
         try:
             made = await self._obtain(spec, {TRAJECTORY: environment.trajectory, **_of_task(task)})
         except BaseException:
-            if self._environments.get(environment.trajectory) is environment:
+            if environment.spec is None and self._environments.get(environment.trajectory) is environment:
                 del self._environments[environment.trajectory]
             raise
+        environment.spec = spec if spec.chosen else None
         environment.sandbox, environment.made_s = made, time.time()
         self._environments[environment.trajectory] = environment
         return made
 
+    def _require_agreement(self, environment: Environment, spec: SandboxSpec, living: SandboxSpec) -> None:
+        """Raise OtherSandbox unless a function, or an opening, of this spec is served in such a sandbox."""
+        if spec is living or spec == living:
+            return
+        if spec.env != living.env:
+            spec, living = self.settings.secrets.filled(spec), self.settings.secrets.filled(living)
+        if spec.chosen:
+            why = difference(spec, living)
+        else:
+            why = contradiction(spec, living, images=self.provider.info.kind == "container")
+        if why:
+            raise OtherSandbox(f"trajectory {environment.trajectory!r} lives in another sandbox: {why}")
+
     async def _obtain(self, spec: SandboxSpec, labels: dict[str, str]) -> Sandbox:
-        pool = self._pools.get(_key(spec))
-        sandbox = None if pool is None else pool.claim()
+        sandbox = self._pools.claim(spec)
         if sandbox is None:
             return await self._create(spec, labels)
         await sandbox.relabel(labels)
@@ -426,8 +443,16 @@ class Environments:
         return tuple([each.sandbox for each in self._environments.values() if each.sandbox is not None])
 
     async def _reap(self) -> None:
-        ready = [sandbox for pool in self._pools.values() for sandbox in pool.living()]
-        ours = [*self._owned(), *ready, *self._ephemeral.values(), *self._orphaned, *self._awaiting_ack.values()]
+        for pool in self._pools.take_superfluous():
+            for sandbox in await pool.close():
+                self._remove(sandbox)
+        ours = [
+            *self._owned(),
+            *self._pools.living(),
+            *self._ephemeral.values(),
+            *self._orphaned,
+            *self._awaiting_ack.values(),
+        ]
         living = {sandbox.id for sandbox in ours}
         removed = await self.provider.reap(living.union(self._left, *(others() for others in self._excluded)))
         if removed:
@@ -446,7 +471,3 @@ def _busy(sandbox: Sandbox) -> bool:
 def _claimed(sandbox: Sandbox, taken: Collection[str]) -> bool:
     """Return whether it has a resumable command whose claim begins with one of ``taken``."""
     return any(claim.startswith(tuple(taken)) for claim in sandbox.resumable)
-
-
-def _key(spec: SandboxSpec) -> bytes:
-    return msgspec.json.encode(spec, order="deterministic")

@@ -95,6 +95,47 @@ def list_trajectories(client: Client, as_json: bool) -> None:
     _show_all(client.trajectories(), as_json)
 
 
+@trajectories.command("open")
+@click.argument("id")
+@click.option("--function", default="shell", show_default=True, help="The function whose sandbox it is.")
+@click.option("--task", help="The RL task that it belongs to.")
+@click.option("--image", help="Container image, of those that the function allows.")
+@click.option("-e", "--env", multiple=True, metavar="NAME=VALUE", help="An environment variable; may be repeated.")
+@click.option("--workdir", help="Working directory.")
+@click.option("--user", help="User name or id.")
+@click.option("--memory", help="For example 2Gi.")
+@click.option("--network", type=click.Choice(["none", "internal", "egress"]), help="What it may reach.")
+@click.option("--idle-ttl", help="It ends after so long without an action, for example 30m.")
+@json_option
+@connected
+def open_trajectory(
+    client: Client,
+    /,
+    id: str,
+    function: str,
+    task: str | None,
+    env: tuple[str, ...],
+    as_json: bool,
+    **chosen: str | None,
+) -> None:
+    """Make a trajectory's sandbox before its first action, with what it chooses."""
+    given: dict[str, object] = {name: value for name, value in chosen.items() if value is not None}
+    if env:
+        given["env"] = dict(_variable(each) for each in env)
+    client.trajectory(id, function=function, task=task, sandbox=given or None).open()
+    if as_json:
+        print_json({"opened": id})
+    else:
+        click.echo(f"{id} is open")
+
+
+def _variable(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise click.BadParameter(f"{text!r} is not NAME=VALUE", param_hint="--env")
+    return name, value
+
+
 @trajectories.command("end")
 @click.argument("ids", nargs=-1, required=True)
 @connected

@@ -14,7 +14,7 @@ import msgspec
 
 from tangram.client.answers import error_of, is_answered, read_invocation, reader
 from tangram.client.results import InvocationResult, result_of
-from tangram.errors import TangramError, from_problem
+from tangram.errors import InvalidInputError, TangramError, from_problem
 from tangram.types import (
     ActivityInfo,
     BatchAnswer,
@@ -32,6 +32,7 @@ from tangram.types import (
     Purged,
     QueuePage,
     ResourcesInfo,
+    SandboxChoice,
     TaskInfo,
     TaskList,
     TrajectoryInfo,
@@ -238,15 +239,17 @@ def list_trajectories(cursor: str | None) -> ApiRequest[TrajectoryPage]:
     return get("/v1/trajectories", TrajectoryPage, _given({"cursor": cursor}))
 
 
-def open_trajectory(id: str, function: str, task: str | None) -> ApiRequest[TrajectoryInfo]:
+def open_trajectory(
+    id: str, function: str, task: str | None, sandbox: SandboxChoice | None = None
+) -> ApiRequest[TrajectoryInfo]:
     """Return the request that makes a trajectory's environment, or finds that it lives already."""
-    opening = TrajectoryOpening(function=function) if task is None else TrajectoryOpening(function=function, task=task)
+    opening = TrajectoryOpening(function=function, task="default" if task is None else task, sandbox=sandbox)
     return ApiRequest(
         method="PUT",
         path=_trajectory_path(id),
         read=reader(TrajectoryInfo),
         headers=_JSON,
-        content=msgspec.json.encode(opening),
+        content=msgspec.json.encode(_said(opening)),
     )
 
 
@@ -331,6 +334,26 @@ def _files_path(id: str) -> str:
 
 def _duration(seconds: float | None) -> str | None:
     return None if seconds is None else f"{seconds:.3f}s"
+
+
+def sandbox_choice(given: Mapping[str, Any] | SandboxChoice | None) -> SandboxChoice | None:
+    """Return what a trajectory chooses, from its fields by name; raises InvalidInputError for what is none of them."""
+    if given is None or isinstance(given, SandboxChoice):
+        return given
+    try:
+        return msgspec.convert(given, SandboxChoice)
+    except msgspec.ValidationError as error:
+        raise InvalidInputError(f"sandbox: {error}") from None
+
+
+def _said(value: msgspec.Struct) -> object:
+    """Return a request as plain values, without what it does not say."""
+    fields = msgspec.to_builtins(value)
+    return {
+        name: {inner: each for inner, each in said.items() if each is not None} if isinstance(said, dict) else said
+        for name, said in fields.items()
+        if said is not None
+    }
 
 
 def _given(values: Mapping[str, str | None]) -> dict[str, str]:

@@ -10,6 +10,7 @@ from tangram.types.activity import ActivityInfo, ActSplit, FailureCount
 from tangram.types.batches import BatchAnswer, BatchItem, BatchRequest, BatchVerdict
 from tangram.types.files import FileEntry, FileList, FileWritten
 from tangram.types.functions import (
+    ChoicesInfo,
     ConfigDiff,
     ConfigFile,
     ConfigFiles,
@@ -53,8 +54,10 @@ from tangram.types.resources import (
 from tangram.types.scalars import Mode, Reason, State
 from tangram.types.scheduling import (
     CauseCount,
+    LivingSandbox,
     QueueEntry,
     QueuePage,
+    SandboxChoice,
     TaskInfo,
     TaskList,
     TrajectoryInfo,
@@ -73,6 +76,7 @@ __all__ = [
     "BatchRequest",
     "BatchVerdict",
     "CauseCount",
+    "ChoicesInfo",
     "ConfigDiff",
     "ConfigFile",
     "ConfigFiles",
@@ -90,6 +94,7 @@ __all__ = [
     "Invocation",
     "InvocationPage",
     "LearnedInfo",
+    "LivingSandbox",
     "LogAccepted",
     "LogEnd",
     "LogHeartbeat",
@@ -112,6 +117,7 @@ __all__ = [
     "ResidentInfo",
     "ResourcesInfo",
     "RetryInfo",
+    "SandboxChoice",
     "SandboxInfo",
     "SandboxesInfo",
     "ServiceInfo",

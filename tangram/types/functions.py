@@ -42,12 +42,24 @@ class WarmInfo(Struct, frozen=True, kw_only=True):
 
     min: Count
     max: Count
+    images: Annotated[Count, Meta(description="Chosen sandboxes of which some are kept ready too")]
+
+
+class ChoicesInfo(Struct, frozen=True, kw_only=True):
+    """What a trajectory may choose for its sandbox, beside image and user."""
+
+    networks: tuple[str, ...]
+    env: Annotated[tuple[str, ...], Meta(description="Names of variables, * and ? stand for any")]
+    memory_bytes: Annotated[int | None, Meta(description="Most bytes; null: the function's own")]
+    idle_ttl_s: Annotated[float | None, Meta(description="Longest; null: the function's own")]
 
 
 class SandboxInfo(Struct, frozen=True, kw_only=True):
     """The sandbox of its trajectories, or of a handler's instances."""
 
     image: str
+    images: Annotated[tuple[str, ...], Meta(description="Patterns of images that a trajectory may name instead")]
+    trajectory: ChoicesInfo
     memory_bytes: Count
     network: Annotated[str, Meta(description="none, internal or egress")]
     allow: Annotated[

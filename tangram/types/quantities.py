@@ -22,6 +22,8 @@ WAIT_PATTERN = rf"(\d{{1,9}}(\.\d{{1,6}})?|{DURATION_PATTERN})"
 SIZE_PATTERN = r"\d{1,15}(\.\d{1,6})?(B|K|M|G|T|Ki|Mi|Gi|Ti)"
 #: What callers name: functions, tasks, trajectories, invocations.
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}"
+#: Container images: registry, path, tag and digest, as engines write them.
+IMAGE_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,511}"
 #: Idempotency keys: visible ASCII.
 KEY_PATTERN = r"[!-~]{1,255}"
 
@@ -32,6 +34,7 @@ _SIZE = re.compile(SIZE_PATTERN, re.ASCII)
 _SIZE_PART = re.compile(r"([\d.]+)(\w+)", re.ASCII)
 _NAME = re.compile(NAME_PATTERN, re.ASCII)
 _KEY = re.compile(KEY_PATTERN, re.ASCII)
+_IMAGE = re.compile(IMAGE_PATTERN, re.ASCII)
 
 
 def duration_s(text: object) -> float:
@@ -61,6 +64,11 @@ def size_bytes(text: object) -> int:
 def is_name(text: str) -> bool:
     """Return whether it may name a function, a task, a trajectory or an invocation."""
     return _NAME.fullmatch(text) is not None
+
+
+def is_image(text: str) -> bool:
+    """Return whether it may name a container image."""
+    return _IMAGE.fullmatch(text) is not None
 
 
 def is_key(text: str) -> bool:

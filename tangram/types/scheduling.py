@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from tangram.types.quantities import DURATION_PATTERN, IMAGE_PATTERN, SIZE_PATTERN
 from tangram.types.scalars import Count, Name
 
 
@@ -85,11 +86,57 @@ class TaskList(Struct, frozen=True, kw_only=True):
     tasks: tuple[TaskInfo, ...]
 
 
+#: A size as text, or a whole number of bytes.
+Size = Annotated[str, Meta(pattern=f"^{SIZE_PATTERN}$", examples=["512Mi"])] | Count
+#: A duration as text, or seconds.
+Span = Annotated[str, Meta(pattern=f"^{DURATION_PATTERN}$", examples=["30m"])] | Annotated[float, Meta(gt=0)]
+Image = Annotated[str, Meta(pattern=f"^{IMAGE_PATTERN}$", examples=["debian:bookworm"])]
+Workdir = Annotated[str, Meta(pattern=r"^/[^\x00]{1,1023}$", examples=["/workspace"])]
+User = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$")]
+EnvName = Annotated[str, Meta(pattern="^[A-Za-z_][A-Za-z0-9_]{0,254}$")]
+
+
+class SandboxChoice(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a trajectory chooses for its sandbox, as far as the function allows it; the rest is the function's own."""
+
+    image: Annotated[Image | None, Meta(description="Container image, of sandbox.images")] = None
+    env: Annotated[
+        Mapping[EnvName, str] | None,
+        Meta(description="Environment variables, added to the function's; names of sandbox.trajectory.env"),
+    ] = None
+    workdir: Annotated[
+        Workdir | None, Meta(description="Working directory, absolute, in no directory of the system")
+    ] = None
+    user: Annotated[User | None, Meta(description="User name or id, of sandbox.users")] = None
+    memory: Annotated[Size | None, Meta(description="Bytes, at most the function's or sandbox.trajectory.memory")] = (
+        None
+    )
+    network: Annotated[
+        Literal["none", "internal", "egress"] | None, Meta(description="none, or one of sandbox.trajectory.networks")
+    ] = None
+    idle_ttl: Annotated[
+        Span | None, Meta(description="It ends after so long without an action, at most sandbox.trajectory.idle_ttl")
+    ] = None
+
+
+class LivingSandbox(Struct, frozen=True, kw_only=True):
+    """The sandbox of a trajectory as it is."""
+
+    image: Annotated[str, Meta(description="Empty or of no meaning where sandboxes are processes")]
+    workdir: str
+    user: str
+    network: str
+    memory_bytes: Count
+
+
 class TrajectoryOpening(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A request for a trajectory's environment before its first action."""
 
     function: Annotated[Name, Meta(description="The registered function whose sandbox it is")]
     task: Annotated[Name, Meta(description="The RL task that it belongs to")] = "default"
+    sandbox: Annotated[
+        SandboxChoice | None, Meta(description="What it chooses for its sandbox; 409 if it lives with another")
+    ] = None
 
 
 class TrajectoryInfo(Struct, frozen=True, kw_only=True):
@@ -104,6 +151,9 @@ class TrajectoryInfo(Struct, frozen=True, kw_only=True):
     queued: Annotated[Count, Meta(description="Actions behind the active one")]
     active: Annotated[str | None, Meta(description="The action whose turn it is")]
     idle_s: float
+    sandbox: Annotated[
+        LivingSandbox | UnsetType | None, Meta(description="Its sandbox, null before there is one; not in lists")
+    ] = UNSET
 
 
 class TrajectoryPage(Struct, frozen=True, kw_only=True):

@@ -150,6 +150,16 @@ def document(provider: str, state: Path, **functions: dict[str, Any]) -> dict[st
                 "cost": {"cpu": 1},
                 "timeout": "60s",
             },
+            "choosy": {
+                "runtime": "exec",
+                "sandbox": {
+                    "images": ["docker.io/library/*"],
+                    "users": ["root"],
+                    "trajectory": {"env": ["TASK_*"], "memory": "1Gi"},
+                },
+                "cost": {"cpu": 1},
+                "timeout": "30s",
+            },
             "tests": {
                 "runtime": "pytest",
                 "pytest": {"args": list(unplugged())},

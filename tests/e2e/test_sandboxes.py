@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tangram import Client, NotFoundError, Trajectory
+from tangram import Client, InvalidInputError, NotFoundError, Trajectory, UnsupportedError
 from tangram.client.credentials import Bearer
 from tests.e2e.gateway import GatewayProcess
 
@@ -190,3 +190,18 @@ def test_an_ended_trajectory_is_gone(client: Client) -> None:
     with pytest.raises(NotFoundError):
         client.end_trajectory(name)
     assert name not in [each.trajectory for each in client.trajectories()]
+
+
+def test_a_trajectory_chooses_its_sandbox(client: Client) -> None:
+    """An image by another of its names, as the tests' engines have but one."""
+    image = "docker.io/library/tangram-base:bookworm"
+    containers = client.resources().sandboxes.kind == "container"
+    asked = {"env": {"TASK_ID": "7"}, "workdir": "/box", "user": "root", "memory": "200Mi"}
+    id = f"chosen-{uuid.uuid4().hex[:8]}"
+    with client.trajectory(id, function="choosy", sandbox=asked | ({"image": image} if containers else {})) as chosen:
+        ended = chosen.exec("echo $TASK_ID; pwd; id -u; cat /sys/fs/cgroup/memory.max /dev/null").raise_for_failure()
+        assert ended.result["stdout"].splitlines()[:3] == ["7", "/box", "0"]
+        refused = chosen.invoke("shell", {"command": "pwd"})
+        assert refused.reason == "invalid_input" and "lives in another sandbox" in refused.message
+    with pytest.raises(InvalidInputError if containers else UnsupportedError):
+        client.trajectory(id, function="choosy", sandbox={"image": "elsewhere.example/x"}).open()

@@ -50,6 +50,14 @@ class GatewayBase(abc.ABC):
     async def ApplyConfig(self, stream: 'grpclib.server.Stream[gateway.grpc.generated.tangram_pb2.ApplyConfigRequest, gateway.grpc.generated.tangram_pb2.ApplyConfigResponse]') -> None:
         pass
 
+    @abc.abstractmethod
+    async def OpenTrajectory(self, stream: 'grpclib.server.Stream[gateway.grpc.generated.tangram_pb2.OpenTrajectoryRequest, gateway.grpc.generated.tangram_pb2.Trajectory]') -> None:
+        pass
+
+    @abc.abstractmethod
+    async def EndTrajectory(self, stream: 'grpclib.server.Stream[gateway.grpc.generated.tangram_pb2.EndTrajectoryRequest, gateway.grpc.generated.tangram_pb2.EndTrajectoryResponse]') -> None:
+        pass
+
     def __mapping__(self) -> typing.Dict[str, grpclib.const.Handler]:
         return {
             '/tangram.v1.Gateway/Invoke': grpclib.const.Handler(
@@ -105,6 +113,18 @@ class GatewayBase(abc.ABC):
                 grpclib.const.Cardinality.UNARY_UNARY,
                 gateway.grpc.generated.tangram_pb2.ApplyConfigRequest,
                 gateway.grpc.generated.tangram_pb2.ApplyConfigResponse,
+            ),
+            '/tangram.v1.Gateway/OpenTrajectory': grpclib.const.Handler(
+                self.OpenTrajectory,
+                grpclib.const.Cardinality.UNARY_UNARY,
+                gateway.grpc.generated.tangram_pb2.OpenTrajectoryRequest,
+                gateway.grpc.generated.tangram_pb2.Trajectory,
+            ),
+            '/tangram.v1.Gateway/EndTrajectory': grpclib.const.Handler(
+                self.EndTrajectory,
+                grpclib.const.Cardinality.UNARY_UNARY,
+                gateway.grpc.generated.tangram_pb2.EndTrajectoryRequest,
+                gateway.grpc.generated.tangram_pb2.EndTrajectoryResponse,
             ),
         }
 
@@ -165,4 +185,16 @@ class GatewayStub:
             '/tangram.v1.Gateway/ApplyConfig',
             gateway.grpc.generated.tangram_pb2.ApplyConfigRequest,
             gateway.grpc.generated.tangram_pb2.ApplyConfigResponse,
+        )
+        self.OpenTrajectory = grpclib.client.UnaryUnaryMethod(
+            channel,
+            '/tangram.v1.Gateway/OpenTrajectory',
+            gateway.grpc.generated.tangram_pb2.OpenTrajectoryRequest,
+            gateway.grpc.generated.tangram_pb2.Trajectory,
+        )
+        self.EndTrajectory = grpclib.client.UnaryUnaryMethod(
+            channel,
+            '/tangram.v1.Gateway/EndTrajectory',
+            gateway.grpc.generated.tangram_pb2.EndTrajectoryRequest,
+            gateway.grpc.generated.tangram_pb2.EndTrajectoryResponse,
         )

@@ -166,3 +166,58 @@ class InvokeEvent(_message.Message):
     log: LogRecord
     ended: Invocation
     def __init__(self, accepted: _Optional[_Union[Invocation, _Mapping]] = ..., log: _Optional[_Union[LogRecord, _Mapping]] = ..., ended: _Optional[_Union[Invocation, _Mapping]] = ...) -> None: ...
+
+class OpenTrajectoryRequest(_message.Message):
+    __slots__ = ("trajectory", "function", "task", "sandbox")
+    TRAJECTORY_FIELD_NUMBER: _ClassVar[int]
+    FUNCTION_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    SANDBOX_FIELD_NUMBER: _ClassVar[int]
+    trajectory: str
+    function: str
+    task: str
+    sandbox: ChosenSandbox
+    def __init__(self, trajectory: _Optional[str] = ..., function: _Optional[str] = ..., task: _Optional[str] = ..., sandbox: _Optional[_Union[ChosenSandbox, _Mapping]] = ...) -> None: ...
+
+class ChosenSandbox(_message.Message):
+    __slots__ = ("image", "env", "workdir", "user", "memory", "network", "idle_ttl")
+    class EnvEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    IMAGE_FIELD_NUMBER: _ClassVar[int]
+    ENV_FIELD_NUMBER: _ClassVar[int]
+    WORKDIR_FIELD_NUMBER: _ClassVar[int]
+    USER_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
+    NETWORK_FIELD_NUMBER: _ClassVar[int]
+    IDLE_TTL_FIELD_NUMBER: _ClassVar[int]
+    image: str
+    env: _containers.ScalarMap[str, str]
+    workdir: str
+    user: str
+    memory: str
+    network: str
+    idle_ttl: str
+    def __init__(self, image: _Optional[str] = ..., env: _Optional[_Mapping[str, str]] = ..., workdir: _Optional[str] = ..., user: _Optional[str] = ..., memory: _Optional[str] = ..., network: _Optional[str] = ..., idle_ttl: _Optional[str] = ...) -> None: ...
+
+class Trajectory(_message.Message):
+    __slots__ = ("trajectory", "json")
+    TRAJECTORY_FIELD_NUMBER: _ClassVar[int]
+    JSON_FIELD_NUMBER: _ClassVar[int]
+    trajectory: str
+    json: bytes
+    def __init__(self, trajectory: _Optional[str] = ..., json: _Optional[bytes] = ...) -> None: ...
+
+class EndTrajectoryRequest(_message.Message):
+    __slots__ = ("trajectory",)
+    TRAJECTORY_FIELD_NUMBER: _ClassVar[int]
+    trajectory: str
+    def __init__(self, trajectory: _Optional[str] = ...) -> None: ...
+
+class EndTrajectoryResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

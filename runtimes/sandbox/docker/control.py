@@ -12,6 +12,7 @@ import structlog
 
 from manager.errors import CapacityExceeded, CodedError, NotFound
 from runtimes.sandbox.cgroup import Cgroup, Freezer
+from runtimes.sandbox.choice import SNAPSHOTS
 from runtimes.sandbox.disk.bound import DiskBound
 from runtimes.sandbox.docker.engine import DockerEngine
 from runtimes.sandbox.docker.leftovers import LeftoverCleaner
@@ -19,8 +20,6 @@ from runtimes.sandbox.record import noted_bounded
 from runtimes.sandbox.runner.protocol import cut_off, lost
 
 logger = structlog.get_logger("sandbox.container")
-
-SNAPSHOTS = "tangram-snapshot"
 
 
 class ContainerControl:

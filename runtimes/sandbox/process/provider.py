@@ -151,6 +151,12 @@ class ProcessProvider:
         self._check_user(spec.user)
         await self._check_network(spec)
         require_workdir(spec)
+        if self._means.bubblewrap is not None and spec.workdir.startswith("/usr/"):
+            raise Unsupported(
+                f"sandbox.workdir: {spec.workdir} lies in /usr, which a process sandbox sees as the host's, read-only; "
+                "choose another, or use containers",
+                component=COMPONENT,
+            )
 
     async def _check_network(self, spec: SandboxSpec) -> None:
         """Raise Unsupported where a network cannot be held to what it promises: egress is never the host's own."""

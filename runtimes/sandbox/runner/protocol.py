@@ -23,6 +23,7 @@ from manager.errors import (
     TooLarge,
     Unsupported,
 )
+from runtimes.sandbox.choice import OtherSandbox
 from runtimes.sandbox.command import Command, CommandResult, FileStat, ResumableCommand
 from runtimes.sandbox.runner import runner
 from runtimes.sandbox.runner.runner import ProtocolError, as_json, encode
@@ -152,6 +153,8 @@ def unmade(error: CodedError) -> ActionFailed:
     """Return the end of an action whose sandbox could not be made: its function's fault, or the engine's."""
     if isinstance(error, ActionFailed):
         return error
+    if isinstance(error, OtherSandbox):
+        return ActionFailed(Reason.INVALID_INPUT, error.message, component=error.component)
     theirs = isinstance(error, InvalidConfig | InvalidInput | Unsupported)
     return ActionFailed(
         Reason.INVALID_INPUT if theirs else Reason.ENVIRONMENT_LOST,

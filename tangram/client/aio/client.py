@@ -31,6 +31,7 @@ from tangram.types import (
     LogLine,
     QueueEntry,
     ResourcesInfo,
+    SandboxChoice,
     TaskInfo,
     TrajectoryInfo,
 )
@@ -398,13 +399,22 @@ class AsyncClient:
         await self._send(requests.end_trajectory(id))
 
     def trajectory(
-        self, id: str, *, function: str = "shell", task: str | None = None, workdir: str = ""
+        self,
+        id: str,
+        *,
+        function: str = "shell",
+        task: str | None = None,
+        workdir: str = "",
+        sandbox: SandboxChoice | Mapping[str, Any] | None = None,
     ) -> AsyncTrajectory:
         """Return a rollout's environment, made like ``function``'s sandbox on entering and removed on leaving.
 
         ``workdir`` is where relative paths of its files begin; the sandbox's own working directory by default.
+        ``sandbox`` is what it chooses within what the function allows: image, env, workdir, user, memory, network and
+        idle_ttl, for example ``{"image": "swebench/x", "memory": "2Gi"}``.
         """
-        return AsyncTrajectory(self, id, function=function, task=task, workdir=workdir)
+        chosen = requests.sandbox_choice(sandbox)
+        return AsyncTrajectory(self, id, function=function, task=task, workdir=workdir, sandbox=chosen)
 
     async def _invoke(self, request: ApiRequest[InvocationResult], logs: bool) -> InvocationResult:
         result = await self._send(request)

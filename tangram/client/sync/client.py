@@ -33,6 +33,7 @@ from tangram.types import (
     LogLine,
     QueueEntry,
     ResourcesInfo,
+    SandboxChoice,
     TaskInfo,
     TrajectoryInfo,
 )
@@ -399,12 +400,23 @@ class Client:
         """End a trajectory with everything in it; raises NotFoundError."""
         self._send(requests.end_trajectory(id))
 
-    def trajectory(self, id: str, *, function: str = "shell", task: str | None = None, workdir: str = "") -> Trajectory:
+    def trajectory(
+        self,
+        id: str,
+        *,
+        function: str = "shell",
+        task: str | None = None,
+        workdir: str = "",
+        sandbox: SandboxChoice | Mapping[str, Any] | None = None,
+    ) -> Trajectory:
         """Return a rollout's environment, made like ``function``'s sandbox on entering and removed on leaving.
 
         ``workdir`` is where relative paths of its files begin; the sandbox's own working directory by default.
+        ``sandbox`` is what it chooses within what the function allows: image, env, workdir, user, memory, network and
+        idle_ttl, for example ``{"image": "swebench/x", "memory": "2Gi"}``.
         """
-        return Trajectory(self, id, function=function, task=task, workdir=workdir)
+        chosen = requests.sandbox_choice(sandbox)
+        return Trajectory(self, id, function=function, task=task, workdir=workdir, sandbox=chosen)
 
     def _invoke(self, request: ApiRequest[InvocationResult], logs: bool) -> InvocationResult:
         result = self._send(request)

@@ -11,8 +11,8 @@ from typing import Any, Protocol, Self, TypeVar
 from tangram.client import requests
 from tangram.client.requests import ApiRequest
 from tangram.client.results import InvocationResult
-from tangram.errors import NotFoundError, TrajectoryEndedError
-from tangram.types import FileEntry
+from tangram.errors import InvalidInputError, NotFoundError, TrajectoryEndedError
+from tangram.types import FileEntry, SandboxChoice
 
 _T = TypeVar("_T")
 
@@ -32,12 +32,22 @@ class Trajectory:
     end, whoever ended it: it never goes on in a new, empty sandbox. It may be pickled: copies share the trajectory.
     """
 
-    def __init__(self, client: Sender, id: str, *, function: str, task: str | None, workdir: str) -> None:
+    def __init__(
+        self,
+        client: Sender,
+        id: str,
+        *,
+        function: str,
+        task: str | None,
+        workdir: str,
+        sandbox: SandboxChoice | None = None,
+    ) -> None:
         self.id = id
         self._client = client
         self._function = function
         self._task = task
         self._workdir = workdir
+        self._sandbox = sandbox
         self._opened = False
         self._closed = False
 
@@ -53,8 +63,11 @@ class Trajectory:
         self.close()
 
     def open(self) -> Self:
-        """Make the sandbox, or find the one that lives; a closed handle begins anew."""
-        self._client._send(requests.open_trajectory(self.id, self._function, self._task))
+        """Make the sandbox as it was chosen, or find the one that lives; a closed handle begins anew.
+
+        Raises InvalidInputError for what the function does not allow, ConflictError if it lives in another sandbox.
+        """
+        self._client._send(requests.open_trajectory(self.id, self._function, self._task, self._sandbox))
         self._opened, self._closed = True, False
         return self
 
@@ -113,4 +126,6 @@ class Trajectory:
         """Return whether the gateway must know of it; raises TrajectoryEndedError if this handle was closed."""
         if self._closed:
             raise TrajectoryEndedError(f"trajectory {self.id!r} was closed")
+        if self._sandbox is not None and not self._opened:
+            raise InvalidInputError(f"trajectory {self.id!r} has chosen its sandbox: enter it, or call open, first")
         return self._opened

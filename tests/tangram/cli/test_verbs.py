@@ -153,3 +153,12 @@ def test_a_gateway_that_is_not_there_is_said_plainly(tangram: Tangram, monkeypat
 )
 def test_a_misused_verb_is_a_usage_error(tangram: Tangram, words: tuple[str, ...]) -> None:
     assert tangram(*words)[0] == 2
+
+
+async def test_a_trajectory_is_opened_with_what_it_chooses(served: Served, gateway: RunningGateway) -> None:
+    status, out, _ = await served("trajectories", "open", "t", "--function", "shell")
+    assert (status, out) == (0, "t is open\n")
+    assert (await gateway.http.get("/v1/trajectories/t")).status_code == 200
+    status, _, err = await served("trajectories", "open", "u", "-e", "A=1", "--workdir", "/box")
+    assert status != 0 and "has no sandbox" in err
+    assert (await served("trajectories", "open", "u", "-e", "A"))[0] == 2

@@ -1,0 +1,65 @@
+"""Opening a trajectory: the one way of every door to a sandbox before its first action."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from msgspec import convert
+from msgspec.structs import replace as replaced
+
+from gateway import wire
+from gateway.services import Services
+from manager.errors import InvalidInput, NotFound, Unsupported
+from manager.function import FunctionSpec
+from runtimes.sandbox.choice import chosen
+from tangram.types import LivingSandbox, SandboxChoice, TrajectoryInfo, TrajectoryOpening
+
+
+async def open_trajectory(services: Services, trajectory: str, asked: TrajectoryOpening) -> TrajectoryInfo:
+    """Make the trajectory's sandbox as it was chosen, or find that it lives so already; return the trajectory.
+
+    Raises NotFound for the function, InvalidInput with the field that the function does not allow, Conflict if the
+    trajectory lives in another sandbox, and what the engine raises.
+    """
+    name = wire.name(trajectory, "trajectory")
+    function = services.functions.get(wire.name(asked.function, "function"))
+    if asked.sandbox is not None:
+        _require_images(services, asked.sandbox)
+        function = with_choice(function, asked.sandbox)
+    await services.engine.open_trajectory(name, wire.name(asked.task, "task"), function)
+    return trajectory_info(services, name)
+
+
+def with_choice(function: FunctionSpec, asked: SandboxChoice) -> FunctionSpec:
+    """Return the function with the sandbox that a trajectory has chosen; raises InvalidInput."""
+    if function.sandbox is None:
+        told = f"$.sandbox: function {function.name!r} has no sandbox of which anything could be chosen"
+        raise InvalidInput(told, component="http", detail={"path": "$.sandbox"})
+    return replace(function, sandbox=chosen(function.sandbox, asked))
+
+
+def _require_images(services: Services, asked: SandboxChoice) -> None:
+    """Raise Unsupported if an image is named where sandboxes have none."""
+    kind = services.sandboxes().kind
+    if asked.image is not None and kind != "container":
+        told = f"$.sandbox.image: this gateway's sandboxes are of kind {kind} and have no images; serve it with Docker"
+        raise Unsupported(told, component="sandbox", detail={"path": "$.sandbox.image"})
+
+
+def trajectory_info(services: Services, name: str) -> TrajectoryInfo:
+    """Return a living trajectory with its sandbox; raises NotFound."""
+    found = services.engine.trajectory(name)
+    if found is None:
+        raise NotFound(f"no trajectory {name!r}")
+    sandbox = services.environments.get(name)
+    living = None
+    if sandbox is not None:
+        spec = sandbox.spec
+        living = LivingSandbox(
+            image=spec.image,
+            workdir=spec.workdir,
+            user=spec.user,
+            network=spec.network.value,
+            memory_bytes=spec.memory_bytes,
+        )
+    return replaced(convert(found, TrajectoryInfo), sandbox=living)

@@ -1,0 +1,174 @@
+"""What a trajectory chooses for its sandbox, held against its function; and functions that want another than lives."""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+from manager.errors import Conflict, InvalidInput
+from manager.function import Network, SandboxSpec
+from tangram.types import SandboxChoice
+from tangram.types.quantities import duration_s, show_size, size_bytes
+
+COMPONENT = "sandbox"
+#: How a snapshot's image begins: only a fork begins with one.
+SNAPSHOTS = "tangram-snapshot"
+#: Directories of the system: neither they nor what lies below them may become a user's own; and those above others.
+SYSTEM = (
+    "/.tangram", "/bin", "/boot", "/dev", "/etc", "/lib", "/lib32", "/lib64", "/libx32", "/proc", "/sbin", "/sys",
+    "/usr/bin", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/local/bin", "/usr/local/lib", "/usr/sbin",
+)  # fmt: skip
+ABOVE_SYSTEM = ("/", "/home", "/opt", "/run", "/srv", "/tmp", "/usr", "/usr/local", "/var", "/var/lib", "/var/tmp")
+#: What begins a reference to a secret.
+SECRET = "${secret:"
+
+
+class OtherSandbox(Conflict):
+    """A function, or an opening, wants another sandbox than the one in which its trajectory lives."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, component=COMPONENT)
+
+
+def chosen(spec: SandboxSpec, asked: SandboxChoice) -> SandboxSpec:
+    """Return the function's sandbox with what a trajectory chooses; raises InvalidInput with field and remedy."""
+    given = {
+        "image": _image(spec, asked.image),
+        "env": _env(spec, asked),
+        "workdir": _workdir(asked.workdir),
+        "user": _user(spec, asked.user),
+        "memory_bytes": _memory_bytes(spec, asked.memory),
+        "idle_ttl_s": _idle_ttl_s(spec, asked.idle_ttl),
+        **_network(spec, asked.network),
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    return replace(spec, **given, chosen=True)  # type: ignore[arg-type]  # fields by name
+
+
+def contradiction(spec: SandboxSpec, living: SandboxSpec, *, images: bool) -> str:
+    """Return in what a function's own settings contradict the sandbox in which its trajectory lives, and the remedy.
+
+    Empty if it may be served there: each setting is its own, or one that it lets a trajectory choose. Amounts (memory,
+    disk, processes, times) are the living sandbox's and contradict nothing. ``images``: whether sandboxes have one.
+    """
+    served = (spec.image, f"{SNAPSHOTS}:*", *spec.images)
+    if images and not _matches(living.image, served):
+        return _differs("image", spec.image, living.image, f"sandbox.images: [{living.image}]")
+    if living.network is not spec.network and living.network not in spec.trajectory.networks:
+        remedy = f"sandbox.trajectory.networks: [{living.network}]"
+        return _differs("network", spec.network, living.network, remedy)
+    if living.network is Network.EGRESS and spec.network is Network.EGRESS and living.allow != spec.allow:
+        return _differs("allow", _listed(spec.allow), _listed(living.allow), "the same in both functions")
+    if living.user != spec.user and (refused := spec.refuses(living.user)):
+        return f"{_differs('user', spec.user, living.user)}: {refused}"
+    if living.workdir != spec.workdir and not living.chosen:
+        return _differs("workdir", spec.workdir, living.workdir, "the same in both functions")
+    if living.runtime != spec.runtime:
+        return _differs("runtime", spec.runtime, living.runtime, "the same in both functions")
+    for name, value in spec.env.items():
+        if living.env.get(name) != value and not (living.chosen and _matches(name, spec.trajectory.env)):
+            return f"sandbox.env: the living sandbox was not given the same {name}; say the same in both functions"
+    return ""
+
+
+def difference(asked: SandboxSpec, living: SandboxSpec) -> str:
+    """Return in what a sandbox that was chosen is not the one that lives; empty if it is."""
+    for name in ("image", "network", "user", "workdir", "memory_bytes", "idle_ttl_s"):
+        if getattr(asked, name) != getattr(living, name):
+            field = {"memory_bytes": "memory", "idle_ttl_s": "idle_ttl"}.get(name, name)
+            return _differs(field, getattr(asked, name), getattr(living, name))
+    return "" if asked.env == living.env else "sandbox.env: it lives with other variables"
+
+
+def _image(spec: SandboxSpec, image: str | None) -> str | None:
+    if image is None or image == spec.image:
+        return None
+    if SNAPSHOTS in image or not _matches(image, spec.images):
+        known = ", ".join((spec.image, *spec.images))
+        raise _refused(
+            "image", f"{image!r} is not among those that the function allows ({known}); list it: sandbox.images"
+        )
+    return image
+
+
+def _env(spec: SandboxSpec, asked: SandboxChoice) -> dict[str, str] | None:
+    if not asked.env:
+        return None
+    for name, value in asked.env.items():
+        if not _matches(name, spec.trajectory.env):
+            known = _listed(spec.trajectory.env)
+            raise _refused(f"env.{name}", f"is not among those that the function allows ({known}); "
+                           f"list it: sandbox.trajectory.env: [{name}]")  # fmt: skip
+        if "\0" in value or SECRET in value:
+            raise _refused(f"env.{name}", "must hold no NUL and name no secret: secrets belong in the function's env")
+    return {**spec.env, **asked.env}
+
+
+def _workdir(workdir: str | None) -> str | None:
+    if workdir is None:
+        return None
+    place = posixpath.normpath(workdir)
+    place = f"/{place.lstrip('/')}"
+    if place in ABOVE_SYSTEM or any(f"{place}/".startswith(f"{each}/") for each in SYSTEM):
+        raise _refused("workdir", f"{workdir!r} is a directory of the system, which would become the user's; "
+                       "choose one of its own, for example /workspace")  # fmt: skip
+    return place
+
+
+def _user(spec: SandboxSpec, user: str | None) -> str | None:
+    if user is None or user == spec.user:
+        return None
+    if refused := spec.refuses(user):
+        raise _refused("user", refused)
+    return user
+
+
+def _memory_bytes(spec: SandboxSpec, memory: str | int | None) -> int | None:
+    if memory is None:
+        return None
+    wanted, most = size_bytes(memory), max(spec.memory_bytes, spec.trajectory.memory_bytes or 0)
+    if not 0 < wanted <= most:
+        raise _refused("memory", f"{show_size(wanted)} is not within the {show_size(most)} that the function allows; "
+                       "raise sandbox.trajectory.memory")  # fmt: skip
+    return None if wanted == spec.memory_bytes else wanted
+
+
+def _idle_ttl_s(spec: SandboxSpec, idle_ttl: str | float | None) -> float | None:
+    if idle_ttl is None:
+        return None
+    wanted_s = float(idle_ttl) if isinstance(idle_ttl, int | float) else duration_s(idle_ttl)
+    most_s = max(spec.idle_ttl_s, spec.trajectory.idle_ttl_s or 0.0)
+    if not 0 < wanted_s <= most_s:
+        raise _refused("idle_ttl", f"{wanted_s:g} s is not within the {most_s:g} s that the function allows; "
+                       "raise sandbox.trajectory.idle_ttl")  # fmt: skip
+    return None if wanted_s == spec.idle_ttl_s else wanted_s
+
+
+def _network(spec: SandboxSpec, asked: str | None) -> dict[str, object]:
+    if asked is None or asked == spec.network:
+        return {}
+    network = Network(asked)
+    if network is not Network.NONE and network not in spec.trajectory.networks:
+        raise _refused("network", f"{asked} is not what the function allows ({spec.network}); "
+                       f"list it: sandbox.trajectory.networks: [{asked}]")  # fmt: skip
+    return {"network": network, "allow": spec.allow if network is Network.EGRESS else ()}
+
+
+def _matches(text: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(text, pattern) for pattern in patterns)
+
+
+def _refused(field: str, message: str) -> InvalidInput:
+    path = f"$.sandbox.{field}"
+    return InvalidInput(f"{path}: {message}", component=COMPONENT, detail={"path": path})
+
+
+def _differs(field: str, own: object, living: object, remedy: str = "") -> str:
+    told = f"sandbox.{field} is {str(own)!r} here, and {str(living)!r} in the sandbox that lives"
+    return f"{told}; to serve there say {remedy}" if remedy else told
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) or "none"

@@ -1,0 +1,137 @@
+"""Trajectories that choose their sandbox, over HTTP and gRPC, with process sandboxes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import orjson
+import pytest
+from grpclib.const import Status
+from grpclib.exceptions import GRPCError
+
+from gateway.grpc.generated import tangram_pb2 as pb
+from gateway.grpc.generated.tangram_grpc import GatewayStub
+from manager.function import SandboxSpec, TrajectoryChoices
+from tangram import AsyncClient, ConflictError, InvalidInputError, UnsupportedError
+from tests.gateway.conftest import FUNCTIONS, GatewayBench, RunningGateway, serving
+from tests.gateway.grpc.test_grpc import channel
+
+SANDBOX = SandboxSpec(
+    image="any",
+    memory_bytes=2**28,
+    trajectory=TrajectoryChoices(env=("TASK_*",), memory_bytes=2**29, idle_ttl_s=3600.0),
+)
+BENCH = {
+    "shell": replace(FUNCTIONS["shell"], sandbox=SANDBOX),
+    "elsewhere": replace(FUNCTIONS["shell"], name="elsewhere", sandbox=SandboxSpec(image="any", workdir="/elsewhere")),
+    "larger": replace(FUNCTIONS["shell"], name="larger", sandbox=SandboxSpec(image="any", memory_bytes=2**30)),
+}
+
+
+@pytest.fixture
+async def running(tmp_path: Path) -> AsyncIterator[RunningGateway]:
+    async with serving(GatewayBench(tmp_path, functions=BENCH)) as gateway:
+        yield gateway
+
+
+def client_of(running: RunningGateway) -> AsyncClient:
+    return AsyncClient(f"http://127.0.0.1:{running.app.http_port}")
+
+
+async def said(client: AsyncClient, command: str, function: str = "shell") -> str:
+    ended = await client.invoke(function, {"command": command}, trajectory="t")
+    return str(ended.raise_for_failure().result["stdout"])
+
+
+async def test_a_trajectory_lives_in_what_it_chose(running: RunningGateway) -> None:
+    asked = {"env": {"TASK_ID": "7"}, "workdir": "/box", "memory": "512Mi", "idle_ttl": 60}
+    async with client_of(running) as client, client.trajectory("t", sandbox=asked) as opened:
+        assert (await opened.exec("echo $TASK_ID $PWD")).result["stdout"] == "7 /box\n"
+        await opened.upload("note", "here")
+        assert await said(client, "cat /box/note") == "here"
+        (info,) = await client.trajectories()
+        assert (info.memory_bytes, info.ttl_s) == (2**29, 60.0)
+        told = (await running.http.get("/v1/trajectories/t")).json()["sandbox"]
+        assert told == {
+            "image": "any", "workdir": "/box", "user": "auto", "network": "none", "memory_bytes": 2**29,
+        }  # fmt: skip
+
+
+async def test_what_is_not_allowed_begins_nothing(running: RunningGateway) -> None:
+    async with client_of(running) as client:
+        with pytest.raises(InvalidInputError, match=r"sandbox\.trajectory.memory"):
+            await client.trajectory("t", sandbox={"memory": "1Gi"}).open()
+        with pytest.raises(UnsupportedError, match="no images"):
+            await client.trajectory("t", sandbox={"image": "any"}).open()
+        with pytest.raises(InvalidInputError, match="imago"):
+            client.trajectory("t", sandbox={"imago": "any"})
+        with pytest.raises(InvalidInputError, match="has no sandbox"):
+            await client.trajectory("t", function="echo", sandbox={"workdir": "/box"}).open()
+        assert await client.trajectories() == []
+
+
+async def test_a_handle_with_a_choice_acts_in_no_other_sandbox(running: RunningGateway) -> None:
+    async with client_of(running) as client:
+        with pytest.raises(InvalidInputError, match="open"):
+            await client.trajectory("t", sandbox={"workdir": "/box"}).exec("pwd")
+        assert await client.trajectories() == []
+
+
+async def test_an_opening_finds_the_same_sandbox_and_is_refused_another_which_lives_on(running: RunningGateway) -> None:
+    async with client_of(running) as client:
+        await client.trajectory("t", sandbox={"workdir": "/box"}).open()
+        await said(client, "echo kept > file")
+        await client.trajectory("t", sandbox={"workdir": "/box"}).open()
+        with pytest.raises(ConflictError, match=r"sandbox\.workdir"):
+            await client.trajectory("t", sandbox={"workdir": "/other"}).open()
+        with pytest.raises(ConflictError, match=r"sandbox\.memory"):
+            await client.trajectory("t", sandbox={"workdir": "/box", "memory": "64Mi"}).open()
+        assert await said(client, "cat file") == "kept\n"
+
+
+async def test_a_second_function_that_says_otherwise_is_refused_by_name(running: RunningGateway) -> None:
+    async with client_of(running) as client:
+        assert await said(client, "pwd") == "/workspace\n"
+        refused = await client.invoke("elsewhere", {"command": "pwd"}, trajectory="t")
+        assert (refused.state, refused.reason) == ("failed", "invalid_input")
+        assert "sandbox.workdir is '/elsewhere' here, and '/workspace' in the sandbox that lives" in refused.message
+        assert await said(client, "pwd", "larger") == "/workspace\n", "amounts are the living sandbox's"
+        assert await said(client, "pwd") == "/workspace\n"
+
+
+async def test_the_next_gateway_knows_what_was_chosen(tmp_path: Path) -> None:
+    bench = GatewayBench(tmp_path, functions=BENCH)
+    async with serving(bench) as running, client_of(running) as client:
+        await client.trajectory("t", sandbox={"workdir": "/box", "env": {"TASK_ID": "7"}}).open()
+        running.app.runtimes.environments.keep()
+        sandbox = running.app.runtimes.environments.get("t")
+        assert sandbox is not None
+    async with serving(bench) as running, client_of(running) as client:
+        assert await said(client, "echo $TASK_ID $PWD") == "7 /box\n"
+        environments = running.app.runtimes.environments
+        adopted = environments.get("t")
+        assert adopted is not None
+        await adopted.condemn("a test")
+        lost = await client.invoke("shell", {"command": "pwd"}, trajectory="t")
+        assert lost.reason == "environment_lost"
+        assert await said(client, "echo $TASK_ID $PWD") == "7 /box\n", "the next one is as it was chosen"
+
+
+async def test_grpc_opens_and_ends(running: RunningGateway) -> None:
+    async with channel(running) as opened:
+        stub = GatewayStub(opened)
+        chosen = pb.ChosenSandbox(workdir="/box", env={"TASK_ID": "7"}, memory="512Mi", idle_ttl="1m")
+        request = pb.OpenTrajectoryRequest(trajectory="t", function="shell", sandbox=chosen)
+        answer = await stub.OpenTrajectory(request)
+        told = orjson.loads(answer.json)
+        assert (answer.trajectory, told["ttl_s"], told["sandbox"]["workdir"]) == ("t", 60.0, "/box")
+        refused = pb.ChosenSandbox(network="egress")
+        with pytest.raises(GRPCError) as caught:
+            await stub.OpenTrajectory(pb.OpenTrajectoryRequest(trajectory="u", function="shell", sandbox=refused))
+        assert caught.value.status is Status.INVALID_ARGUMENT
+        await stub.EndTrajectory(pb.EndTrajectoryRequest(trajectory="t"))
+        with pytest.raises(GRPCError) as caught:
+            await stub.EndTrajectory(pb.EndTrajectoryRequest(trajectory="t"))
+        assert caught.value.status is Status.NOT_FOUND
