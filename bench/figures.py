@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from bench.regimes import device_figures, overload_figures, wide_figures
+from bench.regimes import device_figures, idle_figures, overload_figures, wide_figures
 from bench.report import BenchReport, parser
 from bench.simulated import SEEDS, act_s, best_fixed_s, bound_s, over_seeds
 from manager.simulation.duration_model import Learning
@@ -156,6 +156,7 @@ PARTS: Mapping[str, Callable[[BenchReport, Sequence[int]], None]] = {
     "overload": overload_figures,
     "wide": wide_figures,
     "devices": device_figures,
+    "idle": lambda report, seeds: idle_figures(report),
 }
 
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from bench.report import BenchReport, median
 from bench.simulated import act_s, bound_s, mean_act_s, over_seeds, row_of
-from manager.action import UnitSet
+from manager.action import Amdahl, UnitSet
+from manager.simulation.duration_model import Learning
 from manager.simulation.simulate import Size, simulate
 from manager.simulation.trace import TracedTrajectory, TraceStep
 from manager.simulation.workloads import CODING_BURST, Coding, Workload, coding, mopd
@@ -117,3 +118,39 @@ def _once(name: str, arrival_s: float, cost: Mapping[str, UnitSet], seconds: flo
     """A trajectory of one rigid action."""
     step = TraceStep(think_s=0.0, function="once", cost=cost, t_ori_s=seconds)
     return TracedTrajectory(id=name, arrival_s=arrival_s, steps=(step,))
+
+
+#: Runs of one suite, one after the other, on an idle node.
+IDLE_RUNS, IDLE_NODE = 20, Size(nodes=1, cores=32)
+
+
+def idle_figures(report: BenchReport) -> None:
+    """A suite that nothing is known of on an idle node: the core-seconds and the seconds that learning it takes."""
+    rows: dict[str, dict[str, float]] = {}
+    for name, t_ori_s, serial in (("no gain", 3.0, 1.0), ("some gain", 30.0, 0.3), ("scales", 80.0, 0.05)):
+        work = _suite_runs(t_ori_s, serial)
+        known = simulate(work, ADAPTIVE, IDLE_NODE)
+        learned = simulate(work, ADAPTIVE, IDLE_NODE, knowledge=Learning())
+        rows[name] = {
+            "known_core_s": known.ledger.used["cpu"],
+            "learned_core_s": learned.ledger.used["cpu"],
+            "known_act_s": mean_act_s(known) / IDLE_RUNS,
+            "learned_act_s": mean_act_s(learned) / IDLE_RUNS,
+        }
+    report.figure("idle_learning", {name: dict(row) for name, row in rows.items()})
+    worst = max(row["learned_core_s"] / row["known_core_s"] for row in rows.values())
+    report.check("idle_learning_core_s_over_known", worst, 2.0, "lower")
+
+
+def _suite_runs(t_ori_s: float, serial: float) -> Workload:
+    step = TraceStep(
+        think_s=1.0,
+        function="unit_tests",
+        cost={"cpu": UnitSet.span(1, IDLE_NODE.cores)},
+        key="cpu",
+        t_ori_s=t_ori_s,
+        elasticity=Amdahl(serial),
+        malleable=True,
+        profile_key="suite",
+    )
+    return Workload(name="idle", trajectories=(TracedTrajectory(id="one", steps=(step,) * IDLE_RUNS),))

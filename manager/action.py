@@ -66,11 +66,27 @@ class UnitSet:
             return min(units, self.maximum)
         return self.choices[bisect_right(self.choices, units) - 1]
 
+    def capped(self, most: int) -> UnitSet:
+        """Return the set without the counts above ``most``; its minimum stays."""
+        if most >= self.maximum:
+            return self
+        largest = self.at_most(max(most, self.minimum)) or self.minimum
+        if self.choices is None:
+            return UnitSet.span(self.minimum, largest)
+        return UnitSet.of(tuple(count for count in self.choices if count <= largest))
+
     def smallest(self, d: int) -> int:
         """Return the d-th smallest admissible count, d from 1, or else the largest (docs/SCHEDULING.md R5)."""
         if self.choices is None:
             return min(self.minimum + d - 1, self.maximum)
         return self.choices[min(d, len(self.choices)) - 1]
+
+
+def capped(cost: Mapping[str, UnitSet], key: str | None, most: int | None) -> Mapping[str, UnitSet]:
+    """Return a cost with at most ``most`` units of its key, or its minimum if that is more; None caps nothing."""
+    if key is None or most is None or cost[key].maximum <= most:
+        return cost
+    return {**cost, key: cost[key].capped(most)}
 
 
 class Elasticity(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from manager.action import Action, Amdahl, Elasticity, UnitSet
+from manager.action import Action, Amdahl, Elasticity, UnitSet, capped
 from manager.config import ManagerSpec, NodeSpec
 from manager.errors import InvalidInput, Unsatisfiable
 from manager.function import FunctionSpec
@@ -43,7 +43,7 @@ def formulate(
         function=function.name,
         task=task,
         trajectory=trajectory,
-        cost=function.cost,
+        cost=capped(function.cost, function.key, _units_max(function, input, learned)),
         memory_bytes=0 if sandbox is None else sandbox.memory_bytes,
         trajectory_ttl_s=1800.0 if sandbox is None else sandbox.idle_ttl_s,
         key=function.key,
@@ -84,6 +84,23 @@ def _expectation(function: FunctionSpec, learned: Learned) -> tuple[float | None
     if function.key is None:
         return t_ori_s, None
     return t_ori_s, function.elasticity or Amdahl(learned.serial_fraction)
+
+
+def _units_max(function: FunctionSpec, input: Mapping[str, object], learned: Learned) -> int | None:
+    """Return the most units of the key that the call can use, or that may be tried on it; None for all."""
+    bounds = [] if function.elasticity is not None else [learned.units_max]
+    if function.runtime == "pytest":
+        listed = {test for name in ("fail_to_pass", "pass_to_pass") for test in _texts(input.get(name))}
+        if listed and not input.get("targets"):
+            bounds.append(len(listed))
+        workers = input.get("workers")
+        if isinstance(workers, int) and workers >= 1:
+            bounds.append(workers)
+    return min(bounds, default=None)
+
+
+def _texts(value: object) -> list[str]:
+    return [each for each in value if isinstance(each, str)] if isinstance(value, list) else []
 
 
 def _profile_key(function: FunctionSpec, input: Mapping[str, object]) -> str:

@@ -16,8 +16,9 @@ from typing import Any
 
 from manager.batch import Work
 
-#: Values that are tried, and how fast old evidence fades.
+#: Values that are tried, and how fast old evidence fades. A serial fraction above 1 says that more units are slower.
 _GRID = tuple(step / 20 for step in range(21))
+_SERIALS = (*_GRID, 1.1, 1.25, 1.5, 2.0)
 _FADE = 0.98
 #: What a further member of a batch costs hangs on the model and the device, which change rarely.
 _BATCH_FADE = 0.995
@@ -34,18 +35,21 @@ class Fit:
     """The serial fraction: for each value of a grid, how much the implied T_ori scatters over the widths seen."""
 
     #: Sums over faded observations, by grid value: of log T_ori and of its square; and of the weights.
-    sums: list[float] = field(default_factory=lambda: [0.0] * len(_GRID))
-    squares: list[float] = field(default_factory=lambda: [0.0] * len(_GRID))
+    sums: list[float] = field(default_factory=lambda: [0.0] * len(_SERIALS))
+    squares: list[float] = field(default_factory=lambda: [0.0] * len(_SERIALS))
     weight: float = 0.0
     #: The same for log(units): without a spread of widths nothing can be told.
     widths: float = 0.0
     width_squares: float = 0.0
+    #: The most units that a run had.
+    widest: float = 0.0
 
     def observe(self, units: float, duration_s: float, share: float = 1.0) -> None:
         """A run of which only ``share`` counts."""
         log = math.log(max(LEAST_S, duration_s))
         width = math.log(units)
         fade = _FADE**share
+        self.widest = max(self.widest, units)
         self.weight = self.weight * fade + share
         self.widths = self.widths * fade + share * width
         self.width_squares = self.width_squares * fade + share * width * width
@@ -53,18 +57,19 @@ class Fit:
         self.sums = [total * fade + share * one for total, one in zip(self.sums, implied, strict=True)]
         self.squares = [total * fade + share * one * one for total, one in zip(self.squares, implied, strict=True)]
 
-    @property
-    def complete(self) -> bool:
-        """Whether it was made with the grid of this version."""
-        return len(self.sums) == len(self.squares) == len(_GRID)
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Fit:
+        """What an earlier run knew; nothing where it was made with another grid."""
+        made = cls(**data)
+        return made if len(made.sums) == len(made.squares) == len(_SERIALS) else cls()
 
     @property
     def serial_fraction(self) -> float | None:
         """The value under which all widths agree best on T_ori; None while the widths hardly differ."""
-        if self.weight < 2.0 or self._variance(self.widths, self.width_squares) < 0.05:
+        if self.weight < 1.9 or self._variance(self.widths, self.width_squares) < 0.05:
             return None
         scatter = [self._variance(total, square) for total, square in zip(self.sums, self.squares, strict=True)]
-        return _GRID[min(range(len(_GRID)), key=lambda index: (scatter[index], index))]
+        return _SERIALS[min(range(len(_SERIALS)), key=lambda index: (scatter[index], index))]
 
     def _variance(self, total: float, square: float) -> float:
         mean = total / self.weight
@@ -74,7 +79,7 @@ class Fit:
 @lru_cache(maxsize=1024)
 def _log_speeds(units: float) -> tuple[float, ...]:
     """The logarithm of duration(units) / T_ori for each serial fraction of the grid."""
-    return tuple(math.log((1.0 - serial) / units + serial) for serial in _GRID)
+    return tuple(math.log((1.0 - serial) / units + serial) for serial in _SERIALS)
 
 
 @dataclass(slots=True)

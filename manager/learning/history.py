@@ -26,6 +26,9 @@ _CLIP_DEVIATIONS = 3.0
 _LEAST_DEVIATION = 0.2
 #: The serial fraction taken while runs at one width tell nothing.
 PRIOR_SERIAL_FRACTION = 0.05
+#: Units of the first run of a function, and how many times as many as ever before a later one may have.
+FIRST_UNITS = 4
+WIDENING = 2
 #: Keys that are remembered; the least recently used are forgotten.
 _KEYS_MAX = 10_000
 
@@ -78,6 +81,8 @@ class Learned:
 
     t_ori_s: float | None
     serial_fraction: float
+    #: Units up to which something is known of its elasticity, or may be tried.
+    units_max: int = FIRST_UNITS
     #: Where T_ori comes from: ``prior``, ``function`` or ``key``.
     source: str
     #: What a further member adds to a batch, as a fraction of what it takes alone.
@@ -99,7 +104,10 @@ class History:
         if settlement.outcome.state is not State.SUCCEEDED or settlement.lease is None:
             return
         units: float = settlement.lease.units(action.key) if action.key is not None else 1
-        units = max(1.0, settlement.outcome.usage.get("mean_units", units))
+        usage = settlement.outcome.usage
+        units = max(1.0, usage.get("mean_units", units))
+        if action.key is not None and usage.get("workers", 0) >= 1:
+            units = min(units, usage["workers"])  # it could not use more
         members = _ran_with(settlement)
         if members is not None:
             early = bool(settlement.outcome.usage.get("early"))
@@ -140,6 +148,7 @@ class History:
     def learned(self, function: str, key: str = "", *, prior_s: float | None = None) -> Learned:
         """The best estimate for one function and key."""
         serial, marginal = self.serial_fraction(function, key), self.batch_marginal(function)
+        units_max = self._units_max(function, key)
         for name, source in ((key, "key"), ("", "function")):
             profile = self._profiles.get((function, name))
             if (name or source == "function") and profile is not None and profile.estimate.count:
@@ -147,12 +156,26 @@ class History:
                 return Learned(
                     t_ori_s=estimate.t_ori_s,
                     serial_fraction=serial,
+                    units_max=units_max,
                     source=source,
                     batch_marginal=marginal,
                     observations=round(estimate.count),
                     error=estimate.error,
                 )
-        return Learned(t_ori_s=prior_s, serial_fraction=serial, source="prior", batch_marginal=marginal)
+        return Learned(
+            t_ori_s=prior_s, serial_fraction=serial, units_max=units_max, source="prior", batch_marginal=marginal
+        )
+
+    def _units_max(self, function: str, key: str) -> int:
+        """The most units of a run: the first is narrow, later ones widen by steps, each of which shows what it gains.
+
+        A new key of a known function is trusted half as far, on a logarithmic scale, as the function.
+        """
+        own, whole = (self._profiles.get((function, name)) for name in (key, ""))
+        if own is not None and own.fit.weight:
+            return max(FIRST_UNITS, math.ceil(WIDENING * own.fit.widest))
+        widest = whole.fit.widest if whole is not None else 0.0
+        return max(FIRST_UNITS, math.ceil(math.sqrt(FIRST_UNITS * WIDENING * widest)))
 
     def serial_fraction(self, function: str, key: str = "") -> float:
         """The key's fitted value, else the function's, else a guess."""
@@ -206,10 +229,8 @@ class History:
         if data.get("version") != 1 or not isinstance(profiles, list):
             return history
         for item in profiles:
-            fit = Fit(**item["fit"])
-            if fit.complete:
-                batches = BatchFit.from_json(item.get("batches"))
-                history._profiles[item["function"], item["key"]] = Profile(Estimate(**item["estimate"]), fit, batches)
+            fit, batches = Fit.from_json(item["fit"]), BatchFit.from_json(item.get("batches"))
+            history._profiles[item["function"], item["key"]] = Profile(Estimate(**item["estimate"]), fit, batches)
         return history
 
     def _work(self, members: Mapping[Kin, int], own: Kin, *, early: bool) -> tuple[Work, float]:

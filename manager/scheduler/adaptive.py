@@ -19,7 +19,7 @@ from manager.scheduler.durations import kind_of
 from manager.scheduler.policy import Decision, PoolView, ResizeChoice, RunningView, Start
 from manager.scheduler.price import PricePolicy
 from manager.scheduler.rank import Ranked, head_room, leader, ranked
-from manager.scheduler.shares import member, water_fill
+from manager.scheduler.shares import ShareMember, member, water_fill
 from manager.setting import Setting
 
 
@@ -35,6 +35,8 @@ class AdaptivePolicy:
     )
     #: Core-seconds that a worker costs, where the pool's configuration does not say.
     worker_cost_s: float = 0.3
+    #: So an idle node does not lend what is of no use.
+    least_gain: Annotated[float, Setting("speed that one more unit must add, of what the first has", ge=0, le=1)] = 0.05
     #: 0: all alike.
     bias: Annotated[float, Setting("exponent by which little work left counts more in the shares", ge=0, le=8)] = 0.2
     grow_ratio: Annotated[float, Setting("a running action grows at this multiple of what it holds", ge=1, le=1e3)] = (
@@ -148,15 +150,19 @@ class _Pass:
         """The share of each running malleable action, then of each joiner."""
         if reach == 0:  # minima take all that there is
             return [self._least(action) for action in (*(r.action for r in self._malleable), *joiners)]
-        kind = self._kind
+        kind, gain = self._kind, self._policy.least_gain
         members = [
-            member(r.action.cost[kind], r.action.elasticity, r.workers or r.action.cost[kind].maximum)
+            member(r.action.cost[kind], r.action.elasticity, r.workers or r.action.cost[kind].maximum, gain)
             for r in self._malleable
         ]
-        members += [member(action.cost[kind], action.elasticity, action.cost[kind].maximum) for action in joiners]
+        members += [self._member(action) for action in joiners]
         weights = [self._weight(r.action, r.remaining) for r in self._malleable]
         weights += [self._weight(action, 1.0) for action in joiners]
         return water_fill(members, units, weights)
+
+    def _member(self, action: Action) -> ShareMember:
+        units = action.cost[self._kind]
+        return member(units, action.elasticity, units.maximum, self._policy.least_gain)
 
     def _weight(self, action: Action, remaining: float | None) -> float:
         """How much a gain of speed counts: more for an action with little work left, where that is known."""
@@ -185,7 +191,7 @@ class _Pass:
     def _workers(self, action: Action, share: int) -> int:
         """Workers to start: what it may usefully grow to when others end, as far as they are worth their cost."""
         wanted = max(math.ceil(self._policy.worker_cap * share), self._affordable(action))
-        return max(share, min(action.cost[self._kind].maximum, wanted))
+        return max(share, min(self._member(action).most, wanted))
 
     def _affordable(self, action: Action) -> int:
         """Workers that cost no more than their budget; 0 where the work is not known."""

@@ -34,6 +34,9 @@ class PricePolicy:
 
     name: str = "price"
     c: Annotated[float, Setting("the scale of the price of a unit-second", gt=0, le=1e6)] = 4.0
+    least_price: Annotated[float, Setting("the price of a unit on idle cores, of what a wait costs", ge=0, le=1)] = (
+        0.005
+    )
     a_s: Annotated[float, Setting("seconds of arrivals to come that count, for cores", ge=0, le=86400)] = 8.0
     device_a_s: Annotated[float, Setting("the same for devices", ge=0, le=86400)] = 0.2
     short_s: Annotated[float, Setting("a rigid action at most this long goes before the others", ge=0)] = 5.0
@@ -73,6 +76,7 @@ class _Pass:
         self._free = view.free + view.reserved
         self._behind = behind
         self._scale = policy.c / view.total
+        self._least_price = policy.least_price
         self._age_max_s = policy.age_max_s
         self._running = running
         self._coming = policy.a_s * elastic_rate(running, kind) * view.utilisation**4
@@ -125,7 +129,7 @@ class _Pass:
         spare = min(spare, self._limit(action.id, spare))
         shape = shape_of(unit_set, action.elasticity)
         t_ori_s = action.t_ori_s or UNKNOWN_S
-        price = self._scale * (max(0, self._behind) + self._coming)
+        price = max(self._least_price, self._scale * (max(0, self._behind) + self._coming))
         units, cost_s = cheapest(shape, t_ori_s, price, spare)
         wait_s = self._better_wait(shape, t_ori_s, price, spare, cost_s)
         if wait_s is None or now:

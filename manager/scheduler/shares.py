@@ -28,10 +28,12 @@ class ShareMember:
 
 
 @lru_cache(maxsize=8192)
-def member(unit_set: UnitSet, elasticity: Elasticity | None, most: int) -> ShareMember:
-    """The claim of an elastic action that can use at most ``most`` units."""
+def member(unit_set: UnitSet, elasticity: Elasticity | None, most: int, least_gain: float = 0.0) -> ShareMember:
+    """The claim of an elastic action that can use at most ``most`` units, each of which adds ``least_gain`` or more."""
     shape = shape_of(unit_set, elasticity or ASSUMED)
     most = max(unit_set.minimum, min(unit_set.maximum, most))
+    if least_gain > 0.0 and unit_set.choices is None:
+        most = min(most, unit_set.minimum + int((shape.gains >= least_gain).sum()))
     return ShareMember(unit_set.minimum, most, shape.gains[: most - unit_set.minimum])
 
 

@@ -16,6 +16,8 @@ class KnownDuration(NamedTuple):
     t_ori_s: float | None
     elasticity: Elasticity | None
     batch_marginal: float
+    #: The most units of its key that it may have: None for all of its unit set.
+    units_max: int | None = None
 
 
 class DurationModel(Protocol):
@@ -52,7 +54,7 @@ class Learning:
     def of(self, step: TraceStep) -> KnownDuration:
         learned = self.history.learned(step.function, step.profile_key)
         elasticity = Amdahl(learned.serial_fraction) if step.key is not None else None
-        return KnownDuration(learned.t_ori_s, elasticity, learned.batch_marginal)
+        return KnownDuration(learned.t_ori_s, elasticity, learned.batch_marginal, learned.units_max)
 
     def observe(self, settlement: Settlement) -> None:
         self.history.observe(settlement)

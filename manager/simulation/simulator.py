@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from manager.action import Action
+from manager.action import Action, capped
 from manager.assembly import build_core
 from manager.batch import Work
 from manager.config import ManagerSpec
@@ -229,7 +229,7 @@ class Simulation:
                 function=step.function,
                 task=trajectory.task,
                 trajectory=trajectory.id,
-                cost=step.cost,
+                cost=capped(step.cost, step.key, known.units_max),
                 memory_bytes=trajectory.memory_bytes,
                 trajectory_ttl_s=1e9,
                 key=step.key,

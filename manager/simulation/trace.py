@@ -187,8 +187,8 @@ def parse_elasticity(values: Mapping[str, object], where: str) -> Elasticity | N
     reader = _Reader(where, values)
     if values.get("serial_fraction") is not None:
         serial = reader.number("serial_fraction")
-        if serial > 1:
-            raise reader.wrong("serial_fraction", f"must be in [0, 1], not {serial}")
+        if serial > 2:
+            raise reader.wrong("serial_fraction", f"must be in [0, 2], not {serial}")
         return Amdahl(serial)
     if values.get("efficiency") is None:
         return None

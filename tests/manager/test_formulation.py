@@ -55,6 +55,22 @@ def test_what_is_declared_is_not_learned() -> None:
     assert (action.t_ori_s, action.elasticity) == (5.0, Amdahl(0.5))
 
 
+def test_a_call_takes_no_more_units_than_it_can_use() -> None:
+    wide = replace(TESTS, elasticity=Amdahl(0.1))
+    assert form(wide, {}).cost["cpu"].maximum == 8
+    assert form(wide, {"fail_to_pass": ["test_a.py::test_x"]}).cost["cpu"].maximum == 1
+    assert form(wide, {"fail_to_pass": ["a", "b"], "pass_to_pass": ["b", "c"]}).cost["cpu"].maximum == 3
+    assert form(wide, {"fail_to_pass": ["a"], "targets": ["tests"]}).cost["cpu"].maximum == 8
+    assert form(wide, {"workers": 2}).cost["cpu"].maximum == 2
+
+
+def test_the_first_run_of_a_function_of_which_nothing_is_known_is_narrow() -> None:
+    assert form(replace(TESTS, name="unknown"), {}).cost["cpu"].maximum == 4
+    at_least = replace(TESTS, name="unknown", cost={"cpu": UnitSet.span(6, 8)})
+    assert form(at_least, {}).cost["cpu"].maximum == 6
+    assert form(replace(TESTS, name="unknown", elasticity=Amdahl(0.1)), {}).cost["cpu"].maximum == 8
+
+
 def test_what_a_further_member_adds_is_carried_whatever_is_declared_of_the_duration() -> None:
     assert form(TESTS, {}).batch_marginal == PRIOR_BATCH_MARGINAL
     history = History()

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manager.action import PRIOR_BATCH_MARGINAL
+from manager.action import PRIOR_BATCH_MARGINAL, UnitSet
 from manager.batch import Work
 from manager.learning.history import PRIOR_SERIAL_FRACTION, History
 from manager.lease import Grant, Lease
@@ -46,6 +46,39 @@ def test_precision_rises_from_the_function_to_the_key() -> None:
 
 def test_a_suite_that_gains_nothing_from_width_is_learned_as_serial() -> None:
     assert taught(1.0).learned("f", "k").serial_fraction >= 0.9
+
+
+def test_a_suite_that_is_slower_with_more_units_is_learned_as_such() -> None:
+    history = History()
+    for units in (4, 8, 4, 8, 1):
+        history.record("f", "k", units, seconds(3.0, 1.5, units))
+    assert history.learned("f", "k").serial_fraction > 1.0
+
+
+def test_first_runs_are_narrow_and_widen_by_steps() -> None:
+    history = History()
+    widths = []
+    for _ in range(4):
+        widths.append(history.learned("f", "k").units_max)
+        history.record("f", "k", widths[-1], seconds(80.0, 0.05, widths[-1]))
+    assert widths == [4, 8, 16, 32]
+
+
+def test_a_new_key_inherits_half_of_the_trust_in_its_function() -> None:
+    history = taught(0.1)
+    history.record("f", "k", 32, seconds(20.0, 0.1, 32))
+    assert history.learned("f", "k").units_max == 64
+    assert history.learned("f", "new").units_max == 16
+
+
+def test_what_is_learned_from_is_the_width_that_ran() -> None:
+    """A suite of one test has one worker, whatever was leased."""
+    history = History()
+    ran = action("a", {"cpu": UnitSet.span(1, 8)}, key="cpu")
+    lease = Lease(action_id="a", node="n", grants={"cpu": Grant(pool="cpu:n", units=8)})
+    outcome = Outcome(state=State.SUCCEEDED, execution_s=3.0, usage={"workers": 1})
+    history.observe(Settlement(action=ran, outcome=outcome, lease=lease, queue_s=0.0, overhead_s=0.0, execution_s=3.0))
+    assert history.learned(ran.function, "").t_ori_s == pytest.approx(3.0)
 
 
 def test_the_serial_fraction_and_the_duration_are_found_together() -> None:
