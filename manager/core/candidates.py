@@ -15,7 +15,7 @@ and the number of groups, not with the length of the queue.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from manager.action import UnitSet
@@ -73,6 +73,42 @@ class StartOption:
         return min(free, default=0), memory_bytes
 
 
+class RoomiestFirst:
+    """The options of a group, the one with most left first, of equals the first.
+
+    During a walk what is left only shrinks: an option that does not fit never will, and one whose place in the heap is
+    out of date belongs behind it.
+    """
+
+    def __init__(self, options: Iterable[StartOption]) -> None:
+        self._heap = [(_shortage(option), number, option) for number, option in enumerate(options)]
+        heapq.heapify(self._heap)
+
+    def first(self, allowed: Callable[[StartOption], bool]) -> StartOption | None:
+        """Return the first that fits and is allowed; None if there is none."""
+        heap = self._heap
+        passed_over = []
+        found = None
+        while heap and found is None:
+            shortage, number, option = heap[0]
+            if not option.fits():
+                heapq.heappop(heap)
+            elif shortage != _shortage(option):
+                heapq.heapreplace(heap, (_shortage(option), number, option))
+            elif allowed(option):
+                found = option
+            else:
+                passed_over.append(heapq.heappop(heap))
+        for each in passed_over:
+            heapq.heappush(heap, each)
+        return found
+
+
+def _shortage(option: StartOption) -> tuple[int, int]:
+    units, memory_bytes = option.spare
+    return -units, -memory_bytes
+
+
 @dataclass(slots=True)
 class Candidate:
     """A waiting action that can start now, and where."""
@@ -97,8 +133,8 @@ class CandidateSelection:
 
     candidates: list[Candidate] = field(default_factory=list)
     headrooms: dict[str, Headroom] = field(default_factory=dict)
-    #: Every option that was looked at, by group.
-    options: dict[QueueGroup, list[StartOption]] = field(default_factory=dict)
+    #: Every option that was looked at, by group and node.
+    options: dict[QueueGroup, dict[str, StartOption]] = field(default_factory=dict)
     #: Groups held back by their task's cap.
     capped: set[QueueGroup] = field(default_factory=set)
 
@@ -131,13 +167,14 @@ class Selector:
         self._found = CandidateSelection()
         #: Groups of which nothing more can start.
         self._beaten: set[QueueGroup] = set()
+        self._roomiest: dict[QueueGroup, RoomiestFirst] = {}
 
     def walk(self, groups: Iterable[QueueGroup]) -> CandidateSelection:
         """Return the candidates in order of service."""
         heap: list[tuple[Key, int, Waiting, Iterator[Waiting], QueueGroup]] = []
         for group in groups:
             options = self._found.options[group] = self._options(group)
-            for option in options:
+            for option in options.values():
                 option.compete(1)
             rest = iter(group)
             first = next(rest, None)
@@ -165,12 +202,12 @@ class Selector:
             self._found.capped.add(group)
             self._give_up(group)
             return False
-        chosen = None if group in self._beaten else self._choose(waiting, options)
+        chosen = None if group in self._beaten else self._choose(waiting, group)
         if chosen is None:
             self._give_up(group)
-            for option in options:
+            for option in options.values():
                 self._reserve(waiting, option)
-            return not self._strict and any(option.contended for option in options)
+            return not self._strict and any(option.contended for option in options.values())
         chosen.take()
         if chosen.memory_bytes and self._memory_waits_from is not None:
             self._kept_of(chosen.node).take(chosen.memory_bytes)
@@ -183,15 +220,15 @@ class Selector:
         """Note that nothing more of the group can start: headrooms only shrink."""
         if group not in self._beaten:
             self._beaten.add(group)
-            for option in self._found.options[group]:
+            for option in self._found.options[group].values():
                 option.compete(-1)
 
-    def _choose(self, waiting: Waiting, options: list[StartOption]) -> StartOption | None:
+    def _choose(self, waiting: Waiting, group: QueueGroup) -> StartOption | None:
+        roomiest = self._roomiest.get(group)
+        if roomiest is None:
+            roomiest = self._roomiest[group] = RoomiestFirst(self._found.options[group].values())
         late = self._is_late(waiting)
-        fitting = [option for option in options if option.fits() and not (late and self._exceeds_kept(option))]
-        if len(fitting) < 2:
-            return fitting[0] if fitting else None
-        return max(fitting, key=lambda option: option.spare)
+        return roomiest.first(lambda option: not (late and self._exceeds_kept(option)))
 
     def _candidate(self, waiting: Waiting, option: StartOption) -> Candidate:
         action = waiting.action
@@ -210,15 +247,15 @@ class Selector:
         caps = ((self._caps.get((task, kind)), units) for kind, units in group.signature.demand)
         return [(cap, units) for cap, units in caps if cap is not None]
 
-    def _options(self, group: QueueGroup) -> list[StartOption]:
+    def _options(self, group: QueueGroup) -> dict[str, StartOption]:
         signature = group.signature
         bound = signature.memory_bytes > 0 or any(self._resources.on_nodes(kind) for kind, _ in signature.demand)
         if not bound or signature.node:
             names: tuple[str, ...] = (signature.node,)
         else:
             names = self._nodes.names
-        options = [self._option(group, name) for name in names]
-        return [option for option in options if option is not None]
+        options = {name: self._option(group, name) for name in names}
+        return {name: option for name, option in options.items() if option is not None}
 
     def _option(self, group: QueueGroup, node: str) -> StartOption | None:
         needs, headrooms = [], []

@@ -91,5 +91,5 @@ class Changes:
         if before not in (None, state.memory_waits_from):
             nodes.update(state.nodes.names)
         if nodes:
-            pools.update(pool.name for pool in state.resources if pool.node in nodes)
-            self.look_again(group for group in state.queue.groups() if group.needs_memory_only)
+            pools.update(name for node in nodes for name in state.resources.names_on(node))
+            self.look_again(group for group in state.queue.groups_of("") if group.needs_memory_only)

@@ -295,11 +295,7 @@ class Core:
 
     def _awaited(self) -> list[TimedPool]:
         """Return the pools whose units return with time and for which something waits."""
-        timed = self._state.resources.timed
-        if not timed:
-            return []
-        wanted = {name for group in self._state.queue.groups() for name in group.demand}
-        return [pool for pool in timed if pool.name in wanted]
+        return [pool for pool in self._state.resources.timed if self._state.queue.groups_of(pool.kind)]
 
     def _take_commands(self) -> list[Command]:
         commands, self._state.commands = self._state.commands, []

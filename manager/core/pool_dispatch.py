@@ -64,6 +64,7 @@ class PoolDispatch:
         state: SchedulerState,
         dispatcher: Dispatcher,
         pool: Pool,
+        groups: Sequence[QueueGroup],
         candidates: Sequence[Candidate],
         selection: CandidateSelection,
         look_again: Callable[[Iterable[QueueGroup]], None],
@@ -74,7 +75,8 @@ class PoolDispatch:
         self._pool = pool
         self._candidates = {candidate.waiting.id: candidate for candidate in candidates}
         self._selection = selection
-        self._groups = [group for group in selection.options if pool.name in state.pools_of(group)]
+        #: Those that the pool could serve.
+        self._groups = groups
         self._headroom = selection.headrooms.get(pool.name)
         #: Units that nobody holds and nobody earlier was promised, with the candidates' minima.
         self._free = pool.free if self._headroom is None else self._headroom.free
@@ -184,10 +186,15 @@ class PoolDispatch:
         """Return where a group's actions could start, were this pool free; None if something else is missing."""
         if group in self._selection.capped:
             return None
-        for option in self._selection.options[group]:
-            if self._pool.node in ("", option.node) and option.fits(beside=self._headroom):
-                return option
-        return None
+        options = self._selection.options[group]
+        here = (
+            options.values()
+            if not self._pool.node
+            else [options[self._pool.node]]
+            if self._pool.node in options
+            else []
+        )
+        return next((option for option in here if option.fits(beside=self._headroom)), None)
 
     def _carry_out(self, decision: Decision) -> bool:
         """Shrink, start, grow, in this order; return whether anything was started."""

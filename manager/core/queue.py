@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from itertools import chain
+from typing import NamedTuple, TypeVar
 
 from manager.action import Action, Demand
 from manager.config import ServiceSpec, TaskSpec
 from manager.core.expiries import Expiries
 from manager.errors import CapacityExceeded, CodedError, QuotaExceeded
+
+Place = TypeVar("Place")
 
 #: Order of service: the fair-share stamp, the submission, and the child's own submission (0 at the top).
 Key = tuple[float, int, int]
@@ -69,6 +72,11 @@ class QueueGroup:
         #: Names of the pools that could serve it, as of this version of the resources.
         self.pools: tuple[str, ...] = ()
         self.pools_version = -1
+
+    @property
+    def kinds(self) -> Iterable[str]:
+        """Return the kinds that it is found by: those that it needs, or the empty one."""
+        return self.demand or ("",)
 
     @property
     def needs_memory_only(self) -> bool:
@@ -130,6 +138,9 @@ class Queue:
         self.services = services
         self._waiting: dict[str, Waiting] = {}
         self._groups: dict[Signature, QueueGroup] = {}
+        #: The same by kind that they need, and by kind and node; those that need none are under the empty kind.
+        self._by_kind: dict[str, dict[QueueGroup, None]] = {}
+        self._by_place: dict[tuple[str, str], dict[QueueGroup, None]] = {}
         self._by_task: Counter[str] = Counter()
         self._by_function: Counter[str] = Counter()
         self._deadlines = Expiries[Waiting](lambda one, _: self._waiting.get(one.id) is not one)
@@ -185,6 +196,9 @@ class Queue:
         group = self._groups.get(signature)
         if group is None:
             group = self._groups[signature] = QueueGroup(signature)
+            for kind in group.kinds:
+                self._by_kind.setdefault(kind, {})[group] = None
+                self._by_place.setdefault((kind, node), {})[group] = None
         group.add(waiting)
         self._arrived[group] = self._arrived.get(group, 0) + 1
 
@@ -197,7 +211,7 @@ class Queue:
         if group is not None:
             group.remove(waiting)
             if not group.live:
-                del self._groups[group.signature]
+                self._forget(group)
 
     def withdraw(self, waiting: Waiting) -> None:
         """Remove an action that leaves what it had reserved to others."""
@@ -218,6 +232,14 @@ class Queue:
     def groups(self) -> list[QueueGroup]:
         return list(self._groups.values())
 
+    def groups_of(self, kind: str) -> Collection[QueueGroup]:
+        """Return the groups that need ``kind``; those that need no kind, if it is empty."""
+        return self._by_kind.get(kind, ())
+
+    def groups_at(self, kind: str, node: str) -> Iterable[QueueGroup]:
+        """Return the groups that may be given ``kind`` on ``node``."""
+        return chain(self._by_place.get((kind, node), ()), self._by_place.get((kind, ""), ()))
+
     def by_task(self, task: str) -> int:
         return self._by_task[task]
 
@@ -233,8 +255,17 @@ class Queue:
         """Assert that the counters and the groups agree with what waits."""
         grouped = [one for group in self._groups.values() for one in group]
         assert len(grouped) == sum(group.live for group in self._groups.values())
+        indexed = {group for groups in self._by_place.values() for group in groups}
+        assert indexed == set(self._groups.values()) == {group for groups in self._by_kind.values() for group in groups}
         assert all(self._waiting.get(one.id) is one for one in grouped), "a group holds what does not wait"
         assert sum(self._by_task.values()) == sum(self._by_function.values()) == len(self._waiting)
+
+    def _forget(self, group: QueueGroup) -> None:
+        """Drop a group of which nothing waits any more."""
+        del self._groups[group.signature]
+        for kind in group.kinds:
+            _discard(self._by_kind, kind, group)
+            _discard(self._by_place, (kind, group.signature.node), group)
 
     def _batch_service(self, action: Action) -> str:
         """Return the service whose batch an action with tokens may join; empty if the service makes none."""
@@ -244,6 +275,14 @@ class Queue:
 
 def _over(error: type[CodedError], message: str, action: Action) -> CodedError:
     return error(message, component="queue", invocation_id=action.id)
+
+
+def _discard(index: dict[Place, dict[QueueGroup, None]], place: Place, group: QueueGroup) -> None:
+    """Remove a group from where it was found, and the place with the last one: nodes come and go."""
+    groups = index[place]
+    del groups[group]
+    if not groups:
+        del index[place]
 
 
 def _decrement(counter: Counter[str], name: str) -> None:

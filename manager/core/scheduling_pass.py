@@ -42,10 +42,13 @@ class SchedulingPass:
             by_pool.setdefault(candidate.pool, []).append(candidate)
         for candidate in by_pool.pop("", []):
             self.dispatcher.start(candidate.waiting, candidate.option.node, ())
-        for pool in list(state.resources):
-            if pool.name in pools:
-                candidates = by_pool.get(pool.name, [])
-                PoolDispatch(state, self.dispatcher, pool, candidates, selection, self._changes.look_again).take()
+        groups_of: dict[str, list[QueueGroup]] = {}
+        for group in groups:
+            for name in state.pools_of(group):
+                groups_of.setdefault(name, []).append(group)
+        for pool in state.resources.in_order(pools):
+            candidates, here = by_pool.get(pool.name, []), groups_of.get(pool.name, [])
+            PoolDispatch(state, self.dispatcher, pool, here, candidates, selection, self._changes.look_again).take()
 
     def select(self, groups: Iterable[QueueGroup]) -> CandidateSelection:
         """Return what could start now of these groups, by reservation."""
@@ -62,23 +65,22 @@ class SchedulingPass:
 
     def _closure(self, changed: set[str], changed_groups: set[QueueGroup]) -> tuple[set[str], list[QueueGroup]]:
         """Return the pools that compete for waiting actions with those that changed, and these actions' groups."""
-        pools = set(changed)
-        left = [
-            (group, self._state.pools_of(group))
-            for group in self._state.queue.groups()
-            if group.signature.child or not self._state.paused
-        ]
-        chosen: list[QueueGroup] = []
-        grown = True
-        while grown:
-            grown = False
-            rest = []
-            for group, names in left:
-                if self._state.spec.strict or group in changed_groups or not pools.isdisjoint(names):
-                    chosen.append(group)
-                    grown = grown or not pools.issuperset(names)
-                    pools.update(names)
-                else:
-                    rest.append((group, names))
-            left = rest
-        return pools, chosen
+        state = self._state
+        chosen: dict[QueueGroup, None] = {}
+        pools: set[str] = set()
+        beyond = set(changed)
+
+        def choose(groups: Iterable[QueueGroup]) -> None:
+            for group in groups:
+                if group not in chosen and (group.signature.child or not state.paused):
+                    chosen[group] = None
+                    beyond.update(state.pools_of(group))
+
+        choose(state.queue.groups() if state.spec.strict else [group for group in changed_groups if group.live])
+        while beyond:
+            name = beyond.pop()
+            if name not in pools:
+                pools.add(name)
+                pool = state.resources.get(name)
+                choose(() if pool is None else state.groups_at(pool))
+        return pools, list(chosen)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from manager.config import SchedulerSpec, TaskSpec
@@ -89,15 +89,14 @@ class SchedulerState:
         """Return the share of a task."""
         return self.tasks.get(task, _UNKNOWN_TASK).weight
 
+    def groups_at(self, pool: Pool) -> Iterable[QueueGroup]:
+        """Return the groups whose actions a pool could serve."""
+        return self.queue.groups_at(pool.kind, pool.node) if pool.node else self.queue.groups_of(pool.kind)
+
     def pools_of(self, group: QueueGroup) -> tuple[str, ...]:
         """Return the names of the pools that could serve a group's actions."""
         if group.pools_version != self.resources.version:
             node = group.signature.node
-            group.pools = tuple(
-                pool.name
-                for kind in group.demand
-                for pool in self.resources.of_kind(kind)
-                if not pool.node or node in ("", pool.node)
-            )
+            group.pools = tuple(pool.name for kind in group.demand for pool in self.resources.serving(kind, node))
             group.pools_version = self.resources.version
         return group.pools

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from math import inf
 
 from manager.action import Demand
 from manager.config import NodeSpec
@@ -12,6 +13,8 @@ from manager.resources.resources import Resources
 
 #: Demands of which the able nodes are remembered.
 _DEMANDS_MAX = 1024
+#: What nodes are alike in, but for their names: cores, devices, bytes.
+_Shape = tuple[int, int, int]
 
 
 @dataclass(slots=True)
@@ -22,6 +25,10 @@ class Node:
     bound_bytes: int
     #: Where it notes its name whenever memory returns.
     changed: set[str]
+    #: The nodes of its shape, in which its place changes with what it holds.
+    alike: AlikeNodes
+    #: Counts the nodes as they came: of two that are equally good the first is chosen.
+    number: int
     #: What of it trajectories leave to actions of none.
     reserve_bytes: int = 0
     held_bytes: int = 0
@@ -35,6 +42,11 @@ class Node:
     @property
     def free_bytes(self) -> int:
         return self.bound_bytes - self.held_bytes
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Return its place among nodes of its shape: the least memory held, the fewest holders, the first to come."""
+        return self.held_bytes, len(self.holders), self.number
 
     def admits(self, memory_bytes: int) -> bool:
         """Whether a new trajectory may hold so much: the reserve is left, unless it is larger and the first here."""
@@ -56,19 +68,58 @@ class Node:
         assert holder not in self.holders, f"{self.spec.name}: {holder} holds memory already"
         held_bytes = self.held_bytes + memory_bytes
         assert held_bytes <= self.bound_bytes, f"{self.spec.name}: {memory_bytes} bytes of {self.free_bytes} wanted"
+        self.alike.remove(self)
         self.holders[holder] = memory_bytes
         self.held_bytes = held_bytes
+        self.alike.add(self)
         if trajectory:
             self.pinned.add(holder)
             self.pinned_bytes += memory_bytes
 
     def release(self, holder: str) -> None:
+        self.alike.remove(self)
         memory_bytes = self.holders.pop(holder)
         self.held_bytes -= memory_bytes
+        self.alike.add(self)
         if holder in self.pinned:
             self.pinned.remove(holder)
             self.pinned_bytes -= memory_bytes
         self.changed.add(self.spec.name)
+
+
+class AlikeNodes:
+    """Nodes of one shape, the one with the least memory held first: what one could serve, empty, each could."""
+
+    def __init__(self) -> None:
+        self._order: list[tuple[int, int, int]] = []
+        self._nodes: dict[int, Node] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._order)
+
+    def add(self, node: Node) -> None:
+        insort(self._order, node.order)
+        self._nodes[node.number] = node
+
+    def remove(self, node: Node) -> None:
+        del self._order[bisect_left(self._order, node.order)], self._nodes[node.number]
+
+    def any(self) -> Node:
+        """Return one of them, whichever."""
+        return next(iter(self._nodes.values()))
+
+    def least_held(self, memory_bytes: int) -> Node | None:
+        """Return the first that admits a trajectory of so many bytes."""
+        for _, _, number in self._order:
+            node = self._nodes[number]
+            if node.admits(memory_bytes):
+                return node
+            if node.free_bytes < memory_bytes:
+                return None  # and those behind it have less
+        return None
+
+    def check(self) -> None:
+        assert self._order == sorted(node.order for node in self._nodes.values()), f"out of order: {self._order}"
 
 
 class Nodes:
@@ -78,10 +129,12 @@ class Nodes:
         """``reserve`` is the fraction of each node's memory that trajectories leave to actions of none."""
         self._changed: set[str] = set()
         self._reserve = reserve
+        self._count = 0
+        self._shapes: dict[_Shape, AlikeNodes] = {}
         self._nodes = {spec.name: self._node(spec) for spec in specs}
         self._resources = resources
         #: Nodes that could serve a demand, were they empty.
-        self._able: dict[Demand, list[Node]] = {}
+        self._able: dict[Demand, list[AlikeNodes]] = {}
 
     def __getitem__(self, name: str) -> Node:
         return self._nodes[name]
@@ -103,7 +156,10 @@ class Nodes:
         self._able.clear()
 
     def leave(self, name: str) -> None:
-        del self._nodes[name]
+        node = self._nodes.pop(name)
+        node.alike.remove(node)
+        if not node.alike:
+            del self._shapes[_shape(node.spec)]
         self._able.clear()
 
     def take_changed(self) -> set[str]:
@@ -119,21 +175,24 @@ class Nodes:
         no node has the memory now.
         """
         best: Node | None = None
-        least = math.inf
-        for node in self._hosts(demand):
-            if not node.admits(memory_bytes):
+        least = (inf, 0, 0)
+        for alike in self._hosts(demand):
+            node = alike.least_held(memory_bytes)
+            if node is None:
                 continue
             held_bytes = node.held_bytes + memory_bytes
-            share = held_bytes / node.bound_bytes if held_bytes else 0.0
-            if best is None or share < least or (share == least and len(node.holders) < len(best.holders)):
-                best, least = node, share
+            place = (held_bytes / node.bound_bytes if held_bytes else 0.0, *node.order[1:])
+            if best is None or place < least:
+                best, least = node, place
         return best
 
     def ever(self, demand: Demand, memory_bytes: int) -> bool:
         """Whether some living node, empty, could take it."""
-        return any(memory_bytes <= node.spec.memory_bytes for node in self._hosts(demand))
+        return any(memory_bytes <= alike.any().spec.memory_bytes for alike in self._hosts(demand))
 
     def check(self) -> None:
+        for alike in self._shapes.values():
+            alike.check()
         for node in self._nodes.values():
             held = sum(node.holders.values())
             assert held == node.held_bytes <= node.spec.memory_bytes, f"{node.spec.name}: {node.holders}"
@@ -141,15 +200,21 @@ class Nodes:
             assert pinned == node.pinned_bytes, f"{node.spec.name}: {pinned} bytes of {node.pinned_bytes}"
 
     def _node(self, spec: NodeSpec) -> Node:
-        return Node(spec, spec.memory_bytes, self._changed, int(spec.memory_bytes * self._reserve))
+        alike = self._shapes.setdefault(_shape(spec), AlikeNodes())
+        self._count += 1
+        node = Node(spec, spec.memory_bytes, self._changed, alike, self._count, int(spec.memory_bytes * self._reserve))
+        alike.add(node)
+        return node
 
-    def _hosts(self, demand: Demand) -> list[Node]:
+    def _hosts(self, demand: Demand) -> list[AlikeNodes]:
         """The nodes that could serve what a demand takes of nodes, were nothing held."""
         hosts = self._able.get(demand)
         if hosts is None:
             if len(self._able) >= _DEMANDS_MAX:
                 self._able.clear()
-            hosts = self._able[demand] = [node for name, node in self._nodes.items() if self._could_serve(name, demand)]
+            hosts = self._able[demand] = [
+                alike for alike in self._shapes.values() if self._could_serve(alike.any().spec.name, demand)
+            ]
         return hosts
 
     def _could_serve(self, name: str, demand: Demand) -> bool:
@@ -159,3 +224,7 @@ class Nodes:
                 if pool is None or not pool.admits(units):
                     return False
         return True
+
+
+def _shape(spec: NodeSpec) -> _Shape:
+    return spec.cores, spec.devices, spec.memory_bytes

@@ -16,6 +16,9 @@ class Resources:
 
     def __init__(self, pools: Iterable[Pool]) -> None:
         self._pools: dict[str, Pool] = {}
+        #: Counts the pools as they came.
+        self._numbers: dict[str, int] = {}
+        self._count = 0
         #: Kinds of which an action takes all units on one node.
         self._node_kinds: dict[str, dict[str, Pool]] = {}
         #: Pools whose units return with time, and pools of chunks.
@@ -30,6 +33,8 @@ class Resources:
     def add(self, pool: Pool) -> None:
         assert pool.name not in self._pools, f"two pools are named {pool.name}"
         self._pools[pool.name] = pool
+        self._count += 1
+        self._numbers[pool.name] = self._count
         pool.announce_to(self._changed)
         if isinstance(pool, TimedPool):
             self.timed += (pool,)
@@ -41,6 +46,7 @@ class Resources:
 
     def remove(self, name: str) -> None:
         pool = self._pools.pop(name)
+        del self._numbers[name]
         self.timed = tuple(one for one in self.timed if one is not pool)
         self.placed = tuple(one for one in self.placed if one is not pool)
         if pool.node:
@@ -107,6 +113,22 @@ class Resources:
         if by_node is not None:
             return tuple(by_node.values())
         return (self._pools[kind],) if kind in self._pools else ()
+
+    def serving(self, kind: str, node: str) -> tuple[Pool, ...]:
+        """Return the pools that could serve ``kind`` for an action bound to ``node``, or to none if it is empty."""
+        if not node:
+            return self.of_kind(kind)
+        pool = self.find(kind, node)
+        return () if pool is None else (pool,)
+
+    def names_on(self, node: str) -> Iterable[str]:
+        """Return the names of the pools whose units are those of one node."""
+        return [by_node[node].name for by_node in self._node_kinds.values() if node in by_node]
+
+    def in_order(self, names: Iterable[str]) -> list[Pool]:
+        """Return those of these pools that are there, in the order in which they came."""
+        known = [self._pools[name] for name in names if name in self._pools]
+        return sorted(known, key=lambda pool: self._numbers[pool.name])
 
     def check(self) -> None:
         for pool in self:
