@@ -36,6 +36,13 @@ class Background(StrEnum):
     KILL = "kill"  #: they are ended with the action
 
 
+class Capabilities(StrEnum):
+    """What root in a sandbox may do."""
+
+    MINIMAL = "minimal"  #: own, signal and become other users
+    DEFAULT = "default"  #: as in a plain container, less raw sockets and device files
+
+
 #: An IPv6 address stands in brackets where a port follows it.
 AllowedPlace = Annotated[
     str,
@@ -53,9 +60,6 @@ class Warm:
 
     min: Annotated[int, Setting("always kept ready", ge=0)] = 0
     max: Annotated[int, Setting("most kept ready", ge=0)] = 0
-    images: Annotated[
-        int, Setting("sandboxes chosen by trajectories of which some are kept ready too, the last claimed", ge=0)
-    ] = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +75,7 @@ class TrajectoryChoices:
     ] = ()
     memory_bytes: Annotated[int | None, Setting("most bytes; the function's own by default")] = None
     idle_ttl_s: Annotated[float | None, Setting("longest idle_ttl; the function's own by default")] = None
+    warm: Annotated[int, Setting("choices of which up to warm.max are kept ready too, the last claimed", ge=0)] = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +107,14 @@ class SandboxSpec:
     runtime: Annotated[
         str, Setting("what the engine runs containers with: runc, crun, runsc, kata ...; empty takes its default")
     ] = ""
+    capabilities: Annotated[
+        Capabilities,
+        Setting(
+            "what root inside may do: minimal is CHOWN, KILL, SETUID and SETGID; default is what container engines "
+            "give root, less NET_RAW and MKNOD, for tasks that install packages or write as root everywhere. Other "
+            "users have none"
+        ),
+    ] = Capabilities.MINIMAL
     pids: Annotated[int, Setting("most processes and threads", ge=1)] = 256
     disk_bytes: Annotated[int, Setting("bytes it may write")] = 2 * 2**30
     shm_bytes: Annotated[int, Setting("bytes of /dev/shm")] = 64 * 2**20

@@ -17,6 +17,7 @@ from gateway.auth import Role
 from gateway.errors import MethodNotAllowed
 from gateway.functions import function_info
 from gateway.http.administration import AdministrationOperations
+from gateway.http.archives import ArchiveOperations
 from gateway.http.batches import BatchOperations
 from gateway.http.door import Door
 from gateway.http.invocations import InvocationOperations
@@ -123,6 +124,7 @@ def operations(services: Services) -> list[Operation]:
         *InvocationOperations(services).operations(),
         *BatchOperations(services).operations(),
         *TrajectoryOperations(services).operations(),
+        *ArchiveOperations(services).operations(),
         *AdministrationOperations(services).operations(),
     ]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 
 from msgspec import Struct
@@ -41,6 +41,28 @@ async def read_body(request: Request, services: Services, limit_bytes: int | Non
         raise TooSlow(f"the body took longer than {timeout_s:g} s to arrive", component="http") from None
     finally:
         services.held.give(reading.size_bytes)
+
+
+async def body_chunks(request: Request, services: Services, limit_bytes: int) -> AsyncIterator[bytes]:
+    """Yield the body as it arrives, within its bounds and without holding it; raises TooLarge and TooSlow."""
+    timeout_s = services.bounds.body_timeout_s
+    deadline_s, size_bytes = asyncio.get_running_loop().time() + timeout_s, 0
+    while True:
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                message = await request.receive()
+        except TimeoutError:
+            raise TooSlow(f"the body took longer than {timeout_s:g} s to arrive", component="http") from None
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect()
+        chunk: bytes = message.get("body", b"")
+        size_bytes += len(chunk)
+        if size_bytes > limit_bytes:
+            raise too_large(limit_bytes)
+        if chunk:
+            yield chunk
+        if not message.get("more_body", False):
+            return
 
 
 @dataclass(slots=True)

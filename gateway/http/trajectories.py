@@ -96,35 +96,29 @@ class TrajectoryOperations:
 
     async def put_file(self, request: Request) -> Response:
         """Write a file into the sandbox."""
-        sandbox = self._sandbox(request)
+        sandbox = sandbox_of(self._services, request)
         asked = read_query(request, FileWriteQuery if "path" in request.path_params else FileWriteAtQuery)
         path = _path(request, asked, sandbox)
         data = await read_body(request, self._services, self._services.bounds.file_limit_bytes)
-        with _as_files_are():
-            await sandbox.write_file(path, data, mode=int(asked.mode, 8))
+        mode = None if asked.mode is None else int(asked.mode, 8)
+        with as_files_are():
+            await sandbox.write_file(path, data, mode=mode, user=asked.user or "")
         return respond(FileWritten(path=path, size_bytes=len(data)), 201)
 
     async def get_file(self, request: Request) -> Response:
         """A file's bytes, or with ``list=true`` a directory's entries."""
-        sandbox = self._sandbox(request)
+        sandbox = sandbox_of(self._services, request)
         asked = read_query(request, FileReadQuery if "path" in request.path_params else FileReadAtQuery)
         path = _path(request, asked, sandbox)
-        with _as_files_are():
+        user = asked.user or ""
+        with as_files_are():
             if asked.list:
-                return respond(FileList(files=tuple([_entry(stat) for stat in await sandbox.list_files(path)])))
+                listed = await sandbox.list_files(path, user=user)
+                return respond(FileList(files=tuple([_entry(stat) for stat in listed])))
             async with AsyncExitStack() as opening:
                 limit_bytes = self._services.bounds.file_limit_bytes
-                file = await opening.enter_async_context(sandbox.open_file(path, limit_bytes=limit_bytes))
+                file = await opening.enter_async_context(sandbox.open_file(path, limit_bytes=limit_bytes, user=user))
                 return FileResponse(file, opening.pop_all())
-
-    def _sandbox(self, request: Request) -> Sandbox:
-        trajectory = wire.name(request.path_params["id"], "trajectory")
-        if read_headers(request, FileHeaders).expect == "living":
-            self._services.engine.check_trajectory(trajectory, living=True)
-        sandbox = self._services.environments.get(trajectory)
-        if sandbox is None:
-            raise NotFound(f"trajectory {trajectory!r} has no sandbox: it starts with its first action, or by PUT")
-        return sandbox
 
     def operations(self) -> list[Operation]:
         """The rows of the table."""
@@ -230,20 +224,38 @@ class TrajectoryOperations:
         ]
 
 
+def sandbox_of(services: Services, request: Request) -> Sandbox:
+    """Return the sandbox of the request's trajectory; raises NotFound, or TrajectoryHasEnded if it is to live."""
+    trajectory = wire.name(request.path_params["id"], "trajectory")
+    if read_headers(request, FileHeaders).expect == "living":
+        services.engine.check_trajectory(trajectory, living=True)
+    sandbox = services.environments.get(trajectory)
+    if sandbox is None:
+        raise NotFound(f"trajectory {trajectory!r} has no sandbox: it starts with its first action, or by PUT")
+    return sandbox
+
+
 def _path(request: Request, asked: FileWriteQuery | FileReadQuery, sandbox: Sandbox) -> str:
     """Return the path in the sandbox, absolute. It is the sandbox that keeps it inside."""
-    placed = asked.path if isinstance(asked, FileWriteAtQuery | FileReadAtQuery) else None
-    path: str = request.path_params["path"] if placed is None else placed
+    if isinstance(asked, FileWriteAtQuery | FileReadAtQuery):
+        return placed_path(asked.path, sandbox)
+    return "/" + _fitting(request.path_params["path"]).lstrip("/")
+
+
+def placed_path(path: str, sandbox: Sandbox) -> str:
+    """Return a path of a query, absolute: a relative one begins at the sandbox's working directory."""
+    return posixpath.normpath(posixpath.join(sandbox.spec.workdir, _fitting(path)))
+
+
+def _fitting(path: str) -> str:
     if "\0" in path or len(path.encode("utf-8", "replace")) > PATH_BYTES_MAX:
         told = f"the path holds a NUL byte or is longer than {PATH_BYTES_MAX} bytes"
         raise InvalidInput(told, component="http", detail={"path": "path"})
-    if placed is None:
-        return "/" + path.lstrip("/")
-    return posixpath.normpath(posixpath.join(sandbox.spec.workdir, placed))
+    return path
 
 
 @contextmanager
-def _as_files_are() -> Iterator[None]:
+def as_files_are() -> Iterator[None]:
     """Raise Conflict for what the sandbox refuses, of a path that is one, and for files that are lost with it."""
     try:
         yield

@@ -59,10 +59,12 @@ class InvocationRequest:
         """The key as the store knows it: each function has its own."""
         return f"{self.function}\n{self.key}"
 
-    def options(self) -> dict[str, object]:
-        """What a restart must know of it."""
+    def options(self, function: FunctionSpec) -> dict[str, object]:
+        """What a restart must know of it, and the function's bound where a longer one was asked for."""
         names = ("timeout_s", "max_age_s", "callback_url", "traceparent", "tracestate", "redrive_of")
         given = {name: getattr(self, name) for name in names}
+        if self.timeout_s is not None and self.timeout_s > function.timeout_s:
+            given["timeout_capped_s"] = function.timeout_s
         return {name: value for name, value in given.items() if value is not None}
 
 

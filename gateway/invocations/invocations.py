@@ -165,7 +165,7 @@ class Invocations:
             accepted_s=self._wall(),
             input=request.body,
             detached=request.detached or request.durable,
-            options=request.options(),
+            options=request.options(function),
             callback="pending" if request.callback_url is not None else None,
         )
         action = self._formulate(record, function, request.input)

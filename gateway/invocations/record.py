@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NamedTuple
 
-from msgspec import UNSET, Raw
+from msgspec import UNSET, Raw, UnsetType
 
 from gateway import wire
 from manager.errors import NotFound, Reason
@@ -99,6 +99,12 @@ class Record:
         """The caller's trace context, as far as it gave one."""
         return wire.trace(self.options.get("traceparent"), self.options.get("tracestate"))
 
+    @property
+    def _capped_s(self) -> float | UnsetType:
+        """Return the function's bound, if a longer one was asked for."""
+        capped_s = self.options.get("timeout_capped_s")
+        return capped_s if isinstance(capped_s, float) else UNSET
+
     def move(self, state: State) -> None:
         """Change the state; an illegal move is our own bug."""
         assert state in LEGAL_MOVES[self.state], f"invocation {self.id} cannot go from {self.state} to {state}"
@@ -175,6 +181,9 @@ class Record:
         self.reason, self.message, self.component = outcome.reason, wire.unicode(outcome.message), outcome.component
         self.detail, self.usage, self.retry_after_s = outcome.detail, outcome.usage, outcome.retry_after_s
         self.result = result
+        if self.reason is Reason.TIMEOUT and self._capped_s:
+            asked_s = self.options.get("timeout_s")
+            self.message += f"; the function's timeout of {self._capped_s:g} s held, {asked_s:g} s were asked for"
         if settlement.lease is not None:
             self.grant(settlement.lease)
 
@@ -248,6 +257,7 @@ class Record:
             attempts=self.attempts,
             dead=self.dead,
             callback=self.callback,
+            timeout_capped_s=self._capped_s,
             input=_encoded(self.input) if payload else UNSET,
             result=_encoded(self.result) if payload else UNSET,
         )

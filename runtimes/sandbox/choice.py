@@ -65,8 +65,9 @@ def contradiction(spec: SandboxSpec, living: SandboxSpec, *, images: bool) -> st
         return f"{_differs('user', spec.user, living.user)}: {refused}"
     if living.workdir != spec.workdir and not living.chosen:
         return _differs("workdir", spec.workdir, living.workdir, "the same in both functions")
-    if living.runtime != spec.runtime:
-        return _differs("runtime", spec.runtime, living.runtime, "the same in both functions")
+    for name in ("runtime", "capabilities"):
+        if getattr(living, name) != getattr(spec, name):
+            return _differs(name, getattr(spec, name), getattr(living, name), "the same in both functions")
     for name, value in spec.env.items():
         if living.env.get(name) != value and not (living.chosen and _matches(name, spec.trajectory.env)):
             return f"sandbox.env: the living sandbox was not given the same {name}; say the same in both functions"

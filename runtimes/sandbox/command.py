@@ -25,6 +25,10 @@ class Command:
     #: User name or id; empty takes the sandbox's.
     user: str = ""
     stdin: bytes = b""
+    #: Whether what it says on standard error goes, in order, to standard output.
+    merge: bool = False
+    #: Whether ``argv`` is of the Python of the sandbox's runner.
+    python: bool = False
     #: Seconds until SIGTERM, then SIGKILL ``kill_grace_s`` later, for the whole process tree.
     timeout_s: float = 60.0
     kill_grace_s: float = 2.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import posixpath
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -14,7 +15,7 @@ from typing import Protocol
 import structlog
 
 from manager.errors import FILES_LOST, ActionFailed, Conflict, InvalidConfig, InvalidInput, Reason, TooLarge
-from manager.function import Background, SandboxSpec
+from manager.function import AUTO, Background, SandboxSpec
 from runtimes.sandbox.command import (
     Command,
     CommandResult,
@@ -54,11 +55,13 @@ class RunnerClient(Protocol):
 
     async def read_file(self, path: str, *, limit_bytes: int) -> bytes: ...
 
-    async def open_file(self, path: str, *, limit_bytes: int) -> FileStream: ...
+    async def open_file(self, path: str, *, limit_bytes: int, user: str = "") -> FileStream: ...
 
-    async def write_file(self, path: str, data: bytes, *, mode: int, locked: bool = False) -> bool: ...
+    async def write_file(
+        self, path: str, data: bytes, *, mode: int | None, locked: bool = False, user: str = ""
+    ) -> bool: ...
 
-    async def list_files(self, path: str) -> list[FileStat]: ...
+    async def list_files(self, path: str, *, user: str = "") -> list[FileStat]: ...
 
     async def rest(self, *, resting: bool) -> None:
         """Stop every process but the runner, or let them run again."""
@@ -128,6 +131,8 @@ class Sandbox:
         self._shared_cores = tuple(shared_cores)
         #: Whether its processes are stopped, and whether by the runner.
         self._frozen = self._resting = False
+        #: Whether it has cores of an action.
+        self._leased = False
         #: Files on their way in or out, and whether it is frozen when the last of them is there.
         self._transfers, self._freeze_due = 0, False
         #: The claims of commands under way, and whether they are detached.
@@ -232,6 +237,7 @@ class Sandbox:
     async def set_cores(self, cores: Sequence[int]) -> None:
         """Confine the sandbox to these cores (cpuset and quota, or affinity); callable while a command runs."""
         self._require()
+        self._leased = True
         await self._control.set_cores(cores)
 
     async def thaw(self) -> None:
@@ -249,6 +255,7 @@ class Sandbox:
 
     async def quiesce(self, background: Background) -> None:
         """Freeze, kill, or leave its background processes between actions, and give the cores back."""
+        self._leased = False
         if not self.alive:
             return
         if background is Background.KILL:
@@ -264,12 +271,17 @@ class Sandbox:
                 await self._client.rest(resting=True)
             self._frozen = True
 
-    async def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
-        """Write a file, making its directories. A path that leaves the sandbox (links included) is InvalidInput."""
+    async def write_file(self, path: str, data: bytes, *, mode: int | None = None, user: str = "") -> None:
+        """Write a file as ``user`` (by default the sandbox's own), making its directories.
+
+        One that is there keeps its owner and, without ``mode``, its mode; a new one is 644. Raises InvalidInput for a
+        path that leaves the sandbox (links included), or where the user may not write.
+        """
+        self._require_allowed(user)
         if len(data) > self.spec.disk_bytes:
             raise TooLarge(f"{len(data)} bytes are more than the sandbox's disk", component=COMPONENT)
         async with self._transfer(path):
-            await self._client.write_file(path, data, mode=mode)
+            await self._client.write_file(path, data, mode=mode, user=_own(user))
 
     async def lock_file(self, path: str, data: bytes) -> bool:
         """Write a file as `write_file`; return whether its user cannot change it any more, nor put another there.
@@ -290,19 +302,36 @@ class Sandbox:
             return await self._client.read_file(path, limit_bytes=limit_bytes)
 
     @asynccontextmanager
-    async def open_file(self, path: str, *, limit_bytes: int) -> AsyncIterator[FileStream]:
+    async def open_file(self, path: str, *, limit_bytes: int, user: str = "") -> AsyncIterator[FileStream]:
         """Read a file piece by piece; raises as `read_file` does. Meanwhile it is not frozen."""
+        self._require_allowed(user)
         async with self._transfer(path):
-            file = await self._client.open_file(path, limit_bytes=limit_bytes)
+            file = await self._client.open_file(path, limit_bytes=limit_bytes, user=_own(user))
             try:
                 yield file
             finally:
                 file.close()
 
-    async def list_files(self, path: str) -> list[FileStat]:
+    async def list_files(self, path: str, *, user: str = "") -> list[FileStat]:
         """Return the entries of a directory, sorted by name; raises NotFound if there is none."""
+        self._require_allowed(user)
         await self._prepare_path(path)
-        return await self._client.list_files(path)
+        return await self._client.list_files(path, user=_own(user))
+
+    @asynccontextmanager
+    async def transfer(self, path: str, *, user: str) -> AsyncIterator[None]:
+        """Keep it from being frozen within the block, in which a user's process works on a path.
+
+        Between two actions that has the shared cores: those of the last action may be another's by now.
+        """
+        self._require_allowed(user)
+        place, workdir = posixpath.normpath(posixpath.join(self.spec.workdir, path)), self.spec.workdir.rstrip("/")
+        if self._record.base and not f"{place}/".startswith(f"{workdir}/"):
+            raise InvalidInput(f"{path!r} leaves the sandbox", component=COMPONENT)
+        async with self._transfer(path):
+            if not self._leased:
+                await self._control.set_cores(self._shared_cores, background=True)
+            yield
 
     async def relabel(self, labels: Mapping[str, str]) -> None:
         """Record its owner from now on: `Provider.adopt` returns these labels."""
@@ -362,7 +391,10 @@ class Sandbox:
             raise
 
     def _require_user(self, command: Command) -> None:
-        if command.user and (refused := self.spec.refuses(command.user)):
+        self._require_allowed(command.user)
+
+    def _require_allowed(self, user: str) -> None:
+        if user and (refused := self.spec.refuses(user)):
             raise InvalidInput(f"the sandbox: {refused}", component=COMPONENT, detail={"path": "$.user"})
 
     def _note(self, record: SandboxRecord) -> None:
@@ -389,6 +421,11 @@ class Sandbox:
         reason = Reason.OUT_OF_MEMORY if cause == "out_of_memory" else failure.reason
         message = f"{failure.message}: {cause}; its files and processes are lost" if cause else failure.message
         return ActionFailed(reason, message, component=COMPONENT, result=failure.result, detail=detail)
+
+
+def _own(user: str) -> str:
+    """Return a user as the runner is told: empty for the sandbox's own."""
+    return "" if user == AUTO else user
 
 
 PROMISES = (

@@ -42,7 +42,7 @@ class WarmPools:
 
         Their sandboxes are the caller's to end.
         """
-        most = max((pool.spec.warm.images for pool in self._chosen.values()), default=0)
+        most = max((pool.spec.trajectory.warm for pool in self._chosen.values()), default=0)
         beyond = list(self._chosen)[: max(0, len(self._chosen) - most)]
         over = [key for key, pool in self._chosen.items() if key in beyond or not pool.target]
         return [self._chosen.pop(key) for key in over]
@@ -54,7 +54,7 @@ class WarmPools:
 
     def _chosen_pool(self, key: bytes, spec: SandboxSpec) -> WarmPool | None:
         """Return the pool of a chosen sandbox, begun with its first claim; None if none is kept ready."""
-        if not (spec.chosen and spec.warm.max and spec.warm.images) or spec.network is Network.INTERNAL:
+        if not (spec.chosen and spec.warm.max and spec.trajectory.warm) or spec.network is Network.INTERNAL:
             return None
         pool = self._chosen.pop(key, None)
         if pool is None:

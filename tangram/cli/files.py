@@ -5,6 +5,7 @@ from __future__ import annotations
 import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -37,9 +38,10 @@ class Remote(NamedTuple):
 @click.command()
 @click.argument("source")
 @click.argument("target")
+@click.option("--user", help="Whose rights it has in the sandbox, one of those that the function allows.")
 @json_option
 @connected
-def cp(client: Client, source: str, target: str, as_json: bool) -> None:
+def cp(client: Client, source: str, target: str, user: str | None, as_json: bool) -> None:
     """Copy a file or a directory into the sandbox of a trajectory, or out of it.
 
     One of SOURCE and TARGET is TRAJECTORY:PATH; a relative PATH begins at the sandbox's working directory. TARGET is
@@ -52,14 +54,16 @@ def cp(client: Client, source: str, target: str, as_json: bool) -> None:
         sandbox = client.trajectory(inward.trajectory)
         copied = list(_uploads(Path(source), _named(inward.path, Path(source).name)))
         for each in _progress(copied, source):
-            sandbox.upload(each.there, each.here.read_bytes(), mode=stat.S_IMODE(each.here.stat().st_mode))
+            mode = stat.S_IMODE(each.here.stat().st_mode)
+            sandbox.upload(each.there, each.here.read_bytes(), mode=mode, user=user)
     else:
         assert outward is not None
         sandbox = client.trajectory(outward.trajectory)
-        copied = list(_downloads(sandbox.list, outward.path, Path(_named(target, PurePosixPath(outward.path).name))))
+        listed = partial(sandbox.list, user=user)
+        copied = list(_downloads(listed, outward.path, Path(_named(target, PurePosixPath(outward.path).name))))
         for each in _progress(copied, source):
             each.here.parent.mkdir(parents=True, exist_ok=True)
-            each.here.write_bytes(sandbox.download(each.there))
+            each.here.write_bytes(sandbox.download(each.there, user=user))
     if as_json:
         print_json({"copied": [{"here": str(each.here), "there": each.there} for each in copied]})
     else:

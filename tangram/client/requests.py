@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import posixpath
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -261,45 +262,84 @@ def end_trajectory(id: str) -> ApiRequest[None]:
     return ApiRequest(method="DELETE", path=_trajectory_path(id), read=lambda response: None)
 
 
-def upload(id: str, path: str, data: bytes, mode: int, *, living: bool = False) -> ApiRequest[None]:
-    """Return the request that writes a file; ``mode`` has its permission bits."""
+def upload(
+    id: str, path: str, data: bytes, mode: int | None, *, user: str | None = None, living: bool = False
+) -> ApiRequest[None]:
+    """Return the request that writes a file; ``mode`` has its permission bits, None those of one that is there."""
     return ApiRequest(
         method="PUT",
         path=_files_path(id),
         read=lambda response: None,
-        params={"path": path, "mode": f"{mode:03o}"},
+        params=_given({"path": path, "mode": None if mode is None else f"{mode:03o}", "user": user}),
         headers={"Content-Type": "application/octet-stream"} | (LIVING if living else {}),
         content=data,
     )
 
 
-def download(id: str, path: str, *, living: bool = False) -> ApiRequest[bytes]:
+def upload_archive(
+    id: str, path: str, data: bytes, *, user: str | None = None, living: bool = False
+) -> ApiRequest[None]:
+    """Return the request that unpacks a tar below a directory."""
+    return ApiRequest(
+        method="PUT",
+        path=f"{_trajectory_path(id)}/archive",
+        read=lambda response: None,
+        params=_given({"path": path, "user": user}),
+        headers={"Content-Type": "application/x-tar"} | (LIVING if living else {}),
+        content=data,
+        patient=True,
+    )
+
+
+def download_archive(id: str, path: str, *, user: str | None = None, living: bool = False) -> ApiRequest[bytes]:
+    return ApiRequest(
+        method="GET",
+        path=f"{_trajectory_path(id)}/archive",
+        read=lambda response: response.content,
+        params=_given({"path": path, "user": user}),
+        headers=LIVING if living else {},
+        patient=True,
+    )
+
+
+def download(id: str, path: str, *, user: str | None = None, living: bool = False) -> ApiRequest[bytes]:
     return ApiRequest(
         method="GET",
         path=_files_path(id),
         read=lambda response: response.content,
-        params={"path": path},
+        params=_given({"path": path, "user": user}),
         headers=LIVING if living else {},
     )
 
 
-def list_files(id: str, path: str, *, living: bool = False) -> ApiRequest[tuple[FileEntry, ...]]:
+def list_files(
+    id: str, path: str, *, user: str | None = None, living: bool = False
+) -> ApiRequest[tuple[FileEntry, ...]]:
     read = reader(FileList)
     return ApiRequest(
         method="GET",
         path=_files_path(id),
         read=lambda response: read(response).files,
-        params={"path": path, "list": "true"},
+        params=_given({"path": path, "list": "true", "user": user}),
         headers=LIVING if living else {},
     )
 
 
 def command(
-    command: str | Sequence[str], cwd: str | None, env: Mapping[str, str] | None, stdin: str | None
+    command: str | Sequence[str],
+    cwd: str | None,
+    env: Mapping[str, str] | None,
+    stdin: str | bytes | None,
+    user: str | None = None,
+    merge: bool = False,
 ) -> dict[str, object]:
     """Return the input of an exec function: a string is shell text, a sequence an argument vector."""
     body: dict[str, object] = {"command": command} if isinstance(command, str) else {"argv": list(command)}
-    given = {"cwd": cwd, "env": None if env is None else dict(env), "stdin": stdin}
+    given = {"cwd": cwd, "env": None if env is None else dict(env), "user": user, "merge": merge or None}
+    if isinstance(stdin, bytes):
+        given["stdin_base64"] = base64.b64encode(stdin).decode("ascii")
+    else:
+        given["stdin"] = stdin
     return body | {name: value for name, value in given.items() if value is not None}
 
 

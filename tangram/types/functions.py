@@ -42,7 +42,6 @@ class WarmInfo(Struct, frozen=True, kw_only=True):
 
     min: Count
     max: Count
-    images: Annotated[Count, Meta(description="Chosen sandboxes of which some are kept ready too")]
 
 
 class ChoicesInfo(Struct, frozen=True, kw_only=True):
@@ -52,6 +51,7 @@ class ChoicesInfo(Struct, frozen=True, kw_only=True):
     env: Annotated[tuple[str, ...], Meta(description="Names of variables, * and ? stand for any")]
     memory_bytes: Annotated[int | None, Meta(description="Most bytes; null: the function's own")]
     idle_ttl_s: Annotated[float | None, Meta(description="Longest; null: the function's own")]
+    warm: Annotated[Count, Meta(description="Choices of which some are kept ready too")]
 
 
 class SandboxInfo(Struct, frozen=True, kw_only=True):
@@ -68,6 +68,7 @@ class SandboxInfo(Struct, frozen=True, kw_only=True):
     user: str
     users: Annotated[tuple[str, ...], Meta(description="Users that may be asked for; empty: none but its own")]
     runtime: Annotated[str, Meta(description="What the engine runs it with; empty for its default")]
+    capabilities: Annotated[str, Meta(description="What root inside may do: minimal, or default")]
     pids: Annotated[int, Meta(description="Most processes at a time")]
     disk_bytes: Count
     shm_bytes: Count

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from msgspec import UNSET, Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from tangram.types.scalars import AnyReason, AnyState, Count, Delivery, Instant, JsonObject, Milliseconds, Mode, Name
 
@@ -60,6 +60,9 @@ class Invocation(Struct, frozen=True, kw_only=True):
     attempts: Annotated[tuple[Attempt, ...], Meta(description="The tries before, if there were any")]
     dead: Annotated[bool, Meta(description="Whether it is in the dead-letter list")]
     callback: Annotated[Delivery | None, Meta(description="What became of the callback, if one was asked for")]
+    timeout_capped_s: Annotated[
+        float | UnsetType, Meta(description="The function's own bound, which holds in place of a longer one asked for")
+    ] = UNSET
     # Any JSON value, or UNSET: as types these two are one, and callers look into them.
     input: Annotated[Any, Meta(description="What was sent; left out in listings")] = UNSET
     result: Annotated[Any, Meta(description="What the function returned, null before that; left out in listings")] = (

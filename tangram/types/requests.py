@@ -162,16 +162,42 @@ class FileHeaders(Struct, frozen=True, kw_only=True, rename={"expect": "X-Trajec
     expect: Annotated[Expectation | None, Meta(description=LIVING)] = None
 
 
+#: A user inside a sandbox: name or id.
+SandboxUser = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$")]
+WHOSE = "Whose rights it has, one of sandbox.users; the sandbox's user without"
+FileMode = Annotated[str, Meta(pattern="^[0-7]{3,4}$")]
+
+
 class FileWriteQuery(Struct, frozen=True, kw_only=True):
     """How to write a file."""
 
-    mode: Annotated[str, Meta(pattern="^[0-7]{3,4}$", description="Permission bits in octal")] = "644"
+    mode: Annotated[
+        FileMode | None,
+        Meta(description="Permission bits in octal; without, those of the file that is there, or 644"),
+    ] = None
+    user: Annotated[SandboxUser | None, Meta(description=WHOSE)] = None
 
 
 class FileReadQuery(Struct, frozen=True, kw_only=True):
     """What to read."""
 
     list: Annotated[bool, Meta(description="List the directory instead")] = False
+    user: Annotated[SandboxUser | None, Meta(description=WHOSE)] = None
+
+
+class ArchiveWriteQuery(Struct, frozen=True, kw_only=True):
+    """Where an archive is unpacked."""
+
+    path: SandboxPath
+    user: Annotated[SandboxUser | None, Meta(description=WHOSE)] = None
+
+
+class ArchiveReadQuery(Struct, frozen=True, kw_only=True):
+    """What is packed."""
+
+    path: SandboxPath
+    user: Annotated[SandboxUser | None, Meta(description=WHOSE)] = None
+    base: Annotated[bool, Meta(description="Names begin with the directory's own, as the Docker engine's do")] = False
 
 
 class FileWriteAtQuery(FileWriteQuery, frozen=True, kw_only=True):

@@ -90,14 +90,16 @@ class AttachClient:
     async def read_file(self, path: str, *, limit_bytes: int) -> bytes:
         return await self._again(lambda client: client.read_file(path, limit_bytes=limit_bytes))
 
-    async def open_file(self, path: str, *, limit_bytes: int) -> FileStream:
-        return await self._again(lambda client: client.open_file(path, limit_bytes=limit_bytes))
+    async def open_file(self, path: str, *, limit_bytes: int, user: str = "") -> FileStream:
+        return await self._again(lambda client: client.open_file(path, limit_bytes=limit_bytes, user=user))
 
-    async def write_file(self, path: str, data: bytes, *, mode: int, locked: bool = False) -> bool:
-        return await self._again(lambda client: client.write_file(path, data, mode=mode, locked=locked))
+    async def write_file(
+        self, path: str, data: bytes, *, mode: int | None, locked: bool = False, user: str = ""
+    ) -> bool:
+        return await self._again(lambda client: client.write_file(path, data, mode=mode, locked=locked, user=user))
 
-    async def list_files(self, path: str) -> list[FileStat]:
-        return await self._again(lambda client: client.list_files(path))
+    async def list_files(self, path: str, *, user: str = "") -> list[FileStat]:
+        return await self._again(lambda client: client.list_files(path, user=user))
 
     async def rest(self, *, resting: bool) -> None:
         """Stop its processes, or let them run again. What has just been cut off is not waited for to be stopped."""

@@ -15,7 +15,7 @@ from runtimes.sandbox.command import Command, CommandResult, FileStat, FileStrea
 from runtimes.sandbox.docker.engine import DockerEngine
 from runtimes.sandbox.record import SandboxRecord
 from runtimes.sandbox.runner.conversation import KeptOutput, SandboxProcess
-from runtimes.sandbox.runner.protocol import COMMAND_FORM, lost
+from runtimes.sandbox.runner.protocol import COMMAND_FORM, FILE_ERROR, lost
 
 COMPONENT = "sandbox.container"
 #: Signals every process that carries the action's marker, whatever session or parent it has taken.
@@ -36,8 +36,19 @@ for p in /proc/[0-9]*; do
 done
 """
 LIST_SCRIPT = """
-cd "$1" || exit 66
+[ -e "$1" ] || exit 66
+[ -d "$1" ] || exit 67
+cd "$1" || exit 68
 for f in * .[!.]* ..?*; do [ -e "$f" ] || [ -L "$f" ] || continue; stat -c '%s %f %n' "$f"; done
+"""
+#: Makes the directory ($1) of a file ($2); prints ok with who asks, and the mode and owner of one that is there.
+WRITE_SCRIPT = """
+mkdir -p "$1" 2>/dev/null
+[ -d "$2" ] && echo is_a_directory && exit
+[ ! -d "$1" ] && [ -e "$1" ] && echo not_a_directory && exit
+if [ -f "$2" ]; then [ -w "$2" ] || { echo permission_denied; exit; }
+else [ -w "$1" ] || { echo permission_denied; exit; }; fi
+echo ok "$(id -u)" $(stat -c '%a %u' "$2" 2>/dev/null)
 """
 SCRIPT_S = 10.0
 
@@ -91,7 +102,7 @@ class ExecClient:
             self._engine.call(
                 self._engine.execute,
                 self._container,
-                list(command.argv) or ["/bin/sh", "-c", command.shell],
+                _words(command),
                 user=user,
                 cwd=posixpath.join(self._spec.workdir, command.cwd),
                 env={"HOME": self._spec.workdir, **self._spec.env, **command.env, "TANGRAM_ACTION": marker},
@@ -128,25 +139,43 @@ class ExecClient:
     async def read_file(self, path: str, *, limit_bytes: int) -> bytes:
         return await self._engine.get_file(self._container, self._place(path), limit_bytes=limit_bytes)
 
-    async def open_file(self, path: str, *, limit_bytes: int) -> FileStream:
+    async def open_file(self, path: str, *, limit_bytes: int, user: str = "") -> FileStream:
         """Read it whole: its archive comes from the engine, not from the sandbox."""
+        if user:
+            await self._require_right("-r", path, user)
         return HeldFile(await self.read_file(path, limit_bytes=limit_bytes))
 
-    async def write_file(self, path: str, data: bytes, *, mode: int, locked: bool = False) -> bool:
+    async def write_file(
+        self, path: str, data: bytes, *, mode: int | None, locked: bool = False, user: str = ""
+    ) -> bool:
         """Nothing is locked by it."""
-        directory, name = posixpath.split(self._place(path))
-        user = self._user
-        code, _ = await self._script('mkdir -p "$1" && [ -w "$1" ]', directory, user=user)
-        if code != 0:
-            raise InvalidInput(f"{directory!r} cannot be written by user {user}", component=COMPONENT)
-        uid = int(user) if user.isdigit() else 0
-        await self._engine.put_file(self._container, directory, name, data, mode=mode, uid=uid)
+        place, user = self._place(path), user or self._user
+        directory, name = posixpath.split(place)
+        _, told = await self._script(WRITE_SCRIPT, directory, place, user=user)
+        words = told.decode("ascii", "replace").split()
+        if words[:1] != ["ok"]:
+            kind = words[0] if words else "permission_denied"
+            message = f"{place!r} cannot be written by user {user}: {kind}"
+            raise InvalidInput(message, component=COMPONENT, detail={FILE_ERROR: kind})
+        own, *there = words[1:]
+        kept_mode, uid = there or ("644", own)
+        mode = int(kept_mode, 8) if mode is None else mode
+        await self._engine.put_file(self._container, directory, name, data, mode=mode, uid=int(uid))
         return False
 
-    async def list_files(self, path: str) -> list[FileStat]:
-        code, output = await self._script(LIST_SCRIPT, self._place(path), user=self._user)
+    async def _require_right(self, right: str, path: str, user: str) -> None:
+        """Raise InvalidInput unless the user has this right (of ``test``) to what is there."""
+        code, _ = await self._script(f'[ ! -e "$1" ] || [ {right} "$1" ]', self._place(path), user=user)
         if code != 0:
-            raise NotFound(f"{path!r} is no directory in the sandbox", component=COMPONENT)
+            detail = {FILE_ERROR: "permission_denied"}
+            raise InvalidInput(f"{path!r} may not be used by user {user}", component=COMPONENT, detail=detail)
+
+    async def list_files(self, path: str, *, user: str = "") -> list[FileStat]:
+        code, output = await self._script(LIST_SCRIPT, self._place(path), user=user or self._user)
+        if code != 0:
+            kind = {67: "not_a_directory", 68: "permission_denied"}.get(code, "not_found")
+            told = f"{path!r} is no directory in the sandbox ({kind})"
+            raise NotFound(told, component=COMPONENT, detail={FILE_ERROR: kind})
         found = []
         for line in output.decode("utf-8", "replace").splitlines():
             size, mode, name = line.split(" ", 2)
@@ -224,6 +253,13 @@ class ExecClient:
             self.lost.set()
             return lost("the container is gone")
         return error
+
+
+def _words(command: Command) -> list[str]:
+    """Return the command as an argument vector; the shell joins its two streams if they are wanted in one."""
+    if command.argv:
+        return ["/bin/sh", "-c", 'exec "$0" "$@" 2>&1', *command.argv] if command.merge else list(command.argv)
+    return ["/bin/sh", "-c", f"exec 2>&1\n{command.shell}" if command.merge else command.shell]
 
 
 async def _within(work: asyncio.Future[int | None], seconds: float) -> bool:

@@ -16,6 +16,7 @@ import structlog
 
 from manager.errors import ActionFailed, CodedError, NotFound, Unsupported, exhaustion
 from manager.function import AUTO, SandboxSpec
+from runtimes.sandbox.capabilities import capabilities_of
 from runtimes.sandbox.cgroup import Hierarchy
 from runtimes.sandbox.creation_gate import CreationGate
 from runtimes.sandbox.disk.bound import DiskBound, WalkBound
@@ -42,7 +43,14 @@ from runtimes.sandbox.record import (
     read_records,
 )
 from runtimes.sandbox.runner.protocol import lost
-from runtimes.sandbox.sandbox import PROMISES, ProviderInfo, RunnerClient, Sandbox, require_user, require_workdir
+from runtimes.sandbox.sandbox import (
+    PROMISES,
+    ProviderInfo,
+    RunnerClient,
+    Sandbox,
+    require_user,
+    require_workdir,
+)
 from runtimes.sandbox.seccomp import Seccomp, engine_profile
 
 logger = structlog.get_logger("sandbox.container")
@@ -50,8 +58,6 @@ logger = structlog.get_logger("sandbox.container")
 COMPONENT = "sandbox.container"
 #: Exit status of a first process that was ended by SIGKILL.
 KILLED = 128 + signal.SIGKILL
-#: The runner's own; a command that runs as another user than root has none of them.
-CAPABILITIES = ("SETUID", "SETGID", "KILL", "CHOWN")
 #: What keeps a container without python3 alive; as PID 1 it reaps what is orphaned.
 IDLE = ("/bin/sh", "-c", "trap : TERM INT; while :; do sleep 86400 & wait $!; done")
 #: Whose containers share this machine's kernel, and with it the runner's socket.
@@ -319,7 +325,7 @@ class ContainerProvider:
             env=spec.env,
             labels={**self._labels, NAME: record.name, UID: str(record.uid), **record.labels},
             binds={},
-            capabilities=CAPABILITIES,
+            capabilities=capabilities_of(spec),
             memory_bytes=spec.memory_bytes,
             pids=spec.pids + PIDS_OF_OURS,
             shm_bytes=spec.shm_bytes,

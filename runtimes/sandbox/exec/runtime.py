@@ -47,6 +47,8 @@ class ExecInput(TypedDict, total=False):
     cwd: Directory
     env: Env
     stdin: Annotated[str, Meta(description="What it reads on standard input; nothing by default")]
+    stdin_base64: Annotated[str, Meta(description="The same as bytes, in base64; in place of stdin")]
+    merge: Annotated[bool, Meta(description="Standard error goes to stdout, in the order in which both were written")]
     user: Annotated[str, Meta(description="User name or id inside; the sandbox's user by default")]
 
 
@@ -262,11 +264,24 @@ def command_of(value: Mapping[str, object], function: FunctionSpec, *, timeout_s
         cwd=texts["cwd"],
         env=given.get("env", {}),
         user="" if texts["user"] == AUTO else texts["user"],
-        stdin=given.get("stdin", "").encode("utf-8", "surrogatepass"),
+        stdin=_stdin(given),
+        merge=given.get("merge", False),
         timeout_s=timeout_s,
         output_limit_bytes=function.output_limit_bytes,
         shown_limit_bytes=function.log_limit_bytes,
     )
+
+
+def _stdin(given: ExecInput) -> bytes:
+    encoded = given.get("stdin_base64")
+    if encoded is None:
+        return given.get("stdin", "").encode("utf-8", "surrogatepass")
+    if "stdin" in given:
+        raise invalid("$.stdin_base64", "stands in place of stdin: give one of the two")
+    try:
+        return base64.b64decode(encoded, validate=True)
+    except ValueError as error:  # which text that is not ASCII raises too
+        raise invalid("$.stdin_base64", f"is not base64: {error}") from None
 
 
 def _check_sizes(given: ExecInput) -> None:

@@ -21,6 +21,7 @@ import structlog
 
 from manager.errors import ActionFailed, InvalidConfig, Unsupported, exhaustion
 from manager.function import AUTO, Isolation, Network, SandboxSpec
+from runtimes.sandbox.capabilities import capabilities_of, require_minimal
 from runtimes.sandbox.cgroup import Cgroup
 from runtimes.sandbox.creation_gate import CreationGate
 from runtimes.sandbox.disk.bound import DiskBound, WalkBound
@@ -36,7 +37,13 @@ from runtimes.sandbox.runner.byte_stream import SocketStream
 from runtimes.sandbox.runner.protocol import INSIDE, ISOLATED, RUNNER, lost
 from runtimes.sandbox.runner.runner import DEFAULT_PATH
 from runtimes.sandbox.runner.stream_client import StreamClient
-from runtimes.sandbox.sandbox import PROMISES, ProviderInfo, Sandbox, require_user, require_workdir
+from runtimes.sandbox.sandbox import (
+    PROMISES,
+    ProviderInfo,
+    Sandbox,
+    require_user,
+    require_workdir,
+)
 from runtimes.sandbox.seccomp import Seccomp, compiled
 
 logger = structlog.get_logger("sandbox.process")
@@ -56,8 +63,6 @@ ETC = (
     "nsswitch.conf", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "localtime",
     "ssl", "mime.types", "services", "protocols", "python3", "python3.11", "java", "profile", "bash.bashrc",
 )  # fmt: skip
-#: What the runner alone may do inside; a command has none of it (unless it runs as root there).
-CAPABILITIES = ("CAP_SETUID", "CAP_SETGID", "CAP_KILL", "CAP_CHOWN")
 
 
 class ProcessProvider:
@@ -149,14 +154,12 @@ class ProcessProvider:
                 component=COMPONENT,
             )
         self._check_user(spec.user)
+        require_minimal(spec, "" if self._means.ids else self._means.no_ids or "plain processes have none")
         await self._check_network(spec)
         require_workdir(spec)
         if self._means.bubblewrap is not None and spec.workdir.startswith("/usr/"):
-            raise Unsupported(
-                f"sandbox.workdir: {spec.workdir} lies in /usr, which a process sandbox sees as the host's, read-only; "
-                "choose another, or use containers",
-                component=COMPONENT,
-            )
+            told = f"sandbox.workdir: {spec.workdir} lies in /usr, read-only in process sandboxes; choose another"
+            raise Unsupported(told, component=COMPONENT)
 
     async def _check_network(self, spec: SandboxSpec) -> None:
         """Raise Unsupported where a network cannot be held to what it promises: egress is never the host's own."""
@@ -392,7 +395,7 @@ def _box(means: Means, directory: Path, spec: SandboxSpec, mounts: Mapping[str, 
     options = ["--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try", "--as-pid-1", "--new-session"]
     options += ["--unshare-net", "--hostname", "sandbox", "--cap-drop", "ALL"]
     if means.root:
-        options += [word for name in CAPABILITIES for word in ("--cap-add", name)]
+        options += [word for name in capabilities_of(spec) for word in ("--cap-add", f"CAP_{name}")]
     else:
         options.append("--unshare-user")
     for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32"):

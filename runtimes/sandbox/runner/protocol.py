@@ -34,6 +34,8 @@ COMMAND_FORM = "give exactly one of argv and shell"
 RUNNER = Path(runner.__file__)
 INSIDE = "/.tangram"
 ISOLATED = ("-I", "-S")
+#: In the detail of an error: what is wrong with a file.
+FILE_ERROR = "file_error"
 T = TypeVar("T")
 
 
@@ -53,6 +55,8 @@ def run_request(command: Command, *, marker: str, interactive: bool) -> dict[str
         "env": dict(command.env),
         "user": command.user,
         "stdin": interactive or bool(command.stdin),
+        "merge": command.merge,
+        "python": command.python,
         "timeout_s": command.timeout_s if math.isfinite(command.timeout_s) else None,
         "grace_s": command.kill_grace_s,
         "limit": None if interactive else command.shown_bytes,
@@ -65,6 +69,8 @@ class RunnerReady(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to a greeting; its fields bear the names of protocol 1."""
 
     protocol: int = 0
+    #: What it can do beyond the first runners.
+    can: frozenset[str] = frozenset()
     #: Whether the runner knew the token already (it is no new one).
     known: bool = False
     #: Commands of an earlier gateway that can be claimed.
@@ -130,6 +136,8 @@ class RunnerRefusal(msgspec.Struct, frozen=True):
 
     code: str = ""
     message: str = "refused"
+    #: What is wrong with a file, for programs; empty for what is no file's fault.
+    file_error: str = ""
 
     def error(self) -> CodedError:
         kinds: dict[str, type[CodedError]] = {
@@ -137,7 +145,8 @@ class RunnerRefusal(msgspec.Struct, frozen=True):
             "too_large": TooLarge,
             "capacity_exceeded": CapacityExceeded,
         }
-        return kinds.get(self.code, InvalidInput)(self.message[:1000], component=COMPONENT)
+        detail = {FILE_ERROR: self.file_error[:100]} if self.file_error else None
+        return kinds.get(self.code, InvalidInput)(self.message[:1000], component=COMPONENT, detail=detail)
 
 
 def decode(payload: bytes, wanted: type[T]) -> T:

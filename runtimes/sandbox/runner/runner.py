@@ -39,6 +39,8 @@ if MYPY:  # importing it would cost every sandbox a quarter of its start
     from typing import Any
 
 PROTOCOL = 1
+#: What a runner of today can do beyond the first ones, which sandboxes of an earlier gateway still have.
+CAN = ("merge", "python", "file_user")
 HEADER = struct.Struct("!IBI")
 FRAME_MAX_BYTES = 4 * 2**20
 CHUNK_BYTES = 64 * 2**10
@@ -140,11 +142,12 @@ def as_json(value: Mapping[str, Any]) -> bytes:
 
 
 class RequestDenied(Exception):
-    """A request that cannot be executed: a code of `manager.errors` and a message."""
+    """A request that cannot be executed: a code of `manager.errors`, a message, and what is wrong with a file."""
 
-    def __init__(self, code: str, message: str) -> None:
+    def __init__(self, code: str, message: str, file_error: str = "") -> None:
         super().__init__(message)
         self.code = code
+        self.file_error = file_error
 
 
 #: What an error of the kernel means to who asked: no such thing, no room of its own, or none of this machine's.
@@ -159,13 +162,24 @@ _CODES = {
     errno.ENOMEM: "capacity_exceeded",
     errno.EIO: "capacity_exceeded",
 }
+#: What an error of the kernel means of a file, for programs.
+_FILE_ERRORS = {
+    errno.ENOENT: "not_found",
+    errno.ENOTDIR: "not_a_directory",
+    errno.EISDIR: "is_a_directory",
+    errno.EACCES: "permission_denied",
+    errno.EPERM: "permission_denied",
+    errno.EROFS: "read_only",
+}
 
 
 def _refusal(error: RequestDenied | OSError) -> bytes:
     """Return the payload of an ERROR frame."""
     if isinstance(error, RequestDenied):
-        return as_json({"code": error.code, "message": str(error)})
-    return as_json({"code": _CODES.get(error.errno or 0, "invalid_input"), "message": _sentence(error)})
+        return as_json({"code": error.code, "message": str(error), "file_error": error.file_error})
+    number = error.errno or 0
+    told = {"code": _CODES.get(number, "invalid_input"), "message": _sentence(error)}
+    return as_json({**told, "file_error": _FILE_ERRORS.get(number, "")})
 
 
 def _sentence(error: OSError) -> str:
@@ -282,13 +296,13 @@ class Workplace:
         base: str = self.config.get("base", "")
         full = os.path.normpath(os.path.join(workdir, path))
         if not os.path.isabs(path) and not _within(full, workdir):
-            raise RequestDenied("invalid_input", f"{path!r} leaves the sandbox's working directory")
+            raise RequestDenied("invalid_input", f"{path!r} leaves the sandbox's working directory", "outside")
         if not base:
             return full
         if not _within(full, workdir):
             if _within(full, base):
                 return full
-            raise RequestDenied("invalid_input", f"{path!r} leaves the sandbox")
+            raise RequestDenied("invalid_input", f"{path!r} leaves the sandbox", "outside")
         return os.path.normpath(base + "/" + os.path.relpath(full, workdir))
 
     def locate(self, path: str, *, last: bool) -> tuple[int, str]:
@@ -301,7 +315,7 @@ class Workplace:
         parent, name = os.path.split(wanted)
         true = os.path.realpath(wanted if last else parent)
         if not self.contains(true) or any(_within(true, tree) for tree in KERNEL_TREES):
-            raise RequestDenied("invalid_input", f"{path!r} leaves the sandbox")
+            raise RequestDenied("invalid_input", f"{path!r} leaves the sandbox", "outside")
         if last:
             true, name = os.path.split(true)
         flags = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW  # passing through needs no right to read
@@ -322,7 +336,7 @@ class Workplace:
             parent, name = os.path.split(parent)
             missing.append(name)
         if missing and not self.contains(os.path.realpath(parent)):
-            raise RequestDenied("invalid_input", f"{path!r} leaves the sandbox")
+            raise RequestDenied("invalid_input", f"{path!r} leaves the sandbox", "outside")
         for name in reversed(missing):
             parent = os.path.join(parent, name)
             os.mkdir(parent, 0o755)
@@ -362,8 +376,8 @@ class Files:
         self.uploads: dict[int, Upload] = {}
         self.downloads: dict[int, Download] = {}
 
-    def open_path(self, path: str, flags: int) -> int:
-        with self.workplace.identity():
+    def open_path(self, path: str, flags: int, user: str) -> int:
+        with self.workplace.identity(user):
             directory, name = self.workplace.locate(path, last=True)
             try:
                 return os.open(name or ".", flags | os.O_RDONLY | os.O_NOFOLLOW, dir_fd=directory)
@@ -375,11 +389,12 @@ class Files:
         path: str = request["path"]
         if len(self.downloads) >= DOWNLOADS_MAX:
             raise RequestDenied("capacity_exceeded", f"{DOWNLOADS_MAX} files are being read at once")
-        fd = self.open_path(path, os.O_NONBLOCK)
+        fd = self.open_path(path, os.O_NONBLOCK, request.get("user", ""))
         try:
             info = os.fstat(fd)
             if not stat.S_ISREG(info.st_mode):
-                raise RequestDenied("invalid_input", f"{path!r} is no regular file")
+                kind = "is_a_directory" if stat.S_ISDIR(info.st_mode) else "not_a_file"
+                raise RequestDenied("invalid_input", f"{path!r} is no regular file", kind)
             if info.st_size > request["limit"]:
                 raise RequestDenied("too_large", f"{path!r} is larger than {request['limit']} bytes")
         except BaseException:
@@ -421,7 +436,7 @@ class Files:
                 transfer.abandon()
 
     def list_directory(self, number: int, request: dict[str, Any]) -> None:
-        fd = self.open_path(request["path"], os.O_DIRECTORY)
+        fd = self.open_path(request["path"], os.O_DIRECTORY, request.get("user", ""))
         try:
             names = sorted(os.listdir(fd))
             if len(names) > ENTRIES_MAX:
@@ -492,28 +507,62 @@ class Download:
 
 
 class Upload:
-    """A file on its way in: written beside its place, and moved there when complete."""
+    """A file on its way in: written beside its place, and moved there when complete.
+
+    One that is there keeps its owner and, unless another is asked for, its mode; it must be one that its user may write
+    to. What another owns, what has other names or lies where nothing can be made is written in its place.
+    """
 
     def __init__(self, workplace: Workplace, request: dict[str, Any]) -> None:
         path: str = request["path"]
         self.workplace = workplace
-        self.mode: int = request["mode"]
+        self.mode: int | None = request["mode"]
         self.locked: bool = request.get("locked", False)
-        with workplace.identity():
+        self.identity = workplace.identity(request.get("user", ""))
+        self.part = ""  # where it is written; empty for one that is written in its place
+        self.written = 0
+        with self.identity:
             workplace.make_parents(path)
             self.directory, self.name = workplace.locate(path, last=False)
-            self.part = f".tangram-{os.urandom(6).hex()}"
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
             try:
-                self.fd = os.open(self.part, flags, 0o600, dir_fd=self.directory)
-            except OSError:
+                self.fd = self.begin()
+            except BaseException:
                 os.close(self.directory)
                 raise
+
+    def begin(self) -> int:
+        """Return the descriptor to be written to; raises OSError if the user may not."""
+        if not self.locked and self.stays():
+            return os.open(self.name, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=self.directory)
+        self.part = f".tangram-{os.urandom(6).hex()}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        return os.open(self.part, flags, 0o600, dir_fd=self.directory)
+
+    def stays(self) -> bool:
+        """Return whether a file that is there must be written in its place to stay what it is; raises OSError."""
+        try:
+            there = os.stat(self.name, dir_fd=self.directory, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        if stat.S_ISDIR(there.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), self.name)
+        if not stat.S_ISREG(there.st_mode):
+            return False
+        mode, own = stat.S_IMODE(there.st_mode), self.identity.uid == there.st_uid
+        if not os.access(self.name, os.W_OK, dir_fd=self.directory, effective_ids=True):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), self.name)
+        if self.mode not in (None, mode) and not own and self.identity.uid != 0:
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), self.name)
+        self.mode = mode if self.mode is None else self.mode
+        room = os.access(".", os.W_OK | os.X_OK, dir_fd=self.directory, effective_ids=True)
+        return not own or there.st_gid != self.identity.gid or there.st_nlink > 1 or not room
 
     def write(self, data: bytes) -> None:
         view = memoryview(data)
         while view:
-            view = view[os.write(self.fd, view) :]
+            count = os.write(self.fd, view)
+            self.written += count
+            view = view[count:]
 
     def finish(self) -> bool:
         """Move it to its place; return whether it is locked. If that raises OSError it must be abandoned."""
@@ -522,13 +571,19 @@ class Upload:
             os.fchown(self.fd, 0, 0)
             self.place()
         else:
-            with self.workplace.identity():
+            with self.identity:
                 self.place()
         self.close()
         return locked
 
     def place(self) -> None:
-        os.fchmod(self.fd, self.mode)
+        mode = 0o644 if self.mode is None else self.mode
+        if not self.part:
+            os.ftruncate(self.fd, self.written)
+            if stat.S_IMODE(os.fstat(self.fd).st_mode) != mode:
+                os.fchmod(self.fd, mode)
+            return
+        os.fchmod(self.fd, mode)
         try:
             os.replace(self.part, self.name, src_dir_fd=self.directory, dst_dir_fd=self.directory)
         except IsADirectoryError:
@@ -559,8 +614,9 @@ class Upload:
 
     def abandon(self) -> None:
         try:
-            with self.workplace.identity():
-                os.unlink(self.part, dir_fd=self.directory)
+            if self.part:
+                with self.identity:
+                    os.unlink(self.part, dir_fd=self.directory)
         except OSError:
             pass
         self.close()
@@ -986,13 +1042,16 @@ class Launcher:
         Raises RequestDenied if there can be no such command, NotStarted if its program cannot be started.
         """
         argv: list[str] = request["argv"] or [self.shell, "-c", request["shell"]]
+        if request.get("python"):
+            argv = [sys.executable, "-I", "-S", *argv]
+        merged: bool = request.get("merge", False)
         identity = self.workplace.identity(request["user"])
         environment = self.environment_of(identity, request)
         out, err = os.pipe(), os.pipe()
         source = os.pipe() if request["stdin"] else (self.null, -1)
         ours = (out[0], err[0], source[1])
         try:
-            fds = (source[0], out[1], err[1])
+            fds = (source[0], out[1], out[1] if merged else err[1])
             pid = self.spawn(identity, request["cwd"], argv, environment, fds)
         except BaseException as error:
             for fd in ours:
@@ -1670,7 +1729,14 @@ class Runner:
             self.sequence, self.taken = hello.get("sequence", 0), None
             self.jobs.drop_attached()
         held = {job.claim: [job.ran_s, job.ended_s is None] for job in self.jobs.claimable()}
-        ready = {"protocol": PROTOCOL, "known": known, "pid": os.getpid(), "held": held, "taken": self.taken}
+        ready = {
+            "protocol": PROTOCOL,
+            "can": CAN,
+            "known": known,
+            "pid": os.getpid(),
+            "held": held,
+            "taken": self.taken,
+        }
         self.link.send(READY, 0, as_json({**ready, "begun": self.jobs.claims.told()}))
 
     def on_gateway_lost(self) -> None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from typing import cast
 
-from manager.errors import ActionFailed, TooLarge
+from manager.errors import ActionFailed, TooLarge, Unsupported
 from runtimes.sandbox.command import Command, CommandResult, FileStat, FileStream, OnOutput, ResumableCommand
 from runtimes.sandbox.runner import runner as wire
 from runtimes.sandbox.runner.byte_stream import ByteStream
@@ -96,6 +96,7 @@ class StreamClient(asyncio.BufferedProtocol):
 
     async def run(self, command: Command, on_output: OnOutput | None = None) -> CommandResult:
         """Execute to the end, or claim it if it is resumable. Cancelling kills its processes before it lets go."""
+        self._require("merge", needed=command.merge)
         exchange = CommandExchange(self, command, on_output)
         claimed = self.resumable.pop(command.claim, None) is not None
         if claimed:
@@ -121,6 +122,7 @@ class StreamClient(asyncio.BufferedProtocol):
 
     async def spawn(self, command: Command) -> SandboxProcess:
         """Start a long-lived process; its input and output flow under back-pressure."""
+        self._require("python", needed=command.python)
         process = SandboxProcess(self)
         request = run_request(command, marker=secrets.token_hex(8), interactive=True)
         process.number = self._begin(wire.RUN, request, process)
@@ -136,10 +138,11 @@ class StreamClient(asyncio.BufferedProtocol):
         finally:
             file.close()
 
-    async def open_file(self, path: str, *, limit_bytes: int) -> FileStream:
+    async def open_file(self, path: str, *, limit_bytes: int, user: str = "") -> FileStream:
         """Raises NotFound, TooLarge, InvalidInput."""
+        self._require("file_user", needed=user)
         download = FileDownload(self, limit_bytes, ANSWER_S)
-        request = {"path": path, "limit": limit_bytes, "window": WINDOW_BYTES}
+        request = {"path": path, "limit": limit_bytes, "window": WINDOW_BYTES, "user": user}
         download.number = self._begin(wire.READ, request, download)
         try:
             await download.begun()
@@ -151,10 +154,15 @@ class StreamClient(asyncio.BufferedProtocol):
             raise
         return download
 
-    async def write_file(self, path: str, data: bytes, *, mode: int, locked: bool = False) -> bool:
+    async def write_file(
+        self, path: str, data: bytes, *, mode: int | None, locked: bool = False, user: str = ""
+    ) -> bool:
         """Raises NotFound, InvalidInput."""
+        self._require("file_user", needed=user)
+        if mode is None and "file_user" not in self.greeted.can:
+            mode = 0o644
         answer = RunnerAnswer()
-        number = self._begin(wire.WRITE, {"path": path, "mode": mode, "locked": locked}, answer)
+        number = self._begin(wire.WRITE, {"path": path, "mode": mode, "locked": locked, "user": user}, answer)
         view = memoryview(data)
         for start in range(0, len(data), wire.CHUNK_BYTES):
             if answer.end.done():
@@ -163,9 +171,16 @@ class StreamClient(asyncio.BufferedProtocol):
         await self.send(wire.encode(wire.STDIN, number))
         return (await self._await_answer(number, answer)).locked
 
-    async def list_files(self, path: str) -> list[FileStat]:
+    async def list_files(self, path: str, *, user: str = "") -> list[FileStat]:
         """Raises NotFound, InvalidInput."""
-        return (await self._ask(wire.LIST, {"path": path}, RunnerAnswer())).files(path)
+        self._require("file_user", needed=user)
+        return (await self._ask(wire.LIST, {"path": path, "user": user}, RunnerAnswer())).files(path)
+
+    def _require(self, ability: str, *, needed: object) -> None:
+        """Raise Unsupported if something is needed that the runner of a sandbox of an earlier gateway cannot do."""
+        if needed and ability not in self.greeted.can:
+            told = f"the sandbox was made by an earlier gateway and cannot do this yet ({ability}): begin another"
+            raise Unsupported(told, component="sandbox")
 
     def keep(self, claims: str, *, detached: bool) -> None:
         """Say whether commands whose claims begin so are kept for the next gateway; there is no answer."""

@@ -83,11 +83,17 @@ class AsyncTrajectory:
         *,
         cwd: str | None = None,
         env: Mapping[str, str] | None = None,
-        stdin: str | None = None,
+        stdin: str | bytes | None = None,
+        user: str | None = None,
+        merge: bool = False,
         timeout_s: float | None = None,
     ) -> InvocationResult:
-        """Run a command: a string is shell text, a sequence an argument vector."""
-        return await self.invoke(self._function, requests.command(command, cwd, env, stdin), timeout_s=timeout_s)
+        """Run a command: a string is shell text, a sequence an argument vector.
+
+        With ``merge`` standard error goes to stdout, in the order in which both were written.
+        """
+        given = requests.command(command, cwd, env, stdin, user, merge)
+        return await self.invoke(self._function, given, timeout_s=timeout_s)
 
     async def invoke(
         self, function: str, input: Mapping[str, Any], *, timeout_s: float | None = None, logs: bool = False
@@ -104,21 +110,35 @@ class AsyncTrajectory:
         )
         return await self._client._invoke(request, logs)
 
-    async def upload(self, path: str, data: bytes | str, *, mode: int = 0o644) -> None:
-        """Write a file; a relative path begins at the working directory."""
+    async def upload(self, path: str, data: bytes | str, *, mode: int | None = None, user: str | None = None) -> None:
+        """Write a file, as one of the users that the function allows; a relative path begins at the working directory.
+
+        A file that is there keeps its owner and, without ``mode``, its mode. Raises ConflictError for a place that
+        cannot be written to; ``detail["file_error"]`` says why.
+        """
         content = data.encode() if isinstance(data, str) else data
         where = requests.in_workdir(self._workdir, path)
-        await self._client._send(requests.upload(self.id, where, content, mode, living=self._living()))
+        await self._client._send(requests.upload(self.id, where, content, mode, user=user, living=self._living()))
 
-    async def download(self, path: str) -> bytes:
+    async def download(self, path: str, *, user: str | None = None) -> bytes:
         """Read a file; raises NotFoundError."""
         where = requests.in_workdir(self._workdir, path)
-        return await self._client._send(requests.download(self.id, where, living=self._living()))
+        return await self._client._send(requests.download(self.id, where, user=user, living=self._living()))
 
-    async def list(self, path: str = ".") -> Sequence[FileEntry]:
+    async def list(self, path: str = ".", *, user: str | None = None) -> Sequence[FileEntry]:
         """Return the entries of a directory; raises NotFoundError."""
         where = requests.in_workdir(self._workdir, path)
-        return await self._client._send(requests.list_files(self.id, where, living=self._living()))
+        return await self._client._send(requests.list_files(self.id, where, user=user, living=self._living()))
+
+    async def upload_archive(self, path: str, data: bytes, *, user: str | None = None) -> None:
+        """Unpack a tar below a directory, which is made; no entry leaves it."""
+        where = requests.in_workdir(self._workdir, path)
+        await self._client._send(requests.upload_archive(self.id, where, data, user=user, living=self._living()))
+
+    async def download_archive(self, path: str = ".", *, user: str | None = None) -> bytes:
+        """Read a directory, or a file, as a tar; raises NotFoundError."""
+        where = requests.in_workdir(self._workdir, path)
+        return await self._client._send(requests.download_archive(self.id, where, user=user, living=self._living()))
 
     def _living(self) -> bool:
         """Return whether the gateway must know of it; raises TrajectoryEndedError if this handle was closed."""

@@ -85,11 +85,17 @@ class Trajectory:
         *,
         cwd: str | None = None,
         env: Mapping[str, str] | None = None,
-        stdin: str | None = None,
+        stdin: str | bytes | None = None,
+        user: str | None = None,
+        merge: bool = False,
         timeout_s: float | None = None,
     ) -> InvocationResult:
-        """Run a command: a string is shell text, a sequence an argument vector."""
-        return self.invoke(self._function, requests.command(command, cwd, env, stdin), timeout_s=timeout_s)
+        """Run a command: a string is shell text, a sequence an argument vector.
+
+        With ``merge`` standard error goes to stdout, in the order in which both were written.
+        """
+        given = requests.command(command, cwd, env, stdin, user, merge)
+        return self.invoke(self._function, given, timeout_s=timeout_s)
 
     def invoke(
         self, function: str, input: Mapping[str, Any], *, timeout_s: float | None = None, logs: bool = False
@@ -106,21 +112,35 @@ class Trajectory:
         )
         return self._client._invoke(request, logs)
 
-    def upload(self, path: str, data: bytes | str, *, mode: int = 0o644) -> None:
-        """Write a file; a relative path begins at the working directory."""
+    def upload(self, path: str, data: bytes | str, *, mode: int | None = None, user: str | None = None) -> None:
+        """Write a file, as one of the users that the function allows; a relative path begins at the working directory.
+
+        A file that is there keeps its owner and, without ``mode``, its mode. Raises ConflictError for a place that
+        cannot be written to; ``detail["file_error"]`` says why.
+        """
         content = data.encode() if isinstance(data, str) else data
         where = requests.in_workdir(self._workdir, path)
-        self._client._send(requests.upload(self.id, where, content, mode, living=self._living()))
+        self._client._send(requests.upload(self.id, where, content, mode, user=user, living=self._living()))
 
-    def download(self, path: str) -> bytes:
+    def download(self, path: str, *, user: str | None = None) -> bytes:
         """Read a file; raises NotFoundError."""
         where = requests.in_workdir(self._workdir, path)
-        return self._client._send(requests.download(self.id, where, living=self._living()))
+        return self._client._send(requests.download(self.id, where, user=user, living=self._living()))
 
-    def list(self, path: str = ".") -> Sequence[FileEntry]:
+    def list(self, path: str = ".", *, user: str | None = None) -> Sequence[FileEntry]:
         """Return the entries of a directory; raises NotFoundError."""
         where = requests.in_workdir(self._workdir, path)
-        return self._client._send(requests.list_files(self.id, where, living=self._living()))
+        return self._client._send(requests.list_files(self.id, where, user=user, living=self._living()))
+
+    def upload_archive(self, path: str, data: bytes, *, user: str | None = None) -> None:
+        """Unpack a tar below a directory, which is made; no entry leaves it."""
+        where = requests.in_workdir(self._workdir, path)
+        self._client._send(requests.upload_archive(self.id, where, data, user=user, living=self._living()))
+
+    def download_archive(self, path: str = ".", *, user: str | None = None) -> bytes:
+        """Read a directory, or a file, as a tar; raises NotFoundError."""
+        where = requests.in_workdir(self._workdir, path)
+        return self._client._send(requests.download_archive(self.id, where, user=user, living=self._living()))
 
     def _living(self) -> bool:
         """Return whether the gateway must know of it; raises TrajectoryEndedError if this handle was closed."""

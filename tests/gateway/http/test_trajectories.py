@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import tarfile
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +16,7 @@ from grpclib.exceptions import GRPCError
 from gateway.grpc.generated import tangram_pb2 as pb
 from gateway.grpc.generated.tangram_grpc import GatewayStub
 from manager.function import SandboxSpec, TrajectoryChoices
-from tangram import AsyncClient, ConflictError, InvalidInputError, UnsupportedError
+from tangram import AsyncClient, ConflictError, InvalidInputError, NotFoundError, UnsupportedError
 from tests.gateway.conftest import FUNCTIONS, GatewayBench, RunningGateway, serving
 from tests.gateway.grpc.test_grpc import channel
 
@@ -135,3 +137,50 @@ async def test_grpc_opens_and_ends(running: RunningGateway) -> None:
         with pytest.raises(GRPCError) as caught:
             await stub.EndTrajectory(pb.EndTrajectoryRequest(trajectory="t"))
         assert caught.value.status is Status.NOT_FOUND
+
+
+async def test_files_and_trees_with_their_errors_over_http(running: RunningGateway) -> None:
+    async with client_of(running) as client, client.trajectory("t") as opened:
+        packed = io.BytesIO()
+        with tarfile.open(fileobj=packed, mode="w") as tar:
+            info = tarfile.TarInfo("deep/file")
+            info.size = 3
+            tar.addfile(info, io.BytesIO(b"abc"))
+        await opened.upload_archive("tree", packed.getvalue())
+        assert (await opened.exec("cat tree/deep/file")).result["stdout"] == "abc"
+        with tarfile.open(fileobj=io.BytesIO(await opened.download_archive("tree"))) as tar:
+            assert "./deep/file" in tar.getnames()
+        for work, kind in (
+            (opened.download("tree"), "is_a_directory"),
+            (opened.download("nothing"), "not_found"),
+            (opened.upload("tree", b"x"), "is_a_directory"),
+            (opened.download_archive("nothing"), "not_found"),
+            (opened.upload_archive("/usr/x", packed.getvalue()), None),
+        ):
+            with pytest.raises((ConflictError, NotFoundError)) as caught:
+                await work
+            assert caught.value.detail["file_error"] in (kind, "permission_denied", "read_only")
+        with pytest.raises(ConflictError, match=r"sandbox\.users"):
+            await opened.upload("f", b"x", user="root")
+        assert not [entry.path for entry in await opened.list() if "tangram" in entry.path], "nothing is left behind"
+
+
+async def test_bytes_in_and_streams_in_order(running: RunningGateway) -> None:
+    async with client_of(running) as client, client.trajectory("t") as opened:
+        assert (await opened.exec("od -An -tx1", stdin=b"\xff\x00\n")).result["stdout"].split() == ["ff", "00", "0a"]
+        merged = (await opened.exec("echo o; echo e >&2; echo o", merge=True)).result
+        assert (merged["stdout"], merged["stderr"]) == ("o\ne\no\n", "")
+        both = await client.invoke("shell", {"command": "cat", "stdin": "a", "stdin_base64": "YQ=="}, trajectory="t")
+        assert both.reason == "invalid_input" and "stdin_base64" in both.message
+        odd = await client.invoke("shell", {"command": "cat", "stdin_base64": "no base64!"}, trajectory="t")
+        assert odd.reason == "invalid_input"
+
+
+async def test_the_record_says_which_bound_held(running: RunningGateway) -> None:
+    slow = {"held": True}
+    answer = await running.invoke(slow, function="short", headers={"X-Timeout": "9s"})
+    record = answer.json()["invocation"]
+    assert (record["reason"], record["timeout_capped_s"]) == ("timeout", 0.05)
+    assert "the function's timeout of 0.05 s held, 9 s were asked for" in record["message"]
+    answer = await running.invoke(slow, function="short", headers={"X-Timeout": "10ms"})
+    assert "timeout_capped_s" not in answer.json()["invocation"]

@@ -175,7 +175,8 @@ async def test_what_trajectories_choose_is_kept_ready_while_it_is_asked_for_and_
         raise AssertionError(spec)
 
     pools = WarmPools(never, clock)
-    warm = replace(OPEN, warm=Warm(min=1, max=2, images=2))
+    choices = replace(OPEN.trajectory, warm=2)
+    warm = replace(OPEN, trajectory=choices, warm=Warm(min=1, max=2))
     for name in "abc":
         assert pools.claim(chosen(warm, SandboxChoice(image=f"swebench/{name}"))) is None
     dropped = pools.take_superfluous()

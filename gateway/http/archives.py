@@ -1,0 +1,101 @@
+"""HTTP operations on whole trees in sandboxes: a tar in, a tar out, both as they come."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from gateway.http.call import read_query
+from gateway.http.messages import body_chunks, respond
+from gateway.http.operation import BINARY, Operation, ResponseSpec, json_answer
+from gateway.http.trajectories import TRAJECTORY_ID, as_files_are, placed_path, sandbox_of
+from gateway.services import Services
+from runtimes.sandbox.archives import open_archive, put_archive
+from tangram.types import FileWritten
+from tangram.types.requests import ArchiveReadQuery, ArchiveWriteQuery, FileHeaders
+
+TAR = "application/x-tar"
+PLACE = "/v1/trajectories/{id}/archive"
+
+
+class ArchiveResponse(Response):
+    """An ASGI response that sends an archive as it is made, and ends its making at its end."""
+
+    media_type = TAR
+
+    def __init__(self, chunks: AsyncIterator[bytes], opening: AsyncExitStack) -> None:
+        super().__init__()
+        self._chunks = chunks
+        self._opening = opening
+        del self.headers["content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._opening:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            async for chunk in self._chunks:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await send({"type": "http.response.body"})
+
+
+class ArchiveOperations:
+    """The endpoints, and their rows of the table."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def put(self, request: Request) -> Response:
+        """Unpack a tar below a directory of the sandbox."""
+        sandbox, asked = sandbox_of(self._services, request), read_query(request, ArchiveWriteQuery)
+        path, limit_bytes = placed_path(asked.path, sandbox), self._services.bounds.file_limit_bytes
+        chunks = body_chunks(request, self._services, limit_bytes)
+        with as_files_are():
+            size_bytes = await put_archive(sandbox, path, chunks, user=asked.user or "", limit_bytes=limit_bytes)
+        return respond(FileWritten(path=path, size_bytes=size_bytes), 201)
+
+    async def get(self, request: Request) -> Response:
+        """Pack a file or a directory of the sandbox into a tar."""
+        sandbox, asked = sandbox_of(self._services, request), read_query(request, ArchiveReadQuery)
+        path, limit_bytes = placed_path(asked.path, sandbox), self._services.bounds.file_limit_bytes
+        async with AsyncExitStack() as opening:
+            with as_files_are():
+                archive = open_archive(sandbox, path, user=asked.user or "", limit_bytes=limit_bytes, base=asked.base)
+                chunks = await opening.enter_async_context(archive)
+            return ArchiveResponse(chunks, opening.pop_all())
+
+    def operations(self) -> list[Operation]:
+        """The rows of the table."""
+        problems = (404, 409, 410, 413, 422, 502)
+        return [
+            Operation(
+                id="putArchive",
+                method="PUT",
+                path=PLACE,
+                endpoint=self.put,
+                summary="Unpack a tar below a directory of the sandbox",
+                tag="trajectories",
+                parts=(TRAJECTORY_ID,),
+                query=ArchiveWriteQuery,
+                headers=FileHeaders,
+                body={TAR: BINARY},
+                body_required=True,
+                answers={201: json_answer("It is unpacked", FileWritten)},
+                problems=(*problems, 408),
+            ),
+            Operation(
+                id="getArchive",
+                method="GET",
+                path=PLACE,
+                endpoint=self.get,
+                summary="Pack a file or a directory of the sandbox into a tar",
+                tag="trajectories",
+                parts=(TRAJECTORY_ID,),
+                query=ArchiveReadQuery,
+                headers=FileHeaders,
+                answers={200: ResponseSpec(about="The tar", content={TAR: BINARY})},
+                problems=problems,
+            ),
+        ]

@@ -1,0 +1,102 @@
+"""Whole trees in one stream: a tar into a sandbox and out of it, with the rights of a user of it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from manager.errors import ActionFailed, InvalidInput
+from runtimes.sandbox.archiver import REFUSED
+from runtimes.sandbox.command import Command
+from runtimes.sandbox.runner.conversation import SandboxProcess
+from runtimes.sandbox.runner.protocol import RunnerRefusal, decode
+from runtimes.sandbox.runner.runner import ProtocolError
+from runtimes.sandbox.sandbox import Sandbox
+
+SOURCE = Path(__file__).with_name("archiver.py").read_text(encoding="utf-8")
+#: Seconds that one archive may take.
+ARCHIVE_S = 600.0
+#: Bytes that are kept of what is said of a failure.
+SAID_BYTES = 8192
+
+
+async def put_archive(
+    sandbox: Sandbox, path: str, chunks: AsyncIterator[bytes], *, user: str = "", limit_bytes: int
+) -> int:
+    """Write the entries of a tar (plain, or compressed as Python can read) below a directory, which is made.
+
+    Return the bytes of the tar. No entry leaves the directory, by its name or through a link; all belong to the user.
+    Raises NotFound, TooLarge for more than ``limit_bytes`` of files, and InvalidInput, with what is wrong with a file.
+    """
+    size_bytes = 0
+    async with _archiver(sandbox, path, ("put", path, str(limit_bytes)), user) as process:
+        try:
+            async for chunk in chunks:
+                size_bytes += len(chunk)
+                await process.write_stdin(chunk)
+            await process.close_stdin()
+        except ActionFailed:
+            if sandbox.lost.is_set():
+                raise
+        said = b"".join([data async for stream, data in process.chunks() if stream == "stderr"])
+        await _require_success(process, said)
+    return size_bytes
+
+
+@asynccontextmanager
+async def open_archive(
+    sandbox: Sandbox, path: str, *, user: str = "", limit_bytes: int, base: bool = False
+) -> AsyncIterator[AsyncIterator[bytes]]:
+    """Yield a file or directory as the chunks of a tar; names begin at the directory, or with ``base`` at its own name.
+
+    Raises as `put_archive` before the first chunk is there. What is no file, directory or link is left out.
+    """
+    words = ("get", path, str(limit_bytes), "base" if base else "")
+    async with _archiver(sandbox, path, words, user) as process:
+        await process.close_stdin()
+        pieces = process.chunks()
+        first, said = b"", b""
+        async for stream, data in pieces:
+            if stream == "stdout":
+                first = data
+                break
+            said = (said + data)[:SAID_BYTES]
+        if not first:
+            await _require_success(process, said)
+
+        async def chunks() -> AsyncIterator[bytes]:
+            yield first
+            async for stream, data in pieces:
+                if stream == "stdout":
+                    yield data
+            if (await process.wait()).exit_code != 0:
+                raise InvalidInput(f"{path!r} changed while it was read", component="sandbox")
+
+        yield chunks()
+
+
+@asynccontextmanager
+async def _archiver(sandbox: Sandbox, path: str, words: tuple[str, ...], user: str) -> AsyncIterator[SandboxProcess]:
+    """Yield the process that packs or unpacks; its sandbox is not frozen meanwhile, and it is ended with the block."""
+    async with sandbox.transfer(path, user=user):
+        command = Command(argv=("-c", SOURCE, *words), python=True, user=user, timeout_s=ARCHIVE_S)
+        process = await sandbox.spawn(command)
+        try:
+            yield process
+        finally:
+            await process.kill()
+
+
+async def _require_success(process: SandboxProcess, said: bytes) -> None:
+    """Raise what the archiver said unless it has come to its end."""
+    result = await process.wait()
+    if result.exit_code == 0:
+        return
+    if result.exit_code == REFUSED:
+        try:
+            raise decode(said[:SAID_BYTES], RunnerRefusal).error()
+        except ProtocolError:
+            pass
+    how = f"status {result.exit_code}" if result.signal is None else f"signal {result.signal}"
+    raise InvalidInput(f"the archive broke off ({how})", component="sandbox")
