@@ -88,7 +88,9 @@ class LoadedCore:
         self._ends: list[tuple[float, str]] = []
         self._running: dict[str, _Work] = {}
         cores = sum(node.cores for node in spec.nodes)
-        self._do(self._core.step([self._submission() for _ in range(queued + cores)], 0.0))
+        # Elastic ones first: else the short ones would hold every core for a long time, and nothing could be resized.
+        self._do(self._core.step([self._submission(elastic=True) for _ in range(cores // 2)], 0.0))
+        self._do(self._core.step([self._submission() for _ in range(queued + cores // 2)], 0.0))
         while len(self._core.state.queue) < queued:
             self._do(self._core.step([self._submission()], 0.0))
 
@@ -119,10 +121,11 @@ class LoadedCore:
         """Assert the core's invariants."""
         self._core.check()
 
-    def _submission(self, after: Action | None = None) -> Submitted:
+    def _submission(self, after: Action | None = None, *, elastic: bool | None = None) -> Submitted:
         """Return the next action, of the trajectory of the one that it comes ``after``."""
         self._made += 1
-        elastic = bool(self._rng.random() < 0.5)
+        if elastic is None:
+            elastic = bool(self._rng.random() < 0.5)
         own = f"t{self._made}" if after is None else after.trajectory
         action = Action(
             id=f"a{self._made}",

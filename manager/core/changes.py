@@ -61,7 +61,7 @@ class Changes:
         state = self._state
         names = state.pools_of(group)
         for name in names:
-            if state.resources[name].free > 0 or state.executing.malleable(name):
+            if state.resources[name].free > 0 or state.executing.can_resize(name):
                 return True
         return not names
 

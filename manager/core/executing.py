@@ -16,6 +16,7 @@ from manager.resources.placed import PlacedPool
 from manager.resources.pool import Pool, PoolRequest, TimedPool
 from manager.resources.resources import Resources
 from manager.scheduler.policy import RunningView
+from manager.scheduler.running import RunningSet
 
 #: An action that outlives its estimate is taken to have this much of its work left.
 _LEAST_REMAINING = 0.01
@@ -54,6 +55,46 @@ class Running:
         self.accounted_s = self.started_s
 
 
+class HeldView(RunningView):
+    """A running action as a policy sees it: what changes is looked up when somebody asks."""
+
+    __slots__ = ("_executing", "_pool", "_running")
+
+    _executing: Executing
+    _pool: Pool
+    _running: Running
+
+    def __init__(self, executing: Executing, running: Running, pool: Pool) -> None:
+        grants = running.lease.grants.values()
+        values = {
+            "_executing": executing,
+            "_pool": pool,
+            "_running": running,
+            "action": running.action,
+            "started_s": running.started_s,
+            "chunk": pool.chunk_of(running.id) if isinstance(pool, PlacedPool) else None,
+            "workers": max((grant.workers for grant in grants if grant.pool == pool.name), default=0),
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def units(self) -> int:
+        return self._pool.held[self._running.id]
+
+    @property
+    def ends_in_s(self) -> float | None:
+        return self._executing.ends_in_s(self._running, self._executing.viewed_s)
+
+    @property
+    def remaining(self) -> float | None:
+        return self._executing.remaining(self._running, self._executing.viewed_s)
+
+    @property
+    def resize_after_s(self) -> float:
+        return self._running.resize_after_s
+
+
 class Executing:
     """Running actions by id and by the pools whose units they hold."""
 
@@ -68,7 +109,9 @@ class Executing:
         self._leader: dict[str, str] = {}
         #: By leader: the member that accounts for the units since those before it have ended.
         self._payer: dict[str, str] = {}
-        self._malleable: Counter[str] = Counter()
+        #: The same as policies see them, as of this instant.
+        self._views: dict[str, RunningSet] = {}
+        self.viewed_s = 0.0
         self._held_by_task: dict[tuple[str, str], int] = {}
         self._loads: defaultdict[str, PoolLoad] = defaultdict(PoolLoad)
 
@@ -87,9 +130,13 @@ class Executing:
     def holders(self, pool: str) -> Mapping[str, Running]:
         return self._holders.get(pool, {})
 
-    def malleable(self, pool: str) -> int:
-        """Return how many running actions hold units of the pool and can be resized."""
-        return self._malleable[pool]
+    def can_resize(self, pool: str) -> bool:
+        """Return whether a running action that holds units of the pool can be resized."""
+        return pool in self._views and bool(self._views[pool].malleable)
+
+    def can_shrink(self, pool: str) -> bool:
+        """Return whether one of these holds more than its minimum."""
+        return pool in self._views and self._views[pool].slack > 0
 
     def held_by(self, task: str, kind: str) -> int:
         """Return the units of ``kind`` that the task's actions hold (children not counted: their parents are)."""
@@ -185,6 +232,7 @@ class Executing:
         running.resized = True
         pool = self._resources[old.pool]
         grant = replace(pool.resize(running.id, units), workers=old.workers)
+        self._views[pool.name].note_units(running.id, units)
         self._count_task(running, kind, units - old.units)
         self._observe(pool, now_s)
         running.lease = replace(running.lease, grants={**running.lease.grants, kind: grant})
@@ -225,27 +273,21 @@ class Executing:
             return None
         return max(0.0, running.since_s + (1.0 - running.done) * duration_s - now_s)
 
-    def view(self, pool: Pool, now_s: float) -> list[RunningView]:
-        """Return the running actions of a pool, as its policy sees them."""
-        return [self._running_view(pool, holder, one, now_s) for holder, one in self.holders(pool.name).items()]
+    def view(self, pool: Pool, now_s: float) -> RunningSet:
+        """Return the running actions of a pool, as its policy sees them until the next call."""
+        self.viewed_s = now_s
+        views = self._views.get(pool.name)
+        if views is None:
+            views = self._views[pool.name] = RunningSet(pool.kind)
+        return views
 
     def check(self) -> None:
         """Assert that pools hold units for running actions and batches only."""
         for pool in self._resources:
             assert set(pool.held) == set(self.holders(pool.name)), f"{pool.name}: {pool.held} without an action"
-
-    def _running_view(self, pool: Pool, holder: str, running: Running, now_s: float) -> RunningView:
-        grants = running.lease.grants.values()
-        return RunningView(
-            action=running.action,
-            units=pool.held[holder],
-            ends_in_s=self.ends_in_s(running, now_s),
-            started_s=running.started_s,
-            remaining=self.remaining(running, now_s),
-            chunk=pool.chunk_of(holder) if isinstance(pool, PlacedPool) else None,
-            resize_after_s=running.resize_after_s,
-            workers=max((grant.workers for grant in grants if grant.pool == pool.name), default=0),
-        )
+            views = self.view(pool, self.viewed_s)
+            above = sum(one.units - one.action.cost[pool.kind].minimum for one in views.malleable)
+            assert len(views) == len(pool.held) and views.slack == above, f"{pool.name}: {above} above the minima"
 
     def _lease(
         self,
@@ -264,10 +306,14 @@ class Executing:
         lease = Lease(action_id=waiting.id, node=where, grants=grants, memory_bytes=memory_bytes)
         running = self._enter(waiting, lease, started_s)
         for pool in pools:
-            self._holders[pool.name][running.id] = running
-            self._malleable[pool.name] += running.action.malleable_in(pool.kind)
+            self._hold(pool, running)
             self._observe(pool, now_s)
         return running
+
+    def _hold(self, pool: Pool, running: Running) -> None:
+        """Note who holds units of a pool from now on."""
+        self._holders[pool.name][running.id] = running
+        self.view(pool, self.viewed_s).add(running.id, HeldView(self, running, pool))
 
     def _enter(self, waiting: Waiting, lease: Lease, started_s: float) -> Running:
         assert waiting.id not in self._running, f"{waiting.id} runs already"
@@ -314,12 +360,11 @@ class Executing:
             pool = self._pool(kind, running.lease.node)
             if heir is not None and kind in heir.borrowed:
                 pool.bequeath(holder, heir.id, heir.lease.grants[kind])
-                self._holders[pool.name][heir.id] = heir
-                self._malleable[pool.name] += heir.action.malleable_in(kind)
+                self._hold(pool, heir)
             else:
                 pool.release(holder, now_s)
-            held = self._holders[pool.name].pop(holder)
-            self._malleable[pool.name] -= held.action.malleable_in(kind)
+            del self._holders[pool.name][holder]
+            self._views[pool.name].remove(holder)
             self._observe(pool, now_s)
         self._pass_loan_on(running, heir)
 

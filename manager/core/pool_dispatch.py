@@ -91,9 +91,11 @@ class PoolDispatch:
     def take(self) -> None:
         """Ask the policy, if there is anything to decide, and do what it wants."""
         executing, name = self._state.executing, self._pool.name
-        if not self._candidates and not executing.malleable(name) and not (self._groups and self._pool.free):
+        if not self._candidates and not executing.can_resize(name) and not (self._groups and self._pool.free):
             return
         self._state.wakes.pop(name, None)
+        if not self._candidates and not self._pool.free and not executing.can_shrink(name):
+            return  # nothing can start, and nobody can grow
         try:
             decision = self._decide()
             started = self._carry_out(decision)
@@ -130,7 +132,7 @@ class PoolDispatch:
             total=pool.total,
             free=self._free,
             reserved=self._reserved,
-            running=Lazy(lambda: state.executing.view(pool, now_s)),
+            running=state.executing.view(pool, now_s),
             candidates=Lazy(self._show_candidates),
             queued=Lazy(lambda: [waiting.action for waiting in self._queued(self._groups)]),
             backlog=sum(self._share(group) for group in self._groups),

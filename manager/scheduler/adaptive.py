@@ -19,6 +19,7 @@ from manager.scheduler.durations import kind_of
 from manager.scheduler.policy import Decision, PoolView, ResizeChoice, RunningView, Start
 from manager.scheduler.price import PricePolicy
 from manager.scheduler.rank import Ranked, head_room, leader, ranked
+from manager.scheduler.running import RunningSet
 from manager.scheduler.shares import ShareMember, member, water_fill
 from manager.setting import Setting
 
@@ -56,8 +57,8 @@ class AdaptivePolicy:
         if view.chunks is not None:
             return self.price.decide(view)
         waiting = view.eligible or [candidate.action for candidate in view.candidates]
-        running = list(view.running)
-        malleable = [r for r in running if r.action.malleable and is_malleable(r.action, kind)]
+        running = RunningSet.of(view.running, kind)
+        malleable = [r for r in running.malleable if is_malleable(r.action, kind)]
         if not malleable and not any(action.malleable and is_malleable(action, kind) for action in waiting):
             return self.price.decide(view)
         if not waiting and view.free + view.reserved == 0:

@@ -59,9 +59,8 @@ class PricePolicy:
         kind = kind_of(view.name)
         order = ranked(waiting, kind, view.now_s, self.short_s, self.age_max_s)
         behind = view.backlog - len(order.first)
-        running = list(view.running)
-        pass_ = _Pass(view, running, kind, self, behind)
-        kept_back = head_room(running, kind, self.head_room)
+        pass_ = _Pass(view, view.running, kind, self, behind)
+        kept_back = head_room(view.running, kind, self.head_room)
         return pass_.run(order.first, order.rest, kept_back)
 
 

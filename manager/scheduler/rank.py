@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from manager.action import Action
 from manager.scheduler.durations import UNKNOWN_S
 from manager.scheduler.policy import PoolView, RunningView
+from manager.scheduler.running import RunningSet
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,5 +90,5 @@ def head_room(running: Sequence[RunningView], kind: str, scale: float) -> int:
 
     Arrivals of rigid actions scatter around what runs of them by its square root.
     """
-    rigid = len([None for r in running if r.action.key != kind])
+    rigid = RunningSet.of(running, kind).rigid
     return math.ceil(scale * math.sqrt(rigid)) if rigid else 0

@@ -144,3 +144,24 @@ def test_a_report_of_what_is_resident_asks_no_pool_of_cores_again() -> None:
     asked = policy.asked
     driver.step(1, ResidencyReported(node="n0", resident={}))
     assert policy.asked == asked > 0
+
+
+def test_a_pool_that_is_full_of_actions_at_their_minimum_is_not_asked() -> None:
+    class Starts:
+        name = "starts"
+        asked = 0
+
+        def decide(self, view: PoolView) -> Decision:
+            self.asked += 1
+            return Decision(starts=[Start(action_id=one.action.id, units=1) for one in view.candidates])
+
+    policy = Starts()
+    driver = CoreDriver(build_core(spec(node(cores=2)), policies={"cpu": policy}))
+    elastic = {"cpu": UnitSet.span(1, 2)}
+    events = [Submitted(action=action(f"a{n}", elastic, key="cpu", malleable=True)) for n in range(3)]
+    driver.step(0, *events)
+    asked = policy.asked
+    driver.step(1, Submitted(action=action("b")))
+    assert (driver.running(), policy.asked) == ({"a0", "a1"}, asked)
+    driver.step(2, Finished(action_id="a0", outcome=DONE))
+    assert (driver.running(), policy.asked > asked) == ({"a1", "a2"}, True)
