@@ -265,6 +265,7 @@ class App:
             configure=self.registry.configure,
             remove=self.registry.remove,
             sandboxes=lambda: self.runtimes.provider.info,
+            images=self.runtimes.provider.images,
             models=self.runtimes.model.resources,
             wall=self.wall,
             unready=self._unready,

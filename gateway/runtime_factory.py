@@ -92,8 +92,8 @@ class ModelServices:
 def make_runtimes(config: GatewayConfig, clock: Clock) -> Runtimes:
     """The runtimes of this machine; raises InvalidConfig or Unsupported if its sandboxes cannot be made."""
     default, state_dir = config.sandbox.default, config.server.state_dir
-    provider = make_provider(replace(config.sandbox.provider, state_dir=state_dir / "sandboxes"))
     secrets = Secrets(config.server.secrets_dir)
+    provider = make_provider(replace(config.sandbox.provider, state_dir=state_dir / "sandboxes", secrets=secrets))
     environments = Environments(provider, EnvironmentSettings(default=default, secrets=secrets), clock)
     materials = Materials(
         provider=provider,

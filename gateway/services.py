@@ -18,6 +18,7 @@ from gateway.preparation import Readiness
 from gateway.store.store import Store
 from manager.engine import Engine
 from manager.function import FunctionSpec
+from runtimes.sandbox.images import ImageKeeper
 from runtimes.sandbox.sandbox import ProviderInfo, Sandbox
 from tangram.types import ConfigDiff
 
@@ -78,6 +79,8 @@ class Services:
     remove: Callable[[str], Awaitable[ConfigDiff]]
     #: What the sandboxes are and how isolated, in plain words.
     sandboxes: Callable[[], ProviderInfo]
+    #: The images of the sandboxes' engine; None where sandboxes have none.
+    images: ImageKeeper | None
     #: The devices' processes, what is resident on them, and the counts of swaps.
     models: Callable[[], Mapping[str, object]]
     #: The time of day in seconds.

@@ -26,6 +26,8 @@ async def open_trajectory(services: Services, trajectory: str, asked: Trajectory
     if asked.sandbox is not None:
         _require_images(services, asked.sandbox)
         function = with_choice(function, asked.sandbox)
+    if asked.sandbox is not None and asked.sandbox.image is not None and services.images is not None:
+        await services.images.require(asked.sandbox.image)  # before it holds memory or a core
     await services.engine.open_trajectory(name, wire.name(asked.task, "task"), function)
     return trajectory_info(services, name)
 

@@ -71,6 +71,7 @@ CHAPTERS = (
     ("SandboxConfig", "sandbox"),
     ("IdSettings", "sandbox.ids"),
     ("DockerSettings", "sandbox.docker"),
+    ("RegistryLogin", "sandbox.docker.registries.REGISTRY"),
     ("DiskSettings", "sandbox.disk_bound"),
     ("UserIds", "sandbox.uids"),
     ("ModelSettings", "models"),

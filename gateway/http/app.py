@@ -20,6 +20,7 @@ from gateway.http.administration import AdministrationOperations
 from gateway.http.archives import ArchiveOperations
 from gateway.http.batches import BatchOperations
 from gateway.http.door import Door
+from gateway.http.images import ImageOperations
 from gateway.http.invocations import InvocationOperations
 from gateway.http.messages import JSON, problem_response
 from gateway.http.openapi import Shapes, document
@@ -125,6 +126,7 @@ def operations(services: Services) -> list[Operation]:
         *BatchOperations(services).operations(),
         *TrajectoryOperations(services).operations(),
         *ArchiveOperations(services).operations(),
+        *ImageOperations(services).operations(),
         *AdministrationOperations(services).operations(),
     ]
 

@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 from gateway.http.call import read_query
 from gateway.http.messages import body_chunks, respond
 from gateway.http.operation import BINARY, Operation, ResponseSpec, json_answer
-from gateway.http.trajectories import TRAJECTORY_ID, as_files_are, placed_path, sandbox_of
+from gateway.http.trajectories import BYTES, TRAJECTORY_ID, as_files_are, placed_path, sandbox_of
 from gateway.services import Services
 from runtimes.sandbox.archives import open_archive, put_archive
 from tangram.types import FileWritten
@@ -80,7 +80,7 @@ class ArchiveOperations:
                 parts=(TRAJECTORY_ID,),
                 query=ArchiveWriteQuery,
                 headers=FileHeaders,
-                body={TAR: BINARY},
+                body={BYTES: BINARY},
                 body_required=True,
                 answers={201: json_answer("It is unpacked", FileWritten)},
                 problems=(*problems, 408),

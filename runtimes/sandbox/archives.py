@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from manager.errors import ActionFailed, InvalidInput
+from manager.function import AUTO
 from runtimes.sandbox.archiver import REFUSED
 from runtimes.sandbox.command import Command
 from runtimes.sandbox.runner.conversation import SandboxProcess
@@ -80,7 +81,8 @@ async def open_archive(
 async def _archiver(sandbox: Sandbox, path: str, words: tuple[str, ...], user: str) -> AsyncIterator[SandboxProcess]:
     """Yield the process that packs or unpacks; its sandbox is not frozen meanwhile, and it is ended with the block."""
     async with sandbox.transfer(path, user=user):
-        command = Command(argv=("-c", SOURCE, *words), python=True, user=user, timeout_s=ARCHIVE_S)
+        own = "" if user == AUTO else user
+        command = Command(argv=("-c", SOURCE, *words), python=True, user=own, timeout_s=ARCHIVE_S)
         process = await sandbox.spawn(command)
         try:
             yield process

@@ -21,6 +21,8 @@ SYSTEM = (
     "/usr/bin", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/local/bin", "/usr/local/lib", "/usr/sbin",
 )  # fmt: skip
 ABOVE_SYSTEM = ("/", "/home", "/opt", "/run", "/srv", "/tmp", "/usr", "/usr/local", "/var", "/var/lib", "/var/tmp")
+#: Of the names and values of an environment together: the kernel bounds what a program is started with.
+ENV_MAX_CHARS = 64 * 2**10
 #: What begins a reference to a secret.
 SECRET = "${secret:"
 
@@ -104,6 +106,8 @@ def _env(spec: SandboxSpec, asked: SandboxChoice) -> dict[str, str] | None:
                            f"list it: sandbox.trajectory.env: [{name}]")  # fmt: skip
         if "\0" in value or SECRET in value:
             raise _refused(f"env.{name}", "must hold no NUL and name no secret: secrets belong in the function's env")
+    if sum(len(name) + len(value) for name, value in asked.env.items()) > ENV_MAX_CHARS:
+        raise _refused("env", f"holds more than {ENV_MAX_CHARS} characters; upload a file")
     return {**spec.env, **asked.env}
 
 

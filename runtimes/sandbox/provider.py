@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -13,8 +14,10 @@ import structlog
 
 from manager.errors import InvalidConfig, Unsupported
 from manager.setting import Setting
+from runtimes.api.secrets import Secrets
 from runtimes.sandbox.creation_gate import CreationGate
 from runtimes.sandbox.disk.bound import DiskSettings, WalkBound, choose_bound
+from runtimes.sandbox.images import RegistryLogin
 from runtimes.sandbox.process.control import end_left
 from runtimes.sandbox.process.ids import IdBlocks, IdSettings
 from runtimes.sandbox.process.means import Means, NotInstalled
@@ -74,6 +77,20 @@ class DockerSettings:
         ),
     ] = ""
     internal_networks: Annotated[int, Setting("most tasks that have an internal network at a time", ge=1)] = 16
+    pulls: Annotated[int, Setting("most images that are pulled at a time; more wait", ge=1)] = 2
+    pull_timeout_s: Annotated[float, Setting("longest pull of one image", gt=0)] = 3600.0
+    images_max_bytes: Annotated[
+        int,
+        Setting(
+            "most bytes of images that the gateway has pulled: beyond it those used least recently are removed, never "
+            "one of a function or of a living sandbox; 0 removes none",
+            key="images_max",
+        ),
+    ] = 0
+    registries: Annotated[
+        Mapping[str, RegistryLogin],
+        Setting("who pulls, by registry as images name it; docker.io for those that name none"),
+    ] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +122,8 @@ class ProviderSettings:
     start_wait_s: Annotated[
         float, Setting("at the start, an engine or bubblewrap that does not work is tried again for so long", ge=0)
     ] = 30.0
+    #: What ``${secret:NAME}`` of a registry stands for.
+    secrets: Secrets | None = field(default=None, compare=False)
     #: Whether less isolation may be served than the state directory has served before.
     weaker: bool = False
     #: Where sockets, records and the process sandboxes' files live; one gateway at a time.
@@ -138,7 +157,7 @@ class ProviderSettings:
         tuple[NameServer, ...],
         Setting("addresses of the name servers that sandboxes with egress ask; by default the machine's own"),
     ] = ()
-    docker: Annotated[DockerSettings, Setting("the engine")] = DockerSettings()
+    docker: Annotated[DockerSettings, Setting("the engine")] = field(default_factory=DockerSettings)
     disk_bound: Annotated[DiskSettings, Setting("the bound of what a sandbox writes")] = field(
         default_factory=DiskSettings
     )
@@ -209,14 +228,15 @@ def _patiently(settings: ProviderSettings, kind: Kind, stronger: str) -> Provide
 
 def _containers(settings: ProviderSettings) -> Provider:
     from runtimes.sandbox.docker.engine import DockerEngine
-    from runtimes.sandbox.docker.provider import ContainerProvider
+    from runtimes.sandbox.docker.images import ImageStore
+    from runtimes.sandbox.docker.provider import IMAGES, ContainerProvider
 
     chosen = settings.docker
     engine = DockerEngine.connect(
         chosen.host,
         state_dir=settings.state_dir,
         timeout_s=settings.engine_timeout_s,
-        workers=settings.max_starting + 4,
+        workers=settings.max_starting + chosen.pulls + 4,
         silence_s=settings.engine_silence_s,
     )
     here = engine.shares(settings.state_dir)
@@ -240,6 +260,15 @@ def _containers(settings: ProviderSettings) -> Provider:
         name_servers=settings.name_servers,
         egress_network=chosen.egress_network,
         internal_networks=chosen.internal_networks,
+        images=ImageStore(
+            engine,
+            record=settings.state_dir / IMAGES,
+            pulls=chosen.pulls,
+            bound_bytes=chosen.images_max_bytes,
+            timeout_s=chosen.pull_timeout_s,
+            logins=chosen.registries,
+            secrets=settings.secrets,
+        ),
     )
 
 

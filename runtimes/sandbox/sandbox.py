@@ -25,6 +25,7 @@ from runtimes.sandbox.command import (
     ResumableCommand,
     fitting,
 )
+from runtimes.sandbox.images import ImageKeeper
 from runtimes.sandbox.record import SandboxRecord
 from runtimes.sandbox.runner.conversation import SandboxProcess
 from runtimes.sandbox.runner.protocol import COMPONENT, lost, out_of_memory
@@ -198,10 +199,7 @@ class Sandbox:
         return result
 
     def keep(self, claims: str, *, detached: bool) -> None:
-        """Say whether commands whose claims begin so are kept for the next gateway, running or ended.
-
-        Resumable ones that are not to be kept are ended.
-        """
+        """Say whether commands with such claims are kept for the next gateway; resumable ones are ended if not."""
         running = [claim for claim in self._under_way if claim.startswith(claims)]
         self._under_way.update(dict.fromkeys(running, detached))
         if not detached:
@@ -325,8 +323,8 @@ class Sandbox:
         Between two actions that has the shared cores: those of the last action may be another's by now.
         """
         self._require_allowed(user)
-        place, workdir = posixpath.normpath(posixpath.join(self.spec.workdir, path)), self.spec.workdir.rstrip("/")
-        if self._record.base and not f"{place}/".startswith(f"{workdir}/"):
+        place = posixpath.normpath(posixpath.join(self.spec.workdir, path))
+        if self._record.base and not f"{place}/".startswith(f"{self.spec.workdir.rstrip('/')}/"):
             raise InvalidInput(f"{path!r} leaves the sandbox", component=COMPONENT)
         async with self._transfer(path):
             if not self._leased:
@@ -469,6 +467,9 @@ class Provider(Protocol):
 
     @property
     def info(self) -> ProviderInfo: ...
+
+    @property
+    def images(self) -> ImageKeeper | None: ...
 
     async def check(self, spec: SandboxSpec) -> None:
         """Raise InvalidConfig or Unsupported, with the remedy, if such a sandbox can never be made."""

@@ -36,6 +36,7 @@ VERBS: Mapping[str, Verb] = {
     "dlq": Verb("tangram.cli.dead_letters:dlq", "Dead letters: asynchronous work that has failed for good."),
     "functions": Verb("tangram.cli.state:functions", "The registered functions."),
     "trajectories": Verb("tangram.cli.state:trajectories", "The living trajectories."),
+    "images": Verb("tangram.cli.images:images", "Container images: pulled ahead of a run, and what there is."),
     "tasks": Verb("tangram.cli.state:tasks", "RL tasks: their weights, bounds and use."),
     "top": Verb("tangram.cli.top:top", "Resources, who holds them, and what waits for what."),
     "token": Verb("tangram.cli.token:token", "Print the token of your gateway on this machine, for curl."),

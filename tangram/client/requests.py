@@ -29,6 +29,8 @@ from tangram.types import (
     FileList,
     FunctionInfo,
     FunctionList,
+    ImageList,
+    ImagesWanted,
     InvocationPage,
     Purged,
     QueuePage,
@@ -227,6 +229,22 @@ def get_activity() -> ApiRequest[ActivityInfo]:
     return get("/v1/activity", ActivityInfo)
 
 
+def list_images() -> ApiRequest[ImageList]:
+    return get("/v1/images", ImageList)
+
+
+def pull_images(images: Sequence[str], wait_s: float | None = None) -> ApiRequest[ImageList]:
+    """Return the request that begins to pull images, and may wait for them."""
+    return ApiRequest(
+        method="PUT",
+        path="/v1/images",
+        read=reader(ImageList),
+        params=_given({"wait": _duration(wait_s)}),
+        headers=_JSON,
+        content=msgspec.json.encode(ImagesWanted(images=tuple(images))),
+    )
+
+
 def get_queue(limit: int) -> ApiRequest[QueuePage]:
     return get("/v1/queue", QueuePage, {"limit": str(limit)})
 
@@ -251,6 +269,7 @@ def open_trajectory(
         read=reader(TrajectoryInfo),
         headers=_JSON,
         content=msgspec.json.encode(_said(opening)),
+        patient=sandbox is not None and sandbox.image is not None,
     )
 
 
@@ -285,7 +304,7 @@ def upload_archive(
         path=f"{_trajectory_path(id)}/archive",
         read=lambda response: None,
         params=_given({"path": path, "user": user}),
-        headers={"Content-Type": "application/x-tar"} | (LIVING if living else {}),
+        headers={"Content-Type": "application/octet-stream"} | (LIVING if living else {}),
         content=data,
         patient=True,
     )

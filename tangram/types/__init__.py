@@ -24,6 +24,7 @@ from tangram.types.functions import (
     WarmInfo,
 )
 from tangram.types.health import Health
+from tangram.types.images import ImageInfo, ImageList, ImagesWanted
 from tangram.types.invocations import Attempt, Invocation, InvocationPage, Purged
 from tangram.types.logs import (
     LogAccepted,
@@ -91,6 +92,9 @@ __all__ = [
     "Health",
     "HolderInfo",
     "HostImagesInfo",
+    "ImageInfo",
+    "ImageList",
+    "ImagesWanted",
     "Invocation",
     "InvocationPage",
     "LearnedInfo",

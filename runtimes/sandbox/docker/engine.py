@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -112,7 +111,6 @@ class DockerEngine:
         #: What it can run containers with, and what it does if not asked.
         self.runtimes = tuple(sorted(info.get("Runtimes") or ()))
         self.default_runtime = str(info.get("DefaultRuntime") or "runc")
-        self._pulls: dict[str, asyncio.Task[None]] = {}
 
     @classmethod
     def connect(
@@ -179,45 +177,6 @@ class DockerEngine:
             )
 
     # --- images
-
-    async def require_image(self, image: str) -> Mapping[str, str]:
-        """Pull the image if it is not here (once, whoever asks), and return its labels.
-
-        Raises InvalidConfig with the remedy.
-        """
-        if not image:
-            raise InvalidConfig("sandbox.image is needed for container sandboxes", component=COMPONENT)
-        try:
-            return self._labels_of(await self.call(self._api.inspect_image, image))
-        except NotFound:
-            if image not in self._pulls:
-                self._pulls[image] = asyncio.create_task(self.call(self._pull, image))
-                self._pulls[image].add_done_callback(lambda _: self._pulls.pop(image, None))
-            try:
-                await asyncio.shield(self._pulls[image])
-            except CodedError as error:
-                raise InvalidConfig(
-                    f"the image {image!r} is not on this machine and cannot be pulled ({error.message}); "
-                    f"run `docker pull {image}`, or `scripts/base-image {image}` for the base image",
-                    component=COMPONENT,
-                ) from None
-
-        return self._labels_of(await self.call(self._api.inspect_image, image))
-
-    @staticmethod
-    def _labels_of(image: Mapping[str, Any]) -> Mapping[str, str]:
-        return (image.get("Config") or {}).get("Labels") or {}
-
-    def _pull(self, image: str) -> None:
-        logger.info("pulling", image=image)
-        seen = ""
-        for event in self._api.pull(image, stream=True, decode=True):
-            if "error" in event:
-                raise InvalidConfig(str(event["error"]), component=COMPONENT)
-            status = str(event.get("status", ""))
-            if status != seen:
-                seen = status
-                logger.info("pulling", image=image, status=status, layer=event.get("id", ""))
 
     async def commit(self, container: str, name: str, labels: Mapping[str, str]) -> str:
         """Keep a container's file system as an image; returns its full name."""

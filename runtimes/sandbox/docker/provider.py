@@ -25,6 +25,7 @@ from runtimes.sandbox.disk.watch import RUN_BYTES, RUN_FILES, DiskWatch
 from runtimes.sandbox.docker.control import ContainerControl, release_noted
 from runtimes.sandbox.docker.engine import Blueprint, DockerEngine, Found, NoRunner
 from runtimes.sandbox.docker.exec_client import ExecClient
+from runtimes.sandbox.docker.images import ImageStore
 from runtimes.sandbox.docker.installer import AttachInstaller, RunnerInstaller, SharedDirectoryInstaller
 from runtimes.sandbox.docker.leftovers import LeftoverCleaner
 from runtimes.sandbox.docker.network import ContainerNetworks
@@ -63,6 +64,8 @@ IDLE = ("/bin/sh", "-c", "trap : TERM INT; while :; do sleep 86400 & wait $!; do
 #: Whose containers share this machine's kernel, and with it the runner's socket.
 SHARING = ("runc", "crun", "youki", "io.containerd.runc.v2", "nvidia")
 ATTACHED = "attach"
+#: The file of a state directory that remembers which images were pulled.
+IMAGES = "images.json"
 #: The range of sandboxes' own users in an engine with userns-remap, whose containers know so many ids in all.
 REMAPPED_FIRST, REMAPPED_COUNT = 10_000, 65_536
 #: The runner, beside the commands' processes.
@@ -89,8 +92,10 @@ class ContainerProvider:
         name_servers: Sequence[str] = (),
         egress_network: str = "",
         internal_networks: int = 16,
+        images: ImageStore | None = None,
     ) -> None:
         self._engine = engine
+        self._images = images or ImageStore(engine, record=state_dir / IMAGES)
         self._seccomp = engine_profile(seccomp) if engine.seccomp and seccomp != "none" else ""
         self._transport = transport
         attach = AttachInstaller(engine, copy_limit_bytes)
@@ -146,23 +151,31 @@ class ContainerProvider:
             disk="quota" if engine.bounds_disk else self._bound.name,
         )
 
-    async def check(self, spec: SandboxSpec) -> None:
-        await self._checked(spec)
+    @property
+    def images(self) -> ImageStore:
+        return self._images
 
-    async def _checked(self, spec: SandboxSpec) -> Mapping[str, str]:
-        """Return the labels of its image."""
+    async def check(self, spec: SandboxSpec) -> None:
+        await self._check(spec)
+        self._images.keep(spec.image)
+        await self._images.require(spec.image)
+
+    async def _check(self, spec: SandboxSpec) -> None:
         require_workdir(spec)
         require_user(spec)
         if spec.runtime:
             await self._engine.require_runtime(spec.runtime)
         await self._networks.check(spec, here=self._is_here(spec.runtime))
-        return await self._engine.require_image(spec.image)
 
     async def create(
         self, spec: SandboxSpec, *, name: str, labels: Mapping[str, str], mounts: Mapping[str, str]
     ) -> Sandbox:
-        async with self._networks.of(spec, labels.get(TASK, name)) as network, self._gate.slot(name):
-            image = await self._checked(spec)
+        await self._check(spec)
+        async with (
+            self._images.held(spec.image) as image,
+            self._networks.of(spec, labels.get(TASK, name)) as network,
+            self._gate.slot(name),
+        ):
             known = image.get(UID, "")
             uid = self._users.take(name, int(known) if known.isdecimal() else 0) if spec.user == AUTO else 0
             making = asyncio.create_task(self._create(spec, name, labels, mounts, uid, network))
@@ -214,6 +227,7 @@ class ContainerProvider:
 
     async def close(self) -> None:
         await self._disk.close()
+        await self._images.close()
         while self._abandoned:
             await asyncio.gather(*self._abandoned, return_exceptions=True)
         await self._engine.close()

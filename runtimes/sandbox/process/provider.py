@@ -86,8 +86,7 @@ class ProcessProvider:
         self._path = path
         #: In what it is weaker than it could be, besides what it sees itself.
         self._told = tuple(weakenings)
-        filtered = self._means.bubblewrap is not None and seccomp != "none"
-        self._filter = compiled(seccomp) if filtered else b""
+        self._filter = compiled(seccomp) if means.bubblewrap is not None and seccomp != "none" else b""
         self._root = state_dir / SANDBOXES
         self._held = hold(state_dir)
         self._gate = gate
@@ -128,8 +127,8 @@ class ProcessProvider:
         )
 
     def _weakenings(self) -> Iterator[str]:
-        means = self._means
         yield from self._told
+        means = self._means
         if means.bubblewrap is None:
             yield "plain processes: commands see the host's files, processes and network"
         elif not self._filter:
@@ -138,6 +137,8 @@ class ProcessProvider:
             yield f"all sandboxes share one user of the host{means.no_ids and f' ({means.no_ids})'}"
         if means.cgroup is None:
             yield "memory is bounded by process, and processes are not counted: no control group can be written"
+
+    images = None
 
     async def check(self, spec: SandboxSpec) -> None:
         require_user(spec)
@@ -199,8 +200,7 @@ class ProcessProvider:
     async def _create(
         self, spec: SandboxSpec, name: str, labels: Mapping[str, str], mounts: Mapping[str, str]
     ) -> Sandbox:
-        directory = self._root / name
-        group = group_of(self._means.cgroup, name)
+        directory, group = self._root / name, group_of(self._means.cgroup, name)
         egress = await self._guard.resolve(spec)
         uplink = None if egress is None else Uplink()
         parent, block = 0, None

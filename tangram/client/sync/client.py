@@ -30,6 +30,7 @@ from tangram.types import (
     ActivityInfo,
     ConfigDiff,
     FunctionInfo,
+    ImageInfo,
     LogLine,
     QueueEntry,
     ResourcesInfo,
@@ -368,6 +369,14 @@ class Client:
         ``files``.
         """
         return self._send(requests.apply(files, dry_run, prune, variables))
+
+    def images(self) -> Sequence[ImageInfo]:
+        """Return the container images of the gateway, and how far pulls are."""
+        return (self._send(requests.list_images())).images
+
+    def pull_images(self, images: Sequence[str], *, wait_s: float | None = None) -> Sequence[ImageInfo]:
+        """Begin to pull container images ahead of a run, and return their states, after ``wait_s`` at the latest."""
+        return (self._send(requests.pull_images(images, wait_s))).images
 
     def resources(self) -> ResourcesInfo:
         """Return pools, what is held of them, and what the sandboxes and model devices are."""

@@ -184,3 +184,10 @@ async def test_the_record_says_which_bound_held(running: RunningGateway) -> None
     assert "the function's timeout of 0.05 s held, 9 s were asked for" in record["message"]
     answer = await running.invoke(slow, function="short", headers={"X-Timeout": "10ms"})
     assert "timeout_capped_s" not in answer.json()["invocation"]
+
+
+async def test_process_sandboxes_have_no_images_to_pull(running: RunningGateway) -> None:
+    async with client_of(running) as client:
+        for work in (client.images(), client.pull_images(["debian:bookworm"])):
+            with pytest.raises(UnsupportedError, match="no images"):
+                await work

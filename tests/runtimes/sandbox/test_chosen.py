@@ -74,6 +74,11 @@ def test_a_secret_of_the_server_is_never_filled_in_for_a_trajectory() -> None:
         chosen(OPEN, SandboxChoice(env={"TASK_KEY": "${secret:key}"}))
 
 
+def test_an_environment_is_bounded() -> None:
+    with pytest.raises(InvalidInput, match="characters"):
+        chosen(OPEN, SandboxChoice(env={"TASK_A": "x" * 2**16}))
+
+
 def test_a_snapshot_is_no_image_that_can_be_named() -> None:
     everything = replace(OWN, images=("*",))
     for image in ("tangram-snapshot:ab", "docker.io/library/tangram-snapshot:ab"):

