@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Literal
 
 from manager.core.queue import QueueGroup, Waiting
@@ -61,7 +62,7 @@ def counted_causes(state: SchedulerState) -> list[CauseTally]:
         oldest[alike] = max(oldest.get(alike, 0.0), state.now_s - waiting.action.submitted_s)
 
     for group in state.queue.groups():
-        for _, _, first in group.first(1):
+        for first in islice(group, 1):
             add(first, cause_of(state, first), group.live)
     for trajectory in state.trajectories:
         if trajectory.unplaced:

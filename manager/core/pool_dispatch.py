@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import heapq
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
-from typing import TypeVar, overload
 
 from manager.action import Action, UnitSet
 from manager.chunk import Chunk
@@ -16,40 +17,11 @@ from manager.core.queue import QueueGroup, Waiting
 from manager.core.state import SchedulerState
 from manager.resources.placed import PlacedPool
 from manager.resources.pool import Pool, PoolRequest
+from manager.scheduler.drawn import Drawn
 from manager.scheduler.policy import ChunkView, Decision, PoolView, Start, WaitingView
 
 #: A policy is not asked again sooner than this, whatever it wants.
 _LEAST_WAKE_S = 0.001
-
-Item = TypeVar("Item")
-
-
-class Lazy(Sequence[Item]):
-    """A sequence that is made when somebody looks: most policies never read the whole queue."""
-
-    __slots__ = ("_items", "_make")
-
-    def __init__(self, make: Callable[[], Sequence[Item]]) -> None:
-        self._make = make
-        self._items: Sequence[Item] | None = None
-
-    def __len__(self) -> int:
-        return len(self._made())
-
-    def __iter__(self) -> Iterator[Item]:
-        return iter(self._made())
-
-    @overload
-    def __getitem__(self, index: int) -> Item: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Item]: ...
-    def __getitem__(self, index: int | slice) -> Item | Sequence[Item]:
-        return self._made()[index]
-
-    def _made(self) -> Sequence[Item]:
-        if self._items is None:
-            self._items = self._make()
-        return self._items
 
 
 class BrokenPromise(Exception):
@@ -83,6 +55,8 @@ class PoolDispatch:
         self._free += sum([candidate.choice.minimum for candidate in candidates])
         #: Free units that are reserved for actions that the policy may start itself.
         self._reserved = 0 if self._headroom is None or state.spec.strict else self._headroom.awaited
+        #: Groups of which nothing but this pool's units keeps anything from starting.
+        self._startable: Sequence[QueueGroup] = ()
         #: Waiting actions that the policy was shown as eligible besides the candidates, by id.
         self._eligible: dict[str, Waiting] = {}
         #: Candidates that the policy started and whose place, or batch, was gone.
@@ -126,6 +100,7 @@ class PoolDispatch:
     def _view(self) -> PoolView:
         pool, state, now_s = self._pool, self._state, self._state.now_s
         load = state.executing.load(pool.name)
+        self._startable = [group for group in self._groups if self._place(group) is not None]
         return PoolView(
             name=pool.name,
             now_s=now_s,
@@ -133,10 +108,11 @@ class PoolDispatch:
             free=self._free,
             reserved=self._reserved,
             running=state.executing.view(pool, now_s),
-            candidates=Lazy(self._show_candidates),
-            queued=Lazy(lambda: [waiting.action for waiting in self._queued(self._groups)]),
+            candidates=Drawn(self._show_candidates),
+            queued=Drawn(lambda: (waiting.action for waiting in self._queued(self._groups))),
             backlog=sum(self._share(group) for group in self._groups),
-            eligible=Lazy(self._show_eligible),
+            eligible=self._show_eligible(),
+            rigid_most=self._rigid_most(),
             arrival_rate=load.arrivals.at(now_s),
             utilisation=load.utilisation(now_s),
             chunks=self._show_chunks(pool) if isinstance(pool, PlacedPool) else None,
@@ -147,11 +123,9 @@ class PoolDispatch:
         view = pool.chunk_view(self._state.now_s)
         return view if self._headroom is None else replace(view, kept=tuple(self._headroom.kept))
 
-    def _show_candidates(self) -> list[WaitingView]:
-        return [
-            WaitingView(action=candidate.waiting.action, limit=self._limit(candidate, self._free))
-            for candidate in self._candidates.values()
-        ]
+    def _show_candidates(self) -> Iterator[WaitingView]:
+        for candidate in self._candidates.values():
+            yield WaitingView(action=candidate.waiting.action, limit=self._limit(candidate, self._free))
 
     def _limit(self, candidate: Candidate, free: int) -> int:
         """Return the units it may take now of what is free for the candidates, which may wait behind it."""
@@ -165,24 +139,40 @@ class PoolDispatch:
         """Return how many of a group's actions wait for this pool, if several nodes could serve them."""
         return -(-group.live // max(1, len(self._selection.options[group]))) if self._pool.node else group.live
 
-    def _queued(self, groups: Iterable[QueueGroup]) -> list[Waiting]:
-        """Return waiting actions in order of service, candidates first, bounded by the window."""
-        window = self._state.spec.queue_window
-        first = [candidate.waiting for candidate in self._candidates.values()]
-        items = [item for group in groups for item in group.first(window)]
-        items.sort()
-        rest = [waiting for _, _, waiting in items if waiting.id not in self._candidates]
-        return [*first, *rest[: max(0, window - len(first))]]
+    def _queued(self, groups: Sequence[QueueGroup]) -> Iterator[Waiting]:
+        """Yield waiting actions in order of service, candidates first, bounded by the window."""
+        yield from (candidate.waiting for candidate in self._candidates.values())
+        in_order = groups[0].items() if len(groups) == 1 else heapq.merge(*(group.items() for group in groups))
+        rest = (waiting for _, _, waiting in in_order if waiting.id not in self._candidates)
+        yield from islice(rest, max(0, self._state.spec.queue_window - len(self._candidates)))
 
-    def _show_eligible(self) -> list[Action]:
+    def _show_eligible(self) -> Drawn[Action]:
         if self._state.spec.strict:  # one queue for everything: nothing starts but the candidates
-            return [candidate.waiting.action for candidate in self._candidates.values()]
-        entries = self._queued(group for group in self._groups if self._place(group) is not None)
-        if any(len(group.demand) > 1 for group in self._groups):
-            # What another kind's policy chooses for is not this one's to start, though it needs this pool as well.
-            entries = [waiting for waiting in entries if waiting.action.chooser == self._pool.kind]
-        self._eligible = {waiting.id: waiting for waiting in entries}
-        return [waiting.action for waiting in entries]
+            return Drawn(lambda: (candidate.waiting.action for candidate in self._candidates.values()))
+        groups = self._startable
+        # What another kind's policy chooses for is not this one's to start, though it needs this pool as well.
+        chosen_elsewhere = any(len(group.demand) > 1 for group in self._groups)
+
+        def draw() -> Iterator[Action]:
+            for waiting in self._queued(groups):
+                if not chosen_elsewhere or waiting.action.chooser == self._pool.kind:
+                    self._eligible[waiting.id] = waiting
+                    yield waiting.action
+
+        return Drawn(draw, None if chosen_elsewhere else self._eligible_count(groups))
+
+    def _rigid_most(self) -> int:
+        """Return how many eligible actions have no choice of units here; some may be beyond the window."""
+        kind = self._pool.kind
+        beside = [one.waiting for one in self._candidates.values() if one.waiting.group not in self._startable]
+        rigid = sum(waiting.action.key != kind for waiting in beside)
+        return rigid + sum(group.live - group.keyed[kind] for group in self._startable)
+
+    def _eligible_count(self, groups: Sequence[QueueGroup]) -> int:
+        """Return how many actions of these groups, and candidates of any, there are in the window."""
+        beside = sum(candidate.waiting.group not in groups for candidate in self._candidates.values())
+        waiting = sum(group.live for group in groups) + beside
+        return max(len(self._candidates), min(waiting, self._state.spec.queue_window))
 
     def _place(self, group: QueueGroup) -> StartOption | None:
         """Return where a group's actions could start, were this pool free; None if something else is missing."""

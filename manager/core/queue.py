@@ -61,7 +61,7 @@ class Signature(NamedTuple):
 class QueueGroup:
     """Waiting actions with one signature, in order of service. Removal is a mark; the list is cleaned in bulk."""
 
-    __slots__ = ("_first", "_items", "demand", "live", "pools", "pools_version", "signature")
+    __slots__ = ("_first", "_items", "demand", "keyed", "live", "pools", "pools_version", "signature")
 
     def __init__(self, signature: Signature) -> None:
         self.signature = signature
@@ -69,6 +69,8 @@ class QueueGroup:
         self._items: list[tuple[Key, int, Waiting]] = []
         self._first = 0
         self.live = 0
+        #: How many of them have a choice of units, by the kind of their key; under None those that have none.
+        self.keyed = Counter[str | None]()
         #: Names of the pools that could serve it, as of this version of the resources.
         self.pools: tuple[str, ...] = ()
         self.pools_version = -1
@@ -90,34 +92,29 @@ class QueueGroup:
             insort(self._items, item, lo=self._first)
         waiting.group = self
         self.live += 1
+        self.keyed[waiting.action.key] += 1
 
     def remove(self, waiting: Waiting) -> None:
         assert waiting.group is self, f"{waiting.id} is not in this group"
         waiting.group = None
         self.live -= 1
+        self.keyed[waiting.action.key] -= 1
         while self._first < len(self._items) and self._items[self._first][2].group is not self:
             self._first += 1
         if len(self._items) > 32 + 2 * self.live:
             self._items = [item for item in self._items[self._first :] if item[2].group is self]
             self._first = 0
 
-    def first(self, count: int) -> list[tuple[Key, int, Waiting]]:
-        """Return up to ``count`` waiting actions in order, each with what sorts it among those of other groups."""
-        items = self._items
-        found = [item for item in items[self._first : self._first + count] if item[2].group is self]
-        index = self._first + count
-        while len(found) < count and index < len(items):
-            more = items[index : index + count]
-            found += [item for item in more if item[2].group is self]
-            index += count
-        return found[:count]
+    def items(self) -> Iterator[tuple[Key, int, Waiting]]:
+        """Yield waiting actions in order, each with what sorts it among others; the group must not change meanwhile."""
+        for index in range(self._first, len(self._items)):
+            item = self._items[index]
+            if item[2].group is self:
+                yield item
 
     def __iter__(self) -> Iterator[Waiting]:
         """Iterate over waiting actions in order; the group must not change meanwhile."""
-        for index in range(self._first, len(self._items)):
-            waiting = self._items[index][2]
-            if waiting.group is self:
-                yield waiting
+        return (waiting for _, _, waiting in self.items())
 
 
 @dataclass(slots=True, kw_only=True)

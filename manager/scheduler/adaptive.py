@@ -63,7 +63,7 @@ class AdaptivePolicy:
             return self.price.decide(view)
         if not waiting and view.free + view.reserved == 0:
             return Decision()
-        order = ranked(waiting, kind, view.now_s, self.short_s, self.age_max_s)
+        order = ranked(waiting, kind, view.now_s, self.short_s, self.age_max_s, view.rigid_most)
         kept_back = head_room(running, kind, self.head_room)
         return _Pass(self, view, kind, malleable, kept_back).run(order)
 

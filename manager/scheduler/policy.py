@@ -97,6 +97,8 @@ class PoolView:
     #: Free units besides ``free``, reserved for eligible actions ahead of the candidates: a policy that looks after
     #: these itself, and starts them in time, may use them.
     reserved: int = 0
+    #: At most so many of ``eligible`` have no choice of units here; None if nobody has counted.
+    rigid_most: int | None = None
     #: Arrivals per second of actions for this pool, smoothed.
     arrival_rate: float = 0.0
     #: Smoothed fraction of the pool in use.

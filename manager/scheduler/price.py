@@ -57,9 +57,8 @@ class PricePolicy:
         if view.free + view.reserved == 0:
             return Decision()
         kind = kind_of(view.name)
-        order = ranked(waiting, kind, view.now_s, self.short_s, self.age_max_s)
-        behind = view.backlog - len(order.first)
-        pass_ = _Pass(view, view.running, kind, self, behind)
+        order = ranked(waiting, kind, view.now_s, self.short_s, self.age_max_s, view.rigid_most)
+        pass_ = _Pass(view, view.running, kind, self, order.first)
         kept_back = head_room(view.running, kind, self.head_room)
         return pass_.run(order.first, order.rest, kept_back)
 
@@ -68,12 +67,14 @@ class _Pass:
     """One decision over interchangeable units."""
 
     def __init__(
-        self, view: PoolView, running: Sequence[RunningView], kind: str, policy: PricePolicy, behind: int
+        self, view: PoolView, running: Sequence[RunningView], kind: str, policy: PricePolicy, first: Sequence[Action]
     ) -> None:
         self._view = view
         self._kind = kind
         self._free = view.free + view.reserved
-        self._behind = behind
+        self._first = first
+        #: Actions behind the one that is looked at; counted when an elastic one asks.
+        self._behind: int | None = None
         self._scale = policy.c / view.total
         self._least_price = policy.least_price
         self._age_max_s = policy.age_max_s
@@ -124,7 +125,7 @@ class _Pass:
             return self._start(action, unit_set.minimum)
         if spare < unit_set.minimum:
             return False
-        self._behind -= 1
+        self._behind = (self._view.backlog - len(self._first) if self._behind is None else self._behind) - 1
         spare = min(spare, self._limit(action.id, spare))
         shape = shape_of(unit_set, action.elasticity)
         t_ori_s = action.t_ori_s or UNKNOWN_S

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from manager.action import Action
+from manager.scheduler.drawn import Drawn
 from manager.scheduler.durations import UNKNOWN_S
 from manager.scheduler.policy import PoolView, RunningView
 from manager.scheduler.running import RunningSet
@@ -22,19 +23,34 @@ class Ranked:
     rest: Iterable[Action]
 
 
-def ranked(waiting: Sequence[Action], kind: str, now_s: float, short_s: float, age_max_s: float) -> Ranked:
-    """Split what waits; nothing overtakes once the oldest that could be overtaken has waited ``age_max_s``."""
-    first = [
-        action for action in waiting if action.key != kind and (action.t_ori_s is None or action.t_ori_s <= short_s)
-    ]
-    if not first:
+def ranked(
+    waiting: Sequence[Action], kind: str, now_s: float, short_s: float, age_max_s: float, rigid_most: int | None = None
+) -> Ranked:
+    """Split what waits; nothing overtakes once the oldest that could be overtaken has waited ``age_max_s``.
+
+    ``rigid_most`` is a bound on how many have no choice of units: no more than these are looked for.
+    """
+    oldest = next((action for action in waiting if not is_short(action, kind, short_s)), None)
+    if oldest is not None and now_s - oldest.submitted_s >= age_max_s:
         return Ranked((), waiting)
-    if len(first) == len(waiting):
-        return Ranked(first, ())
-    oldest = next(action for action in waiting if not is_short(action, kind, short_s))
-    if now_s - oldest.submitted_s >= age_max_s:
-        return Ranked((), waiting)
-    return Ranked(first, (action for action in waiting if not is_short(action, kind, short_s)))
+    rest = (action for action in waiting if not is_short(action, kind, short_s))
+    return Ranked(Drawn(lambda: _short(waiting, kind, short_s, rigid_most)), rest)
+
+
+def _short(waiting: Iterable[Action], kind: str, short_s: float, rigid_most: int | None) -> Iterator[Action]:
+    """Yield the short rigid actions, and look no further than the last rigid one."""
+    left = rigid_most
+    if left == 0:
+        return
+    for action in waiting:
+        if action.key == kind:
+            continue
+        if is_short(action, kind, short_s):
+            yield action
+        if left is not None:
+            left -= 1
+            if left == 0:
+                return
 
 
 def leader(first: Sequence[Action], next_: Action | None, kind: str) -> Action | None:

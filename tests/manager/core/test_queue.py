@@ -38,8 +38,8 @@ def test_a_group_is_served_by_stamp_then_submission_whatever_comes_and_goes() ->
     (group,) = waiting.groups()
     left = sorted((entry for entry in entries if entry.seq not in gone), key=lambda entry: entry.order)
     assert list(group) == left
-    assert [item[2] for item in group.first(30)] == left[:30]
-    assert [item[2] for item in group.first(1000)] == left
+    assert [item[2] for item in group.items()] == left
+    assert group.keyed[None] == group.live == len(left)
 
 
 def test_a_group_disappears_with_its_last_action() -> None:
