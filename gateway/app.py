@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 import orjson
@@ -22,6 +23,7 @@ from gateway.auth import Guard, PageSession, check_doors
 from gateway.config.load import GatewayConfig
 from gateway.connections import Connections
 from gateway.dashboard.activity import ActionEnds, Activity, Observers
+from gateway.dashboard.watch import Watch
 from gateway.facades.listeners import FacadeListeners
 from gateway.grpc.server import GrpcServer
 from gateway.http.app import HttpApp
@@ -223,6 +225,7 @@ class App:
         self._quotas = QuotaRecord(self.store, lambda: self.registry.config.resources, self.wall)
         self.engine = self._make_engine()
         self.callbacks = CallbackSender(server.callbacks, self.store, wall=self.wall)
+        self.watch = self._make_watch()
         self.services = self._make_services()
         self.grpc = GrpcServer(self.services, self.connections["grpc"])
         self.invocations.bind(self.engine)
@@ -245,6 +248,16 @@ class App:
             on_fault=partial(self.stop, keep_environments=True),
         )
 
+    def _make_watch(self) -> Watch:
+        return Watch(
+            glance=self.engine.glance,
+            activity=self.activity,
+            functions=self.registry.health,
+            stopped=self._unready,
+            wall=self.wall,
+            version=version("tangram-gateway"),
+        )
+
     def _make_services(self) -> Services:
         return Services(
             guard=Guard(self.tokens),
@@ -260,6 +273,7 @@ class App:
             environments=self.runtimes.environments,
             metrics=self.metrics,
             activity=self.activity,
+            watch=self.watch,
             callbacks=self.callbacks,
             learned=self.history.describe,
             configure=self.registry.configure,
@@ -333,6 +347,7 @@ class App:
         self._log.info("draining", living=len(self.invocations.living), grace_s=grace_s)
         self.grpc.drain()
         left = await self.restart.drain(grace_s)
+        self.watch.close()
         self._log.info("drained", left_for_the_next_gateway=left)
 
     @property
@@ -390,6 +405,9 @@ class App:
             self._watch_connections(door, counted)
         watch("tangram_input_bytes_held", "Bytes of inputs that arrive or live", lambda: self.held.bytes)
         watch("tangram_living", "Invocations that have not ended", lambda: len(self.invocations.living))
+        watch("tangram_viewers", "Pages that watch", lambda: self.watch.viewers)
+        gaps = "Times that a viewer fell behind and was told the whole state again"
+        watch("tangram_watch_gaps", gaps, lambda: self.watch.gaps, counter=True)
         self.metrics.watch_units(self._units)
         self.metrics.watch_replicas(self.engine.replicas)
         self.metrics.watch_learned(self._learned)

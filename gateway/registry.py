@@ -75,6 +75,10 @@ class Registry:
         """Whether the function's actions may start."""
         return self.preparation.of(name)
 
+    def health(self) -> dict[str, tuple[str, str]]:
+        """Return the readiness of every function, and what is wrong with it, by name."""
+        return {name: self.readiness(name) for name in sorted(self._config.functions)}
+
     def check(self) -> None:
         """Raise the typed error of those functions of the first configuration that this machine can never serve."""
         _raise_all(self._unsatisfiable(self._config, self._config.functions.values()))

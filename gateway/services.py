@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 from gateway.auth import Guard, PageSession
 from gateway.config.sections import ServerConfig
 from gateway.dashboard.activity import Activity
+from gateway.dashboard.watch import Watch
 from gateway.invocations.admission import Admission, HeldInputs
 from gateway.invocations.callbacks import CallbackSender
 from gateway.invocations.invocations import Invocations
@@ -69,6 +70,8 @@ class Services:
     metrics: Metrics
     #: Rates, times and failures of the last minutes.
     activity: Activity
+    #: What the page is told, as it changes.
+    watch: Watch
     callbacks: CallbackSender
     #: Function -> what was learned of it by key (`manager.learning.history.History.describe`).
     learned: Callable[[str], Mapping[str, object]]

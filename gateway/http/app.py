@@ -25,9 +25,10 @@ from gateway.http.invocations import InvocationOperations
 from gateway.http.messages import JSON, problem_response
 from gateway.http.openapi import Shapes, document
 from gateway.http.operation import Endpoint, Operation, json_answer
-from gateway.http.page import LandingPage
+from gateway.http.page import UI, LandingPage
 from gateway.http.sending import BoundedSend
 from gateway.http.trajectories import TrajectoryOperations
+from gateway.http.watch import WatchOperations
 from gateway.services import Services
 from manager.errors import CodedError, Forbidden, InvalidInput, NotFound, Unauthorized, exhaustion
 from tangram.types.scalars import JsonObject
@@ -49,6 +50,7 @@ class HttpApp:
         page = LandingPage(self._door, services.session)
         self._routes = [Route(row.path, _checked(row), methods=[row.method]) for row in self.operations]
         self._routes.append(Route(PAGE, page.show, methods=["GET"]))
+        self._routes.append(Route(UI + "{rest:path}", page.file, methods=["GET"]))
         self._router: ASGIApp = Router(self._routes, redirect_slashes=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -58,7 +60,7 @@ class HttpApp:
         scope["app"] = self  # makes Starlette raise for a wrong method instead of answering in plain text
         noting = BoundedSend(send, self._services.logs.spec.stall_s)
         try:
-            if scope["path"] not in self._open:
+            if scope["path"] not in self._open and not scope["path"].startswith(UI):
                 scope[ROLE] = self._door.let_in(scope)
             await self._router(scope, receive, noting)
         except ClientDisconnect:
@@ -128,6 +130,7 @@ def operations(services: Services) -> list[Operation]:
         *ArchiveOperations(services).operations(),
         *ImageOperations(services).operations(),
         *AdministrationOperations(services).operations(),
+        *WatchOperations(services).operations(),
     ]
 
 

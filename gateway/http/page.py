@@ -1,4 +1,8 @@
-"""The page at the root: for a browser that comes with the key that `serve` printed, where things are."""
+"""The page: its files, which hold nothing of the gateway, and the key by which a browser comes in.
+
+Whoever reaches the door may load the files: what they show is asked for like everything else, with the cookie or a
+token that its user types.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,23 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from gateway.auth import PageSession
+from gateway.dashboard.files import INDEX, page_files
 from gateway.http.door import Door, cookie_name
+from manager.errors import NotFound
 
-#: Nothing is loaded, sent, framed or run.
-_POLICY = "default-src 'none'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+#: Where the views are, and the files that they are made of.
+UI, FILES = "/ui/", "/ui/-/"
+#: Nothing is loaded, run, sent to or framed that is not the gateway's own.
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
 _HEADERS = {
     "Content-Security-Policy": _POLICY,
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-store",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
 }
 _LINKS = {
     "/v1/functions": "registered functions",
@@ -34,20 +46,38 @@ _TEXT = (
 
 
 class LandingPage:
-    """`GET /`."""
+    """`GET /` and everything below `/ui/`."""
 
     def __init__(self, door: Door, session: PageSession) -> None:
         self._door = door
         self._session = session
+        self._files = page_files()
 
     async def show(self, request: Request) -> Response:
-        """The page; with the right key a cookie, and the page's address without the key."""
+        """Lead a browser to the page, with the right key with a cookie; tell others where things are."""
         cookie = self._session.open(request.query_params.get("key", ""))
         if cookie is None:
+            if "text/html" in request.headers.get("accept", ""):
+                return RedirectResponse(UI + "now", 303, {**_HEADERS, "Cache-Control": "no-store"})
             self._door.let_in(request.scope)
-            return Response(_TEXT, media_type="text/html", headers=_HEADERS)
+            return Response(_TEXT, media_type="text/html", headers={**_HEADERS, "Cache-Control": "no-store"})
         # Not the page itself: the key must not stay in the browser's history, nor reach another page as its referrer.
-        answer = RedirectResponse("/", 303, _HEADERS)
+        answer = RedirectResponse("/", 303, {**_HEADERS, "Cache-Control": "no-store"})
         secure = request.scope["scheme"] == "https"
         answer.set_cookie(cookie_name(request.scope), cookie, httponly=True, samesite="strict", secure=secure)
         return answer
+
+    async def file(self, request: Request) -> Response:
+        """One of the files; every view is the same page."""
+        path: str = request.scope["path"]
+        name = path.removeprefix(FILES) if path.startswith(FILES) else INDEX
+        found = self._files.get(name)
+        if found is None:
+            raise NotFound("no such file of the page", component="http")
+        headers = {**_HEADERS, "ETag": found.etag, "Cache-Control": "no-cache", "Vary": "Accept-Encoding"}
+        if request.headers.get("if-none-match") == found.etag:
+            return Response(status_code=304, headers=headers)
+        packed = "gzip" in request.headers.get("accept-encoding", "")
+        if packed:
+            headers["Content-Encoding"] = "gzip"
+        return Response(found.packed if packed else found.data, media_type=found.media_type, headers=headers)

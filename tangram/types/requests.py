@@ -111,6 +111,16 @@ class LogQuery(Struct, frozen=True, kw_only=True):
     offset: Annotated[Position | None, Meta(description="First record to send")] = None
 
 
+class WatchQuery(Struct, frozen=True, kw_only=True):
+    """Which part of the page's stream."""
+
+    bars: Annotated[bool, Meta(description="With the bars of the timeline")] = False
+    since: Annotated[
+        Annotated[str, Meta(pattern="^[0-9a-f]{8}\\.[0-9]{1,15}$")] | None,
+        Meta(description="The id of the last event that was received: goes on behind it, if it is kept"),
+    ] = None
+
+
 class LogHeaders(Struct, frozen=True, kw_only=True, rename={"last_event_id": "Last-Event-ID"}):
     """Where a reconnecting event source goes on."""
 

@@ -1,0 +1,188 @@
+// Now: why work waits, in one sentence; then pools, causes, tasks, failures, and what has run longest.
+
+import {age, bytes, causeText, colours, count, duration, fillIfNew, h, hue, letters, link, panel, swatch} from "./dom.js";
+import {store} from "./net.js";
+import {Timeline} from "./timeline.js";
+
+const BADGES = {stopped: "STOPPED", draining: "DRAINING", unavailable: "UNAVAILABLE", quota: "QUOTA BOUND", memory: "MEMORY BOUND",
+  devices: "GPU BOUND", units: "CPU BOUND", waiting: "IN SEQUENCE", ok: "RUNNING", idle: "IDLE"};
+const PARTS = ["queue", "overhead", "execution"];
+
+export function nowView(view, go) {
+  const verdict = h("div", {class: "verdict", role: "status"});
+  const kpis = h("section", {class: "kpis", "aria-label": "Rates"});
+  const parts = {};
+  for (const [name, title, href] of [["run", "Running", "/ui/invocations?q=state:running"], ["wait", "Waiting", "/ui/invocations?q=state:queued"],
+    ["end", "Ended / min", "/ui/invocations?q=since:1m"], ["bad", "Failed, 15 min", "/ui/invocations?q=state:failed since:15m"]]) {
+    const value = h("span"), small = h("small"), spark = h("canvas", {"aria-hidden": "true"});
+    parts[name] = {value, small, spark};
+    kpis.append(h("a", {class: "kpi", href}, h("div", {class: "l"}, title), h("div", {class: "v"}, value, small), spark));
+  }
+  const act = h("div", {class: "kpi"});
+  kpis.append(act);
+  const pools = h("div"), waits = h("div"), tasks = h("div"), failures = h("div"), longest = h("div"), empty = h("div");
+  const timeline = new Timeline({rowHeight: 9, span: 120, onopen: (bar) => go(`/ui/invocations/${bar.id}`)});
+  const tlPanel = panel("Last 2 minutes", link("/ui/timeline", "open timeline"), timeline.canvas);
+  view.append(verdict, empty, kpis, h("div", {class: "grid"},
+    h("div", {class: "col"}, panel("Pools", "who holds what", pools), tlPanel, panel("Running longest", "against what was learned", longest)),
+    h("div", {class: "col"}, panel("Waiting, for what", "most first", waits), panel("Tasks", link("/ui/tasks", "all"), tasks), panel("Failures, last 15 min", "by reason", failures))));
+
+  const tick = () => {
+    const d = store.d;
+    if (!d.verdict) return;
+    const [code, text] = d.verdict;
+    fillIfNew(verdict, [code, text], () => [h("span", {class: `badge v-${code}`}, BADGES[code] || code), h("span", null, text)]);
+    parts.run.value.textContent = count(d.run);
+    const cores = Object.values(d.nodes).reduce((sum, node) => sum + node[0], 0);
+    parts.run.small.textContent = `${cores} cores, ${Object.keys(d.nodes).length} node${Object.keys(d.nodes).length === 1 ? "" : "s"}`;
+    parts.wait.value.textContent = count(d.wait);
+    const oldest = Math.min(...d.causes.map((each) => each[5]));
+    parts.wait.small.textContent = d.wait && Number.isFinite(oldest) ? `oldest ${duration(store.now() - oldest)}` : "nothing waits";
+    parts.end.value.textContent = count(d.rate[1]);
+    parts.end.small.textContent = `${count(d.rate[0])} accepted`;
+    parts.bad.value.textContent = count(d.failed_15min);
+    parts.bad.small.textContent = `${count(d.rate[2])} in the last minute`;
+    for (const name of ["run", "wait", "end", "bad"]) spark(parts[name].spark, store.spark[name], name === "bad" ? "fail" : name === "wait" ? "wait" : "blue");
+    fillIfNew(act, d.act, () => actSplit(d.act));
+    fillIfNew(pools, [d.pools, d.nodes], () => poolRows(d));
+    fillIfNew(waits, [d.causes, d.wait, Math.floor(store.now() / 1000)], () => waitRows(d));
+    fillIfNew(tasks, d.tasks, () => taskRows(d.tasks));
+    fillIfNew(failures, [d.failed, Math.floor(store.now() / 5000)], () => failureRows(d.failed));
+    fillIfNew(longest, [d.long, Math.floor(store.now() / 500)], () => longestRows(d.long));
+    const nothing = !d.run && !d.wait && !store.bars.size && !d.rate[0];
+    fillIfNew(empty, nothing ? Object.keys(d.fns) : 0, () => nothing ? [emptyState(d)] : []);
+  };
+  tick();
+  let handle = 0;
+  const reduced = matchMedia("(prefers-reduced-motion: reduce)").matches;
+  const loop = () => { handle = setTimeout(() => { if (!document.hidden) timeline.draw(); loop(); }, reduced ? 500 : 100); };
+  timeline.draw(); loop();
+  window.tangramTimeline = timeline;
+  return {tick, end: () => clearTimeout(handle)};
+}
+
+function actSplit([queue, overhead, execution, p50, p99]) {
+  const total = queue + overhead + execution;
+  return [
+    h("div", {class: "l"}, h("span", null, "ACT, last minute"), h("span", null, "mean ", h("b", null, p50 === null ? "–" : duration(total)), " · p50 ", h("b", null, duration(p50)), " · p99 ", h("b", null, duration(p99)))),
+    h("div", {class: "split", role: "img", "aria-label": `queue ${duration(queue)}, overhead ${duration(overhead)}, execution ${duration(execution)}`},
+      ...[queue, overhead, execution].map((ms, at) => h("i", {class: `p-${PARTS[at]}`, style: {flex: `${total ? ms / total : at === 2 ? 1 : 0} 1 0`}}))),
+    h("div", {class: "leg"}, ...[queue, overhead, execution].map((ms, at) => h("span", null, h("i", {class: `sw p-${PARTS[at]}`}), `${PARTS[at]} `, h("b", null, p50 === null ? "–" : duration(ms))))),
+  ];
+}
+
+export function poolRows(d) {
+  const rows = [];
+  let before = null;
+  for (const [name, pool] of Object.entries(d.pools)) {
+    if (before && before !== pool.kind) rows.push(h("div", {class: "sep"}));
+    before = pool.kind;
+    const used = pool.total - pool.free;
+    const unit = pool.kind === "cpu" ? "cores" : pool.devices ? "devices" : "";
+    rows.push(h("div", {class: "row"}, h("div", {class: "n", title: name}, name), h("div", {class: "vis"}, pool.timed ? quota(pool) : pool.cells ? cells(pool) : shares(pool)),
+      h("div", {class: "u"}, pool.timed ? [h("b", null, count(pool.free)), ` of ${count(pool.total)} left`] : [h("b", null, count(used)), ` of ${count(pool.total)} ${unit}`])));
+    if (pool.devices) rows.push(residents(pool));
+  }
+  for (const [name, [, memory, held, holders]] of Object.entries(d.nodes)) {
+    rows.push(h("div", {class: "row"}, h("div", {class: "n dim", title: name}, `mem ${name}`),
+      h("div", {class: "vis quota", role: "img", "aria-label": `${bytes(held)} of ${bytes(memory)} held by ${holders}`}, h("i", {class: "mem", style: {width: `${memory ? 100 * held / memory : 0}%`}})),
+      h("div", {class: "u"}, h("b", null, bytes(held)), ` of ${bytes(memory)}`)));
+  }
+  return rows;
+}
+
+function cells(pool) {
+  const row = h("div", {class: "cells"});
+  let at = 0;
+  const held = [...pool.cells].sort((a, b) => a[0] - b[0]);
+  const free = (many) => { for (let n = 0; n < many; n += 1) row.append(h("div", {class: "cell"})); };
+  for (const [first, units, id, fn] of held) {
+    if (first > at) { free(first - at); at = first; }
+    row.append(h("a", {class: `cell b c-${hue(fn)}`, href: `/ui/invocations/${id.split(".")[0]}`, style: {flex: `${units} 1 0`}, title: `${fn}, ${units} of ${pool.kind}`},
+      letters(fn), units > 1 ? h("span", {class: "a"}, `×${units}`) : null));
+    at += units;
+  }
+  free(Math.max(0, pool.total - Math.max(at, pool.total - pool.free)));
+  return row;
+}
+
+function shares(pool) {
+  const row = h("div", {class: "split big"});
+  for (const [fn, units] of pool.by_function || []) row.append(h("i", {class: `c-${hue(fn)}`, style: {flex: `${units} 1 0`}, title: `${fn}: ${units}`}));
+  row.append(h("i", {class: "free", style: {flex: `${pool.free} 1 0`}, title: `${pool.free} free`}));
+  return row;
+}
+
+function quota(pool) {
+  const left = pool.total ? pool.free / pool.total : 0;
+  return h("div", {class: left < 0.15 ? "quota low" : "quota", role: "img", "aria-label": `${pool.free} of ${pool.total} left`}, h("i", {style: {width: `${100 * (1 - left)}%`}}));
+}
+
+function residents(pool) {
+  return h("div", {class: "row"}, h("div", {class: "n dim"}, "resident"), h("div", {class: "vis dev"}, ...pool.devices.map(([memory, used, services], at) =>
+    h("div", {title: services.join(", ") || "nothing"}, h("div", {class: "mem"}, h("i", {class: "c-slate", style: {width: `${memory ? 100 * used / memory : 0}%`}})), h("div", {class: "id"}, String(at))))), h("div", {class: "u"}));
+}
+
+function waitRows(d) {
+  if (!d.wait) return [h("p", {class: "dim"}, "Nothing waits.")];
+  const most = Math.max(...d.causes.map((each) => each[3 + 1]), 1);
+  const rows = d.causes.slice(0, 8).map((each) => {
+    const [kind, pool, , task, many, since] = each;
+    return h("a", {class: "wf", href: `/ui/invocations?q=${encodeURIComponent(`state:queued task:${task}`)}`, title: pool || kind},
+      h("span", {class: "t"}, causeText(each), h("span", {class: "dim"}, `  ${task}`)), h("span", {class: "c"}, count(many)), h("span", {class: "g"}, duration(store.now() - since)),
+      h("span", {class: "bar"}, h("i", {class: "p-queue", style: {width: `${100 * many / most}%`}})));
+  });
+  const rest = d.causes.slice(8).reduce((sum, each) => sum + each[4], 0) + d.causes_left_out;
+  return rest ? [...rows, h("p", {class: "dim"}, `and ${count(rest)} for other causes`)] : rows;
+}
+
+export function taskRows(tasks) {
+  const rows = Object.entries(tasks).map(([name, [queued, running, settled, weight]]) => {
+    const done = settled.succeeded || 0, bad = Object.entries(settled).reduce((sum, [state, many]) => sum + (state === "succeeded" || state === "cancelled" ? 0 : many), 0);
+    const all = done + bad + queued + running || 1;
+    return h("a", {class: "task", href: `/ui/invocations?q=${encodeURIComponent(`task:${name}`)}`},
+      h("div", {class: "t"}, h("b", null, name), h("span", {class: "dim"}, `weight ${weight}`)),
+      h("div", {class: "p"}, h("i", {class: "c-teal", style: {flex: `${done / all} 1 0`}}), h("i", {class: "p-fail", style: {flex: `${bad / all} 1 0`}}), h("i", {class: "c-blue", style: {flex: `${running / all} 1 0`}}), h("i", {class: "p-queue", style: {flex: `${queued / all} 1 0`}})),
+      h("div", {class: "m"}, h("span", null, "running ", h("b", null, count(running))), h("span", null, "waiting ", h("b", null, count(queued))), h("span", null, "ended ", h("b", null, count(done))), h("span", null, "failed ", h("b", null, count(bad)))));
+  });
+  return rows.length ? rows : [h("p", {class: "dim"}, "No task was seen yet.")];
+}
+
+function failureRows(failed) {
+  if (!failed.length) return [h("p", {class: "dim"}, "None.")];
+  return [h("div", {class: "scroll"}, h("table", null, h("tbody", null, ...failed.slice(0, 8).map(([fn, reason, task, many, last]) => h("tr", null,
+    h("td", null, h("span", {class: "x"}, "✕"), link(`/ui/invocations?q=${encodeURIComponent(`reason:${reason} fn:${fn} since:15m`)}`, reason)),
+    h("td", {class: "dim"}, fn), h("td", {class: "dim hide-s"}, task), h("td", {class: "num"}, h("b", null, count(many))), h("td", {class: "num dim", title: new Date(last).toISOString()}, age(last, store.now())))))))];
+}
+
+function longestRows(long) {
+  if (!long.length) return [h("p", {class: "dim"}, "Nothing runs.")];
+  return long.map(([id, fn, task, trajectory, units, node, start, expected]) => {
+    const ran = store.now() - start, share = expected ? Math.min(1, ran / expected) : 0, over = expected && ran > 1.2 * expected;
+    return h("a", {class: "lg", href: `/ui/invocations/${id.split(".")[0]}`}, swatch(fn), h("span", {class: "t"}, fn), h("span", {class: "mono dim"}, trajectory || task),
+      h("span", {class: "dim", title: node}, Object.values(units).map((each) => `×${each}`).join(" ")),
+      h("span", {class: "p"}, h("i", {class: over ? "p-fail" : `c-${hue(fn)}`, style: {width: `${100 * share}%`}})),
+      h("span", {class: "num"}, h("b", null, duration(ran)), expected ? h("span", {class: "dim"}, ` of ~${duration(expected)}${over ? " !" : ""}`) : null));
+  });
+}
+
+function emptyState(d) {
+  const name = d.fns.shell ? "shell" : Object.keys(d.fns)[0];
+  return h("section", {class: "panel card"}, h("h2", {class: "big"}, "Ready. Nothing has run yet."),
+    h("p", {class: "dim"}, name ? "Send a first action, and watch it here:" : "No function is registered: tangram apply adds some."),
+    name ? h("pre", {class: "mono"}, `tangram invoke ${name} '${name === "shell" ? '{"command": "echo hello"}' : "{}"}'`) : null,
+    name ? h("p", null, link(`/ui/functions/${name}`, "What to send, and a form that sends it")) : null);
+}
+
+export function spark(canvas, values, tone) {
+  const scale = devicePixelRatio || 1, wide = canvas.clientWidth || 76, tall = canvas.clientHeight || 24;
+  if (canvas.width !== wide * scale) { canvas.width = wide * scale; canvas.height = tall * scale; }
+  const c = canvas.getContext("2d"), most = Math.max(1, ...values);
+  c.setTransform(scale, 0, 0, scale, 0, 0);
+  c.clearRect(0, 0, wide, tall);
+  if (values.length < 2) return;
+  c.strokeStyle = colours()[tone]; c.lineWidth = 1.5; c.beginPath();
+  const last = values.slice(-120);
+  last.forEach((value, at) => { const x = at * wide / (last.length - 1), y = tall - 2 - (tall - 4) * value / most; at ? c.lineTo(x, y) : c.moveTo(x, y); });
+  c.stroke();
+}

@@ -1,0 +1,335 @@
+"""The page in a real browser, against a real gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from playwright.async_api import expect
+
+from gateway.dashboard.files import page_files
+from manager.function import RetrySpec, SandboxSpec
+from runtimes.fake import ScriptedRuntime
+from tests.gateway.conftest import FUNCTIONS, GatewayBench, RunningGateway, serving, until
+from tests.gateway.dashboard.load import LoadedRollout, bench, loaded
+from tests.gateway.dashboard.shown import ShownPage
+
+pytestmark = [pytest.mark.slow, pytest.mark.browser]
+HELD = {"held": True, "command": "wait"}
+HOSTILE = "<img src=x onerror=\"document.title='owned'\">"
+
+
+def address(gateway: RunningGateway, path: str = "/ui/now") -> str:
+    return str(gateway.http.base_url).rstrip("/") + path
+
+
+async def busy(gateway: RunningGateway) -> None:
+    """Return when there is something to see in every view."""
+    seen = gateway.app.activity
+    await until(lambda: seen.info().ended > 10 and len(seen.running) > 4)
+
+
+async def test_now_says_why_work_waits_and_every_number_leads_on(tmp_path: Path, shown: ShownPage) -> None:
+    rollout = LoadedRollout()
+    async with loaded(tmp_path, rollout) as gateway:
+        await shown.page.goto(address(gateway, "/"))
+        await shown.says(".verdict", "Nothing runs".lower())
+        await shown.sees("h2", "Ready. Nothing has run yet.")
+        rollout.start(gateway.http)
+        await shown.says(".verdict", re.compile(r"\d+ of \d+ waiting actions wait"))
+        await shown.sees(".badge", "BOUND")
+        await busy(gateway)
+        await shown.sees(".cells a.cell.b")
+        await shown.sees(".wf", "swe-coding")
+        await shown.sees(".task", "deep-search")
+        await shown.sees(".lg .num b")
+        await shown.holds("window.tangramTimeline.hits.length > 10")
+        assert await shown.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        await shown.find(".wf").click()
+        await shown.says("#nav a.on", "Invocations")
+        assert "state%3Aqueued" in shown.page.url
+        await shown.page.go_back()
+        await shown.sees(".verdict")
+
+
+async def test_the_timeline_holds_its_place_filters_and_opens_a_bar(tmp_path: Path, shown: ShownPage) -> None:
+    rollout = LoadedRollout()
+    async with loaded(tmp_path, rollout) as gateway:
+        rollout.start(gateway.http)
+        await busy(gateway)
+        await shown.page.goto(address(gateway, "/ui/timeline?span=30"))
+        await shown.holds("Boolean(window.tangramTimeline) && window.tangramTimeline.hits.length > 10")
+        await shown.page.keyboard.press("ArrowLeft")
+        await shown.sees("button", "behind, follow")
+        assert "end=" in shown.page.url, "a colleague sees the same time"
+        held = await shown.page.evaluate("window.tangramTimeline.end_ms")
+        await busy(gateway)
+        assert await shown.page.evaluate("window.tangramTimeline.end_ms") == held, "new data does not move it"
+        await shown.page.keyboard.press("f")
+        await shown.sees("button", "following")
+        await shown.find(".filter").fill("fn:judge")
+        assert await shown.page.evaluate("window.tangramTimeline.filter({fn: 'shell'})") is False
+        await shown.find("button", "as table").click()
+        await shown.sees("td a", "judge")
+        await shown.page.evaluate("(() => { const t = window.tangramTimeline; t.options.onopen(t.hits.at(-1)[4]); })()")
+        await shown.sees("h1 .st")
+
+
+async def test_an_invocation_is_found_opened_cancelled_and_run_again(tmp_path: Path, shown: ShownPage) -> None:
+    async with loaded(tmp_path, LoadedRollout()) as gateway:
+        await gateway.invoke({"log": "one\n"}, function="math_reward")
+        held = (await gateway.invoke(HELD | {"log": "begins\n"}, mode="async", function="shell")).json()["id"]
+        await gateway.executing(held)
+        await shown.page.goto(address(gateway, "/ui/invocations?q=fn:shell"))
+        row = await shown.sees("tr[data-href]")
+        await expect(shown.page.locator("tbody tr")).to_have_count(1)
+        await row.click()
+        await shown.says("h1", "running")
+        await shown.says(".log .line", "begins")
+        assert held in shown.page.url
+        await shown.page.keyboard.press("c")
+        await shown.says("#ask", "Cancel shell")
+        await shown.find("#ask button", "Leave it").click()
+        assert held in gateway.runtime.running
+        await shown.find("button", "Cancel").click()
+        await shown.find("#ask button", "Cancel it").click()
+        await shown.says("h1", "cancelled")
+        await shown.says(".logpanel [role=status]", "ended")
+        await shown.find("button", "Run again").click()
+        await shown.find("#ask button", "Run it").click()
+        await until(lambda: len(gateway.runtime.running) == 1 and held not in gateway.runtime.running)
+        (again,) = gateway.runtime.running
+        await shown.page.wait_for_url(f"**/ui/invocations/{again}")
+        gateway.runtime.finish(again)
+        await shown.says("h1", "succeeded")
+        await shown.page.goto(address(gateway, "/ui/invocations?q=odd"))
+        await shown.says(".problem", "not a filter: odd")
+        await shown.page.goto(address(gateway, "/ui/invocations/00000000001-000000000000"))
+        await shown.says(".problem", "no invocation")
+
+
+async def test_a_log_is_shown_as_text_whatever_it_holds(tmp_path: Path, shown: ShownPage) -> None:
+    odd = "\x1b[31mred\x1b[0m plain\x1b[2J\x1b]0;title\x07 \u202eodd"
+    log = f"{HOSTILE}\n{odd}\n<script>document.title='owned'</script>\n"
+    async with loaded(tmp_path, LoadedRollout()) as gateway:
+        hostile = HELD | {"log": log, "name": HOSTILE}
+        one = (await gateway.invoke(hostile, mode="async", function="shell")).json()["id"]
+        await gateway.executing(one)
+        await shown.page.goto(address(gateway, f"/ui/invocations/{one}"))
+        await shown.says(".log", HOSTILE)
+        await shown.says(".log .a-red", "red")
+        await shown.says(".log", "␛[2J␛]0;title␇ �odd")
+        assert await shown.page.locator(".log img, .log script, pre img").count() == 0
+        await shown.says("pre.json", "onerror")
+        assert "owned" not in await shown.page.title()
+        gateway.runtime.finish(one)
+
+
+async def test_a_hundred_thousand_lines_are_followed_and_few_of_them_are_in_the_page(
+    tmp_path: Path, shown: ShownPage
+) -> None:
+    many = "".join(f"line {number} of the log\n" for number in range(100_000))
+    large = replace(FUNCTIONS["echo"], name="large", log_limit_bytes=2**24)
+    rollout = LoadedRollout()
+    async with serving(
+        bench(tmp_path, functions={"large": large}), runtime=ScriptedRuntime(rollout.step_of)
+    ) as gateway:
+        one = (await gateway.invoke({"log": many}, mode="async", function="large")).json()["id"]
+        await shown.page.goto(address(gateway, f"/ui/invocations/{one}"))
+        await shown.says(".logpanel [role=status]", "ended, 100 k")
+        await shown.sees(".line", "line 99999 of the log")
+        assert await shown.page.locator(".line").count() < 200
+        await shown.page.evaluate("document.querySelector('.log').scrollTop = 0")
+        await shown.sees(".line", "line 0 of the log")
+        await shown.find(".logpanel .filter").fill("line 54321 ")
+        await shown.page.keyboard.press("Enter")
+        await shown.sees(".line.found", "line 54321 of the log")
+        await shown.find("button", "follow").click()
+        await shown.sees(".line", "line 99999 of the log")
+
+
+async def test_a_function_tells_what_to_send_and_the_form_sends_it(tmp_path: Path, shown: ShownPage) -> None:
+    async with loaded(tmp_path, LoadedRollout()) as gateway:
+        await shown.page.goto(address(gateway, "/ui/functions"))
+        await (await shown.sees("td a", "shell")).click()
+        await shown.says(".field", "command *")
+        await shown.find("#f-command").fill("echo hello")
+        await shown.find("#f-quiet").check()
+        await shown.find("#f--task").fill("mine")
+        given = await shown.find("#f--json").input_value()
+        assert '"command": "echo hello"' in given and '"quiet": true' in given, "both edit the same text"
+        await shown.find("#f--json").fill('{"command": "ls"}')
+        await expect(shown.find("#f-command")).to_have_value("ls")
+        await shown.find("button.pri", "Send").click()
+        await shown.says("main", "Accepted: ")
+        (record,) = (await gateway.http.get("/v1/invocations?task=mine")).json()["invocations"]
+        assert record["function"] == "shell"
+        await shown.says(".log", "ran shell")
+        await shown.find("#f--json").fill("{")
+        await shown.find("button.pri", "Send").click()
+        await shown.says(".problem", "not JSON")
+        await shown.page.goto(address(gateway, "/ui/functions/nowhere"))
+        await shown.says(".problem", "nowhere")
+
+
+async def test_trajectories_tasks_nodes_and_the_configuration_are_there(tmp_path: Path, shown: ShownPage) -> None:
+    shell = replace(FUNCTIONS["shell"], name="bash", sandbox=SandboxSpec())
+    async with serving(bench(tmp_path, functions={"bash": shell})) as gateway:
+        call = {"command": "mkdir sub; echo found > sub/it.txt"}
+        await gateway.invoke(call, function="bash", headers={"X-Trajectory-Id": "t-1", "X-Task": "mine"})
+        await shown.page.goto(address(gateway, "/ui/trajectories"))
+        await (await shown.sees("td a", "t-1")).click()
+        await shown.sees(".strip .block")
+        await (await shown.sees("button", "sub/")).click()
+        await (await shown.sees("button", "it.txt")).click()
+        await shown.says("pre.json", "found")
+        await shown.page.keyboard.press("k")
+        await shown.says("table", "mine")
+        await shown.page.keyboard.press("o")
+        await shown.says("main", "node-a")
+        await shown.says("main", "bubblewrap")
+        await shown.page.goto(address(gateway, "/ui/trajectories"))
+        await (await shown.sees("button", "End")).click()
+        await shown.find("#ask button", "End it").click()
+        await shown.says("main", "No trajectory lives")
+        await shown.page.goto(address(gateway, "/ui/config"))
+        await shown.find("textarea").fill("version: 1\nfunctions:\n  hello:\n    runtime: exec\n    cost: {cpu: 1}\n")
+        await shown.find("button", "Show the difference").click()
+        await shown.says("pre.json", "hello")
+        await shown.find("button", "Apply").click()
+        await shown.find("#ask button", "Apply it").click()
+        await shown.says("main", "Applied.")
+        assert (await gateway.http.get("/v1/functions/hello")).status_code == 200
+
+
+async def test_a_dead_letter_is_sent_again(tmp_path: Path, shown: ShownPage) -> None:
+    once = replace(FUNCTIONS["echo"], name="once", retry=RetrySpec(max_attempts=1))
+    async with serving(GatewayBench(tmp_path, functions={"once": once})) as gateway:
+        dead = (await gateway.invoke({"reason": "handler_error"}, function="once", mode="async")).json()["id"]
+        await gateway.http.get(f"/v1/invocations/{dead}?wait=5s")
+        await shown.page.goto(address(gateway, "/ui/dead"))
+        await shown.says("tbody tr", "handler_error")
+        await shown.find("tbody button", "Redrive").click()
+        await shown.page.wait_for_url("**/ui/invocations/*")
+        assert dead not in shown.page.url
+        await shown.says(".problem", "handler_error")
+
+
+async def test_a_wrong_token_is_told_and_the_right_one_lets_in(tmp_path: Path, shown: ShownPage) -> None:
+    async with serving(bench(tmp_path, auth="token")) as gateway:
+        assert gateway.app.tokens is not None
+        await shown.page.goto(address(gateway))
+        await shown.says("h2", "wants a token")
+        await shown.find("#token").fill("wrong")
+        await shown.page.keyboard.press("Enter")
+        await shown.says(".problem", "bearer token")
+        await shown.find("#token").fill(gateway.app.tokens.admin)
+        await shown.page.keyboard.press("Enter")
+        await shown.sees(".verdict .badge")
+        assert gateway.app.tokens.admin not in shown.page.url
+        await shown.page.goto(address(gateway, "/ui/invocations"))
+        await shown.says("main", "No invocation passes this filter")
+
+
+async def test_the_address_that_serve_prints_opens_the_page(tmp_path: Path, shown: ShownPage) -> None:
+    async with serving(bench(tmp_path, auth="token")) as gateway:
+        await shown.page.goto(gateway.app.page)
+        await shown.sees(".verdict .badge")
+        assert gateway.app.services.session.key not in shown.page.url
+        await shown.find("#nav a", "Functions").click()
+        await (await shown.sees("td a", "math_reward")).click()
+        await shown.find("button.pri", "Send").click()
+        await shown.says("main", "Accepted: ")
+
+
+async def test_a_restart_in_the_middle_is_told_and_passes(tmp_path: Path, shown: ShownPage) -> None:
+    rollout = LoadedRollout()
+    async with loaded(tmp_path, rollout) as gateway:
+        port = gateway.app.http_port
+        rollout.start(gateway.http, trajectories=8)
+        await shown.page.goto(address(gateway))
+        await busy(gateway)
+        await shown.sees(".cells a.cell.b")
+    await shown.says("#banner", "Connection lost")
+    await shown.says("#livetext", "lost")
+    await shown.sees(".cells a.cell.b"), "what was seen stays in sight"
+    async with serving(bench(tmp_path, port=port)) as gateway:
+        await shown.find("#banner button", "Try now").click()
+        await shown.says("#banner", "The gateway restarted")
+        await shown.says("#livetext", "live")
+        await shown.says(".verdict", "nothing runs")
+
+
+async def test_a_narrow_screen_a_dark_one_and_the_keyboard(tmp_path: Path, shown: ShownPage) -> None:
+    rollout = LoadedRollout()
+    async with loaded(tmp_path, rollout) as gateway:
+        rollout.start(gateway.http)
+        await busy(gateway)
+        await shown.page.set_viewport_size({"width": 390, "height": 844})
+        for name in (
+            "now",
+            "timeline",
+            "invocations",
+            "functions",
+            "functions/shell",
+            "trajectories",
+            "tasks",
+            "nodes",
+        ):
+            await shown.page.goto(address(gateway, f"/ui/{name}"))
+            await shown.sees("main .panel")
+            if name == "now":
+                await shown.sees(".lg"), await shown.sees("tr .x")
+            assert await shown.page.evaluate("document.documentElement.scrollWidth <= innerWidth"), name
+        await shown.page.emulate_media(color_scheme="dark")
+        await shown.holds("document.documentElement.dataset.theme == 'dark'")
+        for key, name in {"n": "Now", "i": "Invocations", "u": "Functions", "d": "Dead letters"}.items():
+            await shown.page.keyboard.press(key)
+            await shown.says("#nav a.on", name)
+        await shown.page.keyboard.press("?")
+        await shown.says("#ask", "previous and next of the trajectory")
+        await shown.page.keyboard.press("Escape")
+        await shown.page.keyboard.press("i")
+        await shown.sees("tbody tr")
+        await shown.page.keyboard.press("j")
+        await shown.sees("tbody tr.on")
+        await shown.page.keyboard.press("Enter")
+        await shown.sees("h1 .st")
+
+
+async def test_the_files_are_packed_named_by_their_content_and_hold_no_foreign_address(
+    gateway: RunningGateway,
+) -> None:
+    index = await gateway.http.get("/", headers={"Accept": "text/html"}, follow_redirects=True)
+    assert index.url.path == "/ui/now" and "script-src 'self'" in index.headers["content-security-policy"]
+    assert "unsafe" not in index.headers["content-security-policy"]
+    again = await gateway.http.get("/ui/-/app.js", headers={"If-None-Match": index.headers["etag"]})
+    assert again.status_code == 200, "another file"
+    same = await gateway.http.get("/ui/-/app.js", headers={"If-None-Match": again.headers["etag"]})
+    assert (same.status_code, same.content) == (304, b"")
+    assert (await gateway.http.get("/ui/-/../../x")).status_code == 404
+    assert (await gateway.http.get("/ui/-/nothing.js")).status_code == 404
+    files = page_files()
+    assert sum(len(each.data) for each in files.values()) <= 135_000
+    assert sum(len(each.packed) for each in files.values()) <= 42_000
+    for name, each in files.items():
+        text = each.data.decode()
+        foreign = [found for found in re.findall(r"https?://[^\"'\s)]+", text) if "www.w3.org/2000/svg" not in found]
+        assert foreign == [], name
+        assert "innerHTML" not in text and "eval(" not in text, name
+    assert " style=" not in files["index.html"].data.decode() and "<style" not in files["index.html"].data.decode()
+
+
+async def test_many_viewers_see_the_same(tmp_path: Path, shown: ShownPage) -> None:
+    async with loaded(tmp_path, LoadedRollout()) as gateway:
+        for _ in range(3):
+            page = await shown.page.context.new_page()
+            await page.goto(address(gateway))
+        await shown.page.goto(address(gateway))
+        await shown.sees(".verdict .badge")
+        await until(lambda: gateway.app.watch.viewers == 4)
+        await asyncio.gather(*[each.close() for each in shown.page.context.pages[1:]])
+        await until(lambda: gateway.app.watch.viewers == 1)
