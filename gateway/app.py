@@ -192,8 +192,7 @@ class App:
         grpc = Connections(limit=self._room.connections_max)
         self.connections = {"http": self._door.connections, "grpc": grpc, **self.facades.connections}
         self.logs = Logs(self.store, server.logs, wall=self.wall)
-        self.metrics = Metrics()
-        self.activity = Activity(self._clock.now, self.wall)
+        self.metrics, self.activity = Metrics(), Activity(self._clock.now, self.wall)
         self.admission = Admission(
             self._clock.now,
             total_max=config.scheduler.max_queued,
