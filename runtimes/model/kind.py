@@ -70,6 +70,17 @@ class GenerateInputFields(ModelInputFields, total=False):
     seed: Annotated[int, Meta(ge=0, description="Seed of the draws; a random one by default, told in the result")]
 
 
+class LogprobsInputFields(ModelInputFields, total=False):
+    """Sequences to judge token by token: exactly one of ``texts``, ``token_ids`` and ``messages``."""
+
+    top_logprobs: Annotated[
+        int,
+        Meta(
+            ge=0, le=128, description="Also tell ids, ranks and so many of the likeliest tokens; in-house models only"
+        ),
+    ]
+
+
 class ModelResult(TypedDict):
     """What every action tells of its sequences; an external engine does not."""
 
@@ -90,6 +101,16 @@ class LogprobsResult(ModelResult):
 
     logprobs: Annotated[list[list[float]], Meta(description="For each sequence every token's but the first")]
     sums: Annotated[list[float], Meta(description="Their sum for each sequence")]
+    token_ids: NotRequired[Annotated[list[list[int]], Meta(description="The sequences' ids, if top_logprobs is given")]]
+    ranks: NotRequired[
+        Annotated[list[list[int]], Meta(description="Rank of each token in the vocabulary, 1 the likeliest, likewise")]
+    ]
+    top_logprobs: NotRequired[
+        Annotated[
+            list[list[list[list[int | float]]]],
+            Meta(description="The likeliest tokens in its place, id and log-probability, likewise"),
+        ]
+    ]
 
 
 class EmbedResult(ModelResult):
@@ -111,10 +132,11 @@ class GenerateResult(ModelResult):
 
 _ONE_OF = [{"required": [kind]} for kind in ModelInputFields.__annotations__]
 _SEQUENCES = schema_of(ModelInputFields, oneOf=_ONE_OF, additionalProperties=False)
+_LOGPROBS = schema_of(LogprobsInputFields, oneOf=_ONE_OF, additionalProperties=False)
 _GENERATE = schema_of(GenerateInputFields, oneOf=_ONE_OF, additionalProperties=False)
 _SHOWN: Mapping[str, tuple[Schema, Schema]] = {
     ModelAction.SCORE: (_SEQUENCES, schema_of(ScoreResult)),
-    ModelAction.LOGPROBS: (_SEQUENCES, schema_of(LogprobsResult)),
+    ModelAction.LOGPROBS: (_LOGPROBS, schema_of(LogprobsResult)),
     ModelAction.EMBED: (_SEQUENCES, schema_of(EmbedResult)),
     ModelAction.GENERATE: (_GENERATE, schema_of(GenerateResult)),
 }

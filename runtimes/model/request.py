@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from manager.errors import InvalidInput
 from manager.function import FunctionSpec, ModelAction, ModelSpec
 
 _COMPONENT = "model.request"
 _KINDS = ("texts", "token_ids", "messages")
-_OPTIONS = ("max_new_tokens", "temperature", "top_p", "seed")
+#: Besides the sequences.
+_OPTIONS: Mapping[ModelAction, tuple[str, ...]] = {
+    ModelAction.GENERATE: ("max_new_tokens", "temperature", "top_p", "seed"),
+    ModelAction.LOGPROBS: ("top_logprobs",),
+}
+#: Likeliest tokens that are told of each position.
+TOP_LOGPROBS_MAX = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,12 +33,14 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInput:
-    """Exactly one of texts, token ids and conversations, and how to sample (`generate` only)."""
+    """Exactly one of texts, token ids and conversations, how to sample (`generate`) and what to tell (`logprobs`)."""
 
     texts: tuple[str, ...] = ()
     token_ids: tuple[tuple[int, ...], ...] = ()
     conversations: tuple[tuple[Mapping[str, object], ...], ...] = ()
     sampling: Sampling = Sampling(max_new_tokens=0)
+    #: So many of the likeliest tokens beside each one, with ids and ranks (`logprobs` only); None tells none of them.
+    top_logprobs: int | None = None
 
     def __len__(self) -> int:
         return len(self.texts) + len(self.token_ids) + len(self.conversations)
@@ -49,12 +57,11 @@ def parse_input(function: FunctionSpec, given: Mapping[str, object], sequences_m
     kinds = [kind for kind in _KINDS if kind in given]
     if len(kinds) != 1:
         raise _invalid("$", f"needs exactly one of {', '.join(_KINDS)}")
-    generates = model_of(function).action is ModelAction.GENERATE
-    allowed = {*_KINDS, *(_OPTIONS if generates else ())}
+    action = model_of(function).action
     for name in given:
-        if name not in allowed:
+        if name not in (*_KINDS, *_OPTIONS.get(action, ())):
             raise _invalid(f"$.{name}", "is not known to this function")
-    sampling = _sampling(given, model_of(function)) if generates else Sampling(max_new_tokens=0)
+    options = _options(given, model_of(function))
     kind = kinds[0]
     rows = given[kind]
     if kind == "messages" and isinstance(rows, list) and rows and isinstance(rows[0], dict):
@@ -64,10 +71,22 @@ def parse_input(function: FunctionSpec, given: Mapping[str, object], sequences_m
     if len(rows) > sequences_max:
         raise _invalid(f"$.{kind}", f"has {len(rows)} sequences, more than {sequences_max}")
     if kind == "texts":
-        return ModelInput(texts=tuple(_text(row, i) for i, row in enumerate(rows)), sampling=sampling)
+        return replace(options, texts=tuple(_text(row, i) for i, row in enumerate(rows)))
     if kind == "token_ids":
-        return ModelInput(token_ids=tuple(_ids(row, i) for i, row in enumerate(rows)), sampling=sampling)
-    return ModelInput(conversations=tuple(_chat(row, i) for i, row in enumerate(rows)), sampling=sampling)
+        return replace(options, token_ids=tuple(_ids(row, i) for i, row in enumerate(rows)))
+    return replace(options, conversations=tuple(_chat(row, i) for i, row in enumerate(rows)))
+
+
+def _options(given: Mapping[str, object], model: ModelSpec) -> ModelInput:
+    """Return an input without its sequences."""
+    if model.action is ModelAction.GENERATE:
+        return ModelInput(sampling=_sampling(given, model))
+    if "top_logprobs" not in given:
+        return ModelInput()
+    count = _number(given, "top_logprobs", 0, 0, TOP_LOGPROBS_MAX)
+    if count != int(count):
+        raise _invalid("$.top_logprobs", "must be a whole number")
+    return ModelInput(top_logprobs=int(count))
 
 
 def _sampling(given: Mapping[str, object], model: ModelSpec) -> Sampling:

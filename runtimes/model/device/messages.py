@@ -19,6 +19,18 @@ class WorkItem:
     ids: tuple[int, ...]
     action: ModelAction
     sampling: Sampling | None = None
+    #: Likeliest tokens to tell of each position (`logprobs`); None tells the actual token's number alone.
+    top: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """Of every token of a sequence but the first: log-probability, rank from 1 on, and the likeliest in its place."""
+
+    logprobs: list[float]
+    ranks: list[int]
+    #: [token id, log-probability], likeliest first.
+    top: list[list[list[int | float]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from manager.function import ModelAction
 from runtimes.model.checkpoint.skeleton import FAMILIES
-from runtimes.model.device.messages import WorkItem
+from runtimes.model.device.messages import TokenLogprobs, WorkItem
 from runtimes.model.engine.generation import Generation
 from runtimes.model.engine.packing import pack
 from runtimes.model.engine.parallel import RankGroup
@@ -76,7 +76,7 @@ def compute(
     ``ended`` is called with the position and the result of each sequence that is generated, as it ends.
 
     score: a float, or a list of floats where the head has several labels. logprobs: log p(token | the ones before)
-    for every token but the first. embed: a unit vector. generate: a `Generated`.
+    for every token but the first, or a `TokenLogprobs`. embed: a unit vector. generate: a `Generated`.
     """
     results: dict[int, object] = {}
 
@@ -146,32 +146,83 @@ def _score(bound: BoundModel, batch: PackedBatch) -> list[object]:
 
 
 def _logprobs(bound: BoundModel, batch: PackedBatch) -> list[object]:
-    """Vocabulary-parallel: three scalars a token cross the ranks, and [tokens, vocabulary] is never whole."""
+    """Vocabulary-parallel: a few numbers a token cross the ranks, and [tokens, vocabulary] is never whole."""
     hidden = _hidden(bound.model, batch.tokens)
     real = batch.mask[:, 1:].bool()
     states, targets = hidden[:, :-1][real], batch.tokens[:, 1:][real]
     bound.arrived()
     weight = bound.model.get_output_embeddings().weight
+    asked = [member.top for member in batch.members if member.top is not None]
+    top = max(asked) if asked else None
     blocks = [
-        _block_logprobs(bound.group, states[i : i + HEAD_TOKENS], targets[i : i + HEAD_TOKENS], weight)
+        _block_logprobs(bound.group, states[i : i + HEAD_TOKENS], targets[i : i + HEAD_TOKENS], weight, top)
         for i in range(0, len(targets), HEAD_TOKENS)
     ]
-    flat = torch.cat(blocks).cpu() if blocks else torch.empty(0)
     lengths_out = [len(member.ids) - 1 for member in batch.members]
-    return [part.tolist() for part in torch.split(flat, lengths_out)]
+    flat = torch.cat([block.logprobs for block in blocks]).cpu() if blocks else torch.empty(0)
+    plain: list[Any] = [part.tolist() for part in torch.split(flat, lengths_out)]
+    if top is None:
+        return plain
+    ranks = [rank for block in blocks for rank in block.ranks.cpu().tolist()]
+    ids = [row for block in blocks for row in block.top_ids.cpu().tolist()]
+    values = [row for block in blocks for row in block.top_logprobs.cpu().tolist()]
+    results: list[object] = []
+    start = 0
+    for member, logprobs in zip(batch.members, plain, strict=True):
+        mine = slice(start, start := start + len(logprobs))
+        if member.top is None:
+            results.append(logprobs)
+            continue
+        rows = zip(ids[mine], values[mine], strict=True)
+        likeliest = [_pairs(row[: member.top], value[: member.top]) for row, value in rows]
+        results.append(TokenLogprobs(logprobs=logprobs, ranks=ranks[mine], top=likeliest))
+    return results
 
 
-def _block_logprobs(group: RankGroup, states: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
+def _pairs(ids: list[int], values: list[float]) -> list[list[int | float]]:
+    return [[token, value] for token, value in zip(ids, values, strict=True)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Block:
+    """Of some tokens: log-probability [token], rank [token], likeliest ids and their log-probabilities [token, top]."""
+
+    logprobs: Tensor
+    ranks: Tensor
+    top_ids: Tensor
+    top_logprobs: Tensor
+
+
+def _block_logprobs(group: RankGroup, states: Tensor, targets: Tensor, weight: Tensor, top: int | None) -> _Block:
     known = weight.shape[0]
     logits = functional.linear(states, weight).float()
     local = targets - group.rank * known
     mine = (local >= 0) & (local < known)
     chosen = logits.gather(1, local.clamp(0, known - 1)[:, None])[:, 0].masked_fill(~mine, 0)
     highest = group.max(logits.amax(-1))
+    ranks = top_ids = targets.new_empty(0)
+    top_logits = logits.new_empty(0)
+    if top is not None:
+        chosen = group.sum(chosen)
+        ranks = 1 + group.sum((logits > chosen[:, None]).sum(-1))
+        top_ids, top_logits = _likeliest(group, logits, top)
     total = logits.sub_(highest[:, None]).exp_().sum(-1)
-    chosen, total = group.sum(torch.stack([chosen, total]))
-    logprobs: Tensor = chosen - highest - total.log()
-    return logprobs
+    if top is None:
+        chosen, total = group.sum(torch.stack([chosen, total]))
+    else:
+        total = group.sum(total)
+    scale = highest + total.log()
+    top_logprobs = top_logits if top is None else top_logits - scale[:, None]
+    return _Block(logprobs=chosen - scale, ranks=ranks, top_ids=top_ids, top_logprobs=top_logprobs)
+
+
+def _likeliest(group: RankGroup, logits: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    """Return the ids and logits of the likeliest tokens of the whole vocabulary, of which this rank knows a part."""
+    known = logits.shape[1]
+    values, ids = logits.topk(min(top, known), dim=-1)
+    values, ids = group.join_last(values), group.join_last(ids + group.rank * known)
+    values, order = values.topk(min(top, values.shape[1]), dim=-1)
+    return ids.gather(1, order), values
 
 
 def _embed(bound: BoundModel, batch: PackedBatch) -> list[object]:

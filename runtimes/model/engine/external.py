@@ -208,6 +208,10 @@ class ExternalBackend:
         return {"embeddings": [list(map(float, row["embedding"])) for row in _ordered(answer["data"])]}
 
     async def _logprobs(self, model: ModelSpec, given: ModelInput) -> Mapping[str, object]:
+        if given.top_logprobs is not None:
+            told = "$.top_logprobs: of an external engine only the tokens' own log-probabilities are told"
+            detail = {"path": "$.top_logprobs"}
+            raise ActionFailed(Reason.INVALID_INPUT, told, component=_COMPONENT, detail=detail)
         body = {"prompt": _inputs(given), "max_tokens": 0, "echo": True, "logprobs": 0}
         answer = await self._post(model, "/v1/completions", body)
         # The first token has no condition, and so no log-probability.

@@ -29,6 +29,7 @@ from runtimes.model.device.messages import (
     ImageRef,
     Placed,
     RunBatch,
+    TokenLogprobs,
     Usage,
     WorkItem,
 )
@@ -308,7 +309,7 @@ def _items(request: ModelRequest) -> list[WorkItem]:
     assert isinstance(encoded, EncodedText)
     action = model_of(request.function).action
     if action is not ModelAction.GENERATE:
-        return [WorkItem(ids=ids, action=action) for ids in encoded.ids]
+        return [WorkItem(ids=ids, action=action, top=request.input.top_logprobs) for ids in encoded.ids]
     asked = replace(request.input.sampling, stop_ids=encoded.stop_ids)
     return [
         WorkItem(ids=ids, action=action, sampling=replace(asked, seed=asked.seed + index))
@@ -329,6 +330,12 @@ def _value(request: ModelRequest, results: Sequence[object], texts: Sequence[str
         written = {"texts": list(texts)} if texts else {}
         ids, reasons = [list(one.ids) for one in made], [one.reason for one in made]
         return {**written, "token_ids": ids, "finish_reasons": reasons, "seed": request.input.sampling.seed, **common}
+    detailed = [one for one in results if isinstance(one, TokenLogprobs)]
+    if detailed:
+        results = [one.logprobs for one in detailed]
+        common["token_ids"] = [list(ids) for ids in encoded.ids]
+        common["ranks"] = [one.ranks for one in detailed]
+        common["top_logprobs"] = [one.top for one in detailed]
     if not all(_finite(result) for result in results):
         raise ActionFailed(
             Reason.MODEL_ERROR, "the model computed a value that is not finite", component="model.worker"

@@ -49,9 +49,14 @@ def plain(path: Path, head: str) -> Any:
     return AUTO[head].from_pretrained(path).eval()
 
 
-def plain_logprobs(path: Path, ids: list[int]) -> list[float]:
+def plain_table(path: Path, ids: list[int]) -> torch.Tensor:
+    """Log-probabilities of the next token after each one: [position, vocabulary]."""
     with torch.no_grad():
-        table = plain(path, "lm")(torch.tensor([ids])).logits[0].log_softmax(-1)
+        return torch.as_tensor(plain(path, "lm")(torch.tensor([ids])).logits[0].log_softmax(-1))
+
+
+def plain_logprobs(path: Path, ids: list[int]) -> list[float]:
+    table = plain_table(path, ids)
     return [float(table[position, token]) for position, token in enumerate(ids[1:])]
 
 
