@@ -65,6 +65,7 @@ CHAPTERS = (
     ("FacadesSection", "server.facades"),
     ("RewardsFacade", "server.facades.rewards"),
     ("SandboxFusionFacade", "server.facades.sandboxfusion"),
+    ("AwsLambdaFacade", "server.facades.lambda"),
     ("NodeConfig", "node"),
     ("CpuConfig", "node.cpu"),
     ("DevicesConfig", "node.devices"),

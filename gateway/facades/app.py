@@ -13,6 +13,7 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.errors import MethodNotAllowed
+from gateway.facades.aws_lambda import AwsLambda
 from gateway.facades.calls import ForeignCalls
 from gateway.facades.credentials import split_path, with_bearer
 from gateway.facades.facade import Endpoint, Facade, ForeignRoute
@@ -25,7 +26,7 @@ from gateway.services import Services
 from manager.errors import CodedError, InvalidInput, NotFound, exhaustion
 
 #: Every door, by its name in ``server.facades``.
-FACADES: Mapping[str, type[Facade]] = {kind.name: kind for kind in (Rewards, SandboxFusion)}
+FACADES: Mapping[str, type[Facade]] = {kind.name: kind for kind in (Rewards, SandboxFusion, AwsLambda)}
 
 #: Characters of a foreign path or method that are told back.
 SHOWN = 200

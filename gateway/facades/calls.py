@@ -104,6 +104,12 @@ class ForeignCalls:
                 task.cancel()
             await asyncio.gather(work, watcher, return_exceptions=True)
 
+    async def accept(self, call: InvocationRequest, until_s: float) -> LiveInvocation:
+        """Return an asynchronous call, accepted; raises CapacityExceeded at ``until_s``, CodedError."""
+        invocation = await self._admit(call, until_s)
+        self._invocations.leave(invocation)
+        return invocation
+
     async def _run(self, calls: Sequence[InvocationRequest], until_s: float) -> list[LiveInvocation]:
         now = asyncio.get_running_loop().time
         made: list[LiveInvocation] = []

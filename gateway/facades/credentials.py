@@ -10,7 +10,7 @@ from starlette.types import Scope
 
 #: AWS Signature Version 4: the access key is the token. Its secret cannot be checked, for none is stored.
 _SIGNED = re.compile(rb"AWS4-HMAC-SHA256 +Credential=([^/, ]+)/")
-AUTHORIZATION = b"authorization"
+AUTHORIZATION, CONTENT_TYPE = b"authorization", b"content-type"
 #: Where in the path ``~TOKEN`` may stand: before or after the door's own prefix.
 _PATH_PLACES = 2
 
@@ -58,8 +58,12 @@ def split_path(scope: Scope) -> tuple[list[str], bytes | None]:
 def with_bearer(scope: Scope, token: bytes | None) -> Scope:
     """Return the scope with the token as a bearer; ``token`` is that of the path, which comes after the headers'."""
     headers = dict(reversed(scope["headers"]))
-    found = token_of(headers) or token
+    shown = token_of(headers)
+    found = shown or token
     others = [(name, value) for name, value in scope["headers"] if name != AUTHORIZATION]
     if found is not None:
         others.append((AUTHORIZATION, b"Bearer " + found))
+    if shown is not None and CONTENT_TYPE not in headers:
+        # AWS's clients do not say what a body is. A strange page that sends such a header has to ask first.
+        others.append((CONTENT_TYPE, b"application/json"))
     return {**scope, "headers": others}

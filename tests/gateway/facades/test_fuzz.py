@@ -54,6 +54,7 @@ ROUTES = [
     FuzzedRoute("rewards", "/rm/reward", {"query": ["pr"], "prompts": ["p"], "labels": ["l"]}),
     FuzzedRoute("rewards", "/retrieve/reward", {"queries": ["q"], "topk": 3, "return_scores": True}),
     FuzzedRoute("sandboxfusion", "/sandboxfusion/run_code", {"code": "", "language": "python"}, PYTHON),
+    FuzzedRoute("lambda", "/lambda/2015-03-31/functions/reward/invocations", {"a": 1, "b": "x"}),
 ]
 
 
