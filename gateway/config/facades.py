@@ -60,12 +60,21 @@ class AwsLambdaFacade:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModelsFacade:
+    """Teachers and reward models: what clients of OpenAI, vLLM and SGLang ask of a model server."""
+
+    port: Port = None
+    client_timeout_s: ClientTimeout = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FacadesSection:
     """Doors in other protocols, for clients as they are; off unless named (``rewards: {}``)."""
 
     rewards: Annotated[RewardsFacade | None, Setting("remote rewards and retrieval")] = None
     sandboxfusion: Annotated[SandboxFusionFacade | None, Setting("SandboxFusion's /run_code")] = None
     aws_lambda: Annotated[AwsLambdaFacade | None, Setting("AWS Lambda's Invoke", key="lambda")] = None
+    models: Annotated[ModelsFacade | None, Setting("model servers of OpenAI, vLLM and SGLang")] = None
 
     def opened(self) -> Iterator[tuple[str, FacadeSection]]:
         """Yield the doors that are open, by the name of their field."""

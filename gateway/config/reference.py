@@ -66,6 +66,7 @@ CHAPTERS = (
     ("RewardsFacade", "server.facades.rewards"),
     ("SandboxFusionFacade", "server.facades.sandboxfusion"),
     ("AwsLambdaFacade", "server.facades.lambda"),
+    ("ModelsFacade", "server.facades.models"),
     ("NodeConfig", "node"),
     ("CpuConfig", "node.cpu"),
     ("DevicesConfig", "node.devices"),

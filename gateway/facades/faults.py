@@ -20,6 +20,7 @@ class Dialect(StrEnum):
     REWARDS = "rewards"
     SANDBOXFUSION = "sandboxfusion"
     LAMBDA = "lambda"
+    OPENAI = "openai"
 
 
 class FaultKind(StrEnum):
@@ -91,7 +92,8 @@ class ForeignError:
 
 
 #: What each dialect says. slime and OpenRLHF try everything again that is not 2xx; verl tries a 504 again, and takes
-#: every other error for a failed test; AWS's clients try 429 and 5xx again, and know an error by its name.
+#: every other error for a failed test; AWS's clients try 429 and 5xx again, and know an error by its name; TRL ends a
+#: training at a 429, and tries 500, 502 and 503 again.
 TABLE: Mapping[Dialect, Mapping[FaultKind, ForeignError]] = {
     Dialect.REWARDS: {
         FaultKind.INPUT: ForeignError(422),
@@ -137,6 +139,21 @@ TABLE: Mapping[Dialect, Mapping[FaultKind, ForeignError]] = {
         FaultKind.LOST: ForeignError(502, "ServiceException"),
         FaultKind.FAILED: ForeignError(500, "ServiceException"),
         FaultKind.INTERNAL: ForeignError(500, "ServiceException"),
+    },
+    Dialect.OPENAI: {
+        FaultKind.INPUT: ForeignError(400, "BadRequestError"),
+        FaultKind.UNAUTHORIZED: ForeignError(401, "AuthenticationError"),
+        FaultKind.FORBIDDEN: ForeignError(403, "PermissionDeniedError"),
+        FaultKind.NOT_FOUND: ForeignError(404, "NotFoundError"),
+        FaultKind.METHOD: ForeignError(405, "MethodNotAllowedError"),
+        FaultKind.CONFLICT: ForeignError(400, "ConflictError"),
+        FaultKind.TOO_LARGE: ForeignError(413, "RequestTooLargeError"),
+        FaultKind.UNSUPPORTED: ForeignError(400, "NotImplementedError"),
+        FaultKind.BUSY: ForeignError(503, "ServiceUnavailableError"),
+        FaultKind.TIMEOUT: ForeignError(504, "TimeoutError"),
+        FaultKind.LOST: ForeignError(502, "BadGatewayError"),
+        FaultKind.FAILED: ForeignError(500, "InternalServerError"),
+        FaultKind.INTERNAL: ForeignError(500, "InternalServerError"),
     },
 }
 

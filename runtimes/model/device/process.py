@@ -132,6 +132,7 @@ class ModelProcess:
         #: Images that this incarnation was told of.
         self.attached: set[str] = set()
         self._writer: asyncio.StreamWriter | None = None
+        self._closing: asyncio.StreamWriter | None = None
         self._listening: asyncio.Task[None] | None = None
         self._pending: dict[int, _Pending] = {}
         self._numbers = itertools.count(1)
@@ -219,6 +220,9 @@ class ModelProcess:
                 await asyncio.wait([listening], timeout=self._start_s)
             listening.cancel()
             await asyncio.gather(listening, return_exceptions=True)
+        closing, self._closing = self._closing, None
+        if closing is not None:  # its transport is gone a turn of the loop later, which may be about to close
+            await asyncio.gather(closing.wait_closed(), return_exceptions=True)
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         try:
@@ -233,6 +237,7 @@ class ModelProcess:
                     pending.future.set_exception(Gone(f"the {self._role} process died"))
             if writer is not None:
                 writer.close()
+                self._closing = writer
 
     def _dispatch(self, message: object) -> None:
         assert isinstance(message, Done | Ended | Failed | Progress)

@@ -1,0 +1,429 @@
+"""Teachers and reward models in the words of OpenAI, vLLM and SGLang: what trainers ask of a server of their own.
+
+One request is one action, however many sequences it has. ``/models/{function}/...`` fixes the function; elsewhere the
+request's ``model`` names it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway import wire
+from gateway.facades.facade import Endpoint, Facade, ForeignRoute, T, answer, read_shape, result_of
+from gateway.facades.faults import Dialect, Fault, fault_of_end
+from gateway.facades.model_shapes import (
+    ChatRequest,
+    ClassifyRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    Ids,
+    JudgedSequence,
+    ScoreRequest,
+    SglangEncodeRequest,
+    SglangGenerateRequest,
+    Texts,
+    VllmGenerateRequest,
+    check_generating,
+    check_scoring,
+    refusal,
+    sequences_of,
+    texts_of,
+    vector,
+)
+from gateway.http.messages import record_headers
+from gateway.invocations.record import Record
+from manager.errors import InvalidInput, NotFound
+from manager.function import FunctionSpec, ModelAction, ModelSpec
+
+#: Seconds after which clients give up: TRL and the OpenAI SDK, and slime.
+OPENAI_S, SGLANG_S = 600.0, 300.0
+FIXED = "/models/{function}"
+
+
+class Models(Facade):
+    """The door of model servers' clients."""
+
+    name: ClassVar[str] = "models"
+    dialect: ClassVar[Dialect] = Dialect.OPENAI
+    prefix: ClassVar[str] = "openai"
+    roots: ClassVar[frozenset[str]] = frozenset({"models"})
+
+    def routes(self) -> Sequence[ForeignRoute]:
+        """Return every route of the door, with the function in its path or not."""
+        posts: dict[str, Endpoint] = {
+            "/v1/completions": self.complete,
+            "/v1/chat/completions": self.chat,
+            "/v1/embeddings": self.embed,
+            "/inference/v1/generate": self.vllm_generate,
+            "/classify": self.classify,
+            "/score": self.score,
+            "/pooling": self.pool,
+            "/generate": self.sglang_generate,
+            "/encode": self.encode,
+        }
+        gets: dict[str, Endpoint] = {
+            "/v1/models": self.list_models,
+            "/get_model_info": self.model_info,
+            **dict.fromkeys(("/health", "/health_generate", "/ping"), self.health),
+        }
+        table = [("POST", path, each) for path, each in posts.items()]
+        table += [("GET", path, each) for path, each in gets.items()]
+        return [
+            ForeignRoute(method=method, path=prefix + path, endpoint=self._answering(each))
+            for method, path, each in table
+            for prefix in ("", FIXED)
+        ]
+
+    def _answering(self, endpoint: Endpoint) -> Endpoint:
+        """Return the endpoint with the answer of a failed action in this dialect's words."""
+
+        async def answering(request: Request) -> Response:
+            try:
+                return await endpoint(request)
+            except ModelCallFailed as failed:
+                return self.refuse(failed.fault)
+
+        return answering
+
+    def body(self, fault: Fault, status: int) -> object:
+        """Return a fault as OpenAI's and vLLM's servers say it."""
+        name = fault.said(self.dialect).name
+        return {"error": {"message": fault.message, "type": name, "param": fault.path or None, "code": status}}
+
+    # Judging prompts
+
+    async def complete(self, request: Request) -> Response:
+        """Judge prompts, or go on with them."""
+        asked = await self._read(request, CompletionRequest)
+        check_generating(asked)
+        if asked.prompt_logprobs is None and not (asked.echo and asked.logprobs is not None):
+            return await self._completed(request, asked)
+        what = "logprobs" if asked.prompt_logprobs is None else "prompt_logprobs"
+        top = max(asked.prompt_logprobs or 0, asked.logprobs or 0)
+        check_scoring(asked.max_tokens, asked.temperature, top, what)
+        input = sequences_of(asked.prompt, "prompt")
+        record, judged = await self._judge(request, asked.model, input, top, OPENAI_S)
+        choices = [
+            {
+                "index": index,
+                "text": "",
+                "finish_reason": "length",
+                "logprobs": each.openai() if asked.echo and asked.logprobs is not None else None,
+                "prompt_logprobs": each.vllm() if asked.prompt_logprobs is not None else None,
+            }
+            for index, each in enumerate(judged)
+        ]
+        return self._answer(record, "text_completion", choices, sum(len(each.ids) for each in judged), 0, asked.stream)
+
+    async def vllm_generate(self, request: Request) -> Response:
+        """vLLM's own route, by which prime-rl asks its teacher."""
+        asked = await self._read(request, VllmGenerateRequest)
+        sampling = asked.sampling_params
+        if sampling.prompt_logprobs is None:
+            raise refusal("sampling_params.prompt_logprobs", "must be given: this route only judges prompts")
+        check_scoring(sampling.max_tokens, sampling.temperature, sampling.prompt_logprobs, "prompt_logprobs")
+        input = sequences_of(asked.token_ids, "token_ids")
+        record, judged = await self._judge(request, asked.model, input, sampling.prompt_logprobs, OPENAI_S)
+        choices = [{"index": 0, "token_ids": [], "finish_reason": "length"}]
+        return answer({"request_id": record.id, "choices": choices, "prompt_logprobs": judged[0].vllm()}, record)
+
+    async def sglang_generate(self, request: Request) -> Response:
+        """SGLang's route, by which slime asks its teacher."""
+        asked = await self._read(request, SglangGenerateRequest)
+        sampling = asked.sampling_params
+        if not asked.return_logprob or asked.stream:
+            raise refusal("return_logprob", "must be true, without stream: this route only judges its input")
+        # Its temperature is that of what is generated, never of the input.
+        check_scoring(sampling.max_new_tokens, None, asked.top_logprobs_num, "top_logprobs_num")
+        prompts = _one_of(asked.text, asked.input_ids)
+        input = sequences_of(prompts, "input_ids")
+        record, judged = await self._judge(request, None, input, asked.top_logprobs_num, SGLANG_S)
+        told = []
+        for each in judged:
+            start = len(each.ids) - 1 if asked.logprob_start_len < 0 else asked.logprob_start_len
+            about = {
+                "id": record.id,
+                "prompt_tokens": len(each.ids),
+                "completion_tokens": 0,
+                "cached_tokens": 0,
+                "finish_reason": {"type": "length", "length": 0},
+                **each.sglang(start, asked.top_logprobs_num),
+            }
+            told.append({"text": "", "output_ids": [], "meta_info": about})
+        return answer(told if _is_batch(prompts) else told[0], record)
+
+    async def _judge(
+        self, request: Request, model: str | None, input: Mapping[str, object], top: int, client_timeout_s: float
+    ) -> tuple[Record, list[JudgedSequence]]:
+        """Return the record and the sequences; raises InvalidInput rather than judge one that was cut."""
+        function = self._model(request, model, ModelAction.LOGPROBS)
+        record, told = await self._act(request, function, {**input, "top_logprobs": top}, client_timeout_s)
+        parts = (told["token_ids"], told["logprobs"], told["ranks"], told["top_logprobs"])
+        return record, [
+            JudgedSequence(ids=ids, logprobs=logprobs, ranks=ranks, top=likeliest)
+            for ids, logprobs, ranks, likeliest in zip(*parts, strict=True)
+        ]
+
+    # Generating
+
+    async def _completed(self, request: Request, asked: CompletionRequest) -> Response:
+        if asked.logprobs is not None or asked.echo:
+            raise refusal(
+                "logprobs" if asked.logprobs is not None else "echo", "is served with the other of the two only"
+            )
+        function = self._model(request, asked.model, ModelAction.GENERATE)
+        input = {**sequences_of(asked.prompt, "prompt"), **_sampling(asked, asked.max_tokens)}
+        record, told = _written(await self._act(request, function, input, OPENAI_S))
+        choices = [
+            {"index": index, "text": text, "finish_reason": reason, "logprobs": None}
+            for index, (text, reason) in enumerate(zip(told["texts"], told["finish_reasons"], strict=True))
+        ]
+        return self._answer(record, "text_completion", choices, *_counts(told), asked.stream)
+
+    async def chat(self, request: Request) -> Response:
+        """The next message of a conversation."""
+        asked = await self._read(request, ChatRequest)
+        check_generating(asked)
+        function = self._model(request, asked.model, ModelAction.GENERATE)
+        most = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
+        input = {"messages": [texts_of(asked.messages)], **_sampling(asked, most)}
+        record, told = _written(await self._act(request, function, input, OPENAI_S))
+        message = {"role": "assistant", "content": told["texts"][0]}
+        part = "delta" if asked.stream else "message"
+        choices = [{"index": 0, part: message, "finish_reason": told["finish_reasons"][0], "logprobs": None}]
+        kind = "chat.completion.chunk" if asked.stream else "chat.completion"
+        return self._answer(record, kind, choices, *_counts(told), asked.stream)
+
+    def _answer(
+        self, record: Record, kind: str, choices: object, prompt: int, completion: int, stream: bool
+    ) -> Response:
+        """Return an answer of OpenAI's form, as one event and its end where the client wants a stream."""
+        body = {
+            "id": record.id,
+            "object": kind,
+            "created": int(record.accepted_s),
+            "model": record.function,
+            "choices": choices,
+            "usage": _usage(prompt, completion),
+        }
+        if not stream:
+            return answer(body, record)
+        events = b"data: " + wire.dumps(body) + b"\n\ndata: [DONE]\n\n"
+        return Response(events, 200, record_headers(record), "text/event-stream")
+
+    # Vectors and scores
+
+    async def embed(self, request: Request) -> Response:
+        """A unit vector for each text."""
+        return await self._vectors(request, "embedding", "embedding")
+
+    async def pool(self, request: Request) -> Response:
+        """vLLM's other word for it."""
+        return await self._vectors(request, "pooling", "data")
+
+    async def _vectors(self, request: Request, kind: str, key: str) -> Response:
+        asked = await self._read(request, EmbeddingRequest)
+        vector((), asked.encoding_format)
+        function = self._model(request, asked.model, ModelAction.EMBED)
+        record, told = await self._act(request, function, sequences_of(asked.input, "input"), OPENAI_S)
+        rows = [
+            {"object": kind, "index": index, key: vector(row, asked.encoding_format)}
+            for index, row in enumerate(told["embeddings"])
+        ]
+        return answer(_listed(record, rows, sum(told["tokens"])), record)
+
+    async def score(self, request: Request) -> Response:
+        """How alike two texts are, by an embedding model."""
+        asked = await self._read(request, ScoreRequest)
+        function = self._model(request, asked.model, ModelAction.EMBED)
+        left, right = ([each] if isinstance(each, str) else each for each in (asked.text_1, asked.text_2))
+        if not left or not right or (len(left) != len(right) and len(left) != 1):
+            raise refusal("text_2", "must have as many texts as text_1, or text_1 one")
+        input = sequences_of([*left, *right], "text_1")
+        record, told = await self._act(request, function, input, OPENAI_S)
+        vectors = told["embeddings"]
+        first = vectors[: len(left)] * (len(right) if len(left) == 1 else 1)
+        rows = [
+            {"index": index, "object": "score", "score": math.fsum(map(float.__mul__, one, other))}
+            for index, (one, other) in enumerate(zip(first, vectors[len(left) :], strict=True))
+        ]
+        return answer(_listed(record, rows, sum(told["tokens"])), record)
+
+    async def classify(self, request: Request) -> Response:
+        """The value of a score model's head: vLLM's form, or SGLang's, which share a path."""
+        given = await self.read_object(request)
+        if "text" in given or "input_ids" in given:
+            return await self._sglang_vectors(request, read_shape(given, SglangEncodeRequest), ModelAction.SCORE)
+        asked = read_shape(given, ClassifyRequest)
+        function = self._model(request, asked.model, ModelAction.SCORE)
+        record, told = await self._act(request, function, sequences_of(asked.input, "input"), OPENAI_S)
+        rows = []
+        for index, value in enumerate(told["scores"]):
+            values = value if isinstance(value, list) else [value]
+            probs = _activated(values) if asked.use_activation else values
+            label = f"LABEL_{max(range(len(values)), key=values.__getitem__)}"
+            rows.append({"index": index, "label": label, "probs": probs, "num_classes": len(values)})
+        return answer(_listed(record, rows, sum(told["tokens"])), record)
+
+    async def encode(self, request: Request) -> Response:
+        """SGLang's embeddings."""
+        return await self._sglang_vectors(request, await self._read(request, SglangEncodeRequest), ModelAction.EMBED)
+
+    async def _sglang_vectors(self, request: Request, asked: SglangEncodeRequest, action: ModelAction) -> Response:
+        prompts = _one_of(asked.text, asked.input_ids)
+        function = self._model(request, None, action)
+        record, told = await self._act(request, function, sequences_of(prompts, "text"), SGLANG_S)
+        values = told["scores" if action is ModelAction.SCORE else "embeddings"]
+        rows = [
+            {
+                "embedding": row if isinstance(row, list) else [row],
+                "meta_info": {"id": record.id, "prompt_tokens": count},
+            }
+            for row, count in zip(values, told["tokens"], strict=True)
+        ]
+        return answer(rows if _is_batch(prompts) else rows[0], record)
+
+    # What there is
+
+    async def health(self, request: Request) -> Response:
+        """It takes work; of a function, its actions may start."""
+        if "function" in request.path_params:
+            self._model(request, None)
+        return Response(status_code=200)
+
+    async def list_models(self, request: Request) -> Response:
+        """Every model function, or the one of the path."""
+        fixed = "function" in request.path_params
+        every = [self._model(request, None)] if fixed else self.services.functions.all()
+        rows = [
+            {
+                "id": each.name,
+                "object": "model",
+                "created": 0,
+                "owned_by": "tangram",
+                "max_model_len": each.model.max_tokens,
+            }
+            for each in every
+            if each.model is not None
+        ]
+        return answer({"object": "list", "data": rows})
+
+    async def model_info(self, request: Request) -> Response:
+        """What SGLang tells of its model."""
+        function = self._model(request, None)
+        return answer({"model_path": function.name, "is_generation": _spec(function).action is ModelAction.GENERATE})
+
+    # What the routes are made of
+
+    async def _read(self, request: Request, kind: type[T]) -> T:
+        return read_shape(await self.read_object(request), kind)
+
+    def _model(self, request: Request, name: str | None, action: ModelAction | None = None) -> FunctionSpec:
+        """Return the function that the path or the request names, if it does this; raises NotFound, InvalidInput."""
+        name = request.path_params.get("function", name)
+        if name is None:
+            raise refusal("model", "must name a function, here or in the path: /models/NAME/...")
+        known = [each.name for each in self.services.functions.all() if each.model is not None]
+        if name not in known:
+            told = f"the model {str(name)[:128]!r} does not exist; known: {', '.join(known)[:500] or 'none'}"
+            raise NotFound(told, component=self.name)
+        function = self.function(name)
+        if action is not None and _spec(function).action is not action:
+            told = f"the model {name!r} does {_spec(function).action}, and this request needs one that does {action}"
+            raise InvalidInput(told, component=self.name, detail={"path": "model"})
+        return function
+
+    async def _act(
+        self, request: Request, function: FunctionSpec, input: Mapping[str, object], client_timeout_s: float
+    ) -> tuple[Record, Mapping[str, Any]]:
+        """Run one action and return its record and result; raises ModelCallFailed, and InvalidInput for a cut text."""
+        call = self.call(request, function.name, input)
+        (invocation,) = await self.calls.run(request, [call], self.until_s(client_timeout_s))
+        fault = fault_of_end(invocation.record)
+        if fault is not None:
+            raise ModelCallFailed(fault)
+        told = result_of(invocation.record)
+        assert isinstance(told, dict), f"{function.name} told no object"
+        if told.get("truncated"):
+            most = _spec(function).max_tokens
+            raise refusal("prompt", f"is longer than the {most} tokens of {function.name}, and would be cut")
+        if "tokens" not in told:  # of an external engine
+            told["tokens"] = [0] * len(told.get("embeddings") or told.get("scores") or told.get("texts") or ())
+        return invocation.record, told
+
+
+class ModelCallFailed(Exception):
+    """A model's action ended badly; caught where the answer is made."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(fault.message)
+        self.fault = fault
+
+
+def _spec(function: FunctionSpec) -> ModelSpec:
+    """Return the function's model section, which every function of this door has."""
+    assert function.model is not None, f"{function.name} has no model section"
+    return function.model
+
+
+def _one_of(text: Texts | None, ids: Ids | None) -> Texts | Ids:
+    if text is not None and ids is None:
+        return text
+    if ids is not None and text is None:
+        return ids
+    raise refusal("input_ids", "give one of text and input_ids")
+
+
+def _is_batch(prompts: Texts | Ids) -> bool:
+    """Whether several sequences were asked about, so that the answer is a list."""
+    return not isinstance(prompts, str) and bool(prompts) and not isinstance(prompts[0], int)
+
+
+def _sampling(asked: CompletionRequest | ChatRequest, most: int | None) -> dict[str, object]:
+    """Return how to sample, as a model action is told; OpenAI's own temperature is 1."""
+    given = {"max_new_tokens": most, "top_p": asked.top_p, "seed": asked.seed}
+    chosen: dict[str, object] = {name: value for name, value in given.items() if value is not None}
+    return {**chosen, "temperature": 1.0 if asked.temperature is None else asked.temperature}
+
+
+def _counts(told: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the tokens that were read, and those that were made."""
+    return sum(told["tokens"]), sum(len(ids) for ids in told.get("token_ids", ()))
+
+
+def _written(ended: tuple[Record, Mapping[str, Any]]) -> tuple[Record, Mapping[str, Any]]:
+    """Return a generation, if it is text; raises InvalidInput."""
+    if "texts" not in ended[1]:
+        raise refusal(
+            "model", f"the checkpoint of {ended[0].function} has no tokenizer, and this route answers with text"
+        )
+    return ended
+
+
+def _usage(prompt: int, completion: int) -> dict[str, int]:
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def _listed(record: Record, rows: Sequence[Mapping[str, object]], tokens: int) -> dict[str, object]:
+    return {
+        "id": record.id,
+        "object": "list",
+        "created": int(record.accepted_s),
+        "model": record.function,
+        "data": rows,
+        "usage": _usage(tokens, 0),
+    }
+
+
+def _activated(values: Sequence[float]) -> list[float]:
+    """Return probabilities: of one label by itself, of several together."""
+    if len(values) == 1:
+        return [0.5 * (1 + math.tanh(values[0] / 2))]
+    highest = max(values)
+    weights = [math.exp(value - highest) for value in values]
+    return [weight / math.fsum(weights) for weight in weights]
