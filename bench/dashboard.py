@@ -1,0 +1,217 @@
+"""What the page costs: the gateway with and without viewers, the first view, and frames live and from a record.
+
+The load is 10,000 invocations a minute of work that only waits, on 16 cores that are not there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from bench.report import BenchReport, arguments, median
+
+ROOT = Path(__file__).parent.parent
+RATE_S = 10_000 / 60
+START_S = 60.0
+GATEWAY = """
+import asyncio, json, sys
+from pathlib import Path
+import uvloop
+from dataclasses import replace
+from gateway.invocations.logs import configure
+from runtimes.fake import ScriptedRuntime, ScriptStep
+from tests.gateway.conftest import serving
+from tests.gateway.dashboard.load import bench
+configure("warning")
+def step(execution):
+    return ScriptStep(duration_s=float(execution.call.input.get("s", 0.2)), log="done")
+async def main():
+    async with serving(bench(Path(sys.argv[1])), runtime=ScriptedRuntime(step)) as running:
+        print(json.dumps({"http": running.app.http_port}), flush=True)
+        await asyncio.Event().wait()
+uvloop.run(main())
+"""
+
+
+def cpu_s(pid: int) -> float:
+    """Return the processor seconds that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def load(http: httpx.AsyncClient) -> None:
+    """Send batches at a constant rate, whatever their answers, for ever."""
+    names, number = ("math_reward", "judge", "shell"), 0
+    began_s = time.monotonic()
+    while True:
+        due = int((time.monotonic() - began_s) * RATE_S) - number
+        if due > 0:
+            calls = [
+                {"function": names[(number + each) % 3], "input": {"s": 0.05, "command": "x"}, "task": "swe-coding"}
+                for each in range(due)
+            ]
+            number += due
+            with suppress(httpx.HTTPError):
+                await http.post("/v1/invocations:batch", json={"calls": calls})
+        await asyncio.sleep(0.1)
+
+
+async def view(base: str, taken: list[bytes]) -> None:
+    """Watch as a page does, and keep what was sent, as it came over the wire."""
+    async with (
+        httpx.AsyncClient(base_url=base, timeout=None) as http,
+        http.stream("GET", "/v1/watch?bars=true") as response,
+    ):
+        async for data in response.aiter_raw():
+            taken.append(data)  # noqa: PERF401 (it is read meanwhile)
+
+
+async def windows(pid: int, base: str, seconds: float, rounds: int) -> tuple[dict[int, list[float]], float]:
+    """Return the gateway's share of a core with so many viewers, and the bytes a second that each was sent."""
+    shares: dict[int, list[float]] = {0: [], 2: [], 10: []}
+    rates = []
+    for _ in range(rounds):
+        for viewers, found in shares.items():
+            taken: list[list[bytes]] = [[] for _ in range(viewers)]
+            tasks = [asyncio.create_task(view(base, each)) for each in taken]
+            await asyncio.sleep(1.5)
+            sent = sum(len(data) for each in taken for data in each)
+            used_s, began_s = cpu_s(pid), time.monotonic()
+            await asyncio.sleep(seconds)
+            passed_s = time.monotonic() - began_s
+            found.append((cpu_s(pid) - used_s) / passed_s)
+            if viewers:
+                rates.append((sum(len(data) for each in taken for data in each) - sent) / viewers / passed_s)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+    return shares, median(rates)
+
+
+async def recorded(base: str, seconds: float) -> list[str]:
+    """Return the stream of some seconds, event by event, as text."""
+    text: list[str] = []
+    async with (
+        httpx.AsyncClient(base_url=base, timeout=None) as http,
+        http.stream("GET", "/v1/watch?bars=true") as response,
+    ):
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                async for piece in response.aiter_text():
+                    text.append(piece)  # noqa: PERF401 (kept when the time is over)
+    return [each for each in "".join(text).split("\n\n") if each.startswith("id: ")]
+
+
+FRAMES = """async (seconds) => {
+  const t = window.tangramTimeline, first = t.frames, began = performance.now();
+  t.slowest = [];
+  await new Promise((done) => setTimeout(done, 1000 * seconds));
+  const spent = [...t.slowest].sort((a, b) => a - b), passed = performance.now() - began;
+  return [(t.frames - first) * 1000 / passed, spent[Math.floor(0.95 * (spent.length - 1))], t.hits.length];
+}"""
+REPLAY = """async (events) => {
+  const net = await import('/ui/-/net.js');
+  const read = (text) => JSON.parse(text.slice(text.indexOf('data: ') + 6));
+  const shift = Date.now() - read(events[0]).now;
+  window.replayed = 0;
+  events.forEach((text, at) => setTimeout(() => {
+    const told = read(text);
+    told.now += shift;
+    for (const row of told.bars?.s || []) { row[0] += 1e6; row[5] += shift; }
+    for (const row of told.bars?.e || []) row[0] += 1e6;
+    net.handle(text.split('event: ')[1].split('\\n')[0], told);
+    window.replayed += 1;
+  }, 500 * at));
+}"""
+
+
+async def frames(report: BenchReport, base: str, loading: asyncio.Task[None], chromium: str, seconds: float) -> None:
+    """Measure the first view, frames live, and frames from a recorded stream with no other load."""
+    from playwright.async_api import async_playwright
+
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        firsts: list[float] = []
+        page: Any = None
+        for _ in range(5):
+            page = await browser.new_page(viewport={"width": 1440, "height": 900})
+            began_s = time.monotonic()
+            await page.goto(f"{base}/ui/now")
+            await page.locator(".verdict .badge").wait_for()
+            firsts.append(1000 * (time.monotonic() - began_s))
+        report.check("first_view_ms", median(firsts), 500, "lower")
+        await page.goto(f"{base}/ui/timeline?span=60")
+        await page.locator("canvas.tl").wait_for()
+        await asyncio.sleep(seconds)
+        rate, p95_ms, bars = await page.evaluate(FRAMES, seconds)
+        report.check("frame_ms_p95", p95_ms, 33, "lower")
+        report.figure("live_frames_per_s", round(rate, 1))
+        report.figure("live_bars", bars)
+        events = await recorded(base, 2 * seconds)
+        loading.cancel()
+        await asyncio.gather(loading, return_exceptions=True)
+        await asyncio.sleep(2.0)
+        await page.evaluate(REPLAY, events)
+        rate, p95_ms, bars = await page.evaluate(FRAMES, seconds)
+        report.figure("replayed_events", await page.evaluate("window.replayed"))
+        report.check("drawn_frames_per_s", rate, 30, "higher")
+        report.figure("replayed_bars", bars)
+        report.figure("replayed_frame_ms_p95", round(p95_ms, 2))
+        await browser.close()
+
+
+async def measure(report: BenchReport, quick: bool) -> None:
+    seconds, rounds = (4.0, 2) if quick else (10.0, 3)
+    with tempfile.TemporaryDirectory() as directory:
+        child = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", GATEWAY, directory, cwd=ROOT, stdout=asyncio.subprocess.PIPE
+        )
+        try:
+            assert child.stdout is not None
+            told = b""
+            async with asyncio.timeout(START_S):
+                while not told.startswith(b"{"):
+                    told = await child.stdout.readline()
+            base = f"http://127.0.0.1:{json.loads(told)['http']}"
+            async with httpx.AsyncClient(base_url=base, timeout=60.0) as http:
+                loading = asyncio.create_task(load(http))
+                await asyncio.sleep(4.0)
+                shares, rate = await windows(child.pid, base, seconds, rounds)
+                none, two, ten = (median(found) for found in shares.values())
+                report.figure(
+                    "cores_used_by_viewers", {str(key): round(median(each), 3) for key, each in shares.items()}
+                )
+                report.check("gateway_cpu_share_added", two / none - 1, 0.05, "lower")
+                report.figure("cores_added_by_ten_over_two", round(ten - two, 4))
+                report.figure("bytes_per_s_per_viewer", round(rate))
+                report.figure("ended_per_min", (await http.get("/v1/activity")).json()["ended"])
+                chromium = shutil.which("chromium")
+                if chromium is None:
+                    report.note("no chromium: frames and the first view were not measured")
+                    loading.cancel()
+                else:
+                    await frames(report, base, loading, chromium, seconds)
+        finally:
+            child.kill()
+            await child.wait()
+
+
+def main() -> None:
+    chosen = arguments("dashboard")
+    report = BenchReport("dashboard")
+    asyncio.run(measure(report, chosen.quick))
+    sys.exit(report.print(as_json=chosen.json))
+
+
+if __name__ == "__main__":
+    main()
