@@ -20,7 +20,7 @@ import httpx
 
 from bench.report import BenchReport, arguments, median
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 RATE_S = 10_000 / 60
 START_S = 60.0
 GATEWAY = """
