@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from bench.client_environments import ClientEnvironment, ClientFailed, client_environment
+from bench.facades.client_environments import ClientEnvironment, ClientFailed, client_environment
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.client_environments import ClientEnvironment
+from bench.facades.client_environments import ClientEnvironment
 from runtimes.fake import ScriptStep
 from runtimes.runtime import Execution
 from tests.gateway.conftest import function, step_of, until

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.client_environments import ClientEnvironment
+from bench.facades.client_environments import ClientEnvironment
 from manager.errors import Reason
 from runtimes.fake import ScriptStep
 from runtimes.runtime import Execution

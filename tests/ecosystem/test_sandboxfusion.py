@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.client_environments import ClientEnvironment
+from bench.facades.client_environments import ClientEnvironment
 from runtimes.fake import ScriptStep
 from tests.gateway.conftest import RunningGateway, until
 from tests.gateway.facades.test_sandboxfusion import OPEN, PROGRAMS

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("torch")
-from bench.client_environments import ROOT, ClientEnvironment
+from bench.facades.client_environments import ROOT, ClientEnvironment
 from gateway.app import gateway
 from gateway.config.facades import FacadesSection, ModelsFacade
 from gateway.config.load import GatewayConfig

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 #: The clients' scripts, and what each needs of the registry.
 CLIENTS, REQUIREMENTS = ROOT / "tests" / "ecosystem" / "clients", ROOT / "tests" / "ecosystem" / "requirements"
 CACHE = ROOT / ".cache" / "ecosystem"

@@ -1,0 +1,1 @@
+"""The bench of the doors in other protocols, and the real clients that drive it."""
