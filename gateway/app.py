@@ -39,6 +39,7 @@ from gateway.invocations.quota_record import QuotaRecord
 from gateway.invocations.reattach import Reattachment
 from gateway.invocations.restart import Restart
 from gateway.invocations.trajectories import TrajectoryRecovery
+from gateway.leases import Leases
 from gateway.metrics import Metrics
 from gateway.registry import Registry
 from gateway.room import Room
@@ -225,15 +226,20 @@ class App:
         self.engine = self._make_engine()
         self.callbacks = CallbackSender(server.callbacks, self.store, wall=self.wall)
         self.watch = self._make_watch()
+        self.leases = Leases(self._clock.now, self._idle_s, self.engine.end_trajectory)
         self.services = self._make_services()
         self.grpc = GrpcServer(self.services, self.connections["grpc"])
+        self._bind(reattachment)
+
+    def _bind(self, reattachment: Reattachment) -> None:
+        """Tell the parts of each other."""
         self.invocations.bind(self.engine)
         self.invocations.on_detach.append(reattachment.detached)
         self.invocations.on_durable.append(reattachment.settled)
         self.invocations.on_end.append(self.callbacks.ended)
         self.registry.on_switch.append(self._switched)
         self.registry.preparation.on_ready.append(self._ready)
-        self._models.report_to(self.engine, config.node.name)
+        self._models.report_to(self.engine, self.config.node.name)
         self._watch()
 
     def _make_engine(self) -> Engine:
@@ -270,6 +276,7 @@ class App:
             engine=self.engine,
             functions=self.registry,
             environments=self.runtimes.environments,
+            leases=self.leases,
             metrics=self.metrics,
             activity=self.activity,
             watch=self.watch,
@@ -302,6 +309,7 @@ class App:
             self._save_history_for_ever(),
             prune_for_ever(self.store, self.config.server.retention, self.wall),
             self.callbacks.deliver_for_ever(),
+            self.leases.end_lapsed_for_ever(),
             self.store.make_indexes(),
             self._state_dir.watch_for_ever(),
             self._state_dir.check(self.config.server.check_time_s),
@@ -386,6 +394,10 @@ class App:
         if self.admission.draining:
             return "draining"
         return self._state_dir.lost or self._state_dir.damage or self.store.failure or self._room.shortage()
+
+    def _idle_s(self, trajectory: str) -> float | None:
+        found = self.engine.trajectory(trajectory)
+        return None if found is None or found["state"] == "ending" else float(str(found["idle_s"]))
 
     def _warnings(self) -> list[str]:
         return list(self.engine.policy_faults.values())

@@ -14,6 +14,7 @@ from gateway.invocations.admission import Admission, HeldInputs
 from gateway.invocations.callbacks import CallbackSender
 from gateway.invocations.invocations import Invocations
 from gateway.invocations.logs import Logs
+from gateway.leases import Leases
 from gateway.metrics import Metrics
 from gateway.preparation import Readiness
 from gateway.store.store import Store
@@ -67,6 +68,7 @@ class Services:
     engine: Engine
     functions: FunctionCatalog
     environments: SandboxLookup
+    leases: Leases
     metrics: Metrics
     #: Rates, times and failures of the last minutes.
     activity: Activity

@@ -64,4 +64,9 @@ def trajectory_info(services: Services, name: str) -> TrajectoryInfo:
             network=spec.network.value,
             memory_bytes=spec.memory_bytes,
         )
-    return replaced(convert(found, TrajectoryInfo), sandbox=living)
+    return leased(services, replaced(convert(found, TrajectoryInfo), sandbox=living))
+
+
+def leased(services: Services, trajectory: TrajectoryInfo) -> TrajectoryInfo:
+    """Return it with the time for which its client holds it."""
+    return replaced(trajectory, lease_left_s=services.leases.left_s(trajectory.trajectory))

@@ -235,34 +235,39 @@ class Engine:
         ended = [(now_s - age_s, units) for age_s, units in ages]
         self._feed([UnitsConsumed(resource=resource, ended=ended, running=running)])
 
+    def _seen(self) -> Core:
+        """The core as it stands now: between two events times go on."""
+        self._core.look(self._clock.now())
+        return self._core
+
     def resources(self) -> dict[str, object]:
         """Return the pools and nodes, JSON-able."""
-        return resources_view(self._core)
+        return resources_view(self._seen())
 
     def replicas(self) -> dict[str, int]:
         """Return how copies of services have fared, by outcome."""
-        return replicas_view(self._core)
+        return replicas_view(self._seen())
 
     def queue(self, limit: int = QUEUE_PAGE, cursor: str | None = None) -> dict[str, object]:
         """Return how many wait, and a page of them in order of service; raise InvalidInput for a bad cursor."""
-        return queue_view(self._core, limit, cursor)
+        return queue_view(self._seen(), limit, cursor)
 
     def glance(self) -> dict[str, object]:
         """Return what fits a screen: pools with holders, causes of waiting, tasks, the longest running."""
-        return glance(self._core)
+        return glance(self._seen())
 
     def trajectories(self, limit: int = TRAJECTORIES_PAGE, cursor: str | None = None) -> dict[str, object]:
         """Return a page of the living trajectories, by name."""
-        return trajectories_view(self._core, limit, cursor)
+        return trajectories_view(self._seen(), limit, cursor)
 
     def trajectory(self, name: str) -> dict[str, object] | None:
         """Return one living trajectory; None if there is none of that name."""
-        found = self._core.state.trajectories.get(name)
-        return None if found is None else trajectory_view(self._core, found)
+        found = self._seen().state.trajectories.get(name)
+        return None if found is None else trajectory_view(self._seen(), found)
 
     def tasks(self) -> list[dict[str, object]]:
         """Return what each task waits for, was given and how it fared."""
-        return tasks_view(self._core)
+        return tasks_view(self._seen())
 
     @property
     def policy_faults(self) -> Mapping[str, str]:

@@ -22,6 +22,7 @@ from gateway.http.batches import BatchOperations
 from gateway.http.door import Door
 from gateway.http.images import ImageOperations
 from gateway.http.invocations import InvocationOperations
+from gateway.http.leases import LeaseOperations
 from gateway.http.messages import JSON, problem_response
 from gateway.http.openapi import Shapes, document
 from gateway.http.operation import Endpoint, Operation, json_answer
@@ -129,6 +130,7 @@ def operations(services: Services) -> list[Operation]:
         *TrajectoryOperations(services).operations(),
         *ArchiveOperations(services).operations(),
         *ImageOperations(services).operations(),
+        *LeaseOperations(services).operations(),
         *AdministrationOperations(services).operations(),
         *WatchOperations(services).operations(),
     ]

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
 
 from msgspec import convert
+from msgspec.structs import replace as replaced
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -24,7 +25,7 @@ from gateway.http.operation import (
     links,
 )
 from gateway.services import Services
-from gateway.trajectories import open_trajectory, trajectory_info
+from gateway.trajectories import leased, open_trajectory, trajectory_info
 from manager.errors import ActionFailed, Conflict, InvalidInput, NotFound, Reason
 from runtimes.sandbox.command import FileStat, FileStream
 from runtimes.sandbox.sandbox import Sandbox
@@ -85,7 +86,8 @@ class TrajectoryOperations:
 
     async def find(self, request: Request) -> Response:
         asked = read_query(request, TrajectoryQuery)
-        return respond(convert(self._services.engine.trajectories(asked.limit, asked.cursor), TrajectoryPage))
+        page = convert(self._services.engine.trajectories(asked.limit, asked.cursor), TrajectoryPage)
+        return respond(replaced(page, trajectories=tuple([leased(self._services, each) for each in page.trajectories])))
 
     async def delete(self, request: Request) -> Response:
         """End it: its actions are cancelled, its sandbox removed, its memory given back."""

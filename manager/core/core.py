@@ -262,6 +262,10 @@ class Core:
 
     # -- time
 
+    def look(self, now_s: float) -> None:
+        """Bring the instant of the state forward for whoever reads it; nothing is decided."""
+        self._state.now_s = max(self._state.now_s, now_s)
+
     def _advance(self, now_s: float) -> None:
         state = self._state
         state.now_s = max(state.now_s, now_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import posixpath
 import re
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +29,8 @@ from tangram.types import (
     FunctionList,
     Health,
     InvocationPage,
+    LeaseAnswer,
+    LeaseRequest,
     LogEnd,
     Problem,
     Purged,
@@ -59,6 +61,9 @@ class ScriptedTrajectory:
     files: dict[str, tuple[bytes, str]] = field(default_factory=dict)
 
 
+LEASES = "/v1/leases"
+
+
 class ScriptedGateway(httpx.BaseTransport, httpx.AsyncBaseTransport):
     """Give it to a client as its transport: ``Client(transport=ScriptedGateway({"reward": {"reward": 1.0}}))``.
 
@@ -71,9 +76,11 @@ class ScriptedGateway(httpx.BaseTransport, httpx.AsyncBaseTransport):
         self.functions: dict[str, Script | object] = dict(functions or {})
         #: Every invocation, in the order of acceptance.
         self.calls: list[ScriptedCall] = []
-        #: Every request, whatever became of it.
+        #: Every request but heartbeats, whatever became of it.
         self.requests: list[httpx.Request] = []
         self.trajectories: dict[str, ScriptedTrajectory] = {}
+        #: How many heartbeats held each trajectory that lived.
+        self.heartbeats: Counter[str] = Counter()
         self._troubles: deque[Answer] = deque()
 
     def trouble(self, *answers: Answer) -> None:
@@ -105,6 +112,8 @@ class ScriptedGateway(httpx.BaseTransport, httpx.AsyncBaseTransport):
         return answer if isinstance(answer, httpx.Response) else await answer
 
     def _answer(self, request: httpx.Request) -> _Reply:
+        if request.url.path == LEASES:
+            return self._renew(request)
         self.requests.append(request)
         if self._troubles:
             return self._troubles.popleft()(request)
@@ -289,6 +298,11 @@ class ScriptedGateway(httpx.BaseTransport, httpx.AsyncBaseTransport):
             raise ScriptedRefusal(404, "not_found", f"no function {opening.function!r}")
         trajectory = self.trajectories.setdefault(name, ScriptedTrajectory(name, opening.task))
         return json_answer(trajectory_info(name, trajectory.task))
+
+    def _renew(self, request: httpx.Request) -> httpx.Response:
+        asked = msgspec.json.decode(request.content, type=LeaseRequest).trajectories
+        self.heartbeats.update(name for name in asked if name in self.trajectories)
+        return json_answer(LeaseAnswer(gone=tuple([name for name in asked if name not in self.trajectories])))
 
     def _list_trajectories(self, request: httpx.Request) -> httpx.Response:
         living = tuple(trajectory_info(name, each.task) for name, each in sorted(self.trajectories.items()))

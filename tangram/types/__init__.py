@@ -26,6 +26,7 @@ from tangram.types.functions import (
 from tangram.types.health import Health
 from tangram.types.images import ImageInfo, ImageList, ImagesWanted
 from tangram.types.invocations import Attempt, Invocation, InvocationPage, Purged
+from tangram.types.leases import LeaseAnswer, LeaseRequest
 from tangram.types.logs import (
     LogAccepted,
     LogEnd,
@@ -98,6 +99,8 @@ __all__ = [
     "Invocation",
     "InvocationPage",
     "LearnedInfo",
+    "LeaseAnswer",
+    "LeaseRequest",
     "LivingSandbox",
     "LogAccepted",
     "LogEnd",

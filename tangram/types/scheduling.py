@@ -154,6 +154,10 @@ class TrajectoryInfo(Struct, frozen=True, kw_only=True):
     sandbox: Annotated[
         LivingSandbox | UnsetType | None, Meta(description="Its sandbox, null before there is one; not in lists")
     ] = UNSET
+    lease_left_s: Annotated[
+        float | None,
+        Meta(description="Seconds until it ends unless its client says that it lives; null without a lease"),
+    ] = None
 
 
 class TrajectoryPage(Struct, frozen=True, kw_only=True):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 from tangram import Client, NotFoundError
@@ -82,3 +84,37 @@ def test_ctrl_c_leaves_no_sandbox_behind(gateway: GatewayProcess) -> None:
             client.end_trajectory("t")
         except NotFoundError:
             raise AssertionError("nobody is told that the sandbox of an open trajectory is gone") from None
+
+
+LEFT = """
+import sys
+from tangram import Client
+client = Client(sys.argv[1], lease_s=1.0)
+handle = client.trajectory("left").open()
+print("open", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_what_a_killed_client_left_ends_with_its_lease(gateway: GatewayProcess) -> None:
+    with Client(gateway.url, lease_s=1.0) as client, client.trajectory("held") as held:
+        argv = [sys.executable, "-c", LEFT, gateway.url]
+        with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+            assert other.stdout is not None and other.stdout.readline() == "open\n"
+            leased = {"held", "left"}
+            until(lambda: leases(gateway) == leased, "both are leased")
+            other.kill()
+        until(lambda: "left" not in trajectories(gateway), "what it left has ended")
+        assert trajectories(gateway) == {"held"}
+        assert held.exec("echo lives").result["stdout"] == "lives\n"
+    until(lambda: at_rest(gateway), "the gateway is at rest")
+
+
+def trajectories(gateway: GatewayProcess) -> set[str]:
+    with Client(gateway.url) as client:
+        return {each.trajectory for each in client.trajectories()}
+
+
+def leases(gateway: GatewayProcess) -> set[str]:
+    with Client(gateway.url) as client:
+        return {each.trajectory for each in client.trajectories() if each.lease_left_s}

@@ -209,11 +209,34 @@ async def test_the_queue_says_what_each_action_waits_for(rig: EngineRig) -> None
     assert pools["cpu:n0"]["free"] == 0
 
 
+class HandSetClock:
+    """Says the time that it was set to."""
+
+    def __init__(self, now_s: float) -> None:
+        self.now_s = now_s
+
+    def now(self) -> float:
+        return self.now_s
+
+
 class SlowClock:
     """Half as fast as the loop's timers, which therefore ring too early."""
 
     def now(self) -> float:
         return asyncio.get_running_loop().time() / 2
+
+
+async def test_times_go_on_between_two_events() -> None:
+    clock = HandSetClock(50.0)
+    executor = LocalExecutor({"exec": ScriptedRuntime()})
+    engine = Engine(build_core(spec(node(cores=2))), executor, clock=clock)
+    await engine.start()
+    await engine.open_trajectory("t", "default", FUNCTION)
+    clock.now_s = 57.0
+    found = engine.trajectory("t")
+    assert found is not None and found["idle_s"] == 7.0
+    await engine.close()
+    await executor.close()
 
 
 async def test_a_timer_that_rings_early_loses_no_wake_up(rig: EngineRig) -> None:

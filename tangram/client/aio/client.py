@@ -19,6 +19,7 @@ from tangram.client.aio.trajectory import AsyncTrajectory
 from tangram.client.answers import connection_lost, error_of
 from tangram.client.bulk import CONCURRENCY, MapEnds, OnProgress
 from tangram.client.credentials import Bearer
+from tangram.client.heartbeats import LEASE_S, Heartbeats
 from tangram.client.log_follower import LogFollower
 from tangram.client.requests import ApiRequest, BatchCall
 from tangram.client.results import InvocationResult, result_of
@@ -54,6 +55,8 @@ class AsyncClient:
     token that a gateway of this user on this machine wrote down.
     ``ca`` is a file of the certificates that a gateway with TLS is known by (TANGRAM_CA; the system's without), and
     ``cert`` one of the client's own with its key (TANGRAM_CERT), if the gateway wants to know it.
+    A trajectory that it opened ends when for ``lease_s`` seconds neither this process was heard of nor an action used
+    it; a thread sends the heartbeats. None: it has its ``idle_ttl`` alone.
     With ``raise_failures`` an invocation that ended badly raises InvocationFailed instead of being returned.
     Every method raises the errors of `tangram.errors`.
 
@@ -71,6 +74,7 @@ class AsyncClient:
         connections: int = CONNECTIONS,
         ca: str | None = None,
         cert: str | None = None,
+        lease_s: float | None = LEASE_S,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         if connections < 2:
@@ -82,6 +86,8 @@ class AsyncClient:
         self._connections = connections
         self._ca, self._cert = ca, cert
         self._transport = transport
+        #: Says to the gateway that whoever holds an opened trajectory lives.
+        self.heartbeats = Heartbeats(self.server, self._token, lease_s if transport is None else None, ca, cert)
         self._opened = AsyncOpened(self._open)
         self._closed = False
 
@@ -107,6 +113,7 @@ class AsyncClient:
     async def close(self) -> None:
         """Close what is open in this process and event loop; no further call is possible."""
         self._closed = True
+        self.heartbeats.close()
         link = self._opened.take()
         if link is not None:
             await link.http.aclose()

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
 from tangram.client import requests
+from tangram.client.heartbeats import Heartbeats
 from tangram.client.requests import ApiRequest
 from tangram.client.results import InvocationResult
 from tangram.errors import InvalidInputError, NotFoundError, TrajectoryEndedError
@@ -17,6 +18,8 @@ _T = TypeVar("_T")
 
 class AsyncSender(Protocol):
     """Who sends what a handle asks for: the client."""
+
+    heartbeats: Heartbeats
 
     async def _send(self, request: ApiRequest[_T]) -> _T: ...
 
@@ -67,11 +70,13 @@ class AsyncTrajectory:
         """
         await self._client._send(requests.open_trajectory(self.id, self._function, self._task, self._sandbox))
         self._opened, self._closed = True, False
+        self._client.heartbeats.hold(self)
         return self
 
     async def close(self) -> None:
         """End the trajectory; idempotent."""
         self._closed = True
+        self._client.heartbeats.let_go(self)
         try:
             await self._client._send(requests.end_trajectory(self.id))
         except NotFoundError:
@@ -146,4 +151,6 @@ class AsyncTrajectory:
             raise TrajectoryEndedError(f"trajectory {self.id!r} was closed")
         if self._sandbox is not None and not self._opened:
             raise InvalidInputError(f"trajectory {self.id!r} has chosen its sandbox: enter it, or call open, first")
+        if self._opened:
+            self._client.heartbeats.hold(self)
         return self._opened

@@ -18,6 +18,7 @@ from tangram.client.address import server_of, token_of
 from tangram.client.answers import connection_lost, error_of
 from tangram.client.bulk import CONCURRENCY, MapEnds, OnProgress
 from tangram.client.credentials import Bearer
+from tangram.client.heartbeats import LEASE_S, Heartbeats
 from tangram.client.log_follower import LogFollower
 from tangram.client.requests import ApiRequest, BatchCall
 from tangram.client.results import InvocationResult, result_of
@@ -56,6 +57,8 @@ class Client:
     token that a gateway of this user on this machine wrote down.
     ``ca`` is a file of the certificates that a gateway with TLS is known by (TANGRAM_CA; the system's without), and
     ``cert`` one of the client's own with its key (TANGRAM_CERT), if the gateway wants to know it.
+    A trajectory that it opened ends when for ``lease_s`` seconds neither this process was heard of nor an action used
+    it; a thread sends the heartbeats. None: it has its ``idle_ttl`` alone.
     With ``raise_failures`` an invocation that ended badly raises InvocationFailed instead of being returned.
     Every method raises the errors of `tangram.errors`.
 
@@ -73,6 +76,7 @@ class Client:
         connections: int = CONNECTIONS,
         ca: str | None = None,
         cert: str | None = None,
+        lease_s: float | None = LEASE_S,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         if connections < 2:
@@ -84,6 +88,8 @@ class Client:
         self._connections = connections
         self._ca, self._cert = ca, cert
         self._transport = transport
+        #: Says to the gateway that whoever holds an opened trajectory lives.
+        self.heartbeats = Heartbeats(self.server, self._token, lease_s if transport is None else None, ca, cert)
         self._opened = Opened(self._open)
         self._closed = False
 
@@ -109,6 +115,7 @@ class Client:
     def close(self) -> None:
         """Close what is open in this process; no further call is possible."""
         self._closed = True
+        self.heartbeats.close()
         link = self._opened.take()
         if link is not None:
             link.http.close()

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
 from tangram.client import requests
+from tangram.client.heartbeats import Heartbeats
 from tangram.client.requests import ApiRequest
 from tangram.client.results import InvocationResult
 from tangram.errors import InvalidInputError, NotFoundError, TrajectoryEndedError
@@ -19,6 +20,8 @@ _T = TypeVar("_T")
 
 class Sender(Protocol):
     """Who sends what a handle asks for: the client."""
+
+    heartbeats: Heartbeats
 
     def _send(self, request: ApiRequest[_T]) -> _T: ...
 
@@ -69,11 +72,13 @@ class Trajectory:
         """
         self._client._send(requests.open_trajectory(self.id, self._function, self._task, self._sandbox))
         self._opened, self._closed = True, False
+        self._client.heartbeats.hold(self)
         return self
 
     def close(self) -> None:
         """End the trajectory; idempotent."""
         self._closed = True
+        self._client.heartbeats.let_go(self)
         try:
             self._client._send(requests.end_trajectory(self.id))
         except NotFoundError:
@@ -148,4 +153,6 @@ class Trajectory:
             raise TrajectoryEndedError(f"trajectory {self.id!r} was closed")
         if self._sandbox is not None and not self._opened:
             raise InvalidInputError(f"trajectory {self.id!r} has chosen its sandbox: enter it, or call open, first")
+        if self._opened:
+            self._client.heartbeats.hold(self)
         return self._opened

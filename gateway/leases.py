@@ -1,0 +1,70 @@
+"""Leases: a trajectory whose client said that it lives ends when neither it nor any action was heard of for a while."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from typing import NamedTuple
+
+import structlog
+
+#: Seconds between two looks for leases that have run out.
+LOOK_S = 1.0
+
+#: For how many seconds nothing of a trajectory has waited or run (0 while something does); None if it does not live.
+IdleTime = Callable[[str], float | None]
+
+
+class _Lease(NamedTuple):
+    lease_s: float
+    until_s: float
+
+
+class Leases:
+    """Until when each leased trajectory is held for its client. Use from one event loop.
+
+    There is none before the first renewal, and none of an earlier gateway: ``idle_ttl`` alone bounds those. At most one
+    is kept for each living trajectory.
+    """
+
+    def __init__(self, now: Callable[[], float], idle_s: IdleTime, end: Callable[[str], Awaitable[bool]]) -> None:
+        self._now = now
+        self._idle_s = idle_s
+        self._end = end
+        self._leases: dict[str, _Lease] = {}
+        self._log = structlog.get_logger("gateway.leases")
+
+    def renew(self, trajectories: Iterable[str], lease_s: float) -> list[str]:
+        """Hold those that live for so long from now on; returns the others, which nobody holds any more."""
+        gone = []
+        for trajectory in trajectories:
+            if self._idle_s(trajectory) is None:
+                self._leases.pop(trajectory, None)
+                gone.append(trajectory)
+            else:
+                self._leases[trajectory] = _Lease(lease_s, self._now() + lease_s)
+        return gone
+
+    def left_s(self, trajectory: str) -> float | None:
+        """Seconds for which it is held yet; None if it has no lease."""
+        lease = self._leases.get(trajectory)
+        return None if lease is None else max(0.0, lease.until_s - self._now())
+
+    async def end_lapsed_for_ever(self) -> None:
+        """End what nobody holds any more, until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            await self.end_lapsed()
+
+    async def end_lapsed(self) -> None:
+        """End what its client holds no more, if no action of anybody used it for as long either."""
+        for trajectory in [name for name, lease in self._leases.items() if lease.until_s <= self._now()]:
+            lease, idle_s = self._leases.get(trajectory), self._idle_s(trajectory)
+            if lease is None or lease.until_s > self._now():  # renewed while another was ended
+                continue
+            if idle_s is None:
+                del self._leases[trajectory]
+            elif idle_s >= lease.lease_s:
+                del self._leases[trajectory]
+                self._log.warning("a trajectory ended: its client has fallen silent", trajectory=trajectory)
+                await self._end(trajectory)

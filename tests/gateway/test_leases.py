@@ -1,0 +1,71 @@
+"""Leases: who is held, until when, and what ends."""
+
+from __future__ import annotations
+
+import pytest
+
+from gateway.leases import Leases
+from tests.gateway.conftest import RunningGateway
+
+
+class LeaseBench:
+    """A clock, and trajectories with the instant of their last action."""
+
+    def __init__(self, *living: str) -> None:
+        self.now_s = 100.0
+        self.used_s = dict.fromkeys(living, self.now_s)
+        self.leases = Leases(lambda: self.now_s, self._idle_s, self._end)
+
+    def _idle_s(self, trajectory: str) -> float | None:
+        used_s = self.used_s.get(trajectory)
+        return None if used_s is None else self.now_s - used_s
+
+    async def _end(self, trajectory: str) -> bool:
+        return self.used_s.pop(trajectory, None) is not None
+
+    async def later(self, seconds: float, *used: str) -> set[str]:
+        """Who lives so much later, when these did something just then."""
+        self.now_s += seconds
+        self.used_s |= dict.fromkeys(used, self.now_s)
+        await self.leases.end_lapsed()
+        return set(self.used_s)
+
+
+async def test_what_its_client_and_everybody_else_have_forgotten_ends() -> None:
+    world = LeaseBench("forgotten", "renewed", "used", "never leased")
+    assert world.leases.renew(["forgotten", "renewed", "used"], 10.0) == []
+    assert world.leases.left_s("never leased") is None
+    assert await world.later(9.0, "used") == {"forgotten", "renewed", "used", "never leased"}
+    world.leases.renew(["renewed"], 11.0)
+    assert (world.leases.left_s("forgotten"), world.leases.left_s("renewed")) == (1.0, 11.0)
+    assert await world.later(2.0) == {"renewed", "used", "never leased"}, "used 2 s ago"
+    assert await world.later(7.9) == {"renewed", "used", "never leased"}
+    assert await world.later(0.2) == {"renewed", "never leased"}
+    assert await world.later(1.0) == {"never leased"}
+    assert await world.later(1e6) == {"never leased"}, "idle_ttl is the core's"
+
+
+async def test_what_ended_is_told_and_forgotten() -> None:
+    world = LeaseBench("t")
+    world.leases.renew(["t"], 10.0)
+    del world.used_s["t"]
+    assert world.leases.renew(["t", "unknown"], 10.0) == ["t", "unknown"]
+    world.used_s["t"] = world.now_s
+    assert world.leases.left_s("t") is None
+    assert await world.later(11.0) == {"t"}, "another of its name, which nobody has leased"
+
+
+async def test_a_lease_is_renewed_over_http_and_shown(gateway: RunningGateway) -> None:
+    await gateway.http.put("/v1/trajectories/t", json={"function": "echo"})
+    assert (await gateway.http.get("/v1/trajectories/t")).json()["lease_left_s"] is None
+    answer = await gateway.http.post("/v1/leases", json={"trajectories": ["t", "other"], "lease_s": 30})
+    assert (answer.status_code, answer.json()) == (200, {"gone": ["other"]})
+    (listed,) = (await gateway.http.get("/v1/trajectories")).json()["trajectories"]
+    assert 0 < listed["lease_left_s"] <= 30
+
+
+@pytest.mark.parametrize("lease_s", [0, 86401, "soon"])
+async def test_a_lease_out_of_bounds_is_refused(gateway: RunningGateway, lease_s: object) -> None:
+    answer = await gateway.http.post("/v1/leases", json={"trajectories": ["t"], "lease_s": lease_s})
+    assert (answer.status_code, answer.json()["code"]) == (422, "invalid_input")
+    assert "lease" in answer.json()["detail"]
