@@ -32,7 +32,7 @@ types:
 	$(PYTHON) -m mypy
 
 unit:
-	$(PYTHON) -m pytest -n 2 --dist loadgroup --order $(SEED)
+	$(PYTHON) -m pytest -n 2 --dist loadgroup --order $(SEED) --ignore tests/ecosystem
 
 # More seeds of the deterministic simulation: make sim SEEDS=100000
 sim: setup
@@ -42,7 +42,8 @@ sim: setup
 bench: setup
 	@for name in gateway sandbox isolation scheduler figures rollouts model durable attacks kills dashboard facades; do $(PYTHON) -m bench.$$name --json; done
 
-# Real clients from the registry, each in an environment of its own (.cache/ecosystem), against the doors; also in `make test`.
+# Real clients from the registry, each in an environment of its own (.cache/ecosystem), against the doors.
+# A step of its own, with its own limit in .ci/run: what is left out is named at its end.
 ecosystem: setup
 	$(PYTHON) -m pytest -q -rs tests/ecosystem
 
