@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 import msgspec
 
+from gateway.cli import beginning
 from tangram.cli.config import paths_argument
 from tangram.cli.options import json_option
 from tangram.cli.output import print_json, show, table
@@ -35,13 +36,13 @@ def serve(paths: tuple[Path, ...], log_level: str, weaker_isolation: bool) -> No
     from gateway.invocations import logs
 
     logs.configure(log_level)
-    chosen = paths or (Path(),)
-    config = load.load(chosen, os.environ)
+    served = beginning.chosen(paths)
+    config = load.load(served, os.environ)
     provider = replace(config.sandbox.provider, weaker=weaker_isolation)
     config = replace(config, sandbox=replace(config.sandbox, provider=provider))
 
     async def run() -> None:
-        async with app.gateway(config, paths=chosen, env=os.environ) as running:
+        async with app.gateway(config, paths=served, env=os.environ) as running:
             click.echo(f"page: {running.page}")
             gc.freeze()
             gc.enable()

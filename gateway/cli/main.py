@@ -10,6 +10,8 @@ from tangram.cli.main import Verb
 #: What the entry point of the server in `tangram.cli.main.GROUP` names.
 VERBS: Mapping[str, Verb] = {
     "serve": Verb("gateway.cli.config:serve", "Serve until SIGTERM, then drain."),
+    "init": Verb("gateway.cli.beginning:init", "Write a commented configuration and a function of each kind."),
+    "doctor": Verb("gateway.cli.doctor:doctor", "Look whether this machine can serve a configuration."),
     "validate": Verb("gateway.cli.config:validate", "Check configuration files."),
     "config-schema": Verb("gateway.cli.config:config_schema", "Print the JSON Schema of the YAML, for editors."),
     "backup": Verb("gateway.cli.backup:backup", "Copy the record to a file, also while a gateway serves."),

@@ -1,0 +1,41 @@
+"""What `tangram init` writes, and what is served where there is no configuration."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from manager.errors import Conflict
+from tangram.types.config_files import files_of
+
+TEMPLATES = Path(__file__).resolve().parents[1] / "templates"
+#: Served where a directory has no configuration, and not written by `init`.
+NONE = TEMPLATES / "none.yaml"
+
+
+def chosen(paths: Sequence[Path]) -> tuple[Path, ...]:
+    """Return what is to be served: the paths, else this directory, else `NONE`, and say so."""
+    if paths or files_of(Path()):
+        return tuple(paths) or (Path(),)
+    click.echo("no tangram.yaml here: serving shell and pytest_reward; `tangram init` writes one", err=True)
+    return (NONE,)
+
+
+@click.command()
+@click.argument("directory", type=click.Path(file_okay=False, path_type=Path), default=Path())
+def init(directory: Path) -> None:
+    """Write a commented tangram.yaml and a function of each kind."""
+    files = [file for file in sorted(TEMPLATES.rglob("*")) if file.is_file() and file != NONE]
+    targets = {file: directory / file.relative_to(TEMPLATES) for file in files if "__pycache__" not in file.parts}
+    there = [str(target) for target in targets.values() if target.exists()]
+    if there:
+        raise Conflict(f"{', '.join(there)}: there already; nothing was written", component="init")
+    for file, target in targets.items():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, target)
+        click.echo(str(target))
+    place = "" if directory == Path() else f" {directory}"
+    click.echo(f"next: tangram doctor{place}; tangram serve{place}", err=True)

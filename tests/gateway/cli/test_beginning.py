@@ -1,0 +1,92 @@
+"""The verbs for who begins: what init writes serves, and doctor tells what is missing and what mends it."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gateway.cli import beginning
+from gateway.config.load import load
+from runtimes.kinds import KINDS
+from tests.tangram.cli.conftest import Tangram
+
+
+def findings(out: str) -> dict[str, dict[str, str]]:
+    return {each["what"]: each for each in json.loads(out)["findings"]}
+
+
+def written(directory: Path, **sections: object) -> str:
+    """A configuration without sandboxes, which need nothing of this machine."""
+    api = {"runtime": "api", "request": {"method": "GET", "url": "http://127.0.0.1:1/"}}
+    document = {"version": 1, "functions": {"search": api}, "sandbox": {"provider": "plain", "plain_as_root": True}}
+    server = {"port": 0, "grpc_port": 0, "state_dir": str(directory / "state")}
+    (directory / "tangram.yaml").write_text(yaml.safe_dump({"server": server, **document, **sections}))
+    return str(directory)
+
+
+def test_what_init_writes_is_a_function_of_each_kind_and_is_valid(tangram: Tangram, tmp_path: Path) -> None:
+    status, out, err = tangram("init", str(tmp_path))
+    assert (status, err) == (0, f"next: tangram doctor {tmp_path}; tangram serve {tmp_path}\n")
+    assert {Path(line) for line in out.splitlines()} == {file for file in tmp_path.rglob("*") if file.is_file()}
+    assert tangram("validate", str(tmp_path))[0] == 0
+    config = load([tmp_path], {})
+    shown = {function.runtime for function in config.functions.values()}
+    # A model needs a checkpoint, so it is a comment there; it is one that would be taken.
+    text = (tmp_path / "tangram.yaml").read_text()
+    model = yaml.safe_load(text[text.index("# functions:") :].replace("# ", "", 1).replace("\n# ", "\n"))
+    assert shown | {each["runtime"] for each in model["functions"].values()} == set(KINDS)
+    (tmp_path / "judge").mkdir()
+    (tmp_path / "judge" / "function.yaml").write_text(yaml.safe_dump(model))
+    assert tangram("validate", "--no-look", str(tmp_path))[0] == 0
+
+
+def test_init_writes_nothing_where_something_is(tangram: Tangram, tmp_path: Path) -> None:
+    (tmp_path / "tangram.yaml").write_text("mine")
+    status, out, err = tangram("init", str(tmp_path))
+    assert (status, out) == (73, "")
+    assert err.startswith(f"init: conflict: {tmp_path / 'tangram.yaml'}: there already")
+    assert [file.name for file in tmp_path.iterdir()] == ["tangram.yaml"]
+    assert (tmp_path / "tangram.yaml").read_text() == "mine"
+
+
+def test_where_there_is_no_configuration_shell_and_pytest_are_served(
+    tangram: Tangram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert beginning.chosen(()) == (beginning.NONE,)
+    config = load([beginning.NONE], {})
+    assert {name: each.runtime for name, each in config.functions.items()} == {
+        "shell": "exec",
+        "pytest_reward": "pytest",
+    }
+    assert config.server.state_dir == tmp_path / ".tangram", "not beside the file of the package"
+    (tmp_path / "tangram.yaml").touch()
+    assert beginning.chosen(()) == (Path(),)
+    assert beginning.chosen([tmp_path]) == (tmp_path,)
+
+
+def test_doctor_finds_what_is_there(tangram: Tangram, tmp_path: Path) -> None:
+    status, out, _ = tangram("doctor", "--json", written(tmp_path))
+    found = findings(out)
+    assert (status, json.loads(out)["ok"]) == (0, True), out
+    assert {"configuration", "server.port", "server.grpc_port", "disk", "sandboxes"} <= set(found)
+    assert not (tmp_path / "state").exists(), "it only looks"
+
+
+def test_doctor_tells_what_is_missing_and_what_mends_it(tangram: Tangram, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        server = {"port": port, "grpc_port": 0, "free_min": "1000Ti", "state_dir": str(tmp_path / "state")}
+        status, out, _ = tangram("doctor", "--json", written(tmp_path, server=server))
+    found = findings(out)
+    assert status == 1
+    assert found["server.port"]["state"] == found["disk"]["state"] == "missing"
+    assert found["server.port"]["told"].endswith("Address already in use; set server.port, or end who has it")
+    assert "set server.state_dir or server.free_min" in found["disk"]["told"]
+    (tmp_path / "tangram.yaml").write_text("version: 2")
+    status, out, _ = tangram("doctor", "--json", str(tmp_path))
+    assert (status, [*findings(out)]) == (1, ["configuration"])
