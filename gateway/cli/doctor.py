@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import logging
 import os
 import shutil
 import socket
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import click
+import structlog
 
 from gateway.cli.beginning import chosen
 from gateway.config.load import GatewayConfig, load
-from gateway.invocations.logs import configure
 from manager.errors import CodedError
 from runtimes.sandbox.provider import make_provider
 from runtimes.sandbox.sandbox import Provider
@@ -42,14 +43,28 @@ class Finding(NamedTuple):
 @json_option
 def doctor(paths: tuple[Path, ...], as_json: bool) -> None:
     """Look whether this machine can serve the configuration, and say what mends what is missing."""
-    configure("error")  # what is printed is the findings
-    findings = list(look(chosen(paths)))
+    with _silence():
+        findings = list(look(chosen(paths)))
     missing = [finding for finding in findings if finding.state == "missing"]
     if as_json:
         print_json({"ok": not missing, "findings": [finding._asdict() for finding in findings]})
     else:
         show(table(("WHAT", "STATE", ""), findings))
     raise SystemExit(1 if missing else 0)
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Keep lines about sandboxes away from what is printed: the findings say the same."""
+    before, configured = structlog.get_config(), structlog.is_configured()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    try:
+        yield
+    finally:
+        if configured:
+            structlog.configure(**before)
+        else:
+            structlog.reset_defaults()
 
 
 def look(paths: Sequence[Path]) -> Iterator[Finding]:

@@ -14,6 +14,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import suppress
+from typing import BinaryIO, cast
 
 import structlog
 
@@ -246,6 +248,22 @@ def line_of(row: LogRow) -> LogLine:
     return LogLine(offset=row.position, time=wire.instant(row.time_s), stream=row.stream, data=row.data)
 
 
+class OwnLines:
+    """Standard error for the gateway's own lines: one that nobody takes (a closed pipe, a full disk) is lost.
+
+    Were it an error, it would break whatever was just being told of.
+    """
+
+    def write(self, line: bytes) -> int:
+        with suppress(OSError, ValueError):
+            sys.stderr.buffer.write(line)
+        return len(line)
+
+    def flush(self) -> None:
+        with suppress(OSError, ValueError):
+            sys.stderr.buffer.flush()
+
+
 def configure(level: str = "info") -> None:
     """structlog for the gateway's own lines: one JSON object each, on standard error."""
     structlog.configure(
@@ -257,6 +275,6 @@ def configure(level: str = "info") -> None:
             structlog.processors.JSONRenderer(serializer=lambda line, **_: wire.dumps(line)),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
-        logger_factory=structlog.BytesLoggerFactory(file=sys.stderr.buffer),
+        logger_factory=structlog.BytesLoggerFactory(file=cast(BinaryIO, OwnLines())),
         cache_logger_on_first_use=True,
     )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import resource
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +19,7 @@ import pytest
 
 from gateway.room import DESCRIPTORS_MAX
 from tangram import Client
-from tests.e2e.gateway import GatewayProcess
+from tests.e2e.gateway import ROOT, GatewayProcess
 from tests.faults.world import HTTP, Deeds, Submitter, at_rest, faulty, record, runner_pids, until
 
 DISK = "size=6m"
@@ -183,3 +185,20 @@ def test_a_killed_or_stopped_runner_is_a_typed_reason_and_leaves_nothing(gateway
     until(lambda: at_rest(gateway), "the gateway is at rest")
     until(lambda: not Path(f"/proc/{pid}").exists(), "the runner is gone, and reaped by whom it was left to")
     assert runner_pids(gateway) == []
+
+
+def test_a_gateway_whose_lines_nobody_reads_goes_on(gateway: GatewayProcess) -> None:
+    """As after `tangram serve 2>&1 | head`: its standard error is a pipe whose reader has gone."""
+    gateway.stop()
+    argv = [sys.executable, "-m", "gateway", "serve", str(gateway.directory / "tangram.yaml")]
+    served = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    assert served.stderr is not None
+    serving = next(json.loads(line) for line in served.stderr if '"event":"serving"' in line)
+    served.stderr.close()
+    try:
+        with Client(f"http://{serving['http']}") as client:
+            ids = [client.submit("shell", {"command": f"echo {n}"}).id for n in range(5)]
+            assert [client.wait(each).result["stdout"] for each in ids] == [f"{n}\n" for n in range(5)]
+    finally:
+        served.send_signal(signal.SIGINT)
+        assert served.wait(timeout=60) == 0
