@@ -9,6 +9,8 @@ from pathlib import Path
 import click
 
 from manager.errors import Conflict
+from tangram.cli.options import json_option
+from tangram.cli.output import print_json
 from tangram.types.config_files import files_of
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "templates"
@@ -26,7 +28,8 @@ def chosen(paths: Sequence[Path]) -> tuple[Path, ...]:
 
 @click.command()
 @click.argument("directory", type=click.Path(file_okay=False, path_type=Path), default=Path())
-def init(directory: Path) -> None:
+@json_option
+def init(directory: Path, as_json: bool) -> None:
     """Write a commented tangram.yaml and a function of each kind."""
     files = [file for file in sorted(TEMPLATES.rglob("*")) if file.is_file() and file != NONE]
     targets = {file: directory / file.relative_to(TEMPLATES) for file in files if "__pycache__" not in file.parts}
@@ -36,6 +39,10 @@ def init(directory: Path) -> None:
     for file, target in targets.items():
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, target)
-        click.echo(str(target))
+    written = [str(target) for target in targets.values()]
+    if as_json:
+        print_json({"written": written})
+        return
+    click.echo("\n".join(written))
     place = "" if directory == Path() else f" {directory}"
     click.echo(f"next: tangram doctor{place}; tangram serve{place}", err=True)
