@@ -32,7 +32,7 @@ types:
 	$(PYTHON) -m mypy
 
 unit:
-	$(PYTHON) -m pytest -n 2 --dist loadgroup --order $(SEED) --ignore tests/ecosystem
+	scripts/run-tests -n 2 --dist loadgroup --order $(SEED) --ignore tests/ecosystem
 
 # More seeds of the deterministic simulation: make sim SEEDS=100000
 sim: setup
@@ -45,7 +45,7 @@ bench: setup
 # Real clients from the registry, each in an environment of its own (.cache/ecosystem), against the doors.
 # A step of its own, with its own limit in .ci/run: what is left out is named at its end.
 ecosystem: setup
-	$(PYTHON) -m pytest -q -rs tests/ecosystem
+	scripts/run-tests -q -rs --begin-within 600 tests/ecosystem
 
 serve: setup .cache/models/teacher/config.json
 	.venv/bin/tangram serve

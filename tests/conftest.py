@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,10 +20,18 @@ SCRIPTS = Path(__file__).parent.parent / "scripts"
 BASE_IMAGE = "tangram-base:bookworm"
 #: Seconds for the engine's start and for the base image, the first time made from a Debian mirror.
 ENGINE_S, IMAGE_S = 90, 600
+#: When this process began to run tests.
+_BEGAN_S = time.monotonic()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--data", metavar="DIRECTORY", help=f"real inputs for tests that take them (or {VARIABLE})")
+    parser.addoption(
+        "--begin-within",
+        metavar="SECONDS",
+        type=float,
+        help="leave out, by name, the tests that have not begun by then",
+    )
     parser.addoption("--order", metavar="SEED", help="play modules, and the tests of each, in the order of this seed")
 
 
@@ -53,6 +62,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for path in order:
         chance.shuffle(modules[path])
     items[:] = [item for path in order for item in modules[path]]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Leave the test out if its turn comes after the seconds of ``--begin-within``."""
+    bound_s = item.config.getoption("--begin-within")
+    if bound_s is not None and time.monotonic() - _BEGAN_S > bound_s:
+        pytest.skip(f"left out: not begun within {bound_s:g} s (--begin-within)")
 
 
 @pytest.fixture

@@ -8,16 +8,12 @@ from collections.abc import Iterator
 
 from tests.house.source import sources
 
-#: Doors that speak somebody else's protocol use that protocol's names.
-FOREIGN = ("gateway/facades/", "tangram/adapters/")
-
 
 def test_no_class_name_serves_twice() -> None:
     homes: defaultdict[str, list[str]] = defaultdict(list)
     for source in sources():
-        if not source.name.startswith(FOREIGN):
-            for found in classes(source.tree):
-                homes[found.name].append(f"{source.name}:{found.lineno}")
+        for found in classes(source.tree):
+            homes[found.name].append(f"{source.name}:{found.lineno}")
     assert {name: places for name, places in homes.items() if len(places) > 1} == {}
 
 
