@@ -1,0 +1,1 @@
+"""Whether what deploy/ holds fits the gateway."""
