@@ -1,1 +1,17 @@
-"""Plugs of other frameworks: each adapter is a module of its own that imports its framework when it is imported."""
+"""Plugs of other frameworks, all thin over `SandboxProvider`: docs/ADAPTERS.md.
+
+Each is a module of its own that imports its framework when it is imported; this package needs httpx and msgspec alone.
+"""
+
+from tangram.adapters.aio import AsyncSandboxProvider
+from tangram.adapters.outcomes import CommandEnd, CommandTimedOut, GradeReport, InfrastructureFailed
+from tangram.adapters.sync import SandboxProvider
+
+__all__ = [
+    "AsyncSandboxProvider",
+    "CommandEnd",
+    "CommandTimedOut",
+    "GradeReport",
+    "InfrastructureFailed",
+    "SandboxProvider",
+]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import io
 import posixpath
 import re
+import tarfile
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -35,6 +37,7 @@ from tangram.types import (
     Problem,
     Purged,
     QueuePage,
+    SandboxChoice,
     TaskList,
     TrajectoryOpening,
     TrajectoryPage,
@@ -59,6 +62,8 @@ class ScriptedTrajectory:
     name: str
     task: str
     files: dict[str, tuple[bytes, str]] = field(default_factory=dict)
+    #: What it chose for its sandbox when it was opened.
+    sandbox: SandboxChoice | None = None
 
 
 LEASES = "/v1/leases"
@@ -151,6 +156,8 @@ class ScriptedGateway(httpx.BaseTransport, httpx.AsyncBaseTransport):
         yield "DELETE", f"/v1/trajectories/{name}", self._end
         yield "PUT", f"/v1/trajectories/{name}/files", self._put_file
         yield "GET", f"/v1/trajectories/{name}/files", self._get_file
+        yield "PUT", f"/v1/trajectories/{name}/archive", self._put_archive
+        yield "GET", f"/v1/trajectories/{name}/archive", self._get_archive
         yield "GET", "/healthz", lambda request: json_answer(Health(status="ok"))
         yield "GET", "/readyz", lambda request: json_answer(Health(status="ready"))
 
@@ -296,7 +303,8 @@ class ScriptedGateway(httpx.BaseTransport, httpx.AsyncBaseTransport):
         opening = msgspec.json.decode(request.content, type=TrajectoryOpening)
         if opening.function not in self.functions:
             raise ScriptedRefusal(404, "not_found", f"no function {opening.function!r}")
-        trajectory = self.trajectories.setdefault(name, ScriptedTrajectory(name, opening.task))
+        opened = ScriptedTrajectory(name, opening.task, sandbox=opening.sandbox)
+        trajectory = self.trajectories.setdefault(name, opened)
         return json_answer(trajectory_info(name, trajectory.task))
 
     def _renew(self, request: httpx.Request) -> httpx.Response:
@@ -333,6 +341,28 @@ class ScriptedGateway(httpx.BaseTransport, httpx.AsyncBaseTransport):
         if path not in files:
             raise ScriptedRefusal(404, "not_found", f"no file {path}")
         return httpx.Response(200, content=files[path][0])
+
+    def _put_archive(self, request: httpx.Request, name: str) -> httpx.Response:
+        trajectory, path = self._found(name, request.headers), _path(request)
+        with tarfile.open(fileobj=io.BytesIO(request.content)) as archive:
+            for entry in archive:
+                held = archive.extractfile(entry)
+                if held is not None:
+                    trajectory.files[posixpath.join(path, entry.name)] = (held.read(), f"{entry.mode:o}")
+        return httpx.Response(204)
+
+    def _get_archive(self, request: httpx.Request, name: str) -> httpx.Response:
+        files, prefix = self._found(name, request.headers).files, _path(request).rstrip("/") + "/"
+        found = {path.removeprefix(prefix): held for path, held in files.items() if path.startswith(prefix)}
+        if not found:
+            raise ScriptedRefusal(404, "not_found", f"no directory {prefix}")
+        written = io.BytesIO()
+        with tarfile.open(fileobj=written, mode="w") as archive:
+            for path, (data, mode) in sorted(found.items()):
+                entry = tarfile.TarInfo(path)
+                entry.size, entry.mode = len(data), int(mode, 8)
+                archive.addfile(entry, io.BytesIO(data))
+        return httpx.Response(200, content=written.getvalue())
 
     def _found(self, name: str, headers: Mapping[str, str]) -> ScriptedTrajectory:
         self._living(name, headers)

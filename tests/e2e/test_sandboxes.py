@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from tangram import Client, InvalidInputError, NotFoundError, Trajectory, UnsupportedError
+from tangram.adapters import CommandTimedOut, InfrastructureFailed, SandboxProvider
 from tangram.client.credentials import Bearer
 from tests.e2e.gateway import GatewayProcess
 
@@ -62,6 +63,36 @@ def peak_kib(pid: int) -> int:
     """The most memory that a process ever held."""
     status = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
     return int(status.partition("VmHWM:")[2].split()[0])
+
+
+def test_the_nine_verbs_of_an_adapter_work_in_a_real_sandbox(client: Client, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "calc.py").write_text("def add(a, b):\n    return a + b\n")
+    (tmp_path / "in" / "link").symlink_to("calc.py")
+    suite = "from calc import add\n\n\ndef test_it():\n    assert add(2, 2) == 4\n"
+    with SandboxProvider(client=client, grader="tests", durable=True) as provider:
+        box = provider.open()
+        provider.upload_tree(box, tmp_path / "in", ".")
+        assert provider.run(box, ["readlink", "link"]).output == "calc.py\n"
+        assert provider.run(box, "kill -9 $$").exit_code == 137
+        merged = provider.run(box, "cat; echo b >&2; printf '\\377'", stdin=b"a\n", merge=True)
+        assert (merged.stdout, merged.stderr, merged.exit_code) == (b"a\nb\n\xff", b"", 0)
+        with pytest.raises(CommandTimedOut) as late:
+            provider.run(box, "echo begun; sleep 1000", timeout_s=1.0)
+        assert late.value.stdout == b"begun\n"
+        provider.write(box, "deep/note", "kept", mode=0o640)
+        assert provider.read(box, "deep/note") == b"kept"
+        for path, kind in (("nowhere", FileNotFoundError), ("deep", IsADirectoryError)):
+            with pytest.raises(kind):
+                provider.read(box, path)
+        provider.download_tree(box, ".", tmp_path / "out")
+        assert (tmp_path / "out" / "deep" / "note").stat().st_mode & 0o777 == 0o640
+        assert (tmp_path / "out" / "link").is_symlink()
+        assert provider.grade({"tests": {"test_calc.py": suite}}, sandbox=box).score() == 1.0
+        assert provider.invoke("double", {"value": 2}, sandbox=box)["trajectory"] == box
+        with pytest.raises(InfrastructureFailed, match="cannot be computed"):
+            provider.invoke("broken", {})
+    assert box not in {each.trajectory for each in client.trajectories()}
 
 
 def test_a_non_zero_exit_is_data(trajectory: Trajectory) -> None:

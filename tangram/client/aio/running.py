@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Generic, TypeVar
+from typing import Generic, ParamSpec, TypeVar
 
 _T = TypeVar("_T")
 _Item = TypeVar("_Item")
+_P = ParamSpec("_P")
 
 
 class AsyncCallSlots(asyncio.Semaphore):
@@ -51,6 +52,11 @@ class AsyncOpened(Generic[_T]):
 async def pause(seconds: float) -> None:
     """Let this caller wait."""
     await asyncio.sleep(seconds)
+
+
+async def aside(do: Callable[_P, _T], *arguments: _P.args, **named: _P.kwargs) -> _T:
+    """Call what reads or writes files of this machine, in a thread."""
+    return await asyncio.to_thread(do, *arguments, **named)
 
 
 async def for_each(items: Iterable[_Item], do: Callable[[int, _Item], Awaitable[None]], concurrency: int) -> None:

@@ -11,10 +11,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from itertools import islice
-from typing import Generic, TypeVar
+from typing import Generic, ParamSpec, TypeVar
 
 _T = TypeVar("_T")
 _Item = TypeVar("_Item")
+_P = ParamSpec("_P")
 
 
 class CallSlots(threading.Semaphore):
@@ -46,6 +47,11 @@ class Opened(Generic[_T]):
 def pause(seconds: float) -> None:
     """Let this caller wait."""
     time.sleep(seconds)
+
+
+def aside(do: Callable[_P, _T], *arguments: _P.args, **named: _P.kwargs) -> _T:
+    """Call what reads or writes files of this machine."""
+    return do(*arguments, **named)
 
 
 def for_each(items: Iterable[_Item], do: Callable[[int, _Item], None], concurrency: int) -> None:

@@ -94,24 +94,32 @@ class Trajectory:
         user: str | None = None,
         merge: bool = False,
         timeout_s: float | None = None,
+        key: str | None = None,
     ) -> InvocationResult:
         """Run a command: a string is shell text, a sequence an argument vector.
 
         With ``merge`` standard error goes to stdout, in the order in which both were written.
         """
         given = requests.command(command, cwd, env, stdin, user, merge)
-        return self.invoke(self._function, given, timeout_s=timeout_s)
+        return self.invoke(self._function, given, timeout_s=timeout_s, key=key)
 
     def invoke(
-        self, function: str, input: Mapping[str, Any], *, timeout_s: float | None = None, logs: bool = False
+        self,
+        function: str,
+        input: Mapping[str, Any],
+        *,
+        timeout_s: float | None = None,
+        key: str | None = None,
+        logs: bool = False,
     ) -> InvocationResult:
-        """Run a function in this trajectory."""
+        """Run a function in this trajectory. One ``key``, one execution: giving up does not cancel it then."""
         request = requests.invoke(
             function,
             input,
             mode="sync",
             task=self._task,
             trajectory=self.id,
+            key=key,
             timeout_s=timeout_s,
             living=self._living(),
         )

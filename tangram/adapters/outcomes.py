@@ -1,0 +1,165 @@
+"""How what a framework asked for ended: data, the command's own time-out, or one error for all that is our fault."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tangram.client import InvocationResult
+from tangram.errors import TangramError
+
+#: What the gateway says of a file that cannot be read or written, as Python says it.
+_FILE_ERRORS: Mapping[str, type[OSError]] = {
+    "not_found": FileNotFoundError,
+    "is_a_directory": IsADirectoryError,
+    "not_a_directory": NotADirectoryError,
+    "permission_denied": PermissionError,
+    "read_only": PermissionError,
+}
+
+
+class InfrastructureFailed(Exception):
+    """The gateway, a sandbox or a function failed: nothing is known of the command or the code that was to run.
+
+    Every adapter raises it, or what its framework has for it; none makes an exit status or a reward of it. It may be
+    pickled.
+    """
+
+    def __init__(self, message: str, reason: str = "internal", sandbox: str = "", invocation: str = "") -> None:
+        super().__init__(message, reason, sandbox, invocation)
+        self.message = message
+        #: Why: a reason of an invocation (``environment_lost``), or the code of a refusal (``quota_exceeded``).
+        self.reason = reason
+        #: The trajectory, and the invocation that ``tangram logs ID`` explains; empty where there is none.
+        self.sandbox = sandbox
+        self.invocation = invocation
+
+    def __str__(self) -> str:
+        return self.message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandEnd:
+    """How a command ended by itself. With ``merge`` stdout holds both streams, in the order of writing."""
+
+    #: Its exit status; 128 + n if signal n ended it, as shells say it.
+    exit_code: int
+    stdout: bytes
+    stderr: bytes
+    #: Whether a stream lacks bytes beyond the function's ``output_limit``; a line in it counts them.
+    truncated: bool = False
+    #: Whether the kernel ended it, or a part of it, because the sandbox had no memory left.
+    out_of_memory: bool = False
+    invocation: str = ""
+
+    @property
+    def output(self) -> str:
+        """Stdout as text; what is not UTF-8 is replaced."""
+        return self.stdout.decode("utf-8", "replace")
+
+    @property
+    def errors(self) -> str:
+        """Stderr as text; what is not UTF-8 is replaced."""
+        return self.stderr.decode("utf-8", "replace")
+
+
+class CommandTimedOut(Exception):
+    """A command, a suite or a function ran longer than its bound, and was ended with all that it had started.
+
+    The bound is the caller's, or the function's own where that is shorter. It may be pickled.
+    """
+
+    def __init__(self, message: str, stdout: bytes = b"", stderr: bytes = b"", invocation: str = "") -> None:
+        super().__init__(message, stdout, stderr, invocation)
+        self.message = message
+        #: What it had said until then.
+        self.stdout, self.stderr = stdout, stderr
+        self.invocation = invocation
+
+    def __str__(self) -> str:
+        return self.message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradeReport:
+    """The verdict of a suite of tests."""
+
+    #: 0 to 1; None if the run says nothing about the code, for example because the tests are gone.
+    reward: float | None
+    #: Why there is no reward; else what a reader of it should know, empty for nothing.
+    note: str
+    #: Verdict by test id.
+    tests: Mapping[str, str]
+    #: The whole result, as docs/reference/runtimes.md has it.
+    result: Mapping[str, Any]
+    invocation: str = ""
+
+    def score(self) -> float:
+        """Return the reward; raises InfrastructureFailed where there is none, which is not a reward of 0."""
+        if self.reward is None:
+            raise InfrastructureFailed(f"no reward: {self.note}", "invalid_grade", invocation=self.invocation)
+        return self.reward
+
+
+def command_end(ended: InvocationResult, sandbox: str) -> CommandEnd:
+    """Return the end of a command; raises CommandTimedOut, and InfrastructureFailed for what was not its own doing."""
+    memory = ended.reason == "out_of_memory" and isinstance(ended.result, dict)
+    if not ended.ok and not memory:
+        raise failure_of(ended, sandbox)
+    told = ended.result
+    code, signal = told["exit_code"], told["signal"]
+    return CommandEnd(
+        exit_code=128 + signal if code is None else code,
+        stdout=_stream(told, "stdout"),
+        stderr=_stream(told, "stderr"),
+        truncated=told["stdout_truncated"] or told["stderr_truncated"],
+        out_of_memory=memory,
+        invocation=ended.id,
+    )
+
+
+def grade_report(ended: InvocationResult, sandbox: str) -> GradeReport:
+    """Return the verdict of a pytest function; raises CommandTimedOut and InfrastructureFailed."""
+    told = result_of(ended, sandbox)
+    if not isinstance(told, dict) or "reward" not in told:
+        message = f"{ended.function} has no reward in its result: is its runtime pytest?"
+        raise InfrastructureFailed(message, "invalid_grade", sandbox, ended.id)
+    return GradeReport(
+        reward=told["reward"],
+        note=told.get("reason") or told.get("note") or "",
+        tests=told.get("tests") or {},
+        result=told,
+        invocation=ended.id,
+    )
+
+
+def result_of(ended: InvocationResult, sandbox: str) -> Any:
+    """Return what a function returned; raises CommandTimedOut and InfrastructureFailed."""
+    if not ended.ok:
+        raise failure_of(ended, sandbox)
+    return ended.result
+
+
+def failure_of(ended: InvocationResult, sandbox: str) -> Exception:
+    """Return the error of an invocation that ended badly, or has not ended."""
+    message = f"{ended.function} {ended.id} {ended.state} ({ended.reason}): {ended.message}"
+    if ended.reason == "timeout":
+        told = ended.result if isinstance(ended.result, dict) else {}
+        return CommandTimedOut(message, _stream(told, "stdout"), _stream(told, "stderr"), ended.id)
+    return InfrastructureFailed(message, ended.reason or ended.state, sandbox, ended.id)
+
+
+def refusal_of(error: TangramError, sandbox: str) -> Exception:
+    """Return the error of a request that was refused or lost; the built-in one where a file is the matter."""
+    kind = _FILE_ERRORS.get(str(error.detail.get("file_error")))
+    if kind is not None:
+        return kind(error.message)
+    where = f"sandbox {sandbox}: " if sandbox and sandbox not in error.message else ""
+    return InfrastructureFailed(where + error.message, error.code, sandbox, error.invocation_id or "")
+
+
+def _stream(told: Mapping[str, Any], name: str) -> bytes:
+    exact = told.get(f"{name}_base64")
+    return base64.b64decode(exact) if exact else str(told.get(name, "")).encode("utf-8", "surrogatepass")

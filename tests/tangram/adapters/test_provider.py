@@ -1,0 +1,245 @@
+"""The nine verbs that every adapter is made of, against a scripted gateway; real ones are in tests/e2e."""
+
+from __future__ import annotations
+
+import base64
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tangram import AsyncClient, Client
+from tangram.adapters import (
+    AsyncSandboxProvider,
+    CommandTimedOut,
+    InfrastructureFailed,
+    SandboxProvider,
+)
+from tangram.adapters.frameworks import missing
+from tangram.testing import Answer, ScriptedCall, ScriptedFailure, ScriptedGateway, broken, refusal
+from tangram.testing.answers import json_answer
+from tangram.types import Problem, Reason
+
+
+def ended(
+    stdout: str = "", *, exit_code: int | None = 0, signal: int | None = None, **more: object
+) -> dict[str, object]:
+    """What an exec function returns."""
+    streams = {"stdout": stdout, "stderr": "", "stdout_truncated": False, "stderr_truncated": False}
+    return {"exit_code": exit_code, "signal": signal, "duration_s": 0.0, **streams, **more}
+
+
+@pytest.fixture
+def scripted() -> ScriptedGateway:
+    return ScriptedGateway({"shell": ended("said\n"), "pytest_reward": {"reward": 1.0, "note": "", "tests": {}}})
+
+
+@pytest.fixture
+def provider(scripted: ScriptedGateway) -> Iterator[SandboxProvider]:
+    with Client(transport=scripted) as client, SandboxProvider(client=client, task="t") as provider:
+        yield provider
+
+
+async def test_both_forms_do_the_same(scripted: ScriptedGateway, tmp_path: Path) -> None:
+    (tmp_path / "in" / "deep").mkdir(parents=True)
+    (tmp_path / "in" / "deep" / "run.sh").write_text("true")
+    (tmp_path / "in" / "deep" / "run.sh").chmod(0o755)
+    asking = AsyncClient(transport=scripted)
+    async with AsyncSandboxProvider(client=asking, task="t") as waiting:
+        box = await waiting.open(image="swebench/x", env={"A": "b"}, memory="1Gi")
+        assert (await waiting.run(box, ["echo", "said"], merge=True, timeout_s=5)).output == "said\n"
+        await waiting.write(box, "a", "text", mode=0o600)
+        assert await waiting.read(box, "a") == b"text"
+        await waiting.upload_tree(box, tmp_path / "in", "/tree")
+        await waiting.download_tree(box, "/tree", tmp_path / "out")
+        assert (await waiting.grade({"suite": "s"}, sandbox=box)).score() == 1.0
+        assert (await waiting.invoke("pytest_reward", {}))["reward"] == 1.0
+        chosen = scripted.trajectories[box].sandbox
+        assert chosen is not None and (chosen.image, chosen.env, chosen.memory) == ("swebench/x", {"A": "b"}, "1Gi")
+        await waiting.end(box)
+        await waiting.end(box)
+    await asking.close()
+    awaited = [(request.method, request.url.path.replace(box, "BOX"), request.content) for request in scripted.requests]
+    assert (tmp_path / "out" / "deep" / "run.sh").stat().st_mode & 0o777 == 0o755
+    scripted.requests.clear()
+    with Client(transport=scripted) as client, SandboxProvider(client=client, task="t") as blocking:
+        box = blocking.open(image="swebench/x", env={"A": "b"}, memory="1Gi")
+        blocking.run(box, ["echo", "said"], merge=True, timeout_s=5)
+        blocking.write(box, "a", "text", mode=0o600)
+        assert blocking.read(box, "a") == b"text"
+        blocking.upload_tree(box, tmp_path / "in", "/tree")
+        blocking.download_tree(box, "/tree", tmp_path / "out")
+        blocking.grade({"suite": "s"}, sandbox=box)
+        blocking.invoke("pytest_reward", {})
+        blocking.end(box)
+    assert [(each.method, each.url.path.replace(box, "BOX"), each.content) for each in scripted.requests] == awaited
+    assert {call.task for call in scripted.calls} == {"t"}
+    assert scripted.trajectories == {}
+
+
+def test_a_command_that_ended_is_data_whatever_its_status(scripted: ScriptedGateway, provider: SandboxProvider) -> None:
+    box = provider.open()
+    for told, status in ((ended(exit_code=7), 7), (ended(exit_code=None, signal=9), 137)):
+        scripted.functions["shell"] = told
+        assert provider.run(box, "x").exit_code == status
+    exact = base64.b64encode(b"\xff\n").decode()
+    scripted.functions["shell"] = ended("�\n", stdout_base64=exact, stderr_truncated=True)
+    odd = provider.run(box, "x")
+    assert (odd.stdout, odd.output, odd.truncated) == (b"\xff\n", "�\n", True)
+
+
+def test_a_command_that_was_ended_for_its_memory_keeps_its_true_status(
+    scripted: ScriptedGateway, provider: SandboxProvider
+) -> None:
+    def hungry(call: ScriptedCall) -> object:
+        raise ScriptedFailure("out_of_memory", "no room", ended("half", exit_code=None, signal=9))
+
+    scripted.functions["shell"] = hungry
+    told = provider.run(provider.open(), "x")
+    assert (told.exit_code, told.out_of_memory, told.output) == (137, True, "half")
+
+
+def test_a_timeout_is_its_own_error_with_what_was_said(scripted: ScriptedGateway, provider: SandboxProvider) -> None:
+    def slow(call: ScriptedCall) -> object:
+        raise ScriptedFailure("timeout", "longer than 1 s", ended("half", exit_code=None, signal=9))
+
+    scripted.functions["shell"] = slow
+    with pytest.raises(CommandTimedOut, match="longer than 1 s") as caught:
+        provider.run(provider.open(), "x", timeout_s=1)
+    assert caught.value.stdout == b"half"
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (str(again), again.stdout, again.invocation) == (str(caught.value), b"half", caught.value.invocation)
+
+
+@pytest.mark.parametrize(
+    "reason", ["environment_lost", "node_lost", "queue_timeout", "gateway_restart", "internal", "out_of_memory"]
+)
+def test_what_the_command_did_not_do_is_no_exit_status(
+    scripted: ScriptedGateway, provider: SandboxProvider, reason: Reason
+) -> None:
+    def lost(call: ScriptedCall) -> object:
+        raise ScriptedFailure(reason, "as scripted")
+
+    scripted.functions |= {"shell": lost, "pytest_reward": lost}
+    box = provider.open()
+    calls: list[Any] = [
+        lambda: provider.run(box, "x"),
+        lambda: provider.grade({}),
+        lambda: provider.invoke("shell", {}),
+    ]
+    for call in calls:
+        with pytest.raises(InfrastructureFailed) as caught:
+            call()
+        assert caught.value.reason == reason and caught.value.invocation
+        assert pickle.loads(pickle.dumps(caught.value)).args == caught.value.args
+
+
+@pytest.mark.parametrize(
+    ("trouble", "reason"),
+    [
+        (refusal(401, "unauthorized"), "unauthorized"),
+        (refusal(422, "invalid_input"), "invalid_input"),
+        (refusal(410, "trajectory_ended"), "trajectory_ended"),
+        (broken(httpx.ReadError), "connection_failed"),
+    ],
+)
+def test_a_refusal_and_a_broken_connection_are_the_same_error(
+    scripted: ScriptedGateway, provider: SandboxProvider, trouble: Answer, reason: str
+) -> None:
+    box = provider.open()
+    scripted.trouble(trouble)
+    with pytest.raises(InfrastructureFailed, match=box) as caught:
+        provider.run(box, "x")
+    assert (caught.value.reason, caught.value.sandbox) == (reason, box)
+
+
+def test_with_durable_a_lost_answer_is_asked_for_again_and_runs_once(scripted: ScriptedGateway) -> None:
+    with Client(transport=scripted) as client, SandboxProvider(client=client, durable=True) as provider:
+        box = provider.open()
+        scripted.trouble(broken(httpx.ReadError))
+        assert provider.run(box, "x").output == "said\n"
+        provider.run(box, "x")
+        assert len(scripted.calls) == 2, "two commands are two executions"
+
+
+@pytest.mark.parametrize(
+    ("said", "kind"),
+    [
+        ("not_found", FileNotFoundError),
+        ("is_a_directory", IsADirectoryError),
+        ("not_a_directory", NotADirectoryError),
+        ("permission_denied", PermissionError),
+        ("read_only", PermissionError),
+    ],
+)
+def test_errors_of_files_are_pythons_own(
+    scripted: ScriptedGateway, provider: SandboxProvider, said: str, kind: type[OSError]
+) -> None:
+    def refused(request: httpx.Request) -> httpx.Response:
+        problem = Problem(
+            type="", title="", status=409, code="conflict", detail="no", component="x", errors={"file_error": said}
+        )
+        return json_answer(problem, 409)
+
+    box = provider.open()
+    for call in (lambda: provider.read(box, "a"), lambda: provider.write(box, "a", b"")):
+        scripted.trouble(refused)
+        with pytest.raises(kind, match="no"):
+            call()
+
+
+def test_a_grade_without_a_reward_is_no_reward_of_zero(scripted: ScriptedGateway, provider: SandboxProvider) -> None:
+    scripted.functions["pytest_reward"] = {"reward": None, "reason": "the tests are gone", "tests": {}}
+    report = provider.grade({})
+    with pytest.raises(InfrastructureFailed, match="the tests are gone"):
+        report.score()
+    with pytest.raises(InfrastructureFailed, match="is its runtime pytest"):
+        provider.grade({}, function="shell")
+
+
+def test_a_sandbox_that_was_not_opened_here_is_refused_and_never_begun(
+    scripted: ScriptedGateway, provider: SandboxProvider
+) -> None:
+    with pytest.raises(InfrastructureFailed, match="was not opened"):
+        provider.run("elsewhere", "x")
+    box = provider.open("mine")
+    assert (box, provider.open("mine"), provider.sandboxes) == ("mine", "mine", ("mine",))
+    scripted.end_trajectory("mine")
+    with pytest.raises(InfrastructureFailed, match="ended") as caught:
+        provider.run("mine", "x")
+    assert caught.value.reason == "trajectory_ended"
+    assert scripted.calls == []
+
+
+def test_closing_ends_every_sandbox_also_behind_one_that_cannot_be_ended(scripted: ScriptedGateway) -> None:
+    with Client(transport=scripted) as client:
+        provider = SandboxProvider(client=client)
+        boxes = [provider.open() for _ in range(3)]
+        scripted.trouble(refusal(500, "internal"))
+        with pytest.raises(InfrastructureFailed):
+            provider.close()
+        assert list(scripted.trajectories) == boxes[:1]
+        assert provider.sandboxes == ()
+
+
+def test_trees_from_a_sandbox_cannot_leave_their_directory(
+    scripted: ScriptedGateway, provider: SandboxProvider, tmp_path: Path
+) -> None:
+    box = provider.open()
+    scripted.trajectories[box].files["/workspace/../out"] = (b"", "644")
+    scripted.trajectories[box].files["/workspace/a/../../out"] = (b"x", "644")
+    with pytest.raises(InfrastructureFailed, match="outside"):
+        provider.download_tree(box, "/workspace", tmp_path / "here")
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(NotADirectoryError):
+        provider.upload_tree(box, __file__, "/t")
+    with pytest.raises(FileNotFoundError):
+        provider.upload_tree(box, tmp_path / "nowhere", "/t")
+
+
+def test_a_framework_that_is_not_there_is_named_with_its_extra() -> None:
+    with pytest.raises(ImportError, match=r"tangram-client\[mini-swe\]"):
+        raise missing("mini_swe", "mini-swe-agent", ImportError("no module"))
