@@ -22,12 +22,13 @@ def describe(config: GatewayConfig) -> NodeSpec:
     topology = discover() if node.cpu.topology is None else from_file(node.cpu.topology)
     topology = _confined(topology, node.cpu.cores).reserve(node.cpu.reserved)
     devices, device_bytes = _devices(config)
-    return topology.node(
+    spec = topology.node(
         node.name,
         memory_bytes=node.memory_bytes or int(topology.memory_bytes * MEMORY_SHARE),
         devices=devices,
         device_bytes=device_bytes,
     )
+    return replace(spec, labels=node.labels)
 
 
 def _confined(topology: Topology, cores: str) -> Topology:

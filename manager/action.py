@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 #: What a further member is taken to add to a batch, as a fraction of what it takes alone, while nothing is learned: a
 #: whole sequence keeps a device busy. Batches are then expected to end no sooner than one after the other would.
@@ -140,6 +140,18 @@ def demand_of(cost: Mapping[str, UnitSet]) -> Demand:
     return tuple([(kind, units.minimum) for kind, units in cost.items()])
 
 
+class Placement(NamedTuple):
+    """Which nodes are right for an action: those that bear these labels and are able to run its function."""
+
+    #: Labels and their values, by label.
+    labels: tuple[tuple[str, str], ...] = ()
+    #: The function that a node must be able to run; empty where every node is taken to be.
+    function: str = ""
+
+
+ANYWHERE = Placement()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
     """One invocation, scheduled as a unit; made by formulation and frozen.
@@ -159,6 +171,8 @@ class Action:
     memory_bytes: int = 0
     #: Seconds without an action after which its trajectory ends.
     trajectory_ttl_s: float = 1800.0
+    #: Which nodes it may run on, as far as it runs on a node.
+    placement: Placement = ANYWHERE
     #: The resource kind whose amount changes the duration; None for a rigid action.
     key: str | None = None
     elasticity: Elasticity | None = None

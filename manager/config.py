@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
+from manager.action import Placement
 from manager.resources.declared import ResourceSpec
 from manager.scheduler.policy import PolicySpec
 from manager.setting import Setting
@@ -26,10 +27,19 @@ class NodeSpec:
     #: Model devices: their number (six make a chunk of four and one of two) and the bytes of each.
     devices: int = 0
     device_bytes: int = 0
+    #: What functions may choose it by.
+    labels: Mapping[str, str] = field(default_factory=dict)
+    #: The functions that it is able to run; None for all.
+    able: frozenset[str] | None = None
 
     @property
     def cores(self) -> int:
         return sum(len(ids) for ids in self.numa)
+
+    def suits(self, placement: Placement) -> bool:
+        """Return whether an action of this placement may run here."""
+        able = self.able is None or not placement.function or placement.function in self.able
+        return able and all(self.labels.get(label) == value for label, value in placement.labels)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,8 +33,10 @@ from manager.events import (
     Event,
     Execute,
     Finished,
+    NodeClosed,
     NodeJoined,
     NodeLost,
+    NodeOpened,
     Reconfigured,
     Refuse,
     ReplicaEnded,
@@ -211,9 +213,10 @@ class Engine:
         """Raise CapacityExceeded if it may not begin now; with ``living`` TrajectoryHasEnded if it would begin."""
         self._lifecycle.check(trajectory, living=living)
 
-    def adopt_trajectory(self, trajectory: str, task: str, *, memory_bytes: int, ttl_s: float) -> None:
-        """Take in a trajectory whose environment lives already, for example after a restart."""
-        self._feed([TrajectoryOpened(trajectory=trajectory, task=task, memory_bytes=memory_bytes, ttl_s=ttl_s)])
+    def adopt_trajectory(self, trajectory: str, task: str, *, memory_bytes: int, ttl_s: float, node: str = "") -> None:
+        """Take in a trajectory whose environment lives already, for example after a restart, on ``node`` if named."""
+        opened = TrajectoryOpened(trajectory=trajectory, task=task, memory_bytes=memory_bytes, ttl_s=ttl_s, node=node)
+        self._feed([opened])
 
     async def end_trajectory(self, trajectory: str) -> bool:
         """Cancel its actions, remove its environment, give its memory back; return False if there is none."""
@@ -225,8 +228,8 @@ class Engine:
         """Believe what a node's devices really hold: chunks by service."""
         self._feed([ResidencyReported(node=node, resident=resident)])
 
-    def tell(self, event: NodeLost | NodeJoined | Reconfigured) -> None:
-        """Take in that a node has come or gone, or new bounds and model services; nothing in flight is dropped."""
+    def tell(self, event: NodeLost | NodeJoined | NodeClosed | NodeOpened | Reconfigured) -> None:
+        """Take in that a node has come, gone, been closed or opened, or what is new in the configuration."""
         self._feed([event])
 
     def tell_consumed(self, resource: str, ages: Sequence[tuple[float, int]], *, running: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from manager.action import Action, UnitSet
+from manager.action import ANYWHERE, Action, Placement, UnitSet
 from manager.chunk import Chunk
 from manager.config import NodeSpec, ServiceSpec, TaskSpec
 from manager.errors import CodedError
@@ -65,6 +65,10 @@ class TrajectoryOpened:
     ttl_s: float = 1800.0
     #: What its actions will need at least: filters the nodes.
     cost: Mapping[str, UnitSet] = field(default_factory=dict)
+    #: Which nodes are right for it besides.
+    placement: Placement = ANYWHERE
+    #: Where it lives already, for one that was opened under an earlier core; empty if it has no place yet.
+    node: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,9 +87,24 @@ class NodeLost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeJoined:
-    """A node may be used from now on."""
+    """A node may be used from now on; one that is there already keeps what it has, but for what it is able to run."""
 
     node: NodeSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeClosed:
+    """Nothing is started or placed on a node any more; what runs there goes on. Told again, it has a new why."""
+
+    node: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeOpened:
+    """A node that was closed may be used again."""
+
+    node: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +161,8 @@ Event = (
     | TrajectoryEnded
     | NodeLost
     | NodeJoined
+    | NodeClosed
+    | NodeOpened
     | ResidencyReported
     | ReplicaEnded
     | Reconfigured

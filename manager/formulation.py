@@ -45,6 +45,7 @@ def formulate(
         trajectory=trajectory,
         cost=capped(function.cost, function.key, _units_max(function, input, learned)),
         memory_bytes=0 if sandbox is None else sandbox.memory_bytes,
+        placement=function.placement,
         trajectory_ttl_s=1800.0 if sandbox is None else sandbox.idle_ttl_s,
         key=function.key,
         elasticity=elasticity,
@@ -69,9 +70,12 @@ def check_satisfiable(function: FunctionSpec, spec: ManagerSpec) -> None:
     for kind, units in function.cost.items():
         if kind not in on_node:
             _check_named(function, kind, units, spec)
-    if (on_node or memory_bytes) and not any(_serves(node, on_node, memory_bytes) for node in spec.nodes):
+    if (on_node or memory_bytes) and not any(
+        node.suits(function.placement) and _serves(node, on_node, memory_bytes) for node in spec.nodes
+    ):
         raise Unsatisfiable(
-            f"function {function.name} needs {_story(on_node, memory_bytes)} on one node; {_largest(spec.nodes)}",
+            f"function {function.name} needs {_story(on_node, memory_bytes)} on one node{_where(function)}; "
+            f"{_largest(spec.nodes)}",
             component="formulation",
             detail={"function": function.name},
         )
@@ -160,6 +164,11 @@ def _chunk_max(devices: int) -> int:
 def _story(cost: Mapping[str, UnitSet], memory_bytes: int) -> str:
     parts = [f"{units.minimum} of {kind}" for kind, units in cost.items()]
     return " and ".join([*parts, *([f"{memory_bytes} bytes"] if memory_bytes else [])])
+
+
+def _where(function: FunctionSpec) -> str:
+    labels = [f"{label}={value}" for label, value in function.placement.labels]
+    return f" with {' and '.join(labels)}" if labels else ""
 
 
 def _largest(nodes: tuple[NodeSpec, ...]) -> str:

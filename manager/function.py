@@ -8,7 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Literal
 
-from manager.action import Elasticity, UnitSet
+from manager.action import ANYWHERE, Elasticity, Placement, UnitSet
 from manager.errors import Reason
 from manager.setting import Setting
 
@@ -316,8 +316,20 @@ class FunctionSpec:
     )
     log_limit_bytes: Annotated[int, Setting("log kept of one invocation, from its beginning")] = 4 * 2**20
     retry: Annotated[RetrySpec, Setting("tries after a failure")] = RetrySpec()
+    nodes: Annotated[
+        Mapping[str, str], Setting("labels of the nodes that it may run on ({pool: big}); on all of them by default")
+    ] = field(default_factory=dict)
+    #: Whether every node is taken to be able to run it, as where there is but one; else each node says so itself.
+    anywhere: bool = True
     sandbox: SandboxSpec | None = None
     pytest: PytestSpec | None = None
     handler: HandlerSpec | None = None
     model: ModelSpec | None = None
     request: RequestSpec | None = None
+
+    @property
+    def placement(self) -> Placement:
+        """Return which nodes are right for its actions."""
+        if self.anywhere and not self.nodes:
+            return ANYWHERE
+        return Placement(tuple(sorted(self.nodes.items())), "" if self.anywhere else self.name)

@@ -39,11 +39,25 @@ class TrajectoryLifecycle:
         known = self._core.state.trajectories.get(trajectory) is not None
         memory_bytes = 0 if function.sandbox is None else function.sandbox.memory_bytes
         ttl_s = 1800.0 if function.sandbox is None else function.sandbox.idle_ttl_s
-        if not self._core.state.nodes.ever((), memory_bytes):
+        placement = function.placement
+        if not self._core.state.nodes.hosts_of(memory_bytes, placement):
+            if placement.function:  # of a cluster, whose nodes come and go
+                raise CapacityExceeded(
+                    f"no node that is here could hold {memory_bytes} bytes for trajectory {trajectory}"
+                    f" and is able to run {function.name} (GET /v1/nodes)",
+                    component="engine",
+                    retry_after_s=self._core.retry_after_s(),
+                )
             raise Unsatisfiable(
                 f"no node could ever hold {memory_bytes} bytes for trajectory {trajectory}", component="engine"
             )
-        self._feed([TrajectoryOpened(trajectory=trajectory, task=task, memory_bytes=memory_bytes, ttl_s=ttl_s)])
+        self._feed(
+            [
+                TrajectoryOpened(
+                    trajectory=trajectory, task=task, memory_bytes=memory_bytes, ttl_s=ttl_s, placement=placement
+                )
+            ]
+        )
         await self._wait_for_place(trajectory, function.queue_timeout_s)
         try:
             await self.until_removed(trajectory)

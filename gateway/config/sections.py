@@ -153,6 +153,9 @@ class NodeConfig:
         None
     )
     devices: Annotated[DevicesConfig, Setting("model devices")] = DevicesConfig()
+    labels: Annotated[Mapping[str, str], Setting("what functions may choose it by (nodes: {pool: big})")] = field(
+        default_factory=dict
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -131,6 +131,7 @@ def verdict(seen: Shown, stopped: str | None, functions: Mapping[str, tuple[str,
         "hold": "because the policy holds them back",
         "turn": "for their turn",
         "memory": "for memory",
+        "node": "for a node that is open to them",
     }.get(kind, f"for {pools.get(kind, '')}")
     return bound, f"{counts.get(kind, 0)} of {waiting} waiting actions wait {what}{_use(seen, pools.get(kind, ''))}"
 

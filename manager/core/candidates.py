@@ -250,10 +250,11 @@ class Selector:
     def _options(self, group: QueueGroup) -> dict[str, StartOption]:
         signature = group.signature
         bound = signature.memory_bytes > 0 or any(self._resources.on_nodes(kind) for kind, _ in signature.demand)
-        if not bound or signature.node:
-            names: tuple[str, ...] = (signature.node,)
+        if bound:
+            wanted = (signature.node,) if signature.node else self._nodes.names
+            names = tuple([name for name in wanted if self._nodes.may_start(signature.placement, name)])
         else:
-            names = self._nodes.names
+            names = (signature.node,)
         options = {name: self._option(group, name) for name in names}
         return {name: option for name, option in options.items() if option is not None}
 

@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Literal
 
+from manager.action import Placement
 from manager.core.queue import QueueGroup, Waiting
 from manager.core.state import SchedulerState
 from manager.resources.placed import PlacedPool
 from manager.resources.pool import Pool, TimedPool
 
-CauseKind = Literal["units", "devices", "quota", "memory", "trajectory", "task_cap", "hold", "turn"]
+CauseKind = Literal["units", "devices", "quota", "memory", "node", "trajectory", "task_cap", "hold", "turn"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,9 +94,10 @@ def _of_group(state: SchedulerState, waiting: Waiting, group: QueueGroup) -> Cau
     if hold is not None:
         until_s = None if hold.until_s is None else max(0.0, hold.until_s - state.now_s)
         return Cause(kind="hold", text=hold.waits_for, until_s=until_s)
-    missing = [*_caps(state, waiting), *_units(state, group)]
     memory_bytes, node = group.signature.memory_bytes, group.signature.node
-    if memory_bytes and memory_bytes > _free_memory(state, node)[0]:
+    no_node = list(_nodes(state, group))
+    missing = [*_caps(state, waiting), *(no_node or _units(state, group))]
+    if not no_node and memory_bytes and memory_bytes > _free_memory(state, node)[0]:
         missing.append(_memory_of(state, memory_bytes, node))
     if missing:
         return replace(missing[0], text=" and ".join(each.text for each in missing))
@@ -111,6 +113,26 @@ def _caps(state: SchedulerState, waiting: Waiting) -> Iterable[Cause]:
             task = waiting.action.task
             text = f"{units.minimum} of {kind} under the cap of task {task}"
             yield Cause(kind="task_cap", text=text, pool=kind, need=units.minimum, free=room)
+
+
+def _nodes(state: SchedulerState, group: QueueGroup) -> Iterable[Cause]:
+    """Yield what keeps all nodes from starting it that otherwise might."""
+    node, placement = group.signature.node, group.signature.placement
+    if node and node in state.nodes:
+        place = state.nodes[node]
+        if place.closed is not None:
+            yield Cause(kind="node", text=f"node {node}, which is closed: {place.closed}", pool=f"node:{node}")
+        elif not place.spec.suits(placement):
+            told = f"node {node} of its trajectory, which is not right for it: {_story(placement)}"
+            yield Cause(kind="node", text=told, pool=f"node:{node}")
+    elif state.resources.any_on_nodes(group.demand) and not any(each.is_right_for(placement) for each in state.nodes):
+        yield Cause(kind="node", text=f"an open node {_story(placement)}".rstrip())
+
+
+def _story(placement: Placement) -> str:
+    parts = [f"{label}={value}" for label, value in placement.labels]
+    parts += [f"able to run {placement.function}"] if placement.function else []
+    return " and ".join(parts)
 
 
 def _units(state: SchedulerState, group: QueueGroup) -> Iterable[Cause]:

@@ -27,8 +27,10 @@ from manager.events import (
     Command,
     Event,
     Finished,
+    NodeClosed,
     NodeJoined,
     NodeLost,
+    NodeOpened,
     Reconfigured,
     Refuse,
     ReplicaEnded,
@@ -180,6 +182,10 @@ class Core:
                 self._replication.lose(event.node)
             case NodeJoined():
                 self._membership.join(event.node)
+            case NodeClosed():
+                self._membership.close(event.node, event.why)
+            case NodeOpened():
+                self._membership.open(event.node)
             case ResidencyReported():
                 for pool in self._state.resources.placed:
                     pool.report(event.node, event.resident)

@@ -334,6 +334,8 @@ class Executing:
         lease, action = parent.lease, child.action
         if parent.borrower is not None or parent.action.malleable or parent.action.batch_tokens:
             return None
+        if lease.node in self._nodes and not self._nodes[lease.node].is_right_for(action.placement):
+            return None
         if child.group is None or child.group.signature.node not in ("", lease.node):
             return None
         memory_bytes = _own_memory(action)
@@ -378,7 +380,7 @@ class Executing:
 
     def _observe(self, pool: Pool, now_s: float) -> None:
         total = pool.total
-        self.load(pool.name).observe(now_s, (total - pool.free) / total if total else 0.0)
+        self.load(pool.name).observe(now_s, pool.used / total if total else 0.0)
 
     def _pool(self, kind: str, node: str) -> Pool:
         pool = self._resources.find(kind, node)

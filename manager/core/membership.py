@@ -22,12 +22,26 @@ class Membership:
         self._settling = settling
 
     def join(self, node: NodeSpec) -> None:
-        """Use a node from now on; do nothing if it is there already."""
+        """Use a node from now on; of one that is there already take up its labels and what it is able to run."""
         state = self._state
         if node.name in state.nodes:
+            state.nodes.describe(node)
+            state.resources.note_membership()
             return
         state.resources.join(node)
         state.nodes.join(node)
+
+    def close(self, name: str, why: str) -> None:
+        """Start and place nothing on a node any more; what runs there goes on."""
+        if name in self._state.nodes:
+            self._state.nodes.close(name, why)
+            self._state.resources.close(name)
+
+    def open(self, name: str) -> None:
+        """Start and place on a closed node again."""
+        if name in self._state.nodes:
+            self._state.nodes.open(name)
+            self._state.resources.open(name)
 
     def lose(self, name: str) -> None:
         """End everything on a node: as lost, or queued again if that is safe."""

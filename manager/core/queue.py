@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple, TypeVar
 
-from manager.action import Action, Demand
+from manager.action import ANYWHERE, Action, Demand, Placement
 from manager.config import ServiceSpec, TaskSpec
 from manager.core.expiries import Expiries
 from manager.errors import CapacityExceeded, CodedError, QuotaExceeded
@@ -56,6 +56,8 @@ class Signature(NamedTuple):
     #: The service whose batch it may join; empty if it joins none.
     batch_service: str
     child: bool
+    #: Which nodes are right for it.
+    placement: Placement = ANYWHERE
 
 
 class QueueGroup:
@@ -189,7 +191,7 @@ class Queue:
         action = waiting.action
         memory_bytes = action.memory_bytes if action.trajectory is None else 0
         service = self._batch_service(action) if action.batch_tokens else ""
-        signature = Signature(action.task, action.demand, memory_bytes, node, service, waiting.child)
+        signature = Signature(action.task, action.demand, memory_bytes, node, service, waiting.child, action.placement)
         group = self._groups.get(signature)
         if group is None:
             group = self._groups[signature] = QueueGroup(signature)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from manager.action import ANYWHERE
 from manager.config import SchedulerSpec, TaskSpec
 from manager.core.executing import Executing, Running
 from manager.core.fairness import FairShare
@@ -96,7 +97,10 @@ class SchedulerState:
     def pools_of(self, group: QueueGroup) -> tuple[str, ...]:
         """Return the names of the pools that could serve a group's actions."""
         if group.pools_version != self.resources.version:
-            node = group.signature.node
-            group.pools = tuple(pool.name for kind in group.demand for pool in self.resources.serving(kind, node))
+            node, placement = group.signature.node, group.signature.placement
+            pools = [pool for kind in group.demand for pool in self.resources.serving(kind, node)]
+            if placement is not ANYWHERE:
+                pools = [pool for pool in pools if not pool.node or self.nodes[pool.node].spec.suits(placement)]
+            group.pools = tuple([pool.name for pool in pools])
             group.pools_version = self.resources.version
         return group.pools

@@ -103,8 +103,11 @@ class TrajectoryOrder:
         trajectory = TrajectoryState(event.trajectory, event.task, event.memory_bytes, event.ttl_s, seq)
         trajectories.add(trajectory)
         trajectory.explicit = True
-        trajectory.demand = demand_of(event.cost)
-        if event.memory_bytes or self._state.resources.any_on_nodes(event.cost):
+        trajectory.demand, trajectory.placement = demand_of(event.cost), event.placement
+        home = self._state.nodes.get(event.node)
+        if home is not None and event.memory_bytes <= home.free_bytes:
+            self._pin(trajectory, home)
+        elif event.memory_bytes or self._state.resources.any_on_nodes(event.cost):
             trajectories.wait_for_memory(trajectory)
         trajectories.rest(trajectory, self._state.now_s)
 
@@ -113,9 +116,10 @@ class TrajectoryOrder:
         state = self._state
         state.memory_waits_from, state.memory_waits_bytes = None, 0
         for trajectory in state.trajectories.waiting():
-            node = state.nodes.choose(trajectory.demand, trajectory.memory_bytes)
+            place = trajectory.demand, trajectory.memory_bytes, trajectory.placement
+            node = state.nodes.choose(*place)
             if node is None:
-                if state.nodes.ever(trajectory.demand, trajectory.memory_bytes):
+                if state.nodes.ever(*place):
                     state.memory_waits_from = trajectory.opened_seq
                     state.memory_waits_bytes = trajectory.memory_bytes
                     return
@@ -150,7 +154,8 @@ class TrajectoryOrder:
         elif trajectory.node:
             self._state.queue.offer(waiting, trajectory.node)
         else:
-            trajectory.demand = trajectory.demand or waiting.action.demand
+            if not trajectory.demand:
+                trajectory.demand, trajectory.placement = waiting.action.demand, waiting.action.placement
             trajectory.unplaced.append(waiting)
             self._state.trajectories.wait_for_memory(trajectory)
 

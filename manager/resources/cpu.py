@@ -25,7 +25,14 @@ class CpuPool(Pool):
 
     @property
     def free(self) -> int:
+        return 0 if self.closed else self._cores.free
+
+    @property
+    def idle(self) -> int:
         return self._cores.free
+
+    def accepts(self, ask: PoolRequest) -> bool:
+        return ask.units <= self.idle  # what runs already on a closed node may be resumed there
 
     def acquire(self, ask: PoolRequest, now_s: float) -> Grant:
         self._enter(ask.holder, ask.units)

@@ -105,6 +105,8 @@ class GpuPool(PlacedPool):
         self._by_holder: dict[str, Chunk] = {}
         #: Node name -> its devices in the pool's indices.
         self._regions: dict[str, Chunk] = {}
+        #: Nodes whose free chunks are not given.
+        self._closed: set[str] = set()
         #: What each node said last, and the devices for which that is still news.
         self._told: dict[str, tuple[list[ResidentCopy], set[int]]] = {}
         #: Whether nothing has changed since replicas were looked for.
@@ -121,7 +123,17 @@ class GpuPool(PlacedPool):
 
     @property
     def free(self) -> int:
+        return sum(chunk.size for chunk in self._free) if self._closed else self._chunks.free_units
+
+    @property
+    def idle(self) -> int:
         return self._chunks.free_units
+
+    @property
+    def _free(self) -> tuple[Chunk, ...]:
+        """Free chunks of the nodes that are open."""
+        free = self._chunks.free
+        return tuple(chunk for chunk in free if self.node_of(chunk) not in self._closed) if self._closed else free
 
     def admits(self, units: int) -> bool:
         return any(power_at_least(units) <= region.size for region in self._regions.values())
@@ -139,7 +151,20 @@ class GpuPool(PlacedPool):
             self._residency.add_device(device, node.device_bytes)
         self._note_change()
 
+    def close(self, node: str) -> None:
+        if node in self._regions:
+            self._closed.add(node)
+            self._replicated = False
+            self._note_change()
+
+    def open(self, node: str) -> None:
+        if node in self._closed:
+            self._closed.remove(node)
+            self._replicated = False
+            self._note_change()
+
     def leave(self, node: str) -> None:
+        self._closed.discard(node)
         region = self._regions.pop(node, None)
         if region is None:
             return
@@ -150,12 +175,13 @@ class GpuPool(PlacedPool):
         self._replicas.forget(region.devices)
 
     def headroom(self) -> Headroom:
-        return ChunkHeadroom(self._regions, self._chunks.free)
+        return ChunkHeadroom(self._regions, self._free)
 
     def accepts(self, ask: PoolRequest) -> bool:
         size = power_at_least(ask.units)
         if ask.chunk is not None and (not ask.node or self.node_of(ask.chunk) == ask.node):
-            return ask.chunk.size == size and self._chunks.host(ask.chunk) is not None
+            closed = self.node_of(ask.chunk) in self._closed
+            return ask.chunk.size == size and not closed and self._chunks.host(ask.chunk) is not None
         return any(host.size >= size and self._allowed(host, ask.node) for host in self._open(ask))
 
     def node_of(self, chunk: Chunk) -> str:
@@ -213,11 +239,11 @@ class GpuPool(PlacedPool):
         return self._replicas.counts()
 
     def replicate(self, now_s: float) -> Sequence[Replica]:
-        if self._replicated or not self._chunks.free_units:
+        if self._replicated or not self.free:
             return ()
         self._replicated = True
         found = []
-        for copy in self._replicas.begin(lambda service: self._demand.recent(service, now_s), self._chunks.free):
+        for copy in self._replicas.begin(lambda service: self._demand.recent(service, now_s), self._free):
             node = self.node_of(copy.chunk)
             found.append(Replica(copy.service, node, self._on_node(copy.chunk, node), copy.chunk))
         return found
@@ -236,7 +262,7 @@ class GpuPool(PlacedPool):
 
     def chunk_view(self, now_s: float) -> ChunkView:
         return ChunkView(
-            free=self._chunks.free,
+            free=self._free,
             resident=self._residency.chunks_of(),
             restore_s=self._residency.restore_s,
             evicts=self._evicts,
@@ -290,7 +316,7 @@ class GpuPool(PlacedPool):
 
     def _open(self, ask: PoolRequest) -> Sequence[Chunk]:
         """What is free and not kept from the one that asks."""
-        return outside(self._chunks.free, ask.kept) if ask.kept else self._chunks.free
+        return outside(self._free, ask.kept) if ask.kept else self._free
 
     def _evicts(self, service: str, chunk: Chunk) -> list[tuple[str, int]]:
         return [(victim.service, victim.chunk.size) for victim in self._residency.victims(ResidentCopy(service, chunk))]

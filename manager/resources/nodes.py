@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 
-from manager.action import Demand
+from manager.action import ANYWHERE, Demand, Placement
 from manager.config import NodeSpec
 from manager.resources.resources import Resources
 
 #: Demands of which the able nodes are remembered.
 _DEMANDS_MAX = 1024
-#: What nodes are alike in, but for their names: cores, devices, bytes.
-_Shape = tuple[int, int, int]
+#: What nodes are alike in, but for their names: cores, devices, bytes, labels, and what they are able to run.
+_Shape = tuple[int, int, int, frozenset[tuple[str, str]], frozenset[str] | None]
 
 
 @dataclass(slots=True)
@@ -38,6 +38,8 @@ class Node:
     holders: dict[str, int] = field(default_factory=dict)
     #: Those that are trajectories.
     pinned: set[str] = field(default_factory=set)
+    #: Why nothing is started or placed here; None while it is open.
+    closed: str | None = None
 
     @property
     def free_bytes(self) -> int:
@@ -47,6 +49,10 @@ class Node:
     def order(self) -> tuple[int, int, int]:
         """Return its place among nodes of its shape: the least memory held, the fewest holders, the first to come."""
         return self.held_bytes, len(self.holders), self.number
+
+    def is_right_for(self, placement: Placement) -> bool:
+        """Return whether an action of this placement may start here now."""
+        return self.closed is None and self.spec.suits(placement)
 
     def admits(self, memory_bytes: int) -> bool:
         """Whether a new trajectory may hold so much: the reserve is left, unless it is larger and the first here."""
@@ -104,6 +110,9 @@ class AlikeNodes:
     def remove(self, node: Node) -> None:
         del self._order[bisect_left(self._order, node.order)], self._nodes[node.number]
 
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self._nodes.values())
+
     def any(self) -> Node:
         """Return one of them, whichever."""
         return next(iter(self._nodes.values()))
@@ -134,10 +143,13 @@ class Nodes:
         self._nodes = {spec.name: self._node(spec) for spec in specs}
         self._resources = resources
         #: Nodes that could serve a demand, were they empty.
-        self._able: dict[Demand, list[AlikeNodes]] = {}
+        self._able: dict[tuple[Demand, Placement], list[AlikeNodes]] = {}
 
     def __getitem__(self, name: str) -> Node:
         return self._nodes[name]
+
+    def get(self, name: str) -> Node | None:
+        return self._nodes.get(name)
 
     def __contains__(self, name: str) -> bool:
         return name in self._nodes
@@ -156,11 +168,52 @@ class Nodes:
         self._able.clear()
 
     def leave(self, name: str) -> None:
-        node = self._nodes.pop(name)
+        self._set_apart(self._nodes.pop(name))
+
+    def close(self, name: str, why: str) -> None:
+        """Place nothing on a node any more."""
+        node = self._nodes[name]
+        if node.closed is None:
+            self._set_apart(node)
+            node.alike = AlikeNodes()
+            node.alike.add(node)
+        node.closed = why
+        self._changed.add(name)
+
+    def open(self, name: str) -> None:
+        """Place on a closed node again."""
+        node = self._nodes[name]
+        if node.closed is not None:
+            node.closed = None
+            self._set_among_alike(node)
+
+    def describe(self, spec: NodeSpec) -> None:
+        """Take up what a node is able to run by now, and its labels; what it has stays."""
+        node = self._nodes[spec.name]
+        if node.closed is not None:
+            node.spec = replace(node.spec, labels=spec.labels, able=spec.able)
+            return
+        self._set_apart(node)
+        node.spec = replace(node.spec, labels=spec.labels, able=spec.able)
+        self._set_among_alike(node)
+
+    def may_start(self, placement: Placement, name: str) -> bool:
+        """Return whether an action of this placement may start on a node: on one that is there, open, and right."""
+        node = self._nodes.get(name)
+        return node is not None and node.is_right_for(placement)
+
+    def _set_apart(self, node: Node) -> None:
+        """Take a node from those of its shape."""
         node.alike.remove(node)
-        if not node.alike:
+        if node.closed is None and not node.alike:
             del self._shapes[_shape(node.spec)]
         self._able.clear()
+
+    def _set_among_alike(self, node: Node) -> None:
+        node.alike = self._shapes.setdefault(_shape(node.spec), AlikeNodes())
+        node.alike.add(node)
+        self._able.clear()
+        self._changed.add(node.spec.name)
 
     def take_changed(self) -> set[str]:
         """Return the names of the nodes that came, or on which memory returned, since the last call."""
@@ -168,7 +221,7 @@ class Nodes:
         self._changed.clear()
         return changed
 
-    def choose(self, demand: Demand, memory_bytes: int) -> Node | None:
+    def choose(self, demand: Demand, memory_bytes: int, placement: Placement = ANYWHERE) -> Node | None:
         """The node for a new trajectory: enough units in all, enough memory now, memory left most balanced.
 
         Of the demand only what is bound to nodes counts. Equal memory is broken by the fewest trajectories. None where
@@ -176,7 +229,7 @@ class Nodes:
         """
         best: Node | None = None
         least = (inf, 0, 0)
-        for alike in self._hosts(demand):
+        for alike in self._hosts(demand, placement):
             node = alike.least_held(memory_bytes)
             if node is None:
                 continue
@@ -186,13 +239,20 @@ class Nodes:
                 best, least = node, place
         return best
 
-    def ever(self, demand: Demand, memory_bytes: int) -> bool:
-        """Whether some living node, empty, could take it."""
-        return any(memory_bytes <= alike.any().spec.memory_bytes for alike in self._hosts(demand))
+    def ever(self, demand: Demand, memory_bytes: int, placement: Placement = ANYWHERE) -> bool:
+        """Whether some open node, empty, could take it."""
+        return any(memory_bytes <= alike.any().spec.memory_bytes for alike in self._hosts(demand, placement))
+
+    def hosts_of(self, memory_bytes: int, placement: Placement = ANYWHERE) -> list[str]:
+        """Return the nodes, open or closed, that could hold so much for a trajectory, were nothing held."""
+        return [
+            node.spec.name for node in self if memory_bytes <= node.spec.memory_bytes and node.spec.suits(placement)
+        ]
 
     def check(self) -> None:
         for alike in self._shapes.values():
             alike.check()
+            assert all(each.closed is None for each in alike), "a closed node is offered"
         for node in self._nodes.values():
             held = sum(node.holders.values())
             assert held == node.held_bytes <= node.spec.memory_bytes, f"{node.spec.name}: {node.holders}"
@@ -206,14 +266,16 @@ class Nodes:
         alike.add(node)
         return node
 
-    def _hosts(self, demand: Demand) -> list[AlikeNodes]:
-        """The nodes that could serve what a demand takes of nodes, were nothing held."""
-        hosts = self._able.get(demand)
+    def _hosts(self, demand: Demand, placement: Placement) -> list[AlikeNodes]:
+        """The open nodes that could serve what a demand takes of nodes, were nothing held."""
+        hosts = self._able.get((demand, placement))
         if hosts is None:
             if len(self._able) >= _DEMANDS_MAX:
                 self._able.clear()
-            hosts = self._able[demand] = [
-                alike for alike in self._shapes.values() if self._could_serve(alike.any().spec.name, demand)
+            hosts = self._able[demand, placement] = [
+                alike
+                for alike in self._shapes.values()
+                if alike.any().spec.suits(placement) and self._could_serve(alike.any().spec.name, demand)
             ]
         return hosts
 
@@ -227,4 +289,4 @@ class Nodes:
 
 
 def _shape(spec: NodeSpec) -> _Shape:
-    return spec.cores, spec.devices, spec.memory_bytes
+    return spec.cores, spec.devices, spec.memory_bytes, frozenset(spec.labels.items()), spec.able

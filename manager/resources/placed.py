@@ -35,6 +35,14 @@ class PlacedPool(Pool):
         """Forget the units of a node that is gone, and of which nothing is held any more."""
 
     @abstractmethod
+    def close(self, node: str) -> None:
+        """Give no units of a node any more; those that are held stay so."""
+
+    @abstractmethod
+    def open(self, node: str) -> None:
+        """Give a closed node's units again."""
+
+    @abstractmethod
     def learn(self, services: Mapping[str, ServiceSpec]) -> None:
         """Take up services that are new, or of another size than before."""
 

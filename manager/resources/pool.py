@@ -67,6 +67,8 @@ class Pool(ABC):
         self.kind = kind
         #: The node whose units these are; empty where the pool belongs to none, or spans several.
         self.node = node
+        #: Whether its node is closed: what is free of it cannot be acquired.
+        self.closed = False
         self._held: dict[str, int] = {}
         self._changed: set[str] = set()
 
@@ -86,6 +88,11 @@ class Pool(ABC):
     @abstractmethod
     def free(self) -> int:
         """Units that can be acquired now."""
+
+    @property
+    def idle(self) -> int:
+        """Units that nobody holds: those that are free, and those of closed nodes."""
+        return self.free
 
     @abstractmethod
     def acquire(self, ask: PoolRequest, now_s: float) -> Grant:
@@ -125,12 +132,12 @@ class Pool(ABC):
 
     @property
     def used(self) -> int:
-        return self.total - self.free
+        return self.total - self.idle
 
     def check(self) -> None:
         """Assert what always holds."""
         held = sum(self._held.values())
-        assert held == self.total - self.free, f"{self.name}: {held} held, {self.free} free of {self.total}"
+        assert held == self.total - self.idle, f"{self.name}: {held} held, {self.idle} idle of {self.total}"
 
     def describe(self) -> dict[str, object]:
         """A JSON-able view for people."""

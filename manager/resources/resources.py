@@ -42,7 +42,7 @@ class Resources:
             self.placed += (pool,)
         if pool.node:
             self._node_kinds.setdefault(pool.kind, {})[pool.node] = pool
-        self._note_membership()
+        self.note_membership()
 
     def remove(self, name: str) -> None:
         pool = self._pools.pop(name)
@@ -51,7 +51,7 @@ class Resources:
         self.placed = tuple(one for one in self.placed if one is not pool)
         if pool.node:
             del self._node_kinds[pool.kind][pool.node]
-        self._note_membership()
+        self.note_membership()
 
     def declare(self, name: str, spec: ResourceSpec) -> None:
         """Add a declared resource, or give the one that is there its new bounds; one of another kind stays."""
@@ -75,13 +75,31 @@ class Resources:
         for pool in self.placed:
             pool.leave(node)
 
+    def close(self, node: str) -> None:
+        """Give no units of a node any more; those that are held stay so."""
+        self._mark(node, closed=True)
+        for pool in self.placed:
+            pool.close(node)
+
+    def open(self, node: str) -> None:
+        """Give a closed node's units again."""
+        self._mark(node, closed=False)
+        for pool in self.placed:
+            pool.open(node)
+
+    def _mark(self, node: str, *, closed: bool) -> None:
+        for pool in self:
+            if pool.node == node:
+                pool.closed = closed
+        self.note_membership()
+
     def take_changed(self) -> set[str]:
         """Return the names of the pools that announced a change since the last call."""
         changed = self._changed & self._pools.keys()
         self._changed.clear()
         return changed
 
-    def _note_membership(self) -> None:
+    def note_membership(self) -> None:
         """Announce every pool: what waits has others to choose from."""
         self.version += 1
         self._changed.update(self._pools)

@@ -10,12 +10,15 @@ from typing import Protocol
 from manager.action import Action
 from manager.config import ManagerSpec, NodeSpec
 from manager.events import (
+    Abort,
     Command,
     Event,
     Execute,
     Finished,
+    NodeClosed,
     NodeJoined,
     NodeLost,
+    NodeOpened,
     Refuse,
     ReplicaEnded,
     Replicate,
@@ -23,6 +26,7 @@ from manager.events import (
     Resize,
     Settle,
     Submitted,
+    TrajectoryPlaced,
 )
 from manager.lease import Lease
 from manager.resources.concurrency import ConcurrencySpec
@@ -186,6 +190,7 @@ class FirstComeFirstServed:
             for seq, other in self._waiting.values():
                 same = other.task == command.action.task and list(other.cost) == list(command.action.cost)
                 alike = same and other.memory_bytes == command.action.memory_bytes == 0
+                alike = alike and other.placement == command.action.placement
                 single = len(other.cost) == 1 and self._spread.isdisjoint(other.cost)
                 if alike and single and seq < mine[0]:
                     kind = next(iter(other.cost))
@@ -236,6 +241,43 @@ class Late:
 
     def end(self) -> None:
         """All was checked as it happened."""
+
+
+class ClosedNodes:
+    """Nothing is started or placed on a closed node, or on one that is not right for it; what runs there goes on."""
+
+    def __init__(self, spec: ManagerSpec) -> None:
+        self._nodes: dict[str, NodeSpec] = {node.name: node for node in spec.nodes}
+        self._closed: set[str] = set()
+        self._running: dict[str, str] = {}
+
+    def see(self, now_s: float, event: Event | None, commands: list[Command]) -> None:
+        match event:
+            case NodeClosed():
+                self._closed |= self._nodes.keys() & {event.node}
+                assert not any(isinstance(command, Abort | Settle) for command in commands), f"{event} ends something"
+            case NodeOpened():
+                self._closed.discard(event.node)
+            case NodeLost():
+                self._closed.discard(event.node)
+                self._nodes.pop(event.node, None)
+            case NodeJoined():
+                self._nodes[event.node.name] = event.node
+            case _:
+                pass
+        for command in commands:
+            if isinstance(command, TrajectoryPlaced):
+                assert command.node not in self._closed, f"{command} at {now_s}"
+            elif isinstance(command, Execute) and command.lease.node:
+                self._check(command.action, command.lease.node)
+
+    def end(self) -> None:
+        """All was checked as it happened."""
+
+    def _check(self, action: Action, node: str) -> None:
+        assert node not in self._closed, f"{action.id} is started on {node}, which is closed"
+        if set(action.cost) != {"gpu"}:  # devices alone are chosen by what is resident
+            assert self._nodes[node].suits(action.placement), f"{action.id} is started on {node}: {action.placement}"
 
 
 class Residents:

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from manager.action import Action, Amdahl, UnitSet
+from manager.action import ANYWHERE, Action, Amdahl, Placement, UnitSet
 from manager.assembly import build_core
 from manager.chunk import Chunk
 from manager.config import ManagerSpec, NodeSpec, SchedulerSpec, ServiceSpec, TaskSpec
@@ -22,8 +22,10 @@ from manager.events import (
     Event,
     Execute,
     Finished,
+    NodeClosed,
     NodeJoined,
     NodeLost,
+    NodeOpened,
     Reconfigured,
     ReplicaEnded,
     Replicate,
@@ -42,6 +44,7 @@ from manager.resources.quota import QuotaSpec
 from manager.scheduler.policy import Policy, PolicySpec
 from tests.sim.checkers import (
     Checker,
+    ClosedNodes,
     EndsChecker,
     Exclusive,
     FirstComeFirstServed,
@@ -96,6 +99,8 @@ class World:
         self.orderly = self._random.random() < 0.6
         #: Whether most actions ask models, so that devices are fought over.
         self._modelling = self._random.random() < 0.3
+        #: Whether actions choose their nodes, by labels and by what these are able to run.
+        self._choosy = self._random.random() < 0.2
         self.spec = self._spec()
         #: What the devices really hold, in worlds whose nodes tell of it.
         self._devices = Devices(self.spec, self._random) if self._random.random() < 0.5 else None
@@ -107,6 +112,7 @@ class World:
             Quotas(self.spec),
             TrajectoriesChecker(),
             Late(),
+            ClosedNodes(self.spec),
             Residents(),
         ]
         if self.orderly:
@@ -148,6 +154,8 @@ class World:
                 memory_bytes=chance.choice((4, 8, 64)) * _MEBIBYTE,
                 devices=chance.choice((0, 1, 2, 4, 6)),
                 device_bytes=100,
+                labels={"pool": chance.choice("ab")} if self._choosy else {},
+                able=frozenset({chance.choice("fg")}) if self._choosy and chance.random() < 0.3 else None,
             )
             for index in range(chance.randint(1, 3))
         )
@@ -221,6 +229,8 @@ class World:
         if self._devices is None and chance.random() < 0.3:
             resident = {"s0": (Chunk(0, 1),), "s2": (Chunk(0, 1),)}
             self._at(chance.uniform(0, _SPAN_S), ResidencyReported(node="n0", resident=resident))
+        if chance.random() < 0.4:
+            self._write_closings()
 
     def _write_node_losses(self) -> None:
         node = self._random.choice(self.spec.nodes)
@@ -228,6 +238,17 @@ class World:
         self._at(lost_s, NodeLost(node=node.name))
         if self._random.random() < 0.7:
             self._at(lost_s + self._random.uniform(0.1, 5.0), NodeJoined(node=node))
+
+    def _write_closings(self) -> None:
+        """Nodes are closed, now and then twice, and opened again, mostly; some are lost meanwhile."""
+        chance = self._random
+        for _ in range(chance.choice((1, 2, 6))):
+            name, closed_s = chance.choice(self.spec.nodes).name, chance.uniform(0, _SPAN_S)
+            self._at(closed_s, NodeClosed(node=name, why="suspect"))
+            if chance.random() < 0.2:
+                self._at(closed_s + chance.uniform(0, 2.0), NodeClosed(node=name, why="draining"))
+            if chance.random() < 0.8:
+                self._at(closed_s + chance.choice((0.0, 0.1, 3.0)), NodeOpened(node=name))
 
     def _at(self, instant_s: float, what: Event | Callable[[], Event | None]) -> None:
         self._count += 1
@@ -249,6 +270,7 @@ class World:
             trajectory=trajectory,
             cost=cost,
             memory_bytes=chance.choice((0, 0, 1, 2)) * _MEBIBYTE if "cpu" in cost else 0,
+            placement=self._placement(),
             trajectory_ttl_s=chance.choice((0.5, 5.0, 1800.0)),
             key="cpu" if elastic else "gpu" if "gpu" in cost and cost["gpu"].elastic else None,
             elasticity=Amdahl(0.1),
@@ -260,6 +282,14 @@ class World:
             queue_timeout_s=chance.choice((0.5, 5.0, 60.0)),
             parent=None if parent is None else parent.id,
         )
+
+    def _placement(self) -> Placement:
+        """Mostly anywhere; else what one or no node has, or is able to run."""
+        chance = self._random
+        if not self._choosy or chance.random() < 0.5:
+            return ANYWHERE
+        labels = (("pool", chance.choice(("a", "b"))),) if chance.random() < 0.6 else ()
+        return Placement(labels, chance.choice(("", "f", "g")))
 
     def _cost(self) -> dict[str, UnitSet]:
         chance = self._random
