@@ -300,6 +300,9 @@ class PoolDispatch:
         if option.memory_bytes and self._state.nodes[option.node].free_bytes < option.memory_bytes:
             return False
         self._dispatcher.start(waiting, option.node, requests, workers=start.workers)
+        for pool, _ in requests:
+            if isinstance(pool, PlacedPool) and pool is not self._pool:  # it may have left others the place they need
+                self._look_again(group for group in self._state.groups_at(pool) if group.live)
         return True
 
     def _shaped(self, waiting: Waiting, option: StartOption, units: int, start: Start, kept: Sequence[Chunk]) -> int:

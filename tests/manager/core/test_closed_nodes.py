@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -33,7 +34,7 @@ from tests.manager.conftest import DONE, CoreDriver, action, node, spec
 Drive = Callable[[ManagerSpec], CoreDriver]
 
 
-def submit(id: str, cost: Mapping[str, UnitSet | int] | None = None, **fields: object) -> Submitted:
+def submit(id: str, cost: Mapping[str, UnitSet | int] | None = None, **fields: Any) -> Submitted:
     return Submitted(action=action(id, cost, **fields))
 
 
@@ -86,7 +87,7 @@ def test_no_trajectory_is_placed_on_a_closed_node(drive: Drive) -> None:
 
 def test_a_pinned_action_waits_for_its_node_and_says_so(drive: Drive) -> None:
     driver = drive(spec(node("n0"), node("n1", memory_bytes=1)))
-    pinned = {"trajectory": "t", "memory_bytes": 5, "queue_timeout_s": 5.0}
+    pinned: dict[str, Any] = {"trajectory": "t", "memory_bytes": 5, "queue_timeout_s": 5.0}
     driver.step(0, submit("first", **pinned))
     driver.step(1, closed(why="silent for 3 s"), finish("first"), submit("second", **pinned))
     assert cause(driver, "second") == "node n0, which is closed: silent for 3 s"
@@ -136,7 +137,7 @@ def test_what_a_closed_node_had_reserved_serves_others(drive: Drive) -> None:
 @pytest.mark.parametrize("events", [[closed(), NodeLost(node="n0")], [NodeLost(node="n0")]])
 def test_a_lost_node_is_as_lost_whether_it_was_closed_or_not(drive: Drive, events: list[Event]) -> None:
     driver = drive(spec(node("n0"), node("n1", memory_bytes=1)))
-    pinned = {"trajectory": "t", "memory_bytes": 5}
+    pinned: dict[str, Any] = {"trajectory": "t", "memory_bytes": 5}
     driver.step(0, submit("a", **pinned), submit("b", **pinned))
     commands = driver.step(1, *events)
     assert driver.settled["a"].outcome.reason is Reason.NODE_LOST
