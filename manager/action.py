@@ -140,7 +140,7 @@ def demand_of(cost: Mapping[str, UnitSet]) -> Demand:
     return tuple([(kind, units.minimum) for kind, units in cost.items()])
 
 
-class Placement(NamedTuple):
+class NodeChoice(NamedTuple):
     """Which nodes are right for an action: those that bear these labels and are able to run its function."""
 
     #: Labels and their values, by label.
@@ -149,7 +149,7 @@ class Placement(NamedTuple):
     function: str = ""
 
 
-ANYWHERE = Placement()
+ANYWHERE = NodeChoice()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +172,7 @@ class Action:
     #: Seconds without an action after which its trajectory ends.
     trajectory_ttl_s: float = 1800.0
     #: Which nodes it may run on, as far as it runs on a node.
-    placement: Placement = ANYWHERE
+    placement: NodeChoice = ANYWHERE
     #: The resource kind whose amount changes the duration; None for a rigid action.
     key: str | None = None
     elasticity: Elasticity | None = None

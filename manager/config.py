@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from manager.action import Placement
+from manager.action import NodeChoice
 from manager.resources.declared import ResourceSpec
 from manager.scheduler.policy import PolicySpec
 from manager.setting import Setting
@@ -36,7 +36,7 @@ class NodeSpec:
     def cores(self) -> int:
         return sum(len(ids) for ids in self.numa)
 
-    def suits(self, placement: Placement) -> bool:
+    def suits(self, placement: NodeChoice) -> bool:
         """Return whether an action of this placement may run here."""
         able = self.able is None or not placement.function or placement.function in self.able
         return able and all(self.labels.get(label) == value for label, value in placement.labels)

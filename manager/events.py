@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from manager.action import ANYWHERE, Action, Placement, UnitSet
+from manager.action import ANYWHERE, Action, NodeChoice, UnitSet
 from manager.chunk import Chunk
 from manager.config import NodeSpec, ServiceSpec, TaskSpec
 from manager.errors import CodedError
@@ -66,7 +66,7 @@ class TrajectoryOpened:
     #: What its actions will need at least: filters the nodes.
     cost: Mapping[str, UnitSet] = field(default_factory=dict)
     #: Which nodes are right for it besides.
-    placement: Placement = ANYWHERE
+    placement: NodeChoice = ANYWHERE
     #: Where it lives already, for one that was opened under an earlier core; empty if it has no place yet.
     node: str = ""
 

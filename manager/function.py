@@ -8,7 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Literal
 
-from manager.action import ANYWHERE, Elasticity, Placement, UnitSet
+from manager.action import ANYWHERE, Elasticity, NodeChoice, UnitSet
 from manager.errors import Reason
 from manager.setting import Setting
 
@@ -328,8 +328,8 @@ class FunctionSpec:
     request: RequestSpec | None = None
 
     @property
-    def placement(self) -> Placement:
+    def placement(self) -> NodeChoice:
         """Return which nodes are right for its actions."""
         if self.anywhere and not self.nodes:
             return ANYWHERE
-        return Placement(tuple(sorted(self.nodes.items())), "" if self.anywhere else self.name)
+        return NodeChoice(tuple(sorted(self.nodes.items())), "" if self.anywhere else self.name)

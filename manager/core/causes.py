@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Literal
 
-from manager.action import Placement
+from manager.action import NodeChoice
 from manager.core.queue import QueueGroup, Waiting
 from manager.core.state import SchedulerState
 from manager.resources.placed import PlacedPool
@@ -129,7 +129,7 @@ def _nodes(state: SchedulerState, group: QueueGroup) -> Iterable[Cause]:
         yield Cause(kind="node", text=f"an open node {_story(placement)}".rstrip())
 
 
-def _story(placement: Placement) -> str:
+def _story(placement: NodeChoice) -> str:
     parts = [f"{label}={value}" for label, value in placement.labels]
     parts += [f"able to run {placement.function}"] if placement.function else []
     return " and ".join(parts)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple, TypeVar
 
-from manager.action import ANYWHERE, Action, Demand, Placement
+from manager.action import ANYWHERE, Action, Demand, NodeChoice
 from manager.config import ServiceSpec, TaskSpec
 from manager.core.expiries import Expiries
 from manager.errors import CapacityExceeded, CodedError, QuotaExceeded
@@ -57,7 +57,7 @@ class Signature(NamedTuple):
     batch_service: str
     child: bool
     #: Which nodes are right for it.
-    placement: Placement = ANYWHERE
+    placement: NodeChoice = ANYWHERE
 
 
 class QueueGroup:

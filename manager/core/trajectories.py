@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from manager.action import ANYWHERE, Demand, Placement
+from manager.action import ANYWHERE, Demand, NodeChoice
 from manager.core.expiries import Expiries
 from manager.core.queue import Waiting
 
@@ -23,7 +23,7 @@ class TrajectoryState:
     #: What its actions need at least, as far as it is known.
     demand: Demand = ()
     #: Which nodes are right for it.
-    placement: Placement = ANYWHERE
+    placement: NodeChoice = ANYWHERE
     #: Where it is pinned; empty before.
     node: str = ""
     #: Whether it waits for a node's memory.

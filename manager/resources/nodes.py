@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from manager.action import ANYWHERE, Demand, Placement
+from manager.action import ANYWHERE, Demand, NodeChoice
 from manager.config import NodeSpec
 from manager.resources.resources import Resources
 
@@ -50,7 +50,7 @@ class Node:
         """Return its place among nodes of its shape: the least memory held, the fewest holders, the first to come."""
         return self.held_bytes, len(self.holders), self.number
 
-    def is_right_for(self, placement: Placement) -> bool:
+    def is_right_for(self, placement: NodeChoice) -> bool:
         """Return whether an action of this placement may start here now."""
         return self.closed is None and self.spec.suits(placement)
 
@@ -143,7 +143,7 @@ class Nodes:
         self._nodes = {spec.name: self._node(spec) for spec in specs}
         self._resources = resources
         #: Nodes that could serve a demand, were they empty.
-        self._able: dict[tuple[Demand, Placement], list[AlikeNodes]] = {}
+        self._able: dict[tuple[Demand, NodeChoice], list[AlikeNodes]] = {}
 
     def __getitem__(self, name: str) -> Node:
         return self._nodes[name]
@@ -197,7 +197,7 @@ class Nodes:
         node.spec = replace(node.spec, labels=spec.labels, able=spec.able)
         self._set_among_alike(node)
 
-    def may_start(self, placement: Placement, name: str) -> bool:
+    def may_start(self, placement: NodeChoice, name: str) -> bool:
         """Return whether an action of this placement may start on a node: on one that is there, open, and right."""
         node = self._nodes.get(name)
         return node is not None and node.is_right_for(placement)
@@ -221,7 +221,7 @@ class Nodes:
         self._changed.clear()
         return changed
 
-    def choose(self, demand: Demand, memory_bytes: int, placement: Placement = ANYWHERE) -> Node | None:
+    def choose(self, demand: Demand, memory_bytes: int, placement: NodeChoice = ANYWHERE) -> Node | None:
         """The node for a new trajectory: enough units in all, enough memory now, memory left most balanced.
 
         Of the demand only what is bound to nodes counts. Equal memory is broken by the fewest trajectories. None where
@@ -239,11 +239,11 @@ class Nodes:
                 best, least = node, place
         return best
 
-    def ever(self, demand: Demand, memory_bytes: int, placement: Placement = ANYWHERE) -> bool:
+    def ever(self, demand: Demand, memory_bytes: int, placement: NodeChoice = ANYWHERE) -> bool:
         """Whether some open node, empty, could take it."""
         return any(memory_bytes <= alike.any().spec.memory_bytes for alike in self._hosts(demand, placement))
 
-    def hosts_of(self, memory_bytes: int, placement: Placement = ANYWHERE) -> list[str]:
+    def hosts_of(self, memory_bytes: int, placement: NodeChoice = ANYWHERE) -> list[str]:
         """Return the nodes, open or closed, that could hold so much for a trajectory, were nothing held."""
         return [
             node.spec.name for node in self if memory_bytes <= node.spec.memory_bytes and node.spec.suits(placement)
@@ -266,7 +266,7 @@ class Nodes:
         alike.add(node)
         return node
 
-    def _hosts(self, demand: Demand, placement: Placement) -> list[AlikeNodes]:
+    def _hosts(self, demand: Demand, placement: NodeChoice) -> list[AlikeNodes]:
         """The open nodes that could serve what a demand takes of nodes, were nothing held."""
         hosts = self._able.get((demand, placement))
         if hosts is None:

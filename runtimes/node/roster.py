@@ -165,7 +165,7 @@ class TurnedAway:
 
 
 @dataclass(frozen=True, slots=True)
-class Closed:
+class Shut:
     """Nothing new may start on the node."""
 
     node: str
@@ -173,14 +173,14 @@ class Closed:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class Serves:
     """The node serves (again)."""
 
     node: str
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
+class CountedOut:
     """The node is counted out, with everything on it; ``victims`` is false for one that left empty."""
 
     node: str
@@ -188,7 +188,7 @@ class Gone:
     victims: bool
 
 
-Verdict = Admitted | TurnedAway | Closed | Opened | Gone
+Verdict = Admitted | TurnedAway | Shut | Serves | CountedOut
 
 
 @dataclass(slots=True)
@@ -323,15 +323,15 @@ class Roster:
         if event.draining:
             member.draining, member.drain_since_s, member.drain_why = True, self._now_s, "it drained before"
         self._members[event.node] = member
-        return [Closed(member.name, member.why)]
+        return [Shut(member.name, member.why)]
 
     def _serve(self, member: Member) -> list[Verdict]:
         member.fenced, member.heard_s = False, self._now_s
         if member.draining:
             self._move(member, NodeState.DRAINING, member.drain_why)
-            return [Opened(member.name), Closed(member.name, f"draining: {member.drain_why}")]
+            return [Serves(member.name), Shut(member.name, f"draining: {member.drain_why}")]
         self._move(member, NodeState.READY, "")
-        return [Opened(member.name)]
+        return [Serves(member.name)]
 
     def _doubt(self, member: Member, why: str) -> list[Verdict]:
         if member.state is NodeState.SUSPECT:
@@ -339,7 +339,7 @@ class Roster:
         if member.state is not NodeState.JOINING:
             member.heard_s = self._now_s
         self._move(member, NodeState.SUSPECT, why)
-        return [Closed(member.name, f"suspect: {why}")]
+        return [Shut(member.name, f"suspect: {why}")]
 
     def _drain(self, member: Member, why: str) -> list[Verdict]:
         if not member.draining:
@@ -347,14 +347,14 @@ class Roster:
         if member.state is not NodeState.READY:
             return []
         self._move(member, NodeState.DRAINING, why)
-        return [Closed(member.name, f"draining: {why}")]
+        return [Shut(member.name, f"draining: {why}")]
 
     def _undrain(self, member: Member) -> list[Verdict]:
         member.draining = False
         if member.state is not NodeState.DRAINING:
             return []
         self._move(member, NodeState.READY, "")
-        return [Opened(member.name)]
+        return [Serves(member.name)]
 
     def _goodbye(self, member: Member, event: SaidGoodbye) -> list[Verdict]:
         if event.killed:
@@ -428,7 +428,7 @@ class Roster:
         member.fenced = victims
         member.draining, member.doomed = False, ""
         self._move(member, NodeState.LOST, why)
-        return [Gone(member.name, why, victims)]
+        return [CountedOut(member.name, why, victims)]
 
     def _move(self, member: Member, state: NodeState, why: str) -> None:
         assert state is member.state or state in LEGAL_NODE_MOVES[member.state], (

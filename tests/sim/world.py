@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from manager.action import ANYWHERE, Action, Amdahl, Placement, UnitSet
+from manager.action import ANYWHERE, Action, Amdahl, NodeChoice, UnitSet
 from manager.assembly import build_core
 from manager.chunk import Chunk
 from manager.config import ManagerSpec, NodeSpec, SchedulerSpec, ServiceSpec, TaskSpec
@@ -283,13 +283,13 @@ class World:
             parent=None if parent is None else parent.id,
         )
 
-    def _placement(self) -> Placement:
+    def _placement(self) -> NodeChoice:
         """Mostly anywhere; else what one or no node has, or is able to run."""
         chance = self._random
         if not self._choosy or chance.random() < 0.5:
             return ANYWHERE
         labels = (("pool", chance.choice(("a", "b"))),) if chance.random() < 0.6 else ()
-        return Placement(labels, chance.choice(("", "f", "g")))
+        return NodeChoice(labels, chance.choice(("", "f", "g")))
 
     def _cost(self) -> dict[str, UnitSet]:
         chance = self._random

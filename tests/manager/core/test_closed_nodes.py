@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from manager.action import ANYWHERE, Placement, UnitSet
+from manager.action import ANYWHERE, NodeChoice, UnitSet
 from manager.config import ManagerSpec, ServiceSpec
 from manager.core.causes import cause_of
 from manager.core.views import resources_view
@@ -180,9 +180,9 @@ def test_functions_run_where_the_labels_are_and_where_they_are_able_to(drive: Dr
     driver.step(
         0,
         submit("any", placement=ANYWHERE),
-        submit("big", placement=Placement((("pool", "big"),))),
-        submit("f", placement=Placement((), "f")),
-        submit("f on big", placement=Placement((("pool", "big"),), "f"), queue_timeout_s=1.0),
+        submit("big", placement=NodeChoice((("pool", "big"),))),
+        submit("f", placement=NodeChoice((), "f")),
+        submit("f on big", placement=NodeChoice((("pool", "big"),), "f"), queue_timeout_s=1.0),
     )
     assert driver.started["big"].lease.node == "n0"
     assert driver.started["f"].lease.node == "n1"
@@ -193,6 +193,6 @@ def test_functions_run_where_the_labels_are_and_where_they_are_able_to(drive: Dr
 
 def test_a_trajectory_is_placed_where_its_first_action_may_run(drive: Drive) -> None:
     driver = drive(spec(node("n0", memory_bytes=1000), replace(node("n1", memory_bytes=10), labels={"pool": "small"})))
-    placement = Placement((("pool", "small"),))
+    placement = NodeChoice((("pool", "small"),))
     driver.step(0, submit("a", trajectory="t", memory_bytes=5, placement=placement))
     assert driver.started["a"].lease.node == "n1"

@@ -13,22 +13,22 @@ import pytest
 from runtimes.node.roster import (
     LEGAL_NODE_MOVES,
     Admitted,
-    Closed,
+    CountedOut,
     DrainAsked,
     DrainEnded,
     Emptied,
     Expected,
-    Gone,
     Greeted,
     LinkLost,
     NodeState,
-    Opened,
     RaySaid,
     Reconciled,
     Roster,
     RosterEvent,
     RosterSettings,
     SaidGoodbye,
+    Serves,
+    Shut,
     Ticked,
     TurnedAway,
     Verdict,
@@ -48,7 +48,7 @@ def joined(*names: str, roster: Roster | None = None, now_s: float = 0.0) -> Ros
     roster = roster or Roster()
     for name in names:
         assert kinds(roster.step(now_s, Greeted(name, f"{name}-1"))) == [Admitted]
-        assert kinds(roster.step(now_s, Reconciled(name, f"{name}-1"))) == [Opened]
+        assert kinds(roster.step(now_s, Reconciled(name, f"{name}-1"))) == [Serves]
     return roster
 
 
@@ -62,15 +62,15 @@ def test_a_node_serves_only_when_what_it_holds_is_known() -> None:
     roster = Roster()
     assert roster.step(0, Greeted("n", "i")) == [Admitted("n", "i", fence=False)]
     assert state(roster) is NodeState.JOINING
-    assert roster.step(1, Reconciled("n", "i")) == [Opened("n")]
+    assert roster.step(1, Reconciled("n", "i")) == [Serves("n")]
     assert state(roster) is NodeState.READY
 
 
 def test_a_node_that_is_not_heard_is_doubted_and_back_as_it_was_when_it_joins_again() -> None:
     roster = joined("n")
-    assert kinds(roster.step(5, LinkLost("n", "n-1", "silent"))) == [Closed]
+    assert kinds(roster.step(5, LinkLost("n", "n-1", "silent"))) == [Shut]
     assert roster.step(64.9, Greeted("n", "n-2")) == [Admitted("n", "n-2", fence=False)]
-    assert roster.step(65.5, Reconciled("n", "n-2")) == [Opened("n")]
+    assert roster.step(65.5, Reconciled("n", "n-2")) == [Serves("n")]
 
 
 def test_a_node_that_stays_silent_is_lost_and_must_end_all_before_it_joins_again() -> None:
@@ -79,9 +79,9 @@ def test_a_node_that_stays_silent_is_lost_and_must_end_all_before_it_joins_again
     assert roster.next_s() == 65.0
     assert roster.step(64.999, Ticked()) == []
     (gone,) = roster.step(65, Ticked())
-    assert gone == Gone("n", "not heard for 60 s (silent)", victims=True)
+    assert gone == CountedOut("n", "not heard for 60 s (silent)", victims=True)
     assert roster.step(70, Greeted("n", "n-1")) == [Admitted("n", "n-1", fence=True)]
-    assert roster.step(70, LinkLost("n", "n-1", "cut")) == [Closed("n", "suspect: cut")]
+    assert roster.step(70, LinkLost("n", "n-1", "cut")) == [Shut("n", "suspect: cut")]
     assert roster.step(71, Greeted("n", "n-1")) == [Admitted("n", "n-1", fence=True)], "it may not have obeyed"
     roster.step(72, Reconciled("n", "n-1"))
     roster.step(73, LinkLost("n", "n-1", "cut"))
@@ -93,8 +93,8 @@ def test_one_that_greets_again_and_again_without_reconciling_is_lost_all_the_sam
     roster.step(0, LinkLost("n", "n-1", "silent"))
     for second in range(1, 60, 10):
         assert kinds(roster.step(second, Greeted("n", f"i{second}"))) == [Admitted]
-        assert kinds(roster.step(second + 1, LinkLost("n", f"i{second}", "cut"))) == [Closed]
-    assert kinds(roster.step(60, Ticked())) == [Gone]
+        assert kinds(roster.step(second + 1, LinkLost("n", f"i{second}", "cut"))) == [Shut]
+    assert kinds(roster.step(60, Ticked())) == [CountedOut]
 
 
 def test_a_name_is_one_living_daemons() -> None:
@@ -106,8 +106,8 @@ def test_a_name_is_one_living_daemons() -> None:
 
 def test_the_same_daemon_may_come_before_its_old_link_is_known_to_be_dead() -> None:
     roster = joined("n")
-    assert kinds(roster.step(1, Greeted("n", "n-1"))) == [Closed, Admitted]
-    assert kinds(roster.step(2, Reconciled("n", "n-1"))) == [Opened]
+    assert kinds(roster.step(1, Greeted("n", "n-1"))) == [Shut, Admitted]
+    assert kinds(roster.step(2, Reconciled("n", "n-1"))) == [Serves]
 
 
 def test_what_is_told_of_an_earlier_daemon_of_the_name_changes_nothing() -> None:
@@ -121,9 +121,9 @@ def test_what_is_told_of_an_earlier_daemon_of_the_name_changes_nothing() -> None
 
 def test_a_draining_node_is_closed_at_once_and_gone_without_victims_when_it_is_empty() -> None:
     roster = joined("n")
-    assert roster.step(1, DrainAsked("n", "maintenance")) == [Closed("n", "draining: maintenance")]
+    assert roster.step(1, DrainAsked("n", "maintenance")) == [Shut("n", "draining: maintenance")]
     assert roster.step(2, DrainAsked("n", "again")) == []
-    assert roster.step(3, Emptied("n")) == [Gone("n", "drained: maintenance", victims=False)]
+    assert roster.step(3, Emptied("n")) == [CountedOut("n", "drained: maintenance", victims=False)]
     assert roster.step(4, Greeted("n", "n-2")) == [Admitted("n", "n-2", fence=False)], "it had nothing to end"
 
 
@@ -132,7 +132,7 @@ def test_a_draining_node_has_its_grace_and_no_more() -> None:
     roster.step(1, DrainAsked("n", "spot notice"))
     assert roster.step(600, Ticked()) == []
     (gone,) = roster.step(601, Ticked())
-    assert isinstance(gone, Gone) and gone.victims
+    assert isinstance(gone, CountedOut) and gone.victims
 
 
 def test_a_drain_outlives_the_link_and_is_taken_back_by_hand() -> None:
@@ -140,21 +140,21 @@ def test_a_drain_outlives_the_link_and_is_taken_back_by_hand() -> None:
     roster.step(1, DrainAsked("n", "maintenance"))
     roster.step(2, LinkLost("n", "n-1", "cut"))
     roster.step(3, Greeted("n", "n-1"))
-    assert roster.step(4, Reconciled("n", "n-1")) == [Opened("n"), Closed("n", "draining: maintenance")]
-    assert roster.step(5, DrainEnded("n")) == [Opened("n")]
+    assert roster.step(4, Reconciled("n", "n-1")) == [Serves("n"), Shut("n", "draining: maintenance")]
+    assert roster.step(5, DrainEnded("n")) == [Serves("n")]
 
 
 def test_a_goodbye_that_killed_everything_is_a_loss_at_once_and_any_other_leaves_a_doubt() -> None:
     roster = joined("n", "m")
-    assert kinds(roster.step(1, SaidGoodbye("n", "n-1", "kill", killed=True))) == [Gone]
-    assert kinds(roster.step(1, SaidGoodbye("m", "m-1", "restarted", killed=False))) == [Closed]
+    assert kinds(roster.step(1, SaidGoodbye("n", "n-1", "kill", killed=True))) == [CountedOut]
+    assert kinds(roster.step(1, SaidGoodbye("m", "m-1", "restarted", killed=False))) == [Shut]
 
 
 def test_what_ray_says_never_outweighs_a_link_that_beats() -> None:
     roster = joined("n")
     assert roster.step(1, RaySaid("n", "raylet: received SIGTERM", final=True)) == []
     assert state(roster) is NodeState.READY
-    assert kinds(roster.step(2, LinkLost("n", "n-1", "cut"))) == [Closed, Gone], "both say so: no need to wait"
+    assert kinds(roster.step(2, LinkLost("n", "n-1", "cut"))) == [Shut, CountedOut], "both say so: no need to wait"
 
 
 def test_when_ray_only_fears_that_a_node_is_dead_it_has_its_time() -> None:
@@ -174,7 +174,7 @@ def test_the_silence_of_many_is_the_gateways_own_and_nobody_is_lost_until_it_has
     assert kinds(roster.step(100, Greeted("n0", "n0-1"))) == [Admitted]
     roster.step(100, Reconciled("n0", "n0-1"))
     assert roster.step(359.9, Ticked()) == []
-    assert sorted(gone.node for gone in roster.step(360, Ticked()) if isinstance(gone, Gone)) == ["n1", "n2"]
+    assert sorted(gone.node for gone in roster.step(360, Ticked()) if isinstance(gone, CountedOut)) == ["n1", "n2"]
     assert roster.storm_left_s == 0.0
 
 
@@ -183,7 +183,7 @@ def test_a_tenth_of_the_nodes_may_be_lost_within_a_minute() -> None:
     roster = joined(*names)
     for name in names[:2]:
         roster.step(0, LinkLost(name, f"{name}-1", "silent"))
-    assert kinds(roster.step(60, Ticked())) == [Gone, Gone]
+    assert kinds(roster.step(60, Ticked())) == [CountedOut, CountedOut]
     roster.step(30, LinkLost("n2", "n2-1", "silent"))
     assert roster.step(119, Ticked()) == [], "a third within a minute is one too many"
 
@@ -194,7 +194,7 @@ def test_a_node_that_is_lost_again_and_again_is_refused_for_longer_each_time() -
     for loss in range(1, 6):
         roster.step(now_s, LinkLost("n", f"i{loss - 1}" if loss > 1 else "n-1", "silent"))
         now_s += 61
-        assert kinds(roster.step(now_s, Ticked())) == [Gone]
+        assert kinds(roster.step(now_s, Ticked())) == [CountedOut]
         (verdict,) = roster.step(now_s, Greeted("n", f"i{loss}"))
         if isinstance(verdict, TurnedAway):
             refused.append(verdict.retry_after_s)
@@ -207,12 +207,12 @@ def test_a_node_that_is_lost_again_and_again_is_refused_for_longer_each_time() -
 
 def test_nodes_of_the_gateway_before_are_awaited_as_if_they_were_silent_since_its_start() -> None:
     roster = Roster()
-    assert kinds(roster.step(10, Expected("n"))) == [Closed]
+    assert kinds(roster.step(10, Expected("n"))) == [Shut]
     assert kinds(roster.step(11, Greeted("n", "i"))) == [Admitted]
-    assert kinds(roster.step(12, Reconciled("n", "i"))) == [Opened]
+    assert kinds(roster.step(12, Reconciled("n", "i"))) == [Serves]
     roster.step(12, Expected("m", draining=True))
     assert roster.next_s() == 72.0
-    assert kinds(roster.step(72, Ticked())) == [Gone]
+    assert kinds(roster.step(72, Ticked())) == [CountedOut]
 
 
 def test_there_are_no_more_nodes_than_the_bound_and_the_longest_lost_is_forgotten_for_a_new_one() -> None:
@@ -226,7 +226,7 @@ def test_there_are_no_more_nodes_than_the_bound_and_the_longest_lost_is_forgotte
 # -- any history
 
 
-class History:
+class NodeHistory:
     """Random events at random instants, and what must hold after each."""
 
     def __init__(self, seed: int) -> None:
@@ -297,13 +297,13 @@ class History:
                 assert isinstance(event, Greeted) and verdict.instance == event.instance
                 assert verdict.fence == (verdict.node in self.must_fence), "it may run what counts as lost"
                 self.admitted[verdict.node] = verdict.instance
-            case Opened():
+            case Serves():
                 assert verdict.node in self.admitted, "it serves without a greeting"
                 self.must_fence.discard(verdict.node)
                 self.open.add(verdict.node)
-            case Closed():
+            case Shut():
                 self.open.discard(verdict.node)
-            case Gone():
+            case CountedOut():
                 self.open.discard(verdict.node)
                 self.admitted.pop(verdict.node, None)
                 if verdict.victims:
@@ -329,6 +329,6 @@ class History:
 def test_no_history_breaks_a_promise(slice_: int) -> None:
     for seed in range(slice_, HISTORIES, SLICES):
         try:
-            History(seed).run()
+            NodeHistory(seed).run()
         except AssertionError as error:
             raise AssertionError(f"{error}\nin the history of seed {seed}") from error
