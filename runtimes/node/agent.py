@@ -1,0 +1,445 @@
+"""The agent: a node's side of the channel. It turns frames into calls of an executor, and ends into frames.
+
+Nothing here depends on a link: attempts run on while there is none, their ends lie in the journal and their logs in
+spools, and a gateway that comes back asks for what it has not heard.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Coroutine
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+from urllib.parse import quote
+
+import msgspec
+import structlog
+
+from manager.clock import Clock, MonotonicClock
+from manager.errors import ActionFailed, CodedError, Reason, StorageUnavailable, Unsupported
+from manager.executor import Call
+from manager.function import FunctionSpec
+from manager.outcome import Outcome, State
+from manager.setting import Setting
+from runtimes.kinds import KINDS
+from runtimes.node import wire
+from runtimes.node.attempt import NodeAttempt
+from runtimes.node.journal import AttemptJournal, JournalSettings, epoch
+from runtimes.node.link import NodeLink
+from runtimes.node.requests import SERVED, NodeRequests, NodeWork, unserved
+from runtimes.node.spool import Spool
+from runtimes.node.telling import Telling, TellingSettings
+from runtimes.node.wire import COMPONENT
+
+logger = structlog.get_logger("node.agent")
+
+#: In a state directory: a spool for each attempt.
+SPOOLS = "spool"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentSettings:
+    """The bounds of an agent."""
+
+    attempts_max: Annotated[int, Setting("most attempts that run, or whose end is not acknowledged", ge=1)] = 16384
+    functions_max: Annotated[int, Setting("most functions that are known at once", ge=1)] = 4096
+    logs: TellingSettings = field(default_factory=TellingSettings)
+    journal: JournalSettings = field(default_factory=JournalSettings)
+
+
+class Agent:
+    """Executes what gateways ask for, each attempt at most once. Use from one event loop."""
+
+    def __init__(
+        self,
+        directory: Path,
+        work: NodeWork,
+        settings: AgentSettings | None = None,
+        *,
+        clock: Clock | None = None,
+        served: Collection[str] = SERVED,
+    ) -> None:
+        self.settings = settings or AgentSettings()
+        self._directory = directory
+        (directory / SPOOLS).mkdir(parents=True, exist_ok=True)
+        self.epoch = epoch(directory)
+        self._journal = AttemptJournal(directory, self.settings.journal)
+        self._work = work
+        self._clock = clock or MonotonicClock()
+        self._loop = asyncio.get_running_loop()
+        self._served = frozenset(served)
+        self._functions: dict[str, tuple[bytes, FunctionSpec]] = {}
+        self._attempts: dict[str, NodeAttempt] = {}
+        self._link: NodeLink | None = None
+        self._requests = NodeRequests(work, self._served, lambda digest: self._function(digest)[1], self.say)
+        self._telling = Telling(self.settings.logs)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closing = False
+        #: Called when the gateway asks the node to drain, with why.
+        self.on_drain: Callable[[str], None] = lambda why: None
+        work.sandboxes.on_change = self._tell_sandbox
+
+    # --- beginning and end
+
+    async def start(self) -> None:
+        """Adopt what a daemon before left: sandboxes and their commands; what it left and no sandbox holds, is lost."""
+        await self._work.sandboxes.start()
+        held = self._work.sandboxes.resumable()
+        contents = self._journal.contents
+        for digest, data in contents.functions.items():
+            self._define(digest, data)
+        for claim, entry in list(contents.attempts.items()):
+            attempt = self._enter(entry.execute)
+            if attempt is None:
+                continue
+            attempt.begun, attempt.lasting = True, entry.lasting
+            if entry.end is not None:
+                attempt.end = entry.end
+            elif any(each.startswith(claim) for each in held):
+                self._run(attempt)
+            else:
+                self._conclude(attempt, _lost("the node's daemon ended while it ran, and with it what it had begun"))
+        await self._work.sandboxes.end_unclaimed(self._attempts)
+        known = {_spool_name(claim) for claim in self._attempts}
+        for stale in (self._directory / SPOOLS).iterdir():
+            if stale.name not in known:
+                stale.unlink(missing_ok=True)
+        self._spawn(self._telling.talk_for_ever())
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything runs, or has to be told yet."""
+        return bool(self._attempts)
+
+    @property
+    def idle(self) -> bool:
+        """Whether it has nothing: no attempt and no trajectory."""
+        return not self._attempts and not self._work.sandboxes.facts()
+
+    async def end_all(self) -> None:
+        """Kill every attempt and remove every trajectory, and forget both."""
+        tasks = [attempt.task for attempt in self._attempts.values() if attempt.task is not None]
+        for attempt in self._attempts.values():
+            attempt.disowned, attempt.successor = True, None
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for attempt in list(self._attempts.values()):
+            self._forget(attempt)
+        for facts in self._work.sandboxes.facts():
+            await self._work.executor.end_trajectory(facts.trajectory)
+
+    async def close(self) -> None:
+        """Stop. What runs in a sandbox is left as it is, for the next daemon of this directory; idempotent."""
+        self._closing = True
+        self.detach()
+        for attempt in self._attempts.values():
+            attempt.spool.paused = True  # what its command says from now on is the next daemon's
+        await self._work.sandboxes.leave(claim for claim, attempt in self._attempts.items() if attempt.end is None)
+        tasks = [*self._tasks, *self._requests.tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for attempt in self._attempts.values():
+            attempt.spool.close()
+        self._journal.close()
+
+    # --- the link
+
+    def inventory(self) -> wire.Inventory:
+        """Return all that is here."""
+        now_s = self._clock.now()
+        return wire.Inventory(
+            epoch=self.epoch,
+            attempts=[attempt.facts(now_s) for attempt in self._attempts.values() if not attempt.disowned],
+            trajectories=self._work.sandboxes.facts(),
+        )
+
+    async def serve(self, link: NodeLink) -> str:
+        """Say what is here, then do what the gateway asks until the link is gone; return why it is."""
+        link.send(self.inventory())
+        self._link = self._telling.link = link
+        try:
+            return await link.run(self._handle)
+        finally:
+            if self._link is link:
+                self.detach()
+
+    def detach(self) -> None:
+        """There is no gateway; everything goes on."""
+        self._link = self._telling.link = None
+        for attempt in self._attempts.values():
+            attempt.attached = attempt.end_told = False
+
+    def say(self, message: wire.Message) -> None:
+        """Tell the gateway, if there is one."""
+        if self._link is not None:
+            self._link.send(message)
+
+    def _handle(self, message: wire.Message) -> None:
+        match message:
+            case wire.ExecuteAttempt():
+                self._execute(message)
+            case wire.AttemptGo():
+                self._told_to_go(message)
+            case wire.AcknowledgeEnd():
+                self._acknowledged(message.claim)
+            case wire.DefineFunction():
+                self._define(message.digest, message.function)
+            case wire.AttachAttempt():
+                self._attach(message)
+            case wire.CancelAttempt():
+                self._cancel(message)
+            case wire.ResizeAttempt():
+                self._resize(message)
+            case wire.NodeRequest():
+                self._requests.begin(message)
+            case wire.DrainNode():
+                self.on_drain(message.why)
+            case _:
+                raise wire.ChannelError(f"a {type(message).__name__} to a node")
+
+    # --- attempts
+
+    def _define(self, digest: str, data: bytes) -> None:
+        self._functions.pop(digest, None)  # it becomes the youngest: what a link has defined lately is never dropped
+        while len(self._functions) >= self.settings.functions_max:
+            del self._functions[next(iter(self._functions))]
+        facts = msgspec.json.decode(data, type=_Kind)
+        kind = KINDS.get(facts.runtime)
+        function = wire.read_function(data, FunctionSpec if kind is None else kind.function)
+        self._functions[digest] = (data, function)
+
+    def _function(self, digest: str) -> tuple[bytes, FunctionSpec]:
+        if digest not in self._functions:
+            raise wire.ChannelError(f"function {digest} was never defined")
+        return self._functions[digest]
+
+    def _execute(self, execute: wire.ExecuteAttempt) -> None:
+        known = self._attempts.get(execute.claim)
+        if known is not None and not known.disowned:
+            known.attached = True
+            self._retell(known, 0)
+        elif known is not None:
+            known.successor = execute
+        elif (attempt := self._enter(execute)) is not None:
+            attempt.attached = True
+            self._run(attempt)
+
+    def _enter(self, execute: wire.ExecuteAttempt) -> NodeAttempt | None:
+        """Make room for an attempt; one that cannot be had ends at once."""
+        data, function = self._function(execute.function)
+        try:
+            if len(self._attempts) >= self.settings.attempts_max:
+                raise StorageUnavailable(f"the node has {self.settings.attempts_max} attempts", component=COMPONENT)
+            place = self._directory / SPOOLS / _spool_name(execute.claim)
+            spool = Spool(place, function.log_limit_bytes, partial(self._said, execute.claim))
+        except (OSError, StorageUnavailable) as error:
+            message = f"the node cannot take it: {error}"
+            refused = Outcome(state=State.FAILED, reason=Reason.ENVIRONMENT_LOST, message=message, component=COMPONENT)
+            self.say(wire.end_of(execute.claim, refused, 0))
+            return None
+        attempt = NodeAttempt(execute=execute, function=function, function_bytes=data, spool=spool)
+        self._attempts[execute.claim] = attempt
+        return attempt
+
+    def _run(self, attempt: NodeAttempt) -> None:
+        work = self._work_on(attempt)
+        attempt.task = asyncio.create_task(work, name=f"attempt {attempt.claim}")
+        self._tasks.add(attempt.task)
+        attempt.task.add_done_callback(self._tasks.discard)
+
+    async def _work_on(self, attempt: NodeAttempt) -> None:
+        execute, function = attempt.execute, attempt.function
+        call = Call(
+            function=function,
+            input=wire.unpack_object(execute.input),
+            log=attempt.spool,
+            traceparent=execute.traceparent,
+            tracestate=execute.tracestate,
+            context=execute.context,
+            announce=partial(self._announce, attempt),
+            begun=partial(self._started, attempt),
+        )
+        try:
+            if function.runtime not in self._served:
+                raise unserved(function)
+            kind = KINDS.get(function.runtime)
+            if not attempt.begun and (kind is None or not kind.works_in_sandbox):
+                await self._announce(attempt)  # its runtime does not ask
+            outcome = await self._work.executor.execute(execute.action, execute.lease, call)
+        except CodedError as error:
+            outcome = _failed(error)
+        except asyncio.CancelledError:
+            outcome = Outcome(state=State.CANCELLED, reason=Reason.CANCELLED, message="cancelled", component=COMPONENT)
+        if not self._closing:
+            self._conclude(attempt, outcome)
+
+    async def _announce(self, attempt: NodeAttempt) -> bool:
+        """Ask whether it may begin, and write down that it does; every command outlives the daemon.
+
+        Raises ActionFailed if it may not.
+        """
+        if attempt.begun:
+            return True  # by its first command, or under a daemon before
+        attempt.asking = True
+        if attempt.attached:
+            self.say(wire.AttemptBegins(attempt.claim))
+        go = await attempt.go
+        attempt.asking = False
+        if go.refusal is not None:
+            error = wire.error_of(go.refusal)
+            raise error if isinstance(error, ActionFailed) else _as_failure(error)
+        try:
+            self._journal.begun(attempt.execute, attempt.function_bytes, lasting=go.lasting)
+        except OSError as error:
+            message = f"the node cannot write down that it begins: {error}"
+            raise ActionFailed(Reason.ENVIRONMENT_LOST, message, component=COMPONENT, retry_after_s=5.0) from error
+        attempt.begun, attempt.lasting = True, go.lasting
+        self._look(attempt)
+        return True
+
+    def _told_to_go(self, go: wire.AttemptGo) -> None:
+        """It may begin, or (once it has) its caller has gone, and it outlives him."""
+        attempt = self._attempts.get(go.claim)
+        if attempt is None:
+            return
+        if not attempt.go.done():
+            attempt.go.set_result(go)
+        elif attempt.begun and attempt.end is None and go.refusal is None and attempt.lasting != go.lasting:
+            attempt.lasting = go.lasting
+            self._written(partial(self._journal.lasting, go.claim, go.lasting))
+
+    def _started(self, attempt: NodeAttempt) -> None:
+        attempt.began_s = self._clock.now()
+        if attempt.attached:
+            self.say(wire.AttemptStarted(attempt.claim))
+
+    def _conclude(self, attempt: NodeAttempt, outcome: Outcome) -> None:
+        """It has ended, once and for all."""
+        attempt.asking = False
+        end = wire.end_of(attempt.claim, outcome, attempt.spool.omitted_bytes)
+        if len(end.result) + len(end.detail) > self._frame_bytes:
+            told = f"its result of {len(end.result)} bytes is more than a frame of the channel holds"
+            large = Outcome(
+                state=State.FAILED,
+                reason=Reason.OUTPUT_LIMIT,
+                message=told,
+                component=COMPONENT,
+                execution_s=outcome.execution_s,
+            )
+            end = wire.end_of(attempt.claim, large, attempt.spool.omitted_bytes)
+        attempt.end = end
+        self._look(attempt)
+        self._written(attempt.spool.flush)
+        if attempt.begun:
+            self._written(partial(self._journal.ended, end))
+        if attempt.disowned:
+            self._forget(attempt)
+        else:
+            self._telling.more(attempt, at_once=True)
+
+    def _said(self, claim: str) -> None:
+        attempt = self._attempts.get(claim)
+        if attempt is not None:
+            self._telling.more(attempt)
+
+    @property
+    def _frame_bytes(self) -> int:
+        most_bytes = 64 * 2**20 if self._link is None else self._link.settings.frame_max_bytes
+        return most_bytes - 64 * 2**10
+
+    def _cancel(self, asked: wire.CancelAttempt) -> None:
+        attempt = self._attempts.get(asked.claim)
+        if attempt is None:
+            return
+        attempt.successor = None
+        attempt.disowned = attempt.disowned or asked.disowned
+        if attempt.end is not None:
+            if attempt.disowned:
+                self._forget(attempt)
+        elif attempt.task is not None:
+            attempt.task.cancel()
+
+    def _resize(self, asked: wire.ResizeAttempt) -> None:
+        attempt = self._attempts.get(asked.claim)
+        if attempt is not None and attempt.end is None:
+            self._spawn(self._work.executor.resize(attempt.execute.action, asked.lease))
+
+    def _acknowledged(self, claim: str) -> None:
+        attempt = self._attempts.get(claim)
+        if attempt is not None and attempt.end is not None:
+            self._forget(attempt)
+
+    def _forget(self, attempt: NodeAttempt) -> None:
+        del self._attempts[attempt.claim]
+        self._telling.forget(attempt)
+        if attempt.begun:
+            self._written(partial(self._journal.acknowledged, attempt.claim))
+        attempt.spool.remove()
+        self._work.sandboxes.acknowledge(attempt.execute.action.trajectory, attempt.claim)
+        if attempt.successor is not None:
+            self._execute(attempt.successor)
+
+    def _written(self, write: Callable[[], None]) -> None:
+        """Write; a disk that refuses costs what a crash would cost, and nothing else."""
+        try:
+            write()
+        except OSError as error:
+            logger.error("the node's disk refuses", why=str(error))
+
+    # --- telling
+
+    def _attach(self, asked: wire.AttachAttempt) -> None:
+        attempt = self._attempts.get(asked.claim)
+        if attempt is not None:
+            attempt.attached = True
+            self._retell(attempt, asked.log_offset)
+
+    def _retell(self, attempt: NodeAttempt, log_offset: int) -> None:
+        """Tell the gateway what it has not heard."""
+        attempt.told_bytes, attempt.end_told = min(log_offset, attempt.spool.end), False
+        if attempt.asking and not attempt.go.done():
+            self.say(wire.AttemptBegins(attempt.claim))
+        if attempt.began_s is not None:
+            self.say(wire.AttemptStarted(attempt.claim))
+        self._telling.more(attempt, at_once=True)
+
+    def _look(self, attempt: NodeAttempt) -> None:
+        """See whether its trajectory has another sandbox by now."""
+        if attempt.execute.action.trajectory is not None:
+            self._work.sandboxes.look(attempt.execute.action.trajectory)
+
+    def _tell_sandbox(self, facts: wire.TrajectoryFacts) -> None:
+        self.say(wire.SandboxChanged(facts))
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+class _Kind(msgspec.Struct):
+    runtime: str
+
+
+def _spool_name(claim: str) -> str:
+    return quote(claim.rstrip("/"), safe="")
+
+
+def _as_failure(error: CodedError) -> ActionFailed:
+    return ActionFailed(Reason.INTERNAL, error.message, component=error.component, retry_after_s=error.retry_after_s)
+
+
+def _failed(error: CodedError) -> Outcome:
+    if isinstance(error, ActionFailed):
+        reason = error.reason
+    else:
+        reason = Reason.INVALID_INPUT if isinstance(error, Unsupported) else Reason.INTERNAL
+    return Outcome(state=State.FAILED, reason=reason, message=error.message, component=error.component)
+
+
+def _lost(message: str) -> Outcome:
+    return Outcome(state=State.LOST, reason=Reason.NODE_LOST, message=message, component=COMPONENT)

@@ -1,0 +1,54 @@
+"""One attempt of an action on a node: where it stands, and what of it the gateway has heard."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from manager.function import FunctionSpec
+from runtimes.node.spool import Spool
+from runtimes.node.wire import AttemptEnd, AttemptFacts, AttemptGo, ExecuteAttempt
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class NodeAttempt:
+    """What an agent keeps of an attempt, from its arrival until its end is acknowledged."""
+
+    execute: ExecuteAttempt
+    function: FunctionSpec
+    #: The same as it travelled.
+    function_bytes: bytes
+    spool: Spool
+    task: asyncio.Task[None] | None = None
+    #: Done once the gateway has said whether it may begin.
+    go: asyncio.Future[AttemptGo] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    #: Whether it stands ready and asks; whether it may have begun; whether its work runs, since when.
+    asking: bool = False
+    begun: bool = False
+    began_s: float | None = None
+    lasting: bool = False
+    end: AttemptEnd | None = None
+    #: Whether the gateway listens on the present link, up to where it has heard the log, and the end.
+    attached: bool = False
+    told_bytes: int = 0
+    end_told: bool = False
+    #: Whether nobody waits for its end.
+    disowned: bool = False
+    #: What is to be begun in its place, once it is gone.
+    successor: ExecuteAttempt | None = None
+
+    @property
+    def claim(self) -> str:
+        return self.execute.claim
+
+    def facts(self, now_s: float) -> AttemptFacts:
+        action = self.execute.action
+        return AttemptFacts(
+            claim=self.claim,
+            action_id=action.id,
+            attempt=action.attempt,
+            trajectory=action.trajectory,
+            begun=self.begun,
+            ended=self.end is not None,
+            ran_s=0.0 if self.began_s is None else now_s - self.began_s,
+        )

@@ -1,0 +1,216 @@
+"""One connection between a gateway and a node: frames out and in, beats, and the bounds of both."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Annotated, TypeVar
+
+from manager.clock import Clock, MonotonicClock
+from manager.errors import CodedError
+from manager.setting import Setting
+from runtimes.node.wire import (
+    COMPONENT,
+    GREETING_BYTES,
+    PROTOCOL,
+    Beat,
+    ChannelError,
+    FrameReader,
+    Message,
+    NodeHello,
+    NodeRefused,
+    encode,
+)
+
+#: Bytes that are read at once. A turn of the loop lasts no longer than it takes to deal with so many.
+READ_BYTES = 64 * 2**10
+#: Seconds for the last bytes and TLS's own farewell.
+FAREWELL_S = 0.5
+_M = TypeVar("_M", bound=Message)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkSettings:
+    """The bounds of a link."""
+
+    beat_s: Annotated[float, Setting("seconds between two signs of life", gt=0)] = 1.0
+    silent_s: Annotated[float, Setting("seconds of silence after which the other side is gone", gt=0)] = 3.0
+    frame_max_bytes: Annotated[int, Setting("largest frame", ge=2**10)] = 64 * 2**20
+    unsent_max_bytes: Annotated[int, Setting("most that the other side may leave unread", ge=2**10)] = 128 * 2**20
+
+
+class LinkClosed(CodedError):
+    """The link is gone."""
+
+    code = "capacity_exceeded"
+
+
+class NodeLink:
+    """Frames over a stream. What is sent in one turn of the loop travels together; nothing here waits for the peer."""
+
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        settings: LinkSettings | None = None,
+        *,
+        clock: Clock | None = None,
+    ) -> None:
+        self.settings = settings or LinkSettings()
+        self._reader, self._writer = reader, writer
+        self._clock = clock or MonotonicClock()
+        self._loop = asyncio.get_running_loop()
+        self._frames = FrameReader(self.settings.frame_max_bytes)
+        self._received: deque[Message] = deque()
+        self._unsent: list[bytes] = []
+        self._unsent_bytes = 0
+        self._heard_s = self._ticked_s = self._clock.now()
+        self._spoke = False
+        self._timer: asyncio.TimerHandle | None = None
+        self.peer = str(writer.get_extra_info("peername") or "")
+        self.closed = asyncio.Event()
+        #: Why it was closed.
+        self.why = ""
+
+    # --- out
+
+    def send(self, message: Message) -> None:
+        """Send a message soon. Never waits and never raises: who leaves too much unread is cut off."""
+        if self.closed.is_set():
+            return
+        frame = encode(message)
+        if not self._unsent:
+            self._loop.call_soon(self._flush)
+        self._unsent.append(frame)
+        self._unsent_bytes += len(frame)
+        if self.unsent_bytes > self.settings.unsent_max_bytes:
+            self.close(f"the other side left more than {self.settings.unsent_max_bytes} bytes unread")
+
+    @property
+    def unsent_bytes(self) -> int:
+        """Bytes that the operating system has not taken yet."""
+        return self._unsent_bytes + self._writer.transport.get_write_buffer_size()
+
+    async def drained(self) -> None:
+        """Wait until there is little unsent, or the link is gone."""
+        self._flush()
+        with suppress(OSError):
+            await self._writer.drain()
+
+    def _flush(self) -> None:
+        if not self._unsent:
+            return
+        frames, self._unsent, self._unsent_bytes = self._unsent, [], 0
+        self._spoke = True
+        if not self._writer.is_closing():
+            self._writer.write(frames[0] if len(frames) == 1 else b"".join(frames))
+
+    # --- in
+
+    async def receive(self, wanted: type[_M], within_s: float, *, frame_max_bytes: int = GREETING_BYTES) -> _M:
+        """Return the next message, which must be a ``wanted``: for the greeting.
+
+        Raises LinkClosed if none comes in time, ChannelError for another one, or a `NodeHello` of another protocol,
+        which is told so. Afterwards the link is closed.
+        """
+        self._frames.frame_max_bytes = frame_max_bytes
+        try:
+            async with asyncio.timeout(within_s):
+                while not self._received:
+                    self._take(await self._read())
+        except TimeoutError:
+            self.close(f"nothing was said within {within_s:g} s")
+            raise LinkClosed(self.why, component=COMPONENT) from None
+        except (OSError, CodedError) as error:
+            if isinstance(error, ChannelError):
+                self._refuse(error)
+            self.close(str(error) or type(error).__name__)
+            raise error if isinstance(error, CodedError) else LinkClosed(self.why, component=COMPONENT) from None
+        finally:
+            self._frames.frame_max_bytes = self.settings.frame_max_bytes
+        message = self._received.popleft()
+        if isinstance(message, NodeHello) and message.protocol != PROTOCOL:
+            wrong = ChannelError(f"the node speaks protocol {message.protocol}, the gateway {PROTOCOL}: upgrade one")
+        elif not isinstance(message, wanted):
+            wrong = ChannelError(f"a {type(message).__name__} where a {wanted.__name__} was expected")
+        else:
+            return message
+        self._refuse(wrong)
+        self.close(wrong.message)
+        raise wrong
+
+    def _refuse(self, error: ChannelError) -> None:
+        self.send(NodeRefused(code=error.code, message=error.message, retry_after_s=60.0))
+
+    async def run(self, handle: Callable[[Message], None]) -> str:
+        """Hand over every message until the link is closed; return why it was. Beats go to and fro meanwhile.
+
+        ``handle`` must not wait. It may raise ChannelError, which cuts the link.
+        """
+        self._heard_s = self._ticked_s = self._clock.now()
+        self._timer = self._loop.call_later(self.settings.beat_s, self._tick_again)
+        try:
+            while not self.closed.is_set():
+                while self._received:
+                    message = self._received.popleft()
+                    if type(message) is not Beat:
+                        handle(message)
+                self._take(await self._read())
+        except ChannelError as error:
+            self.close(error.message)
+        except (OSError, LinkClosed) as error:
+            self.close(str(error) or type(error).__name__)
+        finally:
+            self.close("its reader was stopped")
+        return self.why
+
+    async def _read(self) -> bytes:
+        data = await self._reader.read(READ_BYTES)
+        if not data:
+            raise LinkClosed("the other side hung up", component=COMPONENT)
+        return data
+
+    def _take(self, data: bytes) -> None:
+        self._heard_s = self._clock.now()
+        self._received.extend(self._frames.feed(data))
+
+    # --- life
+
+    def tick(self) -> None:
+        """Send a beat if nothing was said since the last tick; close the link if nothing was heard for too long."""
+        now_s, settings = self._clock.now(), self.settings
+        if now_s - self._ticked_s > 2 * settings.beat_s:  # this process slept itself: what came meanwhile is unread
+            self._heard_s = max(self._heard_s, now_s - settings.silent_s + settings.beat_s)
+        self._ticked_s = now_s
+        if now_s - self._heard_s > settings.silent_s:
+            self.close(f"nothing was heard for {now_s - self._heard_s:.1f} s")
+            return
+        if not self._spoke:
+            self.send(Beat())
+        self._spoke = False
+
+    def _tick_again(self) -> None:
+        self.tick()
+        if not self.closed.is_set():
+            self._timer = self._loop.call_later(self.settings.beat_s, self._tick_again)
+
+    def close(self, why: str) -> None:
+        """Close it, after what was sent already; the first reason counts. Idempotent."""
+        if self.closed.is_set():
+            return
+        self.why = why
+        self._flush()
+        self.closed.set()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._writer.close()
+        self._loop.call_later(FAREWELL_S, self._writer.transport.abort)  # a peer that is silent answers no farewell
+
+    async def wait_closed(self) -> None:
+        """Wait until the connection is gone."""
+        await self.closed.wait()
+        with suppress(OSError):
+            await self._writer.wait_closed()

@@ -1,0 +1,126 @@
+"""What a gateway asks of a node beside executing actions: trajectories, and whether functions can run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from typing import Protocol
+
+import msgspec
+import structlog
+
+from manager.errors import CodedError, Unsupported
+from manager.executor import Executor
+from manager.function import FunctionSpec, SandboxSpec
+from runtimes.node import wire
+from runtimes.node.sandboxes import NodeSandboxes
+from runtimes.node.wire import COMPONENT
+
+logger = structlog.get_logger("node.requests")
+
+#: The kinds whose functions a node executes for a gateway. The others need what only the gateway has: a handler's code,
+#: a model's place in the scheduler's memory, the gateway's own address towards the world.
+SERVED = ("exec", "pytest")
+
+
+class NodeWork(Protocol):
+    """What an agent works with: `gateway.runtime_factory.Runtimes`, or a test's."""
+
+    @property
+    def executor(self) -> Executor: ...
+
+    @property
+    def sandboxes(self) -> NodeSandboxes: ...
+
+    async def prepare(self, function: FunctionSpec) -> None:
+        """Check that the function can run here; raises CodedError."""
+        ...
+
+
+class NodeRequests:
+    """The requests of one agent, each answered once on the link that is there at its end."""
+
+    def __init__(
+        self,
+        work: NodeWork,
+        served: Collection[str],
+        function: Callable[[str], FunctionSpec],
+        say: Callable[[wire.Message], None],
+    ) -> None:
+        self._work = work
+        self._served = served
+        self._function = function
+        self._say = say
+        self._under_way: dict[int, asyncio.Task[None]] = {}
+
+    @property
+    def tasks(self) -> Collection[asyncio.Task[None]]:
+        """Return what is under way."""
+        return list(self._under_way.values())
+
+    def begin(self, asked: wire.NodeRequest) -> None:
+        """Do what is asked, once: while it is under way it may be asked again after a cut."""
+        if asked.number not in self._under_way:
+            task = asyncio.create_task(self._answer(asked), name=f"request {asked.verb} {asked.name}")
+            self._under_way[asked.number] = task
+            task.add_done_callback(lambda _: self._under_way.pop(asked.number, None))
+
+    async def _answer(self, asked: wire.NodeRequest) -> None:
+        done, failure = True, None
+        try:
+            done = await self._do(asked)
+        except CodedError as error:
+            failure = wire.facts_of(error)
+        except Exception as error:  # told to the gateway: a bug here ends no daemon
+            logger.exception("a request failed", verb=asked.verb, name=asked.name)
+            failure = wire.facts_of(CodedError(f"the node failed: {error!r}", component=COMPONENT))
+        self._say(wire.NodeAnswer(asked.number, failure, done))
+
+    async def _do(self, asked: wire.NodeRequest) -> bool:
+        verbs: Mapping[str, Callable[[wire.NodeRequest], Awaitable[bool]]] = {
+            "open": self._open,
+            "end": self._end,
+            "prepare": self._prepare,
+            "replicate": self._replicate,
+            "mark_lost": self._mark_lost,
+            "choose": self._choose,
+        }
+        if asked.verb not in verbs:
+            raise Unsupported(f"this node knows no request {asked.verb!r}; upgrade it", component=COMPONENT)
+        return await verbs[asked.verb](asked)
+
+    async def _open(self, asked: wire.NodeRequest) -> bool:
+        await self._work.executor.open_trajectory(asked.name, asked.task, self._function(asked.function))
+        self._work.sandboxes.look(asked.name)
+        return True
+
+    async def _end(self, asked: wire.NodeRequest) -> bool:
+        await self._work.executor.end_trajectory(asked.name)
+        self._work.sandboxes.look(asked.name)
+        return True
+
+    async def _prepare(self, asked: wire.NodeRequest) -> bool:
+        function = self._function(asked.function)
+        if function.runtime not in self._served:
+            raise unserved(function)
+        await self._work.prepare(function)
+        return True
+
+    async def _replicate(self, asked: wire.NodeRequest) -> bool:
+        return False  # no model functions are served
+
+    async def _mark_lost(self, asked: wire.NodeRequest) -> bool:
+        self._work.sandboxes.mark_lost([asked.name])
+        return True
+
+    async def _choose(self, asked: wire.NodeRequest) -> bool:
+        self._work.sandboxes.choose(asked.name, msgspec.json.decode(asked.body, type=SandboxSpec))
+        return True
+
+
+def unserved(function: FunctionSpec) -> Unsupported:
+    return Unsupported(
+        f"function {function.name!r}: {function.runtime} functions do not run on nodes that have joined, only "
+        f"{' and '.join(SERVED)} functions do; the gateway's own machine executes it",
+        component=COMPONENT,
+    )

@@ -1,0 +1,187 @@
+"""A machine whose commands outlive the daemon that started them, as those of runners do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from manager.action import Action
+from manager.errors import ActionFailed, Reason
+from manager.executor import Executor
+from manager.function import FunctionSpec, SandboxSpec
+from manager.lease import Lease
+from runtimes.local import LocalExecutor
+from runtimes.node.sandboxes import NodeSandboxes
+from runtimes.node.wire import TrajectoryFacts
+from runtimes.runtime import Execution, Result
+from runtimes.sandbox.command import claims_of
+
+#: What a command says: (stream, text) in order.
+Words = tuple[tuple[str, str], ...]
+
+
+@dataclass(slots=True, eq=False)
+class MachineCommand:
+    """One command: what it says, and whether it has ended."""
+
+    words: Words
+    lease: Lease
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Machine:
+    """What is left when a daemon is killed: commands, trajectories, and the count of what was ever begun."""
+
+    def __init__(self, words: Mapping[str, Words] | None = None) -> None:
+        self.words = words or {}
+        self.begun: Counter[str] = Counter()
+        self.killed: list[str] = []
+        self.commands: dict[str, MachineCommand] = {}
+        self.acknowledged: list[str] = []
+        self.trajectories: dict[str, TrajectoryFacts] = {}
+        self.told_lost: list[str] = []
+        self.resized: list[tuple[str, Lease]] = []
+        #: Actions whose commands run until `finish`.
+        self.long: set[str] = set()
+        #: Whether the daemon is being killed: what runs is not.
+        self.dying = False
+        self._running = asyncio.Condition()
+
+    def finish(self, claim: str) -> None:
+        """Let a long command end."""
+        self.long.discard(claim)
+        if claim in self.commands:
+            self.commands[claim].ended.set()
+
+    async def runs(self, claim: str) -> None:
+        """Wait until a command runs."""
+        async with self._running:
+            await self._running.wait_for(lambda: claim in self.commands)
+
+    async def begin(self, claim: str, lease: Lease) -> MachineCommand:
+        """Begin a command, or take over the one that runs."""
+        if claim not in self.commands:
+            self.begun[claim] += 1
+            async with self._running:
+                self.commands[claim] = MachineCommand(self.words.get(claim, ()), lease)
+                self._running.notify_all()
+        command = self.commands[claim]
+        if claim not in self.long:
+            command.ended.set()
+        return command
+
+
+class MachineRuntime:
+    """Executes commands of a machine the way the exec runtime does those of sandboxes."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+
+    async def prepare(self, function: FunctionSpec) -> None: ...
+
+    async def execute(self, execution: Execution) -> Result:
+        machine, action = self._machine, execution.action
+        claim = claims_of(action.id, action.attempt)
+        if claim not in machine.commands and execution.call.announce is not None:
+            await execution.call.announce()
+        execution.begin()
+        command = await machine.begin(claim, execution.lease)
+        try:
+            for stream, text in command.words:
+                execution.call.log.write(stream, text)
+            await command.ended.wait()
+        except asyncio.CancelledError:
+            if not machine.dying:
+                machine.killed.append(claim)
+                machine.commands.pop(claim, None)
+            raise
+        execution.end()
+        if action.function == "fails":
+            raise ActionFailed(Reason.UPSTREAM, "as asked", component="machine", detail={"why": "asked"}, result=[1])
+        return Result(value={"said": len(command.words), "echo": dict(execution.call.input)}, usage={"cpu_s": 0.5})
+
+    async def resize(self, action: Action, lease: Lease) -> None:
+        self._machine.resized.append((action.id, lease))
+
+    async def end_trajectory(self, trajectory: str) -> None:
+        self._machine.trajectories.pop(trajectory, None)
+
+    async def close(self) -> None: ...
+
+
+class MachineSandboxes:
+    """`NodeSandboxes` of a machine."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self.on_change: Callable[[TrajectoryFacts], None] = lambda facts: None
+
+    async def start(self) -> None: ...
+
+    def resumable(self) -> Collection[str]:
+        return list(self._machine.commands)
+
+    async def end_unclaimed(self, taken: Collection[str]) -> None:
+        for claim in set(self._machine.commands) - set(taken):
+            self._machine.killed.append(claim)
+            del self._machine.commands[claim]
+
+    def facts(self) -> list[TrajectoryFacts]:
+        return list(self._machine.trajectories.values())
+
+    def look(self, trajectory: str) -> None:
+        if trajectory in self._machine.trajectories:
+            self.on_change(self._machine.trajectories[trajectory])
+
+    def acknowledge(self, trajectory: str | None, claim: str) -> None:
+        self._machine.acknowledged.append(claim)
+        self._machine.commands.pop(claim, None)
+
+    def mark_lost(self, trajectories: Collection[str]) -> None:
+        self._machine.told_lost += trajectories
+
+    def choose(self, trajectory: str, spec: SandboxSpec) -> None: ...
+
+    async def leave(self, claims: Iterable[str]) -> None:
+        self._machine.dying = True
+
+
+@dataclass(slots=True)
+class MachineWork:
+    """What an agent works with on such a machine."""
+
+    executor: Executor
+    sandboxes: NodeSandboxes
+    prepared: list[str] = field(default_factory=list)
+
+    @classmethod
+    def on(cls, machine: Machine) -> MachineWork:
+        """Return what a new daemon has there."""
+        machine.dying = False
+
+        async def open_environment(trajectory: str, task: str, function: FunctionSpec) -> None:
+            machine.trajectories[trajectory] = facts_of_trajectory(trajectory, task)
+
+        executor = LocalExecutor({"exec": MachineRuntime(machine)}, open_environment=open_environment)
+        return cls(executor, MachineSandboxes(machine))
+
+    async def prepare(self, function: FunctionSpec) -> None:
+        self.prepared.append(function.name)
+
+
+def facts_of_trajectory(trajectory: str, task: str) -> TrajectoryFacts:
+    """Return a trajectory that has a sandbox."""
+    return TrajectoryFacts(
+        trajectory=trajectory,
+        task=task,
+        sandbox=f"box-{trajectory}",
+        image="image",
+        workdir="/workspace",
+        user="auto",
+        network="none",
+        memory_bytes=1,
+        idle_ttl_s=60.0,
+        alive=True,
+    )

@@ -1,0 +1,226 @@
+"""A gateway's side and a node's side that find each other again after every fault, as roster and daemon do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from manager.action import Action
+from manager.errors import CodedError
+from manager.executor import Call
+from manager.function import FunctionSpec
+from manager.lease import Lease
+from manager.outcome import Outcome
+from runtimes.node.agent import Agent, AgentSettings
+from runtimes.node.remote import RemoteNode
+from runtimes.node.telling import TellingSettings
+from runtimes.node.wire import Inventory
+from runtimes.sandbox.command import claims_of
+from tests.runtimes.node.machine import Machine, MachineWork, Words
+from tests.runtimes.node.memory_stream import pair
+
+#: Seconds after which a test is taken for stuck.
+STUCK_S = 60.0
+FUNCTION = FunctionSpec(name="shell", runtime="exec")
+AGENT = AgentSettings(logs=TellingSettings(wait_s=0.0, piece_bytes=64))
+
+
+class KeptLog:
+    """A log that a gateway keeps on disk: the next one passes over what it has already (`InvocationLog.restore`)."""
+
+    def __init__(self) -> None:
+        self.said: dict[str, str] = {}
+        self.omitted_bytes = 0
+        self._known: dict[str, int] = {}
+
+    def restore(self) -> None:
+        """A new gateway takes it up."""
+        self._known = {stream: len(text) for stream, text in self.said.items()}
+
+    def write(self, stream: str, data: str) -> None:
+        known = min(len(data), self._known.get(stream, 0))
+        self._known[stream] = self._known.get(stream, 0) - known
+        self.said[stream] = self.said.get(stream, "") + data[known:]
+
+    def omit(self, size_bytes: int) -> None:
+        self.omitted_bytes = size_bytes
+
+
+@dataclass(slots=True, eq=False)
+class SessionAction:
+    """One action as its gateways have it on record."""
+
+    action: Action
+    function: FunctionSpec
+    log: KeptLog = field(default_factory=KeptLog)
+    #: Whether the record says that it may have begun; how often it was asked, and told of its beginning.
+    begun: bool = False
+    asked: int = 0
+    ends: list[Outcome] = field(default_factory=list)
+    task: asyncio.Task[None] | None = None
+
+    @property
+    def claim(self) -> str:
+        return claims_of(self.action.id, self.action.attempt)
+
+
+class Session:
+    """The two sides, the streams between them, and the faults."""
+
+    def __init__(self, directory: Path, machine: Machine) -> None:
+        self.directory, self.machine = directory, machine
+        directory.mkdir(exist_ok=True)
+        self.agent: Agent | None = None
+        self.work: MachineWork | None = None
+        self.node = RemoteNode("n1")
+        self.actions: dict[str, SessionAction] = {}
+        self.frames = 0
+        #: What happens instead of the arrival of a frame, by its number.
+        self.faults: dict[int, str] = {}
+        self._due: list[str] = []
+        self._recovering = False
+        self.joined = asyncio.Event()
+        self.links = 0
+
+    # --- the actions
+
+    def start(self, name: str, function: FunctionSpec = FUNCTION, **more: object) -> SessionAction:
+        """Give the node an action."""
+        action = Action(id=name, function=function.name, **more)  # type: ignore[arg-type]
+        kept = self.actions[name] = SessionAction(action, function)
+        self._execute(kept)
+        return kept
+
+    def _execute(self, kept: SessionAction) -> None:
+        kept.task = asyncio.create_task(self._end(kept, self.node))
+
+    async def _end(self, kept: SessionAction, node: RemoteNode) -> None:
+        async def announce() -> bool:
+            kept.begun, kept.asked = True, kept.asked + 1
+            return True
+
+        call = Call(function=kept.function, input={"of": kept.action.id}, log=kept.log, announce=announce)
+        outcome = await node.execute(kept.action, Lease(action_id=kept.action.id, node="n1"), call)
+        kept.ends.append(outcome)
+        node.acknowledge(kept.claim)
+
+    # --- the link
+
+    async def play(self, until: Callable[[], bool]) -> None:
+        """Keep both sides joined, through every fault, until something holds."""
+        async with asyncio.timeout(STUCK_S):
+            while not until():
+                await self._join(until)
+
+    async def _join(self, until: Callable[[], bool]) -> None:
+        for fault in self._due:
+            await {"cut": self._nothing, "daemon": self._kill_daemon, "gateway": self._kill_gateway}[fault]()
+        self._due.clear()
+        if self.agent is None:
+            await self.begin_daemon()
+        assert self.agent is not None
+        self.links += 1
+        near, far = pair(self._arrives)
+        serving = asyncio.create_task(self.agent.serve(far))
+        with suppress(CodedError):
+            inventory = await near.receive(Inventory, STUCK_S, frame_max_bytes=2**20)
+            self.node.attach(near, inventory, recovering=self._recovering)
+            if self._recovering:
+                await self._recover()
+            self.joined.set()
+            listening = asyncio.create_task(self.node.serve(near))
+            watching = asyncio.create_task(_until(until))
+            await asyncio.wait([listening, serving, watching], return_when=asyncio.FIRST_COMPLETED)
+            watching.cancel()
+            near.close("the end of this link")
+            await listening
+        far.close("the end of this link")
+        await serving
+        self.joined.clear()
+
+    def _arrives(self, kind: int) -> bool:
+        self.frames += 1
+        fault = self.faults.get(self.frames)
+        if fault is not None:
+            self._due.append(fault)
+        return fault is None
+
+    # --- the faults
+
+    async def _nothing(self) -> None: ...
+
+    async def begin_daemon(self) -> None:
+        """Begin a daemon in the state directory."""
+        self.work = MachineWork.on(self.machine)
+        self.agent = Agent(self.directory, self.work, AGENT)
+        await self.agent.start()
+
+    async def _kill_daemon(self) -> None:
+        """Nothing of it is written at its end, as nothing is by one that is killed; its commands run on."""
+        assert self.agent is not None
+        await self.agent.close()
+        self.agent = None
+
+    async def _kill_gateway(self) -> None:
+        for kept in self.actions.values():
+            if kept.task is not None:
+                kept.task.cancel()
+        await self.node.close()
+        await asyncio.gather(*(kept.task for kept in self.actions.values() if kept.task), return_exceptions=True)
+        self.node, self._recovering = RemoteNode("n1"), True
+
+    async def _recover(self) -> None:
+        """Decide on what the gateway before left, as `gateway.invocations.restart` does."""
+        self._recovering = False
+        taken = [kept for kept in self.actions.values() if not kept.ends]
+        for kept in taken:
+            if kept.begun and kept.claim in self.node.resumable():
+                kept.log.restore()
+            else:
+                assert self.node.never_started(kept.claim), f"{kept.claim} can neither be resumed nor begun"
+                kept.begun = False
+        resumed = {kept.claim for kept in taken if kept.begun}
+        await self.node.end_unclaimed(resumed)
+        for kept in taken:
+            self._execute(kept)
+
+    async def close(self) -> None:
+        """End both sides."""
+        await self.node.close()
+        for kept in self.actions.values():
+            if kept.task is not None and not kept.task.done():
+                kept.task.cancel()
+        if self.agent is not None:
+            await self.agent.close()
+
+
+async def _until(holds: Callable[[], bool]) -> None:
+    while not holds():  # noqa: ASYNC110  # what is waited for has no event, and every turn may bring it
+        await asyncio.sleep(0)
+
+
+def settled(session: Session) -> bool:
+    """Return whether every action has ended and the node has forgotten it."""
+    return all(kept.ends for kept in session.actions.values()) and session.agent is not None and not session.agent.busy
+
+
+#: What the actions of a session say; more than one piece, in both streams, not only ASCII.
+WORDS: Mapping[str, Words] = {
+    "a.1/": tuple(("stdout" if each % 3 else "stderr", f"line {each} läuft ✓\n" * 3) for each in range(8)),
+    "b.1/": (("stdout", "short"),),
+}
+
+
+def said(words: Words) -> dict[str, str]:
+    """Return what a log holds that heard all of it, by stream."""
+    streams: dict[str, str] = {}
+    for stream, text in words:
+        streams[stream] = streams.get(stream, "") + text
+    return streams
+
+
+spool_files = partial(lambda directory: sorted(path.name for path in (directory / "spool").iterdir()))

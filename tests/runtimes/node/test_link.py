@@ -1,0 +1,162 @@
+"""A link: silence, slow readers and strangers are cut, and everybody is told why."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+import pytest
+
+from manager.clock import VirtualClock
+from manager.config import NodeSpec
+from runtimes.node import wire
+from runtimes.node.link import LinkClosed, LinkSettings, NodeLink
+from tests.runtimes.node.memory_stream import CALM, MemoryTransport, pair
+
+WITHIN_S = 30.0
+
+
+def hello(protocol: int = wire.PROTOCOL) -> wire.Message:
+    return wire.NodeHello(
+        protocol=protocol,
+        version="1",
+        name="n1",
+        boot="b",
+        epoch="e",
+        instance="i",
+        ticket="t",
+        key="",
+        spec=NodeSpec(name="n1", numa=((0,),), memory_bytes=1),
+        labels={},
+        isolation="",
+        sandboxes="plain",
+    )
+
+
+def transport_of(link: NodeLink) -> MemoryTransport:
+    return cast(MemoryTransport, link._writer.transport)
+
+
+async def test_frames_of_one_turn_arrive_in_order() -> None:
+    near, far = pair()
+    for number in range(100):
+        near.send(wire.AttemptBegins(str(number)))
+    heard: list[str] = []
+    all_heard = asyncio.Event()
+
+    def hear(message: wire.Message) -> None:
+        assert isinstance(message, wire.AttemptBegins)
+        heard.append(message.claim)
+        if len(heard) == 100:
+            all_heard.set()
+
+    running = asyncio.create_task(far.run(hear))
+    async with asyncio.timeout(WITHIN_S):
+        await all_heard.wait()
+        near.close("done")
+        assert await running == "the other side hung up"
+    assert heard == [str(number) for number in range(100)]
+
+
+async def test_a_side_that_is_silent_is_cut_and_one_that_beats_is_not() -> None:
+    clock = VirtualClock()
+    settings = LinkSettings(beat_s=1.0, silent_s=3.0)
+    near, far = pair(settings=settings, clock=clock)
+    listening = [asyncio.create_task(end.run(lambda message: None)) for end in (near, far)]
+    await asyncio.sleep(0)
+    for _ in range(10):  # both beat
+        clock.advance_to(clock.now() + 1.0)
+        near.tick()
+        far.tick()
+        for _ in range(5):
+            await asyncio.sleep(0)
+    assert not near.closed.is_set()
+    for _ in range(4):  # the far side is frozen
+        clock.advance_to(clock.now() + 1.0)
+        near.tick()
+        for _ in range(5):
+            await asyncio.sleep(0)
+    async with asyncio.timeout(WITHIN_S):
+        assert "nothing was heard" in await listening[0]
+        await listening[1]
+
+
+async def test_a_process_that_slept_itself_listens_before_it_judges() -> None:
+    clock = VirtualClock()
+    near, _ = pair(settings=LinkSettings(beat_s=1.0, silent_s=3.0), clock=clock)
+    near.tick()
+    clock.advance_to(60.0)
+    near.tick()
+    assert not near.closed.is_set()
+    clock.advance_to(61.0)
+    near.tick()
+    clock.advance_to(62.5)
+    near.tick()
+    assert near.closed.is_set()
+
+
+async def test_a_slow_reader_is_cut_when_it_leaves_too_much_unread() -> None:
+    near, _ = pair(settings=LinkSettings(unsent_max_bytes=10_000))
+    transport_of(near).stuck = True
+    for _ in range(9):
+        near.send(wire.AttemptLog("a.1/", 0, b"x" * 1000))
+        await asyncio.sleep(0)
+    assert not near.closed.is_set()
+    near.send(wire.AttemptLog("a.1/", 0, b"x" * 1000))
+    assert near.closed.is_set()
+    assert "unread" in near.why
+    near.send(wire.Beat())  # says nothing, and raises nothing
+
+
+async def test_another_protocol_is_refused_with_the_remedy() -> None:
+    near, far = pair()
+    far.send(hello(protocol=99))
+    with pytest.raises(wire.ChannelError, match="protocol 99"):
+        await near.receive(wire.NodeHello, WITHIN_S)
+    told = await far.receive(wire.NodeRefused, WITHIN_S)
+    assert "upgrade" in told.message
+
+
+async def test_somebody_who_says_something_else_than_hello_is_refused() -> None:
+    near, far = pair()
+    far.send(wire.AttemptBegins("a.1/"))
+    with pytest.raises(wire.ChannelError, match="where a NodeHello was expected"):
+        await near.receive(wire.NodeHello, WITHIN_S)
+    assert near.closed.is_set()
+
+
+async def test_a_stranger_has_room_for_a_greeting_and_no_more() -> None:
+    near, far = pair()
+    far.send(wire.AttemptLog("a.1/", 0, b"x" * (wire.GREETING_BYTES + 1)))
+    with pytest.raises(wire.ChannelError, match="more than"):
+        await near.receive(wire.NodeHello, WITHIN_S)
+
+
+async def test_one_who_says_nothing_is_cut() -> None:
+    near, _ = pair()
+    with pytest.raises(LinkClosed, match="nothing was said"):
+        await near.receive(wire.NodeHello, 0.0)
+    assert near.closed.is_set()
+
+
+async def test_a_frame_that_does_not_fit_cuts_a_running_link() -> None:
+    near, far = pair(settings=CALM)
+    running = asyncio.create_task(near.run(lambda message: None))
+    transport_of(far).write(wire.HEADER.pack(2**31, 1))
+    transport_of(far).write(b"")
+    transport_of(near).protocol.data_received(wire.HEADER.pack(2**31, 1))
+    async with asyncio.timeout(WITHIN_S):
+        assert "more than" in await running
+
+
+async def test_the_first_message_and_what_follows_it_at_once_are_both_heard() -> None:
+    near, far = pair()
+    far.send(hello())
+    far.send(wire.AttemptBegins("a.1/"))
+    await near.receive(wire.NodeHello, WITHIN_S)
+    heard = asyncio.Event()
+    running = asyncio.create_task(near.run(lambda message: heard.set()))
+    async with asyncio.timeout(WITHIN_S):
+        await heard.wait()
+    near.close("done")
+    await running

@@ -1,0 +1,216 @@
+"""What a gateway may rely on of one node: cancels, losses, resizes, requests, and the bounds of the channel."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from manager.errors import ActionFailed, Reason, Unsupported
+from manager.function import FunctionSpec
+from manager.lease import Lease
+from manager.outcome import State
+from runtimes.node import wire
+from tests.runtimes.node.machine import Machine, facts_of_trajectory
+from tests.runtimes.node.session import FUNCTION, STUCK_S, WORDS, Session, said, settled
+from tests.runtimes.node.test_wire import ACTION, LEASE
+
+IDEMPOTENT = replace(FUNCTION, name="again", idempotent=True)
+
+
+@pytest.fixture
+async def session(tmp_path: Path) -> AsyncIterator[Session]:
+    session = Session(tmp_path / "node", Machine(WORDS))
+    yield session
+    await session.close()
+
+
+async def runs(session: Session, claim: str) -> None:
+    """Play until a command runs, and its node has told of it."""
+    await session.play(lambda: claim in session.machine.commands)
+
+
+async def test_a_cancel_kills_on_the_node_and_its_end_comes_back(session: Session) -> None:
+    session.machine.long.add("a.1/")
+    kept = session.start("a")
+    await runs(session, "a.1/")
+    assert kept.task is not None
+    kept.task.cancel()
+    await session.play(lambda: settled(session))
+    assert kept.ends[0].reason is Reason.CANCELLED
+    assert session.machine.killed == ["a.1/"]
+
+
+async def test_a_cancel_of_what_was_never_sent_waits_for_no_node(session: Session) -> None:
+    kept = session.start("a")
+    await asyncio.sleep(0)
+    assert kept.task is not None
+    kept.task.cancel()
+    async with asyncio.timeout(STUCK_S):
+        await kept.task
+    assert kept.ends[0].reason is Reason.CANCELLED
+
+
+async def test_a_cancel_during_a_cut_arrives_with_the_next_link(session: Session) -> None:
+    session.machine.long.add("a.1/")
+    kept = session.start("a")
+    await runs(session, "a.1/")
+    assert not session.node.attached
+    assert kept.task is not None
+    kept.task.cancel()
+    await asyncio.sleep(0)
+    assert not kept.ends
+    await session.play(lambda: settled(session))
+    assert (kept.ends[0].state, session.machine.killed) == (State.CANCELLED, ["a.1/"])
+
+
+async def test_a_lost_node_ends_what_runs_there_and_what_was_asked(session: Session) -> None:
+    session.machine.long.add("a.1/")
+    kept = session.start("a")
+    await runs(session, "a.1/")
+    asked = asyncio.create_task(session.node.open_trajectory("t", "task", FUNCTION))
+    await asyncio.sleep(0)
+    session.node.lost("silent for 60 s")
+    with pytest.raises(ActionFailed, match="silent for 60 s") as failure:
+        await asked
+    assert failure.value.reason is Reason.NODE_LOST
+    assert kept.task is not None
+    await kept.task
+    assert (kept.ends[0].state, kept.ends[0].reason) == (State.LOST, Reason.NODE_LOST)
+
+
+async def test_a_node_that_comes_back_from_another_life_has_lost_what_had_begun(session: Session) -> None:
+    session.machine.long.update(("a.1/", "i.1/"))
+    kept, again = session.start("a"), session.start("i", IDEMPOTENT)
+    await session.play(lambda: {"a.1/", "i.1/"} <= session.machine.commands.keys())
+    assert session.agent is not None
+    await session.agent.close()
+    session.agent, session.directory = None, session.directory / "reborn"  # its disk is a new one
+    session.machine.commands.clear()
+    session.directory.mkdir()
+    session.machine.long.clear()
+    await session.play(lambda: settled(session))
+    assert (kept.ends[0].state, kept.ends[0].reason) == (State.LOST, Reason.NODE_LOST)
+    assert again.ends[0].state is State.SUCCEEDED
+    assert session.machine.begun == {"a.1/": 1, "i.1/": 2}
+
+
+async def test_what_a_daemon_finds_dead_is_lost_and_an_idempotent_attempt_begins_again(session: Session) -> None:
+    session.machine.long.update(("a.1/", "i.1/"))
+    kept, again = session.start("a"), session.start("i", IDEMPOTENT)
+    await session.play(lambda: {"a.1/", "i.1/"} <= session.machine.commands.keys())
+    assert session.agent is not None
+    await session.agent.close()
+    session.agent = None
+    session.machine.commands.clear()  # their sandboxes died while there was no daemon
+    session.machine.long.clear()
+    await session.play(lambda: settled(session))
+    assert (kept.ends[0].state, kept.ends[0].reason) == (State.LOST, Reason.NODE_LOST)
+    assert again.ends[0].state is State.SUCCEEDED
+    assert session.machine.begun == {"a.1/": 1, "i.1/": 2}
+
+
+async def test_an_end_that_no_gateway_heard_is_told_by_the_next_daemon(session: Session) -> None:
+    session.machine.long.add("a.1/")
+    kept = session.start("a")
+    await runs(session, "a.1/")
+    session.machine.finish("a.1/")
+    agent = session.agent
+    assert agent is not None
+    async with asyncio.timeout(STUCK_S):
+        while not agent.inventory().attempts[0].ended:  # noqa: ASYNC110  # no link, hence no event
+            await asyncio.sleep(0)
+    await agent.close()
+    session.agent = None
+    await session.play(lambda: settled(session))
+    assert kept.ends[0].state is State.SUCCEEDED
+    assert (session.machine.begun["a.1/"], kept.log.said) == (1, said(WORDS["a.1/"]))
+
+
+async def test_a_lease_that_changes_during_a_cut_is_the_last_one_there(session: Session) -> None:
+    session.machine.long.add("a.1/")
+    kept = session.start("a")
+    await runs(session, "a.1/")
+    for memory_bytes in (1, 2):
+        await session.node.resize(kept.action, Lease(action_id="a", node="n1", memory_bytes=memory_bytes))
+    await session.play(lambda: bool(session.machine.resized))
+    assert [lease.memory_bytes for _, lease in session.machine.resized] == [2]
+
+
+async def test_requests_are_answered_over_a_cut_and_ends_of_trajectories_are_remembered(session: Session) -> None:
+    opened = asyncio.create_task(session.node.open_trajectory("t", "task", FUNCTION))
+    await asyncio.sleep(0)
+    session.faults = {2: "cut", 5: "daemon"}
+    await session.play(opened.done)
+    assert opened.exception() is None
+    await session.play(lambda: "t" in session.node.trajectories())
+    async with asyncio.timeout(STUCK_S):
+        await session.node.end_trajectory("t")  # there is no link: it does not wait
+    assert "t" not in session.node.trajectories()
+    await session.play(lambda: "t" not in session.machine.trajectories)
+
+
+async def test_a_trajectory_that_died_with_a_daemon_is_marked_before_its_next_action(session: Session) -> None:
+    session.machine.trajectories["t"] = facts_of_trajectory("t", "task")
+    await session.play(lambda: "t" in session.node.trajectories())
+    session.machine.trajectories.clear()
+    await session.play(lambda: bool(session.machine.told_lost))
+    assert session.machine.told_lost == ["t"]
+
+
+@pytest.mark.parametrize("runtime", ["handler", "model", "api"])
+async def test_functions_that_no_node_can_run_are_refused_by_name(session: Session, runtime: str) -> None:
+    function = FunctionSpec(name="judge", runtime=runtime)
+    asked = asyncio.create_task(session.node.prepare(function))
+    kept = session.start("a", function)
+    await session.play(lambda: asked.done() and settled(session))
+    error = asked.exception()
+    assert isinstance(error, Unsupported)
+    assert "'judge'" in error.message and runtime in error.message
+    assert (kept.ends[0].reason, session.machine.begun) == (Reason.INVALID_INPUT, {})
+
+
+async def test_functions_that_a_node_can_run_are_prepared_there(session: Session) -> None:
+    asked = asyncio.create_task(session.node.prepare(FUNCTION))
+    await session.play(asked.done)
+    assert session.work is not None
+    assert session.work.prepared == ["shell"]
+
+
+async def test_a_failure_comes_back_with_its_reason_result_and_detail(session: Session) -> None:
+    kept = session.start("a", replace(FUNCTION, name="fails"))
+    await session.play(lambda: settled(session))
+    (end,) = kept.ends
+    assert (end.reason, end.message, end.component) == (Reason.UPSTREAM, "as asked", "machine")
+    assert (end.result, end.detail) == ([1], {"why": "asked"})
+
+
+async def test_what_is_beyond_a_logs_bound_is_counted(session: Session) -> None:
+    kept = session.start("a", replace(FUNCTION, log_limit_bytes=100))
+    await session.play(lambda: settled(session))
+    all_bytes = sum(len(text.encode()) for _, text in WORDS["a.1/"])
+    held_bytes = sum(len(text.encode()) for text in kept.log.said.values())
+    assert held_bytes <= 100
+    assert kept.log.omitted_bytes == all_bytes - held_bytes
+
+
+async def test_a_new_gateway_ends_what_it_does_not_take(session: Session) -> None:
+    session.machine.long.add("a.1/")
+    session.start("a")
+    await runs(session, "a.1/")
+    session.actions.clear()  # the next gateway has no record of it
+    session.faults = {session.frames + 1: "gateway"}
+    await session.play(lambda: session.agent is not None and not session.agent.busy)
+    assert session.machine.killed == ["a.1/"]
+
+
+async def test_a_frame_of_the_wrong_side_cuts_the_link(session: Session) -> None:
+    await session.begin_daemon()
+    assert session.agent is not None
+    with pytest.raises(wire.ChannelError):
+        session.agent._handle(wire.AttemptBegins("a.1/"))
+    with pytest.raises(wire.ChannelError, match="never defined"):
+        session.agent._handle(wire.ExecuteAttempt("a.1/", ACTION, LEASE, "unknown", b"m\x80", None, None, {}))

@@ -1,0 +1,98 @@
+"""Frames: what goes in comes out, in whatever pieces it travels, and what does not fit is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from manager.action import Action, Amdahl, UnitSet
+from manager.chunk import Chunk
+from manager.errors import ActionFailed, InvalidConfig, Reason, Unsupported
+from manager.function import FunctionSpec, PytestSpec, SandboxSpec
+from manager.lease import Grant, Lease
+from manager.outcome import Outcome, State
+from runtimes.node import wire
+
+ACTION = Action(id="a", function="f", cost={"cpu": UnitSet.of((1, 2, 4))}, trajectory="t", key="cpu", malleable=True)
+LEASE = Lease(
+    action_id="a",
+    node="n1",
+    grants={
+        "cpu": Grant(pool="cpu:n1", units=2, cores=(0, 3), workers=4),
+        "gpu": Grant(pool="gpu:n1", units=2, chunk=Chunk(2, 2), restore=True, evict=("m",)),
+    },
+)
+EXECUTE = wire.ExecuteAttempt("a.1/", ACTION, LEASE, "d", wire.pack({"command": "true"}), None, None, {"k": "v"})
+OUTCOME = Outcome(
+    state=State.FAILED,
+    reason=Reason.UPSTREAM,
+    message="no",
+    result={"partial": [1, None, "ü"]},
+    usage={"cpu_s": 0.25},
+    detail={"status": 502},
+    retry_after_s=2.0,
+)
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 3, 64, 10**6])
+def test_messages_come_out_whole_whatever_the_pieces(piece_bytes: int) -> None:
+    messages = [EXECUTE, wire.Beat(), wire.end_of("a.1/", OUTCOME, 7), wire.AttemptLog("a.1/", 3, b"\x00\xff" * 50)]
+    data = b"".join(wire.encode(message) for message in messages)
+    reader = wire.FrameReader(2**20)
+    out = [message for start in range(0, len(data), piece_bytes) for message in reader.feed(data[start:][:piece_bytes])]
+    assert out == messages
+
+
+def test_an_outcome_comes_out_as_it_was() -> None:
+    assert wire.outcome_of(wire.end_of("a.1/", OUTCOME, 0)) == OUTCOME
+
+
+@pytest.mark.parametrize("value", [{"deep": [{"x": "\ud800 alone"}]}, {"large": 2**80}, {}, {"f": 1e300, "n": None}])
+def test_any_json_value_travels(value: dict[str, object]) -> None:
+    assert wire.unpack_object(wire.pack(value)) == value
+
+
+def test_a_function_travels_without_what_only_the_scheduler_reads() -> None:
+    function = FunctionSpec(
+        name="f",
+        runtime="pytest",
+        elasticity=Amdahl(0.1),
+        cost={"cpu": UnitSet.span(1, 4)},
+        sandbox=SandboxSpec(image="i", env={"A": "b"}, allow=("10.0.0.1:80",)),
+        pytest=PytestSpec(grade="fresh"),
+    )
+    there = wire.read_function(wire.function_bytes(function), FunctionSpec)
+    assert (there.sandbox, there.pytest, there.cost) == (function.sandbox, function.pytest, function.cost)
+    assert there.elasticity is None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        Unsupported("not here", component="sandbox", detail={"image": "x"}),
+        InvalidConfig("no such image", component="docker", retry_after_s=3.0),
+        ActionFailed(Reason.TIMEOUT, "too long", component="executor", result={"x": 1}, detail={"y": 2}),
+    ],
+)
+def test_an_error_is_the_same_error_on_the_other_side(error: ActionFailed | Unsupported | InvalidConfig) -> None:
+    there = wire.error_of(wire.facts_of(error))
+    assert type(there) is type(error)
+    assert (there.message, there.component, there.detail) == (error.message, error.component, error.detail)
+    assert there.retry_after_s == error.retry_after_s
+    if isinstance(error, ActionFailed) and isinstance(there, ActionFailed):
+        assert (there.reason, there.result) == (error.reason, error.result)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        wire.HEADER.pack(2**30, 5),
+        wire.HEADER.pack(0, 250),
+        wire.HEADER.pack(1, 7) + b"\xc1",
+        wire.HEADER.pack(2, 7) + b"\x91\x01",
+        wire.encode(wire.end_of("a.1/", OUTCOME, 0)).replace(b"failed", b"queued"),
+    ],
+    ids=["too large", "unknown kind", "no msgpack", "too few fields", "an end that is none"],
+)
+def test_what_does_not_fit_is_refused(data: bytes) -> None:
+    with pytest.raises(wire.ChannelError):
+        list(wire.FrameReader(2**20).feed(data))
