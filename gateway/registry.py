@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -64,7 +65,9 @@ class Registry:
         function = self._config.functions.get(name)
         if function is None:
             known = ", ".join(sorted(self._config.functions)) or "none"
-            raise NotFound(f"no function {name!r}; registered: {known}", component="registry")
+            near = get_close_matches(name, self._config.functions, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise NotFound(f"no function {name!r}{hint}; registered: {known}", component="registry")
         return function
 
     def all(self) -> tuple[FunctionSpec, ...]:

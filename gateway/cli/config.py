@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,9 +24,16 @@ from tangram.types.quantities import show_size
 @paths_argument
 @click.option("--log-level", default="info", show_default=True, help="Level of the gateway's own log.")
 @click.option(
+    "--log-format",
+    type=click.Choice(["auto", "json", "text"]),
+    default="auto",
+    show_default=True,
+    help="auto: lines for people on a terminal, JSON elsewhere.",
+)
+@click.option(
     "--weaker-isolation", is_flag=True, help="Serve sandboxes that are weaker than those the state directory served."
 )
-def serve(paths: tuple[Path, ...], log_level: str, weaker_isolation: bool) -> None:
+def serve(paths: tuple[Path, ...], log_level: str, log_format: str, weaker_isolation: bool) -> None:
     """Serve until SIGTERM, then drain."""
     # Nothing that is imported and read at the start is garbage, and looking for some takes a tenth of the time.
     gc.disable()
@@ -35,7 +43,7 @@ def serve(paths: tuple[Path, ...], log_level: str, weaker_isolation: bool) -> No
     from gateway.config import load
     from gateway.invocations import logs
 
-    logs.configure(log_level)
+    logs.configure(log_level, for_people=log_format == "text" or (log_format == "auto" and sys.stderr.isatty()))
     served = beginning.chosen(paths)
     config = load.load(served, os.environ)
     provider = replace(config.sandbox.provider, weaker=weaker_isolation)

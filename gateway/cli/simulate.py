@@ -25,7 +25,8 @@ from manager.simulation.simulator import Physics
 from manager.simulation.trace import read_trace, write_trace
 from manager.simulation.workloads import PRESETS, Workload
 from tangram import Client
-from tangram.cli.options import connected
+from tangram.cli.options import connected, json_option
+from tangram.cli.progress import progress
 
 #: What `--policy` is when it is not given: ours beside the paper's.
 DEFAULT_POLICIES = ("adaptive", "price", "paper")
@@ -34,7 +35,7 @@ DEFAULT_POLICIES = ("adaptive", "price", "paper")
 @click.command()
 @click.argument("snapshot", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--policy", help="paper, price, adaptive or fixed:DOP; by default adaptive on cpu and price elsewhere")
-@click.option("--json", "as_json", is_flag=True, help="one JSON object instead of lines for people")
+@json_option
 def plan(snapshot: Path, policy: str | None, as_json: bool) -> None:
     """Decide once on a written SNAPSHOT.json and explain each action."""
     try:
@@ -96,7 +97,7 @@ def _explained(answer: Mapping[str, object]) -> Iterable[str]:
 @click.option("--bound", is_flag=True, help="a lower bound on the mean ACT of every possible schedule")
 @click.option("--find", type=click.Choice(FINDABLE), help="the fewest of these that reach --target-act")
 @click.option("--target-act", metavar="SECONDS", help="mean ACT of a trajectory, such as 2s")
-@click.option("--json", "as_json", is_flag=True)
+@json_option
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="a picture of the runs")
 @click.option("--export-trace", type=click.Path(dir_okay=False, path_type=Path), help="write the workload as a trace")
 def simulate(
@@ -122,17 +123,20 @@ def simulate(
     size = Size(nodes=nodes, cores=cores, gpus=gpus, replicate=replicate)
     try:
         chosen = load_workload(workload, batch, seed)
-        result = run(
-            chosen,
-            [name for text in names or DEFAULT_POLICIES for name in text.split("+")],
-            size,
-            base=_configured(configs, size, chosen) if configs else None,
-            physics=Physics(batch_marginal=batch_marginal),
-            learned=learned,
-            with_bound=bound,
-            find=find,
-            target_act_s=None if target_act is None else _seconds(target_act),
-        )
+        wanted = [name for text in names or DEFAULT_POLICIES for name in text.split("+")]
+        with progress(len(wanted)) as begun:
+            result = run(
+                chosen,
+                wanted,
+                size,
+                base=_configured(configs, size, chosen) if configs else None,
+                physics=Physics(batch_marginal=batch_marginal),
+                learned=learned,
+                with_bound=bound,
+                find=find,
+                target_act_s=None if target_act is None else _seconds(target_act),
+                begun=begun,
+            )
     except CodedError as error:
         _fail(error)
     if export_trace is not None:
@@ -149,7 +153,7 @@ def trace() -> None:
 
 @trace.command()
 @click.argument("path", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--json", "as_json", is_flag=True)
+@json_option
 def check(path: Path, as_json: bool) -> None:
     """Read a trace and say what is in it."""
     try:

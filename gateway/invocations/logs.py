@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import re
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 import structlog
 
@@ -30,6 +32,8 @@ RECORD_CHARS = 16 * 1024
 #: What a record costs beside its text when the limit is counted.
 RECORD_OVERHEAD_BYTES = 64
 PAGE_RECORDS = 256
+#: Control characters but tab and line feed: a terminal would obey them.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 OUTPUT = ("stdout", "stderr")
 STREAMS = (*OUTPUT, "log", "system")
 #: The stream of the record that says that a log is full, that some records are missing, that retention removed it.
@@ -264,17 +268,33 @@ class OwnLines:
             sys.stderr.buffer.flush()
 
 
-def configure(level: str = "info") -> None:
-    """structlog for the gateway's own lines: one JSON object each, on standard error."""
+def configure(level: str = "info", *, for_people: bool = False) -> None:
+    """structlog for the gateway's own lines on standard error: one JSON object each, or lines for people."""
+    render: structlog.typing.Processor = structlog.processors.JSONRenderer(
+        serializer=lambda line, **_: wire.dumps(line)
+    )
+    if for_people:
+        render = _line_for_people(structlog.dev.ConsoleRenderer(colors=not os.environ.get("NO_COLOR")))
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.TimeStamper(fmt="%H:%M:%S" if for_people else "iso", utc=not for_people),
             structlog.processors.format_exc_info,
-            structlog.processors.JSONRenderer(serializer=lambda line, **_: wire.dumps(line)),
+            render,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
         logger_factory=structlog.BytesLoggerFactory(file=cast(BinaryIO, OwnLines())),
         cache_logger_on_first_use=True,
     )
+
+
+def _line_for_people(render: structlog.dev.ConsoleRenderer) -> structlog.typing.Processor:
+    """Return a processor that ends in the bytes of one line; what others wrote obeys no terminal."""
+
+    def processor(logger: Any, name: str, event: structlog.typing.EventDict) -> bytes:
+        shown = {key: _CONTROL.sub("?", each) if isinstance(each, str) else each for key, each in event.items()}
+        shown |= {key: event[key] for key in ("exception",) if key in event}
+        return str(render(logger, name, shown)).encode("utf-8", "replace")
+
+    return processor

@@ -116,8 +116,9 @@ def run(
     with_bound: bool = False,
     find: str | None = None,
     target_act_s: float | None = None,
+    begun: Callable[[str], None] = lambda name: None,
 ) -> SimulationResult:
-    """Every named policy and baseline on the same workload.
+    """Every named policy and baseline on the same workload; ``begun`` is told each before it is played.
 
     ``learned`` hides all profiles from the policies. ``find`` is ``cores`` or ``gpus``: the fewest of them with which
     the first policy's mean ACT is at most ``target_act_s``. Raises InvalidInput or Unsatisfiable.
@@ -129,6 +130,7 @@ def run(
         if name not in BASELINES:
             policies(name)
         knowledge = Learning() if learned else None
+        begun(name)
         runs[name] = simulate(workload, name, size, base=base, physics=physics, knowledge=knowledge)
     bound: LowerBound | None = None
     if with_bound:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from tangram import Client, InvocationResult
+from tangram.cli.ids import whole_id, whole_ids
 from tangram.cli.options import connected, json_option, limit_option
 from tangram.cli.output import in_json, print_json, show, table, visible
 from tangram.types import Attempt
@@ -47,7 +48,7 @@ def list_letters(client: Client, function: str | None, limit: int, as_json: bool
 @connected
 def show_letter(client: Client, id: str, as_json: bool) -> None:
     """Show why an invocation is dead: each of its tries, and its input."""
-    letter = client.get(id)
+    letter = client.get(whole_id(client, id))
     if as_json:
         print_json(letter)
         return
@@ -64,7 +65,7 @@ def show_letter(client: Client, id: str, as_json: bool) -> None:
 @connected
 def redrive(client: Client, ids: tuple[str, ...], as_json: bool) -> None:
     """Send dead letters again, each as an invocation of its own; prints the new ids."""
-    sent = [client.redrive(id) for id in ids]
+    sent = [client.redrive(id) for id in whole_ids(client, ids)]
     if as_json:
         print_json(sent)
     else:
@@ -82,7 +83,7 @@ def purge(client: Client, ids: tuple[str, ...], everything: bool, function: str 
     """Take dead letters off the list; their records stay."""
     if bool(ids) == everything or (function is not None and not everything):
         raise click.UsageError("name the IDS, or write --all (and --function)")
-    count = client.purge_all(function) if everything else sum(client.purge(id) for id in ids)
+    count = client.purge_all(function) if everything else sum(client.purge(id) for id in whole_ids(client, ids))
     if as_json:
         print_json({"purged": count})
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import AbstractContextManager, nullcontext
+from datetime import UTC, datetime
 from pathlib import Path
 
 import click
@@ -12,8 +13,11 @@ from rich.console import Console
 
 from tangram import Client, InvocationResult, TangramError
 from tangram.cli import exit_status
+from tangram.cli.completion import function_names, invocation_ids
+from tangram.cli.ids import whole_id, whole_ids
+from tangram.cli.listing import show_list
 from tangram.cli.options import Duration, connected, json_option, limit_option
-from tangram.cli.output import in_json, print_json, print_log, say, show, show_seconds, table
+from tangram.cli.output import in_json, print_json, print_log, say, show, table
 
 #: Log lines shown of an invocation that failed.
 LAST_LINES = 20
@@ -24,7 +28,7 @@ _raw = click.option(
 
 
 @click.command()
-@click.argument("function")
+@click.argument("function", shell_complete=function_names)
 @click.argument("input", default="{}")
 @click.option("--trajectory", help="The rollout whose sandbox it needs.")
 @click.option("--task", help="The RL task it belongs to.")
@@ -78,6 +82,8 @@ def invoke(
 @click.option("--task", help="Only those of this task.")
 @click.option("--trajectory", help="Only those of this trajectory.")
 @click.option("--state", help="Only those in this state.")
+@click.option("--reason", help="Only those that ended for this reason.")
+@click.option("--since", help="Only those accepted since then: 15m, or an instant of RFC 3339.")
 @limit_option("invocations")
 @json_option
 @connected
@@ -87,38 +93,37 @@ def ps(
     task: str | None,
     trajectory: str | None,
     state: str | None,
+    reason: str | None,
+    since: str | None,
     limit: int,
     as_json: bool,
 ) -> None:
-    """List invocations, newest first."""
-    found = list(client.list(function=function, task=task, trajectory=trajectory, state=state, limit=limit))
+    """List invocations, newest first; on a terminal as many columns as fit it, with ids without their end."""
+    found = list(
+        client.list(
+            function=function,
+            task=task,
+            trajectory=trajectory,
+            state=state,
+            reason=reason,
+            since=since,
+            limit=limit,
+        )
+    )
     if as_json:
         print_json(found)
         return
-    rows = [
-        (
-            each.id,
-            each.function,
-            each.trajectory,
-            each.state,
-            each.reason,
-            show_seconds(each.queue_s),
-            show_seconds(each.overhead_s),
-            show_seconds(each.execution_s),
-            dict(sorted(each.units.items())),
-        )
-        for each in found
-    ]
-    show(table(("ID", "FUNCTION", "TRAJECTORY", "STATE", "REASON", "QUEUE", "OVERHEAD", "EXECUTION", "UNITS"), rows))
+    show_list(found, datetime.now(UTC))
 
 
 @click.command()
-@click.argument("id")
+@click.argument("id", shell_complete=invocation_ids())
 @click.option("--wait", "wait_s", type=Duration(), help="Wait so long for its end first.")
 @json_option
 @connected
 def get(client: Client, id: str, wait_s: float | None, as_json: bool) -> int:
     """Show an invocation's record; once it has failed the exit status is that of its reason."""
+    id = whole_id(client, id)
     try:
         with waiting(id):
             result = client.get(id) if wait_s is None else client.wait(id, wait_s)
@@ -134,7 +139,7 @@ def get(client: Client, id: str, wait_s: float | None, as_json: bool) -> int:
 
 
 @click.command()
-@click.argument("id")
+@click.argument("id", shell_complete=invocation_ids())
 @click.option("-f", "--follow", is_flag=True, help="Go on until the invocation has ended.")
 @click.option("--offset", default=0, show_default=True, type=click.IntRange(min=0), help="First record to show.")
 @_raw
@@ -142,7 +147,7 @@ def get(client: Client, id: str, wait_s: float | None, as_json: bool) -> int:
 @connected
 def logs(client: Client, id: str, follow: bool, offset: int, raw: bool, as_json: bool) -> None:
     """Show an invocation's log: what it wrote to standard error goes to ours."""
-    for line in client.logs(id, follow=follow, offset=offset):
+    for line in client.logs(whole_id(client, id), follow=follow, offset=offset):
         if as_json:
             click.echo(in_json(line))
         else:
@@ -150,12 +155,12 @@ def logs(client: Client, id: str, follow: bool, offset: int, raw: bool, as_json:
 
 
 @click.command()
-@click.argument("ids", nargs=-1, required=True)
+@click.argument("ids", nargs=-1, required=True, shell_complete=invocation_ids("running"))
 @json_option
 @connected
 def cancel(client: Client, ids: tuple[str, ...], as_json: bool) -> None:
     """End invocations and everything they started; one that has ended already is an error."""
-    ended = [client.cancel(id) for id in ids]
+    ended = [client.cancel(id) for id in whole_ids(client, ids)]
     if as_json:
         print_json(ended)
     else:

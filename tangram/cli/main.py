@@ -6,6 +6,7 @@ import importlib
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from difflib import get_close_matches
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import click
 
 from tangram.cli import exit_status
+from tangram.cli.global_options import check_taken, global_options
 
 #: Entry points of this group name tables like `VERBS`: so a server adds its verbs to the same command.
 GROUP = "tangram.verbs"
@@ -38,7 +40,8 @@ VERBS: Mapping[str, Verb] = {
     "trajectories": Verb("tangram.cli.state:trajectories", "The living trajectories."),
     "images": Verb("tangram.cli.images:images", "Container images: pulled ahead of a run, and what there is."),
     "tasks": Verb("tangram.cli.state:tasks", "RL tasks: their weights, bounds and use."),
-    "top": Verb("tangram.cli.top:top", "Resources, who holds them, and what waits for what."),
+    "top": Verb("tangram.cli.top.verb:top", "Resources, who holds them, and what waits for what."),
+    "completion": Verb("tangram.cli.completion:completion", "Print what makes bash, zsh or fish complete the verbs."),
     "token": Verb("tangram.cli.token:token", "Print the token of your gateway on this machine, for curl."),
     "diff": Verb("tangram.cli.config:diff", "What `apply` would change in a running gateway."),
     "apply": Verb("tangram.cli.config:apply", "Replace functions, tasks and resources of a running gateway."),
@@ -79,6 +82,20 @@ class Verbs(click.Group):
         assert isinstance(command, click.Command)
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the verb; for one that is not there the nearest is told."""
+        known = self.list_commands(ctx)
+        if args and args[0] not in known and not args[0].startswith("-"):
+            near = get_close_matches(args[0], known, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise click.UsageError(f"No such command {args[0]!r}.{hint}", ctx)
+        name, command, rest = super().resolve_command(ctx, args)
+        if name is not None and command is not None:
+            check_taken(ctx, name, command)
+        return name, command, rest
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the verbs without importing any."""
         with formatter.section("Commands"):
@@ -89,6 +106,7 @@ def command_line(more: Mapping[str, Verb] | None = None) -> Verbs:
     """Return the command with all of its verbs, ``more`` included."""
 
     @click.group(cls=Verbs, more=more or {}, context_settings={"help_option_names": ["-h", "--help"]})
+    @global_options
     @click.option(
         "--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="Show the version."
     )

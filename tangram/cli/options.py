@@ -9,6 +9,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import click
 
 from tangram import Client
+from tangram.cli.global_options import inherit
 from tangram.client.address import DEFAULT, SERVER, TOKEN
 from tangram.types.quantities import duration_s
 
@@ -33,14 +34,14 @@ class Duration(click.ParamType):  # type: ignore[type-arg]  # generic in click 8
 
 def json_option(command: _Command) -> _Command:
     """``--json``: one JSON value on standard output instead of text for people."""
-    return click.option("--json", "as_json", is_flag=True, help="Print JSON.")(command)
+    return click.option("--json", "as_json", is_flag=True, callback=inherit, help="Print JSON.")(command)
 
 
 def connected(command: Callable[Concatenate[Client, _P], _R]) -> Callable[_P, _R]:
     """``--server`` and ``--token``: the command's first argument is a client, which is closed after it."""
 
-    @click.option("--server", help=f"The gateway [{SERVER}, or {DEFAULT}].")
-    @click.option("--token", help=f"Bearer token [{TOKEN}].")
+    @click.option("--server", callback=inherit, help=f"The gateway [{SERVER}, or {DEFAULT}].")
+    @click.option("--token", callback=inherit, help=f"Bearer token [{TOKEN}].")
     @functools.wraps(command)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         with Client(kwargs.pop("server"), token=kwargs.pop("token")) as client:  # type: ignore[arg-type]  # text, or None

@@ -8,6 +8,7 @@ import click
 import httpx
 
 from tangram import UnauthorizedError
+from tangram.cli.global_options import inherit
 from tangram.cli.options import json_option
 from tangram.client.address import DEFAULT, SERVER, server_of
 from tangram.client.credentials import find_token_of
@@ -16,7 +17,7 @@ from tangram.types.local_tokens import ADMIN, INVOKE
 
 @click.command()
 @click.option("--admin", is_flag=True, help="The one that may also change the gateway for everybody.")
-@click.option("--server", help=f"The gateway [{SERVER}, or {DEFAULT}].")
+@click.option("--server", callback=inherit, help=f"The gateway [{SERVER}, or {DEFAULT}].")
 @json_option
 def token(admin: bool, server: str | None, as_json: bool) -> None:
     """Print a token of the gateway that you serve on this machine: curl -H "Authorization: Bearer $(tangram token)"."""

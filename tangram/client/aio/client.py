@@ -283,16 +283,18 @@ class AsyncClient:
         since: str | None = None,
         until: str | None = None,
         dead: bool | None = None,
+        before: str | None = None,
         limit: int | None = None,
     ) -> AsyncIterator[InvocationResult]:
         """Yield records, newest first, without input and result; at most ``limit``; ``dead``: dead letters.
 
-        ``since`` and ``until`` bound the acceptance: an instant of RFC 3339, or how long ago (``15m``).
+        ``since`` and ``until`` bound the acceptance: an instant of RFC 3339, or how long ago (``15m``); ``before`` is
+        the id behind which it goes on.
         """
         filters = {"function": function, "task": task, "trajectory": trajectory, "state": state}
         filters |= {"reason": reason, "since": since, "until": until}
         filters["dead"] = None if dead is None else str(dead).lower()
-        left, cursor = limit, None
+        left, cursor = limit, before
         while left is None or left > 0:
             page = await self._send(requests.list_invocations(filters, min(PAGE, left or PAGE), cursor))
             for record in page.invocations:

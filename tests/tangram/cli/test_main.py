@@ -45,7 +45,7 @@ def test_every_verb_is_listed_with_its_summary(tangram: Tangram) -> None:
 
 @pytest.mark.parametrize("verb", ALL)
 def test_every_verb_speaks_json(verb: str) -> None:
-    silent = {"serve", "config-schema", "end", "export"}
+    silent = {"serve", "config-schema", "end", "export", "completion"}
     command = LINE.get_command(click.Context(LINE), verb)
     assert command is not None
     commands = command.commands.values() if isinstance(command, click.Group) else [command]
@@ -108,3 +108,32 @@ def test_a_reader_that_has_seen_enough_ends_it_in_silence() -> None:
         ran.stdout.close()
         assert ran.stderr.read() == b""
         assert ran.wait(60) == 1
+
+
+def test_a_mistyped_verb_or_option_is_told_the_nearest(tangram: Tangram) -> None:
+    for words, meant in ((("invok",), "'invoke'"), (("ps", "--stat", "x"), "--state"), (("dlq", "lst"), "list")):
+        status, _, err = tangram(*words)
+        assert status == 2 and meant in err
+    status, _, err = tangram("qqqqqq")
+    assert status == 2 and "mean" not in err
+
+
+def test_global_options_may_stand_before_the_verb_or_behind_it(tangram: Tangram) -> None:
+    for words in (("--server", "gw:1/x", "ps"), ("ps", "--server", "gw:1/x"), ("--server", "gw:1/x", "dlq", "list")):
+        status, _, err = tangram(*words)
+        assert status == 78 and "gw:1/x" in err, words
+    status, _, err = tangram("--server", "gw:1/x", "ps", "--server", "gw:2/y")
+    assert "gw:2/y" in err, "the nearer one"
+
+
+def test_a_global_option_that_a_verb_does_not_take_is_refused(tangram: Tangram) -> None:
+    status, _, err = tangram("--server", "http://x", "validate")
+    assert status == 2 and "validate takes no --server" in err
+    status, _, err = tangram("--json", "config-schema")
+    assert status == 2 and "takes no --json" in err
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_is_told_how_to_complete(tangram: Tangram, shell: str) -> None:
+    status, out, _ = tangram("completion", shell)
+    assert status == 0 and "_TANGRAM_COMPLETE" in out and f"{shell}_complete" in out

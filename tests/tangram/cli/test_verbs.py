@@ -162,3 +162,37 @@ async def test_a_trajectory_is_opened_with_what_it_chooses(served: Served, gatew
     status, _, err = await served("trajectories", "open", "u", "-e", "A=1", "--workdir", "/box")
     assert status != 0 and "has no sandbox" in err
     assert (await served("trajectories", "open", "u", "-e", "A"))[0] == 2
+
+
+async def test_a_shell_is_offered_functions_and_ids(
+    served: Served, gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (await gateway.invoke({})).status_code == 200
+
+    async def offered(words: str) -> str:
+        monkeypatch.setenv("_TANGRAM_COMPLETE", "bash_complete")
+        monkeypatch.setenv("COMP_WORDS", words)
+        monkeypatch.setenv("COMP_CWORD", str(len(words.split(" ")) - 1))
+        return (await served())[1]
+
+    assert "echo" in await offered("tangram invoke ec")
+    assert "shell" not in await offered("tangram invoke ec")
+    assert "plain,1" in await offered("tangram get ")
+    assert "cancel" in await offered("tangram can")
+    assert not (await offered("tangram --server http://127.0.0.1:9 invoke ec")).strip(), "no gateway answers there"
+
+
+async def test_a_mistyped_function_is_told_the_nearest(served: Served) -> None:
+    status, _, err = await served("invoke", "ecko")
+    assert status == 66 and "did you mean 'echo'?" in err
+
+
+async def test_ps_tells_age_task_and_times_and_filters_by_reason(served: Served, gateway: RunningGateway) -> None:
+    await gateway.invoke({}, headers={"X-Task": "swe"})
+    await gateway.invoke({"reason": "handler_error"})
+    _, out, _ = await served("ps")
+    head, failed, good = out.splitlines()
+    assert head.split()[:7] == ["ID", "FUNCTION", "TASK", "TRAJECTORY", "STATE", "REASON", "AGE"]
+    assert "handler_error" in failed and "swe" in good.split()
+    _, out, _ = await served("ps", "--reason", "handler_error", "--since", "10m", "--json")
+    assert [each["reason"] for each in json.loads(out)] == ["handler_error"]

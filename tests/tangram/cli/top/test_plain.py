@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from tangram.cli.output import show
-from tangram.cli.top import models_view
+from tangram.cli.top.plain import models_view
 from tangram.types import ModelsInfo
 from tests.gateway.conftest import RunningGateway
 

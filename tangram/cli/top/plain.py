@@ -1,4 +1,4 @@
-"""``tangram top``: what the machine is doing, by pool and by device, and what waits."""
+"""What the machine is doing, by pool and by device, and what waits: printed, without a screen."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
-from typing import Any
+from typing import Any, NoReturn
 
-import click
 import msgspec
 from rich.console import RenderableType
 from rich.live import Live
 from rich.text import Text
 
 from tangram import Client
-from tangram.cli.options import Duration, connected, json_option
 from tangram.cli.output import print_json, rendered, rows_table, show, table, tree
 from tangram.types import ModelDevice, ModelsInfo, PlacedModel, QueueEntry, ResourcesInfo
 from tangram.types.quantities import show_size
@@ -24,18 +22,12 @@ from tangram.types.quantities import show_size
 QUEUE_SHOWN = 20
 
 
-@click.command()
-@click.option("--interval", "interval_s", type=Duration(), help="Show it again and again.")
-@json_option
-@connected
-def top(client: Client, interval_s: float | None, as_json: bool) -> None:
-    """What the machine is doing: resources, who holds them, and what waits for what."""
-    if interval_s is None or as_json or not sys.stdout.isatty():
-        _print(client, as_json)
-        while interval_s is not None:
+def repeat(client: Client, interval_s: float, as_json: bool) -> NoReturn:
+    """Show the state again and again: in place on a terminal, one print after the other elsewhere."""
+    if as_json or not sys.stdout.isatty():
+        while True:
+            print_state(client, as_json)
             time.sleep(interval_s)
-            _print(client, as_json)
-        return
     with Live(screen=True, auto_refresh=False) as screen:
         while True:
             lines = rendered(*view(*_state(client)))
@@ -47,7 +39,8 @@ def _state(client: Client) -> tuple[ResourcesInfo, int, Sequence[QueueEntry]]:
     return client.resources(), sum(task.queued for task in client.tasks()), client.queue(QUEUE_SHOWN)
 
 
-def _print(client: Client, as_json: bool) -> None:
+def print_state(client: Client, as_json: bool) -> None:
+    """Print the state once."""
     resources, waiting, queue = _state(client)
     if as_json:
         print_json({"resources": resources, "waiting": waiting, "queue": queue})

@@ -1,0 +1,1 @@
+"""`tangram top`: what the gateway does now, as a screen that follows it, or printed once."""
