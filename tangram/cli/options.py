@@ -8,11 +8,13 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import click
 
-from tangram import Client
+from tangram import Client, Retries
 from tangram.cli.global_options import inherit
 from tangram.client.address import DEFAULT, SERVER, TOKEN
 from tangram.types.quantities import duration_s
 
+#: Seconds for which a gateway that cannot be reached is waited for; it is said at once that it cannot.
+OUTAGE_S = 60.0
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -44,7 +46,8 @@ def connected(command: Callable[Concatenate[Client, _P], _R]) -> Callable[_P, _R
     @click.option("--token", callback=inherit, help=f"Bearer token [{TOKEN}].")
     @functools.wraps(command)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with Client(kwargs.pop("server"), token=kwargs.pop("token")) as client:  # type: ignore[arg-type]  # text, or None
+        server, token = kwargs.pop("server"), kwargs.pop("token")
+        with Client(server, token=token, retries=Retries(outage_s=OUTAGE_S)) as client:  # type: ignore[arg-type]  # text, or None
             return command(client, *args, **kwargs)
 
     return run

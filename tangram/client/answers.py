@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -62,9 +63,23 @@ def error_of(response: httpx.Response) -> TangramError:
 
 
 def connection_lost(what: str, error: httpx.TransportError) -> ConnectionFailed:
-    """Return the exception of a broken connection; ``detail["sent"]`` says whether the request may have arrived."""
+    """Return the exception of a broken connection.
+
+    ``detail["sent"]`` says whether the request may have arrived; ``detail["tls"]`` that one of the two does not trust
+    the other, which no further try mends.
+    """
     sent = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout | httpx.ProxyError)
-    return ConnectionFailed(f"{what}: {str(error) or type(error).__name__}", detail={"sent": sent})
+    told = {"sent": sent, "tls": True} if _is_distrust(error) else {"sent": sent}
+    return ConnectionFailed(f"{what}: {str(error) or type(error).__name__}", detail=told)
+
+
+def _is_distrust(error: BaseException | None) -> bool:
+    """Whether the TLS handshake failed for good; a peer that is gone in the midst of one is not meant."""
+    while error is not None:
+        if isinstance(error, ssl.SSLError):
+            return not isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError)
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _decoded(decoder: msgspec.json.Decoder[_T], response: httpx.Response) -> _T:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from tangram.errors import (
     TangramError,
 )
 from tangram.types.backoff import backoff_s
+
+logger = logging.getLogger("tangram.client")
 
 #: Refused before any work: trying again later cannot run anything twice.
 REFUSALS = (QuotaExceededError, CapacityExceededError, DrainingError, StorageUnavailableError)
@@ -44,6 +47,8 @@ class Retries:
         ``failing_s`` is how long it has failed. Refusals ran nothing. A lost connection may have, so only a
         ``repeatable`` request is sent again.
         """
+        if error.detail.get("tls"):
+            return None
         lost = isinstance(error, ConnectionFailed)
         outage = lost or isinstance(error, OUTAGES)
         most = self.max_attempts or (None if outage else ATTEMPTS)
@@ -71,7 +76,10 @@ class FailureStreak:
         if self._attempt == 0:
             self._since_s = now_s
         self._attempt += 1
-        return self._retries.wait_s(error, self._attempt, now_s - self._since_s, repeatable=repeatable)
+        wait_s = self._retries.wait_s(error, self._attempt, now_s - self._since_s, repeatable=repeatable)
+        if wait_s is not None and self._attempt == 1 and isinstance(error, ConnectionFailed):
+            logger.warning("%s; trying again for %g s", error, self._retries.outage_s)
+        return wait_s
 
     def succeeded(self) -> None:
         """It did not fail this time."""

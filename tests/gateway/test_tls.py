@@ -15,7 +15,7 @@ from gateway.config.load import load
 from gateway.grpc.generated import tangram_pb2 as pb
 from gateway.grpc.generated.tangram_grpc import GatewayStub
 from manager.errors import InvalidConfig
-from tangram import AsyncClient, ConnectionFailed, InvalidConfigError
+from tangram import AsyncClient, ConnectionFailed, InvalidConfigError, Retries
 from tests.gateway.conftest import GatewayBench, RunningGateway, serving
 
 EC = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
@@ -81,7 +81,8 @@ async def test_the_environment_names_the_authority(
 async def test_who_brings_no_certificate_comes_in_only_where_none_is_asked_for(
     served: RunningGateway, pki: Path
 ) -> None:
-    async with AsyncClient(f"https://127.0.0.1:{served.app.http_port}", ca=str(pki / "ca.pem")) as client:
+    address, impatient = f"https://127.0.0.1:{served.app.http_port}", Retries(outage_s=0)
+    async with AsyncClient(address, ca=str(pki / "ca.pem"), retries=impatient) as client:
         if knows_clients(served):
             with pytest.raises(ConnectionFailed):
                 await client.functions()

@@ -143,7 +143,7 @@ async def test_dead_letters_are_listed_shown_sent_again_and_purged(served: Serve
 
 
 def test_a_gateway_that_is_not_there_is_said_plainly(tangram: Tangram, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tangram.client.retries.BACKOFF_S", 0.001)
+    monkeypatch.setattr("tangram.cli.options.OUTAGE_S", 0.0)
     status, _, err = tangram("ps", "--server", "http://127.0.0.1:9")
     assert status == 69 and "connection_failed" in err
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Callable, Iterator
 
 import httpx
@@ -158,3 +159,26 @@ def test_an_answer_of_another_kind_is_quoted() -> None:
     gateway.trouble(lambda request: httpx.Response(200, json={"greeting": "hello"}))
     with Client(transport=gateway) as client, pytest.raises(UnreadableAnswerError, match="greeting"):
         client.queue()
+
+
+def test_a_wait_for_a_gateway_that_cannot_be_reached_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    gateway = ScriptedGateway()
+    gateway.trouble(broken(httpx.ConnectError), broken(httpx.ConnectError))
+    with Client(transport=gateway) as client:
+        client.queue()
+    (told,) = [record.getMessage() for record in caplog.records if record.name == "tangram.client"]
+    assert "trying again for 60 s" in told
+
+
+def test_who_is_not_trusted_is_not_asked_again() -> None:
+    def distrusted(request: httpx.Request) -> httpx.Response:
+        asked.append(request)
+        try:
+            raise ssl.SSLCertVerificationError("certificate verify failed")
+        except ssl.SSLError as error:
+            raise httpx.ConnectError(str(error)) from error
+
+    asked: list[httpx.Request] = []
+    with Client(transport=httpx.MockTransport(distrusted)) as client, pytest.raises(ConnectionFailed) as caught:
+        client.queue()
+    assert (len(asked), caught.value.detail["tls"]) == (1, True)
