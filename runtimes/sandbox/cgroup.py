@@ -10,14 +10,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 #: The controllers that a sandbox is governed by, under v1 each with a tree of its own.
 CONTROLLERS = ("cpuset", "cpu", "memory", "freezer", "pids")
 PERIOD_US = 100_000
-#: Weight of background processes beside actions (the lowest there is).
-SHARES_BACKGROUND, WEIGHT_BACKGROUND = 2, 1
-SHARES_ACTION, WEIGHT_ACTION = 1024, 100
 #: The kernel writes more than this if there is no bound.
 UNLIMITED_BYTES = 2**60
 #: Bounds of the waits for the kernel.
@@ -26,6 +24,21 @@ SETTLE_S, STEP_S = 2.0, 0.005
 ROUNDS_MAX = 100
 #: What the name of a runner's group ends with while it is aside, beside the group that it belongs to.
 ASIDE = ".runner"
+
+
+class CpuWeight(Enum):
+    """A sandbox's part of cores that others want too, as cpu.shares (v1) and cpu.weight (v2) count it."""
+
+    #: Its action runs.
+    ACTION = (1024, 100)
+    #: Files travel between two actions, on cores that are leased to others: somebody waits for it.
+    TRANSFER = (512, 50)
+    #: What its actions left running: the lowest there is.
+    BACKGROUND = (2, 1)
+
+    def __init__(self, shares: int, weight: int) -> None:
+        self.shares = shares
+        self.weight = weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +100,7 @@ class Cgroup:
     def __init__(self, version: int, places: Mapping[str, Path]) -> None:
         self.version = version
         self.places = places
-        self._background = False
+        self._weight = CpuWeight.ACTION
 
     @property
     def writable(self) -> bool:
@@ -106,23 +119,23 @@ class Cgroup:
     def freezer(self) -> Path:
         return self.places["freezer"] / ("cgroup.freeze" if self.version == 2 else "freezer.state")
 
-    def set_cores(self, cores: Sequence[int], *, background: bool = False) -> None:
-        """Exactly these cores, and no more than their time; ``background`` yields them to everybody else."""
+    def set_cores(self, cores: Sequence[int], weight: CpuWeight = CpuWeight.ACTION) -> None:
+        """Exactly these cores, and no more than their time."""
         _write(self.places["cpuset"] / "cpuset.cpus", ",".join(map(str, cores)))
         quota_us = len(cores) * PERIOD_US
         if self.version == 2:
             _write(self.places["cpu"] / "cpu.max", f"{quota_us} {PERIOD_US}")
         else:
             _write(self.places["cpu"] / "cpu.cfs_quota_us", str(quota_us))
-        if background != self._background:
-            self.set_weight(background=background)
+        if weight is not self._weight:
+            self.set_weight(weight)
 
-    def set_weight(self, *, background: bool) -> None:
-        self._background = background
+    def set_weight(self, weight: CpuWeight) -> None:
+        self._weight = weight
         if self.version == 2:
-            _write(self.places["cpu"] / "cpu.weight", str(WEIGHT_BACKGROUND if background else WEIGHT_ACTION))
+            _write(self.places["cpu"] / "cpu.weight", str(weight.weight))
         else:
-            _write(self.places["cpu"] / "cpu.shares", str(SHARES_BACKGROUND if background else SHARES_ACTION))
+            _write(self.places["cpu"] / "cpu.shares", str(weight.shares))
 
     def cores(self) -> tuple[int, ...]:
         """Return the cores that it may use now."""

@@ -16,6 +16,7 @@ import structlog
 
 from manager.errors import FILES_LOST, ActionFailed, Conflict, InvalidConfig, InvalidInput, Reason, TooLarge
 from manager.function import AUTO, Background, SandboxSpec
+from runtimes.sandbox.cgroup import CpuWeight
 from runtimes.sandbox.command import (
     Command,
     CommandResult,
@@ -80,7 +81,7 @@ class RunnerClient(Protocol):
 class SandboxControl(Protocol):
     """How a sandbox is governed from outside: cores, freezing, memory, removal."""
 
-    async def set_cores(self, cores: Sequence[int], *, background: bool = False) -> None: ...
+    async def set_cores(self, cores: Sequence[int], weight: CpuWeight = CpuWeight.ACTION) -> None: ...
 
     async def freeze(self, lend: Callable[[int], bool]) -> bool:
         """Stop every process but the runner, which can end itself; False if only the runner can stop them.
@@ -135,7 +136,9 @@ class Sandbox:
         #: Whether it has cores of an action.
         self._leased = False
         #: Files on their way in or out, and whether it is frozen when the last of them is there.
-        self._transfers, self._freeze_due = 0, False
+        self._transfers = 0
+        #: What becomes of its processes when the last transfer ends.
+        self._rest_due: Background | None = None
         #: The claims of commands under way, and whether they are detached.
         self._under_way: dict[str, bool] = {}
         #: The claims of detached commands that have ended, until that is on record.
@@ -177,7 +180,7 @@ class Sandbox:
 
         A command that is `resumable` is claimed instead: its output comes from its start, and nothing is run twice.
         """
-        self._require_user(command)
+        self._require_allowed(command.user)
         if command.claim:
             self._under_way[command.claim] = command.detached
         try:
@@ -228,8 +231,8 @@ class Sandbox:
     async def spawn(self, command: Command) -> SandboxProcess:
         """Start a long-lived process. ``stdin`` is written first and left open; no output limit applies, and
         ``timeout_s`` only if it is finite (``math.inf``: until killed)."""
-        self._require_user(command)
-        await self.thaw()
+        self._require_allowed(command.user)
+        await self._thaw()  # it may be that of a transfer, with whose end the others stand still again
         return await self._client.spawn(command)
 
     async def set_cores(self, cores: Sequence[int]) -> None:
@@ -240,7 +243,7 @@ class Sandbox:
 
     async def thaw(self) -> None:
         """Let its processes run."""
-        self._freeze_due = False
+        self._rest_due = None
         await self._thaw()
 
     async def _thaw(self) -> None:
@@ -260,9 +263,9 @@ class Sandbox:
             await self.thaw()
             await self._client.sweep()
         if background is Background.RUN:
-            await self._control.set_cores(self._shared_cores, background=True)
+            await self._control.set_cores(self._shared_cores, CpuWeight.BACKGROUND)
         elif self._transfers:
-            self._freeze_due = True
+            self._rest_due = Background.FREEZE
         elif not self._frozen:
             self._resting = not await self._control.freeze(self._client.lend)
             if self._resting:
@@ -328,7 +331,8 @@ class Sandbox:
             raise InvalidInput(f"{path!r} leaves the sandbox", component=COMPONENT)
         async with self._transfer(path):
             if not self._leased:
-                await self._control.set_cores(self._shared_cores, background=True)
+                await self._control.set_cores(self._shared_cores, CpuWeight.TRANSFER)
+                self._rest_due = Background.RUN if self.spec.background is Background.RUN else self._rest_due
             yield
 
     async def relabel(self, labels: Mapping[str, str]) -> None:
@@ -374,9 +378,10 @@ class Sandbox:
             yield
         finally:
             self._transfers -= 1
-            if self._freeze_due and not self._transfers:
-                self._freeze_due = False
-                await self.quiesce(Background.FREEZE)
+            if self._rest_due is not None and not self._transfers:
+                due, self._rest_due = self._rest_due, None
+                if not self._leased:
+                    await self.quiesce(due)
 
     async def _prepare_path(self, path: str) -> None:
         if not path or "\0" in path or len(path.encode("utf-8", "replace")) > PATH_MAX_BYTES:
@@ -387,9 +392,6 @@ class Sandbox:
         except ActionFailed:
             self.loss_reported = reported  # it is actions that must be told
             raise
-
-    def _require_user(self, command: Command) -> None:
-        self._require_allowed(command.user)
 
     def _require_allowed(self, user: str) -> None:
         if user and (refused := self.spec.refuses(user)):

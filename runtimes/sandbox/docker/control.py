@@ -11,7 +11,7 @@ from pathlib import Path
 import structlog
 
 from manager.errors import CapacityExceeded, CodedError, NotFound
-from runtimes.sandbox.cgroup import Cgroup, Freezer
+from runtimes.sandbox.cgroup import Cgroup, CpuWeight, Freezer
 from runtimes.sandbox.choice import SNAPSHOTS
 from runtimes.sandbox.disk.bound import DiskBound
 from runtimes.sandbox.docker.engine import DockerEngine
@@ -57,12 +57,12 @@ class ContainerControl:
         """Return every process in it, in this machine's numbers; none if they cannot be seen."""
         return [] if self._cgroup is None else self._cgroup.processes()
 
-    async def set_cores(self, cores: Sequence[int], *, background: bool = False) -> None:
+    async def set_cores(self, cores: Sequence[int], weight: CpuWeight = CpuWeight.ACTION) -> None:
         with _out_of_reach():
             if self._cgroup is None:
-                await self._engine.limit_cores(self._container, cores, background=background)
+                await self._engine.limit_cores(self._container, cores, weight)
             else:
-                self._cgroup.set_cores(cores, background=background)
+                self._cgroup.set_cores(cores, weight)
 
     async def freeze(self, lend: Callable[[int], bool]) -> bool:
         with suppress(FileNotFoundError):

@@ -15,7 +15,7 @@ import docker.types
 import structlog
 
 from manager.errors import CapacityExceeded, CodedError, InvalidConfig, InvalidInput, NotFound, TooLarge
-from runtimes.sandbox.cgroup import PERIOD_US, SHARES_ACTION, SHARES_BACKGROUND
+from runtimes.sandbox.cgroup import PERIOD_US, CpuWeight
 from runtimes.sandbox.docker.address import EngineAddress
 from runtimes.sandbox.docker.archive import ARCHIVE_SLACK_BYTES, pack_tree, packed_file, unpacked_file
 from runtimes.sandbox.docker.chunks import STDERR, chunk_decoder
@@ -302,7 +302,7 @@ class DockerEngine:
             if "already in progress" not in error.message:
                 raise
 
-    async def limit_cores(self, container: str, cores: Sequence[int], *, background: bool = False) -> None:
+    async def limit_cores(self, container: str, cores: Sequence[int], weight: CpuWeight) -> None:
         """Grant cores the slow way, for engines whose cgroups cannot be seen."""
         await self.call(
             self._api.update_container,
@@ -310,7 +310,7 @@ class DockerEngine:
             cpuset_cpus=",".join(map(str, cores)),
             cpu_period=PERIOD_US,
             cpu_quota=PERIOD_US * len(cores),
-            cpu_shares=SHARES_BACKGROUND if background else SHARES_ACTION,
+            cpu_shares=weight.shares,
         )
 
     async def unpause(self, container: str) -> None:

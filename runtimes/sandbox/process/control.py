@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from manager.errors import Unsupported
-from runtimes.sandbox.cgroup import Cgroup, Freezer, Hierarchy
+from runtimes.sandbox.cgroup import Cgroup, CpuWeight, Freezer, Hierarchy
 from runtimes.sandbox.disk.bound import DiskBound, WalkBound
 from runtimes.sandbox.record import SandboxRecord, read_records
 
@@ -42,9 +42,9 @@ class ProcessControl:
         """Return every process in it, in this side's numbers."""
         return self.group.processes() if self.group is not None else [self.pid, *_tree(self.pid)]
 
-    async def set_cores(self, cores: Sequence[int], *, background: bool = False) -> None:
+    async def set_cores(self, cores: Sequence[int], weight: CpuWeight = CpuWeight.ACTION) -> None:
         if self.group is not None:
-            self.group.set_cores(cores, background=background)
+            self.group.set_cores(cores, weight)
             return
         for pid in [self.pid, *_tree(self.pid)]:
             for thread in _threads(pid):

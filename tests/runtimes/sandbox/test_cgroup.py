@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from runtimes.sandbox.cgroup import Cgroup, Hierarchy, parse_cores
+from runtimes.sandbox.cgroup import Cgroup, CpuWeight, Hierarchy, parse_cores
 
 V1 = """\
 31 30 0:27 / /sys/fs/cgroup/cpu,cpuacct rw,relatime - cgroup cgroup rw,cpu,cpuacct
@@ -64,6 +64,21 @@ def test_cores_are_set_and_time_with_them(tmp_path: Path, version: int, files: d
     cgroup.set_cores((1, 5))
     assert cgroup.cores() == (1, 5)
     assert (tmp_path / next(iter(files))).read_text() == quota
+
+
+@pytest.mark.parametrize(
+    ("version", "file", "weights"), [(1, "cpu.shares", [2, 512, 1024]), (2, "cpu.weight", [1, 50, 100])]
+)
+def test_files_that_travel_yield_to_actions_and_not_to_what_they_left(
+    tmp_path: Path, version: int, file: str, weights: list[int]
+) -> None:
+    bounds = {"cpuset.cpus": "0-7", "cpu.cfs_quota_us" if version == 1 else "cpu.max": "", file: ""}
+    cgroup = group(tmp_path, version, bounds)
+    told = []
+    for weight in (CpuWeight.BACKGROUND, CpuWeight.TRANSFER, CpuWeight.ACTION):
+        cgroup.set_cores((0,), weight)
+        told.append(int((tmp_path / file).read_text()))
+    assert told == weights
 
 
 @pytest.mark.parametrize(

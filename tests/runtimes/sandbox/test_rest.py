@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import select
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from manager.function import Background, SandboxSpec
+from runtimes.sandbox.cgroup import CpuWeight
 from runtimes.sandbox.command import Command, CommandResult
 from runtimes.sandbox.record import SandboxRecord
 from runtimes.sandbox.sandbox import Provider, Sandbox
@@ -72,6 +74,24 @@ class TestRest:
         await sandbox.quiesce(Background.RUN)
         result = await sh(sandbox, "echo hello > pipe; while [ ! -e finished ]; do sleep 0.01; done; cat copy")
         assert result.stdout == b"hello\n"
+
+    async def test_what_runs_on_yields_again_once_files_have_travelled(
+        self, sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        weights: list[CpuWeight] = []
+        set_cores = sandbox._control.set_cores
+
+        async def told(cores: Sequence[int], weight: CpuWeight = CpuWeight.ACTION) -> None:
+            weights.append(weight)
+            await set_cores(cores, weight)
+
+        monkeypatch.setattr(sandbox._control, "set_cores", told)
+        sandbox.spec = replace(sandbox.spec, background=Background.RUN)
+        await sandbox.quiesce(Background.RUN)
+        async with sandbox.transfer("d", user=""), sandbox.transfer("e", user=""):
+            process = await sandbox.spawn(Command(argv=("true",)))
+            await process.wait()
+        assert weights == [CpuWeight.BACKGROUND, CpuWeight.TRANSFER, CpuWeight.TRANSFER, CpuWeight.BACKGROUND]
 
 
 def wait_for_end(pid: int) -> None:
