@@ -6,7 +6,7 @@ SEED ?= $(shell date +%s)
 # What changes most, and needs neither Docker nor a network.
 QUICK := tests/house tests/manager tests/gateway
 
-.PHONY: demo test quick setup format lint types unit sim bench ecosystem serve clean
+.PHONY: demo test quick setup format lint types unit sim bench ecosystem serve clean site wheels
 
 demo: setup
 	@$(PYTHON) -m scripts.demo
@@ -46,6 +46,14 @@ bench: setup
 # A step of its own, with its own limit in .ci/run: what is left out is named at its end.
 ecosystem: setup
 	scripts/run-tests -q -rs --begin-within 600 tests/ecosystem
+
+# The documentation, every link checked, in an environment of its own (.cache/site).
+site: setup
+	@scripts/site/build
+
+# Both wheels, tried outside the repository on each interpreter of 3.11 to 3.13 that there is.
+wheels: setup
+	@$(PYTHON) -m scripts.wheels
 
 serve: setup .cache/models/teacher/config.json
 	.venv/bin/tangram serve
