@@ -49,6 +49,8 @@ from gateway.store.retention import prune_for_ever
 from gateway.store.state_dir import StateDirectory
 from gateway.store.store import Durability, Store, StoreSpec
 from gateway.tokens import DoorTokens, announced, open_tokens
+from gateway.traces.executor import TracedExecutor
+from gateway.traces.exporter import TraceExporter
 from manager.assembly import build_core
 from manager.clock import Clock, MonotonicClock, WallClock
 from manager.config import NodeSpec, TaskSpec
@@ -194,6 +196,7 @@ class App:
         self.connections = {"http": self._door.connections, "grpc": grpc, **self.facades.connections}
         self.logs = Logs(self.store, server.logs, wall=self.wall)
         self.metrics, self.activity = Metrics(), Activity(self._clock.now, self.wall)
+        self.traces = TraceExporter(server.traces)
         self.admission = Admission(
             self._clock.now,
             total_max=config.scheduler.max_queued,
@@ -208,7 +211,7 @@ class App:
             logs=self.logs,
             admission=self.admission,
             held=self.held,
-            observer=Observers(self.metrics, self.activity),
+            observer=Observers(self.metrics, self.activity, self.traces),
             now=self._clock.now,
             wall=self.wall,
         )
@@ -244,9 +247,10 @@ class App:
 
     def _make_engine(self) -> Engine:
         spec = self.registry.config.manager_spec((self.node,), self._models.services)
+        executor = TracedExecutor(self.runtimes.executor, self.traces)
         return Engine(
             build_core(spec, function_bounds=_bounds(self.registry.config)),
-            DurableStarts(self.runtimes.executor, self.invocations, self.store, self._trajectories, self._quotas),
+            DurableStarts(executor, self.invocations, self.store, self._trajectories, self._quotas),
             clock=self._clock,
             history=self.history,
             listeners=[self.invocations, ActionEnds(self.activity)],
@@ -309,6 +313,7 @@ class App:
             self._save_history_for_ever(),
             prune_for_ever(self.store, self.config.server.retention, self.wall),
             self.callbacks.deliver_for_ever(),
+            self.traces.export_for_ever(),
             self.leases.end_lapsed_for_ever(),
             self.store.make_indexes(),
             self._state_dir.watch_for_ever(),
@@ -419,6 +424,7 @@ class App:
         watch("tangram_viewers", "Pages that watch", lambda: self.watch.viewers)
         gaps = "Times that a viewer fell behind and was told the whole state again"
         watch("tangram_watch_gaps", gaps, lambda: self.watch.gaps, counter=True)
+        self.traces.measured_by(self.metrics)
         self.metrics.watch_units(self._units)
         self.metrics.watch_replicas(self.engine.replicas)
         self.metrics.watch_learned(self._learned)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -18,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 WHEELS = ROOT / ".cache" / "wheels"
 VERSIONS = ("3.11", "3.12", "3.13")
-COMMAND_S = 600
+COMMAND_S = 300
 CLIENT = """
 from pathlib import Path
 import tangram
@@ -48,6 +49,7 @@ def main(versions: Sequence[str]) -> int:
     WHEELS.mkdir(parents=True, exist_ok=True)
     tried, missing = [], []
     with tempfile.TemporaryDirectory(prefix="tangram-wheels-") as room:
+        Path(room).chmod(0o711)  # plain sandboxes work below it as another user
         client, server = built("client", Path(room)), built(".", Path(room))
         for version in versions:
             interpreter = find(version)
@@ -114,7 +116,7 @@ def attempt(interpreter: Path, client: Path, server: Path, room: Path) -> None:
 
 
 def serve_and_call(command: Path, room: Path) -> None:
-    """Serve on a free port, run a command and a handler, and end it as a supervisor does."""
+    """Serve on a free port, run a command and a handler, and end it as a person does."""
     with (room / "serve.log").open("w") as log:
         words = [command, "serve", "."]
         gateway = subprocess.Popen(words, cwd=room, env=outside(), stdout=subprocess.PIPE, stderr=log, text=True)
@@ -129,7 +131,7 @@ def serve_and_call(command: Path, room: Path) -> None:
         answer = run([*call, "shell", '{"command": "echo $((6 * 7))"}'], room)
         assert "42" in answer, answer
     finally:
-        gateway.terminate()
+        gateway.send_signal(signal.SIGINT)  # its sandboxes end with it
         gateway.wait(COMMAND_S)
         if gateway.stdout is not None:
             gateway.stdout.close()

@@ -62,6 +62,7 @@ CHAPTERS = (
     ("RetentionSection", "server.retention"),
     ("LogsSection", "server.logs"),
     ("CallbacksSection", "server.callbacks"),
+    ("TracesSection", "server.traces"),
     ("FacadesSection", "server.facades"),
     ("RewardsFacade", "server.facades.rewards"),
     ("SandboxFusionFacade", "server.facades.sandboxfusion"),

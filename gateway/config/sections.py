@@ -53,6 +53,24 @@ class CallbacksSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TracesSection:
+    """Where spans of ended invocations are sent: OpenTelemetry, OTLP over HTTP in JSON."""
+
+    endpoint: Annotated[str, Setting("URL of a collector, such as http://127.0.0.1:4318/v1/traces; empty: none")] = ""
+    headers: Annotated[Mapping[str, str], Setting("sent with each request, a collector's key for example")] = field(
+        default_factory=dict, repr=False
+    )
+    service: Annotated[str, Setting("service.name of the spans")] = "tangram"
+    share: Annotated[float, Setting("of calls without a trace of their own, kept", ge=0.0, le=1.0)] = 1.0
+    queue_max: Annotated[int, Setting("most spans that wait; beyond it they are dropped and counted", ge=1)] = 8192
+    batch_max: Annotated[int, Setting("most spans in one request", ge=1)] = 512
+    interval_s: Annotated[float, Setting("longest wait of a span for its request")] = 2.0
+    timeout_s: Annotated[float, Setting("one request")] = 10.0
+    max_attempts: Annotated[int, Setting("requests tried for one batch", ge=1)] = 5
+    backoff_s: Annotated[float, Setting("first wait, doubled each time")] = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TlsSection:
     """Certificates of the doors, in PEM."""
 
@@ -118,6 +136,9 @@ class ServerConfig:
     retention: Annotated[RetentionSection, Setting("how long records and logs are kept")] = RetentionSection()
     logs: Annotated[LogsSection, Setting("bounds of live logs")] = LogsSection()
     callbacks: Annotated[CallbacksSection, Setting("where results may be posted to")] = CallbacksSection()
+    traces: Annotated[TracesSection, Setting("where spans of invocations are sent")] = field(
+        default_factory=TracesSection
+    )
     facades: Annotated[FacadesSection, Setting("doors in other protocols, none by default")] = field(
         default_factory=FacadesSection
     )

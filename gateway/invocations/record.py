@@ -92,7 +92,7 @@ class Record:
     @property
     def action_id(self) -> str:
         """The id of the present try's action."""
-        return self.id if self.attempt == 1 else f"{self.id}.{self.attempt}"
+        return action_id_of(self.id, self.attempt)
 
     @property
     def trace(self) -> wire.TraceContext:
@@ -280,6 +280,11 @@ def _written(outcome: Outcome) -> tuple[Outcome, bytes | None]:
         return bare, None
     message = "its result is nested too deeply to be written"
     return replace(bare, state=State.FAILED, reason=Reason.OUTPUT_LIMIT, message=message, component="gateway"), None
+
+
+def action_id_of(invocation_id: str, attempt: int) -> str:
+    """Return the id of the action that is a try of an invocation."""
+    return invocation_id if attempt == 1 else f"{invocation_id}.{attempt}"
 
 
 def new_id(seq: int) -> str:

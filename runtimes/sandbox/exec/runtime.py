@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from manager.action import Action
 from manager.errors import ActionFailed, CodedError, Reason
-from manager.executor import LogSink
+from manager.executor import Call, LogSink
 from manager.function import AUTO, Background, FunctionSpec, SandboxSpec
 from manager.lease import Lease
 from runtimes.runtime import Execution, Result
@@ -149,7 +149,7 @@ class ExecRuntime:
         action = execution.action
         command = command_of(execution.call.input, function, timeout_s=action.timeout_s)
         claim = f"{claims_of(action.id, action.attempt)}1"
-        command = replace(command, claim=claim)
+        command = replace(command, claim=claim, env=traced(execution.call, command.env))
         lines = LogLines(execution.call.log)
         async with self._stage.enter(execution) as sandbox:
             try:
@@ -270,6 +270,14 @@ def command_of(value: Mapping[str, object], function: FunctionSpec, *, timeout_s
         output_limit_bytes=function.output_limit_bytes,
         shown_limit_bytes=function.log_limit_bytes,
     )
+
+
+def traced(call: Call, env: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the environment with the trace context that the command is part of, unless the caller set its own."""
+    context = {"TRACEPARENT": call.traceparent, "TRACESTATE": call.tracestate}
+    if call.traceparent is None or "TRACEPARENT" in env:
+        return env
+    return {name: value for name, value in context.items() if value is not None} | dict(env)
 
 
 def _stdin(given: ExecInput) -> bytes:

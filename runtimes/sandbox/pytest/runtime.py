@@ -20,7 +20,7 @@ from manager.lease import Lease
 from runtimes.runtime import Execution, Result
 from runtimes.sandbox.command import Command, CommandResult, claims_of
 from runtimes.sandbox.environments import Environments
-from runtimes.sandbox.exec.runtime import Directory, Env, LogLines, Stage, begin, checked, invalid
+from runtimes.sandbox.exec.runtime import Directory, Env, LogLines, Stage, begin, checked, invalid, traced
 from runtimes.sandbox.pytest import plugin
 from runtimes.sandbox.pytest.fresh import ChangeTransfer
 from runtimes.sandbox.pytest.report import SuiteReport, SuiteRequest, judge, notes, nothing_judged
@@ -421,7 +421,7 @@ def plan_of(execution: Execution, settings: PytestSettings) -> SuitePlan:
         tests=tests,
         paths=tuple(given.get("paths", ())),
         cwd=cwd,
-        env=given.get("env", {}),
+        env=traced(execution.call, given.get("env", {})),
         args=spec.args + args,
         workers=_workers(execution, spec, request, given.get("workers"), settings),
         dist=spec.dist,

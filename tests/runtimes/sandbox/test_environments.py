@@ -401,6 +401,18 @@ class TestExecRuntime:
         assert isinstance(result, dict)
         assert result["stdout"] == "done\n"
 
+    async def test_a_command_finds_the_trace_that_it_is_part_of(self, environments: Environments) -> None:
+        script = 'echo "$TRACEPARENT|$TRACESTATE"'
+        trace = f"00-{'1' * 32}-{'2' * 16}-01"
+        said = []
+        for env, state in (({}, "vendor=1"), ({"TRACEPARENT": "own"}, "vendor=1"), ({}, None)):
+            execution, log = execution_of(self.function, {"command": script, "env": env}, trajectory="t")
+            call = replace(execution.call, traceparent=trace if state else None, tracestate=state)
+            execution.call = call
+            await ExecRuntime(environments).execute(execution)
+            said.append(log.text("stdout"))
+        assert said == [f"{trace}|vendor=1\n", "own|\n", "|\n"]
+
     async def test_bytes_that_are_no_text_come_as_base64_too(self, environments: Environments) -> None:
         execution, _ = execution_of(self.function, {"argv": ["printf", "\\377"]})
         value = (await ExecRuntime(environments).execute(execution)).value

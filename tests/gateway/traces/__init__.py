@@ -1,0 +1,1 @@
+"""Traces: spans of invocations, and how they reach a collector."""
