@@ -6,7 +6,7 @@ SEED ?= $(shell date +%s)
 # What changes most, and needs neither Docker nor a network.
 QUICK := tests/house tests/manager tests/gateway
 
-.PHONY: demo test quick setup format lint types unit sim bench ecosystem serve clean site wheels
+.PHONY: demo test quick setup format lint types unit sim bench ecosystem serve clean site wheels ray
 
 demo: setup
 	@$(PYTHON) -m scripts.demo
@@ -54,6 +54,10 @@ site: setup
 # Both wheels, tried outside the repository on each interpreter of 3.11 to 3.13 that there is.
 wheels: setup
 	@$(PYTHON) -m scripts.wheels
+
+# A real Ray cluster, in an environment of its own (.cache/ray): a step of its own, at most 4 minutes on an idle machine.
+ray: setup
+	@scripts/ray-tests -q tests/ray
 
 serve: setup .cache/models/teacher/config.json
 	.venv/bin/tangram serve

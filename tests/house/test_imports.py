@@ -17,7 +17,7 @@ ROOMS = {
     "safetensors": ("runtimes/model/",),
     "transformers": ("runtimes/model/",),
     "pynvml": ("runtimes/model/device/devices.py",),
-    "ray": ("runtimes/node/ray_cluster.py",),
+    "ray": ("runtimes/node/ray/",),
     "starlette": ("gateway/http/", "gateway/facades/"),
     "hypercorn": ("gateway/http/",),
     "grpclib": ("gateway/grpc/",),

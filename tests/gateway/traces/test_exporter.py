@@ -67,7 +67,8 @@ async def listening(collector: Collector) -> AsyncIterator[Collector]:
 @asynccontextmanager
 async def exporting(url: str, **given: Any) -> AsyncIterator[TraceExporter]:
     """An exporter at work, which is ended as a gateway ends it."""
-    spec = TracesSection(**({"endpoint": url, "interval_s": 0.01, "backoff_s": 0.001} | given))
+    usual: dict[str, Any] = {"endpoint": url, "interval_s": 0.01, "backoff_s": 0.001}
+    spec = TracesSection(**(usual | given))
     exporter = TraceExporter(spec)
     task = asyncio.create_task(exporter.export_for_ever())
     try:

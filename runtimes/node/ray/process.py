@@ -1,0 +1,208 @@
+"""The gateway's side of the keeper: a child process that is watched, and started again when it dies or is silent."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import structlog
+
+from manager.clock import Clock, MonotonicClock
+from manager.setting import Setting
+from runtimes.node.ray.messages import AnyKeeperMessage, KeeperPong, RayConnected, RayUnreachable
+
+KEEPER = Path(__file__).with_name("keeper.py")
+BACKOFF_S, BACKOFF_MAX_S = 1.0, 30.0
+#: Longest line of a keeper; a longer one ends it.
+LINE_MAX_BYTES = 2**20
+#: Of what Ray says on standard error, kept for the next message.
+COMPLAINT_MAX_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RaySettings:
+    """A Ray cluster whose machines become nodes."""
+
+    address: Annotated[str, Setting("of the cluster's head, such as head:6379; auto for one on this machine")] = "auto"
+    labels: Annotated[
+        Mapping[str, str], Setting("labels of the machines that are taken, * for any value; empty: all")
+    ] = field(default_factory=dict)
+    head: Annotated[bool, Setting("the head's machine is taken too")] = False
+    reserve_cpus: Annotated[float | None, Setting("CPUs of each machine reserved with Ray; null: all", ge=0)] = None
+    reserve_gpus: Annotated[float | None, Setting("GPUs, likewise", ge=0)] = 0.0
+    python: Annotated[str, Setting("interpreter with the cluster's own Ray; empty: the gateway's")] = ""
+    command: Annotated[tuple[str, ...], Setting("how a machine runs our command")] = ("tangram",)
+    state_dir: Annotated[str, Setting("where a machine's daemon keeps its state")] = "/var/lib/tangram-node"
+    waiting_s: Annotated[float, Setting("a reservation that waits for longer is told of", gt=0)] = 30.0
+    ping_s: Annotated[float, Setting("time between two looks whether the keeper lives", gt=0)] = 2.0
+    silent_s: Annotated[float, Setting("a keeper that is silent for longer is started again", gt=0)] = 10.0
+
+
+class KeeperProcess:
+    """Runs a keeper for ever; what it says is handed over, and what it is told is dropped while there is none."""
+
+    def __init__(
+        self,
+        settings: RaySettings,
+        on_message: Callable[[AnyKeeperMessage], None],
+        *,
+        clock: Clock | None = None,
+        keeper: Path = KEEPER,
+    ) -> None:
+        self._settings = settings
+        self._on_message = on_message
+        self._clock = clock or MonotonicClock()
+        self._keeper = keeper
+        self._process: asyncio.subprocess.Process | None = None
+        self._heard_s = 0.0
+        self._away_since_s: float | None = self._clock.now()
+        self._why = "not connected yet"
+        self._complaint = b""
+        self._log = structlog.get_logger("node.ray")
+        #: How often one was started.
+        self.starts = 0
+
+    def warning(self) -> str | None:
+        """Return for how long the cluster has not been seen, and why; None if it is."""
+        if self._away_since_s is None:
+            return None
+        return f"ray: unreachable for {self._clock.now() - self._away_since_s:.0f} s: {self._why}"
+
+    def start_daemon(self, node: str, command: list[str], environment: Mapping[str, str], state_dir: str) -> None:
+        """Have a machine's steward start its daemon; what comes of it is a message."""
+        told = {"kind": "start", "node": node, "command": command, "environment": environment, "state_dir": state_dir}
+        self._send(told)
+
+    def release(self, node: str, *, kill: bool = False) -> None:
+        """Have a machine's daemon end, and what is reserved there given back."""
+        self._send({"kind": "release", "node": node, "kill": kill})
+
+    async def run(self) -> None:
+        """Keep a keeper running until cancelled; stewards and daemons stay."""
+        failures = 0
+        while True:
+            began_s = self._clock.now()
+            try:
+                await self._once()
+            except OSError as error:
+                self._why = f"the keeper cannot be started: {error}"
+            finally:
+                await self._end()
+            if self._away_since_s is None:
+                self._away_since_s = self._clock.now()
+            failures = 0 if self._clock.now() - began_s > BACKOFF_MAX_S else failures + 1
+            self._log.warning("the keeper has ended", why=self._why, said=self._complaint.decode(errors="replace"))
+            await asyncio.sleep(min(BACKOFF_MAX_S, BACKOFF_S * 2.0 ** max(0, failures - 1)))
+
+    async def _once(self) -> None:
+        settings = self._settings
+        self.starts += 1
+        self._complaint, self._heard_s = b"", self._clock.now()
+        self._process = await asyncio.create_subprocess_exec(
+            settings.python or sys.executable,
+            str(self._keeper),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            limit=LINE_MAX_BYTES,
+            start_new_session=True,
+            env={name: value for name, value in os.environ.items() if not name.startswith(("TANGRAM_", "PYTHONPATH"))},
+        )
+        self._send(
+            {
+                "address": settings.address,
+                "labels": settings.labels,
+                "head": settings.head,
+                "cpus": settings.reserve_cpus,
+                "gpus": settings.reserve_gpus,
+                "waiting_s": settings.waiting_s,
+            }
+        )
+        async with asyncio.TaskGroup() as group:
+            complaints = group.create_task(self._read_complaints())
+            pings = group.create_task(self._ping())
+            await self._read()
+            pings.cancel()
+            complaints.cancel()
+
+    async def _read(self) -> None:
+        """Hand over what it says until it says no more."""
+        assert self._process is not None and self._process.stdout is not None
+        decoder = msgspec.json.Decoder(AnyKeeperMessage)
+        try:
+            while line := await self._process.stdout.readline():
+                self._heard(decoder.decode(line))
+        except (msgspec.MsgspecError, ValueError) as error:
+            self._why = f"the keeper says what nobody understands: {error}"
+
+    def _heard(self, message: AnyKeeperMessage) -> None:
+        self._heard_s = self._clock.now()
+        match message:
+            case RayConnected():
+                self._away_since_s = None
+            case KeeperPong():
+                self._looked(message.looked_ago_s, message.why)
+            case RayUnreachable():
+                self._why = message.why
+            case _:
+                pass
+        if not isinstance(message, KeeperPong):
+            self._on_message(message)
+
+    def _looked(self, ago_s: float, why: str) -> None:
+        """The keeper last saw the cluster so long ago; a look is due every second."""
+        if not why and ago_s <= self._settings.silent_s:
+            self._away_since_s = None
+        elif self._away_since_s is None:
+            self._away_since_s, self._why = self._heard_s - ago_s, why or "its head does not answer"
+
+    async def _ping(self) -> None:
+        """Ask whether it lives; kill one that is silent, which ends `_read`."""
+        assert self._process is not None
+        while True:
+            await asyncio.sleep(self._settings.ping_s)
+            if self._clock.now() - self._heard_s > self._settings.silent_s:
+                self._why = f"the keeper was silent for {self._settings.silent_s:g} s"
+                self._kill()
+                return
+            self._send({"kind": "ping"})
+
+    async def _read_complaints(self) -> None:
+        """Keep the last of what Ray prints."""
+        assert self._process is not None and self._process.stderr is not None
+        while said := await self._process.stderr.read(COMPLAINT_MAX_BYTES):
+            self._complaint = (self._complaint + said)[-COMPLAINT_MAX_BYTES:]
+
+    def _send(self, message: Mapping[str, object]) -> None:
+        """Write a line; without a keeper it is dropped: the next one is told anew by what it says."""
+        process = self._process
+        if process is None or process.stdin is None or process.returncode is not None or process.stdin.is_closing():
+            return
+        if process.stdin.transport.get_write_buffer_size() > LINE_MAX_BYTES:
+            self._why = "the keeper does not read"
+            self._kill()
+            return
+        process.stdin.write(msgspec.json.encode(message) + b"\n")
+
+    def _kill(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def _end(self) -> None:
+        """The keeper is gone for certain, with whatever it has forked."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()

@@ -1,0 +1,1 @@
+"""What stands between Ray and the gateway, without Ray."""

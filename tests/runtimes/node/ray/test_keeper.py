@@ -1,0 +1,186 @@
+"""The keeper against a cluster that does what a test says: commands, answers, failures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import pytest
+
+from runtimes.node.ray.keeper import Keeper, RayCluster, RayMembers, RayNode, Reservation
+
+
+@dataclass(eq=False)
+class Answer:
+    """A reference to what a steward will have answered."""
+
+    value: object = None
+    error: Exception | None = None
+    there: bool = False
+
+
+@dataclass
+class Method:
+    """A method of an actor's: each call makes an answer that the test gives."""
+
+    calls: list[tuple[tuple[object, ...], Answer]] = field(default_factory=list)
+
+    def remote(self, *given: object) -> Answer:
+        answer = Answer()
+        self.calls.append((given, answer))
+        return answer
+
+
+@dataclass(eq=False)
+class ScriptedSteward:
+    """A steward whose answers the test gives."""
+
+    facts: Method = field(default_factory=Method)
+    start: Method = field(default_factory=Method)
+    stop: Method = field(default_factory=Method)
+
+
+class ScriptedRay:
+    """`ray` as far as the keeper calls it."""
+
+    def __init__(self) -> None:
+        self.killed: list[object] = []
+
+    def get(self, reference: Answer, timeout: float) -> object:
+        if reference.error is not None:
+            raise reference.error
+        return reference.value
+
+    def kill(self, steward: object) -> None:
+        self.killed.append(steward)
+
+
+class ScriptedCluster:
+    """A cluster of the test's own."""
+
+    def __init__(self) -> None:
+        self.ray = ScriptedRay()
+        self.listed = [RayNode(id="n1", alive=True, resources={"CPU": 4.0})]
+        self.made: list[tuple[str, float, float, ScriptedSteward]] = []
+        self.refuses: Exception | None = None
+        self.free: Mapping[str, Mapping[str, float]] = {}
+
+    def nodes(self) -> list[RayNode]:
+        return self.listed
+
+    def draining(self) -> dict[str, float]:
+        return {}
+
+    def available(self) -> Mapping[str, Mapping[str, float]]:
+        return self.free
+
+    def steward(self, node: str, cpus: float, gpus: float) -> ScriptedSteward:
+        if self.refuses is not None:
+            raise self.refuses
+        self.made.append((node, cpus, gpus, ScriptedSteward()))
+        return self.made[-1][3]
+
+    def ready(self, references: list[Answer]) -> list[Answer]:
+        return [each for each in references if each.there]
+
+
+@dataclass
+class KeeperBench:
+    """A keeper, its cluster, and what it has said."""
+
+    cluster: ScriptedCluster
+    keeper: Keeper
+    said: list[Mapping[str, Any]]
+
+    def kinds(self) -> list[str]:
+        kinds = [str(message["kind"]) for message in self.said]
+        self.said.clear()
+        return kinds
+
+
+@pytest.fixture
+def bench() -> KeeperBench:
+    cluster, said = ScriptedCluster(), list[Mapping[str, Any]]()
+    members = RayMembers({}, head=False, reservation=Reservation(cpus=None))
+    return KeeperBench(cluster, Keeper(cast(RayCluster, cluster), members, said.append), said)
+
+
+def give(method: Method, value: object = None, error: Exception | None = None) -> None:
+    """Answer the last call."""
+    answer = method.calls[-1][1]
+    answer.value, answer.error, answer.there = value, error, True
+
+
+def ready(bench: KeeperBench) -> ScriptedSteward:
+    """A steward that holds its reservation."""
+    bench.keeper.look()
+    steward = bench.cluster.made[-1][3]
+    give(steward.facts, {"gpu_ids": [], "daemon": 0, "deaths": 0, "pid": 7})
+    bench.keeper.look()
+    return steward
+
+
+def test_a_steward_is_made_with_what_is_to_be_reserved_and_told_when_it_holds_it(bench: KeeperBench) -> None:
+    bench.keeper.look()
+    assert bench.cluster.made[0][:3] == ("n1", 4.0, 0.0) and bench.kinds() == ["alive"]
+    give(bench.cluster.made[0][3].facts, {"gpu_ids": [], "daemon": 0, "deaths": 0, "pid": 7})
+    bench.keeper.look()
+    assert bench.said == [{"kind": "steward", "node": "n1", "gpu_ids": [], "daemon": 0, "deaths": 0, "pid": 7}]
+    assert len(bench.cluster.made) == 1
+
+
+def test_a_daemon_is_started_by_the_steward_and_its_pid_is_told(bench: KeeperBench) -> None:
+    steward = ready(bench)
+    bench.kinds()
+    start = {"kind": "start", "node": "n1", "command": ["tangram"], "environment": {"A": "b"}, "state_dir": "/s"}
+    bench.keeper.command(start)
+    assert steward.start.calls[0][0] == (["tangram"], {"A": "b"}, "/s")
+    give(steward.start, {"gpu_ids": [], "daemon": 99, "deaths": 0, "pid": 7})
+    bench.keeper.look()
+    assert bench.said == [{"kind": "started", "node": "n1", "gpu_ids": [], "daemon": 99, "deaths": 0, "pid": 7}]
+
+
+def test_a_steward_that_dies_while_it_is_asked_is_made_again(bench: KeeperBench) -> None:
+    steward = ready(bench)
+    bench.kinds()
+    give(steward.facts, error=RuntimeError("ActorDiedError: killed"))
+    bench.keeper.look()
+    assert bench.kinds() == ["steward_failed"]
+    bench.keeper.command({"kind": "start", "node": "n1", "command": [], "environment": {}, "state_dir": "/s"})
+    assert bench.kinds() == ["refused"], "until the next one is there"
+
+
+def test_a_cluster_that_makes_no_actor_is_told_in_its_words(bench: KeeperBench) -> None:
+    bench.cluster.refuses = ValueError("ActorUnschedulableError: the node is gone")
+    bench.keeper.look()
+    assert bench.said[-1]["why"] == "ValueError: ActorUnschedulableError: the node is gone"
+
+
+def test_what_is_released_ends_its_daemon_and_gives_back_the_reservation(bench: KeeperBench) -> None:
+    steward = ready(bench)
+    bench.kinds()
+    bench.keeper.command({"kind": "release", "node": "n1", "kill": True})
+    assert steward.stop.calls[0][0] == (True,)
+    give(steward.stop, True)
+    bench.keeper.look()
+    assert bench.said == [{"kind": "released", "node": "n1", "gone": True}] and bench.cluster.ray.killed == [steward]
+
+
+def test_a_released_machine_is_left_alone(bench: KeeperBench) -> None:
+    steward = ready(bench)
+    bench.keeper.command({"kind": "release", "node": "n1"})
+    give(steward.stop, True)
+    for _ in range(3):
+        bench.keeper.look()
+    assert len(bench.cluster.made) == 1 and "n1" not in bench.keeper.stewards
+
+
+def test_an_answer_for_a_machine_that_has_gone_is_dropped(bench: KeeperBench) -> None:
+    bench.keeper.look()
+    steward = bench.cluster.made[0][3]
+    bench.cluster.listed = [RayNode(id="n1", alive=False, why="received SIGTERM")]
+    bench.keeper.look()
+    give(steward.facts, {"gpu_ids": [], "daemon": 0, "deaths": 0, "pid": 7})
+    bench.keeper.look()
+    assert bench.kinds() == ["alive", "dead"]

@@ -1,0 +1,154 @@
+"""What the keeper decides, from what Ray says: no Ray, no clock."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterable
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runtimes.node.ray.keeper import (
+    BACKOFF_MAX_S,
+    WAITING_AGAIN_S,
+    WAITING_S,
+    Act,
+    RayMembers,
+    RayNode,
+    Reservation,
+)
+
+HEAD = RayNode(id="head", alive=True, resources={"CPU": 8.0, "node:__internal_head__": 1.0})
+ALL = Reservation(cpus=None, gpus=None)
+
+
+def machine(id: str, alive: bool = True, **labels: str) -> RayNode:
+    return RayNode(id=id, alive=alive, address=f"10.0.0.{id[-1]}", labels=labels, resources={"CPU": 64.0, "GPU": 8.0})
+
+
+def members(wanted: dict[str, str] | None = None, *, head: bool = False, reservation: Reservation = ALL) -> RayMembers:
+    return RayMembers(wanted or {}, head=head, reservation=reservation)
+
+
+def told(acts: Iterable[Act]) -> list[str]:
+    """Kinds of the messages, and of what else is to be done."""
+    return [str(act.message.get("kind", act.kind)) for act in acts]
+
+
+def test_a_machine_that_is_there_is_told_once_and_gets_one_steward() -> None:
+    keeper = members()
+    assert told(keeper.look([machine("n1")], {}, 0.0)) == ["alive", "make"]
+    assert told(keeper.look([machine("n1")], {}, 1.0)) == []
+    assert told(keeper.answered("n1", {"gpu_ids": ["0"]})) == ["steward"]
+    assert told(keeper.answered("n1", {"gpu_ids": ["0"]})) == [], "an answer to a later question says nothing new"
+    assert told(keeper.look([machine("n1")], {}, WAITING_S * 10)) == []
+
+
+def test_labels_choose_machines_and_a_star_takes_any_value() -> None:
+    nodes = [machine("n1", pool="a"), machine("n2", pool="b"), machine("n3")]
+    for wanted, chosen in (({"pool": "a"}, {"n1"}), ({"pool": "*"}, {"n1", "n2"}), ({}, {"n1", "n2", "n3"})):
+        keeper = members(wanted)
+        keeper.look(nodes, {}, 0.0)
+        assert set(keeper.known) == chosen
+    keeper = members({"pool": "*", "zone": "x"})
+    assert keeper.look(nodes, {}, 0.0) == []
+
+
+def test_the_head_is_left_alone_unless_it_is_asked_for() -> None:
+    assert members().look([HEAD], {}, 0.0) == []
+    assert told(members(head=True).look([HEAD], {}, 0.0)) == ["alive", "make"]
+
+
+def test_what_is_reserved_is_a_number_or_all_of_the_machine() -> None:
+    keeper = members(reservation=Reservation(cpus=None, gpus=2.0))
+    keeper.look([machine("n1")], {}, 0.0)
+    assert keeper.reservation("n1") == (64.0, 2.0)
+    assert Reservation(cpus=0.0, gpus=None).on(RayNode(id="n", alive=True)) == (0.0, 0.0)
+
+
+def test_a_reservation_that_waits_is_told_after_half_a_minute_and_again_later() -> None:
+    keeper = members(reservation=Reservation(cpus=None, gpus=4.0))
+    keeper.look([machine("n1")], {}, 100.0)
+    assert keeper.look([machine("n1")], {}, 100.0 + WAITING_S - 1) == []
+    (act,) = keeper.look([machine("n1")], {}, 100.0 + WAITING_S)
+    assert act.message == {"kind": "waiting", "node": "n1", "cpus": 64.0, "gpus": 4.0, "waited_s": 30}
+    assert keeper.look([machine("n1")], {}, 100.0 + WAITING_S + WAITING_AGAIN_S - 1) == []
+    assert told(keeper.look([machine("n1")], {}, 100.0 + WAITING_S + WAITING_AGAIN_S)) == ["waiting"]
+    keeper.answered("n1", {})
+    assert keeper.look([machine("n1")], {}, 10_000.0) == []
+
+
+def test_a_steward_that_died_is_made_again_later_each_time() -> None:
+    keeper, now_s, waits = members(), 0.0, []
+    keeper.look([machine("n1")], {}, now_s)
+    for _ in range(8):
+        forget, failed = keeper.failed("n1", "ActorDiedError", now_s)
+        assert (forget.kind, failed.message["kind"]) == ("forget", "steward_failed")
+        wait_s = float(str(failed.message["again_in_s"]))
+        assert keeper.look([machine("n1")], {}, now_s + wait_s - 0.5) == []
+        now_s += wait_s
+        assert told(keeper.look([machine("n1")], {}, now_s)) == ["make"]
+        waits.append(wait_s)
+    assert waits == sorted(waits) and waits[0] < waits[2] and waits[-1] == BACKOFF_MAX_S
+    keeper.answered("n1", {})
+    assert keeper.failed("n1", "again", now_s)[1].message["again_in_s"] == waits[0], "a steward that came up was well"
+
+
+def test_a_machine_that_is_dead_is_told_with_rays_reason_and_may_come_back() -> None:
+    keeper = members()
+    keeper.look([machine("n1")], {}, 0.0)
+    dead = RayNode(id="n1", alive=False, why="received SIGTERM")
+    forget, message = keeper.look([dead], {}, 1.0)
+    assert forget.kind == "forget" and message.message == {"kind": "dead", "node": "n1", "why": "received SIGTERM"}
+    assert keeper.look([dead], {}, 2.0) == [], "the dead of a cluster stay on its list"
+    assert told(keeper.look([machine("n1")], {}, 3.0)) == ["alive", "make"]
+
+
+def test_a_head_that_forgot_its_machines_counts_them_as_dead() -> None:
+    keeper = members()
+    keeper.look([machine("n1")], {}, 0.0)
+    assert told(keeper.look([], {}, 1.0)) == ["forget", "dead"]
+
+
+def test_a_drain_is_told_once_and_no_steward_is_made_there_any_more() -> None:
+    keeper = members()
+    keeper.look([machine("n1")], {}, 0.0)
+    keeper.failed("n1", "died", 0.0)
+    (act,) = keeper.look([machine("n1")], {"n1": 5000.0}, 100.0)
+    assert act.message == {"kind": "draining", "node": "n1", "deadline_ms": 5000.0}
+    assert keeper.look([machine("n1")], {"n1": 5000.0}, 200.0) == []
+
+
+def test_what_answers_late_for_a_machine_that_is_gone_does_nothing() -> None:
+    keeper = members()
+    assert keeper.answered("n1", {}) == [] and keeper.failed("n1", "x", 0.0) == []
+
+
+@given(st.integers(0, 2**32))
+def test_whatever_happens_a_machine_has_at_most_one_steward_and_every_death_was_alive(seed: int) -> None:
+    chance, keeper, now_s = random.Random(seed), members({"pool": "*"}), 0.0
+    stewards: Counter[str] = Counter()
+    alive: set[str] = set()
+    for _ in range(60):
+        now_s += chance.choice((0.1, 1.0, 45.0))
+        name = f"n{chance.randrange(3)}"
+        match chance.randrange(4):
+            case 0 | 1:
+                nodes = [
+                    machine(f"n{number}", alive=chance.random() < 0.8, pool="a")
+                    for number in range(3)
+                    if chance.random() < 0.9
+                ]
+                acts = keeper.look(nodes, {name: 1.0} if chance.random() < 0.1 else {}, now_s)
+            case 2:
+                acts = keeper.answered(name, {}) if keeper.known.get(name) and stewards[name] else []
+            case _:
+                acts = keeper.failed(name, "x", now_s) if stewards[name] else []
+        for act in acts:
+            stewards[act.node] += {"make": 1, "forget": -stewards[act.node]}.get(act.kind, 0)
+            kind = act.message.get("kind")
+            assert (kind == "alive") <= (act.node not in alive) and (kind == "dead") <= (act.node in alive)
+            alive = alive | {act.node} if kind == "alive" else alive - {act.node} if kind == "dead" else alive
+        assert all(count in (0, 1) for count in stewards.values())
+        assert alive == set(keeper.known)

@@ -1,0 +1,188 @@
+"""The gateway's side of a keeper, against children that do what a test wrote."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from manager.clock import Clock, VirtualClock
+from runtimes.node.ray.messages import (
+    AnyKeeperMessage,
+    KeeperRefused,
+    RayConnected,
+    RayNodeAlive,
+    RayUnreachable,
+    ReservationWaiting,
+)
+from runtimes.node.ray.process import KeeperProcess, RaySettings
+
+DEADLINE_S = 60.0
+#: Says that it is connected, answers pings, and says of each command which line it was.
+OBEDIENT = """
+import json, os, sys
+def tell(**message):
+    print(json.dumps(message), flush=True)
+given = json.loads(sys.stdin.readline())
+tell(kind="connected", pid=os.getpid(), version=given["address"])
+for line in sys.stdin:
+    command = json.loads(line)
+    if command["kind"] == "ping":
+        tell(kind="pong", looked_ago_s=0.1, why="")
+    else:
+        tell(kind="refused", node=command["node"], why=line.strip())
+"""
+AWAY = OBEDIENT.replace('looked_ago_s=0.1, why=""', 'looked_ago_s=43.0, why="TimeoutError: GCS"')
+SILENT = """
+import json, os, time
+print(json.dumps({"kind": "connected", "pid": os.getpid(), "version": "1"}), flush=True)
+time.sleep(600)
+"""
+REFUSED = """
+import json, sys
+sys.stderr.write("InvalidAuthToken")
+print(json.dumps({"kind": "unreachable", "why": "ConnectionError: token"}), flush=True)
+"""
+GARBLED = "print('hello', flush=True)\nimport time\ntime.sleep(600)\n"
+ENVIRONMENT = """
+import json, os, sys
+told = json.dumps({"kind": "unreachable", "why": " ".join(sorted(os.environ))})
+print(told, flush=True)
+sys.stdin.read()
+"""
+
+
+@asynccontextmanager
+async def running(
+    program: str, directory: Path, clock: Clock | None = None
+) -> AsyncIterator[tuple[KeeperProcess, list[AnyKeeperMessage]]]:
+    """A keeper of this program, and what it has said."""
+    keeper, said = directory / "keeper.py", list[AnyKeeperMessage]()
+    keeper.write_text(program)
+    settings = RaySettings(address="head:6379", ping_s=0.05, silent_s=60.0)
+    process = KeeperProcess(settings, said.append, keeper=keeper, clock=clock)
+    task = asyncio.create_task(process.run())
+    try:
+        yield process, said
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():
+            event = asyncio.Event()
+            asyncio.get_running_loop().call_later(0.005, event.set)
+            await event.wait()
+
+
+def pids(said: list[AnyKeeperMessage]) -> list[int]:
+    """Of each keeper that has connected."""
+    return [message.pid for message in said if isinstance(message, RayConnected)]
+
+
+def alive(pid: int) -> bool:
+    """Whether there is such a process."""
+    return Path(f"/proc/{pid}").exists()
+
+
+async def test_a_keeper_is_configured_and_told_what_to_do(tmp_path: Path) -> None:
+    async with running(OBEDIENT, tmp_path) as (process, said):
+        await until(lambda: bool(said))
+        assert isinstance(said[0], RayConnected) and said[0].version == "head:6379"
+        process.start_daemon("n1", ["tangram"], {"A": "b"}, "/s")
+        process.release("n1")
+        await until(lambda: len(said) == 3)
+        commands = [msgspec.json.decode(message.why) for message in said if isinstance(message, KeeperRefused)]
+        assert [command["kind"] for command in commands] == ["start", "release"]
+        assert commands[0]["environment"] == {"A": "b"} and commands[0]["state_dir"] == "/s"
+        await until(lambda: process.warning() is None)
+
+
+async def test_a_keeper_that_was_killed_is_started_again(tmp_path: Path) -> None:
+    async with running(OBEDIENT, tmp_path) as (process, said):
+        await until(lambda: bool(said))
+        os.kill(pids(said)[0], signal.SIGKILL)
+        await until(lambda: len(pids(said)) == 2)
+        assert process.starts == 2 and len(set(pids(said))) == 2
+        await until(lambda: process.warning() is None)
+
+
+async def test_a_keeper_that_is_silent_is_killed_and_started_again(tmp_path: Path) -> None:
+    clock = VirtualClock()
+    async with running(SILENT, tmp_path, clock) as (_, said):
+        await until(lambda: bool(said))
+        clock.advance_to(61.0)
+        await until(lambda: len(pids(said)) == 2)
+        assert not alive(pids(said)[0])
+
+
+async def test_a_keeper_that_speaks_nonsense_is_ended_and_said_so(tmp_path: Path) -> None:
+    async with running(GARBLED, tmp_path) as (process, _):
+        await until(lambda: process.starts == 2)
+        assert "nobody understands" in str(process.warning())
+
+
+async def test_a_cluster_that_does_not_answer_is_a_warning_with_its_age(tmp_path: Path) -> None:
+    async with running(AWAY, tmp_path) as (process, _):
+        await until(lambda: "TimeoutError: GCS" in str(process.warning()))
+        assert "unreachable for 4" in str(process.warning())
+
+
+async def test_a_refusal_is_told_in_rays_words(tmp_path: Path) -> None:
+    async with running(REFUSED, tmp_path) as (process, said):
+        await until(lambda: bool(said))
+        assert said[0] == RayUnreachable(why="ConnectionError: token")
+        assert "ConnectionError: token" in str(process.warning())
+
+
+async def test_an_interpreter_that_is_not_there_is_a_warning(tmp_path: Path) -> None:
+    process = KeeperProcess(RaySettings(python="/nowhere/python"), lambda _: None)
+    task = asyncio.create_task(process.run())
+    await until(lambda: "cannot be started" in str(process.warning()))
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_the_end_of_the_gateway_ends_the_keeper(tmp_path: Path) -> None:
+    async with running(OBEDIENT, tmp_path) as (_, said):
+        await until(lambda: bool(said))
+    assert not alive(pids(said)[0])
+
+
+async def test_the_gateways_own_variables_stay_with_it_and_rays_go_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TANGRAM_TOKEN", "secret")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "of the cluster")
+    async with running(ENVIRONMENT, tmp_path) as (_, said):
+        await until(lambda: bool(said))
+        assert isinstance(said[0], RayUnreachable)
+        names = said[0].why.split()
+        assert "RAY_AUTH_TOKEN" in names and "TANGRAM_TOKEN" not in names
+
+
+def test_what_is_sent_without_a_keeper_is_dropped() -> None:
+    KeeperProcess(RaySettings(), lambda _: None).release("n1")
+
+
+def test_a_reservation_that_waits_says_what_was_asked_and_what_is_free() -> None:
+    waiting = ReservationWaiting(node="abcdef0123456789", cpus=64.0, gpus=0.0, waited_s=30.0, free={"CPU": 2.0})
+    assert waiting.text() == "Ray node abcdef012345 waits for its reservation since 30 s: 64 CPUs asked, 2 free"
+    waiting = ReservationWaiting(node="n", cpus=0.0, gpus=2.0, waited_s=31.0, free={"CPU": 2.0})
+    assert waiting.text().endswith("2 GPUs asked, none free")
+    waiting = ReservationWaiting(node="n", cpus=1.0, gpus=0.0, waited_s=31.0, free={})
+    assert waiting.text().endswith("1 CPUs asked")
+
+
+def test_messages_are_read_by_their_kind() -> None:
+    line = b'{"kind": "alive", "node": "n1", "address": "10.0.0.1", "labels": {"pool": "a"}, "later": true}'
+    read = msgspec.json.decode(line, type=AnyKeeperMessage)
+    assert read == RayNodeAlive(node="n1", address="10.0.0.1", labels={"pool": "a"})

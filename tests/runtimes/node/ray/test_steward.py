@@ -1,0 +1,118 @@
+"""The steward, with real daemons: orphans that it starts, finds, and starts again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from runtimes.node.ray.steward import NodeSteward
+
+pytestmark = pytest.mark.slow
+DEADLINE_S = 60.0
+#: Writes its pid, and lives until it is asked to end.
+DAEMON = "import os, signal, pathlib; pathlib.Path('pid').write_text(str(os.getpid())); signal.pause()"
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Return when it holds; fails at the deadline."""
+    deadline_s, never = time.monotonic() + DEADLINE_S, threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline_s, "it never came about"
+        never.wait(0.02)
+
+
+def command(place: Path, program: str = DAEMON) -> list[str]:
+    return [sys.executable, "-c", program, str(place), "{gpus}"]
+
+
+def pid_of(place: Path) -> int:
+    """The pid that a daemon has written; 0 if none has."""
+    with suppress(OSError, ValueError):
+        return int((place / "pid").read_text())
+    return 0
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path / "state"
+    if pid := pid_of(tmp_path / "state"):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def steward() -> Iterator[NodeSteward]:
+    made = NodeSteward(["3", "5"])
+    yield made
+    made.stop(kill=True)
+
+
+def test_a_daemon_is_no_child_of_its_steward_and_has_its_devices(steward: NodeSteward, place: Path) -> None:
+    facts = steward.start(command(place), {"OWN": "yes"}, str(place))
+    pid = pid_of(place)
+    assert facts == {"gpu_ids": ["3", "5"], "daemon": pid, "deaths": 0, "pid": os.getpid()}
+    stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    assert int(stat[1]) != os.getpid() and int(stat[3]) != os.getsid(0)
+    assert Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[4] == b"3,5"
+    environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    assert b"CUDA_VISIBLE_DEVICES=3,5" in environment and b"OWN=yes" in environment
+    assert place.stat().st_mode & 0o777 == 0o700
+
+
+def test_nothing_of_rays_reaches_it(steward: NodeSteward, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_JOB_ID", "TANGRAM_TOKEN", "LD_PRELOAD", "PYTHONPATH"):
+        monkeypatch.setenv(name, "secret")
+    steward.start(command(place), {}, str(place))
+    assert b"secret" not in Path(f"/proc/{pid_of(place)}/environ").read_bytes()
+
+
+def test_a_daemon_that_lives_is_found_and_not_started_twice(steward: NodeSteward, place: Path) -> None:
+    steward.start(command(place), {}, str(place))
+    pid = pid_of(place)
+    another = NodeSteward([])
+    assert another.start(command(place), {}, str(place))["daemon"] == pid
+    assert steward.start(command(place), {}, str(place))["daemon"] == pid
+    another._stopped.set()
+
+
+def test_a_daemon_that_was_killed_is_started_again_and_counted(steward: NodeSteward, place: Path) -> None:
+    steward.start(command(place), {}, str(place))
+    first = pid_of(place)
+    os.kill(first, signal.SIGKILL)
+    until(lambda: pid_of(place) not in (0, first) and steward.facts()["daemon"] == pid_of(place))
+    assert steward.facts()["deaths"] == 1
+
+
+def test_what_is_stopped_is_not_started_again(steward: NodeSteward, place: Path) -> None:
+    steward.start(command(place), {}, str(place))
+    pid = pid_of(place)
+    assert steward.stop()
+    assert not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text()
+    assert steward._watcher is not None
+    steward._watcher.join(DEADLINE_S)
+    assert not steward._watcher.is_alive() and steward.facts()["daemon"] == 0
+
+
+def test_a_pid_that_another_program_has_by_now_is_no_daemon(steward: NodeSteward, place: Path) -> None:
+    place.mkdir()
+    (place / "pid").write_text(str(os.getpid()))
+    facts = steward.start(command(place), {}, str(place))
+    assert facts["daemon"] == pid_of(place) != os.getpid()
+
+
+@pytest.mark.parametrize("text", ["", "no number", "99999999", "-1"])
+def test_a_pid_file_that_says_nothing_is_no_daemon(place: Path, text: str) -> None:
+    place.mkdir()
+    (place / "pid").write_text(text)
+    steward = NodeSteward([])
+    steward._state_dir = str(place)
+    assert steward.facts()["daemon"] == 0
+    (place / "pid").unlink()
