@@ -18,9 +18,10 @@ import orjson
 import structlog
 
 from gateway import machine
-from gateway.applied import AppliedConfigs
+from gateway.applied import AppliedConfigs, KeptFunctions
 from gateway.auth import Guard, PageSession, check_doors
 from gateway.config.load import GatewayConfig
+from gateway.config.uploads import HandlerUploads
 from gateway.connections import Connections
 from gateway.dashboard.activity import ActionEnds, Activity, Observers
 from gateway.dashboard.watch import Watch
@@ -151,7 +152,8 @@ async def _open(
     models = ModelServices(runtimes)
     applied = AppliedConfigs(store)
     await applied.load()
-    registry = Registry(config, prepare=models.prepare, nodes=lambda: (node,), paths=paths, env=env, applied=applied)
+    kept = KeptFunctions(applied, HandlerUploads(server.state_dir / "handlers"))
+    registry = Registry(config, prepare=models.prepare, nodes=lambda: (node,), paths=paths, env=env, kept=kept)
     registry.check()
     await registry.take_up()
     closers.push_async_callback(registry.preparation.close)
@@ -287,6 +289,7 @@ class App:
             callbacks=self.callbacks,
             learned=self.history.describe,
             configure=self.registry.configure,
+            put=self.registry.put,
             remove=self.registry.remove,
             sandboxes=lambda: self.runtimes.provider.info,
             images=self.runtimes.provider.images,

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import orjson
 
+from gateway.config.uploads import HandlerUploads
 from gateway.store.store import Store
 
 DOCUMENT = "applied"
@@ -59,3 +60,10 @@ class AppliedConfigs:
     async def commit(self) -> None:
         """Return when what was taken is durable; raises StorageUnavailable."""
         await self._store.commit()
+
+
+class KeptFunctions(NamedTuple):
+    """What of registered functions outlives a gateway: the documents, and the files of handlers."""
+
+    documents: AppliedConfigs
+    uploads: HandlerUploads

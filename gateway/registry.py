@@ -15,7 +15,8 @@ import structlog
 from msgspec import ValidationError, convert
 from msgspec.structs import replace
 
-from gateway.applied import AppliedConfigs
+from gateway import wire
+from gateway.applied import KeptFunctions
 from gateway.config import load as gateway_config
 from gateway.config.derive import key_of
 from gateway.config.load import ConfigSource, GatewayConfig
@@ -25,9 +26,12 @@ from manager.errors import CodedError, Conflict, InvalidConfig, NotFound, Unsati
 from manager.formulation import check_satisfiable
 from manager.function import FunctionSpec
 from manager.setting import settings_of
-from tangram.types import ConfigDiff, ConfigFiles
+from tangram.types import ConfigDiff, ConfigFiles, FunctionUpload, ValueChange
 
 _Value = TypeVar("_Value")
+#: Signs of a value in a diff.
+VALUE_MAX = 200
+_OPTIONS = orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS
 
 
 class Registry:
@@ -41,9 +45,9 @@ class Registry:
         nodes: Callable[[], tuple[NodeSpec, ...]],
         paths: Sequence[Path] = (),
         env: Mapping[str, str] | None = None,
-        applied: AppliedConfigs | None = None,
+        kept: KeptFunctions | None = None,
     ) -> None:
-        """``paths`` and ``env`` are what the server was started from, for `configure`, which tells ``applied``."""
+        """``paths`` and ``env`` are what the server was started from, for `configure`, which tells ``kept``."""
         self._config = config
         self.preparation = Preparation(prepare)
         self.preparation.expect(config.functions.values())
@@ -52,7 +56,8 @@ class Registry:
         self.on_switch: list[Callable[[GatewayConfig], None]] = []
         self._paths = tuple(paths)
         self._env = dict(env or {})
-        self._applied = applied
+        self._applied = None if kept is None else kept.documents
+        self._uploads = None if kept is None else kept.uploads
         self._applying = asyncio.Lock()
         self._log = structlog.get_logger("gateway.functions")
 
@@ -95,6 +100,8 @@ class Registry:
         if self._applied is None:
             return
         self._applied.take(b"", _names(self._config))
+        if self._uploads is not None:
+            await asyncio.to_thread(self._uploads.prune, [each.body for each in self._applied.documents])
         for document in self._applied.documents:
             old = self._config
             try:
@@ -114,6 +121,25 @@ class Registry:
                 origins={**old.origins, **_of("functions", names, new.origins)},
             )
         self.preparation.expect(self._config.functions.values())
+
+    async def put(self, name: str, upload: FunctionUpload, dry_run: bool) -> ConfigDiff:
+        """Add or change one function, with the files of a handler, as `configure` does.
+
+        Raises Conflict for a function of the server's own files.
+        """
+        if name in self._config.functions and self.source(name) == "files":
+            raise Conflict(
+                f"function {name!r} is declared in {self._config.origins.get(name)}: change it there, and apply",
+                component="registry",
+            )
+        directory = self._served()[0]
+        if upload.sources:
+            if self._uploads is None:
+                raise InvalidConfig("this gateway keeps no files of handlers", component="registry")
+            directory = await asyncio.to_thread(self._uploads.keep, upload.sources)
+        text = wire.dumps({"functions": {name: upload.definition}}).decode()
+        sent = {"files": [{"path": str(directory / "function.yaml"), "text": text}]}
+        return await self.configure(wire.dumps(sent), dry_run)
 
     async def remove(self, name: str) -> ConfigDiff:
         """Remove a function that was applied; raises NotFound, and Conflict for one of the files."""
@@ -144,6 +170,7 @@ class Registry:
         return ConfigDiff(
             added=tuple(sorted(functions.keys() - old.keys())),
             changed=changed,
+            values={name: _values(old[name], functions[name], keys) for name, keys in changed.items()},
             removed=tuple(sorted(old.keys() - functions.keys())),
             unchanged=tuple(sorted(old.keys() & functions.keys() - changed.keys())),
             tasks=_differing(self._config.tasks, new.tasks),
@@ -215,7 +242,8 @@ class Registry:
 
     def _served(self) -> list[Path]:
         """The directories of the server's own configuration, absolute; the current one where it was given none."""
-        return [(path if path.is_dir() else path.parent).absolute() for path in self._paths] or [Path.cwd()]
+        served = [(path if path.is_dir() else path.parent).absolute() for path in self._paths] or [Path.cwd()]
+        return served if self._uploads is None else [*served, self._uploads.root]
 
     def _received(self, document: bytes) -> tuple[list[ConfigSource], dict[str, str]]:
         """The files of a request, and the variables in them: the caller's, for the gateway's are not for callers."""
@@ -313,6 +341,20 @@ def _changed_keys(old: FunctionSpec, new: FunctionSpec) -> tuple[str, ...]:
     differing = (name for name in names if getattr(old, name, None) != getattr(new, name, None))
     keys = tuple(name for name in differing if name not in ("name", "revision"))
     return keys or ("source",)
+
+
+def _values(old: FunctionSpec, new: FunctionSpec, keys: Iterable[str]) -> dict[str, ValueChange]:
+    """Return what each key is and becomes, as text; nothing of a handler's code."""
+    return {
+        key: ValueChange(was=_as_text(getattr(old, key, None)), now=_as_text(getattr(new, key, None)))
+        for key in keys
+        if key != "source"
+    }
+
+
+def _as_text(value: object) -> str:
+    text = value if isinstance(value, str) else orjson.dumps(value, default=str, option=_OPTIONS).decode()
+    return text if len(text) <= VALUE_MAX else f"{text[: VALUE_MAX - 3]}..."
 
 
 def _differing(old: Mapping[str, object], new: Mapping[str, object]) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from manager.engine import Engine
 from manager.function import FunctionSpec
 from runtimes.sandbox.images import ImageKeeper
 from runtimes.sandbox.sandbox import ProviderInfo, Sandbox
-from tangram.types import ConfigDiff
+from tangram.types import ConfigDiff, FunctionUpload
 
 
 class FunctionCatalog(Protocol):
@@ -80,6 +80,8 @@ class Services:
     #: A configuration document, whether to change nothing, and whether what it does not name is removed -> the
     #: differences. Raises InvalidConfig.
     configure: Callable[[bytes, bool, bool], Awaitable[ConfigDiff]]
+    #: Adds or changes one function: name, definition with files, and whether only to tell the differences.
+    put: Callable[[str, FunctionUpload, bool], Awaitable[ConfigDiff]]
     #: Removes a function that was applied. Raises NotFound, or Conflict for one of the files.
     remove: Callable[[str], Awaitable[ConfigDiff]]
     #: What the sandboxes are and how isolated, in plain words.

@@ -17,6 +17,7 @@ _HOMES = {
         "Retries",
         "Trajectory",
     ),
+    "tangram.client.handlers": ("handler",),
     "tangram.errors": (
         "CapacityExceededError",
         "ConflictError",

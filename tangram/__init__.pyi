@@ -8,6 +8,7 @@ from tangram.client import (
     Retries as Retries,
     Trajectory as Trajectory,
 )
+from tangram.client.handlers import handler as handler
 from tangram.errors import (
     CapacityExceededError as CapacityExceededError,
     ConflictError as ConflictError,

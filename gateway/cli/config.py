@@ -13,9 +13,10 @@ import click
 import msgspec
 
 from gateway.cli import beginning
+from gateway.config.load import GatewayConfig
 from tangram.cli.config import paths_argument
 from tangram.cli.options import json_option
-from tangram.cli.output import print_json, show, table
+from tangram.cli.output import print_json, say, show, table
 from tangram.types.config_files import files_of
 from tangram.types.quantities import show_size
 
@@ -64,7 +65,10 @@ def serve(paths: tuple[Path, ...], log_level: str, log_format: str, weaker_isola
 @click.option("--no-look", is_flag=True, help="Do not look for handlers and checkpoints on this machine.")
 @json_option
 def validate(paths: tuple[Path, ...], no_look: bool, as_json: bool) -> None:
-    """Check configuration files; every problem is told with its file, line and key."""
+    """Check configuration files; every problem is told with its file, line and key.
+
+    What this machine would refuse of a valid one (cores, images, torch) is warned of on standard error.
+    """
     from gateway.config import load
     from gateway.functions import function_info
     from manager.errors import InvalidConfig
@@ -75,14 +79,25 @@ def validate(paths: tuple[Path, ...], no_look: bool, as_json: bool) -> None:
         if as_json:
             print_json({"ok": False, **error.detail})
         raise
+    warnings = [] if no_look else _warnings(loaded)
     if as_json:
         functions = {
             name: msgspec.to_builtins(function_info(function)) for name, function in sorted(loaded.functions.items())
         }
-        print_json({"ok": True, "functions": functions, "files": [str(file) for file in loaded.files]})
+        files = [str(file) for file in loaded.files]
+        print_json({"ok": True, "functions": functions, "files": files, "warnings": warnings})
     else:
         names = ", ".join(sorted(loaded.functions)) or "none"
         click.echo(f"{len(loaded.files)} files, {len(loaded.functions)} functions: {names}")
+        for each in warnings:
+            say(f"warning: {each}")
+
+
+def _warnings(config: GatewayConfig) -> list[str]:
+    from gateway.cli.foresight import foretold, silence
+
+    with silence():
+        return [f"{each.what}: {each.told}" for each in foretold(config) if each.state == "missing"]
 
 
 @click.command("config-schema")

@@ -2,40 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
-import importlib.util
-import logging
 import os
 import shutil
 import socket
-import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import click
-import structlog
 
 from gateway.cli.beginning import chosen
+from gateway.cli.foresight import Finding, foretold, silence
 from gateway.config.load import GatewayConfig, load
 from manager.errors import CodedError
-from runtimes.sandbox.provider import make_provider
-from runtimes.sandbox.sandbox import Provider
 from tangram.cli.config import paths_argument
 from tangram.cli.options import json_option
 from tangram.cli.output import print_json, show, table
-
-
-class Finding(NamedTuple):
-    """One thing that a gateway needs, and whether it is here."""
-
-    what: str
-    #: ``ok``, ``note`` (less than there could be) or ``missing``.
-    state: str
-    #: What is here; if it is missing, the reason and what mends it.
-    told: str
 
 
 @click.command()
@@ -43,7 +24,7 @@ class Finding(NamedTuple):
 @json_option
 def doctor(paths: tuple[Path, ...], as_json: bool) -> None:
     """Look whether this machine can serve the configuration, and say what mends what is missing."""
-    with _silence():
+    with silence():
         findings = list(look(chosen(paths)))
     missing = [finding for finding in findings if finding.state == "missing"]
     if as_json:
@@ -51,20 +32,6 @@ def doctor(paths: tuple[Path, ...], as_json: bool) -> None:
     else:
         show(table(("WHAT", "STATE", ""), findings))
     raise SystemExit(1 if missing else 0)
-
-
-@contextmanager
-def _silence() -> Iterator[None]:
-    """Keep lines about sandboxes away from what is printed: the findings say the same."""
-    before, configured = structlog.get_config(), structlog.is_configured()
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
-    try:
-        yield
-    finally:
-        if configured:
-            structlog.configure(**before)
-        else:
-            structlog.reset_defaults()
 
 
 def look(paths: Sequence[Path]) -> Iterator[Finding]:
@@ -78,9 +45,7 @@ def look(paths: Sequence[Path]) -> Iterator[Finding]:
     for name, port in (("port", config.server.port), ("grpc_port", config.server.grpc_port)):
         yield _port(config, name, port)
     yield _room(config)
-    yield from _sandboxes(config)
-    if any(function.runtime == "model" for function in config.functions.values()):
-        yield _torch()
+    yield from foretold(config)
 
 
 def _port(config: GatewayConfig, name: str, port: int) -> Finding:
@@ -105,41 +70,3 @@ def _room(config: GatewayConfig) -> Finding:
     if free_bytes < config.server.free_min_bytes:
         return Finding("disk", "missing", f"{told}: make room, or set server.state_dir or server.free_min")
     return Finding("disk", "ok", told)
-
-
-def _sandboxes(config: GatewayConfig) -> Iterator[Finding]:
-    """What sandboxes are made of here, and whether each function's can be."""
-    with tempfile.TemporaryDirectory(prefix="tangram-doctor-") as directory:
-        try:
-            provider = make_provider(replace(config.sandbox.provider, state_dir=Path(directory)))
-        except CodedError as error:
-            yield Finding("sandboxes", "missing", error.message)
-            return
-        yield Finding("sandboxes", "ok", f"{provider.info.engine}: {provider.info.isolation}")
-        lacking = sorted(name for name, held in provider.info.limits.items() if held is False)
-        if lacking:
-            yield Finding("sandboxes", "note", f"not held here: {', '.join(lacking)} (docs/SANDBOXES.md)")
-        yield from asyncio.run(_checked(config, provider))
-
-
-async def _checked(config: GatewayConfig, provider: Provider) -> list[Finding]:
-    findings = []
-    try:
-        for name, function in sorted(config.functions.items()):
-            if function.sandbox is None:
-                continue
-            try:
-                await provider.check(function.sandbox)
-                findings.append(Finding(f"function {name}", "ok", "its sandbox can be made"))
-            except CodedError as error:
-                findings.append(Finding(f"function {name}", "missing", error.message))
-    finally:
-        with suppress(CodedError):
-            await provider.close()
-    return findings
-
-
-def _torch() -> Finding:
-    if importlib.util.find_spec("torch") is None:
-        return Finding("torch", "missing", "model functions want it: pip install 'tangram-gateway[model]'")
-    return Finding("torch", "ok", "installed")

@@ -12,6 +12,7 @@ import click
 import msgspec
 from click.core import ParameterSource
 
+from gateway.cli.snapshot import snapshot_of
 from gateway.cli.trace_export import recorded
 from gateway.config import load
 from gateway.machine import describe
@@ -33,11 +34,23 @@ DEFAULT_POLICIES = ("adaptive", "price", "paper")
 
 
 @click.command()
-@click.argument("snapshot", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("snapshot", type=click.Path(exists=True, dir_okay=False, path_type=Path), required=False)
 @click.option("--policy", help="paper, price, adaptive or fixed:DOP; by default adaptive on cpu and price elsewhere")
+@click.option(
+    "--export", type=click.Path(dir_okay=False, path_type=Path), help="write what the gateway would decide on now"
+)
 @json_option
-def plan(snapshot: Path, policy: str | None, as_json: bool) -> None:
-    """Decide once on a written SNAPSHOT.json and explain each action."""
+@connected
+def plan(client: Client, snapshot: Path | None, policy: str | None, export: Path | None, as_json: bool) -> None:
+    """Decide once on a written SNAPSHOT.json and explain each action; or write one of a running gateway."""
+    if (snapshot is None) == (export is None):
+        raise click.UsageError("name a SNAPSHOT to decide on, or --export FILE to write one")
+    if export is not None:
+        value = snapshot_of(client)
+        export.write_text(f"{json.dumps(value, indent=1)}\n", encoding="utf-8")
+        click.echo(f"{export}: tangram plan {export}", err=True)
+        return
+    assert snapshot is not None
     try:
         value = json.loads(snapshot.read_text(encoding="utf-8"))
     except ValueError as error:

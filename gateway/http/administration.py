@@ -28,13 +28,14 @@ from tangram.types import (
     ConfigFiles,
     FunctionInfo,
     FunctionList,
+    FunctionUpload,
     Health,
     QueuePage,
     ResourcesInfo,
     SandboxesInfo,
     TaskList,
 )
-from tangram.types.requests import ConfigQuery, QueueQuery
+from tangram.types.requests import ConfigQuery, FunctionQuery, QueueQuery
 from tangram.types.scalars import JsonObject, Name
 
 TEXT_PLAIN = "text/plain; version=0.0.4; charset=utf-8"
@@ -55,6 +56,13 @@ class AdministrationOperations:
         name = wire.name(request.path_params["name"], "function")
         known = self._services.functions
         return respond(self._info(known.get(name), self._services.learned(name)))
+
+    async def put_function(self, request: Request) -> Response:
+        """Add or change one function, with the files of a handler; nothing in flight is dropped."""
+        name = wire.name(request.path_params["name"], "function")
+        asked = read_query(request, FunctionQuery)
+        upload = wire.read(wire.loads_object(await read_body(request, self._services)), FunctionUpload, "$")
+        return respond(await self._services.put(name, upload, asked.dry_run))
 
     async def remove_function(self, request: Request) -> Response:
         """Remove a function that was applied: no new invocations, nothing in flight is dropped."""
@@ -136,18 +144,7 @@ class AdministrationOperations:
                 answers={200: json_answer("The function", FunctionInfo)},
                 problems=(404, 422),
             ),
-            Operation(
-                id="removeFunction",
-                method="DELETE",
-                path="/v1/functions/{name}",
-                endpoint=self.remove_function,
-                summary="Remove a function that was applied; 409 for one of the server's own files",
-                tag="functions",
-                admin=True,
-                parts=(PathParameter(name="name", about="A registered function", shape=Name),),
-                answers={200: json_answer("The differences", ConfigDiff)},
-                problems=(404, 409, 422),
-            ),
+            *self._change_rows(),
             Operation(
                 id="putConfig",
                 method="PUT",
@@ -163,6 +160,36 @@ class AdministrationOperations:
             ),
             *self._scheduler_rows(),
             *self._probe_rows(),
+        ]
+
+    def _change_rows(self) -> list[Operation]:
+        return [
+            Operation(
+                id="putFunction",
+                method="PUT",
+                path="/v1/functions/{name}",
+                endpoint=self.put_function,
+                summary="Add or change one function, with a handler's files; 409 for one of the server's own files",
+                tag="functions",
+                query=FunctionQuery,
+                admin=True,
+                parts=(PathParameter(name="name", about="The function", shape=Name),),
+                body={"application/json": FunctionUpload},
+                answers={200: json_answer("The differences", ConfigDiff)},
+                problems=(409, 413, 422),
+            ),
+            Operation(
+                id="removeFunction",
+                method="DELETE",
+                path="/v1/functions/{name}",
+                endpoint=self.remove_function,
+                summary="Remove a function that was applied; 409 for one of the server's own files",
+                tag="functions",
+                admin=True,
+                parts=(PathParameter(name="name", about="A registered function", shape=Name),),
+                answers={200: json_answer("The differences", ConfigDiff)},
+                problems=(404, 409, 422),
+            ),
         ]
 
     def _scheduler_rows(self) -> list[Operation]:

@@ -111,7 +111,9 @@ def _show(diff: ConfigDiff, as_json: bool) -> None:
         print_json(diff)
         return
     lines = [f"+ {name}" for name in diff.added]
-    lines += [f"~ {name} ({', '.join(keys)})" for name, keys in diff.changed.items()]
+    for name, keys in diff.changed.items():
+        lines.append(f"~ {name} ({', '.join(keys)})")
+        lines += [f"    {key}: {each.was} -> {each.now}" for key, each in diff.values.get(name, {}).items()]
     lines += [f"- {name}" for name in diff.removed]
     lines += [f"~ task {name}" for name in diff.tasks]
     lines += [f"~ resource {name}" for name in diff.resources]

@@ -29,6 +29,7 @@ from tangram.types import (
     FileList,
     FunctionInfo,
     FunctionList,
+    FunctionUpload,
     ImageList,
     ImagesWanted,
     InvocationPage,
@@ -218,6 +219,24 @@ def apply(
         params=({"dry_run": "true"} if dry_run else {}) | ({"prune": "true"} if prune else {}),
         headers=_JSON,
         content=b"" if sent is None else msgspec.json.encode(sent),
+    )
+
+
+def put_function(
+    name: str, definition: Mapping[str, Any], sources: Mapping[str, str], dry_run: bool
+) -> ApiRequest[ConfigDiff]:
+    """Return the request that adds or changes one function."""
+    try:
+        content = msgspec.json.encode(FunctionUpload(definition=definition, sources=sources))
+    except TypeError as error:
+        raise InvalidInputError(f"the definition of {name} is no JSON: {error}") from None
+    return ApiRequest(
+        method="PUT",
+        path=_function_path(name),
+        read=reader(ConfigDiff),
+        params={"dry_run": "true"} if dry_run else {},
+        headers=_JSON,
+        content=content,
     )
 
 

@@ -17,10 +17,12 @@ from tangram.types.functions import (
     DurationInfo,
     FunctionInfo,
     FunctionList,
+    FunctionUpload,
     LearnedInfo,
     RetryInfo,
     SandboxInfo,
     UnitsInfo,
+    ValueChange,
     WarmInfo,
 )
 from tangram.types.health import Health
@@ -90,6 +92,7 @@ __all__ = [
     "FileWritten",
     "FunctionInfo",
     "FunctionList",
+    "FunctionUpload",
     "Health",
     "HolderInfo",
     "HostImagesInfo",
@@ -136,6 +139,7 @@ __all__ = [
     "TrajectoryPage",
     "UnitsInfo",
     "UnsetType",
+    "ValueChange",
     "WaitCause",
     "WarmInfo",
     "read_log_record",

@@ -142,6 +142,24 @@ class FunctionList(Struct, frozen=True, kw_only=True):
     functions: tuple[FunctionInfo, ...]
 
 
+class FunctionUpload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One function to be registered, and the files of a handler."""
+
+    definition: Annotated[
+        JsonObject, Meta(description="The keys of the function, as in YAML", extra_json_schema={"minProperties": 1})
+    ]
+    sources: Annotated[
+        Mapping[str, str], Meta(description="The handler's files, relative path -> text; empty for other runtimes")
+    ] = {}
+
+
+class ValueChange(Struct, frozen=True, kw_only=True):
+    """One key of a definition, as text that is cut where it is long."""
+
+    was: str
+    now: str
+
+
 class ConfigDiff(Struct, frozen=True, kw_only=True):
     """What a configuration changes, or would change."""
 
@@ -149,6 +167,10 @@ class ConfigDiff(Struct, frozen=True, kw_only=True):
     changed: Annotated[
         Mapping[str, tuple[str, ...]],
         Meta(description="Function -> the keys of its definition that differ; source is the handler's code"),
+    ] = {}
+    values: Annotated[
+        Mapping[str, Mapping[str, ValueChange]],
+        Meta(description="Function -> key -> what it is and what it becomes"),
     ] = {}
     removed: tuple[str, ...] = ()
     unchanged: tuple[str, ...] = ()

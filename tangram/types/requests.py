@@ -222,6 +222,12 @@ class FileReadAtQuery(FileReadQuery, frozen=True, kw_only=True):
     path: SandboxPath
 
 
+class FunctionQuery(Struct, frozen=True, kw_only=True):
+    """What to do with one function."""
+
+    dry_run: Annotated[bool, Meta(description="Only tell the differences")] = False
+
+
 class ConfigQuery(Struct, frozen=True, kw_only=True):
     """What to do with a configuration."""
 

@@ -14,6 +14,7 @@ import msgspec
 from tangram.client import requests
 from tangram.client.address import server_of, token_of
 from tangram.client.aio.connections import AsyncConnectionPool
+from tangram.client.aio.functions import AsyncFunctions
 from tangram.client.aio.running import AsyncCallSlots, AsyncOpened, for_each, pause
 from tangram.client.aio.trajectory import AsyncTrajectory
 from tangram.client.answers import connection_lost, error_of
@@ -27,8 +28,6 @@ from tangram.client.retries import FailureStreak, Retries
 from tangram.errors import ConnectionFailed, InvalidInputError, MapFailed, TangramError
 from tangram.types import (
     ActivityInfo,
-    ConfigDiff,
-    FunctionInfo,
     ImageInfo,
     LogLine,
     QueueEntry,
@@ -48,7 +47,7 @@ CONNECTIONS = 640
 SPARE = 64
 
 
-class AsyncClient:
+class AsyncClient(AsyncFunctions):
     """A client of one gateway; use it as an async context manager, or `close` it.
 
     ``server`` and ``token`` default to TANGRAM_SERVER and TANGRAM_TOKEN; `http://127.0.0.1:8080` without, and the
@@ -349,33 +348,6 @@ class AsyncClient:
                         yield line
         except httpx.TransportError as error:
             raise connection_lost(f"log of {id}", error) from error
-
-    async def functions(self) -> Sequence[FunctionInfo]:
-        """Return every registered function."""
-        return (await self._send(requests.list_functions())).functions
-
-    async def function(self, name: str) -> FunctionInfo:
-        """Return one registered function, with what was learned of it; raises NotFoundError."""
-        return await self._send(requests.get_function(name))
-
-    async def remove_function(self, name: str) -> ConfigDiff:
-        """Remove a function that was applied; raises NotFoundError, and ConflictError for one of the server's files."""
-        return await self._send(requests.remove_function(name))
-
-    async def apply(
-        self,
-        files: Mapping[str, str] | None = None,
-        *,
-        dry_run: bool = False,
-        prune: bool = False,
-        variables: Mapping[str, str] | None = None,
-    ) -> ConfigDiff:
-        """Apply configuration files (path -> text), or the server's own files read again; return the differences.
-
-        What they do not name stays, unless ``prune`` removes it. ``variables`` are what ``${NAME}`` stands for in
-        ``files``.
-        """
-        return await self._send(requests.apply(files, dry_run, prune, variables))
 
     async def images(self) -> Sequence[ImageInfo]:
         """Return the container images of the gateway, and how far pulls are."""

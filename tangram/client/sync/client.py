@@ -24,13 +24,12 @@ from tangram.client.requests import ApiRequest, BatchCall
 from tangram.client.results import InvocationResult, result_of
 from tangram.client.retries import FailureStreak, Retries
 from tangram.client.sync.connections import ConnectionPool
+from tangram.client.sync.functions import Functions
 from tangram.client.sync.running import CallSlots, Opened, for_each, pause
 from tangram.client.sync.trajectory import Trajectory
 from tangram.errors import ConnectionFailed, InvalidInputError, MapFailed, TangramError
 from tangram.types import (
     ActivityInfo,
-    ConfigDiff,
-    FunctionInfo,
     ImageInfo,
     LogLine,
     QueueEntry,
@@ -50,7 +49,7 @@ CONNECTIONS = 640
 SPARE = 64
 
 
-class Client:
+class Client(Functions):
     """A client of one gateway; use it as a context manager, or `close` it.
 
     ``server`` and ``token`` default to TANGRAM_SERVER and TANGRAM_TOKEN; `http://127.0.0.1:8080` without, and the
@@ -351,33 +350,6 @@ class Client:
                         yield line
         except httpx.TransportError as error:
             raise connection_lost(f"log of {id}", error) from error
-
-    def functions(self) -> Sequence[FunctionInfo]:
-        """Return every registered function."""
-        return (self._send(requests.list_functions())).functions
-
-    def function(self, name: str) -> FunctionInfo:
-        """Return one registered function, with what was learned of it; raises NotFoundError."""
-        return self._send(requests.get_function(name))
-
-    def remove_function(self, name: str) -> ConfigDiff:
-        """Remove a function that was applied; raises NotFoundError, and ConflictError for one of the server's files."""
-        return self._send(requests.remove_function(name))
-
-    def apply(
-        self,
-        files: Mapping[str, str] | None = None,
-        *,
-        dry_run: bool = False,
-        prune: bool = False,
-        variables: Mapping[str, str] | None = None,
-    ) -> ConfigDiff:
-        """Apply configuration files (path -> text), or the server's own files read again; return the differences.
-
-        What they do not name stays, unless ``prune`` removes it. ``variables`` are what ``${NAME}`` stands for in
-        ``files``.
-        """
-        return self._send(requests.apply(files, dry_run, prune, variables))
 
     def images(self) -> Sequence[ImageInfo]:
         """Return the container images of the gateway, and how far pulls are."""

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.tangram.cli.conftest import tangram
+from tests.tangram.cli.conftest import served, tangram
 
-__all__ = ["tangram"]
+__all__ = ["served", "tangram"]

@@ -30,3 +30,14 @@ def test_the_machine_is_shown(tangram: Tangram, tmp_path: Path) -> None:
     (tmp_path / "tangram.yaml").write_text("node: {name: here, devices: {kind: cpu}}")
     described = json.loads(tangram("node", "--json", str(tmp_path))[1])
     assert described["name"] == "here" and described["numa"]
+
+
+def test_validate_warns_of_what_this_machine_would_refuse(tangram: Tangram, tmp_path: Path) -> None:
+    file = tmp_path / "tangram.yaml"
+    file.write_text("functions: {wide: {runtime: exec, cost: {cpu: 60000}}}")
+    status, _, err = tangram("validate", str(file))
+    assert status == 0, "it is valid"
+    assert "warning: function wide" in err and "60000" in err
+    status, out, _ = tangram("validate", "--json", str(file))
+    assert any("60000" in each for each in json.loads(out)["warnings"])
+    assert "warning" not in tangram("validate", "--no-look", str(file))[2]

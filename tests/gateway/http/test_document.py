@@ -29,7 +29,7 @@ SEQUENCES, STEPS = 4 * EXAMPLES, 8
 LEFT_OUT: list[CheckFunction] = [positive_data_acceptance]
 BEYOND_SCHEMAS = ("idempotency_key_reused", "trajectory_ended", "unsupported", "invalid_config", "queue_timeout")
 #: Text that nobody has thought of is not run in a shell, and the page's stream has no end.
-UNASKED = ("putConfig", "invoke.shell", "watch")
+UNASKED = ("putConfig", "putFunction", "invoke.shell", "watch")
 
 
 @contextmanager
@@ -91,7 +91,7 @@ def test_every_answer_is_one_that_the_document_names(document: schemathesis.Base
 def test_so_is_every_answer_to_a_new_configuration(tmp_path: Path) -> None:
     """By itself: it replaces the functions that everything else needs."""
     with served(tmp_path) as document:
-        assert ask_everything(document.include(operation_id="putConfig")) > 0
+        assert ask_everything(document.include(operation_id=["putConfig", "putFunction"])) > 0
 
 
 @pytest.mark.slow
