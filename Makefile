@@ -6,7 +6,7 @@ SEED ?= $(shell date +%s)
 # What changes most, and needs neither Docker nor a network.
 QUICK := tests/house tests/manager tests/gateway
 
-.PHONY: demo test quick setup format lint types unit sim bench ecosystem serve clean site wheels ray
+.PHONY: demo test quick setup format lint types unit sim bench ecosystem ecosystem-all serve clean site wheels ray
 
 demo: setup
 	@$(PYTHON) -m scripts.demo
@@ -45,7 +45,11 @@ bench: setup
 # Real clients from the registry, each in an environment of its own (.cache/ecosystem), against the doors.
 # A step of its own, with its own limit in .ci/run: what is left out is named at its end.
 ecosystem: setup
-	scripts/run-tests -q -rs --begin-within 600 tests/ecosystem
+	scripts/run-tests -q -rs --begin-within 600 -m "not far" tests/ecosystem
+
+# Also those that take minutes to install or to run.
+ecosystem-all: setup
+	scripts/run-tests -q -rs tests/ecosystem
 
 # The documentation, every link checked, in an environment of its own (.cache/site).
 site: setup

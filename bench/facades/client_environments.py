@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -34,7 +35,10 @@ class ClientEnvironment:
     directory: Path
 
     async def run(self, script: str, *arguments: str, **variables: str) -> Any:
-        """Run a client's script and return the JSON of its last line; raises ClientFailed."""
+        """Run a client's script and return the JSON of its last line; raises ClientFailed.
+
+        ``variables`` are added to its environment.
+        """
         env = {name: os.environ[name] for name in KEPT if name in os.environ} | variables
         process = await asyncio.create_subprocess_exec(
             self.directory / "bin" / "python",
@@ -59,9 +63,11 @@ class ClientEnvironment:
 def client_environment(name: str) -> ClientEnvironment:
     """Return the environment of ``NAME.txt``, made if it is not there; raises ClientFailed.
 
-    A line ``--no-deps`` in it is for a second call of pip: packages whose parts are used alone.
+    A line ``--no-deps`` in it is for a second call of pip: packages whose parts are used alone. A first line
+    ``# python 3.12`` asks for that Python where this one is another.
     """
     lines = (REQUIREMENTS / f"{name}.txt").read_text(encoding="utf-8").splitlines()
+    python = _python(lines)
     digest = hashlib.sha256("\n".join([sys.version, *lines]).encode()).hexdigest()[:12]
     directory = CACHE / f"{name}-{digest}"
     CACHE.mkdir(parents=True, exist_ok=True)
@@ -70,7 +76,7 @@ def client_environment(name: str) -> ClientEnvironment:
         if not (directory / "made").exists():
             cut = lines.index("--no-deps") if "--no-deps" in lines else len(lines)
             try:
-                _say([sys.executable, "-m", "venv", "--clear", str(directory)])
+                _say([python, "-m", "venv", "--clear", str(directory)])
                 pip = [str(directory / "bin" / "python"), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
                 for options, packages in ((pip, lines[:cut]), ([*pip, "--no-deps"], lines[cut + 1 :])):
                     if packages:
@@ -80,6 +86,20 @@ def client_environment(name: str) -> ClientEnvironment:
                 raise ClientFailed(f"the client {name} could not be installed: {told}") from None
             (directory / "made").touch()
     return ClientEnvironment(directory)
+
+
+def _python(lines: list[str]) -> str:
+    """Return the interpreter that a client needs; raises ClientFailed where this machine has none."""
+    wanted = lines[0].removeprefix("# python ") if lines[0].startswith("# python ") else ""
+    if not wanted or sys.version.startswith(wanted):
+        return sys.executable
+    roots = [Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"]
+    found = [str(path) for root in roots for path in sorted(root.glob(f"{wanted}.*/bin/python"))]
+    on_path = shutil.which(f"python{wanted}")
+    for candidate in ([on_path] if on_path else []) + found:
+        if subprocess.run([candidate, "-c", "import venv"], capture_output=True, check=False).returncode == 0:
+            return candidate
+    raise ClientFailed(f"there is no Python {wanted} on this machine")
 
 
 def _say(command: list[str]) -> None:

@@ -149,26 +149,26 @@ class AsyncSandboxProvider:
     ) -> None:
         """Write a file, and make its parents; a relative path begins at the sandbox's working directory."""
         handle = self._handle(sandbox)
-        async with self._refusals(sandbox):
+        async with self._refusals(sandbox, path):
             await handle.upload(path, data, mode=mode, user=user)
 
     async def read(self, sandbox: str, path: str, *, user: str | None = None) -> bytes:
         """Return the contents of a file."""
         handle = self._handle(sandbox)
-        async with self._refusals(sandbox):
+        async with self._refusals(sandbox, path):
             return await handle.download(path, user=user)
 
     async def upload_tree(self, sandbox: str, source: str | Path, target: str, *, user: str | None = None) -> None:
         """Copy what a directory of this machine holds into one of the sandbox, which is made."""
         handle = self._handle(sandbox)
         data = await aside(packed, source)
-        async with self._refusals(sandbox):
+        async with self._refusals(sandbox, target):
             await handle.upload_archive(target, data, user=user)
 
     async def download_tree(self, sandbox: str, source: str, target: str | Path, *, user: str | None = None) -> None:
         """Copy what a directory of the sandbox holds into one of this machine, which is made."""
         handle = self._handle(sandbox)
-        async with self._refusals(sandbox):
+        async with self._refusals(sandbox, source):
             data = await handle.download_archive(source, user=user)
         await aside(unpacked, data, target)
 
@@ -215,9 +215,9 @@ class AsyncSandboxProvider:
         return secrets.token_urlsafe(16) if self._durable else None
 
     @asynccontextmanager
-    async def _refusals(self, sandbox: str) -> AsyncIterator[None]:
+    async def _refusals(self, sandbox: str, path: str = "") -> AsyncIterator[None]:
         """Raise what the gateway refuses, or cannot do, as this provider's errors."""
         try:
             yield
         except TangramError as error:
-            raise refusal_of(error, sandbox) from error
+            raise refusal_of(error, sandbox, path) from error

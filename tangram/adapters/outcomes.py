@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import errno
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,13 +12,13 @@ from typing import Any
 from tangram.client import InvocationResult
 from tangram.errors import TangramError
 
-#: What the gateway says of a file that cannot be read or written, as Python says it.
-_FILE_ERRORS: Mapping[str, type[OSError]] = {
-    "not_found": FileNotFoundError,
-    "is_a_directory": IsADirectoryError,
-    "not_a_directory": NotADirectoryError,
-    "permission_denied": PermissionError,
-    "read_only": PermissionError,
+#: What the gateway says of a file that cannot be read or written, as the kernel says it.
+_FILE_ERRORS: Mapping[str, int] = {
+    "not_found": errno.ENOENT,
+    "is_a_directory": errno.EISDIR,
+    "not_a_directory": errno.ENOTDIR,
+    "permission_denied": errno.EACCES,
+    "read_only": errno.EACCES,
 }
 
 
@@ -103,6 +105,14 @@ class GradeReport:
         return self.reward
 
 
+def told_to_model(end: CommandEnd | CommandTimedOut) -> str:
+    """Return how a command with ``merge`` ended, as text for the model that asked for it."""
+    said = end.stdout.decode("utf-8", "replace").rstrip("\n")
+    if isinstance(end, CommandTimedOut):
+        return f"{said}\n[ended: it took too long]".lstrip("\n")
+    return said if end.exit_code == 0 else f"{said}\n[exit status {end.exit_code}]".lstrip("\n")
+
+
 def command_end(ended: InvocationResult, sandbox: str) -> CommandEnd:
     """Return the end of a command; raises CommandTimedOut, and InfrastructureFailed for what was not its own doing."""
     memory = ended.reason == "out_of_memory" and isinstance(ended.result, dict)
@@ -151,11 +161,11 @@ def failure_of(ended: InvocationResult, sandbox: str) -> Exception:
     return InfrastructureFailed(message, ended.reason or ended.state, sandbox, ended.id)
 
 
-def refusal_of(error: TangramError, sandbox: str) -> Exception:
-    """Return the error of a request that was refused or lost; the built-in one where a file is the matter."""
-    kind = _FILE_ERRORS.get(str(error.detail.get("file_error")))
-    if kind is not None:
-        return kind(error.message)
+def refusal_of(error: TangramError, sandbox: str, path: str = "") -> Exception:
+    """Return the error of a request that was refused or lost; the built-in one where that file is at fault."""
+    number = _FILE_ERRORS.get(str(error.detail.get("file_error")))
+    if number is not None:
+        return OSError(number, os.strerror(number), path)  # of the class that Python has for that number
     where = f"sandbox {sandbox}: " if sandbox and sandbox not in error.message else ""
     return InfrastructureFailed(where + error.message, error.code, sandbox, error.invocation_id or "")
 

@@ -151,26 +151,26 @@ class SandboxProvider:
     ) -> None:
         """Write a file, and make its parents; a relative path begins at the sandbox's working directory."""
         handle = self._handle(sandbox)
-        with self._refusals(sandbox):
+        with self._refusals(sandbox, path):
             handle.upload(path, data, mode=mode, user=user)
 
     def read(self, sandbox: str, path: str, *, user: str | None = None) -> bytes:
         """Return the contents of a file."""
         handle = self._handle(sandbox)
-        with self._refusals(sandbox):
+        with self._refusals(sandbox, path):
             return handle.download(path, user=user)
 
     def upload_tree(self, sandbox: str, source: str | Path, target: str, *, user: str | None = None) -> None:
         """Copy what a directory of this machine holds into one of the sandbox, which is made."""
         handle = self._handle(sandbox)
         data = aside(packed, source)
-        with self._refusals(sandbox):
+        with self._refusals(sandbox, target):
             handle.upload_archive(target, data, user=user)
 
     def download_tree(self, sandbox: str, source: str, target: str | Path, *, user: str | None = None) -> None:
         """Copy what a directory of the sandbox holds into one of this machine, which is made."""
         handle = self._handle(sandbox)
-        with self._refusals(sandbox):
+        with self._refusals(sandbox, source):
             data = handle.download_archive(source, user=user)
         aside(unpacked, data, target)
 
@@ -217,9 +217,9 @@ class SandboxProvider:
         return secrets.token_urlsafe(16) if self._durable else None
 
     @contextmanager
-    def _refusals(self, sandbox: str) -> Iterator[None]:
+    def _refusals(self, sandbox: str, path: str = "") -> Iterator[None]:
         """Raise what the gateway refuses, or cannot do, as this provider's errors."""
         try:
             yield
         except TangramError as error:
-            raise refusal_of(error, sandbox) from error
+            raise refusal_of(error, sandbox, path) from error

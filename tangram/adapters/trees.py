@@ -1,4 +1,4 @@
-"""Whole directories as tar archives, between this machine and a sandbox."""
+"""Files, and whole directories as tar archives, between this machine and a sandbox."""
 
 from __future__ import annotations
 
@@ -38,6 +38,19 @@ def unpacked(data: bytes, target: str | Path) -> None:
             archive.extractall(root, filter="data")
     except tarfile.TarError as error:
         raise InfrastructureFailed(f"the tree of the sandbox cannot be laid out: {error}", "unsafe_tree") from error
+
+
+def read_file(source: str | Path) -> tuple[bytes, int]:
+    """Return the contents of a file of this machine, and its permission bits."""
+    path = Path(source)
+    return path.read_bytes(), path.stat().st_mode & 0o777
+
+
+def write_file(target: str | Path, data: bytes) -> None:
+    """Write a file of this machine, and make its parents."""
+    path = Path(target)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
 
 
 def _anonymous(entry: tarfile.TarInfo) -> tarfile.TarInfo:

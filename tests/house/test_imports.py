@@ -22,8 +22,9 @@ ROOMS = {
     "hypercorn": ("gateway/http/",),
     "grpclib": ("gateway/grpc/",),
     "sqlite3": ("gateway/store", "gateway/invocations/record.py", "gateway/store/retention.py"),
-    "yaml": ("gateway/config/",),
-    "pydantic": ("gateway/config/",),
+    # Inspect asks for a model of the configuration, and its files are YAML.
+    "yaml": ("gateway/config/", "tangram/adapters/inspect.py"),
+    "pydantic": ("gateway/config/", "tangram/adapters/inspect.py"),
     "click": ("gateway/cli/", "tangram/cli/"),
     "rich": ("tangram/cli/",),
     "matplotlib": ("gateway/", "bench/"),
