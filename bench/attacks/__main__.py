@@ -14,12 +14,12 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.attacks.play import FRESH, SAME, graded, play, small
+from bench.attacks.play import FRESH, SAME, graded, play, playable, small
 from bench.attacks.recorded import CASES, RECORDED, failures_of
 from bench.attacks.rewards import ATTACKS, LISTED, NOTHING, PROJECT, TEST
 from bench.inputs import OWN_PATH, real_input
 from bench.report import BenchReport, median, parser
-from manager.errors import ActionFailed
+from manager.errors import CodedError
 from manager.function import FunctionSpec, SandboxSpec
 from runtimes.sandbox.environments import Environments, EnvironmentSettings
 from runtimes.sandbox.provider import ProviderSettings, make_provider
@@ -89,13 +89,14 @@ async def rewards(environments: Environments, tally: Tally) -> None:
     """Each attack where the agent worked, if it is held there, and in a fresh sandbox."""
     for attack in ATTACKS:
         for place, function in (("same", SAME), ("fresh", FRESH)):
-            if function is SAME and not attack.held:
+            another = attack.held if function is SAME else attack.fresh
+            if not another or not playable(attack, environments.provider):
                 continue
             name = f"{attack.name}-{place}"
             tally.cases += 1
             try:
                 value = await play(attack, environments, small(SPEC), function, trajectory=name)
-            except ActionFailed as failure:
+            except CodedError as failure:
                 tally.vetoed.append(f"{name} ({failure.message})")
                 continue
             finally:

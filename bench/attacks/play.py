@@ -15,6 +15,7 @@ from runtimes.runtime import Execution
 from runtimes.sandbox.command import Command
 from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.pytest.runtime import PytestRuntime
+from runtimes.sandbox.sandbox import Provider
 
 ARGS = ("-p", "no:cacheprovider", *unplugged())
 #: Graded where the agent was, and where it never was.
@@ -55,6 +56,10 @@ async def play(
 ) -> Mapping[str, object]:
     """Let the agent do its worst, then upload the tests and grade; return the result."""
     trajectory = trajectory or attack.name
+    if attack.user:
+        # A directory of its own: of root's rights it has not that to write what others own.
+        spec = replace(spec, user=attack.user, users=(attack.user,), workdir="/task")
+        function = replace(function, sandbox=spec)
     sandbox = await environments.ensure(trajectory, spec)
     files = {**PROJECT, **({"calc.py": GOOD} if solved else attack.files)}
     for path, text in files.items():
@@ -68,7 +73,14 @@ async def play(
     if attack.settle and not solved:
         for _ in range(3):
             await sandbox.run(Command(shell=attack.settle, timeout_s=10.0))
+    for act in () if solved else attack.last:
+        await sandbox.run(Command(shell=act, timeout_s=30.0))
     return await graded(environments, function, trajectory, given, attack.cores)
+
+
+def playable(attack: RewardAttack, provider: Provider) -> bool:
+    """Return whether there can be such a user: root has to be one of a sandbox's own."""
+    return not attack.user or provider.info.kind == "container" or provider.info.limits["root_separate"]
 
 
 def small(spec: SandboxSpec) -> SandboxSpec:

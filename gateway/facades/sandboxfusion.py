@@ -21,7 +21,7 @@ from starlette.responses import HTMLResponse, Response
 from gateway.config.facades import SandboxFusionFacade
 from gateway.facades.facade import Facade, ForeignRoute, answer, read_shape, result_of
 from gateway.facades.faults import Dialect, Fault, FaultKind, fault_of_end
-from gateway.facades.sandboxfusion_boot import BOOT, COMPILE_CPP, COMPLAINT, FETCH, REFUSED
+from gateway.facades.sandboxfusion_boot import BOOT, COMPILE_CPP, FETCH, REFUSED, WORD_BYTES
 from gateway.http.messages import record_headers
 from gateway.invocations.record import Record
 from manager.errors import InvalidInput, Reason, Unsupported
@@ -87,6 +87,8 @@ class Program:
     #: Path -> base64, the program's own file among them.
     files: Mapping[str, str]
     until_s: float
+    #: What a complaint of `BOOT` begins with; the program cannot know it.
+    word: str
 
     def boot(self, argv: Sequence[str], *, laid_out: bool = False, stdin: str = "") -> dict[str, object]:
         """Return the input of an exec action that becomes ``argv``; ``laid_out``: the files are there."""
@@ -99,7 +101,7 @@ class Program:
                 "argv": [self.file if word == "{file}" else word for word in argv],
             }
         )
-        return {"argv": [*PYTHON, BOOT, str(len(told))], "stdin": told + stdin}
+        return {"argv": [*PYTHON, BOOT, str(len(told))], "stdin": self.word + told + stdin}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +162,7 @@ class SandboxFusion(Facade):
         program = self._program(read_shape(await self.read_object(request), RunCodeRequest))
         if not program.language.compile and not program.asked.fetch_files:
             record = await self._step(request, program, program.boot(program.language.run, stdin=_stdin(program)))
-            return self._told(None, record, {})
+            return self._told(program, None, record, {})
         trajectory = f"sandboxfusion-{secrets.token_hex(12)}"
         try:
             return await self._steps(request, program, trajectory)
@@ -172,19 +174,19 @@ class SandboxFusion(Facade):
         if language.compile:
             bounds = replace(program, asked=_without_memory_bound(program.asked))
             compiled = await self._step(request, program, bounds.boot(language.compile), trajectory, compiling=True)
-            if fault_of_end(compiled) is not None or not _ended(compiled).good:
-                return self._told(compiled, None, {})
+            if fault_of_end(compiled) is not None or not _ended(compiled, program.word).good:
+                return self._told(program, compiled, None, {})
         run = program.boot(language.run, laid_out=compiled is not None, stdin=_stdin(program))
         ran = await self._step(request, program, run, trajectory)
         files: dict[str, object] = {}
         if program.asked.fetch_files and _is_answer(ran):
             fetch = {"argv": [*PYTHON, FETCH, program.directory, *program.asked.fetch_files]}
             fetched = await self._step(request, program, fetch, trajectory)
-            found = _fetched(fetched)
+            found = _fetched(fetched, program.word)
             if found is None:
                 return self._no_verdict(fetched, "the files could not be fetched: they are larger than output_limit")
             files = found
-        return self._told(compiled, ran, files)
+        return self._told(program, compiled, ran, files)
 
     async def _step(
         self,
@@ -200,7 +202,9 @@ class SandboxFusion(Facade):
         call = replace(call, trajectory=trajectory, key=None)
         return (await self.calls.run(request, [call], program.until_s))[0].record
 
-    def _told(self, compiled: Record | None, ran: Record | None, files: Mapping[str, object]) -> Response:
+    def _told(
+        self, program: Program, compiled: Record | None, ran: Record | None, files: Mapping[str, object]
+    ) -> Response:
         """Return the verdict; what is none is an error that the client tries again."""
         last = ran or compiled
         assert last is not None
@@ -208,7 +212,7 @@ class SandboxFusion(Facade):
             fault = fault_of_end(last)
             assert fault is not None
             return self.refuse(fault)
-        steps = [None if record is None else _ended(record) for record in (compiled, ran)]
+        steps = [None if record is None else _ended(record, program.word) for record in (compiled, ran)]
         errors = [step.stderr for step in steps if step is not None and step.status == "Error"]
         good = all(step.good for step in steps if step is not None)
         status = "SandboxError" if errors else "Success" if good else "Failed"
@@ -251,6 +255,7 @@ class SandboxFusion(Facade):
             file=file,
             files={**_files(asked), file: base64.b64encode(asked.code.encode()).decode()},
             until_s=self.until_s(asked.compile_timeout + asked.run_timeout + CLIENT_MARGIN_S),
+            word=secrets.token_hex(WORD_BYTES // 2),
         )
 
 
@@ -285,8 +290,8 @@ def _is_answer(record: Record) -> bool:
     return record.reason in (None, Reason.TIMEOUT, Reason.OUT_OF_MEMORY)
 
 
-def _ended(record: Record) -> Step:
-    """Return the end of a step in SandboxFusion's words."""
+def _ended(record: Record, word: str) -> Step:
+    """Return the end of a step in SandboxFusion's words; ``word`` begins what says that it could not be started."""
     result = result_of(record)
     told: Mapping[str, object] = result if isinstance(result, dict) else {}
     stdout, stderr = str(told.get("stdout") or ""), str(told.get("stderr") or "")
@@ -296,8 +301,8 @@ def _ended(record: Record) -> Step:
         return_code = -number
     if record.reason is Reason.TIMEOUT:
         status, return_code = "TimeLimitExceeded", None
-    elif code == REFUSED and stderr.startswith(COMPLAINT):
-        status = "Error"
+    elif code == REFUSED and stderr.startswith(f"{word} "):
+        status, stderr = "Error", stderr.removeprefix(f"{word} ")
     elif record.reason is None and (told.get("stdout_truncated") or told.get("stderr_truncated")):
         status = "Error"
         stderr = f"the program's output is larger than the output_limit of {record.function}"
@@ -313,9 +318,9 @@ def _ended(record: Record) -> Step:
     )
 
 
-def _fetched(record: Record) -> dict[str, object] | None:
+def _fetched(record: Record, word: str) -> dict[str, object] | None:
     """Return the files that were brought back; None if they could not be."""
-    step = _ended(record)
+    step = _ended(record, word)
     if fault_of_end(record) is not None or not step.good:
         return None
     found = json.loads(step.stdout)

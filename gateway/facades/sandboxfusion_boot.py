@@ -1,14 +1,16 @@
 """What begins a program in its sandbox: it lays out the files, sets the bound of memory and becomes the program.
 
 It stays nowhere: the program that is judged runs in its place, so what the gateway sees of output, exit status and time
-is the program's own and cannot be written by it. `BOOT` is shown to ``python3 -c`` as text; its input is JSON of
-as many bytes as its argument says, and after it what the program reads.
+is the program's own and cannot be written by it. `BOOT` is shown to ``python3 -c`` as text; its input is a word of
+`WORD_BYTES`, JSON of as many bytes as its argument says, and after it what the program reads. The word, which the
+program never sees, begins what `BOOT` says if it could not become the program: nobody else can say that.
 """
 
 from __future__ import annotations
 
-#: How `BOOT` ends if it could not become the program; the message on standard error begins with `COMPLAINT`.
-REFUSED, COMPLAINT = 125, "tangram: "
+#: How `BOOT` ends if it could not become the program.
+REFUSED = 125
+WORD_BYTES = 32
 
 BOOT = r"""
 import base64, json, os, resource, signal, sys
@@ -21,7 +23,10 @@ def need(count):
         parts.append(part)
         count -= len(part)
     return b"".join(parts)
+word = ""
 def main():
+    global word
+    word = need(32).decode()
     told = json.loads(need(int(sys.argv[1])))
     os.makedirs(told["directory"], exist_ok=True)
     os.chdir(told["directory"])
@@ -43,7 +48,7 @@ def main():
 try:
     main()
 except Exception as error:
-    sys.stderr.write("tangram: the program could not be started: %s: %s\n" % (type(error).__name__, error))
+    sys.stderr.write("%s the program could not be started: %s: %s\n" % (word, type(error).__name__, error))
     sys.stderr.flush()
     os._exit(125)
 """

@@ -13,7 +13,7 @@ from gateway.http.messages import read_body, respond
 from gateway.http.operation import Operation, json_answer
 from gateway.services import Services
 from manager.errors import Unsupported
-from runtimes.sandbox.images import ImageKeeper, ImageState
+from runtimes.sandbox.images import ImageKeeper, ImageState, require_image_name
 from tangram.types import ImageInfo, ImageList, ImagesWanted
 from tangram.types.requests import WaitQuery
 
@@ -30,6 +30,8 @@ class ImageOperations:
         wanted = wire.read(body, ImagesWanted, "$").images
         wait_s = read_wait_s(read_query(request, WaitQuery).wait, self._services.bounds.wait_max_s)
         keeper = self._keeper()
+        for image in wanted:
+            require_image_name(image)
         present = {state.image for state in await keeper.states() if state.state == "present"}
         for image in wanted:
             if not {image, f"{image}:latest"} & present:

@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, Protocol
 
+from manager.errors import InvalidConfig
 from manager.setting import Setting
+
+#: What engines take for the name of an image: [registry[:port]/]part[/part ...][:tag][@digest], or an image's id. It
+#: becomes a part of a request's path, in which anything else could lead to another route of the engine.
+_NAME = re.compile(
+    r"(?:[A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?|\[[0-9A-Fa-f:]+\])(?::[0-9]{1,5}(?=/))?"
+    r"(?:[._-]+[A-Za-z0-9]+)*(?:/[A-Za-z0-9]+(?:[._-]+[A-Za-z0-9]+)*)*"
+    r"(?::[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?(?:@[A-Za-z0-9+._-]+:[0-9A-Fa-f]{32,})?",
+)
+NAME_MAX_CHARS = 1024
+
+
+def require_image_name(image: str) -> None:
+    """Raise InvalidConfig unless it is the name of an image, a digest or an id."""
+    if len(image) > NAME_MAX_CHARS or _NAME.fullmatch(image) is None:
+        raise InvalidConfig(
+            f"{image[:200]!r} is no name of an image: [registry[:port]/]name[:tag][@digest]", component="sandbox.images"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,9 @@
 """The system calls that sandboxes may make: one list, for containers as the engine's JSON, for bubblewrap as BPF.
 
 It is what container engines allow by default to a container without capabilities, less what kernels are broken through
-and no task needs: io_uring, kernel keyrings, ``AF_VSOCK`` sockets, netfilter's netlink. Programs of another
-architecture than the machine's (32 bits) are ended: theirs are other numbers, and ``socketcall`` hides its arguments.
+and no task needs: io_uring, kernel keyrings, ``AF_VSOCK`` sockets, netfilter's netlink, setting other processes'
+limits. Programs of another architecture than the machine's (32 bits) are ended: theirs are other numbers, and
+``socketcall`` hides its arguments.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ MASKED_EQ = 7
 MACHINES = {"x86_64": (0xC000003E, "X86_64"), "aarch64": (0xC00000B7, "AARCH64")}
 #: The flags of `clone` that make namespaces. A filter cannot see what `clone3` is asked for: it "does not exist".
 NAMESPACES = 0x7E020000
-WORD = 0xFFFFFFFF
+WORD, POINTER = 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF
 AF_NETLINK, AF_VSOCK, NETLINK_NETFILTER = 16, 40, 12
 #: Address families, and protocols of netlink, that a kernel may know; newer ones are refused.
 FAMILIES, NETLINKS = range(46), range(32)
@@ -55,7 +56,7 @@ _ALLOWED = """
     mq_timedreceive_time64 mq_timedsend mq_timedsend_time64 mq_unlink mremap mseal msgctl msgget msgrcv msgsnd msync
     munlock munlockall munmap name_to_handle_at nanosleep newfstatat _newselect open openat openat2 pause pidfd_open
     pidfd_send_signal pipe pipe2 pkey_alloc pkey_free pkey_mprotect poll ppoll ppoll_time64 prctl pread64 preadv preadv2
-    prlimit64 process_mrelease pselect6 pselect6_time64 pwrite64 pwritev pwritev2 read readahead readlink readlinkat
+    process_mrelease pselect6 pselect6_time64 pwrite64 pwritev pwritev2 read readahead readlink readlinkat
     readv recv recvfrom recvmmsg recvmmsg_time64 recvmsg remap_file_pages removexattr removexattrat rename renameat
     renameat2 restart_syscall rmdir rseq rt_sigaction rt_sigpending rt_sigprocmask rt_sigqueueinfo rt_sigreturn
     rt_sigsuspend rt_sigtimedwait rt_sigtimedwait_time64 rt_tgsigqueueinfo sched_get_priority_max sched_get_priority_min
@@ -103,6 +104,9 @@ def call_rules(seccomp: Seccomp) -> Iterator[CallRule]:
     yield CallRule("clone", ((0, NAMESPACES, 0),))
     yield CallRule("clone3", error=ENOSYS)
     yield from (CallRule("personality", ((0, WORD, value),)) for value in PERSONALITIES)
+    # Its own limits, or others' to read: root inside is the runner's user, and would take its descriptors away.
+    yield CallRule("prlimit64", ((0, WORD, 0),))
+    yield CallRule("prlimit64", ((2, POINTER, 0),))
     for family in FAMILIES:
         if family not in (AF_NETLINK, AF_VSOCK):
             yield CallRule("socket", ((0, WORD, family),))

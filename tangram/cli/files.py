@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,8 @@ from tangram import Client, FileEntry
 from tangram.cli.options import connected, json_option
 from tangram.cli.output import print_json, say
 
+#: Files and directories of one copy: an agent may have made any number of them.
+ENTRIES_MAX = 200_000
 #: The entries of a directory in the sandbox.
 ListFiles = Callable[[str], Sequence[FileEntry]]
 
@@ -60,10 +63,10 @@ def cp(client: Client, source: str, target: str, user: str | None, as_json: bool
         assert outward is not None
         sandbox = client.trajectory(outward.trajectory)
         listed = partial(sandbox.list, user=user)
-        copied = list(_downloads(listed, outward.path, Path(_named(target, PurePosixPath(outward.path).name))))
+        root = Path(_named(target, PurePosixPath(outward.path).name))
+        copied = list(_downloads(listed, outward.path, root))
         for each in _progress(copied, source):
-            each.here.parent.mkdir(parents=True, exist_ok=True)
-            each.here.write_bytes(sandbox.download(each.there, user=user))
+            write_below(root, each.here, sandbox.download(each.there, user=user))
     if as_json:
         print_json({"copied": [{"here": str(each.here), "there": each.there} for each in copied]})
     else:
@@ -96,18 +99,43 @@ def _uploads(here: Path, there: str) -> Iterator[CopiedFile]:
 
 
 def _downloads(entries_of: ListFiles, there: str, here: Path) -> Iterator[CopiedFile]:
-    """Yield the files beneath a path in the sandbox, or the one that it is; raises NotFoundError."""
+    """Yield the files beneath a path in the sandbox, or the one that it is; raises NotFoundError.
+
+    What the sandbox lists is its word: ClickException for an entry that is no name, and for more than can be meant.
+    """
     path = PurePosixPath(there)
     for entry in entries_of(str(path.parent)) if path.name else ():
         if PurePosixPath(entry.path).name == path.name and not entry.directory:
             yield CopiedFile(here, there)
             return
-    for entry in entries_of(there):
-        name = PurePosixPath(entry.path).name
-        if entry.directory:
-            yield from _downloads(entries_of, f"{there}/{name}", here / name)
-        else:
-            yield CopiedFile(here / name, f"{there}/{name}")
+    left, seen = [(CopiedFile(here, there), True)], 0
+    while left:
+        place, directory = left.pop()
+        if not directory:
+            yield place
+            continue
+        found = []
+        for entry in entries_of(place.there):
+            name = entry.path.rpartition("/")[2]
+            if name in ("", ".", "..") or "\0" in name:
+                raise click.ClickException(f"the sandbox lists {entry.path!r} in {place.there!r}: nothing was copied")
+            found.append((CopiedFile(place.here / name, f"{place.there}/{name}"), entry.directory))
+        seen += len(found)
+        if seen > ENTRIES_MAX:
+            raise click.ClickException(f"{there!r} has more than {ENTRIES_MAX} entries: nothing was copied")
+        left += reversed(found)
+
+
+def write_below(root: Path, file: Path, data: bytes) -> None:
+    """Write a file at or below ``root``; raises ClickException rather than follow a link that lies there."""
+    for parent in reversed([each for each in file.parents if each == root or root in each.parents]):
+        if parent.is_symlink():
+            raise click.ClickException(f"{parent} is a link; remove it, or name another target")
+    if file.is_symlink():
+        raise click.ClickException(f"{file} is a link; remove it, or name another target")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666), "wb") as opened:
+        opened.write(data)
 
 
 def _progress(files: list[CopiedFile], what: str) -> Iterator[CopiedFile]:

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from bench.attacks.play import FRESH, SAME, play, small
+from bench.attacks.play import FRESH, SAME, play, playable, small
 from bench.attacks.rewards import ATTACKS, NOTHING, RewardAttack
 from manager.function import FunctionSpec, SandboxSpec
 from runtimes.sandbox.command import Command
@@ -15,19 +15,26 @@ from runtimes.sandbox.environments import Environments
 HELD = [attack for attack in ATTACKS if attack.held]
 
 
+def require_playable(attack: RewardAttack, environments: Environments) -> None:
+    if not playable(attack, environments.provider):
+        pytest.skip("this machine's process sandboxes have no root of their own")
+
+
 @pytest.mark.parametrize("attack", HELD, ids=lambda attack: attack.name)
 async def test_a_reward_is_not_forged_where_the_agent_worked(
     environments: Environments, spec: SandboxSpec, attack: RewardAttack
 ) -> None:
+    require_playable(attack, environments)
     value = await play(attack, environments, small(spec))
     assert (value["reward"], value["valid"]) == (0.0, True), value
     assert re.search(attack.note, str(value["note"])), value["note"]
 
 
-@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
+@pytest.mark.parametrize("attack", [attack for attack in ATTACKS if attack.fresh], ids=lambda attack: attack.name)
 async def test_a_reward_is_not_forged_where_the_agent_never_was(
     environments: Environments, spec: SandboxSpec, attack: RewardAttack
 ) -> None:
+    require_playable(attack, environments)
     value = await play(attack, environments, small(spec), FRESH)
     assert (value["reward"], value["valid"], value["graded"]) == (0.0, True, "fresh"), value
     assert value["note"]

@@ -16,7 +16,7 @@ import structlog
 from manager.errors import CapacityExceeded, CodedError, InvalidConfig, NotFound
 from runtimes.api.secrets import SECRET, Secrets
 from runtimes.sandbox.docker.engine import DockerEngine
-from runtimes.sandbox.images import ImageState, RegistryLogin
+from runtimes.sandbox.images import ImageState, RegistryLogin, require_image_name
 
 logger = structlog.get_logger("sandbox.images")
 
@@ -80,6 +80,7 @@ class ImageStore:
     async def require(self, image: str) -> Mapping[str, str]:
         if not image:
             raise InvalidConfig("sandbox.image is needed for container sandboxes", component=COMPONENT)
+        require_image_name(image)
         with suppress(NotFound):
             return _labels(await self._engine.call(self._engine.api.inspect_image, image))
         self.begin(image)
@@ -87,6 +88,7 @@ class ImageStore:
         return _labels(await self._engine.call(self._engine.api.inspect_image, image))
 
     def begin(self, image: str) -> None:
+        require_image_name(image)
         if image not in self._pulls:
             self._states[image] = ImageState(image=image, state="pulling")
             task = self._pulls[image] = asyncio.create_task(self._pull(image))

@@ -5,10 +5,11 @@ Run in sandboxes as ``python3 -I -S -c SOURCE MODE``, in the working directory a
     list     the fresh one: prints {path: digest} of what it has already
     collect  the trajectory's: standard input {"known", "paths", "left_out", "ignore", "limit_bytes"}; prints one line
              {"deleted", "changed", "left_out"} or {"error"}, and a tar of the files and links that changed
-    apply    the fresh one: standard input is what ``collect`` printed; prints {"failed"}
+    apply    the fresh one: standard input is a line {"paths", "left_out", "ignore", "limit_bytes"} and then what
+             ``collect`` printed; prints {"left_out", "failed"}
 
 What the trajectory's sandbox answers is the agent's word, and good for nothing but the content of files below the
-working directory of a sandbox that it has never seen.
+working directory of a sandbox that it has never seen. Which of them may come over is decided again where they arrive.
 """
 
 # A sandbox's paths may be any bytes, and each object for one would cost more than the look at it.
@@ -100,36 +101,51 @@ def git(*arguments: str, given: bytes = b"") -> list[str] | None:
     return [os.path.normpath(path) for path in done.stdout.decode("utf-8", "surrogateescape").split("\0") if path]
 
 
+class Rules:
+    """What may come over: by both sides, as nobody is believed who says that it was kept to."""
+
+    def __init__(self, told: dict[str, Any]) -> None:
+        self.named = [os.path.normpath(each) for each in told["paths"]]
+        self.out = {os.path.normpath(path) for path in told["left_out"]}
+        self.never = (*NEVER, *(OPTIONS if told["ignore"] else ()))
+
+    def counts(self, path: str) -> bool:
+        """Return whether it is among the paths that were asked for, and no file, or its directory, that is given."""
+        if self.named and not any(each == "." or (path + "/").startswith(each + "/") for each in self.named):
+            return False
+        return path not in self.out and not any(each.startswith(path + "/") for each in self.out)
+
+    def stays_behind(self, path: str) -> bool:
+        """Return whether it is no part of a solution, or holds options that do not count."""
+        return any(_matches(part, self.never) for part in path.split("/"))
+
+    def admit(self, path: str) -> bool:
+        silent = any(_matches(part, SILENT) for part in path.split("/"))
+        return self.counts(path) and not silent and not self.stays_behind(path)
+
+
 def collect(told: dict[str, Any]) -> bytes:
     """Return what changed, as `apply` takes it."""
     known: dict[str, str] = told["known"]
     found = walked()
     left: list[str] = []
-    never = (*NEVER, *(OPTIONS if told["ignore"] else ()))
-    out = {os.path.normpath(path) for path in told["left_out"]}
+    rules = Rules(told)
     gone = [path for path in known if not os.path.lexists(path)]
     if os.path.exists(".git"):
         theirs = git("ls-files", "-z", "--cached", "--others", "--exclude-standard")
         ignored = git("check-ignore", "-z", "--stdin", given="\0".join(gone).encode("utf-8", "surrogateescape"))
         if theirs is not None and ignored is not None:
             found, gone = sorted(set(found) & set(theirs)), sorted(set(gone) - set(ignored))
-
-    def wanted(path: str) -> bool:
-        named = [os.path.normpath(each) for each in told["paths"]]
-        if named and not any(each == "." or (path + "/").startswith(each + "/") for each in named):
-            return False
-        return path not in out and not any(each.startswith(path + "/") for each in out)
-
     changed: list[str] = []
     size = 0
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as tar:
-        for path in filter(wanted, found):
+        for path in filter(rules.counts, found):
             try:
                 digest = digest_of(path)
                 if not digest or digest == known.get(path):
                     continue
-                if any(_matches(part, never) for part in path.split("/")):
+                if rules.stays_behind(path):
                     left.append(path)
                     continue
                 size += os.lstat(path).st_size
@@ -139,7 +155,7 @@ def collect(told: dict[str, Any]) -> bytes:
                 changed.append(path)
             except OSError:
                 left.append(path)
-    deleted = [path for path in gone if wanted(path) and not any(_matches(part, never) for part in path.split("/"))]
+    deleted = [path for path in gone if rules.admit(path)]
     head = {"deleted": deleted, "changed": len(changed), "left_out": left[:TOLD_MAX]}
     return json.dumps(head).encode() + b"\n" + packed.getvalue()
 
@@ -155,27 +171,56 @@ def _plain(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
     return entry
 
 
-def apply(data: bytes) -> list[str]:
-    """Bring the files and links in, and take the deleted ones away; return what could not be done."""
-    head, _, packed = data.partition(b"\n")
-    failed = []
-    for path in json.loads(head)["deleted"]:
+def apply(data: bytes) -> dict[str, list[str]]:
+    """Bring the files and links in, and take the deleted ones away; return what was not let in, or could not be done.
+
+    Ends the process with a message if what was collected is an error, or more than may change.
+    """
+    line, _, data = data.partition(b"\n")
+    told = json.loads(line)
+    rules, size = Rules(told), 0
+    line, _, packed = data.partition(b"\n")
+    head = json.loads(line)
+    if "error" in head:
+        raise SystemExit(str(head["error"])[:500])
+    left, failed = [str(path) for path in head["left_out"]], []
+    for name in head["deleted"]:
         try:
-            _clear(_place(path))
+            path = _admitted(name, rules, left)
+            if path:
+                os.unlink(_place(path))
+        except FileNotFoundError:
+            continue
         except (OSError, ValueError):
-            failed.append(path)
+            failed.append(name)
     with tarfile.open(fileobj=io.BytesIO(packed), mode="r:") as tar:
         for entry in tar:
+            size += entry.size
+            if size > told["limit_bytes"]:
+                raise SystemExit(f"more than {told['limit_bytes']} bytes have changed")
             try:
-                _bring(tar, entry)
+                path = _admitted(entry.name, rules, left)
+                if path:
+                    _bring(tar, entry, _place(path), rules)
             except (OSError, ValueError):
                 failed.append(entry.name)
-    return failed
+    return {"left_out": left[:TOLD_MAX], "failed": failed[:TOLD_MAX]}
 
 
-def _bring(tar: tarfile.TarFile, entry: tarfile.TarInfo) -> None:
-    path = _place(entry.name)
-    _clear(path)
+def _admitted(name: str, rules: Rules, left: list[str]) -> str:
+    """Return the plain path, empty if it may not come over (of which ``left`` takes note); raises ValueError."""
+    path = os.path.normpath(name)
+    if os.path.isabs(path) or path.split("/")[0] in ("..", ".", "") or "\0" in path:
+        raise ValueError("not below the working directory")
+    if rules.admit(path):
+        return path
+    if path not in left:
+        left.append(path)
+    return ""
+
+
+def _bring(tar: tarfile.TarFile, entry: tarfile.TarInfo, path: str, rules: Rules) -> None:
+    _clear(path, rules)
     if entry.issym():
         os.symlink(entry.linkname, path)
         return
@@ -188,11 +233,8 @@ def _bring(tar: tarfile.TarFile, entry: tarfile.TarInfo) -> None:
         os.fchmod(fd, 0o644 | (entry.mode & 0o111))
 
 
-def _place(name: str) -> str:
-    """Return a path below the working directory whose directories are no links, and are there."""
-    path = os.path.normpath(name)
-    if os.path.isabs(path) or path.split("/")[0] in ("..", ".", "") or "\0" in path:
-        raise ValueError("not below the working directory")
+def _place(path: str) -> str:
+    """Return the path when its directories are no links, and are there."""
     parts = path.split("/")
     for depth in range(1, len(parts)):
         parent = "/".join(parts[:depth])
@@ -204,11 +246,16 @@ def _place(name: str) -> str:
     return path
 
 
-def _clear(path: str) -> None:
-    if os.path.isdir(path) and not os.path.islink(path):
-        shutil.rmtree(path)
-    elif os.path.lexists(path):
-        os.unlink(path)
+def _clear(path: str, rules: Rules) -> None:
+    """Make room for a file or link; raises ValueError if there is a directory with files that must stay."""
+    if not os.path.isdir(path) or os.path.islink(path):
+        if os.path.lexists(path):
+            os.unlink(path)
+        return
+    for directory, _, files in os.walk(path):
+        if any(rules.stays_behind(os.path.normpath(os.path.join(directory, name))) for name in files):
+            raise ValueError("a directory with files that stay")
+    shutil.rmtree(path)
 
 
 def main() -> None:
@@ -218,7 +265,7 @@ def main() -> None:
     elif mode == "collect":
         answer = collect(json.loads(given))
     else:
-        answer = json.dumps({"failed": apply(given)[:TOLD_MAX]}).encode()
+        answer = json.dumps(apply(given)).encode()
     sys.stdout.buffer.write(answer)
 
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from manager.errors import ActionFailed, Reason
+from manager.errors import ActionFailed, InvalidInput, NotFound, Reason, TooLarge
 from runtimes.sandbox.command import Command, CommandResult
 from runtimes.sandbox.pytest import changes
+from runtimes.sandbox.pytest.report import sayable
 from runtimes.sandbox.sandbox import Sandbox
 
 COMPONENT = "pytest"
@@ -49,38 +50,45 @@ class ChangeTransfer:
         return known
 
     async def collect(self, original: Sandbox, known: dict[str, Any]) -> bytes:
-        """Return what the trajectory has changed; raises ValueError if its sandbox does not say so."""
-        told = {
-            "known": known,
+        """Return what the trajectory's sandbox says that it has changed, which nobody has looked at.
+
+        Raises ValueError if it says nothing.
+        """
+        told = json.dumps({"known": known, **self._rules()}).encode()
+        try:
+            ended = await self._run(original, "collect", told, self.limit_bytes + _LISTING_BYTES)
+        except (InvalidInput, NotFound, TooLarge) as refused:  # it cannot even be entered, which is the agent's
+            raise ValueError(f"the trajectory's changes could not be read: {refused.message}") from None
+        except ActionFailed as failure:
+            if original.condemned:
+                raise ValueError(f"the trajectory's changes could not be read: {failure.message}") from None
+            raise
+        if ended.exit_code != 0 or ended.stdout_truncated:
+            raise ValueError(f"the trajectory's changes could not be read: {_last(ended)}")
+        return ended.stdout
+
+    async def apply(self, fresh: Sandbox, changed: bytes) -> list[str]:
+        """Bring them into the fresh sandbox; return notes for the record. Raises ValueError if that cannot be."""
+        told = json.dumps(self._rules()).encode()
+        ended = await self._run(fresh, "apply", told + b"\n" + changed, _LISTING_BYTES)
+        if ended.exit_code != 0:
+            raise ValueError(f"the trajectory's changes could not be applied: {_last(ended)}")
+        said = json.loads(ended.stdout)
+        notes = []
+        if said["left_out"]:
+            notes.append(f"not taken from the trajectory: {_some(said['left_out'])}")
+        if said["failed"]:
+            notes.append(f"could not be applied: {_some(said['failed'])}")
+        return notes
+
+    def _rules(self) -> dict[str, object]:
+        """Return what may come over, for whoever packs it and for whoever unpacks it."""
+        return {
             "paths": list(self.paths),
             "left_out": list(self.left_out),
             "ignore": self.ignore,
             "limit_bytes": self.limit_bytes,
         }
-        ended = await self._run(original, "collect", json.dumps(told).encode(), self.limit_bytes + _LISTING_BYTES)
-        head = ended.stdout.partition(b"\n")[0]
-        try:
-            said = json.loads(head)
-            if ended.exit_code != 0 or ended.stdout_truncated or not isinstance(said, dict) or "error" in said:
-                raise ValueError(str(said.get("error", _last(ended))))
-            if not isinstance(said["deleted"], list):
-                raise ValueError("no list of what was deleted")
-        except (ValueError, KeyError, AttributeError) as error:
-            raise ValueError(f"the trajectory's changes could not be read: {error}") from None
-        return ended.stdout
-
-    async def apply(self, fresh: Sandbox, changed: bytes) -> list[str]:
-        """Bring them into the fresh sandbox; return notes for the record. Raises ValueError if that cannot be."""
-        ended = await self._run(fresh, "apply", changed, _LISTING_BYTES)
-        if ended.exit_code != 0:
-            raise ValueError(f"the trajectory's changes could not be applied: {_last(ended)}")
-        head, failed = json.loads(changed.partition(b"\n")[0]), json.loads(ended.stdout)["failed"]
-        notes = []
-        if head.get("left_out"):
-            notes.append(f"not taken from the trajectory: {_some(head['left_out'])}")
-        if failed:
-            notes.append(f"could not be applied: {_some(failed)}")
-        return notes
 
     async def _run(self, sandbox: Sandbox, mode: str, given: bytes, limit_bytes: int) -> CommandResult:
         return await sandbox.run(
@@ -103,4 +111,4 @@ def _last(ended: CommandResult) -> str:
 
 def _some(paths: Sequence[object]) -> str:
     more = f" and {len(paths) - _NOTE_FILES} more" if len(paths) > _NOTE_FILES else ""
-    return ", ".join(str(path)[:200] for path in paths[:_NOTE_FILES]) + more
+    return ", ".join(sayable(str(path)[:200]) for path in paths[:_NOTE_FILES]) + more

@@ -6,7 +6,7 @@ JSON line each:
 
     {"start": {"pytest", "xdist", "workers", "noticed"}}   {"selected": [id, ...]}   {"run": id}
     {"test": id, "verdict"}   {"broken": path, "message"}   {"absent": why}   {"altered": [name]}   {"turned": id}
-    {"crashed": worker's error}   {"end": exit status}
+    {"crashed": worker's error}   {"blocked": why}   {"end": exit status}
 
 each with the nonce. What the suite prints goes to standard error. Nothing of the project is imported before pytest and
 the plugins of the installation are: not from the working directory, PYTHONPATH or the user's own site directory, and no
@@ -47,8 +47,7 @@ START = """
 import json, os, sys
 kept = {name: os.environ.pop(name, None) for name in ("PYTHONPATH", "PYTHONNOUSERSITE", "PYTHONSTARTUP")}
 os.environ["PYTHONNOUSERSITE"] = "1"
-given = [place for place in (kept["PYTHONPATH"] or "").split(":") if place]
-paths = [os.getcwd(), *(os.path.abspath(place) for place in given)]
+paths = [os.getcwd(), *(os.path.abspath(place) for place in (kept["PYTHONPATH"] or "").split(":") if place)]
 os.environ["TANGRAM_PROJECT"] = json.dumps({"paths": paths, "environment": kept})
 clean = "import sys; sys.path[:] = [place for place in sys.path if place]; exec(sys.argv[1])"
 os.execvp(sys.argv[2], [sys.argv[2], "-c", clean, sys.argv[1]])
@@ -353,7 +352,11 @@ def main() -> None:
     except ImportError:
         reporter.send(absent=_NO_PYTEST)
         return
-    directory = tempfile.mkdtemp(prefix="tangram-")
+    try:
+        directory = _own_directory(told["source"])
+    except OSError as error:
+        reporter.send(blocked=f"no temporary file can be made: {error}")
+        return
     try:
         status = int(_run(pytest, reporter, told, project, directory))
     finally:
@@ -362,6 +365,14 @@ def main() -> None:
     sys.stderr.flush()
     reporter.send(end=status)
     os._exit(status)  # a thread that a test left behind must not keep the answer waiting
+
+
+def _own_directory(source: str) -> str:
+    """Return a new directory with this source as a module, and without options; raises OSError."""
+    directory = tempfile.mkdtemp(prefix="tangram-")
+    Path(directory, MODULE + ".py").write_text(source, encoding="utf-8")
+    Path(directory, "pytest.ini").write_text("[pytest]\n", encoding="ascii")
+    return directory
 
 
 def _pytest_of(project: dict[str, Any]) -> Any:
@@ -374,7 +385,6 @@ def _pytest_of(project: dict[str, Any]) -> Any:
 
 
 def _run(pytest: Any, reporter: Reporter, told: dict[str, Any], project: dict[str, Any], directory: str) -> int:
-    (Path(directory) / (MODULE + ".py")).write_text(told["source"], encoding="utf-8")
     sys.path.insert(0, directory)  # before xdist, whose workers begin with what it finds there
     paths = [path for path in told["paths"] if Path(path).exists()]
     xdist = _xdist_version()
@@ -393,9 +403,7 @@ def _run(pytest: Any, reporter: Reporter, told: dict[str, Any], project: dict[st
         # Also where one process is enough: the project's own addopts may ask for more.
         arguments += ["-n", str(workers), "--dist", _dist(told["dist"], xdist)] if workers > 1 else ["-n", "0"]
     if told["own_options"]:
-        options = Path(directory) / "pytest.ini"
-        options.write_text("[pytest]\n", encoding="ascii")
-        arguments += ["-c", str(options), "--rootdir", str(Path.cwd()), "--noconftest"]
+        arguments += ["-c", str(Path(directory) / "pytest.ini"), "--rootdir", str(Path.cwd()), "--noconftest"]
     project["plugins"] = named_plugins(told["args"])
     if workers > 1:
         os.environ.setdefault("PYTHONHASHSEED", "0")  # else workers may disagree on the ids of parameters from sets
@@ -409,9 +417,7 @@ def _run(pytest: Any, reporter: Reporter, told: dict[str, Any], project: dict[st
 
 def _hide() -> None:
     """Keep the workers' hands off this process, which runs no tests: nobody but root may trace it or open its files."""
-    import ctypes
-
-    ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE
+    importlib.import_module("ctypes").CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE
 
 
 def named_plugins(arguments: list[str]) -> list[str]:
@@ -439,11 +445,7 @@ def noticed_in(places: Iterable[str]) -> list[str]:
     installed = {*NOT_THE_PROJECTS, *getattr(sys, "stdlib_module_names", sys.builtin_module_names)}
     found = []
     for place in places:
-        try:
-            names = sorted(path.name for path in Path(place).iterdir())
-        except OSError:
-            continue
-        for name in names:
+        for name in sorted(path.name for path in Path(place).glob("*")):
             stem = name[:-3] if name.endswith(".py") else ""
             points = Path(place, name, "entry_points.txt")  # of a distribution, with its plugins if it has any
             plugin = points.is_file() and b"[pytest11]" in points.read_bytes()
@@ -480,10 +482,9 @@ def _xdist_version() -> str:
     if os.environ.get("PYTEST_DISABLE_PLUGIN_AUTOLOAD"):
         return ""
     try:
-        xdist = importlib.import_module("xdist")
+        return str(getattr(importlib.import_module("xdist"), "__version__", "0"))
     except ImportError:
         return ""
-    return str(getattr(xdist, "__version__", "0"))
 
 
 def _dist(wanted: str, version: str) -> str:

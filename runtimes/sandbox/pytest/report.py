@@ -20,6 +20,8 @@ NO_TESTS = 5
 LINE_MAX_BYTES = 1 * 2**20
 TESTS_MAX = 100_000
 DOUBTS_MAX = 5
+STATUS_MAX = 255
+WORKERS_MAX = 2**16
 _NOTE_IDS = 3
 
 
@@ -61,6 +63,8 @@ class SuiteReport:
     started: bool = False
     #: Why pytest could not even begin.
     absent: str = ""
+    #: Why the suite's process found no place of its own.
+    blocked: str = ""
     #: pytest's exit status; None while it runs, or if its process ended without one.
     end: int | None = None
     #: Whether a worker ended before its time.
@@ -102,8 +106,8 @@ class SuiteReport:
 
     def _record(self, line: bytes) -> Mapping[str, object] | None:
         try:
-            record = json.loads(line)
-        except ValueError:
+            record = _without_surrogates(json.loads(line))
+        except (ValueError, RecursionError):  # which deep nesting raises
             return None
         return record if isinstance(record, dict) and record.get("nonce") == self.nonce else None
 
@@ -112,7 +116,8 @@ class SuiteReport:
             self.doubt("the report went on after its end")
         match record:
             case {"start": {"xdist": str(xdist), "workers": int(workers), "noticed": list(noticed)}}:
-                self.started, self.xdist, self.workers = True, bool(xdist), max(workers, self.workers)
+                self.started, self.xdist = True, bool(xdist)
+                self.workers = min(max(workers, self.workers), WORKERS_MAX)
                 self.noticed = tuple(str(text) for text in noticed)
             case {"selected": list(ids)}:
                 known = set(self.selected)
@@ -136,10 +141,29 @@ class SuiteReport:
                 self.crashed = True
             case {"absent": str(why)}:
                 self.absent = why
-            case {"end": int(status)}:
+            case {"blocked": str(why)}:
+                self.blocked = why
+                self.doubt(f"the suite could not begin: {why}")
+            case {"end": int(status)} if 0 <= status <= STATUS_MAX:
                 self.end = status
             case _:
                 pass
+
+
+def sayable(text: str) -> str:
+    """Return a text that can be written as UTF-8: names of files may be any bytes, which Python reads as surrogates."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _without_surrogates(value: object) -> object:
+    """Return a record with texts that can be told; raises RecursionError if it is nested too deeply."""
+    if isinstance(value, str):
+        return value if value.isascii() else sayable(value)
+    if isinstance(value, list):
+        return [_without_surrogates(each) for each in value]
+    if isinstance(value, dict):
+        return {sayable(name): _without_surrogates(each) for name, each in value.items()}
+    return value
 
 
 def judge(request: SuiteRequest, report: SuiteReport) -> dict[str, object]:

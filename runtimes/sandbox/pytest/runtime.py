@@ -14,17 +14,18 @@ import orjson
 from msgspec import Meta
 
 from manager.action import Action
-from manager.errors import ActionFailed, CodedError, InvalidInput, Reason
+from manager.errors import ActionFailed, CodedError, InvalidInput, NotFound, Reason, TooLarge
 from manager.function import FunctionSpec, PytestSpec
 from manager.lease import Lease
 from runtimes.runtime import Execution, Result
 from runtimes.sandbox.command import Command, CommandResult, claims_of
+from runtimes.sandbox.disk.bound import WalkBound
 from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.exec.runtime import Directory, Env, LogLines, Stage, begin, checked, invalid, traced
 from runtimes.sandbox.pytest import plugin
 from runtimes.sandbox.pytest.fresh import ChangeTransfer
 from runtimes.sandbox.pytest.report import SuiteReport, SuiteRequest, judge, notes, nothing_judged
-from runtimes.sandbox.runner.protocol import unmade
+from runtimes.sandbox.runner.protocol import FILE_ERROR, unmade
 from runtimes.sandbox.sandbox import Sandbox
 
 COMPONENT = "pytest"
@@ -120,6 +121,10 @@ class PytestRuntime:
     async def execute(self, execution: Execution) -> Result:
         plan = plan_of(execution, self._settings)
         trajectory = execution.action.trajectory
+        ended = None if trajectory is None else self._environments.get(trajectory)
+        if ended is not None and not ended.alive and ended.condemned:
+            execution.begin()  # what its agent did ended it: that is no way out of the reward, and the next one is told
+            return self._begun(execution, ended, plan, fresh=plan.spec.grade == "fresh").worthless(ended.condemned)
         if plan.spec.grade == "fresh" and trajectory is not None:
             return await self._graded_fresh(execution, plan, trajectory)
         async with self._stage.enter(execution) as sandbox:
@@ -151,18 +156,26 @@ class PytestRuntime:
                     notes = await transfer.apply(sandbox, changed)
                 except ValueError as error:
                     execution.begin()
-                    return _Run(execution, sandbox, plan, self._settings, fresh=True).worthless(str(error))
+                    return self._begun(execution, sandbox, plan, fresh=True).worthless(str(error))
             return await self._run(execution, sandbox, plan, fresh=True, notes=notes)
 
     async def _run(
         self, execution: Execution, sandbox: Sandbox, plan: SuitePlan, *, fresh: bool, notes: Sequence[str] = ()
     ) -> Result:
-        run = _Run(execution, sandbox, plan, self._settings, fresh=fresh, notes=notes)
+        run = self._begun(execution, sandbox, plan, fresh=fresh, notes=notes)
         run.detached = await begin(execution, sandbox)
         try:
             return await run.result()
         finally:
             execution.end()
+
+    def _begun(
+        self, execution: Execution, sandbox: Sandbox, plan: SuitePlan, *, fresh: bool, notes: Sequence[str] = ()
+    ) -> _Run:
+        info = self._environments.provider.info
+        work = info.disk != WalkBound.name
+        bounds = _Bounds(work=work, tmp=work or info.kind != "container")
+        return _Run(execution, sandbox, plan, self._settings, bounds, fresh=fresh, notes=notes)
 
     async def resize(self, action: Action, lease: Lease) -> None:
         await self._stage.resize(action, lease)
@@ -174,6 +187,14 @@ class PytestRuntime:
         """Do nothing: whoever made the environments closes them."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Bounds:
+    """Whether a sandbox that finds no room has reached a bound of its own: in its work, and for temporary files."""
+
+    work: bool
+    tmp: bool
+
+
 class _Run:
     """One action under way: pytest once, and again for the tests that a crash left over."""
 
@@ -183,6 +204,7 @@ class _Run:
         sandbox: Sandbox,
         plan: SuitePlan,
         settings: PytestSettings,
+        bounds: _Bounds,
         *,
         fresh: bool,
         notes: Sequence[str] = (),
@@ -193,6 +215,7 @@ class _Run:
         self._sandbox = sandbox
         self._plan = plan
         self._settings = settings
+        self._bounds = bounds
         self._claims = claims_of(execution.action.id, execution.action.attempt)
         self._report = SuiteReport(sandbox.secret(self._claims))
         self._lines = LogLines(execution.call.log)
@@ -255,10 +278,18 @@ class _Run:
         for path, text in self._plan.tests.items():
             try:
                 locked.append(await self._sandbox.lock_file(_joined(self._plan.cwd, path), text.encode()))
-            except InvalidInput as refused:  # the tree is in its way, which is the agent's
+            except (InvalidInput, NotFound) as refused:  # the tree is in its way, which is the agent's
                 self._report.doubt(f"the tests could not be written: {refused.message}")
+            except TooLarge as full:
+                self._require_own(self._bounds.work, full.message)
+                self._report.doubt(f"the tests could not be written: {full.message}")
         if locked:
             self._checked |= {"tests_given", "tests_locked"} if all(locked) else {"tests_given"}
+
+    def _require_own(self, bounded: bool, why: str) -> None:
+        """Raise ActionFailed if it is not the sandbox's own bound that is reached, but the machine's disk."""
+        if not bounded:
+            raise ActionFailed(Reason.ENVIRONMENT_LOST, f"the machine's disk is full: {why}", component=COMPONENT)
 
     async def _run_all(self) -> CommandResult:
         """Run until pytest came to its end, or nothing more is won by another run."""
@@ -271,9 +302,14 @@ class _Run:
                     return CommandResult(exit_code=None)
                 ended = await self._run_once(workers)
             except InvalidInput as refused:
-                self._refused = refused.message
+                if not self._plan.cwd or refused.detail.get(FILE_ERROR) == "permission_denied":
+                    self._report.doubt(refused.message)  # the agent has shut it: it was open when it was made
+                else:
+                    self._refused = refused.message
                 return CommandResult(exit_code=None)
             report = self._report
+            if report.blocked:
+                self._require_own(self._bounds.tmp, report.blocked)
             if ended.timed_out or not report.started or report.absent:
                 return ended
             if report.end is not None and ended.exit_code != report.end:

@@ -154,7 +154,7 @@ def decode(payload: bytes, wanted: type[T]) -> T:
     try:
         # Not msgspec's own parser: names of files may hold lone surrogates.
         return msgspec.convert(json.loads(payload), wanted)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ProtocolError(f"an answer that does not fit: {error}") from None
 
 

@@ -768,7 +768,10 @@ class GatewayLink:
             poller.watch(self.listener.fileno(), self.on_connect)
 
     def on_connect(self, fd: int) -> None:
-        sock, _ = self.listener.accept()
+        try:
+            sock, _ = self.listener.accept()
+        except OSError:
+            return  # it has gone again, or there is no descriptor for it now
         sock.setblocking(False)
         if len(self.unauthenticated) >= UNAUTHENTICATED_MAX:
             self.drop(self.unauthenticated[0])
@@ -825,8 +828,8 @@ class GatewayLink:
                     self.runner.obey(kind, number, payload)
                 else:
                     self.greet(connection, kind, payload)
-        except (ProtocolError, ValueError, KeyError, TypeError):
-            self.drop(connection)
+        except (ProtocolError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            self.drop(connection)  # root inside may have come, with anything that JSON can say
 
     def greet(self, connection: GatewayConnection, kind: int, payload: bytes) -> None:
         """Take the first caller's token for the gateway's; hang up on everybody who does not know it."""
@@ -1090,7 +1093,8 @@ class Launcher:
                 try:
                     os.chdir(self.workplace.real(cwd or self.workplace.config["workdir"]))
                 except OSError as error:
-                    raise RequestDenied("invalid_input", f"working directory: {_sentence(error)}") from None
+                    kind = _FILE_ERRORS.get(error.errno or 0, "")
+                    raise RequestDenied("invalid_input", f"working directory: {_sentence(error)}", kind) from None
                 try:
                     program = _which(argv[0], environment.get("PATH", DEFAULT_PATH))
                     if identity.foreign:

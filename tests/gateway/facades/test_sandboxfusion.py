@@ -58,6 +58,10 @@ async def run(running: RunningGateway, code: str, language: str = "python", **gi
         ("import os; os.kill(os.getpid(), 9)", "Failed", -9, "", ""),
         ("import sys; sys.stdout.buffer.write(b'a\\xff')", "Success", 0, "a\ufffd", ""),
         ("raise SystemExit(125)", "Failed", 125, "", ""),
+        (
+            "import sys; print('tangram: the program could not be started: no', file=sys.stderr); sys.exit(125)",
+            *("Failed", 125, "", "tangram: the program could not be started: no"),
+        ),
     ],
 )
 async def test_a_program_is_judged_by_its_own_end(

@@ -17,8 +17,8 @@ from runtimes.sandbox.seccomp import ENOSYS, EPERM, ERRNO, MACHINES, compiled
 ATTEMPTS = """
 import ctypes, errno, json, os, socket, threading
 libc = ctypes.CDLL(None, use_errno=True)
-numbers = {"x86_64": (425, 250, 248, 41, 272), "aarch64": (425, 219, 217, 198, 97)}[os.uname().machine]
-io_uring_setup, keyctl, add_key, raw_socket, unshare = numbers
+numbers = {"x86_64": (425, 250, 248, 41, 272, 302), "aarch64": (425, 219, 217, 198, 97, 261)}[os.uname().machine]
+io_uring_setup, keyctl, add_key, raw_socket, unshare, prlimit64 = numbers
 
 def call(*arguments):
     words = [ctypes.c_long(word) if isinstance(word, int) else word for word in arguments]
@@ -43,6 +43,9 @@ print(json.dumps({
     "netfilter": opened(socket.AF_NETLINK, socket.SOCK_RAW, 12),
     "netfilter, more bits": call(raw_socket, 16 | 1 << 40, 3, 12 | 1 << 32),
     "user namespace": call(unshare, 0x10000000),
+    "the runner's limits": call(prlimit64, 1, 7, (ctypes.c_ulong * 2)(3, 3), 0),
+    "the runner's limits, more bits": call(prlimit64, 1 | 1 << 32, 7, (ctypes.c_ulong * 2)(3, 3), 0),
+    "its own limits": call(prlimit64, 0, 7, (ctypes.c_ulong * 2)(99, 99), 0),
     "call of tomorrow": call(1000),
     "routes": opened(socket.AF_NETLINK, socket.SOCK_RAW, 0),
     "inet": opened(socket.AF_INET, socket.SOCK_STREAM),
@@ -59,6 +62,8 @@ REFUSED = (
     "netfilter",
     "netfilter, more bits",
     "user namespace",
+    "the runner's limits",
+    "the runner's limits, more bits",
 )
 #: Machine code for a call by the kernel's 32-bit entry: socket(AF_VSOCK, SOCK_STREAM, 0).
 BY_32_BITS = """

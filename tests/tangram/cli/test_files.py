@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import click
 import pytest
 
-from tangram.cli.files import Remote, remote
+from tangram import FileEntry
+from tangram.cli import files
+from tangram.cli.files import Remote, remote, write_below
 from tests.tangram.cli.conftest import Served, Tangram
 
 EXEC = '{"command": "true"}'
@@ -60,3 +63,32 @@ def test_copying_needs_exactly_one_sandbox(tangram: Tangram, tmp_path: Path) -> 
     assert tangram("cp", str(tmp_path / "a"), str(tmp_path / "b"))[0] == 2
     assert tangram("cp", "t1:a", "t2:a")[0] == 2
     assert tangram("cp", str(tmp_path / "gone"), "t1:a")[0] == 2
+
+
+@pytest.mark.parametrize("name", ["..", ".", "", "a/..", "a\0b"])
+def test_what_a_sandbox_lists_leads_nowhere_else(tmp_path: Path, name: str) -> None:
+    listed = {"": [], "tree": [FileEntry(path=f"tree/{name}", size_bytes=1, directory=False, mode=0o644)]}
+    with pytest.raises(click.ClickException, match="nothing was copied"):
+        list(files._downloads(lambda path: listed.get(path, []), "tree", tmp_path))
+
+
+def test_a_sandbox_that_lists_without_end_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "ENTRIES_MAX", 1000)
+    deeper = [FileEntry(path="d", size_bytes=0, directory=True, mode=0o755)]
+    with pytest.raises(click.ClickException, match="more than 1000"):
+        list(files._downloads(lambda path: deeper, "tree", tmp_path))
+
+
+def test_a_link_that_lies_in_the_target_is_not_followed(tmp_path: Path) -> None:
+    outside, root = tmp_path / "outside", tmp_path / "here"
+    (outside / "deep").mkdir(parents=True)
+    (outside / "file").write_text("kept")
+    root.mkdir()
+    (root / "file").symlink_to(outside / "file")
+    (root / "deep").symlink_to(outside / "deep")
+    for path in ("file", "deep/file"):
+        with pytest.raises(click.ClickException, match="is a link"):
+            write_below(root, root / path, b"written")
+    assert ((outside / "file").read_text(), list((outside / "deep").iterdir())) == ("kept", [])
+    write_below(root, root / "a" / "b", b"written")
+    assert (root / "a" / "b").read_bytes() == b"written"

@@ -202,3 +202,17 @@ async def test_no_more_than_the_bound_are_pulled_at_once(
     await store.settled(images, DEADLINE_S)
     assert most == 1
     assert [state.state for state in await store.states() if state.image in images] == ["present"] * 3
+
+
+async def test_a_container_is_not_had_by_the_name_of_an_image(engine: DockerEngine, tmp_path: Path) -> None:
+    made = await engine.call(engine.api.create_container, "tangram-base:bookworm", "true")
+    store = ImageStore(engine, record=tmp_path / "images.json")
+    try:
+        for name in (f"../containers/{made['Id']}", f"a/../../containers/{made['Id']}"):
+            with pytest.raises(InvalidConfig, match="no name of an image"):
+                await store.require(name)
+            with pytest.raises(InvalidConfig, match="no name of an image"):
+                store.begin(name)
+    finally:
+        await engine.call(engine.api.remove_container, made["Id"], force=True)
+        await store.close()

@@ -476,3 +476,19 @@ async def test_the_end_of_what_a_loud_suite_says_is_told_however_much_came_befor
     value = await bench.run({"conftest.py": source}, function=quiet)
     assert "last words" in value["note"]
     assert bench.log.omitted_bytes >= 80_000
+
+
+@pytest.mark.parametrize("grade", ["same_sandbox", "fresh"])
+async def test_a_sandbox_that_was_ended_for_what_its_agent_did_is_worth_nothing(bench: SuiteBench, grade: Any) -> None:
+    await bench.write(SUITE)
+    sandbox = bench.environments.get("t1")
+    assert sandbox is not None
+    await sandbox.condemn("its disk bound is exceeded")
+    function = replace(FUNCTION, pytest=PytestSpec(args=ARGS, grade=grade))
+    execution, _ = execution_of(function, LISTS, trajectory="t1", cores=(0,))
+    value = (await bench.runtime.execute(execution)).value
+    assert isinstance(value, dict)
+    assert (value["reward"], value["valid"], value["graded"]) == (0.0, True, grade)
+    assert "its disk bound is exceeded" in value["note"]
+    with pytest.raises(ActionFailed, match="died"):  # and the next action is told that the files are gone
+        await bench.environments.ensure("t1", SPEC)
