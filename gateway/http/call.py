@@ -12,6 +12,7 @@ from starlette.requests import Request as HttpRequest
 from gateway import wire
 from gateway.invocations.invocation import InvocationRequest
 from gateway.invocations.record import Mode
+from manager.errors import InvalidInput
 from tangram.types import BatchItem
 from tangram.types.requests import CallHeaders
 
@@ -20,7 +21,8 @@ T = TypeVar("T", bound=Struct)
 
 def read_query(request: HttpRequest, kind: type[T]) -> T:
     """Return the query parameters; raises InvalidInput."""
-    return wire.read(dict(request.query_params) if request.scope["query_string"] else {}, kind)
+    given = dict(request.query_params) if request.scope["query_string"] else {}
+    return _without_null(wire.read(given, kind), given)
 
 
 def read_headers(request: HttpRequest, kind: type[T]) -> T:
@@ -29,7 +31,16 @@ def read_headers(request: HttpRequest, kind: type[T]) -> T:
     found = {
         names[name]: value.decode("latin-1") for name, value in reversed(request.scope["headers"]) if name in names
     }
-    return wire.read(found, kind)
+    return _without_null(wire.read(found, kind), found)
+
+
+def _without_null(read: T, given: Mapping[str, str]) -> T:
+    """Return what was read of texts; raises InvalidInput for one that says null, as if it had not been given."""
+    assert isinstance(read, Struct)
+    for name, field in zip(read.__struct_encode_fields__, read.__struct_fields__, strict=True):
+        if name in given and getattr(read, field) is None:
+            raise InvalidInput(f"{name}: {given[name]!r} is no value; leave it out", detail={"path": name})
+    return read
 
 
 @cache

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from gateway import wire
 from gateway.http.call import read_headers, read_query
-from gateway.http.messages import read_body, respond
+from gateway.http.messages import body_chunks, read_body, respond
 from gateway.http.operation import (
     BINARY,
     Operation,
@@ -97,15 +97,15 @@ class TrajectoryOperations:
         return Response(status_code=204)
 
     async def put_file(self, request: Request) -> Response:
-        """Write a file into the sandbox."""
+        """Write a file into the sandbox, as it comes."""
         sandbox = sandbox_of(self._services, request)
         asked = read_query(request, FileWriteQuery if "path" in request.path_params else FileWriteAtQuery)
         path = _path(request, asked, sandbox)
-        data = await read_body(request, self._services, self._services.bounds.file_limit_bytes)
+        chunks = body_chunks(request, self._services, self._services.bounds.file_limit_bytes)
         mode = None if asked.mode is None else int(asked.mode, 8)
         with as_files_are():
-            await sandbox.write_file(path, data, mode=mode, user=asked.user or "")
-        return respond(FileWritten(path=path, size_bytes=len(data)), 201)
+            size_bytes = await sandbox.write_file(path, chunks, mode=mode, user=asked.user or "")
+        return respond(FileWritten(path=path, size_bytes=size_bytes), 201)
 
     async def get_file(self, request: Request) -> Response:
         """A file's bytes, or with ``list=true`` a directory's entries."""

@@ -1,8 +1,9 @@
 """Logs: what an invocation said, kept, bounded, followed while it runs; and how the gateway speaks itself.
 
 A log is a row of records numbered from 0. Writing never waits: a record goes to a short tail in memory and is
-noted for the store's next transaction. Followers pull at their own pace, from the tail or from the store, so a
-slow one costs no memory and blocks nobody.
+noted for the store's next transaction. Nobody is told of a record before it stands on disk, so that no kill can give
+its number to another. Followers pull at their own pace, from the tail or from the store, so a slow one costs no memory
+and blocks nobody.
 """
 
 from __future__ import annotations
@@ -61,7 +62,11 @@ class InvocationLog:
         #: Bytes of each stream that will be written once more and are on record already.
         self._known_bytes: dict[str, int] = {}
         self.end = 0
+        #: How many of the records stand on disk.
+        self.written = 0
         self.finished = False
+        #: Whether what is left of it is to be had of the store.
+        self.closed = False
         self.truncated = False
 
     def write(self, stream: str, data: str) -> None:
@@ -79,7 +84,7 @@ class InvocationLog:
 
     def restore(self, written: Sequence[Written]) -> None:
         """Go on where an earlier gateway stopped; the text of recent records will come once more and is passed over."""
-        self.end = max((each.end for each in written), default=0)
+        self.end = self.written = max((each.end for each in written), default=0)
         self.truncated = any(each.stream == TRUNCATED for each in written)
         self._room_bytes -= sum(each.text_bytes + each.records * RECORD_OVERHEAD_BYTES for each in written)
         self._known_bytes = {each.stream: each.recent_bytes for each in written if each.stream in OUTPUT}
@@ -93,6 +98,7 @@ class InvocationLog:
         if self._omitted_bytes:
             text = f"the log reached its limit of {self._limit_bytes} bytes; {self._omitted_bytes} bytes are missing"
             self._append(TRUNCATED, text)
+        self.closed = True
         self.pause()
 
     def pause(self) -> None:
@@ -137,7 +143,7 @@ class InvocationLog:
         return LogRow(seq=self._seq, position=self.end, time_s=self._wall(), stream=stream, data=text)
 
     def _keep(self, row: LogRow) -> bool:
-        if not self._store.save_log(row):
+        if not self._store.save_log(row, soon=bool(self._followers)):
             return False
         self.end += 1
         self._tail.append(row)
@@ -152,19 +158,24 @@ class InvocationLog:
             follower.set()
 
     def recent(self, position: int) -> list[LogRow] | None:
-        """Records from ``position`` on, if memory still holds them all; None sends the reader to the store."""
-        if position >= self.end:
+        """Records on disk from ``position`` on, if memory still holds them all; None sends the reader to the store."""
+        if position >= self.written:
             return []
         if not self._tail or position < self._tail[0].position:
             return None
-        return [row for row in self._tail if row.position >= position][:PAGE_RECORDS]
+        return [row for row in self._tail if position <= row.position < self.written][:PAGE_RECORDS]
+
+    def reached_disk(self, end: int) -> None:
+        """The records before ``end`` stand there."""
+        self.written = end
+        self._wake()
 
     async def beyond(self, position: int) -> bool:
-        """Wait until there is a record at ``position`` or the end; False after ``heartbeat_s`` of silence."""
+        """Wait until something is new of what follows ``position``; False after ``heartbeat_s`` of silence."""
         event = asyncio.Event()
         self._followers.add(event)
         try:
-            if self.end > position or self.finished:
+            if self.written > position or self.closed or (self.finished and self.end <= position):
                 return True
             async with asyncio.timeout(self._spec.heartbeat_s):
                 await event.wait()
@@ -183,6 +194,7 @@ class Logs:
         self.spec = spec
         self._wall = wall
         self._living: dict[int, InvocationLog] = {}
+        store.on_logs = self._reached_disk
         self.followers = 0
         self.followers_dropped = 0
 
@@ -217,9 +229,16 @@ class Logs:
         """A page of records from ``position`` on; empty at the end."""
         log = self._living.get(seq)
         page = None if log is None else log.recent(position)
-        if page is None:
+        if page is None or (log is not None and log.written < log.end and len(page) < limit):
             page = await self._store.logs(seq, position, min(limit, PAGE_RECORDS))
         return page[:limit]
+
+    def _reached_disk(self, rows: Sequence[LogRow]) -> None:
+        """These were written, and all before them."""
+        for seq, end in {row.seq: row.position + 1 for row in rows}.items():
+            log = self._living.get(seq)
+            if log is not None:
+                log.reached_disk(end)
 
     def follow(self, seq: int, position: int) -> AsyncGenerator[list[LogRow], None]:
         """Pages of records as they come, until the invocation has ended; an empty page is a heartbeat.
@@ -233,9 +252,8 @@ class Logs:
     async def _follow(self, seq: int, position: int) -> AsyncGenerator[list[LogRow], None]:
         self.followers += 1
         try:
+            log, page = self._living.get(seq), await self.read(seq, position)
             while True:
-                log = self._living.get(seq)
-                page = await self.read(seq, position)
                 if page:
                     position = page[-1].position + 1
                     yield page
@@ -243,6 +261,9 @@ class Logs:
                     return
                 elif not await log.beyond(position):
                     yield []
+                log = self._living.get(seq)
+                found = None if log is None else log.recent(position)
+                page = await self._store.logs(seq, position, PAGE_RECORDS) if found is None else found
         finally:
             self.followers -= 1
 

@@ -126,7 +126,9 @@ def _span(connection: sqlite3.Connection, chosen: Filter) -> tuple[int, int]:
 
 def _place_at(connection: sqlite3.Connection, time_s: float) -> int:
     """Return the first place whose record was accepted at ``time_s`` or later, or that behind the last."""
-    first, last = connection.execute("SELECT min(seq), max(seq) FROM invocations").fetchone()
+    # Two questions: for both at once SQLite would look at every record.
+    ends = "SELECT (SELECT min(seq) FROM invocations), (SELECT max(seq) FROM invocations)"
+    first, last = connection.execute(ends).fetchone()
     if first is None:
         return 0
     low, high = int(first), int(last) + 1

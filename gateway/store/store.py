@@ -49,6 +49,8 @@ class StoreSpec:
     durability: Durability = Durability.PROCESS
     #: Longest time for which a change that nobody waits for stays in memory only.
     lazy_s: float = 0.05
+    #: And how long log records that somebody follows wait to be written with others.
+    soon_s: float = 0.005
     #: Bytes of log text that may wait for the disk; beyond them log records are dropped, and say so.
     log_backlog_bytes: int = 32 * 2**20
     #: Seconds between two tries to write after the disk refused.
@@ -146,6 +148,7 @@ class Store:
         self._read_connections: list[sqlite3.Connection] = []
         self._batch = _Batch()
         self._log_bytes = 0
+        self._soon = False  # whether somebody follows a log of which the batch holds records
         self._writing: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._seq = 0
@@ -156,6 +159,8 @@ class Store:
         self.commits = 0
         self.rows_written = 0
         self.log_records_dropped = 0
+        #: Told which log records have just become durable, before anybody who waits for that.
+        self.on_logs: Callable[[Sequence[LogRow]], None] | None = None
 
     async def open(self) -> None:
         """Open or make the database, and bring it up to date; raises StorageUnavailable when it is corrupt or newer."""
@@ -228,13 +233,14 @@ class Store:
         self._batch.notes.append((statement, values))
         self._arm()
 
-    def save_log(self, row: LogRow) -> bool:
-        """Note a log record; False when so much waits for the disk that it was dropped."""
+    def save_log(self, row: LogRow, *, soon: bool = False) -> bool:
+        """Note a log record, ``soon`` if somebody waits for it; False if it is dropped: too much waits for the disk."""
         if self._log_bytes >= self._spec.log_backlog_bytes:
             self.log_records_dropped += 1
             return False
         self._log_bytes += len(row.data)
         self._batch.logs.append(row)
+        self._soon = self._soon or soon
         self._arm()
         return True
 
@@ -263,8 +269,13 @@ class Store:
         return waiter
 
     def _arm(self) -> None:
-        if self._timer is None and self._writing is None:
-            self._timer = asyncio.get_running_loop().call_later(self._spec.lazy_s, self._write_next)
+        if self._writing is not None:
+            return
+        loop, within_s = asyncio.get_running_loop(), self._spec.soon_s if self._soon else self._spec.lazy_s
+        sooner = self._timer is not None and self.failure is None and loop.time() + within_s < self._timer.when()
+        if self._timer is None or sooner:
+            self._stop_timer()
+            self._timer = loop.call_later(within_s, self._write_next)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -277,7 +288,7 @@ class Store:
         if self._writing is not None or not self._batch or self._connection is None:
             return
         batch, self._batch = self._batch, _Batch()
-        self._log_bytes = 0
+        self._log_bytes, self._soon = 0, False
         rows = [row_of(record) for record in batch.records.values()]
         loop = asyncio.get_running_loop()
         self._writing = loop.run_in_executor(self._writer, self._write, self._connection, batch, rows)
@@ -302,6 +313,8 @@ class Store:
         self._checkpoints.committed()
         self.commits += 1
         self.rows_written += len(batch.records)
+        if batch.logs and self.on_logs is not None:
+            self.on_logs(batch.logs)
         for waiter in batch.waiters:
             if not waiter.done():
                 waiter.set_result(None)

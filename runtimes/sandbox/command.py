@@ -6,9 +6,13 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
+from manager.errors import TooLarge
+
 #: Bytes of one argument or variable from which on the kernel refuses it, and characters of a piece, however long each.
 ARGUMENT_MAX_BYTES = 128 * 2**10
 PIECE_CHARS = 30 * 2**10
+#: Bytes of one piece of a file on its way in.
+PIECE_BYTES = 64 * 2**10
 #: Receives (``stdout`` | ``stderr``, bytes) as the command produces them; must not block.
 OnOutput = Callable[[str, bytes], None]
 
@@ -117,6 +121,44 @@ class FileStat:
     size_bytes: int
     directory: bool
     mode: int
+
+
+#: Bytes, or pieces of them as they come.
+FileSource = bytes | AsyncIterator[bytes]
+
+
+class FileContent:
+    """What is written to a file: bytes, or pieces as they come, of which no more is held than one."""
+
+    def __init__(self, data: FileSource, limit_bytes: int | None = None) -> None:
+        """Raises TooLarge, here or while the pieces come, for more than ``limit_bytes``."""
+        self._data = data
+        self._limit_bytes = limit_bytes
+        #: Bytes that have come.
+        self.size_bytes = 0
+        if isinstance(data, bytes):
+            self._count(len(data))
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether its pieces can be had more than once."""
+        return isinstance(self._data, bytes)
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """Yield it in pieces that fit a frame; raises what its source raises."""
+        if isinstance(self._data, bytes):
+            for start in range(0, len(self._data), PIECE_BYTES):
+                yield self._data[start : start + PIECE_BYTES]
+            return
+        async for chunk in self._data:
+            self._count(len(chunk))
+            for start in range(0, len(chunk), PIECE_BYTES):
+                yield chunk[start : start + PIECE_BYTES]
+
+    def _count(self, size_bytes: int) -> None:
+        self.size_bytes += size_bytes
+        if self._limit_bytes is not None and self.size_bytes > self._limit_bytes:
+            raise TooLarge(f"{self.size_bytes} bytes are more than the sandbox's disk", component="sandbox")
 
 
 class FileStream(Protocol):

@@ -14,12 +14,14 @@ from typing import Protocol
 
 import structlog
 
-from manager.errors import FILES_LOST, ActionFailed, Conflict, InvalidConfig, InvalidInput, Reason, TooLarge
+from manager.errors import FILES_LOST, ActionFailed, Conflict, InvalidConfig, InvalidInput, Reason
 from manager.function import AUTO, Background, SandboxSpec
 from runtimes.sandbox.cgroup import CpuWeight
 from runtimes.sandbox.command import (
     Command,
     CommandResult,
+    FileContent,
+    FileSource,
     FileStat,
     FileStream,
     OnOutput,
@@ -60,7 +62,7 @@ class RunnerClient(Protocol):
     async def open_file(self, path: str, *, limit_bytes: int, user: str = "") -> FileStream: ...
 
     async def write_file(
-        self, path: str, data: bytes, *, mode: int | None, locked: bool = False, user: str = ""
+        self, path: str, content: FileContent, *, mode: int | None, locked: bool = False, user: str = ""
     ) -> bool: ...
 
     async def list_files(self, path: str, *, user: str = "") -> list[FileStat]: ...
@@ -272,17 +274,17 @@ class Sandbox:
                 await self._client.rest(resting=True)
             self._frozen = True
 
-    async def write_file(self, path: str, data: bytes, *, mode: int | None = None, user: str = "") -> None:
-        """Write a file as ``user`` (by default the sandbox's own), making its directories.
+    async def write_file(self, path: str, data: FileSource, *, mode: int | None = None, user: str = "") -> int:
+        """Write a file as ``user`` (by default the sandbox's own), making its directories; return its bytes.
 
         One that is there keeps its owner and, without ``mode``, its mode; a new one is 644. Raises InvalidInput for a
         path that leaves the sandbox (links included), or where the user may not write.
         """
         self._require_allowed(user)
-        if len(data) > self.spec.disk_bytes:
-            raise TooLarge(f"{len(data)} bytes are more than the sandbox's disk", component=COMPONENT)
+        content = FileContent(data, self.spec.disk_bytes)
         async with self._transfer(path):
-            await self._client.write_file(path, data, mode=mode, user=_own(user))
+            await self._client.write_file(path, content, mode=mode, user=_own(user))
+        return content.size_bytes
 
     async def lock_file(self, path: str, data: bytes) -> bool:
         """Write a file as `write_file`; return whether its user cannot change it any more, nor put another there.
@@ -290,7 +292,7 @@ class Sandbox:
         That needs a runner that is root and a user that is not. Nobody else may be at work in the sandbox meanwhile.
         """
         async with self._transfer(path):
-            return await self._client.write_file(path, data, mode=0o444, locked=True)
+            return await self._client.write_file(path, FileContent(data), mode=0o444, locked=True)
 
     async def sweep(self) -> int:
         """End every process in it but the runner; return how many there were, as far as can be seen."""

@@ -14,14 +14,13 @@ COMPONENT = "sandbox.container"
 ARCHIVE_SLACK_BYTES = 2 * tarfile.RECORDSIZE
 
 
-def packed_file(name: str, data: bytes, *, mode: int, uid: int) -> bytes:
-    """Return an archive of one file that ``uid`` owns."""
-    archive = io.BytesIO()
+def pack_file(name: str, file: BinaryIO, archive: BinaryIO, *, mode: int, uid: int) -> None:
+    """Write an archive of one file that ``uid`` owns."""
     with tarfile.open(fileobj=archive, mode="w") as tar:
         entry = tarfile.TarInfo(name)
-        entry.size, entry.mode, entry.uid, entry.gid = len(data), mode, uid, uid
-        tar.addfile(entry, io.BytesIO(data))
-    return archive.getvalue()
+        entry.size, entry.mode, entry.uid, entry.gid = file.seek(0, io.SEEK_END), mode, uid, uid
+        file.seek(0)
+        tar.addfile(entry, file)
 
 
 def unpacked_file(archive: bytes | bytearray, path: str) -> bytes:

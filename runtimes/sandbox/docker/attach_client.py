@@ -12,7 +12,16 @@ from typing import Self, TypeVar
 import structlog
 
 from manager.errors import ActionFailed, CodedError
-from runtimes.sandbox.command import Command, CommandResult, FileStat, FileStream, OnOutput, ResumableCommand
+from runtimes.sandbox.command import (
+    Command,
+    CommandResult,
+    FileContent,
+    FileStat,
+    FileStream,
+    OnOutput,
+    ResumableCommand,
+)
+from runtimes.sandbox.docker.spool import repeatable
 from runtimes.sandbox.runner.conversation import SandboxProcess
 from runtimes.sandbox.runner.protocol import cut_off, lost
 from runtimes.sandbox.runner.stream_client import StreamClient
@@ -94,9 +103,11 @@ class AttachClient:
         return await self._again(lambda client: client.open_file(path, limit_bytes=limit_bytes, user=user))
 
     async def write_file(
-        self, path: str, data: bytes, *, mode: int | None, locked: bool = False, user: str = ""
+        self, path: str, content: FileContent, *, mode: int | None, locked: bool = False, user: str = ""
     ) -> bool:
-        return await self._again(lambda client: client.write_file(path, data, mode=mode, locked=locked, user=user))
+        """What cannot be had again is kept on this machine's disk until it has arrived."""
+        async with repeatable(content) as kept:
+            return await self._again(lambda client: client.write_file(path, kept, mode=mode, locked=locked, user=user))
 
     async def list_files(self, path: str, *, user: str = "") -> list[FileStat]:
         return await self._again(lambda client: client.list_files(path, user=user))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import posixpath
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, BinaryIO, ParamSpec, TypeVar
 
 import docker
 import docker.errors
@@ -17,10 +18,11 @@ import structlog
 from manager.errors import CapacityExceeded, CodedError, InvalidConfig, InvalidInput, NotFound, TooLarge
 from runtimes.sandbox.cgroup import PERIOD_US, CpuWeight
 from runtimes.sandbox.docker.address import EngineAddress
-from runtimes.sandbox.docker.archive import ARCHIVE_SLACK_BYTES, pack_tree, packed_file, unpacked_file
+from runtimes.sandbox.docker.archive import ARCHIVE_SLACK_BYTES, pack_file, pack_tree, unpacked_file
 from runtimes.sandbox.docker.chunks import STDERR, chunk_decoder
 from runtimes.sandbox.docker.client import AWAY, EngineConnection
 from runtimes.sandbox.docker.watchdog import EngineWatchdog
+from runtimes.sandbox.runner.runner import DEFAULT_PATH
 
 logger = structlog.get_logger("sandbox.engine")
 
@@ -245,14 +247,31 @@ class DockerEngine:
         return made
 
     async def start(self, container: str) -> Found:
-        """Start it; raises NoRunner if its program is not in the image."""
+        """Start it; raises NoRunner if its program is not in the image, which is looked for there."""
         try:
             await self.call(self._api.start, container)
         except CodedError as error:
-            if "executable file not found" in error.message or "no such file or directory" in error.message:
+            said = error.message.lower()
+            missing = "not found" in said or "no such file" in said  # a mount, a device, the engine's own files ...
+            if missing and await self.call(self._lacks_program, container):
                 raise NoRunner(error.message, component=COMPONENT) from None
             raise
         return await self.inspect(container)
+
+    def _lacks_program(self, container: str) -> bool:
+        """Return whether it is certain that a container has no file of its program's name on its path."""
+        made = self._api.inspect_container(container)["Config"]
+        program = str((made.get("Entrypoint") or made.get("Cmd"))[0])
+        path = next((each[5:] for each in made.get("Env") or () if each.startswith("PATH=")), DEFAULT_PATH)
+        for directory in [""] if "/" in program else path.split(":"):
+            try:
+                stream, _ = self._api.get_archive(container, posixpath.join(directory or "/", program))
+            except docker.errors.NotFound:
+                continue
+            next(stream, b"")  # begun: only then does its end close the connection
+            stream.close()
+            return False
+        return True
 
     async def inspect(self, container: str) -> Found:
         """Raises NotFound."""
@@ -368,8 +387,14 @@ class DockerEngine:
                 output("stderr" if stream == STDERR else "stdout", chunk)
         return None
 
-    async def put_file(self, container: str, directory: str, name: str, data: bytes, *, mode: int, uid: int) -> None:
-        await self.call(self._api.put_archive, container, directory, packed_file(name, data, mode=mode, uid=uid))
+    async def put_file(self, container: str, directory: str, name: str, file: BinaryIO, *, mode: int, uid: int) -> None:
+        def copy() -> None:
+            with tempfile.TemporaryFile() as archive:
+                pack_file(name, file, archive, mode=mode, uid=uid)
+                archive.seek(0)
+                self._api.put_archive(container, directory, archive)
+
+        await self.call(copy)
 
     async def put_tree(self, container: str, source: Path, target: str, *, limit_bytes: int) -> None:
         """Copy a directory of this machine in, for reading; raises InvalidConfig if it holds more than the limit."""

@@ -11,8 +11,18 @@ import time
 from collections.abc import Mapping
 
 from manager.errors import CapacityExceeded, CodedError, InvalidInput, NotFound, Unsupported
-from runtimes.sandbox.command import Command, CommandResult, FileStat, FileStream, HeldFile, OnOutput, ResumableCommand
+from runtimes.sandbox.command import (
+    Command,
+    CommandResult,
+    FileContent,
+    FileStat,
+    FileStream,
+    HeldFile,
+    OnOutput,
+    ResumableCommand,
+)
 from runtimes.sandbox.docker.engine import DockerEngine
+from runtimes.sandbox.docker.spool import on_disk
 from runtimes.sandbox.record import SandboxRecord
 from runtimes.sandbox.runner.conversation import KeptOutput, SandboxProcess
 from runtimes.sandbox.runner.protocol import COMMAND_FORM, FILE_ERROR, lost
@@ -146,9 +156,9 @@ class ExecClient:
         return HeldFile(await self.read_file(path, limit_bytes=limit_bytes))
 
     async def write_file(
-        self, path: str, data: bytes, *, mode: int | None, locked: bool = False, user: str = ""
+        self, path: str, content: FileContent, *, mode: int | None, locked: bool = False, user: str = ""
     ) -> bool:
-        """Nothing is locked by it."""
+        """Nothing is locked by it; on its way it lies on this machine's disk."""
         place, user = self._place(path), user or self._user
         directory, name = posixpath.split(place)
         _, told = await self._script(WRITE_SCRIPT, directory, place, user=user)
@@ -160,7 +170,8 @@ class ExecClient:
         own, *there = words[1:]
         kept_mode, uid = there or ("644", own)
         mode = int(kept_mode, 8) if mode is None else mode
-        await self._engine.put_file(self._container, directory, name, data, mode=mode, uid=int(uid))
+        async with on_disk(content) as file:
+            await self._engine.put_file(self._container, directory, name, file, mode=mode, uid=int(uid))
         return False
 
     async def _require_right(self, right: str, path: str, user: str) -> None:

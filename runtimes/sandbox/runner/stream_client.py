@@ -12,7 +12,15 @@ from collections.abc import Mapping
 from typing import cast
 
 from manager.errors import ActionFailed, TooLarge, Unsupported
-from runtimes.sandbox.command import Command, CommandResult, FileStat, FileStream, OnOutput, ResumableCommand
+from runtimes.sandbox.command import (
+    Command,
+    CommandResult,
+    FileContent,
+    FileStat,
+    FileStream,
+    OnOutput,
+    ResumableCommand,
+)
 from runtimes.sandbox.runner import runner as wire
 from runtimes.sandbox.runner.byte_stream import ByteStream
 from runtimes.sandbox.runner.conversation import (
@@ -155,20 +163,23 @@ class StreamClient(asyncio.BufferedProtocol):
         return download
 
     async def write_file(
-        self, path: str, data: bytes, *, mode: int | None, locked: bool = False, user: str = ""
+        self, path: str, content: FileContent, *, mode: int | None, locked: bool = False, user: str = ""
     ) -> bool:
-        """Raises NotFound, InvalidInput."""
+        """Raises NotFound, TooLarge, InvalidInput, and what the content raises: then nothing of it stays."""
         self._require("file_user", needed=user)
         if mode is None and "file_user" not in self.greeted.can:
             mode = 0o644
         answer = RunnerAnswer()
         number = self._begin(wire.WRITE, {"path": path, "mode": mode, "locked": locked, "user": user}, answer)
-        view = memoryview(data)
-        for start in range(0, len(data), wire.CHUNK_BYTES):
-            if answer.end.done():
-                break
-            await self.send(wire.encode(wire.STDIN, number, bytes(view[start : start + wire.CHUNK_BYTES])))
-        await self.send(wire.encode(wire.STDIN, number))
+        try:
+            async for piece in content.pieces():
+                if answer.end.done():
+                    break
+                await self.send(wire.encode(wire.STDIN, number, piece))
+            await self.send(wire.encode(wire.STDIN, number))
+        except BaseException:
+            self.cancel(number)
+            raise
         return (await self._await_answer(number, answer)).locked
 
     async def list_files(self, path: str, *, user: str = "") -> list[FileStat]:
@@ -210,7 +221,7 @@ class StreamClient(asyncio.BufferedProtocol):
         return (await self._ask(wire.SWEEP, {}, RunnerAnswer())).swept
 
     def cancel(self, number: int) -> None:
-        """Want no more of a file that is on its way."""
+        """Want no more of a file that is on its way, in or out."""
         if self._exchanges.pop(number, None) is not None:
             self._write(encode_json(wire.KILL, number, {"grace_s": 0.0}))
 

@@ -159,6 +159,13 @@ async def test_a_cookie_of_an_earlier_gateway_is_told_so(guarded: RunningGateway
         assert (refused.status_code, "earlier gateway" in refused.text) == (401, True)
 
 
+async def test_null_is_no_value_of_a_query(gateway: RunningGateway) -> None:
+    for name in ("dead", "limit", "state", "reason", "since"):
+        for value in ("null", "NULL"):
+            refused = await gateway.http.get(f"/v1/invocations?{name}={value}")
+            assert (refused.status_code, refused.json()["errors"]) == (422, {"path": name}), name
+
+
 async def test_what_nobody_reads_of_a_query_is_refused_by_name(gateway: RunningGateway) -> None:
     for path, name in (
         ("/v1/invocations?sate=queued", "sate"),

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import sqlite3
 import threading
 from collections.abc import AsyncIterator
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +18,7 @@ from gateway.config.sections import LogsSection
 from gateway.invocations.logs import DROPPED, TRUNCATED, Logs
 from gateway.store.store import LogRow, Store, StoreSpec
 from manager.errors import CapacityExceeded
+from tests.gateway.conftest import DEADLINE_S
 
 
 @pytest.fixture
@@ -62,6 +66,36 @@ async def test_a_follower_reads_what_left_memory_and_what_is_still_there(logs: L
     logs.close(1)
     rest = [row.data async for page in pages for row in page]
     assert [row.data for row in first] + rest == [*(f"line {n}\n" for n in range(10)), "late"]
+
+
+async def test_nobody_is_told_of_a_line_before_it_stands_on_disk(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written, busy, free = store._write, asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def slow(*batch: Any) -> None:
+        loop.call_soon_threadsafe(busy.set)
+        assert free.wait(DEADLINE_S)
+        written(*batch)
+
+    monkeypatch.setattr(store, "_write", slow)
+    logs = Logs(store, LogsSection(heartbeat_s=DEADLINE_S))
+    log = logs.open(1, limit_bytes=1000)
+    followed = asyncio.ensure_future(anext(logs.follow(1, 0)))
+    log.write("stdout", "first")
+    await busy.wait()
+    log.write("stdout", "second")
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not followed.done()
+    free.set()
+    told = await asyncio.wait_for(followed, DEADLINE_S)
+    with closing(sqlite3.connect(tmp_path / "db.sqlite")) as disk:
+        on_disk = disk.execute("SELECT position, data FROM log_records ORDER BY position").fetchall()
+    assert [(row.position, row.data) for row in told] == on_disk[: len(told)] != []
+    assert [row.data for row in await logs.read(1, 0)] == ["first", "second"], "a reader waits for the disk"
+    logs.close(1)
 
 
 async def test_a_silent_log_beats_its_heart(logs: Logs) -> None:

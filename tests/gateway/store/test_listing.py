@@ -104,6 +104,49 @@ async def test_times_and_reasons_choose_and_the_oldest_can_come_first(
     await store.close()
 
 
+def steps_of(path: Path, chosen: Filter) -> int:
+    """Return how many steps of SQLite's machine a page takes."""
+    taken = 0
+
+    def count() -> int:
+        nonlocal taken
+        taken += 1
+        return 0
+
+    with closing(sqlite3.connect(path, isolation_level=None)) as database:
+        database.row_factory = sqlite3.Row
+        database.set_progress_handler(count, 10)
+        listing.read_page(database, chosen)
+    return 10 * taken
+
+
+async def test_a_page_costs_as_many_steps_whatever_lies_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listing, "LOOKED_AT", 50)
+    store = Store(StoreSpec(path=tmp_path / "db.sqlite"))
+    await store.open()
+    filters: list[dict[str, object]] = [
+        {},
+        *({name: values[1]} for name, values in CHOICES.items()),
+        {"dead": False},
+        {"reason": Reason.QUOTA},
+        {"function": "f0", "task": "nobody's"},
+        {"state": State.FAILED, "trajectory": "t1", "dead": False},
+        {"since_s": 0.0, "task": "nobody's"},
+        {"function": "nobody's", "oldest": True},
+        {"task": "rl", "state": State.RUNNING, "oldest": True},
+    ]
+    costs = []
+    for count in (300, 2700):
+        some(store, count)
+        await store.commit()
+        costs.append([steps_of(tmp_path / "db.sqlite", Filter(**given, limit=5)) for given in filters])  # type: ignore[arg-type]
+    for given, few, many in zip(filters, *costs, strict=True):
+        assert many <= 1.5 * few + 200, (given, few, many)
+    await store.close()
+
+
 async def test_a_time_is_found_across_the_holes_that_retention_leaves(tmp_path: Path) -> None:
     path = tmp_path / "db.sqlite"
     store = Store(StoreSpec(path=path))

@@ -67,14 +67,14 @@ def test_copying_needs_exactly_one_sandbox(tangram: Tangram, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", ["..", ".", "", "a/..", "a\0b"])
 def test_what_a_sandbox_lists_leads_nowhere_else(tmp_path: Path, name: str) -> None:
-    listed = {"": [], "tree": [FileEntry(path=f"tree/{name}", size_bytes=1, directory=False, mode=0o644)]}
+    listed = {"": [], "tree": [FileEntry(path=f"tree/{name}", size_bytes=1, directory=False, mode="644")]}
     with pytest.raises(click.ClickException, match="nothing was copied"):
         list(files._downloads(lambda path: listed.get(path, []), "tree", tmp_path))
 
 
 def test_a_sandbox_that_lists_without_end_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "ENTRIES_MAX", 1000)
-    deeper = [FileEntry(path="d", size_bytes=0, directory=True, mode=0o755)]
+    deeper = [FileEntry(path="d", size_bytes=0, directory=True, mode="755")]
     with pytest.raises(click.ClickException, match="more than 1000"):
         list(files._downloads(lambda path: deeper, "tree", tmp_path))
 

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manager.errors import ActionFailed, Reason
-from runtimes.sandbox.command import Command
+from runtimes.sandbox.command import Command, FileContent
 from runtimes.sandbox.docker.address import EngineAddress
 from runtimes.sandbox.docker.attach import SIGN_OF_LIFE, AttachByteStream
 from runtimes.sandbox.docker.attach_client import AttachClient
@@ -287,7 +287,7 @@ class TestLine:
             engine.cut()
             assert [entry.path for entry in await client.list_files(str(tmp_path))]  # over the next connection
         engine.cut()
-        await client.write_file(str(tmp_path / "go"), b"", mode=0o644)
+        await client.write_file(str(tmp_path / "go"), FileContent(b""), mode=0o644)
         result = await running
         assert (result.stdout, result.stderr, result.exit_code) == (b"a\nb\n", b"c\n", 7)
         assert b"".join(data for stream, data in shown if stream == "stdout") == b"a\nb\n"

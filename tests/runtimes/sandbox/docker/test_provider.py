@@ -22,6 +22,7 @@ from docker import errors
 from manager.errors import (
     ActionFailed,
     CapacityExceeded,
+    CodedError,
     Conflict,
     InvalidConfig,
     InvalidInput,
@@ -292,6 +293,25 @@ async def test_a_network_of_that_name_that_is_not_isolated_is_not_used(container
     await make_isolated(containers._engine, name, {})
     await make_isolated(containers._engine, name, {})
     engine("network", "rm", name)
+
+
+async def test_only_an_image_without_python_is_taken_for_one(
+    containers: Provider, spec: SandboxSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert isinstance(containers, ContainerProvider)
+    api = containers._engine.api
+    message = 'error mounting "/gone" to rootfs at "/x": no such file or directory'
+
+    def failing(*_: object, **__: object) -> None:
+        raise errors.APIError("400 Client Error", explanation=message)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(api, "start", failing)
+        with pytest.raises(CodedError, match="error mounting"):
+            await containers.create(spec, name=unique("unlucky"), labels={}, mounts={})
+    sandbox = await containers.create(spec, name=unique("lucky"), labels={}, mounts={})
+    process = await sandbox.spawn(Command(argv=("true",)))  # which an image without python3 cannot hold
+    assert (await process.wait()).exit_code == 0
 
 
 @pytest.fixture(scope="module")
