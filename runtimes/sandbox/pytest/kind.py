@@ -10,7 +10,8 @@ from msgspec import Meta
 from manager.function import FunctionSpec, PytestSpec
 from manager.setting import Setting
 from runtimes.kind import Kind, Schema, schema_of
-from runtimes.sandbox.pytest.runtime import Check, PytestInput, PytestRuntime
+from runtimes.sandbox.pytest.plan import PytestInput
+from runtimes.sandbox.pytest.runtime import Check, PytestRuntime
 
 Verdict = Literal["passed", "failed", "error", "skipped", "xfailed", "xpassed", "missing"]
 

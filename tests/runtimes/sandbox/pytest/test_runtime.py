@@ -22,7 +22,8 @@ from runtimes.local import LocalExecutor
 from runtimes.runtime import Result
 from runtimes.sandbox.environments import Environments, EnvironmentSettings
 from runtimes.sandbox.provider import ProviderSettings, make_provider
-from runtimes.sandbox.pytest.runtime import PytestRuntime, PytestSettings
+from runtimes.sandbox.pytest.plan import PytestSettings
+from runtimes.sandbox.pytest.runtime import PytestRuntime
 from tests.runtimes.recorder import RecordingLog, assert_as_declared, execution_of
 
 SPEC = SandboxSpec(memory_bytes=512 * 2**20)

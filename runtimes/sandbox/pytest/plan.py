@@ -1,0 +1,137 @@
+"""What a reward is asked for: the input of a pytest action, read and checked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, TypedDict
+
+from msgspec import Meta
+
+from manager.function import PytestSpec
+from runtimes.runtime import Execution
+from runtimes.sandbox.exec.runtime import Directory, Env, checked, invalid, traced
+from runtimes.sandbox.pytest.report import SuiteRequest
+
+COMPONENT = "pytest"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PytestSettings:
+    """How suites are run."""
+
+    python: str = "python3"
+    #: Workers started for each core of a malleable action, which may be given more cores while it runs.
+    growth: float = 1.5
+    #: Least expected seconds on one core from which that is done: a further worker costs 0.2 to 1.4 CPU seconds
+    #: (``bench/pytest_width.py``), and shorter suites end before they could be given anything.
+    growth_from_s: float = 20.0
+    #: Times that a run is taken up again after its process ended under its tests.
+    resumes_max: int = 4
+    #: Seconds for each step in which a trajectory's changes are brought to a fresh sandbox.
+    transfer_s: float = 60.0
+    #: Bytes of a report, and of what a suite prints, that are taken in.
+    output_max_bytes: int = 16 * 2**20
+
+
+class PytestInput(TypedDict, total=False):
+    """Which tests to run; all that pytest collects by default."""
+
+    targets: Annotated[list[str], Meta(description="Files, directories and test ids that pytest is given")]
+    fail_to_pass: Annotated[list[str], Meta(description="Test ids that must pass for a reward of 1")]
+    pass_to_pass: Annotated[list[str], Meta(description="Test ids that must still pass for it")]
+    tests: Annotated[
+        dict[str, str],
+        Meta(
+            description="Files of the tests by path, as seen from cwd. They are written when everything that the agent "
+            "left running has ended, and are out of its user's hands where a runner is root and that user is not"
+        ),
+    ]
+    paths: Annotated[
+        list[str],
+        Meta(
+            description="With grade fresh: the files and directories of the workdir whose changes count; all by default"
+        ),
+    ]
+    args: Annotated[list[str], Meta(description="Options of pytest, after those of the function")]
+    cwd: Directory
+    env: Env
+    suite: Annotated[str, Meta(description="Name of the suite, by which a duration can be learned")]
+    workers: Annotated[int, Meta(ge=1, description="Workers; as many as cores were granted by default")]
+    test_timeout_s: Annotated[float, Meta(gt=0, description="Seconds that one test may take")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuitePlan:
+    """One action's input, read and checked."""
+
+    request: SuiteRequest
+    spec: PytestSpec
+    tests: Mapping[str, str]
+    paths: tuple[str, ...]
+    cwd: str
+    env: Mapping[str, str]
+    args: tuple[str, ...]
+    workers: int
+    dist: str
+    test_timeout_s: float
+
+
+def plan_of(execution: Execution, settings: PytestSettings) -> SuitePlan:
+    """Return the caller's input as a plan; raises ActionFailed(invalid_input) with the path at fault."""
+    function = execution.call.function
+    given = checked(execution.call.input, PytestInput, learned=function.duration.key, component=COMPONENT)
+    spec = function.pytest or PytestSpec()
+    request = SuiteRequest(
+        targets=tuple(given.get("targets", ())),
+        fail_to_pass=tuple(given.get("fail_to_pass", ())),
+        pass_to_pass=tuple(given.get("pass_to_pass", ())),
+    )
+    args, cwd = tuple(given.get("args", ())), given.get("cwd", "")
+    paths = {"targets": request.targets, "fail_to_pass": request.fail_to_pass, "pass_to_pass": request.pass_to_pass}
+    for name, texts in {**paths, "args": args}.items():
+        if not all(text and "\0" not in text for text in texts):
+            raise invalid(f"$.{name}", "must be a list of strings that are not empty", COMPONENT)
+    for name, texts in paths.items():
+        if any(id.startswith("/") for id in texts):
+            raise invalid(f"$.{name}", "must be seen from the working directory, not from /", COMPONENT)
+    if "\0" in cwd:
+        raise invalid("$.cwd", "must be a string without NUL", COMPONENT)
+    tests = given.get("tests", {})
+    _check_tests(tests, given.get("paths", []), spec)
+    return SuitePlan(
+        request=request,
+        spec=spec,
+        tests=tests,
+        paths=tuple(given.get("paths", ())),
+        cwd=cwd,
+        env=traced(execution.call, given.get("env", {})),
+        args=spec.args + args,
+        workers=_workers(execution, spec, request, given.get("workers"), settings),
+        dist=spec.dist,
+        test_timeout_s=given.get("test_timeout_s", 0.0),
+    )
+
+
+def _check_tests(tests: Mapping[str, str], paths: Sequence[str], spec: PytestSpec) -> None:
+    for name, each in (("tests", list(tests)), ("paths", paths)):
+        for path in each:
+            if not path or "\0" in path or path.startswith("/") or ".." in path.split("/"):
+                raise invalid(f"$.{name}", "must have paths below the working directory", COMPONENT)
+    if paths and spec.grade != "fresh":
+        raise invalid("$.paths", "is for functions with pytest: {grade: fresh}", COMPONENT)
+
+
+def _workers(
+    execution: Execution, spec: PytestSpec, request: SuiteRequest, asked: int | None, settings: PytestSettings
+) -> int:
+    """Return how many processes: one per core, more if the action may grow, fewer if there are fewer tests."""
+    action = execution.action
+    wanted = max(1, execution.lease.units("cpu"))
+    if action.malleable and "cpu" in action.cost and (action.t_ori_s or 0.0) >= settings.growth_from_s:
+        wanted = min(math.ceil(wanted * settings.growth), max(wanted, action.cost["cpu"].maximum))
+    wanted = asked or wanted
+    if request.listed and not request.targets:
+        wanted = min(wanted, len(request.listed))
+    return max(1, min(wanted, spec.max_workers))
