@@ -10,6 +10,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 from manager.action import Action
@@ -48,6 +49,8 @@ from manager.events import (
     Submitted,
     TrajectoryOpened,
     TrajectoryPlaced,
+    TryAgain,
+    TryGranted,
     UnitsConsumed,
     WakeAt,
 )
@@ -118,6 +121,8 @@ class Engine:
         self._abort_messages: dict[tuple[str, int], str] = {}
         #: Resizes and trajectory ends under way.
         self._chores: set[asyncio.Task[None]] = set()
+        #: Running actions that wait to make their call once more.
+        self._tries: dict[str, list[asyncio.Future[None]]] = {}
         self._replicas: dict[int, asyncio.Task[bool]] = {}
         #: The function that asked for each service last: how a copy of the service is made.
         self._functions: dict[str, FunctionSpec] = {}
@@ -349,6 +354,10 @@ class Engine:
                     self._lifecycle.placed(command.trajectory)
                 case EndTrajectory():
                     self._lifecycle.remove(command.trajectory)
+                case TryGranted():
+                    for granted in self._tries.pop(command.action_id, ()):
+                        if not granted.done():
+                            granted.set_result(None)
                 case WakeAt():
                     self._wake_at(command.instant_s)
 
@@ -366,7 +375,18 @@ class Engine:
     async def _run(self, action: Action, lease: Lease, call: Call) -> Outcome:
         if action.trajectory is not None:
             await self._lifecycle.until_removed(action.trajectory)
-        return await self._executor.execute(action, lease, call)
+        call = replace(call, again=partial(self._again, action))
+        try:
+            return await self._executor.execute(action, lease, call)
+        finally:
+            self._tries.pop(action.id, None)
+
+    async def _again(self, action: Action) -> None:
+        """Return when a running action may make its call once more."""
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._tries.setdefault(action.id, []).append(granted)
+        self._feed([TryAgain(action_id=action.id, attempt=action.attempt)])
+        await granted
 
     def _done(self, key: tuple[str, int], task: asyncio.Task[Outcome]) -> None:
         """Tell the core how an action has ended, whatever happened to its task."""

@@ -152,6 +152,14 @@ class Tick:
     """The instant that a `WakeAt` asked for has come."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TryAgain:
+    """A running action wants to make its call once more, which consumes what its first try did."""
+
+    action_id: str
+    attempt: int
+
+
 Event = (
     Submitted
     | Resumed
@@ -167,6 +175,7 @@ Event = (
     | ReplicaEnded
     | Reconfigured
     | UnitsConsumed
+    | TryAgain
     | Tick
 )
 
@@ -240,10 +249,19 @@ class EndTrajectory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TryGranted:
+    """What a `TryAgain` consumes was had: the call may be made."""
+
+    action_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WakeAt:
     """Send `Tick` at ``instant_s`` at the latest; replaces the earlier wish. None: no wish."""
 
     instant_s: float | None
 
 
-Command = Execute | Resize | Abort | Replicate | Settle | Refuse | TrajectoryPlaced | EndTrajectory | WakeAt
+Command = (
+    Execute | Resize | Abort | Replicate | Settle | Refuse | TrajectoryPlaced | EndTrajectory | TryGranted | WakeAt
+)

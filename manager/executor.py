@@ -39,6 +39,8 @@ class Call:
     #: Awaited just before the caller's own work begins, by runtimes that take their time to get ready for it: whether
     #: it goes on when this process is gone, for the next one to take over. Raises ActionFailed if it must not begin.
     announce: Callable[[], Awaitable[bool]] | None = None
+    #: Awaited before each further try of the same call: returns when what its first try consumed was had once more.
+    again: Callable[[], Awaitable[None]] | None = None
     #: Called when that work begins, by every runtime (`runtimes.runtime.Execution.begin`).
     begun: Callable[[], None] | None = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -48,12 +49,20 @@ class DurableStarts:
             call = replace(call, announce=partial(self._announce, action, call.function))
         once = self._once(action, call.function)
         used = self._quotas.begin(lease)
+        if used and call.again is not None:
+            call = replace(call, again=partial(self._again, used, call.again))
         try:
             if used or (once and (not inside or self._store.failure is not None)):
                 await self._store.durable()
             return await self._executor.execute(action, lease, call)
         finally:
             self._quotas.end(used)
+
+    async def _again(self, used: Mapping[str, int], had: Callable[[], Awaitable[None]]) -> None:
+        """Its quotas have room for another try, and that is on disk."""
+        await had()
+        self._quotas.again(used)
+        await self._store.durable()
 
     async def _announce(self, action: Action, function: FunctionSpec) -> bool:
         """Its sandbox is ready, and nothing was done in it yet."""

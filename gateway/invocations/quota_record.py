@@ -70,6 +70,12 @@ class QuotaRecord:
             self._save(name)
         return used
 
+    def again(self, used: Mapping[str, int]) -> None:
+        """The action makes its call once more: what the try before consumed returns a period from now."""
+        for name, units in used.items():
+            self._window(name).running += units
+        self.end(used)
+
     def end(self, used: Mapping[str, int]) -> None:
         """The action that consumed them has ended: they return a period from now."""
         quotas, now_s = self._quotas(), self._wall()

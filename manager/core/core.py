@@ -40,6 +40,8 @@ from manager.events import (
     Tick,
     TrajectoryEnded,
     TrajectoryOpened,
+    TryAgain,
+    TryGranted,
     UnitsConsumed,
     WakeAt,
 )
@@ -197,6 +199,8 @@ class Core:
                 consumed = self._state.resources.get(event.resource)
                 if isinstance(consumed, TimedPool):
                     consumed.restore(event.ended, event.running, self._state.now_s)
+            case TryAgain():
+                self._try_again(event)
             case Tick():
                 pass
 
@@ -252,6 +256,25 @@ class Core:
         if waiting is not None:
             self._settling.end_waiting(waiting, State.CANCELLED, Reason.CANCELLED, message)
 
+    def _try_again(self, event: TryAgain) -> None:
+        running = self._state.executing.get(event.action_id)
+        if running is None or running.action.attempt != event.attempt:
+            return
+        timed = [pool for pool in self._state.resources.timed if pool.kind in running.lease.grants]
+        for pool in timed:
+            pool.want_again(running.id, running.lease.units(pool.kind))
+        if not timed:
+            self._state.commands.append(TryGranted(action_id=running.id))
+        self._grant_tries()
+
+    def _grant_tries(self) -> None:
+        """Let those try again that have all that they want for it."""
+        timed = self._state.resources.timed
+        for pool in timed:
+            for holder in pool.grant_again():
+                if not any(other.wants_again(holder) for other in timed):
+                    self._state.commands.append(TryGranted(action_id=holder))
+
     def _reconfigure(self, event: Reconfigured) -> None:
         state = self._state
         if event.tasks is not None:
@@ -277,6 +300,7 @@ class Core:
         state.now_s = max(state.now_s, now_s)
         for pool in state.resources.timed:
             pool.advance(state.now_s)
+        self._grant_tries()
 
     def _lend(self) -> bool:
         """Start children that still wait on what their parents hold, one at a time; return whether any was started."""
@@ -305,7 +329,8 @@ class Core:
 
     def _awaited(self) -> list[TimedPool]:
         """Return the pools whose units return with time and for which something waits."""
-        return [pool for pool in self._state.resources.timed if self._state.queue.groups_of(pool.kind)]
+        timed = self._state.resources.timed
+        return [pool for pool in timed if self._state.queue.groups_of(pool.kind) or pool.wants_again()]
 
     def _take_commands(self) -> list[Command]:
         commands, self._state.commands = self._state.commands, []

@@ -167,3 +167,15 @@ class TimedPool(Pool):
     @abstractmethod
     def restore(self, ended: Sequence[tuple[float, int]], running: int, now_s: float) -> None:
         """Go on where the pool of another core was: (instant, units) of ended actions, and units of running ones."""
+
+    @abstractmethod
+    def want_again(self, holder: str, units: int) -> None:
+        """Note that a holder wants as many units once more: before anybody who has not begun."""
+
+    @abstractmethod
+    def grant_again(self) -> list[str]:
+        """Give what was wanted again, in order, as far as there are units; return the holders that have theirs."""
+
+    @abstractmethod
+    def wants_again(self, holder: str = "") -> bool:
+        """Return whether a holder (anybody by default) still waits for units that it wants again."""

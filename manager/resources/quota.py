@@ -40,8 +40,9 @@ class QuotaSpec(ResourceSpec):
 class QuotaPool(DeclaredPool[QuotaSpec], TimedPool):
     """At most ``limit`` units in any window of ``period_s``, and ``burst`` at one instant.
 
-    A unit is consumed when its action starts and returns ``period_s`` after its end: whenever its call arrives where
-    it is counted, no window there holds more than the limit. With a ``burst`` the units are also paced by a bucket of
+    A unit is consumed when its action starts and returns ``period_s`` after its end, or after the end of the try for
+    which it was, if the action makes its call again: that consumes another. So whenever a call arrives where it is
+    counted, no window there holds more than the limit. With a ``burst`` the units are also paced by a bucket of
     that depth, refilled at limit / period.
     """
 
@@ -54,15 +55,21 @@ class QuotaPool(DeclaredPool[QuotaSpec], TimedPool):
         self._orphaned = 0
         self._in_window = 0
         self._tokens = float(self.spec.most)
+        #: Units that running actions want for another try, in order; those of the try before are in the window.
+        self._wanted: dict[str, int] = {}
 
     @property
     def _rate(self) -> float:
         return self.spec.limit / self.spec.period_s
 
     @property
+    def _room(self) -> int:
+        room = max(0, self.spec.limit - self._in_window)
+        return room if self.spec.burst is None else min(room, int(self._tokens + _EPSILON))
+
+    @property
     def free(self) -> int:
-        free = max(0, self.spec.limit - self._in_window)
-        return free if self.spec.burst is None else min(free, int(self._tokens + _EPSILON))
+        return max(0, self._room - sum(self._wanted.values()))
 
     def reconfigure(self, spec: QuotaSpec) -> None:
         super().reconfigure(spec)
@@ -115,20 +122,44 @@ class QuotaPool(DeclaredPool[QuotaSpec], TimedPool):
         """Go on in the window of another core; its actions that were ``running`` count as ended now."""
         self._window = deque([*sorted(ended), (now_s, running)])
         self._orphaned = running
-        self._in_window = sum(units for _, units in self._window) + sum(self._held.values())
+        self._in_window = self._counted()
         past_s = self._window[0][0]
         for at_s, units in self._window:
             self._tokens = min(float(self.spec.most), self._tokens + (at_s - past_s) * self._rate) - units
             past_s = at_s
         self._tokens = max(0.0, self._tokens)
 
+    def want_again(self, holder: str, units: int) -> None:
+        if holder not in self._wanted:
+            self._window.append((self._now_s, units))
+            self._wanted[holder] = units
+
+    def grant_again(self) -> list[str]:
+        granted = []
+        for holder, units in list(self._wanted.items()):
+            if units > self._room:
+                break
+            del self._wanted[holder]
+            self._in_window += units
+            self._tokens -= units
+            granted.append(holder)
+        return granted
+
+    def wants_again(self, holder: str = "") -> bool:
+        return holder in self._wanted if holder else bool(self._wanted)
+
     def release(self, holder: str, now_s: float) -> None:
-        self._window.append((now_s, self._leave(holder)))
+        units = self._leave(holder)
+        if self._wanted.pop(holder, None) is None:  # else what it had is in the window
+            self._window.append((now_s, units))
         self._orphaned = 0
 
+    def _counted(self) -> int:
+        waiting = sum(self._wanted.values())
+        return sum(units for _, units in self._window) + sum(self._held.values()) - waiting
+
     def check(self) -> None:
-        counted = sum(units for _, units in self._window) + sum(self._held.values())
-        assert counted == self._in_window, f"{self.name}: {self._window}, {self._held}"
+        assert self._counted() == self._in_window, f"{self.name}: {self._window}, {self._held}, {self._wanted}"
 
     def describe(self) -> dict[str, object]:
         return {**super().describe(), "period_s": self.spec.period_s, "next_return_s": self.next_return_s()}

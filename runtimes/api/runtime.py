@@ -36,7 +36,8 @@ class ApiRuntime:
     """Calls external services through one pooled client.
 
     A status of the function's ``retry.on_status`` is tried again inside the action, never earlier than
-    Retry-After and never past the action's timeout: these waits are execution time. Failures are ``quota``
+    Retry-After and never past the action's timeout, and takes its units of the function's quotas as the first try did:
+    these waits are execution time. Failures are ``quota``
     (429), ``upstream`` (another status, no connection, a redirect to another origin), ``timeout``, ``output_limit``
     and ``invalid_input``; where the service answered, its answer is the failure's result.
     """
@@ -116,8 +117,11 @@ class ApiRuntime:
                 _log(execution, rendered, f"{line}, attempt {attempt} of {retry.max_attempts}, giving up")
                 raise answer.failure()
             _log(execution, rendered, f"{line}, attempt {attempt} of {retry.max_attempts}, again in {wait_s:.3f} s")
+            before_s = execution.execution_s
             await asyncio.sleep(wait_s)
-            waited_s += wait_s
+            if execution.call.again is not None:
+                await execution.call.again()
+            waited_s += execution.execution_s - before_s
         raise AssertionError("the last attempt returns or raises")
 
     async def _send(self, execution: Execution, spec: RequestSpec, origin: str, rendered: Rendered) -> _Answer:

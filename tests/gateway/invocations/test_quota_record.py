@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -85,6 +85,20 @@ async def test_a_restart_goes_on_in_the_window_and_what_ran_at_the_kill_ends_now
         assert free(engine) == 5
 
 
+async def test_a_further_try_consumes_beside_the_one_before(tmp_path: Path) -> None:
+    wall = Wall()
+    async with gateway_of(tmp_path, wall) as (store, record, _):
+        used = record.begin(lease(1))
+        record.again(used)
+        record.again(used)
+        await store.commit()
+    async with gateway_of(tmp_path, wall) as (_, _, engine):
+        assert free(engine) == 2, "three of five, one of which may still have been on its way"
+    wall.now_s += 61
+    async with gateway_of(tmp_path, wall) as (_, _, engine):
+        assert free(engine) == 5
+
+
 async def test_what_is_kept_of_a_quota_is_bounded(tmp_path: Path) -> None:
     wall = Wall()
     async with gateway_of(tmp_path, wall) as (store, record, _):
@@ -97,38 +111,55 @@ async def test_what_is_kept_of_a_quota_is_bounded(tmp_path: Path) -> None:
         assert sum(units for _, units in kept["ended"]) >= 600
 
 
-async def test_who_is_called_sees_no_window_with_more_than_the_limit(tmp_path: Path) -> None:
+async def arrivals_of(directory: Path, limit: int, calls: int, fails: Callable[[int], bool]) -> list[float]:
+    """Make so many calls at once of a service that counts its requests, and refuses some; return when they came."""
     arrivals: list[float] = []
     loop = asyncio.get_running_loop()
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(arrivals) % 3 == 0:  # some connections are slow to be taken
-            await asyncio.sleep(0.1)
+        for _ in range(200 if len(arrivals) % 3 == 0 else 0):  # some connections are slow to be taken
+            await asyncio.sleep(0)
         while (await reader.readline()).startswith(b"GET"):
             arrivals.append(loop.time())
             await reader.readuntil(b"\r\n\r\n")
-            writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}")
+            status = b"503 Busy" if fails(len(arrivals)) else b"200 OK"
+            writer.write(b"HTTP/1.1 %s\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}" % status)
         writer.close()
 
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    (tmp_path / "tangram.yaml").write_text(f"""
+    (directory / "tangram.yaml").write_text(f"""
 server: {{port: 0, grpc_port: 0, state_dir: state}}
 sandbox: {{provider: process}}
-resources: {{search: {{kind: quota, limit: 5, period: 300ms}}}}
+resources: {{search: {{kind: quota, limit: {limit}, period: 300ms}}}}
 functions:
-  search: {{runtime: api, cost: {{search: 1}}, request: {{method: GET, url: "http://127.0.0.1:{port}/"}}}}
+  search:
+    runtime: api
+    cost: {{search: 1}}
+    retry: {{on: [503], max_attempts: 3, backoff: 1ms}}
+    request: {{method: GET, url: "http://127.0.0.1:{port}/"}}
 """)
-    async with gateway(load([tmp_path], {})) as app:
+    async with gateway(load([directory], {})) as app:
         serving = asyncio.create_task(app.serve())
         address = f"http://127.0.0.1:{app.http_port}/v1/functions/search/invocations"
         assert app.tokens is not None
         headers = {"Authorization": f"Bearer {app.tokens.invoke}"}
-        async with httpx.AsyncClient(timeout=30.0, headers=headers) as client:
-            answers = await asyncio.gather(*(client.post(address, json={}) for _ in range(20)))
+        async with httpx.AsyncClient(timeout=60.0, headers=headers) as client:
+            answers = await asyncio.gather(*(client.post(address, json={}) for _ in range(calls)))
         app.stop()
         await serving
-    assert [each.status_code for each in answers] == [200] * 20
+    assert [each.status_code for each in answers] == [200] * calls
+    server.close()
+    return arrivals
+
+
+async def test_who_is_called_sees_no_window_with_more_than_the_limit(tmp_path: Path) -> None:
+    arrivals = await arrivals_of(tmp_path, 5, 20, lambda number: False)
     assert len(arrivals) == 20
     assert max(sum(first <= each < first + 0.3 for each in arrivals) for first in arrivals) <= 5
-    server.close()
+
+
+async def test_each_try_within_a_call_counts_as_who_is_called_counts_it(tmp_path: Path) -> None:
+    arrivals = await arrivals_of(tmp_path, 2, 4, lambda number: number <= 4)
+    assert len(arrivals) == 8
+    assert max(sum(first <= each < first + 0.3 for each in arrivals) for first in arrivals) <= 2

@@ -26,6 +26,8 @@ from manager.events import (
     TrajectoryEnded,
     TrajectoryOpened,
     TrajectoryPlaced,
+    TryAgain,
+    TryGranted,
     WakeAt,
 )
 from manager.outcome import Outcome, State
@@ -109,6 +111,27 @@ def test_a_wake_up_is_asked_for_the_instant_quota_returns(drive: Drive) -> None:
     assert WakeAt(instant_s=3.5) in driver.commands
     driver.step(3.5, Tick())
     assert "q2" in driver.started
+
+
+def test_a_further_try_waits_for_its_quota_and_goes_before_who_has_not_begun(drive: Drive) -> None:
+    driver = drive(replace(spec(), resources={"search": QuotaSpec(limit=1, period_s=2.5)}))
+    driver.step(0, submit("q1", {"search": 1}), submit("q2", {"search": 1}))
+    driver.step(1, TryAgain(action_id="q1", attempt=1))
+    assert WakeAt(instant_s=3.5) in driver.commands
+    assert TryGranted(action_id="q1") not in driver.commands
+    driver.step(3.5, Tick())
+    assert TryGranted(action_id="q1") in driver.commands
+    assert "q2" not in driver.started
+    driver.step(4, finish("q1"))
+    driver.step(6.5, Tick())
+    assert "q2" in driver.started
+
+
+def test_a_further_try_of_what_has_no_quota_needs_no_leave(drive: Drive) -> None:
+    driver = drive(spec())
+    driver.step(0, submit("a1"))
+    driver.step(1, TryAgain(action_id="a1", attempt=1), TryAgain(action_id="gone", attempt=1))
+    assert [each for each in driver.commands if isinstance(each, TryGranted)] == [TryGranted(action_id="a1")]
 
 
 def test_a_trajectory_runs_its_actions_one_at_a_time_and_stays_on_its_node(drive: Drive) -> None:

@@ -113,3 +113,72 @@ def test_a_burst_is_not_had_anew_by_a_restart() -> None:
     pool.advance(100.0)
     pool.restore([(99.0, 3)], 0, 100.0)
     assert pool.free == 1
+
+
+def test_a_further_try_takes_a_unit_of_its_own_before_anybody_who_has_not_begun() -> None:
+    pool = QuotaPool("q", QuotaSpec(limit=2, period_s=2.0))
+    pool.advance(0.0)
+    for holder in "ab":
+        pool.acquire(PoolRequest(holder=holder, units=1), 0.0)
+    pool.advance(0.5)
+    pool.want_again("a", 1)
+    assert (pool.grant_again(), pool.free, pool.next_return_s()) == ([], 0, 2.5)
+    pool.check()
+    pool.release("b", 0.5)
+    pool.advance(2.5)
+    assert pool.free == 1, "one of the two is kept"
+    assert (pool.grant_again(), pool.wants_again()) == (["a"], False)
+    assert pool.free == 1
+    pool.release("a", 3.0)
+    pool.check()
+    pool.advance(4.9)
+    assert pool.free == 1
+    pool.advance(5.0)
+    assert pool.free == 2
+
+
+def test_one_that_ends_while_it_waits_for_another_try_keeps_nothing() -> None:
+    pool = QuotaPool("q", QuotaSpec(limit=1, period_s=1.0))
+    pool.advance(0.0)
+    pool.acquire(PoolRequest(holder="a", units=1), 0.0)
+    pool.want_again("a", 1)
+    pool.release("a", 0.5)
+    pool.check()
+    pool.advance(1.0)
+    assert (pool.free, pool.grant_again(), pool.wants_again()) == (1, [], False)
+
+
+@given(
+    limit=st.integers(1, 4),
+    actions=st.lists(st.tuples(st.floats(0, 1), st.lists(st.floats(0, 1), min_size=1, max_size=4)), max_size=15),
+)
+def test_no_window_of_arrivals_exceeds_the_limit_with_tries(
+    limit: int, actions: list[tuple[float, list[float]]]
+) -> None:
+    pool = QuotaPool("q", QuotaSpec(limit=limit, period_s=1.0))
+    now_s = 0.0
+    arrivals: list[float] = []
+
+    def until(instant_s: float) -> None:
+        nonlocal now_s
+        now_s = instant_s
+        pool.advance(now_s)
+        pool.check()
+
+    for number, (gap_s, tries) in enumerate(actions):
+        until(now_s + gap_s)
+        if not pool.free:
+            continue
+        pool.acquire(PoolRequest(holder=str(number), units=1), now_s)
+        for index, took_s in enumerate(tries):
+            if index:
+                pool.want_again(str(number), 1)
+                while str(number) not in pool.grant_again():
+                    instant_s = pool.next_return_s()
+                    assert instant_s is not None
+                    until(instant_s)
+            arrivals.append(now_s + took_s / 2)
+            until(now_s + took_s)
+        pool.release(str(number), now_s)
+    for first in arrivals:
+        assert sum(first <= each < first + 1.0 - 1e-9 for each in arrivals) <= limit
