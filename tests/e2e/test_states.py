@@ -24,7 +24,7 @@ from tests.e2e.gateway import GatewayProcess
 
 STATES = Path(__file__).resolve().parents[1] / "data" / "states"
 KEPT = sorted(STATES.glob("schema-*.tar.gz"))
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 LARGEST_BYTES = 100_000
 
 

@@ -20,7 +20,7 @@ from tangram.client.credentials import Bearer
 from tests.e2e.gateway import GatewayProcess, document
 
 #: Nothing in these tests takes so long unless it is broken.
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 #: What the counting server takes for an answer, so that there is work to kill.
 WORK_S = 0.03
 ATTEMPTS = 400

@@ -76,14 +76,19 @@ async def test_inputs_that_live_are_bounded_in_bytes(tmp_path: Path) -> None:
         assert gateway.app.held.bytes == 0
 
 
-@pytest.mark.parametrize("path", ["functions/echo/invocations", "trajectories/t/files/x", "invocations:batch"])
-async def test_inputs_that_arrive_are_bounded_in_bytes(tmp_path: Path, path: str) -> None:
+async def test_files_are_written_as_they_come_and_hold_nothing_here(tmp_path: Path) -> None:
     async with serving(GatewayBench(tmp_path, server={"inputs_max": 1000})) as gateway:
         assert (await gateway.http.put("/v1/trajectories/t", json={"function": "shell"})).status_code == 200
+        written = await gateway.http.put("/v1/trajectories/t/files/workspace/x", content=b"x" * 100_000)
+        assert (written.status_code, written.json()["size_bytes"]) == (201, 100_000)
+
+
+@pytest.mark.parametrize("path", ["functions/echo/invocations", "invocations:batch"])
+async def test_inputs_that_arrive_are_bounded_in_bytes(tmp_path: Path, path: str) -> None:
+    async with serving(GatewayBench(tmp_path, server={"inputs_max": 1000})) as gateway:
         _, writer = await asyncio.open_connection("127.0.0.1", gateway.app.http_port)
-        verb = "PUT" if "files" in path else "POST"
         about = "Host: localhost\r\nContent-Type: application/json\r\nContent-Length: 900"
-        writer.write(f"{verb} /v1/{path} HTTP/1.1\r\n{about}\r\n\r\n{'x' * 600}".encode())
+        writer.write(f"POST /v1/{path} HTTP/1.1\r\n{about}\r\n\r\n{'x' * 600}".encode())
         await until(lambda: gateway.app.held.bytes == 600)
         await refused(gateway)
         writer.transport.abort()

@@ -16,7 +16,7 @@ from runtimes.sandbox.runner import runner as wire
 from runtimes.sandbox.runner.byte_stream import SocketStream
 from runtimes.sandbox.runner.stream_client import StreamClient
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,7 +137,7 @@ def test_core_lists() -> None:
     assert list(parse_cores("\n")) == []
 
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 CONTROLLERS = ("cpuset", "cpu", "memory", "pids")
 
 

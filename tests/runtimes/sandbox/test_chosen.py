@@ -22,7 +22,7 @@ from runtimes.sandbox.warm_pool import DEMAND_S
 from runtimes.sandbox.warm_pools import WarmPools
 from tangram.types import SandboxChoice
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 OWN = SandboxSpec(image="base", memory_bytes=2**28, env={"OWN": "1"})
 OPEN = replace(
     OWN,

@@ -37,7 +37,7 @@ from runtimes.sandbox.sandbox import Provider, Sandbox
 from runtimes.sandbox.warm_pool import DEMAND_S, WarmPool
 from tests.runtimes.recorder import assert_as_declared, execution_of
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from runtimes.sandbox.record import SandboxRecord
 from runtimes.sandbox.sandbox import Provider, Sandbox
 from tests.runtimes.sandbox.conftest import unique
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 async def sh(sandbox: Sandbox, text: str, *, user: str = "") -> CommandResult:

@@ -17,7 +17,7 @@ from runtimes.sandbox.runner.conversation import MARKER
 from runtimes.sandbox.sandbox import Provider, Sandbox
 from tests.runtimes.sandbox.conftest import unique
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 async def sh(sandbox: Sandbox, text: str, **options: object) -> CommandResult:

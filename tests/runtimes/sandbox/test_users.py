@@ -14,7 +14,7 @@ from runtimes.sandbox.command import Command, CommandResult
 from runtimes.sandbox.sandbox import Provider, Sandbox
 from tests.runtimes.sandbox.conftest import unique
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 async def sh(sandbox: Sandbox, text: str, *, user: str = "") -> CommandResult:

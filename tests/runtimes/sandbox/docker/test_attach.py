@@ -27,7 +27,7 @@ from runtimes.sandbox.runner.protocol import RUNNER
 from runtimes.sandbox.runner.runner import ANSWER_BYTES, MARK_BYTES, Attachment, Silence
 from runtimes.sandbox.runner.stream_client import StreamClient
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 HEAD = b"HTTP/1.1 101 UPGRADED\r\nConnection: Upgrade\r\nUpgrade: tcp\r\n\r\n"
 CHUNK = struct.Struct("!BxxxI")
 MARK = bytes(range(MARK_BYTES))

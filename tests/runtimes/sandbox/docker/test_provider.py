@@ -46,7 +46,7 @@ from runtimes.sandbox.sandbox import Provider, Sandbox
 from tests.runtimes.sandbox.conftest import unique
 
 pytestmark = pytest.mark.docker
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 async def sh(sandbox: Sandbox, text: str, *, timeout_s: float = 20.0, user: str = "") -> CommandResult:

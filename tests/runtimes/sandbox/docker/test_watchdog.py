@@ -12,7 +12,7 @@ from manager.errors import CapacityExceeded
 from runtimes.sandbox.docker.watchdog import DaemonThreads, EngineWatchdog
 
 SILENCE_S = 0.1
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 class SlowEngine:

@@ -20,7 +20,7 @@ from runtimes.sandbox.provider import ProviderSettings, make_provider
 from runtimes.sandbox.sandbox import Provider, Sandbox
 from tests.runtimes.recorder import execution_of
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 SCALE: dict[str, object] = {"per_instance": 1, "instances_min": 0, "instances_max": 8, "idle_s": 300.0}
 SETTINGS = HandlerSettings(sandbox=SandboxSpec(memory_bytes=256 * 2**20), start_timeout_s=DEADLINE_S, kill_grace_s=0.2)
 

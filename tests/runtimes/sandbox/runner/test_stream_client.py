@@ -21,7 +21,7 @@ from runtimes.sandbox.runner.protocol import encode_json
 from runtimes.sandbox.runner.runner import FrameDecoder, ProtocolError, encode
 from runtimes.sandbox.runner.stream_client import StreamClient
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 

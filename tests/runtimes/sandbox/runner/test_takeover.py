@@ -19,7 +19,7 @@ from runtimes.sandbox.runner.conversation import MARKER
 from runtimes.sandbox.runner.protocol import encode_json
 from tests.runtimes.sandbox.box import Box
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 #: Says that it began, waits for the test, and says that it ended.
 GATED = "echo one; echo two >&2; echo run >> runs; until [ -e go ]; do sleep 0.01; done; echo three; exit 7"
 SLEEP = "echo begun; exec sleep 1000"
