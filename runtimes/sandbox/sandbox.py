@@ -69,11 +69,9 @@ class RunnerClient(Protocol):
 
     async def rest(self, *, resting: bool) -> None:
         """Stop every process but the runner, or let them run again."""
-        ...
 
     def lend(self, fd: int) -> bool:
         """Lend the runner what it lets its sandbox's processes go with, for its own end; False if that cannot be."""
-        ...
 
     async def sweep(self) -> int: ...
 
