@@ -21,7 +21,7 @@ from tests.house.source import ROOT
 ENVIRONMENT = {"TANGRAM_TOKEN": "t" * 32, "TANGRAM_IMAGE": "sandbox:1", "TANGRAM_STATE": "/nowhere"}
 CONFIGURATIONS = sorted(path for path in DEPLOY.rglob("tangram.yaml"))
 BASE, EXAMPLE = DEPLOY / "kustomize" / "base", DEPLOY / "kustomize" / "overlays" / "example"
-COMMAND_S = 120
+COMMAND_S = 300
 
 
 def documents(path: Path) -> list[dict[str, Any]]:

@@ -155,7 +155,7 @@ async def test_a_collector_that_does_not_answer_holds_up_no_end() -> None:
     async with listening(collector):
         async with exporting(collector.url, timeout_s=0.05) as exporter:
             exporter.settled(ended())
-            await until(lambda: collector.requests == 1)
+            await until(lambda: collector.requests >= 1)
         assert exporter.sent == 0 and exporter.dropped == 4
 
 
