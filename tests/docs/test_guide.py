@@ -63,12 +63,10 @@ def test_every_input_and_result_is_json() -> None:
     assert all(isinstance(json.loads(text), dict) for _, text in blocks("json"))
 
 
-def test_the_site_shows_every_page() -> None:
-    shown = set(re.findall(r"[\w/.-]+\.md", (ROOT / "mkdocs.yml").read_text(encoding="utf-8")))
-    pages = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")}
-    assert pages <= shown
+def test_every_page_that_the_site_names_is_there() -> None:
+    named = set(re.findall(r"[\w/.-]+\.md", (ROOT / "mkdocs.yml").read_text(encoding="utf-8")))
     hooks = (ROOT / "scripts" / "site" / "hooks.py").read_text(encoding="utf-8")
-    assert all(f'"{name}"' in hooks for name in shown - pages)
+    assert [name for name in named if not (ROOT / "docs" / name).is_file() and f'"{name}"' not in hooks] == []
 
 
 def test_links_of_the_deployment_lead_to_files() -> None:
