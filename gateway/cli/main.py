@@ -21,6 +21,7 @@ VERBS: Mapping[str, Verb] = {
     "clean": Verb("gateway.cli.clean:clean", "Show and remove what gateways left behind."),
     "plan": Verb("gateway.cli.simulate:plan", "Decide once on a written snapshot and explain each action."),
     "simulate": Verb("gateway.cli.simulate:simulate", "Play a workload on the same scheduler under a virtual clock."),
+    "report": Verb("gateway.cli.report.verb:report", "One page of a real run, and of what it would have cost."),
     "trace": Verb("gateway.cli.simulate:trace", "Traces of what trajectories did."),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -29,6 +30,8 @@ from tangram import Client
 from tangram.cli.options import connected, json_option
 from tangram.cli.progress import progress
 
+#: Formats of a picture, by suffix.
+PICTURES = (".png", ".svg", ".pdf")
 #: What `--policy` is when it is not given: ours beside the paper's.
 DEFAULT_POLICIES = ("adaptive", "price", "paper")
 
@@ -134,15 +137,18 @@ def simulate(
 ) -> None:
     """Play a workload on the very same scheduler under a virtual clock: what if I had other sizes or policies?"""
     size = Size(nodes=nodes, cores=cores, gpus=gpus, replicate=replicate)
+    if plot is not None:
+        _check_picture(plot)
     try:
         chosen = load_workload(workload, batch, seed)
+        base = _configured(configs, size, chosen) if configs else None
         wanted = [name for text in names or DEFAULT_POLICIES for name in text.split("+")]
         with progress(len(wanted)) as begun:
             result = run(
                 chosen,
                 wanted,
                 size,
-                base=_configured(configs, size, chosen) if configs else None,
+                base=base,
                 physics=Physics(batch_marginal=batch_marginal),
                 learned=learned,
                 with_bound=bound,
@@ -154,9 +160,9 @@ def simulate(
         _fail(error)
     if export_trace is not None:
         export_trace.write_text("".join(f"{line}\n" for line in write_trace(chosen.trajectories)), encoding="utf-8")
-    if plot is not None:
-        _plot(result, chosen, size, plot)
     click.echo(result.to_json() if as_json else result.table())
+    if plot is not None:
+        _plot(result, chosen, size, base, plot)
 
 
 @click.group()
@@ -215,11 +221,21 @@ def _configured(paths: tuple[Path, ...], size: Size, workload: Workload) -> Mana
     return loaded.manager_spec((describe(loaded),))
 
 
-def _plot(result: SimulationResult, workload: Workload, size: Size, path: Path) -> None:
-    """matplotlib is an extra and slow to import: only here."""
+def _check_picture(path: Path) -> None:
+    """Refuse before anything is played what could not be written after it."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise click.UsageError("--plot needs matplotlib: pip install 'tangram-gateway[plot]'")
+    if path.suffix.lower() not in PICTURES:
+        raise click.BadParameter(f"{path.name!r} must end in {', '.join(PICTURES)}", param_hint="--plot")
+    if not path.absolute().parent.is_dir():
+        raise click.BadParameter(f"there is no directory {path.absolute().parent}", param_hint="--plot")
+
+
+def _plot(result: SimulationResult, workload: Workload, size: Size, base: ManagerSpec | None, path: Path) -> None:
+    """matplotlib is slow to import: only here."""
     from gateway.cli.plot import plot_result
 
-    plot_result(result, workload, size, path)
+    plot_result(result, workload, size, base, path)
 
 
 def _seconds(text: str) -> float:

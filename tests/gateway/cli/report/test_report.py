@@ -1,0 +1,133 @@
+"""A report tells what a run took, and what the same work would have taken; one file, whatever names are in it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from gateway.cli.report.page import page
+from gateway.cli.report.run import PlayedRun, ReportedRun, RunAction, actions_of, play, workload_of
+from tests.gateway.cli.test_trace_export import FUNCTIONS, record
+from tests.gateway.conftest import RunningGateway
+from tests.tangram.cli.conftest import Served, served
+
+__all__ = ["served"]
+VOID = {"meta", "br", "rect", "line", "polygon", "td", "tr", "th"}
+
+
+def action(number: int, begin_s: float, execution_s: float, **given: object) -> RunAction:
+    values: dict[str, object] = {
+        "id": f"{number}",
+        "function": "tests",
+        "task": "t",
+        "lane": f"swe-{number % 3}",
+        "state": "succeeded",
+        "reason": "",
+        "accepted_s": begin_s,
+        "queue_s": 1.0,
+        "overhead_s": 0.5,
+        "execution_s": execution_s,
+        "units": {"cpu": 2},
+        **given,
+    }
+    return RunAction(**values)  # type: ignore[arg-type]  # by name
+
+
+def run_of(*actions: RunAction) -> ReportedRun:
+    return ReportedRun(title="Task t", server="http://g", actions=actions, capacity={"cpu": 4}, played=(), left_out=())
+
+
+class Checked(HTMLParser):
+    """Fails for what loads anything, and for tags that are closed and were not opened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag not in ("script", "link", "img", "iframe", "base", "form")
+        assert not {name for name, _ in attrs} & {"src", "href", "onload", "onclick"}
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def text_of(html: str) -> str:
+    checked = Checked()
+    checked.feed(html)
+    return checked.text
+
+
+def test_units_in_use_are_those_of_the_actions_over_time() -> None:
+    run = run_of(action(0, 0.0, 8.5), action(1, 4.0, 4.5))
+    assert run.span_s == 10.0
+    used = run.in_use("cpu", 10)
+    assert used == pytest.approx([0, 2, 2, 2, 2, 4, 4, 4, 4, 4])
+    assert run.in_use("gpu", 4) == [0, 0, 0, 0]
+
+
+def test_the_page_tells_the_run_and_loads_nothing() -> None:
+    failed = action(2, 1.0, 1.0, state="timed_out", reason="timeout", function="shell")
+    text = text_of(page(run_of(action(0, 0.0, 8.5), action(1, 4.0, 4.5), failed)))
+    assert "3 actions over 10s" in text and "did not succeed1" in text
+    assert "tests" in text and "shell" in text and "in the mean" in text
+
+
+def test_hostile_names_stay_text() -> None:
+    hostile = "<img src=x onerror=alert(1)>'\"&"
+    html = page(run_of(action(0, 0.0, 1.0, function=hostile, lane=hostile, reason=hostile)))
+    assert "<img" not in html
+    text_of(html)
+    problem = PlayedRun(name="x", row=None, problem=hostile)
+    assert "<img" not in page(replace(run_of(action(0, 0.0, 1.0)), played=(problem,)))
+
+
+def test_the_same_work_is_played_with_every_policy() -> None:
+    records = [record(f"{at:011x}-{at:012x}", "tests", at, at + 2.0, 2.0, units={"cpu": 1}) for at in range(6)]
+    workload, left_out = workload_of(records, FUNCTIONS)
+    assert left_out == []
+    played = play(workload, 1, 8, 0)
+    assert [each.problem for each in played if each.row is None] == []
+    rows = {each.name: each.row for each in played}
+    ours, pods = rows["Tangram: adaptive"], rows["static pods, one a trajectory"]
+    assert ours is not None and pods is not None
+    assert 0 < ours.act_s < 12.0, "suites are elastic here: eight cores are faster than the one that was recorded"
+    html = page(replace(run_of(*actions_of(records)), played=played))
+    assert "static pods" in text_of(html) and "1.00 x" in html
+
+
+def test_what_waits_for_quotas_is_played_without_them_and_said() -> None:
+    functions = {**FUNCTIONS, "web": {"name": "web", "runtime": "api", "cost": {"search": 1}}}
+    records = [record("00000000001-000000000001", "web", 0.0, 1.0, 1.0, units={"search": 1})]
+    workload, left_out = workload_of(records, functions)
+    assert left_out == ["search"]
+    assert all(each.row is not None for each in play(workload, 1, 2, 0))
+
+
+async def test_a_real_run_is_reported_by_task_trajectory_and_invocation(
+    served: Served, gateway: RunningGateway, tmp_path: Path
+) -> None:
+    headers = {"X-Task": "swe", "X-Trajectory-Id": "t1"}
+    for number in range(3):
+        await gateway.invoke({"n": number}, headers=headers)
+    await gateway.invoke({"reason": "handler_error"}, headers={"X-Task": "swe"})
+    listed = (await gateway.http.get("/v1/invocations", params={"trajectory": "t1"})).json()["invocations"]
+    out = tmp_path / "r.html"
+    for words, count in ((("--task", "swe"), 4), (("t1",), 3), ((listed[0]["id"],), 3)):
+        status, shown, err = await served("report", *words, "--out", str(out), "--json")
+        assert status == 0, err
+        assert json.loads(shown)["actions"] == count
+        assert f"{count} actions" in text_of(out.read_text())
+    assert (await served("report", "--task", "nobody", "--out", str(out)))[0] == 66
+    assert (await served("report", "--out", str(out)))[0] == 2
