@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from bench.report import median, percentile
@@ -35,6 +36,24 @@ def row_of(run: SimulationRun) -> dict[str, float]:
         "p99.9": percentile(acts_s, 0.999),
         "max_wait": max((record.queue_s for record in run.records), default=0.0),
         "makespan": run.makespan_s,
+    }
+
+
+def trajectory_tail_of(run: SimulationRun) -> dict[str, float]:
+    """Return in seconds, of whole trajectories: the tail of their ACTs, the longest, and the longest that one waited.
+
+    A step of training waits for trajectories, not for actions, and policies spread a trajectory's waiting over its
+    actions differently: first come first served lets each of its commands wait, others its test suite alone.
+    """
+    acts_s: defaultdict[str, float] = defaultdict(float)
+    waits_s: defaultdict[str, float] = defaultdict(float)
+    for record in run.records:
+        acts_s[record.trajectory] += record.act_s
+        waits_s[record.trajectory] += record.queue_s
+    return {
+        "trajectory_p99": percentile(list(acts_s.values()), 0.99),
+        "trajectory_max": max(acts_s.values(), default=0.0),
+        "trajectory_wait": max(waits_s.values(), default=0.0),
     }
 
 

@@ -15,15 +15,18 @@ class Expiries(Generic[Item]):
     def __init__(self, is_stale: Callable[[Item, float], bool]) -> None:
         """``is_stale`` says of an item and its instant whether that instant means nothing any more."""
         self._is_stale = is_stale
-        self._heap: list[tuple[float, int, Item]] = []
+        #: Instant, order, a number that is never the same (items need not compare), item.
+        self._heap: list[tuple[float, int, int, Item]] = []
+        self._added = 0
 
     def add(self, expiry_s: float, seq: int, item: Item) -> None:
         """Note that ``item`` expires at ``expiry_s``; ``seq`` orders what expires at the same instant."""
-        heapq.heappush(self._heap, (expiry_s, seq, item))
+        self._added += 1
+        heapq.heappush(self._heap, (expiry_s, seq, self._added, item))
 
     def next_s(self) -> float | None:
         """Return the instant at which the next item expires; None if there is none."""
-        while self._heap and self._is_stale(self._heap[0][2], self._heap[0][0]):
+        while self._heap and self._is_stale(self._heap[0][-1], self._heap[0][0]):
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
 
@@ -31,10 +34,10 @@ class Expiries(Generic[Item]):
         """Remove and return what has expired; ``living`` is about how many items are not stale."""
         due: list[Item] = []
         while self._heap and self._heap[0][0] <= now_s:
-            expiry_s, _, item = heapq.heappop(self._heap)
+            expiry_s, _, _, item = heapq.heappop(self._heap)
             if not self._is_stale(item, expiry_s):
                 due.append(item)
         if len(self._heap) > 64 + 4 * living:
-            self._heap = [entry for entry in self._heap if not self._is_stale(entry[2], entry[0])]
+            self._heap = [entry for entry in self._heap if not self._is_stale(entry[-1], entry[0])]
             heapq.heapify(self._heap)
         return due

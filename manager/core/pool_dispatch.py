@@ -18,7 +18,7 @@ from manager.core.state import SchedulerState
 from manager.resources.placed import PlacedPool
 from manager.resources.pool import Pool, PoolRequest
 from manager.scheduler.drawn import Drawn
-from manager.scheduler.policy import ChunkView, Decision, PoolView, Start, WaitingView
+from manager.scheduler.policy import ChunkView, CrowdView, Decision, PoolView, Start, WaitingView
 
 #: A policy is not asked again sooner than this, whatever it wants.
 _LEAST_WAKE_S = 0.001
@@ -113,6 +113,7 @@ class PoolDispatch:
             backlog=sum(self._share(group) for group in self._groups),
             eligible=self._show_eligible(),
             rigid_most=self._rigid_most(),
+            crowd=None if state.spec.strict or isinstance(pool, PlacedPool) else self._show_crowd(),
             arrival_rate=load.arrivals.at(now_s),
             utilisation=load.utilisation(now_s),
             chunks=self._show_chunks(pool) if isinstance(pool, PlacedPool) else None,
@@ -137,7 +138,11 @@ class PoolDispatch:
 
     def _share(self, group: QueueGroup) -> int:
         """Return how many of a group's actions wait for this pool, if several nodes could serve them."""
-        return -(-group.live // max(1, len(self._selection.options[group]))) if self._pool.node else group.live
+        return -(-group.live // self._nodes_of(group))
+
+    def _nodes_of(self, group: QueueGroup) -> int:
+        """Return how many pools like this one could serve a group's actions."""
+        return max(1, len(self._selection.options[group])) if self._pool.node else 1
 
     def _queued(self, groups: Sequence[QueueGroup]) -> Iterator[Waiting]:
         """Yield waiting actions in order of service, candidates first, bounded by the window."""
@@ -150,16 +155,39 @@ class PoolDispatch:
         if self._state.spec.strict:  # one queue for everything: nothing starts but the candidates
             return Drawn(lambda: (candidate.waiting.action for candidate in self._candidates.values()))
         groups = self._startable
-        # What another kind's policy chooses for is not this one's to start, though it needs this pool as well.
         chosen_elsewhere = any(len(group.demand) > 1 for group in self._groups)
+        return Drawn(
+            lambda: self._chosen_here(self._queued(groups)), None if chosen_elsewhere else self._eligible_count(groups)
+        )
 
-        def draw() -> Iterator[Action]:
-            for waiting in self._queued(groups):
-                if not chosen_elsewhere or waiting.action.chooser == self._pool.kind:
-                    self._eligible[waiting.id] = waiting
-                    yield waiting.action
+    def _chosen_here(self, waiting: Iterable[Waiting]) -> Iterator[Action]:
+        """Yield the actions that this pool's policy chooses for, and note that it was shown them.
 
-        return Drawn(draw, None if chosen_elsewhere else self._eligible_count(groups))
+        What another kind's policy chooses for is not this one's to start, though it needs this pool as well.
+        """
+        for one in waiting:
+            if one.action.chooser == self._pool.kind:
+                self._eligible[one.id] = one
+                yield one.action
+
+    def _show_crowd(self) -> CrowdView | None:
+        """Return what could start here by its expected work, if it is of one task: several are served in fair order.
+
+        Nothing is sorted before somebody asks.
+        """
+        kind, groups = self._pool.kind, self._startable
+        if len({group.signature.task for group in self._groups}) != 1:
+            return None
+
+        def shortest() -> Iterator[Action]:
+            in_order = heapq.merge(*(group.by_length.items() for group in groups))
+            return self._chosen_here(waiting for _, _, waiting in in_order)
+
+        return CrowdView(
+            elastic=sum(-(-group.keyed[kind] // self._nodes_of(group)) for group in groups),
+            work_s=lambda: sum(one.demand[kind] * one.by_length.seconds / self._nodes_of(one) for one in groups),
+            shortest=shortest,
+        )
 
     def _rigid_most(self) -> int:
         """Return how many eligible actions have no choice of units here; some may be beyond the window."""
@@ -228,8 +256,13 @@ class PoolDispatch:
                 others.append(start)
                 continue
             _require(start.units in candidate.choice, start, "is not in the unit set")
+            start = _within_cap(start, candidate)
             within = balance > self._free or start.units <= self._limit(candidate, self._free + self._reserved)
             _require(within, start, "is above its limit")
+            if isinstance(self._pool, PlacedPool) and start.units > balance + self._reserved:
+                # A free place of that size is in sight, but some of its devices are promised to others by count.
+                self._missed.append(candidate)
+                continue
             balance -= start.units
             _require(balance >= -self._reserved, start, f"is beyond the {self._free} units to share")
             if self._start(candidate.waiting, candidate.option, start, kept=self._kept(self._pool)):
@@ -326,6 +359,15 @@ def _require(holds: bool, wish: object, broken: str) -> None:
     """Raise BrokenPromise unless a promise of the policy holds."""
     if not holds:
         raise BrokenPromise(f"{wish} {broken}")
+
+
+def _within_cap(start: Start, candidate: Candidate) -> Start:
+    """Return a start with no more units than the cap of the action's task leaves beside those promised to others."""
+    if candidate.cap is None:
+        return start
+    most = candidate.choice.at_most(candidate.choice.minimum + candidate.cap.free)
+    assert most is not None, f"{candidate.waiting.id} was promised its minimum"
+    return start if start.units <= most else replace(start, units=most)
 
 
 def _unit_set(action: Action) -> UnitSet:

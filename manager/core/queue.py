@@ -7,12 +7,14 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
+from operator import itemgetter
 from typing import NamedTuple, TypeVar
 
 from manager.action import ANYWHERE, Action, Demand, NodeChoice
 from manager.config import ServiceSpec, TaskSpec
 from manager.core.expiries import Expiries
 from manager.errors import CapacityExceeded, CodedError, QuotaExceeded
+from manager.scheduler.durations import UNKNOWN_S
 
 Place = TypeVar("Place")
 
@@ -60,16 +62,30 @@ class Signature(NamedTuple):
     placement: NodeChoice = ANYWHERE
 
 
-class QueueGroup:
-    """Waiting actions with one signature, in order of service. Removal is a mark; the list is cleaned in bulk."""
+#: What sorts a group's waiting actions: one that is queued again may meet the mark of its first time.
+_place = itemgetter(0, 1)
 
-    __slots__ = ("_first", "_items", "demand", "keyed", "live", "pools", "pools_version", "signature")
+
+def _expected_s(waiting: Waiting) -> float:
+    """Return the seconds that an action takes with one unit, by estimate."""
+    seconds = waiting.action.t_ori_s
+    return UNKNOWN_S if seconds is None else seconds
+
+
+class QueueGroup:
+    """Waiting actions with one signature, in order of service. Removal is a mark; the list is cleaned in bulk.
+
+    From the first time that somebody asks they also lie in the order of their expected seconds.
+    """
+
+    __slots__ = ("_by_length", "_first", "_items", "demand", "keyed", "live", "pools", "pools_version", "signature")
 
     def __init__(self, signature: Signature) -> None:
         self.signature = signature
         self.demand: Mapping[str, int] = dict(signature.demand)
         self._items: list[tuple[Key, int, Waiting]] = []
         self._first = 0
+        self._by_length: ByLength | None = None
         self.live = 0
         #: How many of them have a choice of units, by the kind of their key; under None those that have none.
         self.keyed = Counter[str | None]()
@@ -88,11 +104,13 @@ class QueueGroup:
 
     def add(self, waiting: Waiting) -> None:
         item = (waiting.key, waiting.seq, waiting)
-        if not self._items or item > self._items[-1]:
+        if not self._items or _place(item) > _place(self._items[-1]):
             self._items.append(item)
         else:
-            insort(self._items, item, lo=self._first)
+            insort(self._items, item, lo=self._first, key=_place)
         waiting.group = self
+        if self._by_length is not None:
+            self._by_length.add(waiting)
         self.live += 1
         self.keyed[waiting.action.key] += 1
 
@@ -106,6 +124,23 @@ class QueueGroup:
         if len(self._items) > 32 + 2 * self.live:
             self._items = [item for item in self._items[self._first :] if item[2].group is self]
             self._first = 0
+        if self._by_length is not None:
+            self._by_length.remove(waiting)
+
+    @property
+    def by_length(self) -> ByLength:
+        """Return the same actions, the shortest first."""
+        if self._by_length is None:
+            self._by_length = ByLength(self)
+        return self._by_length
+
+    def check(self) -> None:
+        """Assert that both orders hold the same actions."""
+        if self._by_length is not None:
+            lengths = [(item[0], item[2]) for item in self._by_length.items()]
+            assert {id(one) for _, one in lengths} == {id(one) for one in self} and len(lengths) == self.live
+            expected_s = sum(seconds for seconds, _ in lengths)
+            assert abs(self._by_length.seconds - expected_s) <= 1e-6 * max(1.0, expected_s)
 
     def items(self) -> Iterator[tuple[Key, int, Waiting]]:
         """Yield waiting actions in order, each with what sorts it among others; the group must not change meanwhile."""
@@ -117,6 +152,42 @@ class QueueGroup:
     def __iter__(self) -> Iterator[Waiting]:
         """Iterate over waiting actions in order; the group must not change meanwhile."""
         return (waiting for _, _, waiting in self.items())
+
+
+class ByLength:
+    """A group's waiting actions by their expected seconds, the earlier of equals first, and the sum of these."""
+
+    __slots__ = ("_first", "_group", "_items", "seconds")
+
+    def __init__(self, group: QueueGroup) -> None:
+        self._group = group
+        self._items = sorted(((_expected_s(one), one.seq, one) for one in group), key=_place)
+        self._first = 0
+        self.seconds = sum(item[0] for item in self._items)
+
+    def add(self, waiting: Waiting) -> None:
+        seconds = _expected_s(waiting)
+        insort(self._items, (seconds, waiting.seq, waiting), lo=self._first, key=_place)
+        self.seconds += seconds
+
+    def remove(self, waiting: Waiting) -> None:
+        """Take in that an action has left the group."""
+        group = self._group
+        while self._first < len(self._items) and self._items[self._first][2].group is not group:
+            self._first += 1
+        if len(self._items) > 32 + 2 * group.live:
+            self._items = [item for item in self._items[self._first :] if item[2].group is group]
+            self._first = 0
+            self.seconds = sum(item[0] for item in self._items)
+        else:
+            self.seconds -= _expected_s(waiting)
+
+    def items(self) -> Iterator[tuple[float, int, Waiting]]:
+        """Yield each with what sorts it among others; the group must not change meanwhile."""
+        for index in range(self._first, len(self._items)):
+            item = self._items[index]
+            if item[2].group is self._group:
+                yield item
 
 
 @dataclass(slots=True, kw_only=True)
@@ -258,6 +329,8 @@ class Queue:
         assert indexed == set(self._groups.values()) == {group for groups in self._by_kind.values() for group in groups}
         assert all(self._waiting.get(one.id) is one for one in grouped), "a group holds what does not wait"
         assert sum(self._by_task.values()) == sum(self._by_function.values()) == len(self._waiting)
+        for group in self._groups.values():
+            group.check()
 
     def _forget(self, group: QueueGroup) -> None:
         """Drop a group of which nothing waits any more."""

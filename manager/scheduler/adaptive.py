@@ -15,12 +15,13 @@ from typing import Annotated
 
 from manager.action import Action
 from manager.scheduler.backfill import BACKFILL_TRIES, Backfill, expected_s, release_s
-from manager.scheduler.durations import kind_of
-from manager.scheduler.policy import Decision, PoolView, ResizeChoice, RunningView, Start
+from manager.scheduler.durations import is_malleable, kind_of
+from manager.scheduler.policy import CrowdView, Decision, PoolView, ResizeChoice, RunningView, Start
 from manager.scheduler.price import PricePolicy
 from manager.scheduler.rank import Ranked, head_room, leader, ranked
 from manager.scheduler.running import RunningSet
 from manager.scheduler.shares import ShareMember, member, water_fill
+from manager.scheduler.turns import CrowdPass
 from manager.setting import Setting
 
 
@@ -48,6 +49,10 @@ class AdaptivePolicy:
     short_s: Annotated[float, Setting("a rigid action at most this long goes before the others", ge=0)] = 5.0
     age_max_s: Annotated[float, Setting("an action that has waited this long is overtaken no more", ge=0)] = 120.0
     head_room: Annotated[float, Setting("free units kept from elastic actions for short ones", ge=0, le=1e3)] = 0.5
+    crowd: Annotated[int, Setting("elastic actions that wait from which on the shortest go first", ge=1, le=10**9)] = 14
+    #: Of the time in which the pool works off all that waits.
+    crowd_age: Annotated[float, Setting("in a crowd, who has waited so many times that long goes first", ge=0)] = 1.5
+    crowd_price: Annotated[float, Setting("price of a unit in a crowd, for each that waits a unit", ge=0)] = 1.5
     #: For devices and for pools without malleable actions.
     price: PricePolicy = field(default_factory=PricePolicy)
 
@@ -65,12 +70,12 @@ class AdaptivePolicy:
             return Decision()
         order = ranked(waiting, kind, view.now_s, self.short_s, self.age_max_s, view.rigid_most)
         kept_back = head_room(running, kind, self.head_room)
-        return _Pass(self, view, kind, malleable, kept_back).run(order)
-
-
-def is_malleable(action: Action, kind: str) -> bool:
-    """Whether its units of ``kind`` can be changed one by one while it runs."""
-    return action.malleable and action.key == kind and action.cost[kind].choices is None
+        pass_ = _Pass(self, view, kind, malleable, kept_back)
+        if view.crowd is not None and view.crowd.elastic >= self.crowd:
+            decision = pass_.run_crowd(order, running, view.crowd)
+            if decision is not None:
+                return decision
+        return pass_.run(order)
 
 
 class _Pass:
@@ -99,6 +104,14 @@ class _Pass:
         joined, shrinks, spare = self._join(joiners, shares, self._free - rigid_units)
         growths, wake_s = self._grow(shares, spare - self._kept_back)
         return Decision(starts=starts + joined, resizes=shrinks + growths, wake_s=wake_s)
+
+    def run_crowd(self, order: Ranked, running: RunningSet, crowd: CrowdView) -> Decision | None:
+        """The decision in a crowd; None while the oldest is wide and waits for its room."""
+        turns = CrowdPass(self._view, crowd, self._kind, running, short_s=self._policy.short_s, workers=self._workers)
+        head = leader(order.first, next(iter(order.rest), None), self._kind)
+        if head is not None and not turns.lead(head):
+            return None
+        return turns.run(age=self._policy.crowd_age, price=self._policy.crowd_price)
 
     def _least(self, action: Action) -> int:
         return action.cost[self._kind].minimum

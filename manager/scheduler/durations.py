@@ -78,6 +78,11 @@ def is_elastic(action: Action, kind: str) -> bool:
     )
 
 
+def is_malleable(action: Action, kind: str) -> bool:
+    """Whether its units of ``kind`` can be changed one by one while it runs."""
+    return action.malleable and action.key == kind and action.cost[kind].choices is None
+
+
 def kind_of(pool: str) -> str:
     """The resource kind of a pool: ``cpu:node0`` is ``cpu``, ``google_search`` is itself."""
     return pool.partition(":")[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -76,6 +76,18 @@ class ChunkView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CrowdView:
+    """What nothing but a pool's free units keeps from starting, by its expected work; of all nodes the pool's part."""
+
+    #: How many have a choice of units here.
+    elastic: int
+    #: Unit-seconds of all, each at its minimum, by estimate.
+    work_s: Callable[[], float]
+    #: They, the shortest first. Once they were looked at, these may be started as those of ``eligible`` may.
+    shortest: Callable[[], Iterator[Action]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PoolView:
     """All that a policy may look at: one pool, its running actions, and the candidates in FCFS order."""
 
@@ -99,6 +111,8 @@ class PoolView:
     reserved: int = 0
     #: At most so many of ``eligible`` have no choice of units here; None if nobody has counted.
     rigid_most: int | None = None
+    #: The same actions by their expected work; None where they start in order, or several tasks wait.
+    crowd: CrowdView | None = None
     #: Arrivals per second of actions for this pool, smoothed.
     arrival_rate: float = 0.0
     #: Smoothed fraction of the pool in use.

@@ -230,6 +230,29 @@ class TrajectoriesChecker:
                 order.remove(action_id)
 
 
+class Workers:
+    """Nothing grows beyond the workers that it was started with: there would be nobody to use the units."""
+
+    def __init__(self) -> None:
+        self._most: dict[str, int] = {}
+
+    def see(self, now_s: float, event: Event | None, commands: list[Command]) -> None:
+        for command in commands:
+            if isinstance(command, Execute | Resize) and command.action.key is not None:
+                grant = command.lease.grants.get(command.action.key)
+                if grant is None or not command.action.malleable:
+                    continue
+                if isinstance(command, Execute):
+                    self._most[command.action.id] = grant.workers
+                workers = self._most[command.action.id]
+                assert not workers or grant.units <= workers, (
+                    f"{command.action.id}: {grant.units} for {workers} workers"
+                )
+
+    def end(self) -> None:
+        """All was checked as it happened."""
+
+
 class Late:
     """Answers of attempts that are over change nothing."""
 

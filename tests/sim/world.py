@@ -42,6 +42,7 @@ from manager.outcome import Outcome, State
 from manager.resources.concurrency import ConcurrencySpec
 from manager.resources.quota import QuotaSpec
 from manager.scheduler.policy import Policy, PolicySpec
+from manager.scheduler.registry import make_policy
 from tests.sim.checkers import (
     Checker,
     ClosedNodes,
@@ -52,6 +53,7 @@ from tests.sim.checkers import (
     Quotas,
     Residents,
     TrajectoriesChecker,
+    Workers,
     story,
 )
 from tests.sim.devices import Devices
@@ -92,11 +94,15 @@ class Journal:
 
 
 class World:
-    """One seed's world. ``run`` raises AssertionError where a promise is broken."""
+    """One seed's world. ``run`` raises AssertionError where a promise is broken, or a policy fails.
 
-    def __init__(self, seed: int) -> None:
+    ``policy`` decides on everything, instead of ``fixed`` or the random one.
+    """
+
+    def __init__(self, seed: int, policy: PolicySpec | None = None) -> None:
         self._random = random.Random(seed)
-        self.orderly = self._random.random() < 0.6
+        self._policy = policy
+        self.orderly = self._random.random() < 0.6 and policy is None
         #: Whether most actions ask models, so that devices are fought over.
         self._modelling = self._random.random() < 0.3
         #: Whether actions choose their nodes, by labels and by what these are able to run.
@@ -114,6 +120,7 @@ class World:
             Late(),
             ClosedNodes(self.spec),
             Residents(),
+            Workers(),
         ]
         if self.orderly:
             self._checkers.append(FirstComeFirstServed(self.spec))
@@ -198,7 +205,9 @@ class World:
 
     def _core(self, seed: int) -> Core:
         policies: dict[str, Policy] = {}
-        if not self.orderly:
+        if self._policy is not None:
+            policies = {"default": make_policy(self._policy)}
+        elif not self.orderly:
             policies = {kind: RandomPolicy(seed + index) for index, kind in enumerate(("default", "cpu", "gpu"))}
         return build_core(self.spec, policies=policies, function_bounds={"f": self._random.choice((10, 1000))})
 

@@ -42,6 +42,38 @@ def test_a_group_is_served_by_stamp_then_submission_whatever_comes_and_goes() ->
     assert group.keyed[None] == group.live == len(left)
 
 
+@pytest.mark.slow
+def test_a_group_lies_in_the_order_of_expected_seconds_too_whatever_comes_and_goes() -> None:
+    chance = random.Random(2)
+    waiting = queue(1000)
+    lengths = (None, 0.5, 1.0, 3.0, 80.0)
+    entries = [admit(waiting, action(f"a{seq}", t_ori_s=chance.choice(lengths)), seq=seq) for seq in range(100)]
+    (group,) = waiting.groups()
+    assert group.by_length.seconds > 0, "asked for once, the order is kept"
+    entries += [admit(waiting, action(f"a{seq}", t_ori_s=chance.choice(lengths)), seq=seq) for seq in range(100, 400)]
+    gone = set(chance.sample(range(400), 350))
+    for index in sorted(gone, key=lambda index: chance.random()):
+        waiting.leave(entries[index])
+        waiting.check()
+    left = [entry for entry in entries if entry.seq not in gone]
+    left.sort(key=lambda entry: (1.0 if entry.action.t_ori_s is None else entry.action.t_ori_s, entry.seq))
+    assert [item[2] for item in group.by_length.items()] == left
+
+
+def test_an_action_that_is_queued_again_finds_its_old_place() -> None:
+    """The mark of its first time may still lie there, with the same place in both orders."""
+    waiting = queue()
+    first, again, last = (admit(waiting, action(name), seq=seq) for seq, name in enumerate("abc"))
+    (group,) = waiting.groups()
+    assert [item[2].id for item in group.by_length.items()] == ["a", "b", "c"]
+    waiting.leave(again)
+    twice = Waiting(again.action, again.key, again.seq)
+    waiting.admit(twice, 0.0)
+    waiting.offer(twice)
+    assert list(group) == [first, twice, last] == [item[2] for item in group.by_length.items()]
+    waiting.check()
+
+
 def test_a_group_disappears_with_its_last_action() -> None:
     waiting = queue()
     entry = admit(waiting, action("a"))

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from manager.action import Action, Amdahl, UnitSet
 from manager.chunk import Chunk
-from manager.scheduler.policy import ChunkView, Decision, PoolView, RunningView, WaitingView
+from manager.scheduler.policy import ChunkView, CrowdView, Decision, PoolView, RunningView, WaitingView
 
 
 def suite(
@@ -58,8 +58,12 @@ def pool(
     now_s: float = 0.0,
     worker_cost_s: float = 0.0,
     utilisation: float = 1.0,
+    crowd: bool = False,
 ) -> PoolView:
-    """Cores: what nobody holds is free; candidates are the waiting actions that fit together at their minimum."""
+    """Cores: what nobody holds is free; candidates are the waiting actions that fit together at their minimum.
+
+    With ``crowd`` the policy is shown what waits by its expected work as well.
+    """
     free = total - sum(one.units for one in running_now)
     left, candidates = free, []
     for action in waiting:
@@ -80,8 +84,19 @@ def pool(
         queued=waiting,
         backlog=len(waiting),
         eligible=waiting,
+        crowd=crowd_of(waiting) if crowd else None,
         utilisation=utilisation,
         worker_cost_s=worker_cost_s,
+    )
+
+
+def crowd_of(waiting: Sequence[Action]) -> CrowdView:
+    """The waiting actions by their expected work."""
+    by_work = sorted(waiting, key=lambda action: action.t_ori_s or 1.0)
+    return CrowdView(
+        elastic=sum(action.key == "cpu" for action in waiting),
+        work_s=lambda: sum(action.cost["cpu"].minimum * (action.t_ori_s or 1.0) for action in waiting),
+        shortest=lambda: iter(by_work),
     )
 
 
