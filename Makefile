@@ -32,7 +32,7 @@ types:
 	$(PYTHON) -m mypy
 
 unit:
-	scripts/run-tests -n 2 --dist loadgroup --order $(SEED) --ignore tests/ecosystem
+	scripts/run-tests -n 2 --dist loadgroup --order $(SEED) --ignore tests/ecosystem --ignore tests/ray
 
 # More seeds of the deterministic simulation: make sim SEEDS=100000
 sim: setup
@@ -61,7 +61,7 @@ wheels: setup
 
 # A real Ray cluster, in an environment of its own (.cache/ray): a step of its own, at most 4 minutes on an idle machine.
 ray: setup
-	@scripts/ray-tests -q tests/ray
+	@scripts/ray-tests -q -rs --begin-within 300 tests/ray
 
 serve: setup .cache/models/teacher/config.json
 	.venv/bin/tangram serve
