@@ -110,7 +110,7 @@ def config_schema(markdown: bool) -> None:
     click.echo(reference.markdown() if markdown else json.dumps(schema(), indent=2, sort_keys=True))
 
 
-@click.command()
+@click.command("show")
 @paths_argument
 @json_option
 def node(paths: tuple[Path, ...], as_json: bool) -> None:

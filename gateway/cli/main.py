@@ -16,7 +16,7 @@ VERBS: Mapping[str, Verb] = {
     "config-schema": Verb("gateway.cli.config:config_schema", "Print the JSON Schema of the YAML, for editors."),
     "backup": Verb("gateway.cli.backup:backup", "Copy the record to a file, also while a gateway serves."),
     "restore": Verb("gateway.cli.backup:restore", "Put such a copy back, while none does."),
-    "node": Verb("gateway.cli.config:node", "This machine as the scheduler would see it."),
+    "node": Verb("gateway.cli.node:node", "This machine as a node, and its daemon that joins a gateway."),
     "cluster": Verb("gateway.cli.cluster:cluster", "Look at the Ray cluster whose machines may serve."),
     "clean": Verb("gateway.cli.clean:clean", "Show and remove what gateways left behind."),
     "plan": Verb("gateway.cli.simulate:plan", "Decide once on a written snapshot and explain each action."),

@@ -1,0 +1,131 @@
+"""The verbs of nodes: this machine as one, and its daemon."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import click
+
+from gateway import machine
+from gateway.cli.config import node as show
+from gateway.config.load import GatewayConfig, load
+from gateway.invocations import logs
+from gateway.runtime_factory import make_runtimes
+from manager.clock import MonotonicClock
+from manager.errors import InvalidConfig
+from runtimes.node.daemon import Daemon, DaemonSettings, HostWork
+from runtimes.node.sandboxes import EnvironmentSandboxes
+
+
+class NodeVerbs(click.Group):
+    """``tangram node VERB``; without a verb it shows this machine, as it is configured in the paths that follow."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not (args and (args[0] in self.commands or args[0] in ("-h", "--help"))):
+            args = ["show", *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group(cls=NodeVerbs)
+def node() -> None:
+    """Nodes: this machine as the scheduler would see it, and its daemon."""
+
+
+node.add_command(show)
+
+
+@node.command()
+@click.option("--gateway", required=True, metavar="HOST:PORT", help="Where the gateway takes nodes (cluster.listen).")
+@click.option("--fingerprint", required=True, help="SHA-256 of its certificate, as it says when it starts.")
+@click.option("--ticket", default="", help="Admits this node once; not needed once it was let in.")
+@click.option("--state-dir", required=True, type=click.Path(path_type=Path), help="Of this node alone.")
+@click.option("--name", required=True, help="As leases and records name it.")
+@click.option("--labels", default="", metavar="KEY=VALUE,...", help="What functions may choose it by.")
+@click.option("--cores", default="", metavar="0-3,8", help="The cores that actions may have; all by default.")
+@click.option("--sandboxes", default="auto", type=click.Choice(["auto", "docker", "process"]), help="Of which kind.")
+@click.option("--config", type=click.Path(path_type=Path), help="YAML whose sections sandbox and node count here.")
+@click.option("--drain-grace", default=600.0, show_default=True, help="Seconds that SIGTERM waits for what runs.")
+@click.option("--unattended", default=600.0, show_default=True, help="Seconds without a gateway until all is ended.")
+@click.option("--log-level", default="info", show_default=True, help="debug, info, warning or error.")
+def join(
+    gateway: str,
+    fingerprint: str,
+    ticket: str,
+    state_dir: Path,
+    name: str,
+    labels: str,
+    cores: str,
+    sandboxes: str,
+    config: Path | None,
+    drain_grace: float,
+    unattended: float,
+    log_level: str,
+) -> None:
+    """Join this machine to a gateway, and serve it until SIGTERM.
+
+    SIGTERM drains: no new work, and the end when nothing is left. SIGHUP ends the daemon alone: what runs in sandboxes
+    goes on, and the next daemon of the state directory takes it over, as after a kill.
+    """
+    logs.configure(log_level)
+    host, _, port = gateway.rpartition(":")
+    if not host or not port.isdigit():
+        raise InvalidConfig(f"--gateway: {gateway!r} is not HOST:PORT", component="node")
+    for variable in [each for each in os.environ if each.startswith("RAY_")]:
+        del os.environ[variable]  # its token is for no sandbox, and for no child of ours
+    loaded = _configuration(config, state_dir.absolute(), name, labels, cores, sandboxes)
+    settings = DaemonSettings(
+        host=host.strip("[]"),
+        port=int(port),
+        fingerprint=fingerprint,
+        ticket=ticket,
+        state_dir=state_dir.absolute(),
+        spec=machine.describe(loaded),
+        drain_grace_s=drain_grace,
+        unattended_s=unattended,
+    )
+    asyncio.run(_serve(loaded, settings))
+
+
+def _configuration(
+    path: Path | None, state_dir: Path, name: str, labels: str, cores: str, sandboxes: str
+) -> GatewayConfig:
+    """Return what the runtimes of a node are made from; raises InvalidConfig."""
+    found = GatewayConfig() if path is None else load((path,), os.environ, look=False)
+    pairs = [pair.partition("=") for pair in labels.split(",") if pair]
+    if any(not key or not mark for key, mark, _ in pairs):
+        raise InvalidConfig(f"--labels: {labels!r} is not KEY=VALUE,...", component="node")
+    provider = found.sandbox.provider
+    if sandboxes != "auto":
+        provider = replace(provider, kind="container" if sandboxes == "docker" else "process")
+    node = replace(found.node, name=name, labels={**found.node.labels, **{key: value for key, _, value in pairs}})
+    if cores:
+        node = replace(node, cpu=replace(node.cpu, cores=cores))
+    return replace(
+        found,
+        server=replace(found.server, state_dir=state_dir),
+        node=replace(node, devices=replace(node.devices, count=0)),
+        sandbox=replace(found.sandbox, provider=provider),
+    )
+
+
+async def _serve(config: GatewayConfig, settings: DaemonSettings) -> None:
+    """Serve with the runtimes of this machine until a signal ends it."""
+    settings.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    runtimes = make_runtimes(config, MonotonicClock())
+    info = runtimes.provider.info
+    work = HostWork(
+        executor=runtimes.executor,
+        sandboxes=EnvironmentSandboxes(runtimes.environments),
+        check=runtimes.prepare,
+        close=runtimes.close,
+    )
+    daemon = Daemon(replace(settings, isolation=info.isolation, sandboxes=info.kind), work)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, daemon.drain, "SIGTERM")
+    loop.add_signal_handler(signal.SIGINT, daemon.stop)
+    loop.add_signal_handler(signal.SIGHUP, daemon.leave)
+    await daemon.run()

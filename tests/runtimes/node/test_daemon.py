@@ -1,0 +1,263 @@
+"""The daemon over real TLS: who is let in, who is refused, and what each of its ends leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from manager.action import Action
+from manager.config import NodeSpec
+from manager.errors import CodedError, Conflict, InvalidConfig, Unauthorized
+from manager.executor import Call
+from manager.lease import Lease
+from manager.outcome import Outcome, State
+from runtimes.node import wire
+from runtimes.node.certificate import NodeCertificate, ensure_certificate, server_side
+from runtimes.node.daemon import Daemon, DaemonSettings, HostWork
+from runtimes.node.link import NodeLink
+from runtimes.node.remote import RemoteNode
+from tests.runtimes.node.machine import Machine, MachineWork, facts_of_trajectory
+from tests.runtimes.node.session import AGENT, FUNCTION, STUCK_S, KeptLog
+
+
+class StandInDoor:
+    """What a gateway has for its nodes, as far as a daemon can tell."""
+
+    def __init__(self, certificate: NodeCertificate) -> None:
+        self.certificate = certificate
+        self.node = RemoteNode("n1", on_event=self)
+        self.hellos: list[wire.NodeHello] = []
+        self.drains: list[str] = []
+        self.goodbyes: list[tuple[str, bool]] = []
+        self.inventories: list[wire.Inventory] = []
+        #: What is said to a hello.
+        self.answer: Callable[[wire.NodeHello], wire.Message] = lambda hello: welcome()
+        self.attached = asyncio.Event()
+        self.gone = asyncio.Event()
+        self.changed = asyncio.Event()
+        self._server: asyncio.Server | None = None
+
+    def draining(self, why: str) -> None:
+        self.drains.append(why)
+        self.changed.set()
+
+    def goodbye(self, why: str, killed: bool) -> None:
+        self.goodbyes.append((why, killed))
+
+    def sandbox_changed(self, facts: wire.TrajectoryFacts) -> None: ...
+
+    async def open(self) -> int:
+        context = server_side(self.certificate)
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=context)
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        link = NodeLink(reader, writer)
+        try:
+            hello = await link.receive(wire.NodeHello, STUCK_S)
+            self.hellos.append(hello)
+            answer = self.answer(hello)
+            link.send(answer)
+            if isinstance(answer, wire.NodeWelcome):
+                inventory = await link.receive(wire.Inventory, STUCK_S, frame_max_bytes=2**20)
+                self.inventories.append(inventory)
+                self.gone.clear()
+                self.node.attach(link, inventory)
+                self.attached.set()
+                await self.node.serve(link)
+        except CodedError:
+            pass
+        finally:
+            link.close("done")
+            await link.wait_closed()
+            self.gone.set()
+
+    async def close(self) -> None:
+        await self.node.close()
+        if self._server is not None:
+            self._server.close()
+            await self._server.wait_closed()
+
+
+def welcome(**more: object) -> wire.NodeWelcome:
+    said = {"generation": 1, "key": "k" * 32, "beat_s": 60.0, "silent_s": 180.0, **more}
+    return wire.NodeWelcome(**said)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> NodeCertificate:
+    return ensure_certificate(tmp_path_factory.mktemp("tls"))
+
+
+@pytest.fixture
+async def door(certificate: NodeCertificate) -> AsyncIterator[StandInDoor]:
+    door = StandInDoor(certificate)
+    yield door
+    await door.close()
+
+
+async def daemon_of(door: StandInDoor, state_dir: Path, machine: Machine, **more: object) -> Daemon:
+    """Return a daemon that is to join there."""
+    known = {
+        "host": "127.0.0.1",
+        "port": await door.open() if "port" not in more else more["port"],
+        "fingerprint": door.certificate.fingerprint,
+        "ticket": "ticket",
+        "state_dir": state_dir,
+        "spec": NodeSpec(name="n1", numa=((0,),), memory_bytes=1, labels={"pool": "big"}),
+        "redial_s": 0.001,
+        "agent": AGENT,
+    }
+    work = MachineWork.on(machine)
+
+    async def closed() -> None: ...
+
+    host = HostWork(executor=work.executor, sandboxes=work.sandboxes, check=work.prepare, close=closed)
+    return Daemon(DaemonSettings(**{**known, **more}), host)  # type: ignore[arg-type]
+
+
+async def execute(node: RemoteNode, name: str = "a") -> Outcome:
+    """Run an action there to its end, and have that on record."""
+    call = Call(function=FUNCTION, input={}, log=KeptLog())
+    outcome = await node.execute(Action(id=name, function="shell"), Lease(action_id=name, node="n1"), call)
+    node.acknowledge(f"{name}.1/")
+    return outcome
+
+
+async def test_a_daemon_joins_executes_and_keeps_the_key_that_it_was_given(door: StandInDoor, tmp_path: Path) -> None:
+    daemon = await daemon_of(door, tmp_path / "n", Machine())
+    running = asyncio.create_task(daemon.run())
+    async with asyncio.timeout(STUCK_S):
+        await door.attached.wait()
+        assert (await execute(door.node)).state is State.SUCCEEDED
+        daemon.stop()
+        await running
+    assert (door.hellos[0].ticket, door.hellos[0].key) == ("ticket", "")
+    assert door.hellos[0].spec.labels == {"pool": "big"}
+    assert (tmp_path / "n" / "key").read_text() == "k" * 32
+    assert (tmp_path / "n" / "key").stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "n" / "pid").read_text() == f"{os.getpid()}\n"
+    assert door.goodbyes == [("the daemon ends", True)]
+
+
+async def test_a_daemon_comes_back_after_a_cut_with_its_key(door: StandInDoor, tmp_path: Path) -> None:
+    daemon = await daemon_of(door, tmp_path / "n", Machine())
+    running = asyncio.create_task(daemon.run())
+    async with asyncio.timeout(STUCK_S):
+        await door.attached.wait()
+        door.attached.clear()
+        assert door.node._link is not None
+        door.node._link.close("a cut")
+        await door.attached.wait()
+        daemon.stop()
+        await running
+    assert [hello.key for hello in door.hellos] == ["", "k" * 32]
+    assert door.hellos[0].instance == door.hellos[1].instance
+
+
+async def test_a_gateway_with_another_certificate_hears_nothing(door: StandInDoor, tmp_path: Path) -> None:
+    daemon = await daemon_of(door, tmp_path / "n", Machine(), fingerprint="00" * 32)
+    async with asyncio.timeout(STUCK_S):
+        with pytest.raises(InvalidConfig, match="another certificate"):
+            await daemon.run()
+    assert door.hellos == []
+
+
+async def test_a_ticket_that_is_not_taken_ends_the_daemon_with_the_reason(door: StandInDoor, tmp_path: Path) -> None:
+    door.answer = lambda hello: wire.NodeRefused(code="unauthorized", message="it was used already", retry_after_s=1.0)
+    daemon = await daemon_of(door, tmp_path / "n", Machine())
+    async with asyncio.timeout(STUCK_S):
+        with pytest.raises(Unauthorized, match="used already"):
+            await daemon.run()
+
+
+async def test_two_daemons_do_not_share_a_state_directory(door: StandInDoor, tmp_path: Path) -> None:
+    first = await daemon_of(door, tmp_path / "n", Machine())
+    running = asyncio.create_task(first.run())
+    async with asyncio.timeout(STUCK_S):
+        await door.attached.wait()
+        second = await daemon_of(door, tmp_path / "n", Machine(), port=1)
+        with pytest.raises(Conflict, match="its own --state-dir"):
+            await second.run()
+        first.stop()
+        await running
+
+
+async def test_a_daemon_that_leaves_is_followed_by_one_that_goes_on(door: StandInDoor, tmp_path: Path) -> None:
+    machine = Machine()
+    machine.long.add("a.1/")
+    first = await daemon_of(door, tmp_path / "n", machine)
+    running = asyncio.create_task(first.run())
+    async with asyncio.timeout(STUCK_S):
+        await door.attached.wait()
+        end = asyncio.create_task(execute(door.node))
+        await machine.runs("a.1/")
+        door.attached.clear()
+        first.leave()
+        await running
+        assert (machine.killed, machine.begun) == ([], {"a.1/": 1})
+        second = await daemon_of(door, tmp_path / "n", machine, port=first._settings.port, ticket="")
+        running = asyncio.create_task(second.run())
+        await door.attached.wait()
+        machine.finish("a.1/")
+        assert (await end).state is State.SUCCEEDED
+        assert machine.begun == {"a.1/": 1}
+        second.stop()
+        await running
+
+
+async def test_a_node_that_was_given_up_ends_all_before_it_is_welcome(door: StandInDoor, tmp_path: Path) -> None:
+    machine = Machine()
+    machine.long.add("a.1/")
+    machine.trajectories["t"] = facts_of_trajectory("t", "task")
+    daemon = await daemon_of(door, tmp_path / "n", machine)
+    running = asyncio.create_task(daemon.run())
+    async with asyncio.timeout(STUCK_S):
+        await door.attached.wait()
+        end = asyncio.create_task(execute(door.node))
+        await machine.runs("a.1/")
+        link = door.node._link
+        assert link is not None
+        door.node.lost("given up")
+        assert (await end).state is State.LOST
+        door.answer = lambda hello: welcome(fence=True)
+        door.attached.clear()
+        link.close("a cut")
+        await door.attached.wait()
+        assert (door.inventories[-1].attempts, door.inventories[-1].trajectories) == ([], [])
+        assert (machine.killed, machine.trajectories) == (["a.1/"], {})
+        daemon.stop()
+        await running
+
+
+async def test_a_drain_waits_for_what_runs_and_says_goodbye_with_nothing_left(
+    door: StandInDoor, tmp_path: Path
+) -> None:
+    machine = Machine()
+    machine.long.add("a.1/")
+    daemon = await daemon_of(door, tmp_path / "n", machine)
+    running = asyncio.create_task(daemon.run())
+    async with asyncio.timeout(STUCK_S):
+        await door.attached.wait()
+        end = asyncio.create_task(execute(door.node))
+        await machine.runs("a.1/")
+        door.node.drain("maintenance")
+        await door.changed.wait()
+        assert not running.done()
+        machine.finish("a.1/")
+        assert (await end).state is State.SUCCEEDED
+        await running
+    assert (door.drains, door.goodbyes) == (["maintenance"], [("maintenance", True)])
+
+
+async def test_a_daemon_without_a_gateway_ends_all_when_its_time_is_over(door: StandInDoor, tmp_path: Path) -> None:
+    machine = Machine()
+    machine.commands.clear()
+    daemon = await daemon_of(door, tmp_path / "n", machine, port=1, unattended_s=1e-9)
+    async with asyncio.timeout(STUCK_S):
+        await daemon.run()
+    assert not daemon.joined.is_set()
