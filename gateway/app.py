@@ -242,6 +242,7 @@ class App:
         self.invocations.on_detach.append(reattachment.detached)
         self.invocations.on_durable.append(reattachment.settled)
         self.invocations.on_end.append(self.callbacks.ended)
+        self.invocations.on_end.append(lambda record: self.runtimes.environments.sessions.close(record.id))
         self.registry.on_switch.append(self._switched)
         self.registry.preparation.on_ready.append(self._ready)
         self._models.report_to(self.engine, self.config.node.name)
@@ -282,6 +283,7 @@ class App:
             engine=self.engine,
             functions=self.registry,
             environments=self.runtimes.environments,
+            sessions=self.runtimes.environments.sessions,
             leases=self.leases,
             metrics=self.metrics,
             activity=self.activity,

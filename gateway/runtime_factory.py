@@ -94,7 +94,8 @@ def make_runtimes(config: GatewayConfig, clock: Clock) -> Runtimes:
     default, state_dir = config.sandbox.default, config.server.state_dir
     secrets = Secrets(config.server.secrets_dir)
     provider = make_provider(replace(config.sandbox.provider, state_dir=state_dir / "sandboxes", secrets=secrets))
-    environments = Environments(provider, EnvironmentSettings(default=default, secrets=secrets), clock)
+    settings = EnvironmentSettings(default=default, secrets=secrets, sessions=config.server.sessions)
+    environments = Environments(provider, settings, clock)
     materials = Materials(
         provider=provider,
         environments=environments,

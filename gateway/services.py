@@ -22,6 +22,7 @@ from manager.engine import Engine
 from manager.function import FunctionSpec
 from runtimes.sandbox.images import ImageKeeper
 from runtimes.sandbox.sandbox import ProviderInfo, Sandbox
+from runtimes.sandbox.session import SessionTable
 from tangram.types import ConfigDiff, FunctionUpload
 
 
@@ -68,6 +69,8 @@ class Services:
     engine: Engine
     functions: FunctionCatalog
     environments: SandboxLookup
+    #: The commands that somebody types to.
+    sessions: SessionTable
     leases: Leases
     metrics: Metrics
     #: Rates, times and failures of the last minutes.

@@ -63,6 +63,7 @@ CHAPTERS = (
     ("LogsSection", "server.logs"),
     ("CallbacksSection", "server.callbacks"),
     ("TracesSection", "server.traces"),
+    ("SessionSettings", "server.sessions"),
     ("FacadesSection", "server.facades"),
     ("RewardsFacade", "server.facades.rewards"),
     ("SandboxFusionFacade", "server.facades.sandboxfusion"),

@@ -16,6 +16,7 @@ from manager.function import SandboxSpec
 from manager.scheduler.policy import PolicySpec
 from manager.setting import Setting
 from runtimes.sandbox.provider import ProviderSettings
+from runtimes.sandbox.session import SessionSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +139,9 @@ class ServerConfig:
     callbacks: Annotated[CallbacksSection, Setting("where results may be posted to")] = CallbacksSection()
     traces: Annotated[TracesSection, Setting("where spans of invocations are sent")] = field(
         default_factory=TracesSection
+    )
+    sessions: Annotated[SessionSettings, Setting("bounds of interactive sessions")] = field(
+        default_factory=SessionSettings
     )
     facades: Annotated[FacadesSection, Setting("doors in other protocols, none by default")] = field(
         default_factory=FacadesSection

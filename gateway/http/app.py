@@ -28,6 +28,7 @@ from gateway.http.openapi import Shapes, document
 from gateway.http.operation import Endpoint, Operation, json_answer
 from gateway.http.page import UI, LandingPage
 from gateway.http.sending import BoundedSend
+from gateway.http.sessions.operations import SessionOperations
 from gateway.http.trajectories import TrajectoryOperations
 from gateway.http.watch import WatchOperations
 from gateway.services import Services
@@ -129,6 +130,7 @@ def operations(services: Services) -> list[Operation]:
         *BatchOperations(services).operations(),
         *TrajectoryOperations(services).operations(),
         *ArchiveOperations(services).operations(),
+        *SessionOperations(services).operations(),
         *ImageOperations(services).operations(),
         *LeaseOperations(services).operations(),
         *AdministrationOperations(services).operations(),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from manager.errors import TooLarge
+from runtimes.sandbox.session import InteractiveSession
 
 #: Bytes of one argument or variable from which on the kernel refuses it, and characters of a piece, however long each.
 ARGUMENT_MAX_BYTES = 128 * 2**10
@@ -44,6 +45,8 @@ class Command:
     claim: str = ""
     #: Whether it outlives this gateway, for ``unattended_s`` of the sandbox at most.
     detached: bool = False
+    #: Where its output goes and its input comes from, if somebody is to type to it.
+    session: InteractiveSession | None = field(default=None, compare=False)
 
     @property
     def shown_bytes(self) -> int:

@@ -20,6 +20,7 @@ from runtimes.sandbox.command import ResumableCommand
 from runtimes.sandbox.record import TASK
 from runtimes.sandbox.runner.protocol import lost
 from runtimes.sandbox.sandbox import Provider, Sandbox
+from runtimes.sandbox.session import SessionSettings, SessionTable
 from runtimes.sandbox.warm_pool import WarmPool
 from runtimes.sandbox.warm_pools import WarmPools
 
@@ -47,6 +48,7 @@ class EnvironmentSettings:
     reap_soon_s: float = 5.0
     #: Sandboxes that are removed at the same time.
     max_closing: int = 4
+    sessions: SessionSettings = field(default_factory=SessionSettings)
 
 
 @dataclass(slots=True)
@@ -70,6 +72,8 @@ class Environments:
         self.provider = provider
         self.settings = settings or EnvironmentSettings()
         self._clock = clock or MonotonicClock()
+        #: The commands that somebody types to.
+        self.sessions = SessionTable(self.settings.sessions)
         self._environments: dict[str, Environment] = {}
         self._ephemeral: dict[str, Sandbox] = {}
         #: Sandboxes of single actions that an earlier gateway started, until they are claimed or removed.

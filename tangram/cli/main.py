@@ -34,6 +34,8 @@ VERBS: Mapping[str, Verb] = {
     "get": Verb("tangram.cli.invocations:get", "Show an invocation's record."),
     "logs": Verb("tangram.cli.invocations:logs", "Show an invocation's log."),
     "cancel": Verb("tangram.cli.invocations:cancel", "End invocations and everything they started."),
+    "shell": Verb("tangram.cli.sessions:shell", "Open a shell in a trajectory's sandbox."),
+    "exec": Verb("tangram.cli.sessions:exec_", "Run a command in a trajectory's sandbox, as if it ran here."),
     "cp": Verb("tangram.cli.files:cp", "Copy files into a trajectory's sandbox, or out of it."),
     "dlq": Verb("tangram.cli.dead_letters:dlq", "Dead letters: asynchronous work that has failed for good."),
     "functions": Verb("tangram.cli.state:functions", "The registered functions."),

@@ -37,6 +37,7 @@ from tangram.types import (
     QueuePage,
     ResourcesInfo,
     SandboxChoice,
+    SessionFed,
     TaskInfo,
     TaskList,
     TrajectoryInfo,
@@ -289,6 +290,59 @@ def open_trajectory(
         headers=_JSON,
         content=msgspec.json.encode(_said(opening)),
         patient=sandbox is not None and sandbox.image is not None,
+    )
+
+
+def open_session(
+    trajectory: str,
+    function: str,
+    command: Mapping[str, object],
+    terminal: tuple[int, int] | None,
+    *,
+    task: str | None,
+    timeout_s: float | None,
+    living: bool,
+) -> ApiRequest[InvocationResult]:
+    """Return the request that begins a session; it carries a key, so that it can be sent again."""
+    size = None if terminal is None else {"rows": terminal[0], "columns": terminal[1]}
+    key = secrets.token_urlsafe(16)
+    headers = {"X-Task": task, "X-Timeout": _duration(timeout_s), "Idempotency-Key": key}
+    return ApiRequest(
+        method="POST",
+        path=f"{_trajectory_path(trajectory)}/sessions",
+        read=read_invocation,
+        headers=_JSON | _given(headers) | (LIVING if living else {}),
+        content=msgspec.json.encode({**command, "function": function, "terminal": size}),
+    )
+
+
+def session_path(id: str) -> str:
+    return f"{_invocation_path(id)}/session"
+
+
+def write_session(id: str, data: bytes, offset: int | None, *, end: bool = False) -> ApiRequest[SessionFed]:
+    """Return the request that passes input on; it can be sent again if it says where its input belongs."""
+    return ApiRequest(
+        method="POST",
+        path=f"{session_path(id)}/input",
+        read=reader(SessionFed),
+        params=_given({"offset": None if offset is None else str(offset), "end": "true" if end else None}),
+        headers={"Content-Type": "application/octet-stream"},
+        content=data,
+        repeatable=offset is not None,
+    )
+
+
+def steer_session(id: str, *, size: tuple[int, int] | None = None, signal: str | None = None) -> ApiRequest[None]:
+    """Return the request that resizes a session's terminal, or signals what runs in it."""
+    terminal = None if size is None else {"rows": size[0], "columns": size[1]}
+    return ApiRequest(
+        method="POST",
+        path=f"{session_path(id)}/control",
+        read=lambda response: None,
+        headers=_JSON,
+        content=msgspec.json.encode({"terminal": terminal, "signal": signal}),
+        repeatable=signal is None,
     )
 
 

@@ -69,6 +69,19 @@ from tangram.types.scheduling import (
     TrajectoryPage,
     WaitCause,
 )
+from tangram.types.sessions import (
+    SessionAttached,
+    SessionEnd,
+    SessionFed,
+    SessionOpening,
+    SessionOutput,
+    SessionRecord,
+    SessionSilence,
+    SessionSteering,
+    SessionTaken,
+    SessionTerminal,
+    read_session_record,
+)
 
 __all__ = [
     "UNSET",
@@ -131,6 +144,16 @@ __all__ = [
     "SandboxInfo",
     "SandboxesInfo",
     "ServiceInfo",
+    "SessionAttached",
+    "SessionEnd",
+    "SessionFed",
+    "SessionOpening",
+    "SessionOutput",
+    "SessionRecord",
+    "SessionSilence",
+    "SessionSteering",
+    "SessionTaken",
+    "SessionTerminal",
     "State",
     "TaskInfo",
     "TaskList",
@@ -143,4 +166,5 @@ __all__ = [
     "WaitCause",
     "WarmInfo",
     "read_log_record",
+    "read_session_record",
 ]

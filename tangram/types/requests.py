@@ -111,6 +111,21 @@ class LogQuery(Struct, frozen=True, kw_only=True):
     offset: Annotated[Position | None, Meta(description="First record to send")] = None
 
 
+class SessionReadQuery(Struct, frozen=True, kw_only=True):
+    """Where to go on reading a session's output."""
+
+    offset: Annotated[Position, Meta(description="First byte to send")] = 0
+
+
+class SessionWriteQuery(Struct, frozen=True, kw_only=True):
+    """Where a session's input belongs."""
+
+    offset: Annotated[
+        Position | None, Meta(description="Bytes of input before the body; what was passed on already is passed over")
+    ] = None
+    end: Annotated[bool, Meta(description="There is no more input after the body")] = False
+
+
 class WatchQuery(Struct, frozen=True, kw_only=True):
     """Which part of the page's stream."""
 

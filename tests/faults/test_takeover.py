@@ -230,3 +230,27 @@ def test_where_nothing_may_run_unattended_a_rolling_restart_ends_it(gateway: Gat
     end = record(gateway, accepted)
     assert (end["state"], end["reason"]) == ("lost", "gateway_restart"), end
     assert record(gateway, queued)["result"]["stdout"] == "0\n"
+
+
+def test_a_session_is_typed_to_across_a_kill_of_its_gateway(gateway: GatewayProcess) -> None:
+    with Client(gateway.url) as client:
+        trajectory = client.trajectory("typed").open()
+        session = trajectory.session('echo begun; while read -r line; do echo "said $line"; done; exit 9')
+        session.write("one\n")
+        output = session.output()
+        said = b""
+        while b"said one" not in said:
+            said += next(output).data
+        gateway.kill()
+    gateway.start()
+    with Client(gateway.url) as client:
+        again = client.session(session.id)
+        output, said = again.output(), b""
+        while b"said one" not in said:
+            said += next(output).data
+        again.write("two\n")
+        again.close_input()
+        said += b"".join(piece.data for piece in output)
+        assert said == b"begun\nsaid one\nsaid two\n"
+        assert again.end is not None
+        assert (again.end.exit_code, again.missing) == (9, 0)

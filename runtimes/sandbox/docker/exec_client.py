@@ -91,6 +91,9 @@ class ExecClient:
     async def run(self, command: Command, on_output: OnOutput | None = None) -> CommandResult:
         if bool(command.argv) == bool(command.shell):
             raise InvalidInput(COMMAND_FORM, component=COMPONENT)
+        if command.session is not None:
+            told = f"the image {self._spec.image!r} has no python3: there are no sessions in it"
+            raise Unsupported(told, component=COMPONENT)
         if command.stdin and self._engine.address.tls is not None:
             # Its end cannot be told apart from the connection's: the command would wait for it until its timeout.
             raise InvalidInput(

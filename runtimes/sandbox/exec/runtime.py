@@ -25,6 +25,7 @@ from runtimes.sandbox.command import ARGUMENT_MAX_BYTES, Command, CommandResult,
 from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.runner.protocol import unmade
 from runtimes.sandbox.sandbox import Sandbox
+from runtimes.sandbox.session import TerminalSize
 
 logger = structlog.get_logger("sandbox")
 
@@ -39,6 +40,14 @@ Env = Annotated[dict[str, str], Meta(description="Environment variables, added t
 Directory = Annotated[str, Meta(description="Working directory; the sandbox's workdir by default")]
 
 
+class SessionInput(TypedDict, total=False):
+    """What a command that somebody types to runs on."""
+
+    terminal: Annotated[bool, Meta(description="A terminal of its own; else three pipes")]
+    rows: Annotated[int, Meta(ge=1, le=1000, description="Rows of the terminal; 24 by default")]
+    columns: Annotated[int, Meta(ge=1, le=1000, description="Columns of the terminal; 80 by default")]
+
+
 class ExecInput(TypedDict, total=False):
     """A command: exactly one of ``command`` and ``argv``."""
 
@@ -50,6 +59,9 @@ class ExecInput(TypedDict, total=False):
     stdin_base64: Annotated[str, Meta(description="The same as bytes, in base64; in place of stdin")]
     merge: Annotated[bool, Meta(description="Standard error goes to stdout, in the order in which both were written")]
     user: Annotated[str, Meta(description="User name or id inside; the sandbox's user by default")]
+    session: Annotated[
+        SessionInput, Meta(description="Somebody types to it and watches it: POST /v1/trajectories/{id}/sessions")
+    ]
 
 
 class Stage:
@@ -150,6 +162,8 @@ class ExecRuntime:
         command = command_of(execution.call.input, function, timeout_s=action.timeout_s)
         claim = f"{claims_of(action.id, action.attempt)}1"
         command = replace(command, claim=claim, env=traced(execution.call, command.env))
+        if "session" in execution.call.input:
+            return await self._attended(execution, command)
         lines = LogLines(execution.call.log)
         async with self._stage.enter(execution) as sandbox:
             try:
@@ -157,6 +171,23 @@ class ExecRuntime:
             finally:
                 lines.close()
         execution.call.log.omit(sum(result.unshown.values()))
+        return conclude(result, command)
+
+    async def _attended(self, execution: Execution, command: Command) -> Result:
+        """Run a command that somebody types to; it ends if nobody is there any more."""
+        if execution.action.attempt > 1:
+            told = "the session ended with its first try; a session is not begun again"
+            raise ActionFailed(Reason.ENVIRONMENT_LOST, told, component=COMPONENT)
+        id, table = execution.call.context.get("invocation_id", execution.action.id), self._environments.sessions
+        session = table.living(id, terminal_of(execution.call.input))
+        try:
+            async with self._stage.enter(execution) as sandbox:
+                result = await carry_out(execution, sandbox, replace(command, session=session))
+        finally:
+            table.close(id)
+        if session.abandoned:
+            told = f"nobody was attached to the session for {session.settings.unattended_s:g} s, so it was ended"
+            raise ActionFailed(Reason.CANCELLED, told, component=COMPONENT)
         return conclude(result, command)
 
     async def resize(self, action: Action, lease: Lease) -> None:
@@ -257,6 +288,8 @@ def command_of(value: Mapping[str, object], function: FunctionSpec, *, timeout_s
             raise invalid(f"$.{name}", "must not contain NUL")
     if texts["user"] and function.sandbox is not None and (refused := function.sandbox.refuses(texts["user"])):
         raise invalid("$.user", refused)
+    if "session" in given and ("stdin" in given or "stdin_base64" in given or "merge" in given):
+        raise invalid("$.session", "takes its input from whoever is attached: leave out stdin, stdin_base64 and merge")
     _check_sizes(given)
     return Command(
         argv=tuple(given.get("argv", ())),
@@ -278,6 +311,12 @@ def traced(call: Call, env: Mapping[str, str]) -> Mapping[str, str]:
     if call.traceparent is None or "TRACEPARENT" in env:
         return env
     return {name: value for name, value in context.items() if value is not None} | dict(env)
+
+
+def terminal_of(value: Mapping[str, object]) -> TerminalSize | None:
+    """Return the terminal that a session's input asks for; None for pipes."""
+    asked = checked(value, ExecInput).get("session", {})
+    return TerminalSize(asked.get("rows", 24), asked.get("columns", 80)) if asked.get("terminal") else None
 
 
 def _stdin(given: ExecInput) -> bytes:

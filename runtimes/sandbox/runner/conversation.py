@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from typing import Protocol
 
 from manager.errors import ActionFailed
 from runtimes.sandbox.command import Command, CommandResult, OnOutput
 from runtimes.sandbox.runner import runner as wire
-from runtimes.sandbox.runner.protocol import RunnerEnd, lost
+from runtimes.sandbox.runner.protocol import RunnerEnd, SessionStanding, lost
+from runtimes.sandbox.session import InteractiveSession
 
 #: Bytes of a long-lived process's output kept for a slow reader before the connection is paused.
 UNREAD_MAX_BYTES = 1 * 2**20
@@ -37,6 +38,10 @@ class Carrier(Protocol):
         """Want no more of an exchange that is no command."""
         ...
 
+    def steer(self, number: int, request: Mapping[str, object]) -> None:
+        """Do to a session what is asked."""
+        ...
+
     def pause_reading(self) -> None: ...
 
     def resume_reading(self) -> None: ...
@@ -54,14 +59,27 @@ class Stdin:
 
     async def feed(self, number: int, data: bytes) -> None:
         view = memoryview(data)
-        while view and not self.refused:
-            await self._opened.wait()
-            piece = bytes(view[: min(self._window, wire.CHUNK_BYTES)])
-            view = view[len(piece) :]
-            self._window -= len(piece)
-            if self._window <= 0:
-                self._opened.clear()
-            await self._carrier.send(wire.encode(wire.STDIN, number, piece))
+        while view and (room := await self.room()):
+            piece, view = bytes(view[:room]), view[room:]
+            await self.send(number, piece)
+
+    async def room(self) -> int:
+        """Return how many bytes may be sent now, waiting for some; 0 if the command reads no more."""
+        await self._opened.wait()
+        return 0 if self.refused else min(self._window, wire.CHUNK_BYTES)
+
+    async def send(self, number: int, piece: bytes) -> None:
+        """Send what there is room for; it is on its way before the first wait."""
+        self._window -= len(piece)
+        if self._window <= 0:
+            self._opened.clear()
+        await self._carrier.send(wire.encode(wire.STDIN, number, piece))
+
+    def narrow(self, count: int) -> None:
+        """Leave out of the window what an earlier connection sent, and the command has not taken."""
+        self._window -= count
+        if self._window <= 0:
+            self._opened.clear()
 
     async def end(self, number: int) -> None:
         await self._carrier.send(wire.encode(wire.STDIN, number))
@@ -89,6 +107,9 @@ class Exchange:
 
     def sized(self, size_bytes: int) -> None:
         raise wire.ProtocolError("the size of nothing")
+
+    def stands(self, standing: SessionStanding) -> None:
+        raise wire.ProtocolError("the standing of no session")
 
     def ended(self, end: RunnerEnd | Exception) -> None:
         if self.end.done():
@@ -267,14 +288,68 @@ class CommandExchange(Exchange):
     def ended(self, end: RunnerEnd | Exception) -> None:
         self.stdin.taken(None)
         if isinstance(end, ActionFailed):
-            end = lost(end.message, result=self.output.text())
+            end = lost(end.message, result=self.said())
         super().ended(end)
+
+    def said(self) -> dict[str, str]:
+        """Return its output so far."""
+        return self.output.text()
 
     async def result(self) -> CommandResult:
         end = await asyncio.shield(self.end)
         for kept, dropped in zip(self.output.streams.values(), end.dropped, strict=True):
             kept.miss(dropped)
         return self.output.completed(end.result())
+
+
+class SessionExchange(Exchange):
+    """A command under way whose output and input are a session's."""
+
+    def __init__(self, carrier: Carrier, session: InteractiveSession) -> None:
+        super().__init__()
+        self.number = 0
+        self.stdin = Stdin(carrier)
+        self._carrier = carrier
+        self._session = session
+
+    def begun(self, number: int, *, claimed: bool) -> None:
+        """Its request is sent; one of an earlier gateway is open once it has told how it stands."""
+        self.number = number
+        if not claimed:
+            self._session.open(self)
+
+    def stands(self, standing: SessionStanding) -> None:
+        self.stdin.narrow(standing.waiting)
+        self._session.open(self, start=standing.start, input_offset=standing.input)
+
+    def data(self, stream: int, data: bytes) -> None:
+        self._session.said(STREAM_NAMES[stream], data)
+
+    def taken(self, count: int | None) -> None:
+        self.stdin.taken(count)
+
+    def ended(self, end: RunnerEnd | Exception) -> None:
+        self.stdin.taken(None)
+        super().ended(end)
+
+    def said(self) -> dict[str, str]:
+        """Return nothing: what it said went to the session."""
+        return {}
+
+    async def result(self) -> CommandResult:
+        return (await asyncio.shield(self.end)).result()
+
+    async def input_room(self) -> int:
+        return await self.stdin.room()
+
+    async def feed(self, data: bytes) -> None:
+        await self.stdin.send(self.number, data)
+
+    async def end_input(self) -> None:
+        await self.stdin.end(self.number)
+
+    def steer(self, request: Mapping[str, object]) -> None:
+        self._carrier.steer(self.number, request)
 
 
 class SandboxProcess(Exchange):

@@ -47,6 +47,8 @@ def run_request(command: Command, *, marker: str, interactive: bool) -> dict[str
     """Return a command as the runner wants it; raises InvalidInput unless it has one of argv and shell."""
     if bool(command.argv) == bool(command.shell):
         raise InvalidInput(COMMAND_FORM, component=COMPONENT)
+    session = command.session
+    given = {} if session is None else {"keep": session.settings.output_bytes, "terminal": session.terminal}
     return {
         "marker": marker,
         "argv": list(command.argv),
@@ -54,14 +56,15 @@ def run_request(command: Command, *, marker: str, interactive: bool) -> dict[str
         "cwd": command.cwd,
         "env": dict(command.env),
         "user": command.user,
-        "stdin": interactive or bool(command.stdin),
+        "stdin": interactive or bool(command.stdin) or session is not None,
         "merge": command.merge,
         "python": command.python,
         "timeout_s": command.timeout_s if math.isfinite(command.timeout_s) else None,
         "grace_s": command.kill_grace_s,
-        "limit": None if interactive else command.shown_bytes,
+        "limit": None if interactive or session is not None else command.shown_bytes,
         "tail": command.tail_bytes,
         **({"claim": command.claim, "lasting": command.detached} if command.claim else {}),
+        **({"session": given} if given else {}),
     }
 
 
@@ -129,6 +132,16 @@ class RunnerEnd(msgspec.Struct, frozen=True, kw_only=True):
             FileStat(path=prefix + entry.name, size_bytes=entry.size, directory=entry.directory, mode=entry.mode)
             for entry in self.entries
         ]
+
+
+class SessionStanding(msgspec.Struct, frozen=True, kw_only=True):
+    """How a session of an earlier gateway stands, before its output is repeated (STANDING)."""
+
+    #: Where the output that is kept begins.
+    start: int
+    #: Bytes of input that it was sent, and how many of them its command has not taken.
+    input: int
+    waiting: int
 
 
 class RunnerRefusal(msgspec.Struct, frozen=True):

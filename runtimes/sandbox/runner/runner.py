@@ -40,7 +40,7 @@ if MYPY:  # importing it would cost every sandbox a quarter of its start
 
 PROTOCOL = 1
 #: What a runner of today can do beyond the first ones, which sandboxes of an earlier gateway still have.
-CAN = ("merge", "python", "file_user")
+CAN = ("merge", "python", "file_user", "session")
 HEADER = struct.Struct("!IBI")
 FRAME_MAX_BYTES = 4 * 2**20
 CHUNK_BYTES = 64 * 2**10
@@ -48,9 +48,9 @@ CHUNK_BYTES = 64 * 2**10
 WINDOW_BYTES = 256 * 2**10
 
 # From the gateway.
-HELLO, RUN, STDIN, KILL, READ, WRITE, LIST, SWEEP, CLAIM, KEEP, REST, LEND = range(1, 13)
+HELLO, RUN, STDIN, KILL, READ, WRITE, LIST, SWEEP, CLAIM, KEEP, REST, LEND, STEER = range(1, 14)
 # To the gateway.
-READY, STDOUT, STDERR, EXIT, ACK, DONE, ERROR, SIZE = range(65, 73)
+READY, STDOUT, STDERR, EXIT, ACK, DONE, ERROR, SIZE, STANDING = range(65, 74)
 
 #: Files that may be on their way to the gateway at once.
 DOWNLOADS_MAX = 64
@@ -75,6 +75,8 @@ MARK_BYTES, ANSWER_BYTES = 32, 16
 #: Room for the descriptors that may come with one message.
 LENT_BYTES = 64
 ENTRIES_MAX = 10000
+#: What ends the input on a terminal, as somebody types it.
+END_OF_INPUT = b"\x04"
 OOM_SCORE = b"500"
 
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -927,6 +929,7 @@ class CommandOutput:
     """What a command has said so far, in order."""
 
     def __init__(self) -> None:
+        self.start = 0  # bytes before the first that is kept
         self.data = bytearray()
         self.pieces: list[int] = []  # their bytes; of standard error counted below zero
 
@@ -937,6 +940,19 @@ class CommandOutput:
             self.pieces[-1] += count
         else:
             self.pieces.append(count)
+
+    def trim(self, most: int) -> None:
+        """Forget what is oldest, but for so many bytes."""
+        extra = max(0, len(self.data) - most)
+        del self.data[:extra]
+        self.start += extra
+        while extra:
+            count = self.pieces[0]
+            gone = min(abs(count), extra)
+            extra -= gone
+            self.pieces[0] = count - gone if count > 0 else count + gone
+            if not self.pieces[0]:
+                del self.pieces[0]
 
     def __iter__(self) -> Iterator[tuple[int, bytes]]:
         start = 0
@@ -978,6 +994,12 @@ class Job:
         self.peak_kib = 0
         self.ended_s: float | None = None
         self.account = b""  # how it ended
+        session: dict[str, Any] = request.get("session") or {}
+        self.session = bool(session)  # somebody types, and may come again: under the next gateway too
+        self.session_bytes: int = session.get("keep", 0)
+        self.on_terminal = session.get("terminal") is not None
+        self.held = False  # whether the gateway wants no more of its output for now
+        self.fed = 0  # bytes of input that came
 
     @property
     def ran_s(self) -> float:
@@ -1050,6 +1072,9 @@ class Launcher:
         merged: bool = request.get("merge", False)
         identity = self.workplace.identity(request["user"])
         environment = self.environment_of(identity, request)
+        size = (request.get("session") or {}).get("terminal")
+        if size is not None:
+            return self.launch_on_terminal(identity, request["cwd"], argv, environment, size)
         out, err = os.pipe(), os.pipe()
         source = os.pipe() if request["stdin"] else (self.null, -1)
         ours = (out[0], err[0], source[1])
@@ -1073,6 +1098,27 @@ class Launcher:
                 os.set_blocking(fd, False)
         return pid, {out[0]: STDOUT, err[0]: STDERR}, source[1]
 
+    def launch_on_terminal(
+        self, identity: Identity, cwd: str, argv: list[str], environment: dict[str, str], size: list[int]
+    ) -> tuple[int, dict[int, int], int]:
+        """Start a command on a terminal of its own, which it controls; return as `launch` does."""
+        ours, theirs = os.openpty()
+        try:
+            _resize_terminal(ours, size)
+            if identity.foreign:
+                os.fchown(theirs, identity.uid, -1)
+            environment.setdefault("TERM", "xterm")
+            pid = self.spawn(identity, cwd, argv, environment, (theirs, theirs, theirs), terminal=True)
+        except BaseException as error:
+            os.close(ours)
+            if isinstance(error, OSError):
+                raise NotStarted(argv[0], error) from None
+            raise
+        finally:
+            os.close(theirs)
+        os.set_blocking(ours, False)
+        return pid, {ours: STDOUT}, os.dup(ours)
+
     def environment_of(self, identity: Identity, request: dict[str, Any]) -> dict[str, str]:
         environment = {"PATH": DEFAULT_PATH, "HOME": identity.home, "USER": identity.name, "LOGNAME": identity.name}
         environment.update(self.environment)
@@ -1084,7 +1130,14 @@ class Launcher:
         return environment
 
     def spawn(
-        self, identity: Identity, cwd: str, argv: list[str], environment: dict[str, str], fds: tuple[int, int, int]
+        self,
+        identity: Identity,
+        cwd: str,
+        argv: list[str],
+        environment: dict[str, str],
+        fds: tuple[int, int, int],
+        *,
+        terminal: bool = False,
     ) -> int:
         if self.oom >= 0:
             os.pwrite(self.oom, OOM_SCORE, 0)
@@ -1097,8 +1150,8 @@ class Launcher:
                     raise RequestDenied("invalid_input", f"working directory: {_sentence(error)}", kind) from None
                 try:
                     program = _which(argv[0], environment.get("PATH", DEFAULT_PATH))
-                    if identity.foreign:
-                        return _fork(identity, program, argv, environment, fds)
+                    if identity.foreign or terminal:
+                        return _fork(identity, program, argv, environment, fds, terminal=terminal)
                     actions = [(os.POSIX_SPAWN_DUP2, fd, target) for target, fd in enumerate(fds)]
                     return os.posix_spawn(
                         program, argv, environment, file_actions=actions, setsid=True, setsigdef=IGNORED
@@ -1317,13 +1370,16 @@ class Jobs:
         self.running[number] = job
         self.on_children(self.wakeup)  # a short command has often ended before its vfork lets us go on
         for fd in job.streams:
-            self.poller.watch(fd, self.output_handler(job), self.output_events())
+            self.poller.watch(fd, self.output_handler(job), self.output_events(job))
 
     def feed(self, number: int, data: bytes) -> None:
         """Pass on standard input; empty ends it."""
         job = self.running.get(number)
         if job is not None and job.stdin >= 0:
             job.input += data
+            job.fed += len(data)
+            if not data and job.on_terminal:
+                job.input += END_OF_INPUT
             job.input_ended = job.input_ended or not data
             self.on_input(job)
 
@@ -1376,16 +1432,45 @@ class Jobs:
     def say(self, job: Job, stream: int, data: bytes) -> None:
         if job.claim:
             job.output.add(stream, data)
+            if job.session:
+                job.output.trim(job.session_bytes)
         self.link.send(stream, job.number, data)
 
-    def output_events(self) -> int:
-        return 0 if self.link.throttled is not None else select.EPOLLIN
+    def output_events(self, job: Job) -> int:
+        return 0 if self.link.throttled is not None or job.held else select.EPOLLIN
 
     def regulate(self) -> None:
         """Read the commands' pipes only while the gateway takes what they say."""
         for job in self.running.values():
             for fd in job.streams:
-                self.poller.epoll.modify(fd, self.output_events())
+                self.poller.epoll.modify(fd, self.output_events(job))
+
+    def steer(self, number: int, request: dict[str, Any]) -> None:
+        """Do to a session what is asked: hold its output back, resize its terminal, signal or end what runs in it."""
+        job = self.running.get(number)
+        if job is None or not job.session:
+            return
+        if "held" in request:
+            job.held = request["held"]
+            self.regulate()
+        if "size" in request and job.on_terminal:
+            for fd in job.streams:
+                _resize_terminal(fd, request["size"])
+        if "signal" in request:
+            self.signal_foreground(job, request["signal"])
+        if "end" in request:
+            self.kill(number, request["end"])
+
+    def signal_foreground(self, job: Job, number: int) -> None:
+        """Signal what a person at its terminal would interrupt; without one, the command and its pipeline."""
+        group = job.pid
+        try:
+            for fd in job.streams if job.on_terminal else ():
+                group = os.tcgetpgrp(fd)
+            if group > 1:
+                os.killpg(group, number)
+        except OSError:
+            pass  # it has ended just now
 
     def rest(self, number: int, *, resting: bool) -> None:
         """Stop every process, or let them run again."""
@@ -1416,6 +1501,9 @@ class Jobs:
         for job in self.claimable():
             if job.claim == claim:
                 self.renumber(job, number)
+                if job.session:
+                    standing = {"start": job.output.start, "input": job.fed, "waiting": len(job.input)}
+                    self.link.send(STANDING, number, as_json(standing))
                 for stream, data in job.output:
                     self.link.send(stream, number, data)
                 if job.account:
@@ -1442,9 +1530,11 @@ class Jobs:
     def on_gateway_lost(self) -> None:
         for job in list(self.running.values()):
             self.renumber(job, -job.pid)
-            if not self.outlives(job) or (job.stdin >= 0 and not job.input_ended):
+            job.held = False
+            if not self.outlives(job) or (job.stdin >= 0 and not job.input_ended and not job.session):
                 job.let_end()
                 self.end(job, 0.0)
+        self.regulate()
         self.tree.sweeps.clear()
 
     # --- ends
@@ -1539,14 +1629,20 @@ class Jobs:
 
 
 def _fork(
-    identity: Identity, program: str, argv: list[str], environment: dict[str, str], fds: tuple[int, int, int]
+    identity: Identity,
+    program: str,
+    argv: list[str],
+    environment: dict[str, str],
+    fds: tuple[int, int, int],
+    *,
+    terminal: bool = False,
 ) -> int:
-    """Start a program as another user; raises what ``execve`` raises. The ids change in the child alone."""
+    """Start a program as another user or on a terminal; raises what ``execve`` raises. Only the child's ids change."""
     said, telling = os.pipe()  # closed by the program's start
     try:
         pid = os.fork()
         if pid == 0:
-            _become_command(identity, program, argv, environment, fds, telling)
+            _become_command(identity, program, argv, environment, fds, telling, terminal=terminal)
         os.close(telling)
         telling = -1
         failure = os.read(said, 4096)
@@ -1568,14 +1664,19 @@ def _become_command(
     environment: dict[str, str],
     fds: tuple[int, int, int],
     telling: int,
+    *,
+    terminal: bool,
 ) -> None:
     """Be the forked child: end as the program, or tell why it could not be started. Never returns."""
     try:
         os.setsid()
-        os.seteuid(0)
-        identity.become()
+        if identity.foreign:
+            os.seteuid(0)
+            identity.become()
         for target, fd in enumerate(fds):
             os.dup2(fd, target)
+        if terminal:
+            _control_terminal(0)
         signal.set_wakeup_fd(-1)
         for number in [*IGNORED, signal.SIGCHLD]:
             signal.signal(number, signal.SIG_DFL)
@@ -1585,6 +1686,22 @@ def _become_command(
         os.write(telling, f"{code} {error}".encode("utf-8", "replace")[:4096])
     finally:
         os._exit(127)
+
+
+def _resize_terminal(fd: int, size: list[int]) -> None:
+    """Say how many rows and columns a terminal has; its foreground is told by the kernel."""
+    import fcntl  # sessions alone need it: every other sandbox starts without
+    import termios
+
+    fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
+
+
+def _control_terminal(fd: int) -> None:
+    """Make a terminal that of our session, of which we are the first process."""
+    import fcntl
+    import termios
+
+    fcntl.ioctl(fd, termios.TIOCSCTTY, 0)
 
 
 def _processes() -> dict[int, tuple[int, str]]:
@@ -1775,6 +1892,8 @@ class Runner:
                 self.files.list_directory(number, request)
             elif kind == SWEEP:
                 self.jobs.tree.sweeps[number] = time.monotonic() + UNKILLABLE_S
+            elif kind == STEER:
+                self.jobs.steer(number, request)
             elif kind == REST:
                 self.jobs.rest(number, resting=request["resting"])
         except (RequestDenied, OSError) as error:

@@ -31,11 +31,13 @@ from runtimes.sandbox.runner.conversation import (
     FileDownload,
     RunnerAnswer,
     SandboxProcess,
+    SessionExchange,
 )
 from runtimes.sandbox.runner.protocol import (
     RunnerEnd,
     RunnerReady,
     RunnerRefusal,
+    SessionStanding,
     decode,
     encode_json,
     lost,
@@ -105,13 +107,17 @@ class StreamClient(asyncio.BufferedProtocol):
     async def run(self, command: Command, on_output: OnOutput | None = None) -> CommandResult:
         """Execute to the end, or claim it if it is resumable. Cancelling kills its processes before it lets go."""
         self._require("merge", needed=command.merge)
-        exchange = CommandExchange(self, command, on_output)
+        self._require("session", needed=command.session)
+        session = command.session
+        exchange = CommandExchange(self, command, on_output) if session is None else SessionExchange(self, session)
         claimed = self.resumable.pop(command.claim, None) is not None
         if claimed:
             number = self._begin(wire.CLAIM, {"claim": command.claim}, exchange)
         else:
             request = run_request(command, marker=secrets.token_hex(8), interactive=False)
             number = self._begin(wire.RUN, request, exchange)
+        if isinstance(exchange, SessionExchange):
+            exchange.begun(number, claimed=claimed)
         patience_s = command.timeout_s + command.kill_grace_s + wire.UNKILLABLE_S + SILENCE_S
         try:
             async with asyncio.timeout(patience_s if math.isfinite(patience_s) else None):
@@ -121,7 +127,7 @@ class StreamClient(asyncio.BufferedProtocol):
                 return await exchange.result()
         except TimeoutError:
             self.close()
-            raise lost("the runner has fallen silent", result=exchange.output.text()) from None
+            raise lost("the runner has fallen silent", result=exchange.said()) from None
         except asyncio.CancelledError:
             await self.kill(number, exchange.end)
             raise
@@ -220,6 +226,10 @@ class StreamClient(asyncio.BufferedProtocol):
         """Kill every process in the sandbox but the runner; return how many there were."""
         return (await self._ask(wire.SWEEP, {}, RunnerAnswer())).swept
 
+    def steer(self, number: int, request: Mapping[str, object]) -> None:
+        """Do to a session what is asked; there is no answer."""
+        self._write(encode_json(wire.STEER, number, request))
+
     def cancel(self, number: int) -> None:
         """Want no more of a file that is on its way, in or out."""
         if self._exchanges.pop(number, None) is not None:
@@ -286,6 +296,8 @@ class StreamClient(asyncio.BufferedProtocol):
             exchange.data(kind, payload)
         elif kind == wire.SIZE and payload.isdigit():
             exchange.sized(int(payload))
+        elif kind == wire.STANDING:
+            exchange.stands(decode(payload, SessionStanding))
         elif kind == wire.ACK:
             exchange.taken(wire.HEADER.unpack(payload)[0] if len(payload) == wire.HEADER.size else None)
         elif kind in (wire.EXIT, wire.DONE, wire.ERROR):

@@ -13,9 +13,10 @@ import msgspec
 
 from tangram.client import requests
 from tangram.client.address import server_of, token_of
-from tangram.client.aio.connections import AsyncConnectionPool
+from tangram.client.aio.connections import AsyncConnectionPool, AsyncLink
 from tangram.client.aio.functions import AsyncFunctions
-from tangram.client.aio.running import AsyncCallSlots, AsyncOpened, for_each, pause
+from tangram.client.aio.running import AsyncOpened, for_each, pause
+from tangram.client.aio.session import AsyncSession, attached
 from tangram.client.aio.trajectory import AsyncTrajectory
 from tangram.client.answers import connection_lost, error_of
 from tangram.client.bulk import CONCURRENCY, MapEnds, OnProgress
@@ -406,6 +407,10 @@ class AsyncClient(AsyncFunctions):
         chosen = requests.sandbox_choice(sandbox)
         return AsyncTrajectory(self, id, function=function, task=task, workdir=workdir, sandbox=chosen)
 
+    async def session(self, id: str) -> AsyncSession:
+        """Attach to a session that was begun before, here or elsewhere; raises NotFoundError."""
+        return await attached(self, id)
+
     async def _invoke(self, request: ApiRequest[InvocationResult], logs: bool) -> InvocationResult:
         result = await self._send(request)
         if logs:
@@ -460,13 +465,4 @@ class AsyncClient(AsyncFunctions):
             timeout=ANSWER_S,
             transport=transport,
         )
-        return AsyncLink(http, self._connections)
-
-
-class AsyncLink:
-    """What a client has open in one process and event loop."""
-
-    def __init__(self, http: httpx.AsyncClient, connections: int) -> None:
-        self.http = http
-        #: For calls that last, so that those which do not always find a connection.
-        self.lasting = AsyncCallSlots(max(1, connections - SPARE))
+        return AsyncLink(http, max(1, self._connections - SPARE))

@@ -85,6 +85,15 @@ class AsyncConnectionPool(httpx.AsyncBaseTransport):
         return None
 
 
+class AsyncLink:
+    """What a client has open in one process and event loop."""
+
+    def __init__(self, http: httpx.AsyncClient, lasting: int) -> None:
+        self.http = http
+        #: For calls that last, so that those which do not always find a connection.
+        self.lasting = AsyncCallSlots(lasting)
+
+
 class AsyncAnswerStream(httpx.AsyncByteStream):
     """The body of an answer; closing it frees its connection."""
 

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Protocol, Self
 
 from tangram.client import requests
+from tangram.client.aio.session import AsyncSession, AsyncSessionSender
 from tangram.client.heartbeats import Heartbeats
 from tangram.client.requests import ApiRequest
 from tangram.client.results import InvocationResult
 from tangram.errors import InvalidInputError, NotFoundError, TrajectoryEndedError
 from tangram.types import FileEntry, SandboxChoice
 
-_T = TypeVar("_T")
 
-
-class AsyncSender(Protocol):
+class AsyncSender(AsyncSessionSender, Protocol):
     """Who sends what a handle asks for: the client."""
 
     heartbeats: Heartbeats
-
-    async def _send(self, request: ApiRequest[_T]) -> _T: ...
 
     async def _invoke(self, request: ApiRequest[InvocationResult], logs: bool) -> InvocationResult: ...
 
@@ -100,6 +97,32 @@ class AsyncTrajectory:
         """
         given = requests.command(command, cwd, env, stdin, user, merge)
         return await self.invoke(self._function, given, timeout_s=timeout_s, key=key)
+
+    async def session(
+        self,
+        command: str | Sequence[str],
+        *,
+        terminal: tuple[int, int] | None = None,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        timeout_s: float | None = None,
+    ) -> AsyncSession:
+        """Begin a command to type to: on a terminal of so many rows and columns, or with pipes.
+
+        It is an action of the trajectory, so it waits for the one before, and the next one waits for its end.
+        """
+        request = requests.open_session(
+            self.id,
+            self._function,
+            requests.command(command, cwd, env, None, user),
+            terminal,
+            task=self._task,
+            timeout_s=timeout_s,
+            living=self._living(),
+        )
+        begun = await self._client._send(request)
+        return AsyncSession(self._client, begun.id, begun=True)
 
     async def invoke(
         self,

@@ -23,9 +23,10 @@ from tangram.client.log_follower import LogFollower
 from tangram.client.requests import ApiRequest, BatchCall
 from tangram.client.results import InvocationResult, result_of
 from tangram.client.retries import FailureStreak, Retries
-from tangram.client.sync.connections import ConnectionPool
+from tangram.client.sync.connections import ConnectionPool, Link
 from tangram.client.sync.functions import Functions
-from tangram.client.sync.running import CallSlots, Opened, for_each, pause
+from tangram.client.sync.running import Opened, for_each, pause
+from tangram.client.sync.session import Session, attached
 from tangram.client.sync.trajectory import Trajectory
 from tangram.errors import ConnectionFailed, InvalidInputError, MapFailed, TangramError
 from tangram.types import (
@@ -408,6 +409,10 @@ class Client(Functions):
         chosen = requests.sandbox_choice(sandbox)
         return Trajectory(self, id, function=function, task=task, workdir=workdir, sandbox=chosen)
 
+    def session(self, id: str) -> Session:
+        """Attach to a session that was begun before, here or elsewhere; raises NotFoundError."""
+        return attached(self, id)
+
     def _invoke(self, request: ApiRequest[InvocationResult], logs: bool) -> InvocationResult:
         result = self._send(request)
         if logs:
@@ -460,13 +465,4 @@ class Client(Functions):
             timeout=ANSWER_S,
             transport=transport,
         )
-        return Link(http, self._connections)
-
-
-class Link:
-    """What a client has open in one process."""
-
-    def __init__(self, http: httpx.Client, connections: int) -> None:
-        self.http = http
-        #: For calls that last, so that those which do not always find a connection.
-        self.lasting = CallSlots(max(1, connections - SPARE))
+        return Link(http, max(1, self._connections - SPARE))

@@ -87,6 +87,15 @@ class ConnectionPool(httpx.BaseTransport):
         return None
 
 
+class Link:
+    """What a client has open in one process."""
+
+    def __init__(self, http: httpx.Client, lasting: int) -> None:
+        self.http = http
+        #: For calls that last, so that those which do not always find a connection.
+        self.lasting = CallSlots(lasting)
+
+
 class AnswerStream(httpx.SyncByteStream):
     """The body of an answer; closing it frees its connection."""
 

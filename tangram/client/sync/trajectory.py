@@ -6,24 +6,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Protocol, Self
 
 from tangram.client import requests
 from tangram.client.heartbeats import Heartbeats
 from tangram.client.requests import ApiRequest
 from tangram.client.results import InvocationResult
+from tangram.client.sync.session import Session, SessionSender
 from tangram.errors import InvalidInputError, NotFoundError, TrajectoryEndedError
 from tangram.types import FileEntry, SandboxChoice
 
-_T = TypeVar("_T")
 
-
-class Sender(Protocol):
+class Sender(SessionSender, Protocol):
     """Who sends what a handle asks for: the client."""
 
     heartbeats: Heartbeats
-
-    def _send(self, request: ApiRequest[_T]) -> _T: ...
 
     def _invoke(self, request: ApiRequest[InvocationResult], logs: bool) -> InvocationResult: ...
 
@@ -102,6 +99,32 @@ class Trajectory:
         """
         given = requests.command(command, cwd, env, stdin, user, merge)
         return self.invoke(self._function, given, timeout_s=timeout_s, key=key)
+
+    def session(
+        self,
+        command: str | Sequence[str],
+        *,
+        terminal: tuple[int, int] | None = None,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Session:
+        """Begin a command to type to: on a terminal of so many rows and columns, or with pipes.
+
+        It is an action of the trajectory, so it waits for the one before, and the next one waits for its end.
+        """
+        request = requests.open_session(
+            self.id,
+            self._function,
+            requests.command(command, cwd, env, None, user),
+            terminal,
+            task=self._task,
+            timeout_s=timeout_s,
+            living=self._living(),
+        )
+        begun = self._client._send(request)
+        return Session(self._client, begun.id, begun=True)
 
     def invoke(
         self,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import pwd
 import socket
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from runtimes.sandbox.command import Command, CommandResult
 from runtimes.sandbox.runner import runner as wire
 from runtimes.sandbox.runner.conversation import MARKER
 from runtimes.sandbox.runner.protocol import encode_json
+from runtimes.sandbox.session import InteractiveSession, SessionSettings
 from tests.runtimes.sandbox.box import Box
 
 DEADLINE_S = 60.0
@@ -262,3 +264,59 @@ async def test_a_stranger_inside_neither_hears_nor_ends_it(box: Box, token: str 
 def children(box: Box) -> list[str]:
     """The runner's children."""
     return Path(f"/proc/{box.process.pid}/task/{box.process.pid}/children").read_text().split()
+
+
+# --- sessions
+
+
+def session_command(session: InteractiveSession) -> Command:
+    shell = "echo begun; while read -r line; do echo said $line; done; exit 9"
+    return command(shell, session=session, timeout_s=math.inf)
+
+
+async def heard(session: InteractiveSession, offset: int, data: bytes) -> bytes:
+    """What a session says from an offset on, until that was said."""
+    found = b""
+    async with asyncio.timeout(DEADLINE_S), aclosing(session.read(offset, DEADLINE_S)) as pages:
+        async for page in pages:
+            found += b"".join(piece.data for piece in page)
+            if data in found:
+                break
+    return found
+
+
+async def test_a_session_goes_on_without_its_gateway_and_the_next_one_types_on(box: Box) -> None:
+    first, client = InteractiveSession(SessionSettings(), None), await box.connect()
+    running = asyncio.create_task(client.run(session_command(first)))
+    await first.write(b"one\ntw")
+    await heard(first, 0, b"said one\n")
+    client.close()
+    await asyncio.gather(running, return_exceptions=True)
+    second, client = InteractiveSession(SessionSettings(), None), await box.connect()
+    running = asyncio.create_task(client.run(session_command(second)))
+    assert await second.write(b"one\ntwo\n", 0) == 8, "what it was sent before is not typed again"
+    assert await heard(second, 6, b"two\n") == b"said one\nsaid two\n"
+    await second.write(b"", end=True)
+    async with asyncio.timeout(DEADLINE_S):
+        assert (await running).exit_code == 9
+    client.close()
+
+
+async def test_of_a_session_that_spoke_to_nobody_the_last_is_kept_and_numbered(box: Box) -> None:
+    settings, size = SessionSettings(output_bytes=4096), 2**20
+    first, client = InteractiveSession(settings, None), await box.connect()
+    given = command(f"echo begun; read -r line; head -c {size} /dev/zero; echo end", timeout_s=math.inf, session=first)
+    running = asyncio.create_task(client.run(given))
+    await heard(first, 0, b"begun\n")
+    await first.write(b"go\n")
+    client.close()
+    await asyncio.gather(running, return_exceptions=True)
+    await until(lambda: holds(box, running=False))
+    second, client = InteractiveSession(settings, None), await box.connect()
+    async with asyncio.timeout(DEADLINE_S):
+        assert (await client.run(command("ignored", session=second))).exit_code == 0
+    second.close()
+    assert second.end == len("begun\n") + size + len("end\n")
+    assert (await heard(second, 0, b"end\n")).endswith(b"\0end\n")
+    assert second.end - second.start <= 4096
+    client.close()

@@ -1,0 +1,300 @@
+"""Interactive sessions: a command that somebody types to and watches, from this connection or the next.
+
+Its output is numbered byte by byte over both streams, and so is its input: who attaches again says what they have,
+and nothing is shown or typed twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections import OrderedDict, deque
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, NamedTuple, Protocol
+
+from manager.errors import CapacityExceeded, Conflict, InvalidInput
+from manager.setting import Setting
+
+COMPONENT = "session"
+#: What a session may be sent, by name.
+SIGNALS: Mapping[str, int] = {
+    name: int(signal.Signals[f"SIG{name}"])
+    for name in ("HUP", "INT", "QUIT", "KILL", "USR1", "USR2", "TERM", "CONT", "TSTP")
+}
+#: Seconds for which input waits for a command that does not read it; the caller then sends the rest again.
+INPUT_PATIENCE_S = 20.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionSettings:
+    """Bounds of interactive sessions."""
+
+    output_bytes: Annotated[
+        int, Setting("bytes of each session's output kept for whoever attaches again", ge=4096, le=64 * 2**20)
+    ] = 2**20
+    unattended_s: Annotated[float, Setting("a session to which nobody is attached for so long is ended", gt=0)] = 300.0
+    living_max: Annotated[int, Setting("most sessions that live at once; beyond it 503", ge=1)] = 256
+    ended_max: Annotated[int, Setting("ended sessions whose last output is still kept", ge=0)] = 16
+
+
+class TerminalSize(NamedTuple):
+    """How large a terminal is."""
+
+    rows: int = 24
+    columns: int = 80
+
+
+class SessionPiece(NamedTuple):
+    """What a session said, and where it begins."""
+
+    offset: int
+    stream: str
+    data: bytes
+
+
+class SessionGrip(Protocol):
+    """The grip on a session's command: `runtimes.sandbox.runner.conversation.SessionExchange`."""
+
+    async def input_room(self) -> int:
+        """Return how many bytes it takes now, waiting for some; 0 if it reads no more."""
+        ...
+
+    async def feed(self, data: bytes) -> None:
+        """Send so many bytes at most; they are on their way before the first wait."""
+        ...
+
+    async def end_input(self) -> None: ...
+
+    def steer(self, request: Mapping[str, object]) -> None:
+        """Hold its output back, resize its terminal, signal or end it."""
+        ...
+
+
+class InteractiveSession:
+    """One session: the end of its output that is kept, its input, and who is attached.
+
+    One caller is attached at a time: the last that came. While somebody is, the command waits for them when they are
+    slow; while nobody is, it goes on and the oldest output is forgotten.
+    """
+
+    def __init__(self, settings: SessionSettings, terminal: TerminalSize | None) -> None:
+        self.settings = settings
+        self.terminal = terminal
+        #: Where the output that is kept begins and ends, and how many bytes of input its command was sent.
+        self.start = self.end = self.input_offset = 0
+        #: Whether its command has ended, or will never begin.
+        self.ended = False
+        #: Whether it was ended because nobody was attached.
+        self.abandoned = False
+        self._pieces: deque[SessionPiece] = deque()
+        self._grip: SessionGrip | None = None
+        self._opened = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._typing = asyncio.Lock()
+        self._input_ended = self._held = False
+        self._readers = self._taken = 0
+        self._attached = False
+        self._patience: asyncio.TimerHandle | None = None
+
+    # --- its command's side
+
+    def open(self, grip: SessionGrip, *, start: int = 0, input_offset: int = 0) -> None:
+        """Its command runs; one of an earlier gateway repeats what it has kept from ``start`` on."""
+        self.start = self.end = start
+        self.input_offset = input_offset
+        self._pieces.clear()
+        self._grip = grip
+        self._opened.set()
+        self._changed.set()
+        self._await_somebody()
+
+    def said(self, stream: str, data: bytes) -> None:
+        """Keep what its command said."""
+        self._pieces.append(SessionPiece(self.end, stream, data))
+        self.end += len(data)
+        while self.end - self.start > self.settings.output_bytes and len(self._pieces) > 1:
+            self._pieces.popleft()
+            self.start = self._pieces[0].offset
+        self._changed.set()
+        if self._attached and not self._held and self.end - self._taken > self.settings.output_bytes // 4:
+            self._hold(held=True)
+
+    def close(self) -> None:
+        """Its command has ended; idempotent."""
+        self.ended, self._grip = True, None
+        self._opened.set()
+        self._changed.set()
+        self._be_patient()
+
+    # --- its caller's side
+
+    async def read(self, offset: int, heartbeat_s: float) -> AsyncGenerator[list[SessionPiece], None]:
+        """Yield what it says from an offset on until it ends or another caller attaches; nothing after a silence.
+
+        The first piece begins later than ``offset`` if what is between is no longer kept.
+        """
+        self._readers += 1
+        reader = self._readers
+        self._attached, self._taken = True, offset
+        self._be_patient()
+        self._changed.set()
+        try:
+            while reader == self._readers:
+                self._taken = max(self._taken, offset)
+                pieces = self._from(offset)
+                if pieces:
+                    yield pieces
+                    offset = pieces[-1].offset + len(pieces[-1].data)
+                    self._taken = offset
+                    if self._held and self.end - offset < self.settings.output_bytes // 8:
+                        self._hold(held=False)
+                    continue
+                if self.ended:
+                    return
+                self._changed.clear()
+                try:
+                    async with asyncio.timeout(heartbeat_s):
+                        await self._changed.wait()
+                except TimeoutError:
+                    yield []
+            self._changed.set()  # the one who came sees it too
+        finally:
+            if reader == self._readers:
+                self._attached = False
+                if self._held:
+                    self._hold(held=False)
+                self._await_somebody()
+
+    async def opened(self, wait_s: float) -> bool:
+        """Return whether its command runs or has ended, after ``wait_s`` at the latest."""
+        try:
+            async with asyncio.timeout(wait_s):
+                await self._opened.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def write(self, data: bytes, offset: int | None = None, *, end: bool = False) -> int:
+        """Pass on input that begins at ``offset`` (by default where it stands); return where it stands then.
+
+        What it has already is passed over, so that input may be sent again. It stands earlier than the end of the data
+        if the command did not read for a while, and ``end`` is then left out. Raises Conflict if input before it is
+        missing. What comes after the end of the input, or of the command, is dropped.
+        """
+        try:
+            async with asyncio.timeout(INPUT_PATIENCE_S), self._typing:
+                await self._opened.wait()
+                await self._feed(data, self.input_offset if offset is None else offset, end=end)
+        except TimeoutError:
+            pass
+        return self.input_offset
+
+    @property
+    def reads(self) -> bool:
+        """Whether input still reaches its command."""
+        return not self.ended and not self._input_ended
+
+    def resize(self, size: TerminalSize) -> None:
+        """Tell its terminal how large it is; raises InvalidInput if it has none."""
+        if self.terminal is None:
+            raise InvalidInput("the session has no terminal to resize", component=COMPONENT)
+        self.terminal = size
+        self._steer({"size": list(size)})
+
+    def signal(self, name: str) -> None:
+        """Signal what runs in its foreground; raises InvalidInput for a signal that is not among `SIGNALS`."""
+        if name not in SIGNALS:
+            raise InvalidInput(f"no signal {name[:32]!r}; known: {', '.join(SIGNALS)}", component=COMPONENT)
+        self._steer({"signal": SIGNALS[name]})
+
+    # --- inside
+
+    def _from(self, offset: int) -> list[SessionPiece]:
+        found: list[SessionPiece] = []
+        for piece in reversed(self._pieces):
+            if piece.offset + len(piece.data) <= offset:
+                break
+            skipped = max(0, offset - piece.offset)
+            found.append(SessionPiece(piece.offset + skipped, piece.stream, piece.data[skipped:]))
+        return found[::-1]
+
+    async def _feed(self, data: bytes, offset: int, *, end: bool) -> None:
+        if offset > self.input_offset:
+            told = f"input from {offset} on came before that from {self.input_offset} on: send that first"
+            raise Conflict(told, component=COMPONENT, detail={"input_offset": self.input_offset})
+        view = memoryview(data)[self.input_offset - offset :]
+        while view and self._grip is not None and self.reads:
+            room = await self._grip.input_room()
+            if room == 0 or self._grip is None:
+                self._input_ended = True
+                return
+            piece, view = bytes(view[:room]), view[room:]
+            self.input_offset += len(piece)
+            await self._grip.feed(piece)
+        if end and self._grip is not None and self.reads:
+            self._input_ended = True
+            await self._grip.end_input()
+
+    def _steer(self, request: Mapping[str, object]) -> None:
+        if self._grip is not None:
+            self._grip.steer(request)
+
+    def _hold(self, *, held: bool) -> None:
+        self._held = held
+        self._steer({"held": held})
+
+    def _await_somebody(self) -> None:
+        """End it if nobody attaches for a while."""
+        self._be_patient()
+        if self._grip is not None and not self._attached:
+            loop = asyncio.get_running_loop()
+            self._patience = loop.call_later(self.settings.unattended_s, self._abandon)
+
+    def _be_patient(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+
+    def _abandon(self) -> None:
+        self.abandoned = True
+        self._steer({"end": 0.0})
+
+
+class SessionTable:
+    """The sessions of this gateway, by the id of their invocation."""
+
+    def __init__(self, settings: SessionSettings | None = None) -> None:
+        self.settings = settings or SessionSettings()
+        self._living: dict[str, InteractiveSession] = {}
+        self._ended: OrderedDict[str, InteractiveSession] = OrderedDict()
+
+    def check(self) -> None:
+        """Raise CapacityExceeded if there may be no more."""
+        if len(self._living) >= self.settings.living_max:
+            told = f"{len(self._living)} sessions live (server.sessions.living_max)"
+            raise CapacityExceeded(told, component=COMPONENT, retry_after_s=1.0)
+
+    def get(self, id: str) -> InteractiveSession | None:
+        return self._living.get(id) or self._ended.get(id)
+
+    def living(self, id: str, terminal: TerminalSize | None) -> InteractiveSession:
+        """Return the session of an invocation that has not ended, made if nobody has asked for it yet.
+
+        Raises CapacityExceeded if there may be no more.
+        """
+        found = self.get(id)
+        if found is None:
+            self.check()
+            found = self._living[id] = InteractiveSession(self.settings, terminal)
+        return found
+
+    def close(self, id: str) -> None:
+        """It has ended; its last output is kept for a while. Idempotent."""
+        session = self._living.pop(id, None)
+        if session is None:
+            return
+        session.close()
+        self._ended[id] = session
+        while len(self._ended) > self.settings.ended_max:
+            self._ended.popitem(last=False)

@@ -1,0 +1,65 @@
+"""Following a session: records in, output out, and where to go on when the connection breaks; no I/O."""
+
+from __future__ import annotations
+
+import msgspec
+
+from tangram.client.retries import FailureStreak, Retries
+from tangram.errors import ConflictError, TangramError, UnreadableAnswerError
+from tangram.types import (
+    SessionAttached,
+    SessionEnd,
+    SessionOutput,
+    SessionSilence,
+    SessionTaken,
+    read_session_record,
+)
+
+
+class SessionFollower:
+    """The state of one reader of a session, across its connections."""
+
+    def __init__(self, id: str, retries: Retries, *, input_offset: int | None) -> None:
+        #: The first byte of output not yet seen, and how many were no longer kept when they were asked for.
+        self.offset = self.missing = 0
+        #: Bytes of input that the session was passed; None before that is known.
+        self.input_offset = input_offset
+        #: How it ended, once that was seen.
+        self.end: SessionEnd | None = None
+        self._id = id
+        self._failing = FailureStreak(retries)
+
+    def feed(self, text: str) -> SessionOutput | None:
+        """Return the output of one NDJSON record, if it has some that was not seen; raises ConflictError if taken."""
+        if not text:
+            return None
+        try:
+            record = read_session_record(text)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise UnreadableAnswerError(f"a record of a session is not understood ({error}): {text[:200]}") from error
+        self._failing.succeeded()
+        match record:
+            case SessionEnd():
+                self.end = record
+            case SessionTaken():
+                raise ConflictError(f"another caller has attached to session {self._id}")
+            case SessionAttached():
+                self.input_offset = record.input_offset if self.input_offset is None else self.input_offset
+            case SessionOutput():
+                return self._fresh(record)
+            case SessionSilence():
+                return None
+        return None
+
+    def _fresh(self, record: SessionOutput) -> SessionOutput | None:
+        self.missing += max(0, record.offset - self.offset)
+        fresh = record.data[max(0, self.offset - record.offset) :]
+        end = record.offset + len(record.data)
+        if end <= self.offset:
+            return None
+        self.offset = end
+        return SessionOutput(stream=record.stream, offset=end - len(fresh), data=fresh)
+
+    def again_s(self, error: TangramError) -> float | None:
+        """The connection ended before the session did; return the seconds to wait before the next, None to give up."""
+        return self._failing.again_s(error)
