@@ -48,6 +48,8 @@ from tangram.types import Attempt
 
 logger = structlog.get_logger("gateway.invocations")
 GONE = "its caller went away"
+#: Our own: the process's own chance may be somebody's who wants the same numbers again.
+CHANCE = random.Random()
 #: Calls of a batch that are accepted in one turn of the event loop.
 BREATH = 64
 
@@ -68,7 +70,7 @@ class Invocations:
         observer: Observer,
         now: Callable[[], float],
         wall: Callable[[], float] = time.time,
-        chance: Callable[[], float] = random.random,
+        chance: Callable[[], float] = CHANCE.random,
     ) -> None:
         self._server = server
         self._functions = functions

@@ -196,9 +196,9 @@ class InteractiveSession:
         return not self.ended and not self._input_ended
 
     def resize(self, size: TerminalSize) -> None:
-        """Tell its terminal how large it is; raises InvalidInput if it has none."""
+        """Tell its terminal how large it is; raises Conflict if it has none."""
         if self.terminal is None:
-            raise InvalidInput("the session has no terminal to resize", component=COMPONENT)
+            raise Conflict("the session has no terminal to resize", component=COMPONENT)
         self.terminal = size
         self._steer({"size": list(size)})
 

@@ -13,7 +13,7 @@ from tangram.cli import exit_status
 from tangram.cli.options import Duration, connected
 from tangram.cli.output import say
 from tangram.cli.terminal import LocalTerminal, Relay
-from tangram.client.sync.session import Session
+from tangram.client.sync.session import SessionHandle
 from tangram.client.sync.trajectory import Trajectory
 from tangram.errors import InvalidInputError
 from tangram.types import SessionEnd
@@ -132,7 +132,7 @@ def _variables(given: tuple[str, ...]) -> Mapping[str, str]:
     return {**ours, **{name: value for name, _, value in pairs}}
 
 
-def _status(session: Session, end: SessionEnd, *, lossless: bool) -> int:
+def _status(session: SessionHandle, end: SessionEnd, *, lossless: bool) -> int:
     """Return the exit status of a session, and say what went wrong with it."""
     if lossless and session.missing:
         say(f"{session.missing} bytes of its output are missing: they were no longer kept")

@@ -17,7 +17,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from tangram.cli.output import say
-from tangram.client.sync.session import Session
+from tangram.client.sync.session import SessionHandle
 from tangram.errors import ConflictError, TangramError
 from tangram.types import SessionEnd
 
@@ -75,7 +75,7 @@ def _end(number: int, frame: FrameType | None) -> None:
 class Relay:
     """Carries one session: a thread passes on what is typed, this one shows what is said."""
 
-    def __init__(self, session: Session, terminal: LocalTerminal, *, reads: bool = True) -> None:
+    def __init__(self, session: SessionHandle, terminal: LocalTerminal, *, reads: bool = True) -> None:
         self._session = session
         self._terminal = terminal
         self._reads = reads

@@ -296,7 +296,8 @@ def open_trajectory(
 def open_session(
     trajectory: str,
     function: str,
-    command: Mapping[str, object],
+    command: str | Sequence[str],
+    more: Mapping[str, object],
     terminal: tuple[int, int] | None,
     *,
     task: str | None,
@@ -304,6 +305,8 @@ def open_session(
     living: bool,
 ) -> ApiRequest[InvocationResult]:
     """Return the request that begins a session; it carries a key, so that it can be sent again."""
+    argv = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
+    given = {name: value for name, value in more.items() if value is not None}
     size = None if terminal is None else {"rows": terminal[0], "columns": terminal[1]}
     key = secrets.token_urlsafe(16)
     headers = {"X-Task": task, "X-Timeout": _duration(timeout_s), "Idempotency-Key": key}
@@ -312,7 +315,7 @@ def open_session(
         path=f"{_trajectory_path(trajectory)}/sessions",
         read=read_invocation,
         headers=_JSON | _given(headers) | (LIVING if living else {}),
-        content=msgspec.json.encode({**command, "function": function, "terminal": size}),
+        content=msgspec.json.encode({**given, "argv": argv, "function": function, "terminal": size}),
     )
 
 

@@ -22,11 +22,10 @@ class SessionTerminal(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class SessionOpening(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A command that somebody types to: exactly one of ``command`` and ``argv``."""
+    """A command that somebody types to."""
 
+    argv: Annotated[tuple[str, ...], Meta(min_length=1, description="Program and arguments, run without a shell")]
     function: Annotated[Name, Meta(description="The exec function whose sandbox and cores it has")] = "shell"
-    command: Annotated[str | None, Meta(description="Shell text")] = None
-    argv: Annotated[tuple[str, ...] | None, Meta(description="Program and arguments")] = None
     cwd: str | None = None
     env: Mapping[str, str] | None = None
     user: str | None = None

@@ -157,8 +157,7 @@ class SessionOperations:
 def _input(asked: SessionOpening) -> dict[str, object]:
     """Return the opening as the input of an exec function."""
     given: dict[str, object] = {
-        "command": asked.command,
-        "argv": None if asked.argv is None else list(asked.argv),
+        "argv": list(asked.argv),
         "cwd": asked.cwd,
         "env": None if asked.env is None else dict(asked.env),
         "user": asked.user,

@@ -16,7 +16,7 @@ from tangram.client.address import server_of, token_of
 from tangram.client.aio.connections import AsyncConnectionPool, AsyncLink
 from tangram.client.aio.functions import AsyncFunctions
 from tangram.client.aio.running import AsyncOpened, for_each, pause
-from tangram.client.aio.session import AsyncSession, attached
+from tangram.client.aio.session import AsyncSessionHandle, attached
 from tangram.client.aio.trajectory import AsyncTrajectory
 from tangram.client.answers import connection_lost, error_of
 from tangram.client.bulk import CONCURRENCY, MapEnds, OnProgress
@@ -407,7 +407,7 @@ class AsyncClient(AsyncFunctions):
         chosen = requests.sandbox_choice(sandbox)
         return AsyncTrajectory(self, id, function=function, task=task, workdir=workdir, sandbox=chosen)
 
-    async def session(self, id: str) -> AsyncSession:
+    async def session(self, id: str) -> AsyncSessionHandle:
         """Attach to a session that was begun before, here or elsewhere; raises NotFoundError."""
         return await attached(self, id)
 

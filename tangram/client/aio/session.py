@@ -32,7 +32,7 @@ class AsyncSessionSender(Protocol):
     def _link(self) -> AsyncLink: ...
 
 
-class AsyncSession:
+class AsyncSessionHandle:
     """A command in a trajectory's sandbox that somebody types to; it holds its cores until it ends.
 
     It goes on without this process, and whoever knows its ``id`` may attach to it: what it says is numbered byte by
@@ -115,7 +115,7 @@ class AsyncSession:
         await self._client._send(requests.write_session(self.id, b"", self._follower.input_offset, end=True))
 
     async def resize(self, rows: int, columns: int) -> None:
-        """Tell its terminal how large it is; raises InvalidInputError if it has none."""
+        """Tell its terminal how large it is; raises ConflictError if it has none."""
         await self._client._send(requests.steer_session(self.id, size=(rows, columns)))
 
     async def signal(self, name: str) -> None:
@@ -127,7 +127,7 @@ class AsyncSession:
         await self._client._send(requests.cancel_invocation(self.id))
 
 
-async def attached(client: AsyncSessionSender, id: str) -> AsyncSession:
+async def attached(client: AsyncSessionSender, id: str) -> AsyncSessionHandle:
     """Return the handle of a session that was begun elsewhere; raises NotFoundError."""
     await client._send(requests.get_invocation(id))
-    return AsyncSession(client, id, begun=False)
+    return AsyncSessionHandle(client, id, begun=False)

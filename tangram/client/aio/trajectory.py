@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from tangram.client import requests
-from tangram.client.aio.session import AsyncSession, AsyncSessionSender
+from tangram.client.aio.session import AsyncSessionHandle, AsyncSessionSender
 from tangram.client.heartbeats import Heartbeats
 from tangram.client.requests import ApiRequest
 from tangram.client.results import InvocationResult
@@ -107,7 +107,7 @@ class AsyncTrajectory:
         env: Mapping[str, str] | None = None,
         user: str | None = None,
         timeout_s: float | None = None,
-    ) -> AsyncSession:
+    ) -> AsyncSessionHandle:
         """Begin a command to type to: on a terminal of so many rows and columns, or with pipes.
 
         It is an action of the trajectory, so it waits for the one before, and the next one waits for its end.
@@ -115,14 +115,15 @@ class AsyncTrajectory:
         request = requests.open_session(
             self.id,
             self._function,
-            requests.command(command, cwd, env, None, user),
+            command,
+            {"cwd": cwd, "env": None if env is None else dict(env), "user": user},
             terminal,
             task=self._task,
             timeout_s=timeout_s,
             living=self._living(),
         )
         begun = await self._client._send(request)
-        return AsyncSession(self._client, begun.id, begun=True)
+        return AsyncSessionHandle(self._client, begun.id, begun=True)
 
     async def invoke(
         self,

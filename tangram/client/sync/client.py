@@ -26,7 +26,7 @@ from tangram.client.retries import FailureStreak, Retries
 from tangram.client.sync.connections import ConnectionPool, Link
 from tangram.client.sync.functions import Functions
 from tangram.client.sync.running import Opened, for_each, pause
-from tangram.client.sync.session import Session, attached
+from tangram.client.sync.session import SessionHandle, attached
 from tangram.client.sync.trajectory import Trajectory
 from tangram.errors import ConnectionFailed, InvalidInputError, MapFailed, TangramError
 from tangram.types import (
@@ -409,7 +409,7 @@ class Client(Functions):
         chosen = requests.sandbox_choice(sandbox)
         return Trajectory(self, id, function=function, task=task, workdir=workdir, sandbox=chosen)
 
-    def session(self, id: str) -> Session:
+    def session(self, id: str) -> SessionHandle:
         """Attach to a session that was begun before, here or elsewhere; raises NotFoundError."""
         return attached(self, id)
 

@@ -34,7 +34,7 @@ class SessionSender(Protocol):
     def _link(self) -> Link: ...
 
 
-class Session:
+class SessionHandle:
     """A command in a trajectory's sandbox that somebody types to; it holds its cores until it ends.
 
     It goes on without this process, and whoever knows its ``id`` may attach to it: what it says is numbered byte by
@@ -117,7 +117,7 @@ class Session:
         self._client._send(requests.write_session(self.id, b"", self._follower.input_offset, end=True))
 
     def resize(self, rows: int, columns: int) -> None:
-        """Tell its terminal how large it is; raises InvalidInputError if it has none."""
+        """Tell its terminal how large it is; raises ConflictError if it has none."""
         self._client._send(requests.steer_session(self.id, size=(rows, columns)))
 
     def signal(self, name: str) -> None:
@@ -129,7 +129,7 @@ class Session:
         self._client._send(requests.cancel_invocation(self.id))
 
 
-def attached(client: SessionSender, id: str) -> Session:
+def attached(client: SessionSender, id: str) -> SessionHandle:
     """Return the handle of a session that was begun elsewhere; raises NotFoundError."""
     client._send(requests.get_invocation(id))
-    return Session(client, id, begun=False)
+    return SessionHandle(client, id, begun=False)

@@ -12,7 +12,7 @@ from tangram.client import requests
 from tangram.client.heartbeats import Heartbeats
 from tangram.client.requests import ApiRequest
 from tangram.client.results import InvocationResult
-from tangram.client.sync.session import Session, SessionSender
+from tangram.client.sync.session import SessionHandle, SessionSender
 from tangram.errors import InvalidInputError, NotFoundError, TrajectoryEndedError
 from tangram.types import FileEntry, SandboxChoice
 
@@ -109,7 +109,7 @@ class Trajectory:
         env: Mapping[str, str] | None = None,
         user: str | None = None,
         timeout_s: float | None = None,
-    ) -> Session:
+    ) -> SessionHandle:
         """Begin a command to type to: on a terminal of so many rows and columns, or with pipes.
 
         It is an action of the trajectory, so it waits for the one before, and the next one waits for its end.
@@ -117,14 +117,15 @@ class Trajectory:
         request = requests.open_session(
             self.id,
             self._function,
-            requests.command(command, cwd, env, None, user),
+            command,
+            {"cwd": cwd, "env": None if env is None else dict(env), "user": user},
             terminal,
             task=self._task,
             timeout_s=timeout_s,
             living=self._living(),
         )
         begun = self._client._send(request)
-        return Session(self._client, begun.id, begun=True)
+        return SessionHandle(self._client, begun.id, begun=True)
 
     def invoke(
         self,

@@ -41,7 +41,6 @@ def test_its_end_a_silence_and_another_caller_are_told_apart() -> None:
     one = follower()
     assert one.feed("") is None
     assert one.feed('{"stream": "heartbeat"}') is None
-    assert one.end is None
     one.feed(
         '{"stream": "eof", "offset": 3, "state": "succeeded", "reason": null, "message": "", "exit_code": 4,'
         ' "signal": null}'
