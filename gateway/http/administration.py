@@ -175,6 +175,7 @@ class AdministrationOperations:
                 admin=True,
                 parts=(PathParameter(name="name", about="The function", shape=Name),),
                 body={"application/json": FunctionUpload},
+                body_required=True,
                 answers={200: json_answer("The differences", ConfigDiff)},
                 problems=(409, 413, 422),
             ),

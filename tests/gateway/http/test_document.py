@@ -29,7 +29,7 @@ SEQUENCES, STEPS = 4 * EXAMPLES, 8
 LEFT_OUT: list[CheckFunction] = [positive_data_acceptance]
 BEYOND_SCHEMAS = ("idempotency_key_reused", "trajectory_ended", "unsupported", "invalid_config", "queue_timeout")
 #: Text that nobody has thought of is not run in a shell, and the page's stream has no end.
-UNASKED = ("putConfig", "putFunction", "invoke.shell", "watch")
+UNASKED = ("putConfig", "putFunction", "invoke.shell", "openSession", "watch")
 
 
 @contextmanager

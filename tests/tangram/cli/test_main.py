@@ -45,8 +45,8 @@ def test_every_verb_is_listed_with_its_summary(tangram: Tangram) -> None:
 
 @pytest.mark.parametrize("verb", ALL)
 def test_every_verb_speaks_json(verb: str) -> None:
-    # Of `shell` and `exec`, standard output is what the command says.
-    silent = {"serve", "config-schema", "end", "export", "completion", "shell", "exec"}
+    # Of `shell` and `exec`, standard output is what the command says; `join` serves, as `serve` does.
+    silent = {"serve", "config-schema", "end", "export", "completion", "shell", "exec", "join"}
     command = LINE.get_command(click.Context(LINE), verb)
     assert command is not None
     commands = command.commands.values() if isinstance(command, click.Group) else [command]
