@@ -6,7 +6,7 @@ SEED ?= $(shell date +%s)
 # What changes most, and needs neither Docker nor a network.
 QUICK := tests/house tests/manager tests/gateway
 
-.PHONY: demo test quick setup format lint types unit sim bench ecosystem ecosystem-all serve clean site wheels ray
+.PHONY: demo test quick setup format lint types unit cluster-faults sim bench ecosystem ecosystem-all serve clean site wheels ray
 
 demo: setup
 	@$(PYTHON) -m scripts.demo
@@ -32,7 +32,12 @@ types:
 	$(PYTHON) -m mypy
 
 unit:
-	scripts/run-tests -n 2 --dist loadgroup --order $(SEED) --ignore tests/ecosystem --ignore tests/ray
+	scripts/run-tests -n 2 --dist loadgroup --order $(SEED) --ignore tests/ecosystem --ignore tests/ray --ignore tests/cluster/faults
+
+# Nodes that are lost and frozen, with real daemons, beside those faults of tests/cluster that `make test` plays.
+cluster-faults: setup
+	$(PYTHON) -m pytest -q tests/cluster
+	ROSTER_HISTORIES=100000 $(PYTHON) -m pytest -q tests/runtimes/node/test_roster.py
 
 # More seeds of the deterministic simulation: make sim SEEDS=100000
 sim: setup

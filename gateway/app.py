@@ -20,9 +20,11 @@ import structlog
 from gateway import machine
 from gateway.applied import AppliedConfigs, KeptFunctions
 from gateway.auth import Guard, PageSession, check_doors
+from gateway.cluster.assembly import machines_of
+from gateway.cluster.machines import OneMachine
 from gateway.config.load import GatewayConfig
 from gateway.config.uploads import HandlerUploads
-from gateway.connections import Connections
+from gateway.connections import Connections, address_of, ended_chore
 from gateway.dashboard.activity import ActionEnds, Activity, Observers
 from gateway.dashboard.watch import Watch
 from gateway.facades.listeners import FacadeListeners
@@ -54,7 +56,7 @@ from gateway.traces.executor import TracedExecutor
 from gateway.traces.exporter import TraceExporter
 from manager.assembly import build_core
 from manager.clock import Clock, MonotonicClock, WallClock
-from manager.config import NodeSpec, TaskSpec
+from manager.config import TaskSpec
 from manager.engine import Engine
 from manager.errors import CodedError
 from manager.events import Reconfigured
@@ -106,7 +108,7 @@ class _Opened:
     wall: Callable[[], float]
     clock: Clock
     store: Store
-    node: NodeSpec
+    machines: OneMachine
     history: History
     runtimes: Runtimes
     trajectories: TrajectoryRecovery
@@ -144,16 +146,19 @@ async def _open(
     await store.open()
     closers.push_async_callback(store.close)
     node = machine.describe(config)
+    machines = await machines_of(config, node, store, clock, wall)
+    closers.push_async_callback(machines.close)
     saved = await store.document(HISTORY)
     runtimes = make(config, clock)
     closers.push_async_callback(runtimes.close)
     trajectories = TrajectoryRecovery(store, runtimes.environments)
-    adopted = await trajectories.adopt()
+    adopted = await trajectories.adopt(machines.awaited)
     models = ModelServices(runtimes)
+    prepare = machines.preparing(models.prepare)
     applied = AppliedConfigs(store)
     await applied.load()
     kept = KeptFunctions(applied, HandlerUploads(server.state_dir / "handlers"))
-    registry = Registry(config, prepare=models.prepare, nodes=lambda: (node,), paths=paths, env=env, kept=kept)
+    registry = Registry(config, prepare=prepare, nodes=lambda: (node,), paths=paths, env=env, kept=kept)
     registry.check()
     await registry.take_up()
     closers.push_async_callback(registry.preparation.close)
@@ -166,7 +171,7 @@ async def _open(
         wall=wall,
         clock=clock,
         store=store,
-        node=node,
+        machines=machines,
         history=History.from_json(orjson.loads(saved)) if saved else History(),
         runtimes=runtimes,
         trajectories=trajectories,
@@ -188,7 +193,8 @@ class App:
         self.tokens = opened.tokens
         self._door, self._state_dir, self.facades = opened.door, opened.state_dir, opened.facades
         self.store, self.history, self.registry = opened.store, opened.history, opened.registry
-        self.node, self.runtimes, self._models = opened.node, opened.runtimes, opened.models
+        self.machines, self.node = opened.machines, opened.machines.here
+        self.runtimes, self._models = opened.runtimes, opened.models
         self._trajectories, self._adopted = opened.trajectories, opened.adopted
         self._log = structlog.get_logger("gateway")
         self._stopping = asyncio.Event()
@@ -217,7 +223,7 @@ class App:
             now=self._clock.now,
             wall=self.wall,
         )
-        reattachment = Reattachment(self.runtimes.environments)
+        reattachment = self.machines.reattachment(self.runtimes.environments)
         self.restart = Restart(
             invocations=self.invocations,
             functions=self.registry,
@@ -249,8 +255,9 @@ class App:
         self._watch()
 
     def _make_engine(self) -> Engine:
-        spec = self.registry.config.manager_spec((self.node,), self._models.services)
-        executor = TracedExecutor(self.runtimes.executor, self.traces)
+        spec = self.registry.config.manager_spec(self.machines.specs, self._models.services)
+        everywhere = self.machines.executor(self.runtimes.executor, self._trajectories)
+        executor = TracedExecutor(everywhere, self.traces)
         return Engine(
             build_core(spec, function_bounds=_bounds(self.registry.config)),
             DurableStarts(executor, self.invocations, self.store, self._trajectories, self._quotas),
@@ -258,6 +265,7 @@ class App:
             history=self.history,
             listeners=[self.invocations, ActionEnds(self.activity)],
             on_fault=partial(self.stop, keep_environments=True),
+            repeat_lost=False,  # a lost try goes on record, as any other, and the next is claimed by its own name
         )
 
     def _make_watch(self) -> Watch:
@@ -296,6 +304,7 @@ class App:
             sandboxes=lambda: self.runtimes.provider.info,
             images=self.runtimes.provider.images,
             models=self.runtimes.model.resources,
+            machines=self.machines,
             wall=self.wall,
             unready=self._unready,
             warnings=self._warnings,
@@ -306,12 +315,14 @@ class App:
         """Start the engine, take up what an earlier gateway left, and open the gRPC door."""
         await self.engine.start()
         self._models.report()
+        self.machines.begin(self.engine, self.restart, self.registry.all)
         self._trajectories.tell(self.engine)
         await self._quotas.take_up(self.engine)
         closers.push_async_callback(self.engine.close)
         closers.callback(self._save_history)
-        recovered = {**await self.restart.recover(), **self._adopted}
+        recovered = {**await self.restart.recover(self.machines.awaits), **self._adopted}
         self.registry.start()
+        self.machines.open(self.registry.preparation.again)
         await self.grpc.open(self._grpc_socket)
         closers.push_async_callback(self.grpc.close)
         chores = (
@@ -325,7 +336,7 @@ class App:
             self._state_dir.check(self.config.server.check_time_s),
         )
         for chore in chores:
-            closers.push_async_callback(_ended, asyncio.create_task(chore))
+            closers.push_async_callback(ended_chore, asyncio.create_task(chore))
         loop = asyncio.get_running_loop()
         if threading.current_thread() is threading.main_thread():  # signals arrive nowhere else
             loop.add_signal_handler(signal.SIGTERM, self.stop, True)
@@ -364,6 +375,7 @@ class App:
         self._log.info("draining", living=len(self.invocations.living), grace_s=grace_s)
         self.grpc.drain()
         left = await self.restart.drain(grace_s)
+        await self.machines.let_go()
         self.watch.close()
         self._log.info("drained", left_for_the_next_gateway=left)
 
@@ -374,7 +386,7 @@ class App:
     @property
     def page(self) -> str:
         """The address for a browser; the key in it opens the page once."""
-        base = f"{'http' if self.config.server.tls is None else 'https'}://{_address(self._http_socket)}/"
+        base = f"{'http' if self.config.server.tls is None else 'https'}://{address_of(self._http_socket)}/"
         return base if self.tokens is None else f"{base}?key={self.services.session.key}"
 
     @property
@@ -410,7 +422,7 @@ class App:
         return None if found is None or found["state"] == "ending" else float(str(found["idle_s"]))
 
     def _warnings(self) -> list[str]:
-        return list(self.engine.policy_faults.values())
+        return [*self.engine.policy_faults.values(), *self.machines.warnings()]
 
     def _watch(self) -> None:
         watch = self.metrics.watch
@@ -431,6 +443,7 @@ class App:
         watch("tangram_watch_gaps", gaps, lambda: self.watch.gaps, counter=True)
         self.traces.measured_by(self.metrics)
         self.metrics.watch_units(self._units)
+        self.metrics.watch_nodes(self.machines.counts)
         self.metrics.watch_replicas(self.engine.replicas)
         self.metrics.watch_learned(self._learned)
 
@@ -468,15 +481,15 @@ class App:
         info = self.runtimes.provider.info
         self._log.info(
             "serving",
-            http=_address(self._http_socket),
-            grpc=_address(self._grpc_socket),
+            http=address_of(self._http_socket),
+            grpc=address_of(self._grpc_socket),
             facades=dict.fromkeys(dict(self.config.server.facades.opened()), "/") | self.facades.ports,
             auth="none: whoever reaches this machine's loopback" if self.tokens is None else "bearer token",
             sandboxes=info.kind,
             engine=info.engine,
             isolation=info.isolation,
-            cores=self.node.cores,
-            devices=self.node.devices,
+            cores=self.machines.here.cores,
+            devices=self.machines.here.devices,
             functions=len(self.registry.config.functions),
             durability=self.config.server.durability,
             recovered={verdict: count for verdict, count in recovered.items() if count},
@@ -485,13 +498,3 @@ class App:
 
 def _bounds(config: GatewayConfig) -> Mapping[str, int]:
     return {name: spec.max_queued for name, spec in config.functions.items()}
-
-
-async def _ended(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-
-
-def _address(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -65,3 +67,15 @@ class Connections:
     def leave(self) -> None:
         """One that had entered is closed."""
         self.open -= 1
+
+
+async def ended_chore(task: asyncio.Task[None]) -> None:
+    """Cancel a chore, and wait for its end."""
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def address_of(listener: socket.socket) -> str:
+    """Return where a socket listens, as people write it."""
+    host, port = listener.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -65,6 +65,10 @@ class Metrics:
         """Ask for (pool, total | free, units) whenever the metrics are read."""
         self.registry.register(_Units(read))
 
+    def watch_nodes(self, read: Callable[[], Iterator[tuple[str, str, float]]]) -> None:
+        """Ask for (node, what, number) whenever the metrics are read."""
+        self.registry.register(_Machines(read))
+
     def watch_replicas(self, read: Callable[[], Mapping[str, int]]) -> None:
         """Ask how the copies of models have fared, by outcome."""
         self.registry.register(_Replicas(read))
@@ -103,6 +107,27 @@ class _Units(Collector):
         for pool, state, units in self._read():
             family.add_metric((pool, state), units)
         yield family
+
+
+class _Machines(Collector):
+    _ABOUT: Mapping[str, str] = {
+        "up": "1 while the node is heard",
+        "running": "Actions that run on the node",
+        "trajectories": "Trajectories, and actions of none, that hold memory on the node",
+        "losses": "Losses of the node of late",
+    }
+
+    def __init__(self, read: Callable[[], Iterator[tuple[str, str, float]]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterator[Metric]:
+        families = {
+            what: GaugeMetricFamily(f"tangram_node_{what}", about, labels=("node",))
+            for what, about in self._ABOUT.items()
+        }
+        for node, what, number in self._read():
+            families[what].add_metric((node,), number)
+        yield from families.values()
 
 
 class _Replicas(Collector):

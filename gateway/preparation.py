@@ -56,6 +56,11 @@ class Preparation:
             self._again[function.name] = asyncio.Event()
             self._tasks[function.name] = asyncio.get_running_loop().create_task(self._until_ready(function))
 
+    def again(self) -> None:
+        """Try those again at once that could not be made ready: something has changed."""
+        for again in self._again.values():
+            again.set()
+
     async def one(self, function: FunctionSpec) -> None:
         """Prepare one now; raises CodedError, and changes nothing that is told of it."""
         async with self._gate:
@@ -69,8 +74,7 @@ class Preparation:
                 task.cancel()
             self._states.pop(name, None)
             self._tell(name)
-        for again in self._again.values():
-            again.set()
+        self.again()
 
     async def close(self) -> None:
         """Stop preparing."""

@@ -20,6 +20,7 @@ from gateway.applied import KeptFunctions
 from gateway.config import load as gateway_config
 from gateway.config.derive import key_of
 from gateway.config.load import ConfigSource, GatewayConfig
+from gateway.config.sections import ClusterConfig
 from gateway.preparation import Preparation, Prepare, Readiness
 from manager.config import NodeSpec, TaskSpec
 from manager.errors import CodedError, Conflict, InvalidConfig, NotFound, Unsatisfiable, Unsupported
@@ -280,6 +281,8 @@ class Registry:
         _raise_all(errors)
 
     def _unsatisfiable(self, config: GatewayConfig, functions: Iterable[FunctionSpec]) -> list[CodedError]:
+        if config.cluster is not None:
+            return []  # whose nodes come and go: what none of them can serve waits, and its cause says for what
         spec = config.manager_spec(self._nodes())
         errors: list[CodedError] = []
         for function in functions:
@@ -364,6 +367,7 @@ def _differing(old: Mapping[str, object], new: Mapping[str, object]) -> tuple[st
 def _fixed_differences(old: GatewayConfig, new: GatewayConfig) -> list[str]:
     """Key paths that differ among what is read at the start only; the sandbox's defaults only fill in functions."""
     pairs = [(name, getattr(old, name), getattr(new, name)) for name in ("server", "node", "models", "scheduler")]
+    pairs.append(("cluster", old.cluster or ClusterConfig(), new.cluster or ClusterConfig()))
     pairs.append(("sandbox", old.sandbox.provider, new.sandbox.provider))
     return [
         f"{section}.{key_of(name, setting)}"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from gateway.auth import Guard, PageSession
+from gateway.cluster.machines import OneMachine
 from gateway.config.sections import ServerConfig
 from gateway.dashboard.activity import Activity
 from gateway.dashboard.watch import Watch
@@ -93,6 +94,8 @@ class Services:
     images: ImageKeeper | None
     #: The devices' processes, what is resident on them, and the counts of swaps.
     models: Callable[[], Mapping[str, object]]
+    #: This machine, and the others that have joined.
+    machines: OneMachine
     #: The time of day in seconds.
     wall: Callable[[], float]
     #: Why the gateway takes no work now; None when it does.

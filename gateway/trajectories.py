@@ -54,7 +54,7 @@ def trajectory_info(services: Services, name: str) -> TrajectoryInfo:
     if found is None:
         raise NotFound(f"no trajectory {name!r}")
     sandbox = services.environments.get(name)
-    living = None
+    living = services.machines.living(name)
     if sandbox is not None:
         spec = sandbox.spec
         living = LivingSandbox(

@@ -106,13 +106,19 @@ class Engine:
         history: History | None = None,
         listeners: Sequence[Listener] = (),
         on_fault: Callable[[], None] | None = None,
+        repeat_lost: bool = True,
     ) -> None:
+        """With ``repeat_lost`` an idempotent action of a lost node is queued again here, as its next attempt.
+
+        Without, whoever submitted it is told that it was lost, and may submit it again.
+        """
         self._core = core
         self._executor = executor
         self._clock = clock or MonotonicClock()
         self._history = history
         self._listeners = list(listeners)
         self._on_fault = on_fault
+        self._repeat_lost = repeat_lost
         #: The bug of ours after which the core is asked no more, and every submission is refused; None without one.
         self.fault: str | None = None
         self._told_faults: set[str] = set()
@@ -182,7 +188,8 @@ class Engine:
                 self._jobs[action.id] = _Job(submission.call, future)
                 if action.service is not None:
                     self._functions[action.service] = submission.call.function
-                events.append(Submitted(action=action, idempotent=submission.call.function.idempotent))
+                idempotent = self._repeat_lost and submission.call.function.idempotent
+                events.append(Submitted(action=action, idempotent=idempotent))
         self._feed(events)
         return futures
 
@@ -197,7 +204,8 @@ class Engine:
         future: asyncio.Future[Settlement] = asyncio.get_running_loop().create_future()
         assert action.id not in self._jobs, f"action {action.id} is queued or running"
         self._jobs[action.id] = _Job(submission.call, future)
-        resumed = Resumed(action=action, idempotent=function.idempotent, units=units, node=node, started_s=started_s)
+        idempotent = self._repeat_lost and function.idempotent
+        resumed = Resumed(action=action, idempotent=idempotent, units=units, node=node, started_s=started_s)
         self._feed([resumed])
         return future if action.id in self._jobs else None
 
@@ -251,6 +259,12 @@ class Engine:
     def resources(self) -> dict[str, object]:
         """Return the pools and nodes, JSON-able."""
         return resources_view(self._seen())
+
+    def held_on(self, node: str) -> tuple[int, int]:
+        """Return how many actions run on a node, and how many trajectories and actions of none hold memory there."""
+        state = self._core.state
+        running = sum(one.lease.node == node for one in state.executing.all())
+        return running, len(state.nodes[node].holders) if node in state.nodes else 0
 
     def replicas(self) -> dict[str, int]:
         """Return how copies of services have fared, by outcome."""

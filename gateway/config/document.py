@@ -15,7 +15,7 @@ from gateway.config.declared import RESOURCE
 from gateway.config.derive import Section, section_of
 from gateway.config.forms import Name, Scheduler
 from gateway.config.functions import Function
-from gateway.config.sections import NodeConfig, SandboxConfig, SchedulerConfig, ServerConfig
+from gateway.config.sections import ClusterConfig, NodeConfig, SandboxConfig, SchedulerConfig, ServerConfig
 from gateway.config.yaml import ConfigProblem, KeyPath, Position, walk_up
 from manager.config import TaskSpec
 from runtimes.model.settings import ModelSettings
@@ -43,6 +43,7 @@ _SECTIONS: Mapping[str, tuple[Any, object, str]] = {
     "version": (Literal[1], 1, "version of this format"),
     "server": (section_of(ServerConfig), ServerConfig(), "doors, record and their bounds"),
     "node": (section_of(NodeConfig), NodeConfig(), "this machine as the scheduler sees it"),
+    "cluster": (section_of(ClusterConfig), None, "other machines that join as nodes; none without this section"),
     "sandbox": (section_of(SandboxConfig), SandboxConfig(), "how sandboxes are made, and their defaults"),
     "models": (section_of(ModelSettings), ModelSettings(), "bounds of the model runtime"),
     "scheduler": (Scheduler, SchedulerConfig(), "policies and bounds of the queue"),

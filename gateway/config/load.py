@@ -13,7 +13,7 @@ from gateway.config.declared import Resource
 from gateway.config.document import MAPS, NAMES, SECTIONS, Adapter, check, suggestion
 from gateway.config.functions import FunctionSection
 from gateway.config.resources import costed_kinds, resource_problems
-from gateway.config.sections import NodeConfig, SandboxConfig, SchedulerConfig, ServerConfig, TlsSection
+from gateway.config.sections import ClusterConfig, NodeConfig, SandboxConfig, SchedulerConfig, ServerConfig, TlsSection
 from gateway.config.spec import function_spec
 from gateway.config.yaml import ConfigProblem, KeyPath, Position
 from gateway.tls import server_context
@@ -56,6 +56,8 @@ class GatewayConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     node: NodeConfig = field(default_factory=NodeConfig)
+    #: Other machines; None for this one alone.
+    cluster: ClusterConfig | None = None
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     models: ModelSettings = field(default_factory=ModelSettings)
     #: Where each function is defined.
@@ -222,6 +224,7 @@ class _Assembly:
         """The configuration; complete only if there are no problems."""
         server = self._server()
         node = self._section("node", NodeConfig)
+        cluster = self._cluster()
         sandbox = self._section("sandbox", SandboxConfig)
         if "sandbox" in self.sections and (refused := sandbox.default.refuses(sandbox.default.user)):
             self._refuse(self.sections["sandbox"], refused, ("user",))
@@ -234,6 +237,8 @@ class _Assembly:
         models = replace(models, dir=self._absolute("models", models.dir))
         node = replace(node, cpu=replace(node.cpu, topology=self._absolute("node", node.cpu.topology)))
         functions = self._functions(resources, sandbox, models)
+        if cluster is not None:  # each machine says itself what it is able to run
+            functions = {name: replace(function, anywhere=False) for name, function in functions.items()}
         self._engine_problems(functions, node)
         self._facade_problems(server, functions)
         return GatewayConfig(
@@ -244,6 +249,7 @@ class _Assembly:
             scheduler=scheduler,
             server=server,
             node=node,
+            cluster=cluster,
             sandbox=sandbox,
             models=models,
             origins={
@@ -252,6 +258,21 @@ class _Assembly:
             },
             files=tuple(self.files),
         )
+
+    def _cluster(self) -> ClusterConfig | None:
+        """The section, that of the base where it is absent; None where no other machines may join."""
+        if "cluster" not in self.sections:
+            return None if self.base is None else self.base.cluster
+        cluster = self._section("cluster", ClusterConfig)
+        for key in ("listen", "advertise"):
+            address = getattr(cluster, key)
+            host, _, port = address.rpartition(":")
+            if (address or key == "listen") and not (host and port.isdecimal() and int(port) < 65536):
+                self._refuse(self.sections["cluster"], f"{address!r} is no HOST:PORT", (key,))
+        if not cluster.link.beat_s < cluster.link.silent_s < cluster.times.lost_after_s:
+            told = "beat, suspect_after and lost_after must be each longer than the one before"
+            self._refuse(self.sections["cluster"], told)
+        return cluster
 
     def _server(self) -> ServerConfig:
         if "server" not in self.sections and self.base is not None:

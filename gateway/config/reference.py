@@ -72,6 +72,7 @@ CHAPTERS = (
     ("NodeConfig", "node"),
     ("CpuConfig", "node.cpu"),
     ("DevicesConfig", "node.devices"),
+    ("ClusterConfig", "cluster"),
     ("SandboxConfig", "sandbox"),
     ("IdSettings", "sandbox.ids"),
     ("DockerSettings", "sandbox.docker"),

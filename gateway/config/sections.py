@@ -15,6 +15,8 @@ from manager.config import ResourceName, SchedulerSpec
 from manager.function import SandboxSpec
 from manager.scheduler.policy import PolicySpec
 from manager.setting import Setting
+from runtimes.node.link import LinkSettings
+from runtimes.node.roster import RosterSettings
 from runtimes.sandbox.provider import ProviderSettings
 from runtimes.sandbox.session import SessionSettings
 
@@ -181,6 +183,24 @@ class NodeConfig:
     labels: Annotated[Mapping[str, str], Setting("what functions may choose it by (nodes: {pool: big})")] = field(
         default_factory=dict
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """Other machines that join this gateway as nodes (docs/CLUSTER.md)."""
+
+    listen: Annotated[str, Setting("address and port at which nodes join, over TLS; port 0 takes a free one")] = (
+        "127.0.0.1:8082"
+    )
+    advertise: Annotated[str, Setting("the same as nodes reach it; that of listen by default")] = ""
+    local: Annotated[
+        Literal["inline", "none"], Setting("inline: this machine serves as one more node; none: it only schedules")
+    ] = "inline"
+    ticket_ttl_s: Annotated[float, Setting("life of a ticket that admits a node once", gt=0)] = 120.0
+    greeting_s: Annotated[float, Setting("time for a connection to show who it is", gt=0)] = 10.0
+    greetings_max: Annotated[int, Setting("most connections that have not shown it yet; others are cut", ge=1)] = 64
+    link: Annotated[LinkSettings, Setting(inline=True)] = field(default_factory=LinkSettings)
+    times: Annotated[RosterSettings, Setting(inline=True)] = field(default_factory=RosterSettings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

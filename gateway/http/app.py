@@ -24,6 +24,7 @@ from gateway.http.images import ImageOperations
 from gateway.http.invocations import InvocationOperations
 from gateway.http.leases import LeaseOperations
 from gateway.http.messages import JSON, problem_response
+from gateway.http.nodes.operations import NodeOperations
 from gateway.http.openapi import Shapes, document
 from gateway.http.operation import Endpoint, Operation, json_answer
 from gateway.http.page import UI, LandingPage
@@ -134,6 +135,7 @@ def operations(services: Services) -> list[Operation]:
         *ImageOperations(services).operations(),
         *LeaseOperations(services).operations(),
         *AdministrationOperations(services).operations(),
+        *NodeOperations(services).operations(),
         *WatchOperations(services).operations(),
     ]
 

@@ -233,6 +233,7 @@ def sandbox_of(services: Services, request: Request) -> Sandbox:
         services.engine.check_trajectory(trajectory, living=True)
     sandbox = services.environments.get(trajectory)
     if sandbox is None:
+        services.machines.check_files(trajectory)
         raise NotFound(f"trajectory {trajectory!r} has no sandbox: it starts with its first action, or by PUT")
     return sandbox
 

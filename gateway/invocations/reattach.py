@@ -2,17 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
+from typing import Protocol
+
 from gateway.invocations.invocation import LiveInvocation
 from gateway.invocations.record import Record
 from manager.outcome import State
 from runtimes.sandbox.command import claims_of
-from runtimes.sandbox.environments import Environments
+
+
+class AttemptHolder(Protocol):
+    """What holds commands of a gateway before: `runtimes.sandbox.environments.Environments`, or a node."""
+
+    def resumable(self) -> Iterable[str]:
+        """Return the claims of commands that can be taken over."""
+        ...
+
+    def never_started(self, trajectory: str, claims: str) -> bool:
+        """Return whether it is certain that no command with such a claim was started."""
+        ...
+
+    async def end_unclaimed(self, taken: Collection[str]) -> None:
+        """End every command whose claim begins with none of these."""
+        ...
+
+    async def leave(self, claims: str) -> bool:
+        """Leave a running command to the next gateway; return False if that cannot be."""
+        ...
+
+    def detach(self, claims: str) -> None:
+        """Let it outlive this gateway."""
+        ...
+
+    def acknowledge(self, trajectory: str | None, claims: str) -> None:
+        """Forget it: its end is on record."""
+        ...
 
 
 class Reattachment:
     """Joins the records of an earlier gateway to what its sandboxes still hold, and leaves to the next what runs."""
 
-    def __init__(self, environments: Environments) -> None:
+    def __init__(self, environments: AttemptHolder) -> None:
         self._environments = environments
         #: What the claims of each held try begin with.
         self._resumable: set[str] = set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from typing import NamedTuple
 
 import structlog
 
@@ -22,6 +23,16 @@ from manager.outcome import Outcome, State
 from tangram.types import Attempt
 
 RESTARTED = "the gateway was restarted"
+
+
+class _Loss(NamedTuple):
+    """With what a running action was lost."""
+
+    reason: Reason
+    story: str
+
+
+_OF_GATEWAY = _Loss(Reason.GATEWAY_RESTART, RESTARTED)
 
 
 class Restart:
@@ -45,10 +56,14 @@ class Restart:
         self._admission = admission
         self._takeover = takeover
         self._wall = wall
+        #: What runs on nodes that are not back yet.
+        self._awaited: dict[str, list[LiveInvocation]] = {}
         self._log = structlog.get_logger("gateway.restart")
 
-    async def recover(self) -> Mapping[str, int]:
+    async def recover(self, awaited: Callable[[Record], bool] = lambda record: False) -> Mapping[str, int]:
         """Decide on what an earlier gateway left unfinished, in order; returns how many went which way.
+
+        What is ``awaited`` runs on a node that is not back yet: `recover_on` decides on it.
 
         One whose command its sandbox still holds goes on; else what was queued, or was being made ready, runs, and what
         ran runs again when its function is idempotent, else it is ``lost``; one whose caller went down with its
@@ -58,24 +73,57 @@ class Restart:
         counts = {"queued": 0, "resumed": 0, "rerun": 0, "lost": 0, "cancelled": 0}
         self._takeover.look()
         for record in await self._store.unfinished():
-            counts[await self._take_over(record, again)] += 1
+            invocation = await self._enter(record)
+            if record.node is not None and awaited(record):
+                self._awaited.setdefault(record.node, []).append(invocation)
+            else:
+                counts[self._take_over(invocation, again, _OF_GATEWAY)] += 1
         await self._takeover.end_unclaimed()
         self._invocations.submit(again)
-        return counts
+        waiting = sum(map(len, self._awaited.values()))
+        return counts | ({"awaited": waiting} if waiting else {})
 
-    async def _take_over(self, record: Record, again: list[LiveInvocation]) -> str:
+    async def recover_on(self, node: str, found: Reattachment | None) -> None:
+        """Decide on what a node was awaited with, which is back (``found`` on it), or lost (None)."""
+        again: list[LiveInvocation] = []
+        lost = _OF_GATEWAY if found is not None else _Loss(Reason.NODE_LOST, f"node {node} was lost")
+        if found is not None:
+            found.look()
+        for invocation in self._awaited.pop(node, ()):
+            if not invocation.record.terminal:
+                self._take_over(invocation, again, lost, found)
+        if found is not None:
+            await found.end_unclaimed()
+        self._invocations.submit(again)
+
+    async def _enter(self, record: Record) -> LiveInvocation:
+        """Let it live on, with its log."""
         function = self._function(record.function)
         limit_bytes = 0 if function is None else function.log_limit_bytes
         log = await self._logs.resume(record.seq, limit_bytes, record.started_s or record.accepted_s)
         given = wire.loads_object(record.input or b"{}")
         invocation = LiveInvocation(record=record, function=function, input=given, log=log)
-        was_queued = record.state is State.QUEUED
         self._invocations.enter(invocation)
-        if self._takeover.holds(invocation) and self._invocations.resume(invocation):
-            self._takeover.take(invocation)
+        return invocation
+
+    def _take_over(
+        self,
+        invocation: LiveInvocation,
+        again: list[LiveInvocation],
+        lost: _Loss,
+        found: Reattachment | None = None,
+    ) -> str:
+        """Decide on one; ``found`` holds the commands of a node, and is None for this machine and for a lost node."""
+        record, function = invocation.record, invocation.function
+        takeover = self._takeover if lost is _OF_GATEWAY and found is None else found
+        was_queued = record.state is State.QUEUED
+        if takeover is not None and takeover.holds(invocation) and self._invocations.resume(invocation):
+            takeover.take(invocation)
             return "resumed"
-        log.pass_over_nothing()
-        if record.detached and function is not None and not was_queued and self._takeover.never_started(invocation):
+        if invocation.log is not None:
+            invocation.log.pass_over_nothing()
+        never = takeover is not None and takeover.never_started(invocation)
+        if record.detached and function is not None and not was_queued and never:
             self._invocations.take_back(invocation)
             was_queued = True
         if not record.detached:
@@ -83,13 +131,13 @@ class Restart:
         elif function is None:
             record.end(State.LOST, Reason.GATEWAY_RESTART, f"{RESTARTED} without its function", self._wall())
         elif not was_queued and not function.idempotent:
-            record.end(State.LOST, Reason.GATEWAY_RESTART, f"{RESTARTED} while it ran", self._wall())
+            record.end(State.LOST, lost.reason, f"{lost.story} while it ran", self._wall())
         if record.terminal:
             record.dead = record.mode is Mode.ASYNC and record.state is State.LOST
             self._invocations.finish(invocation, waited=was_queued)
             return "lost" if record.state is State.LOST else "cancelled"
         if not was_queued:
-            self._invocations.requeue(invocation, self._lost_try(record))
+            self._invocations.requeue(invocation, self._lost_try(record, lost))
         again.append(invocation)
         return "queued" if was_queued else "rerun"
 
@@ -99,9 +147,8 @@ class Restart:
         except NotFound:
             return None
 
-    def _lost_try(self, record: Record) -> Attempt:
-        lost = Outcome(state=State.LOST, reason=Reason.GATEWAY_RESTART, message=RESTARTED)
-        return record.tried(lost, self._wall())
+    def _lost_try(self, record: Record, lost: _Loss) -> Attempt:
+        return record.tried(Outcome(state=State.LOST, reason=lost.reason, message=lost.story), self._wall())
 
     async def drain(self, grace_s: float) -> int:
         """Refuse new work and wait for what runs; returns how many are left for the next gateway."""

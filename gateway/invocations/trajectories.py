@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 
 import msgspec
 
@@ -20,17 +21,21 @@ class TrajectoryRecovery:
 
     def __init__(self, store: Store, environments: Environments) -> None:
         self._store = store
-        self._environments = environments
+        self.environments = environments
+        #: The node that a trajectory is on; empty for this machine.
+        self.home: Callable[[str], str] = lambda name: ""
+        #: This machine's name, if there are others on which the scheduler could place what lives here.
+        self.here = ""
         self._open: dict[str, OpenTrajectory] = {}
 
     def opened(self, name: str, task: str, function: FunctionSpec) -> bool:
         """It has, or is about to get, an environment; whether that is news, to be made durable first."""
         if name in self._open:
             return False
-        spec = function.sandbox or self._environments.settings.default
+        spec = function.sandbox or self.environments.settings.default
         memory_bytes = 0 if function.sandbox is None else spec.memory_bytes
         chosen = msgspec.json.encode(spec).decode() if spec.chosen else ""
-        self._open[name] = OpenTrajectory(task, memory_bytes, spec.idle_ttl_s, chosen)
+        self._open[name] = OpenTrajectory(task, memory_bytes, spec.idle_ttl_s, chosen, self.home(name))
         self._store.save_trajectory(name, self._open[name])
         return True
 
@@ -39,13 +44,30 @@ class TrajectoryRecovery:
         if self._open.pop(name, None) is not None:
             self._store.save_trajectory(name, None)
 
-    async def adopt(self) -> Mapping[str, int]:
+    def on_node(self, node: str) -> list[str]:
+        """Return the trajectories that have an environment on another machine."""
+        return [name for name, known in self._open.items() if known.node == node]
+
+    def lose(self, names: Collection[str]) -> None:
+        """Their environments are lost with their node; the next action of each is to be told, by whichever gateway."""
+        for name in names:
+            if (known := self._open.pop(name, None)) is not None:
+                self._store.save_trajectory(name, replace(known, node=""))
+
+    def told(self, name: str) -> None:
+        """The loss of its environment was told."""
+        if name not in self._open:
+            self._store.save_trajectory(name, None)
+
+    async def adopt(self, nodes: Collection[str] = ()) -> Mapping[str, int]:
         """Take over the environments that an earlier gateway left; how many live on, and how many are lost.
+
+        Those on ``nodes``, which may come back, count as neither.
 
         To be called before anything makes a sandbox: what is no trajectory's is removed.
         """
         self._open = await self._store.trajectories()
-        living = {name: self._environments.get(name) for name in await self._environments.start()}
+        living = {name: self.environments.get(name) for name in await self.environments.start()}
         for name, sandbox in living.items():
             if name not in self._open and sandbox is not None:
                 spec = sandbox.spec
@@ -53,12 +75,15 @@ class TrajectoryRecovery:
                 self._store.save_trajectory(name, self._open[name])
         for name, known in self._open.items():
             if known.sandbox:
-                self._environments.choose(name, msgspec.json.decode(known.sandbox, type=SandboxSpec))
-        lost = self._open.keys() - living.keys()
-        self._environments.mark_lost(lost)
+                self.environments.choose(name, msgspec.json.decode(known.sandbox, type=SandboxSpec))
+        away = {name for name, known in self._open.items() if known.node in nodes}
+        lost = self._open.keys() - living.keys() - away
+        self.environments.mark_lost(lost)
         return {"adopted": len(living), "environment_lost": len(lost)}
 
     def tell(self, engine: Engine) -> None:
         """Let the scheduler know of them all, before any of their actions is submitted."""
         for name, known in self._open.items():
-            engine.adopt_trajectory(name, known.task, memory_bytes=known.memory_bytes, ttl_s=known.ttl_s)
+            engine.adopt_trajectory(
+                name, known.task, memory_bytes=known.memory_bytes, ttl_s=known.ttl_s, node=known.node or self.here
+            )

@@ -14,13 +14,22 @@ INSERT OR IGNORE INTO log_records (seq, position, time_s, stream, data) VALUES (
 INSERT OR REPLACE INTO documents (name, body) VALUES (?, ?);
 
 -- name: save_trajectory
-INSERT OR REPLACE INTO trajectories (name, task, memory_bytes, ttl_s, sandbox) VALUES (?, ?, ?, ?, ?);
+INSERT OR REPLACE INTO trajectories (name, task, memory_bytes, ttl_s, sandbox, node) VALUES (?, ?, ?, ?, ?, ?);
 
 -- name: delete_trajectory
 DELETE FROM trajectories WHERE name = ?;
 
 -- name: trajectories
-SELECT name, task, memory_bytes, ttl_s, sandbox FROM trajectories ORDER BY name;
+SELECT name, task, memory_bytes, ttl_s, sandbox, node FROM trajectories ORDER BY name;
+
+-- name: nodes
+SELECT name, spec, key_digest, state, joined_s FROM nodes ORDER BY name;
+
+-- name: save_node
+INSERT OR REPLACE INTO nodes (name, spec, key_digest, state, joined_s) VALUES (?, ?, ?, ?, ?);
+
+-- name: delete_node
+DELETE FROM nodes WHERE name = ?;
 
 -- A key outlives its record where records are pruned by size: it must never come to mean another.
 -- name: last_seq

@@ -118,3 +118,17 @@ DROP INDEX invocations_callback;
 
 -- The sandbox that a trajectory has chosen, as JSON; empty if it is its function's own.
 ALTER TABLE trajectories ADD COLUMN sandbox TEXT NOT NULL DEFAULT '';
+
+-- version: 6
+
+-- The node that a trajectory's environment is on; empty for the gateway's own machine.
+ALTER TABLE trajectories ADD COLUMN node TEXT NOT NULL DEFAULT '';
+
+-- Machines that have joined: what the next gateway waits for, and by which key it knows them again.
+CREATE TABLE nodes (
+    name TEXT PRIMARY KEY,
+    spec TEXT NOT NULL,               -- cores, memory and labels, as JSON
+    key_digest TEXT NOT NULL,         -- SHA-256 of its key
+    state TEXT NOT NULL,              -- ready, draining or lost: whoever is lost is not waited for
+    joined_s REAL NOT NULL
+) STRICT, WITHOUT ROWID;

@@ -70,6 +70,8 @@ class OpenTrajectory:
     ttl_s: float
     #: What it has chosen for its sandbox, as JSON; empty if that is its function's own.
     sandbox: str = ""
+    #: The node that it is on; empty for this machine.
+    node: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

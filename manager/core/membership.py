@@ -9,7 +9,7 @@ from manager.core.executing import Running
 from manager.core.settling import Settling
 from manager.core.state import SchedulerState
 from manager.core.trajectory_order import TrajectoryOrder
-from manager.errors import Reason
+from manager.errors import FILES_LOST, Reason
 from manager.outcome import Outcome, State
 
 
@@ -67,7 +67,9 @@ class Membership:
             self._requeue(running)
             return
         state, reason = (State.CANCELLED, Reason.CANCELLED) if aborting else (State.LOST, Reason.NODE_LOST)
-        self._settling.retire(running, Outcome(state=state, reason=reason, message=message, component="core"))
+        detail = {FILES_LOST: True} if trajectory is not None and trajectory.node == node else {}
+        outcome = Outcome(state=state, reason=reason, message=message, component="core", detail=detail)
+        self._settling.retire(running, outcome)
 
     def _requeue(self, lost: Running) -> None:
         """Queue a lost action again, in its old place, as its next attempt."""

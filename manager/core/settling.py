@@ -10,7 +10,7 @@ from manager.core.state import SchedulerState
 from manager.core.statistics import Accounts, Rate
 from manager.core.trajectories import TrajectoryState
 from manager.core.trajectory_order import TrajectoryOrder
-from manager.errors import Reason
+from manager.errors import FILES_LOST, Reason
 from manager.events import Abort, Settle
 from manager.outcome import Outcome, Settlement, State
 
@@ -60,7 +60,8 @@ class Settling:
         state.fair.waits_no_more(action)
         state.holds.pop(waiting.id, None)
         state.children.leave(waiting)
-        outcome = Outcome(state=end_state, reason=reason, message=message, component="queue")
+        detail = {FILES_LOST: True} if reason is Reason.ENVIRONMENT_LOST else {}
+        outcome = Outcome(state=end_state, reason=reason, message=message, component="queue", detail=detail)
         queue_s = max(0.0, state.now_s - action.submitted_s)
         self._settle(
             Settlement(action=action, outcome=outcome, lease=None, queue_s=queue_s, overhead_s=0.0, execution_s=0.0)

@@ -36,11 +36,14 @@ LEGAL_NODE_MOVES: dict[NodeState, frozenset[NodeState]] = {
 }
 
 
+#: Seconds after which a daemon whose name is taken may ask again: the other one may be dying.
+_AGAIN_S = 3.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RosterSettings:
-    """The times of the cluster: when a node is doubted, and when it is given up."""
+    """When a node that is not heard is given up, and who is not let in again."""
 
-    suspect_after_s: Annotated[float, Setting("silence after which nothing new starts on a node", gt=0)] = 3.0
     lost_after_s: Annotated[float, Setting("silence after which a node is counted lost", gt=0)] = 60.0
     storm_share: Annotated[float, Setting("part of the nodes that may be lost within storm_window", gt=0, le=1)] = 0.1
     storm_window_s: Annotated[float, Setting("time in which losses are counted together", gt=0)] = 60.0
@@ -300,7 +303,7 @@ class Roster:
         elif member.state in (NodeState.JOINING, NodeState.READY, NodeState.DRAINING):
             if event.instance != member.instance:
                 why = f"a living daemon has joined under the name {event.node}"
-                return [TurnedAway(event.node, event.instance, why, self.settings.suspect_after_s)]
+                return [TurnedAway(event.node, event.instance, why, _AGAIN_S)]
             doubted = self._doubt(member, "its daemon joins again")  # the old link is gone, whatever it says
             return [*doubted, *self._admit(member, event)]
         return self._admit(member, event)
@@ -395,8 +398,6 @@ class Roster:
                 return self._now_s
             case NodeState.SUSPECT:
                 return member.heard_s + self.settings.lost_after_s
-            case NodeState.JOINING:
-                return member.since_s + self.settings.lost_after_s
             case NodeState.DRAINING:
                 return member.drain_since_s + self.settings.drain_grace_s
             case _:

@@ -72,6 +72,7 @@ class Telling:
         """Send a piece of its log, or its end behind the last one; return whether there is more."""
         spool = attempt.spool
         try:
+            spool.flush()  # a place that was told must mean the same to the next daemon, which reads it from the file
             piece = spool.read(attempt.told_bytes, self._settings.piece_bytes)
         except OSError as error:
             logger.error("a spool cannot be read", claim=attempt.claim, why=str(error))

@@ -15,6 +15,7 @@ from tangram.client import requests
 from tangram.client.address import server_of, token_of
 from tangram.client.aio.connections import AsyncConnectionPool, AsyncLink
 from tangram.client.aio.functions import AsyncFunctions
+from tangram.client.aio.nodes import AsyncNodeCalls
 from tangram.client.aio.running import AsyncOpened, for_each, pause
 from tangram.client.aio.session import AsyncSessionHandle, attached
 from tangram.client.aio.trajectory import AsyncTrajectory
@@ -32,7 +33,6 @@ from tangram.types import (
     ImageInfo,
     LogLine,
     QueueEntry,
-    ResourcesInfo,
     SandboxChoice,
     TaskInfo,
     TrajectoryInfo,
@@ -48,7 +48,7 @@ CONNECTIONS = 640
 SPARE = 64
 
 
-class AsyncClient(AsyncFunctions):
+class AsyncClient(AsyncFunctions, AsyncNodeCalls):
     """A client of one gateway; use it as an async context manager, or `close` it.
 
     ``server`` and ``token`` default to TANGRAM_SERVER and TANGRAM_TOKEN; `http://127.0.0.1:8080` without, and the
@@ -357,10 +357,6 @@ class AsyncClient(AsyncFunctions):
     async def pull_images(self, images: Sequence[str], *, wait_s: float | None = None) -> Sequence[ImageInfo]:
         """Begin to pull container images ahead of a run, and return their states, after ``wait_s`` at the latest."""
         return (await self._send(requests.pull_images(images, wait_s))).images
-
-    async def resources(self) -> ResourcesInfo:
-        """Return pools, what is held of them, and what the sandboxes and model devices are."""
-        return await self._send(requests.get_resources())
 
     async def queue(self, limit: int = 100) -> Sequence[QueueEntry]:
         """Return the first ``limit`` (at most 1000) actions that wait, in order of service, and for what."""

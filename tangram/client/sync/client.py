@@ -25,6 +25,7 @@ from tangram.client.results import InvocationResult, result_of
 from tangram.client.retries import FailureStreak, Retries
 from tangram.client.sync.connections import ConnectionPool, Link
 from tangram.client.sync.functions import Functions
+from tangram.client.sync.nodes import NodeCalls
 from tangram.client.sync.running import Opened, for_each, pause
 from tangram.client.sync.session import SessionHandle, attached
 from tangram.client.sync.trajectory import Trajectory
@@ -34,7 +35,6 @@ from tangram.types import (
     ImageInfo,
     LogLine,
     QueueEntry,
-    ResourcesInfo,
     SandboxChoice,
     TaskInfo,
     TrajectoryInfo,
@@ -50,7 +50,7 @@ CONNECTIONS = 640
 SPARE = 64
 
 
-class Client(Functions):
+class Client(Functions, NodeCalls):
     """A client of one gateway; use it as a context manager, or `close` it.
 
     ``server`` and ``token`` default to TANGRAM_SERVER and TANGRAM_TOKEN; `http://127.0.0.1:8080` without, and the
@@ -359,10 +359,6 @@ class Client(Functions):
     def pull_images(self, images: Sequence[str], *, wait_s: float | None = None) -> Sequence[ImageInfo]:
         """Begin to pull container images ahead of a run, and return their states, after ``wait_s`` at the latest."""
         return (self._send(requests.pull_images(images, wait_s))).images
-
-    def resources(self) -> ResourcesInfo:
-        """Return pools, what is held of them, and what the sandboxes and model devices are."""
-        return self._send(requests.get_resources())
 
     def queue(self, limit: int = 100) -> Sequence[QueueEntry]:
         """Return the first ``limit`` (at most 1000) actions that wait, in order of service, and for what."""

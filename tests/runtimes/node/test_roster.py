@@ -288,7 +288,7 @@ class NodeHistory:
                 was = before.get(name, NodeState.LOST)
                 assert now is was or now in LEGAL_NODE_MOVES[was] or isinstance(event, Expected), (event, was, now)
         for member in self.roster.members():
-            due = member.state in (NodeState.SUSPECT, NodeState.JOINING) and not self.roster.storm_left_s
+            due = member.state is NodeState.SUSPECT and not self.roster.storm_left_s
             assert not due or self.now_s - member.since_s < self.settings.lost_after_s, f"{member} is overdue"
 
     def check(self, verdict: Verdict, event: RosterEvent, before: dict[str, NodeState]) -> None:

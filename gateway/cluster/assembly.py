@@ -1,0 +1,22 @@
+"""Which machines a configuration means: this one alone, or those that join as well."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gateway.cluster.machines import OneMachine
+from gateway.config.load import GatewayConfig
+from gateway.store.store import Store
+from manager.clock import Clock
+from manager.config import NodeSpec
+
+
+async def machines_of(
+    config: GatewayConfig, here: NodeSpec, store: Store, clock: Clock, wall: Callable[[], float]
+) -> OneMachine:
+    """Return the machines of a gateway that starts; raises InvalidConfig or StorageUnavailable."""
+    if config.cluster is None:
+        return OneMachine(here)
+    from gateway.cluster.cluster import open_cluster
+
+    return await open_cluster(config.cluster, here, store, config.server.state_dir, clock, wall)

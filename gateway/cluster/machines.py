@@ -1,0 +1,137 @@
+"""The machines that work for a gateway: this one alone, or, as `gateway.cluster.cluster` has it, others that join."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
+
+from gateway.invocations.reattach import AttemptHolder, Reattachment
+from gateway.invocations.record import Record
+from gateway.invocations.trajectories import TrajectoryRecovery
+from gateway.preparation import Prepare
+from manager.config import NodeSpec
+from manager.engine import Engine
+from manager.errors import NotFound, Unsupported
+from manager.executor import Executor
+from manager.function import FunctionSpec
+from manager.outcome import State
+from tangram.types import LivingSandbox
+from tangram.types.nodes import NodeStatus, NodeStatusList, NodeTicket
+
+NO_CLUSTER = "this gateway has no section cluster, so no other machine can join it (docs/CLUSTER.md)"
+
+
+class NodeRecovery(Protocol):
+    """What decides on what ran on a node under the gateway before: `gateway.invocations.restart.Restart`."""
+
+    async def recover_on(self, node: str, found: Reattachment | None) -> None: ...
+
+
+class OneMachine:
+    """This machine alone: what is asked of the machines is answered for it."""
+
+    def __init__(self, here: NodeSpec) -> None:
+        self.here = here
+        self._engine: Engine | None = None
+
+    @property
+    def engine(self) -> Engine:
+        assert self._engine is not None, "begin first"
+        return self._engine
+
+    @property
+    def specs(self) -> tuple[NodeSpec, ...]:
+        """The machines that the scheduler begins with."""
+        return (self.here,)
+
+    @property
+    def awaited(self) -> frozenset[str]:
+        """Names of machines of the gateway before that are not back yet."""
+        return frozenset()
+
+    def awaits(self, record: Record) -> bool:
+        """Whether a record's action may still run on one of those."""
+        return record.state is State.RUNNING and record.node in self.awaited
+
+    def preparing(self, here: Prepare) -> Prepare:
+        """Return what makes a function ready wherever it may run, given what does so here."""
+        return here
+
+    def executor(self, here: Executor, trajectories: TrajectoryRecovery) -> Executor:
+        """Return what executes wherever a lease says, given what executes here and where trajectories are on record."""
+        return here
+
+    def reattachment(self, environments: AttemptHolder) -> Reattachment:
+        """Return what knows which commands of the gateway before are whose."""
+        return Reattachment(environments)
+
+    def begin(self, engine: Engine, recovery: NodeRecovery, functions: Callable[[], Sequence[FunctionSpec]]) -> None:
+        """The scheduler runs: say which machines it has to wait for."""
+        self._engine = engine
+
+    def open(self, again: Callable[[], None]) -> None:
+        """Let machines join from now on; ``again`` has what could not be made ready tried again."""
+
+    async def let_go(self) -> None:
+        """Take nothing from other machines any more: what runs there is the next gateway's."""
+
+    async def close(self) -> None:
+        """Let go of everything."""
+
+    # -- for people
+
+    def info(self) -> NodeStatusList:
+        """Return every machine, and how it is."""
+        return NodeStatusList(nodes=(self._local_status({}, ()),))
+
+    def drain(self, name: str, why: str) -> NodeStatus:
+        """Have a machine take no new work, and leave when it is empty; raises NotFound or Unsupported."""
+        raise self._no_such(name)
+
+    def ticket(self, name: str) -> NodeTicket:
+        """Return what admits a machine once; raises Unsupported or InvalidInput."""
+        raise Unsupported(NO_CLUSTER, component="cluster")
+
+    def living(self, trajectory: str) -> LivingSandbox | None:
+        """Return the sandbox of a trajectory that lives on another machine."""
+        return None
+
+    def check_files(self, trajectory: str) -> None:
+        """Raise a typed error for a trajectory whose files cannot be reached from here."""
+
+    def warnings(self) -> list[str]:
+        """Return what should be looked at."""
+        return []
+
+    def counts(self) -> Iterator[tuple[str, str, float]]:
+        """Yield (node, what, number) for the metrics."""
+        for status in self.info().nodes:
+            yield status.node, "up", float(status.state in ("ready", "draining"))
+            yield status.node, "running", float(status.running)
+            yield status.node, "trajectories", float(status.trajectories)
+            yield status.node, "losses", float(status.losses)
+
+    def _local_status(self, unable: Mapping[str, str], able: Sequence[str]) -> NodeStatus:
+        here = self.here
+        running, holders = self.engine.held_on(here.name)
+        return NodeStatus(
+            node=here.name,
+            state="ready",
+            why="",
+            since_s=0.0,
+            local=True,
+            cores=here.cores,
+            devices=here.devices,
+            memory_bytes=here.memory_bytes,
+            labels=here.labels,
+            running=running,
+            trajectories=holders,
+            able=tuple(able),
+            unable=unable,
+        )
+
+    def _no_such(self, name: str) -> NotFound | Unsupported:
+        if name == self.here.name:
+            told = f"{name} is the gateway's own machine: it drains with the gateway, at SIGTERM"
+            return Unsupported(told, component="cluster")
+        return NotFound(f"no node {name!r}", component="cluster")

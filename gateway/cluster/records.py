@@ -1,0 +1,91 @@
+"""What the store knows of nodes: who has joined, by which key it comes again, and how often the gateway was started."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import msgspec
+
+from gateway.store.store import Store
+from manager.config import NodeSpec
+
+GENERATION = "cluster.generation"
+#: Whether a node is waited for after a restart: one that was lost is not.
+KnownState = Literal["ready", "draining", "lost"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownNode:
+    """A node that has joined."""
+
+    name: str
+    spec: NodeSpec
+    key_digest: str
+    state: KnownState
+    joined_s: float
+
+
+class NodeRecords:
+    """The nodes on record. Changes are noted at once and durable with the next commit."""
+
+    def __init__(self, store: Store, wall: Callable[[], float] = time.time) -> None:
+        self._store = store
+        self._wall = wall
+        self._known: dict[str, KnownNode] = {}
+        self.generation = 0
+
+    async def open(self) -> None:
+        """Read what is on record, and count this start of the gateway; raises StorageUnavailable."""
+        before = await self._store.document(GENERATION)
+        self.generation = int(before or 0) + 1
+        self._store.save_document(GENERATION, str(self.generation))
+        for row in await self._store.read("nodes", ()):
+            spec = msgspec.json.decode(row["spec"], type=NodeSpec)
+            known = KnownNode(
+                name=row["name"], spec=spec, key_digest=row["key_digest"], state=row["state"], joined_s=row["joined_s"]
+            )
+            self._known[known.name] = known
+        await self._store.durable()
+
+    def get(self, name: str) -> KnownNode | None:
+        return self._known.get(name)
+
+    @property
+    def all(self) -> Mapping[str, KnownNode]:
+        return self._known
+
+    def joined(self, spec: NodeSpec, key_digest: str) -> None:
+        """It has joined, or comes with another key."""
+        state: KnownState = "ready"
+        self._save(
+            KnownNode(
+                name=spec.name,
+                spec=replace(spec, able=None),
+                key_digest=key_digest,
+                state=state,
+                joined_s=self._wall(),
+            )
+        )
+
+    def moved(self, name: str, state: KnownState) -> None:
+        """It drains, was lost, or serves again."""
+        known = self._known.get(name)
+        if known is not None and known.state != state:
+            self._save(replace(known, state=state))
+
+    def forget(self, name: str) -> None:
+        """It may come again by a new ticket only."""
+        if self._known.pop(name, None) is not None:
+            self._store.note("delete_node", name)
+
+    async def durable(self) -> None:
+        """Wait until what was noted is on disk."""
+        await self._store.durable()
+
+    def _save(self, known: KnownNode) -> None:
+        self._known[known.name] = known
+        spec = msgspec.json.encode(known.spec).decode()
+        self._store.note("save_node", known.name, spec, known.key_digest, known.state, known.joined_s)

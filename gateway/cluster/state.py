@@ -1,0 +1,167 @@
+"""What a cluster knows of its machines, and how that is told to people."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from gateway.cluster.abilities import Abilities
+from gateway.cluster.machines import OneMachine
+from gateway.cluster.records import NodeRecords
+from gateway.cluster.tickets import TicketOffice
+from gateway.config.sections import ClusterConfig
+from manager.clock import Clock
+from manager.config import NodeSpec
+from manager.errors import CapacityExceeded, Conflict, Unsupported
+from runtimes.fleet import FleetExecutor
+from runtimes.node.link import NodeLink
+from runtimes.node.remote import RemoteNode
+from runtimes.node.roster import DrainAsked, NodeState, Roster, RosterEvent
+from runtimes.node.wire import NodeHello
+from tangram.types import LivingSandbox
+from tangram.types.nodes import NodeStatus, NodeStatusList, NodeTicket
+
+
+@dataclass(slots=True, eq=False)
+class ClusterNode:
+    """One node that has joined, or is awaited."""
+
+    spec: NodeSpec
+    remote: RemoteNode
+    link: NodeLink | None = None
+    hello: NodeHello | None = None
+
+    @property
+    def instance(self) -> str:
+        return "" if self.hello is None else self.hello.instance
+
+
+class ClusterState(OneMachine):
+    """The machines that have joined, without the joining."""
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        here: NodeSpec,
+        *,
+        abilities: Abilities,
+        records: NodeRecords,
+        tickets: TicketOffice,
+        clock: Clock,
+    ) -> None:
+        self._inline = config.local == "inline"
+        super().__init__(replace(here, able=frozenset()) if self._inline else here)
+        self._config = config
+        self.abilities = abilities
+        self._records = records
+        self._tickets = tickets
+        self._clock = clock
+        self._roster = Roster(config.times)
+        self._machines: dict[str, ClusterNode] = {}
+        self._fleet: FleetExecutor | None = None
+        #: Where nodes join, as they reach it, and what they know it by.
+        self.address = ""
+        self.fingerprint = ""
+
+    def _step(self, event: RosterEvent) -> object:
+        """Tell the roster what happened, and do what it decides."""
+        return self._roster.step(self._clock.now(), event)
+
+    def _member(self, name: str) -> RemoteNode | None:
+        machine = self._machines.get(name)
+        return None if machine is None else machine.remote
+
+    # -- for people
+
+    def info(self) -> NodeStatusList:
+        here = []
+        if self._inline:
+            name = self.here.name
+            here = [self._local_status(self.abilities.unable(name), sorted(self.abilities.able(name)))]
+        others = [self._status(member.name) for member in self._roster.members()]
+        return NodeStatusList(nodes=(*here, *others), storm_s=self._roster.storm_left_s)
+
+    def _status(self, name: str) -> NodeStatus:
+        member, machine, known = self._roster.get(name), self._machines.get(name), self._records.get(name)
+        assert member is not None
+        now_s = self._clock.now()
+        spec = machine.spec if machine is not None else None if known is None else known.spec
+        hello = None if machine is None else machine.hello
+        running, holders = self.engine.held_on(name)
+        return NodeStatus(
+            node=name,
+            state=member.state.value,
+            why=member.why,
+            since_s=max(0.0, now_s - member.since_s),
+            local=False,
+            cores=0 if spec is None else spec.cores,
+            devices=0 if spec is None else spec.devices,
+            memory_bytes=0 if spec is None else spec.memory_bytes,
+            labels={} if spec is None else spec.labels,
+            running=running,
+            trajectories=holders,
+            able=tuple(sorted(self.abilities.able(name))),
+            unable=self.abilities.unable(name),
+            peer="" if machine is None or machine.link is None else machine.link.peer,
+            version="" if hello is None else hello.version,
+            isolation="" if hello is None else hello.isolation,
+            losses=len(member.losses),
+            refused_s=max(0.0, member.refused_until_s - now_s),
+        )
+
+    def drain(self, name: str, why: str) -> NodeStatus:
+        member = self._roster.get(name)
+        if member is None or member.state is NodeState.LOST:
+            raise self._no_such(name)
+        self._step(DrainAsked(name, why))
+        machine = self._machines.get(name)
+        if machine is not None:
+            machine.remote.drain(why)
+        return self._status(name)
+
+    def ticket(self, name: str) -> NodeTicket:
+        ticket, _ = self._tickets.issue(name)
+        if name == self.here.name:
+            raise Conflict(f"{name} is the name of the gateway's own machine (node.name)", component="cluster")
+        return NodeTicket(
+            name=name,
+            ticket=ticket,
+            expires_in_s=self._config.ticket_ttl_s,
+            gateway=self.address,
+            fingerprint=self.fingerprint,
+        )
+
+    def living(self, trajectory: str) -> LivingSandbox | None:
+        remote = self._remote_of(trajectory)
+        facts = None if remote is None else remote.trajectories().get(trajectory)
+        if facts is None:
+            return None
+        return LivingSandbox(
+            image=facts.image,
+            workdir=facts.workdir,
+            user=facts.user,
+            network=facts.network,
+            memory_bytes=facts.memory_bytes,
+        )
+
+    def check_files(self, trajectory: str) -> None:
+        remote = self._remote_of(trajectory)
+        if remote is None:
+            return
+        if not remote.attached:
+            told = f"node {remote.name}, on which trajectory {trajectory!r} lives, is not reached now"
+            raise CapacityExceeded(told, component="cluster", retry_after_s=self._config.link.silent_s)
+        told = f"trajectory {trajectory!r} lives on node {remote.name}, whose files cannot be reached from here yet: "
+        raise Unsupported(told + "read and write them with commands (stdin_base64)", component="cluster")
+
+    def _remote_of(self, trajectory: str) -> RemoteNode | None:
+        return None if self._fleet is None else self._member(self._fleet.home(trajectory))
+
+    def warnings(self) -> list[str]:
+        found = []
+        if self._roster.storm_left_s:
+            told = "too many nodes are silent at once, so it may be the gateway's own network: "
+            found.append(f"{told}none is counted lost for {self._roster.storm_left_s:.0f} s")
+        suspects = [member.name for member in self._roster.members() if member.state is NodeState.SUSPECT]
+        if suspects:
+            found.append(f"nodes that are not heard: {', '.join(suspects[:8])} ({len(suspects)})")
+        return found

@@ -1,0 +1,1 @@
+"""HTTP operations on the machines that work for the gateway."""

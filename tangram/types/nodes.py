@@ -1,0 +1,66 @@
+"""Nodes on the wire: the machines that have joined, how they are, and what admits another one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from tangram.types.scalars import Count, Name
+
+NodeCondition = Literal["joining", "ready", "suspect", "draining", "lost"]
+
+
+class NodeStatus(Struct, frozen=True, kw_only=True):
+    """One machine."""
+
+    node: str
+    state: NodeCondition
+    why: Annotated[str, Meta(description="Of any state but ready")]
+    since_s: Annotated[float, Meta(description="Seconds for which it has been so")]
+    local: Annotated[bool, Meta(description="Whether it is the gateway's own machine")]
+    cores: Count
+    devices: Count
+    memory_bytes: Count
+    labels: Mapping[str, str]
+    running: Annotated[Count, Meta(description="Actions that run there")]
+    trajectories: Annotated[Count, Meta(description="Trajectories, and actions of none, that hold memory there")]
+    able: Annotated[tuple[str, ...], Meta(description="Functions that it can run")]
+    unable: Annotated[Mapping[str, str], Meta(description="Functions that it cannot run, and why")]
+    peer: Annotated[str, Meta(description="Where it joins from")] = ""
+    version: str = ""
+    isolation: Annotated[str, Meta(description="What its sandboxes are")] = ""
+    losses: Annotated[Count, Meta(description="How often it was lost of late")] = 0
+    refused_s: Annotated[float, Meta(description="Seconds for which it may not join, as it was lost too often")] = 0.0
+
+
+class NodeStatusList(Struct, frozen=True, kw_only=True):
+    """All machines."""
+
+    nodes: tuple[NodeStatus, ...]
+    storm_s: Annotated[
+        float, Meta(description="Seconds for which none is counted lost, because too many are silent at once")
+    ] = 0.0
+
+
+class DrainWanted(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Why a machine is to take no new work."""
+
+    why: Annotated[str, Meta(max_length=500)] = "an operator asked for it"
+
+
+class TicketWanted(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who is to join."""
+
+    name: Name
+
+
+class NodeTicket(Struct, frozen=True, kw_only=True):
+    """What admits one machine once."""
+
+    name: str
+    ticket: str
+    expires_in_s: float
+    gateway: Annotated[str, Meta(description="Where nodes join, host:port")]
+    fingerprint: Annotated[str, Meta(description="SHA-256 of the gateway's certificate there")]

@@ -1,0 +1,192 @@
+"""A gateway and daemons of nodes in processes of their own, on one machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tangram import Client
+from tangram.types.nodes import NodeStatus
+from tests.e2e.gateway import ROOT, GatewayProcess
+from tests.faults.world import HTTP
+
+#: Nothing takes so long unless it is broken, on however busy a machine.
+DEADLINE_S = STOP_S = 180.0
+LOOK_S = 0.1
+#: Says a line every 20 ms, a hundred times: long enough to be met in the middle.
+TALE = 'i=0; while [ $i -lt 100 ]; do i=$((i+1)); echo "line $i"; sleep 0.02; done; echo run >> runs; cat runs'
+TOLD = "".join(f"line {number}\n" for number in range(1, 101)) + "run\n"
+
+
+def document(state: Path, provider: str, **cluster: object) -> dict[str, Any]:
+    """A gateway whose own machine has one core, and which takes nodes."""
+    shell = {"runtime": "exec", "cost": {"cpu": 1}, "timeout": "5m", "queue_timeout": "5m", "log_limit": "4Mi"}
+    return {
+        "version": 1,
+        "server": {"port": 0, "grpc_port": 0, "state_dir": str(state), "drain_grace": "200ms"},
+        "node": {"cpu": {"cores": "0"}, "memory": "1Gi"},
+        "cluster": {"listen": "127.0.0.1:0", "beat": "300ms", "silent": "3s", "lost_after": "5m", **cluster},
+        "sandbox": {"provider": provider, "image": "tangram-base:bookworm", "memory": "128Mi"},
+        "functions": {
+            "once": shell,
+            "again": shell | {"idempotent": True},
+            "there": shell | {"nodes": {"pool": "there"}},
+            "there_again": shell | {"nodes": {"pool": "there"}, "idempotent": True},
+        },
+    }
+
+
+class ClusterGateway(GatewayProcess):
+    """A gateway that nodes join."""
+
+    def client(self) -> Client:
+        return Client(self.url)
+
+    @property
+    def door(self) -> tuple[str, str]:
+        """Where nodes join, and the fingerprint of the certificate there."""
+        for line in reversed(self.log):
+            try:
+                said = json.loads(line)
+            except ValueError:
+                continue
+            if said.get("event") == "nodes may join":
+                return said["listen"], said["fingerprint"]
+        raise AssertionError("it takes no nodes")
+
+    def listen_at(self, listen: str) -> None:
+        """Have the next start listen where the last one did: its nodes look for it there."""
+        written = yaml.safe_load((self.directory / "tangram.yaml").read_text())
+        written["cluster"]["listen"] = listen
+        self.write(written)
+
+    def ticket(self, name: str) -> str:
+        answer = HTTP.post(f"{self.url}/v1/node-tickets", json={"name": name})
+        assert answer.status_code == 201, answer.text
+        return str(answer.json()["ticket"])
+
+    def node(self, name: str) -> NodeStatus | None:
+        with self.client() as client:
+            return next((each for each in client.nodes() if each.node == name), None)
+
+    def until_state(self, name: str, *states: str) -> None:
+        def reached() -> bool:
+            found = self.node(name)
+            return found is not None and found.state in states
+
+        until(reached, f"node {name} is {' or '.join(states)}")
+
+    def record(self, invocation_id: str) -> dict[str, Any]:
+        """The record as it is now."""
+        answer = HTTP.get(f"{self.url}/v1/invocations/{invocation_id}")
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
+
+    def ended(self, invocation_id: str) -> dict[str, Any]:
+        """The record after its end."""
+        until(lambda: self.record(invocation_id)["ended_at"] is not None, f"{invocation_id} has ended")
+        return self.record(invocation_id)
+
+    def submit(self, function: str, command: str, trajectory: str | None = None) -> str:
+        with self.client() as client:
+            return client.submit(function, {"command": command}, trajectory=trajectory).id
+
+    def said(self, invocation_id: str) -> str:
+        with self.client() as client:
+            return "".join(line.text for line in client.logs(invocation_id) if line.stream == "stdout")
+
+
+class NodeProcess:
+    """`tangram node join` with a state directory of its own; it may be killed, frozen and started again."""
+
+    def __init__(self, directory: Path, gateway: ClusterGateway, name: str, provider: str, core: int = 1) -> None:
+        self.name = name
+        self._gateway = gateway
+        self._directory = directory
+        self._core = core
+        self._process: subprocess.Popen[bytes] | None = None
+        #: Kept, as a gateway that is started again listens on the same port only if it is told to.
+        directory.mkdir(parents=True)
+        configured = {"sandbox": {"provider": provider, "image": "tangram-base:bookworm", "memory": "128Mi"}}
+        (directory / "node.yaml").write_text(yaml.safe_dump({**configured, "node": {"memory": "1Gi"}}))
+
+    def start(self, *, ticket: str | None = None, labels: Mapping[str, str] | None = None) -> None:
+        """Join; the first time by a ticket, later by the key that it has."""
+        listen, fingerprint = self._gateway.door
+        known = (self._directory / "state" / "key").exists()
+        if ticket is None and not known:
+            ticket = self._gateway.ticket(self.name)
+        command = [sys.executable, "-m", "gateway", "node", "join", "--gateway", listen]
+        command += ["--fingerprint", fingerprint, "--name", self.name, "--cores", str(self._core % _cores())]
+        command += ["--state-dir", str(self._directory / "state"), "--config", str(self._directory / "node.yaml")]
+        command += ["--ticket", ticket] if ticket else []
+        command += ["--labels", ",".join(f"{key}={value}" for key, value in (labels or {"pool": "there"}).items())]
+        with (self._directory / "log").open("ab") as log:
+            self._process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """kill -9, as a crash would."""
+        self.signal(signal.SIGKILL)
+        assert self._process is not None
+        self._process.wait(STOP_S)
+
+    def wait(self) -> int:
+        """Return its exit status, once it has ended by itself."""
+        assert self._process is not None
+        return self._process.wait(STOP_S)
+
+    @property
+    def log(self) -> str:
+        return (self._directory / "log").read_text()
+
+    def stop(self) -> None:
+        """End it with all that it has."""
+        if self._process is None or self._process.poll() is not None:
+            return
+        self.signal(signal.SIGCONT)
+        self.signal(signal.SIGINT)
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            raise
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    """Ask again and again until it holds; fails at the deadline."""
+    gate, ends_s = threading.Event(), time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < ends_s, f"not within {DEADLINE_S} s: {what}"
+        gate.wait(LOOK_S)
+
+
+def begun(gateway: ClusterGateway, invocation_id: str) -> None:
+    until(lambda: bool(gateway.said(invocation_id)), "the command has said something")
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def stopped(*nodes: NodeProcess) -> None:
+    """Stop them all at once."""
+    threads = [threading.Thread(target=node.stop) for node in nodes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()

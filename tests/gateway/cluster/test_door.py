@@ -1,0 +1,163 @@
+"""The nodes' door: who does not show who he is costs nothing but his own connection, and not for long."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from gateway.cluster.door import NodeDoor, bind
+from manager.config import NodeSpec
+from manager.errors import InvalidConfig
+from runtimes.node.certificate import NodeCertificate, ensure_certificate, node_side, server_side
+from runtimes.node.link import LinkSettings, NodeLink
+from runtimes.node.wire import PROTOCOL, Beat, NodeHello, NodeRefused, encode
+
+DEADLINE_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> NodeCertificate:
+    return ensure_certificate(tmp_path_factory.mktemp("certificate"))
+
+
+class Porter:
+    """Greets: takes a hello, and holds the link until it is closed."""
+
+    def __init__(self) -> None:
+        self.met: asyncio.Queue[NodeLink] = asyncio.Queue()
+
+    async def greet(self, link: NodeLink, has_greeted: Callable[[], None]) -> None:
+        await link.receive(NodeHello, DEADLINE_S)
+        has_greeted()
+        self.met.put_nowait(link)
+        await link.closed.wait()
+
+
+@asynccontextmanager
+async def opened(
+    certificate: NodeCertificate, porter: Porter, *, greetings_max: int = 4, greeting_s: float = DEADLINE_S
+) -> AsyncIterator[NodeDoor]:
+    door = NodeDoor(
+        bind("127.0.0.1:0"),
+        server_side(certificate),
+        LinkSettings(),
+        greeting_s=greeting_s,
+        greetings_max=greetings_max,
+        greet=porter.greet,
+    )
+    door.open()
+    try:
+        yield door
+    finally:
+        await door.close()
+
+
+async def dialled(door: NodeDoor, context: ssl.SSLContext | None) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    named = None if context is None else ""
+    return await asyncio.open_connection("127.0.0.1", door.port, ssl=context, server_hostname=named)
+
+
+async def cut(reader: asyncio.StreamReader) -> bool:
+    """Wait until the other side has hung up."""
+    async with asyncio.timeout(DEADLINE_S):
+        try:
+            return await reader.read(1) == b""
+        except OSError:
+            return True
+
+
+async def test_connections_that_say_nothing_are_bounded_and_those_beyond_are_cut_at_once(
+    certificate: NodeCertificate,
+) -> None:
+    async with opened(certificate, Porter(), greetings_max=3) as door:
+        silent = [await dialled(door, None) for _ in range(3)]
+        for _ in range(20):
+            reader, writer = await dialled(door, None)
+            assert await cut(reader)
+            writer.close()
+        assert (door.greeting, door.cut) == (3, 20)
+        for _, writer in silent:
+            writer.close()
+
+
+async def test_one_that_says_nothing_is_cut_after_its_time_and_makes_room(certificate: NodeCertificate) -> None:
+    porter = Porter()
+    async with opened(certificate, porter, greetings_max=1, greeting_s=0.05) as door:
+        reader, writer = await dialled(door, None)
+        assert await cut(reader)
+        writer.close()
+
+
+@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", b"\0" * 4096])
+async def test_what_is_no_tls_is_cut(certificate: NodeCertificate, said: bytes) -> None:
+    async with opened(certificate, Porter()) as door:
+        reader, writer = await dialled(door, None)
+        writer.write(said)
+        async with asyncio.timeout(DEADLINE_S):
+            while await reader.read(4096):  # an alert, perhaps
+                pass
+        writer.close()
+
+
+async def test_a_frame_that_is_too_large_or_not_a_greeting_is_refused_and_cut(certificate: NodeCertificate) -> None:
+    async with opened(certificate, Porter()) as door:
+        for said in (b"\x7f\xff\xff\xff\x01", encode(Beat())):
+            reader, writer = await dialled(door, node_side())
+            writer.write(said)
+            async with asyncio.timeout(DEADLINE_S):
+                while await reader.read(4096):
+                    pass
+            writer.close()
+
+
+async def test_another_protocol_is_told_so(certificate: NodeCertificate) -> None:
+    porter = Porter()
+    async with opened(certificate, porter) as door:
+        reader, writer = await dialled(door, node_side())
+        link = NodeLink(reader, writer)
+        link.send(hello(PROTOCOL + 1))
+        refused = await link.receive(NodeRefused, DEADLINE_S)
+        assert "protocol" in refused.message
+        link.close("the test is over")
+        assert porter.met.empty()
+
+
+async def test_whoever_has_greeted_makes_room_for_the_next(certificate: NodeCertificate) -> None:
+    porter = Porter()
+    async with opened(certificate, porter, greetings_max=1) as door:
+        links = []
+        for _ in range(3):
+            link = NodeLink(*await dialled(door, node_side()))
+            link.send(hello(PROTOCOL))
+            async with asyncio.timeout(DEADLINE_S):
+                await porter.met.get()
+            links.append(link)
+        assert door.greeting == 0
+        for link in links:
+            link.close("the test is over")
+
+
+def test_an_address_that_cannot_be_listened_on_is_told() -> None:
+    with bind("127.0.0.1:0") as taken, pytest.raises(InvalidConfig, match=r"cluster\.listen"):
+        bind(f"127.0.0.1:{taken.getsockname()[1]}")
+
+
+def hello(protocol: int) -> NodeHello:
+    return NodeHello(
+        protocol=protocol,
+        version="1",
+        name="n1",
+        boot="b",
+        epoch="e",
+        instance="i",
+        ticket="",
+        key="",
+        spec=NodeSpec(name="n1", numa=((0,),), memory_bytes=1),
+        labels={},
+        isolation="",
+        sandboxes="",
+    )
