@@ -12,6 +12,7 @@ import click
 
 from gateway import machine
 from gateway.cli.config import node as show
+from gateway.cli.nodes import check_nodes, drain_node, issue_ticket, list_nodes
 from gateway.config.load import GatewayConfig, load
 from gateway.invocations import logs
 from gateway.runtime_factory import make_runtimes
@@ -35,7 +36,9 @@ def node() -> None:
     """Nodes: this machine as the scheduler would see it, and its daemon."""
 
 
-node.add_command(show)
+node.add_command(show, "show")
+for verb in (list_nodes, drain_node, issue_ticket, check_nodes):
+    node.add_command(verb)
 
 
 @node.command()
