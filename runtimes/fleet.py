@@ -17,7 +17,7 @@ from runtimes.kinds import kind_of
 COMPONENT = "fleet"
 
 
-class FleetMember(Executor, Protocol):
+class FleetMachine(Executor, Protocol):
     """A machine of the fleet: `runtimes.node.remote.RemoteNode`, or this one."""
 
     def mark_lost(self, trajectories: Collection[str]) -> None:
@@ -32,12 +32,12 @@ class FleetExecutor:
         self,
         here: Executor,
         local: str,
-        member: Callable[[str], FleetMember | None],
+        member: Callable[[str], FleetMachine | None],
         *,
         mark_lost: Callable[[Collection[str]], None],
         lost_max: int = 65536,
     ) -> None:
-        """``local`` is this machine's name as a node, ``mark_lost`` what `FleetMember.mark_lost` is for it."""
+        """``local`` is this machine's name as a node, ``mark_lost`` what `FleetMachine.mark_lost` is for it."""
         self._here = here
         self._local = local
         self._member = member

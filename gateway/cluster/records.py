@@ -18,7 +18,7 @@ KnownState = Literal["ready", "draining", "lost"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KnownNode:
+class RecordedNode:
     """A node that has joined."""
 
     name: str
@@ -34,7 +34,7 @@ class NodeRecords:
     def __init__(self, store: Store, wall: Callable[[], float] = time.time) -> None:
         self._store = store
         self._wall = wall
-        self._known: dict[str, KnownNode] = {}
+        self._known: dict[str, RecordedNode] = {}
         self.generation = 0
 
     async def open(self) -> None:
@@ -44,24 +44,24 @@ class NodeRecords:
         self._store.save_document(GENERATION, str(self.generation))
         for row in await self._store.read("nodes", ()):
             spec = msgspec.json.decode(row["spec"], type=NodeSpec)
-            known = KnownNode(
+            known = RecordedNode(
                 name=row["name"], spec=spec, key_digest=row["key_digest"], state=row["state"], joined_s=row["joined_s"]
             )
             self._known[known.name] = known
         await self._store.durable()
 
-    def get(self, name: str) -> KnownNode | None:
+    def get(self, name: str) -> RecordedNode | None:
         return self._known.get(name)
 
     @property
-    def all(self) -> Mapping[str, KnownNode]:
+    def all(self) -> Mapping[str, RecordedNode]:
         return self._known
 
     def joined(self, spec: NodeSpec, key_digest: str) -> None:
         """It has joined, or comes with another key."""
         state: KnownState = "ready"
         self._save(
-            KnownNode(
+            RecordedNode(
                 name=spec.name,
                 spec=replace(spec, able=None),
                 key_digest=key_digest,
@@ -85,7 +85,7 @@ class NodeRecords:
         """Wait until what was noted is on disk."""
         await self._store.durable()
 
-    def _save(self, known: KnownNode) -> None:
+    def _save(self, known: RecordedNode) -> None:
         self._known[known.name] = known
         spec = msgspec.json.encode(known.spec).decode()
         self._store.note("save_node", known.name, spec, known.key_digest, known.state, known.joined_s)

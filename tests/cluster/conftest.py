@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.world import ClusterGateway, NodeProcess, document, stopped
+from tests.cluster.world import ClusterGateway, DaemonProcess, document, stopped
 
 StartGateway = Callable[..., ClusterGateway]
-MakeNode = Callable[..., NodeProcess]
+MakeNode = Callable[..., DaemonProcess]
 
 
 @pytest.fixture(params=[pytest.param("container", marks=pytest.mark.docker)])
@@ -44,10 +44,10 @@ def start_gateway(tmp_path: Path, provider: str) -> Iterator[StartGateway]:
 @pytest.fixture
 def make_node(tmp_path: Path, provider: str, start_gateway: StartGateway) -> Iterator[MakeNode]:
     """Makes a node of a gateway, not yet started; all are stopped before the gateway is."""
-    made: list[NodeProcess] = []
+    made: list[DaemonProcess] = []
 
-    def make(gateway: ClusterGateway, name: str, core: int = 1) -> NodeProcess:
-        made.append(NodeProcess(tmp_path / name, gateway, name, provider, core))
+    def make(gateway: ClusterGateway, name: str, core: int = 1) -> DaemonProcess:
+        made.append(DaemonProcess(tmp_path / name, gateway, name, provider, core))
         return made[-1]
 
     yield make

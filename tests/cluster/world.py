@@ -107,7 +107,7 @@ class ClusterGateway(GatewayProcess):
             return "".join(line.text for line in client.logs(invocation_id) if line.stream == "stdout")
 
 
-class NodeProcess:
+class DaemonProcess:
     """`tangram node join` with a state directory of its own; it may be killed, frozen and started again."""
 
     def __init__(self, directory: Path, gateway: ClusterGateway, name: str, provider: str, core: int = 1) -> None:
@@ -183,7 +183,7 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def stopped(*nodes: NodeProcess) -> None:
+def stopped(*nodes: DaemonProcess) -> None:
     """Stop them all at once."""
     threads = [threading.Thread(target=node.stop) for node in nodes]
     for thread in threads:

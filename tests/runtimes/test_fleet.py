@@ -16,7 +16,7 @@ from runtimes.fleet import FleetExecutor
 SHELL, API = FunctionSpec(name="shell", runtime="exec"), FunctionSpec(name="call", runtime="api")
 
 
-class Silent:
+class Unheard:
     """A log that nobody reads."""
 
     def write(self, stream: str, data: str) -> None: ...
@@ -60,7 +60,7 @@ class Estate:
 
     async def run(self, node: str, trajectory: str | None = None, function: FunctionSpec = SHELL) -> Outcome:
         action = Action(id="a", function=function.name, trajectory=trajectory)
-        call = Call(function=function, input={}, log=Silent())
+        call = Call(function=function, input={}, log=Unheard())
         return await self.fleet.execute(action, Lease(action_id="a", node=node), call)
 
 
