@@ -68,10 +68,8 @@ class OpenTrajectory:
     task: str
     memory_bytes: int
     ttl_s: float
-    #: What it has chosen for its sandbox, as JSON; empty if that is its function's own.
-    sandbox: str = ""
-    #: The node that it is on; empty for this machine.
-    node: str = ""
+    sandbox: str = ""  #: what it has chosen, as JSON; empty if that is its function's own
+    node: str = ""  #: empty on this machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,7 +44,6 @@ from tangram.types import (
     TrajectoryOpening,
     TrajectoryPage,
 )
-from tangram.types.nodes import DrainWanted, NodeStatus, NodeStatusList, NodeTicket, TicketWanted
 
 _T = TypeVar("_T")
 _JSON = {"Content-Type": "application/json"}
@@ -264,23 +263,6 @@ def pull_images(images: Sequence[str], wait_s: float | None = None) -> ApiReques
         headers=_JSON,
         content=msgspec.json.encode(ImagesWanted(images=tuple(images))),
     )
-
-
-def list_nodes() -> ApiRequest[NodeStatusList]:
-    return get("/v1/nodes", NodeStatusList)
-
-
-def drain_node(name: str, why: str = "") -> ApiRequest[NodeStatus]:
-    """Return the request that has a machine take no new work."""
-    content = msgspec.json.encode(DrainWanted(why=why) if why else DrainWanted())
-    path = f"/v1/nodes/{quote(name, safe='')}/drain"
-    return ApiRequest(method="POST", path=path, read=reader(NodeStatus), headers=_JSON, content=content)
-
-
-def issue_ticket(name: str) -> ApiRequest[NodeTicket]:
-    """Return the request for what admits a machine."""
-    content = msgspec.json.encode(TicketWanted(name=name))
-    return ApiRequest(method="POST", path="/v1/node-tickets", read=reader(NodeTicket), headers=_JSON, content=content)
 
 
 def get_queue(limit: int) -> ApiRequest[QueuePage]:

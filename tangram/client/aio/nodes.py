@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TypeVar
 
-from tangram.client import requests
+from tangram.client import node_requests, requests
 from tangram.client.requests import ApiRequest
 from tangram.types import ResourcesInfo
 from tangram.types.nodes import NodeStatus, NodeTicket
@@ -27,12 +27,12 @@ class AsyncNodeCalls(ABC):
 
     async def nodes(self) -> Sequence[NodeStatus]:
         """Return the machines that actions run on, and how they are."""
-        return (await self._send(requests.list_nodes())).nodes
+        return (await self._send(node_requests.list_nodes())).nodes
 
     async def drain_node(self, name: str, why: str = "") -> NodeStatus:
         """Have a machine take no new work and leave when it is empty; raises NotFoundError. Needs the admin token."""
-        return await self._send(requests.drain_node(name, why))
+        return await self._send(node_requests.drain_node(name, why))
 
     async def node_ticket(self, name: str) -> NodeTicket:
         """Return what admits one machine once, soon (`tangram node join`). Needs the admin token."""
-        return await self._send(requests.issue_ticket(name))
+        return await self._send(node_requests.issue_ticket(name))

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TypeVar
 
-from tangram.client import requests
+from tangram.client import node_requests, requests
 from tangram.client.requests import ApiRequest
 from tangram.types import ResourcesInfo
 from tangram.types.nodes import NodeStatus, NodeTicket
@@ -29,12 +29,12 @@ class NodeCalls(ABC):
 
     def nodes(self) -> Sequence[NodeStatus]:
         """Return the machines that actions run on, and how they are."""
-        return (self._send(requests.list_nodes())).nodes
+        return (self._send(node_requests.list_nodes())).nodes
 
     def drain_node(self, name: str, why: str = "") -> NodeStatus:
         """Have a machine take no new work and leave when it is empty; raises NotFoundError. Needs the admin token."""
-        return self._send(requests.drain_node(name, why))
+        return self._send(node_requests.drain_node(name, why))
 
     def node_ticket(self, name: str) -> NodeTicket:
         """Return what admits one machine once, soon (`tangram node join`). Needs the admin token."""
-        return self._send(requests.issue_ticket(name))
+        return self._send(node_requests.issue_ticket(name))
