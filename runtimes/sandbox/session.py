@@ -195,20 +195,29 @@ class InteractiveSession:
         """Whether input still reaches its command."""
         return not self.ended and not self._input_ended
 
-    def resize(self, size: TerminalSize) -> None:
-        """Tell its terminal how large it is; raises Conflict if it has none."""
+    async def resize(self, size: TerminalSize) -> None:
+        """Tell its terminal how large it is; raises Conflict if it has none, or does not run for a while yet."""
         if self.terminal is None:
             raise Conflict("the session has no terminal to resize", component=COMPONENT)
+        await self._require_begun()
         self.terminal = size
         self._steer({"size": list(size)})
 
-    def signal(self, name: str) -> None:
-        """Signal what runs in its foreground; raises InvalidInput for a signal that is not among `SIGNALS`."""
+    async def signal(self, name: str) -> None:
+        """Signal what runs in its foreground; raises InvalidInput for a signal that is not among `SIGNALS`.
+
+        Raises Conflict if it does not run for a while yet.
+        """
         if name not in SIGNALS:
             raise InvalidInput(f"no signal {name[:32]!r}; known: {', '.join(SIGNALS)}", component=COMPONENT)
+        await self._require_begun()
         self._steer({"signal": SIGNALS[name]})
 
     # --- inside
+
+    async def _require_begun(self) -> None:
+        if not await self.opened(INPUT_PATIENCE_S):
+            raise Conflict("the session waits for its turn, and cannot be steered before", component=COMPONENT)
 
     def _from(self, offset: int) -> list[SessionPiece]:
         found: list[SessionPiece] = []

@@ -69,9 +69,9 @@ class SessionOperations:
         session = self._living(await self._invocations.get(request.path_params["id"]))
         asked = wire.read(wire.loads_object(await read_body(request, self._services)), SessionSteering, "$")
         if asked.terminal is not None:
-            session.resize(TerminalSize(asked.terminal.rows, asked.terminal.columns))
+            await session.resize(TerminalSize(asked.terminal.rows, asked.terminal.columns))
         if asked.signal is not None:
-            session.signal(asked.signal)
+            await session.signal(asked.signal)
         return Response(status_code=204)
 
     def _session(self, invocation: LiveInvocation) -> InteractiveSession | None:

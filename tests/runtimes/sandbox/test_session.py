@@ -85,9 +85,10 @@ async def test_a_terminal_has_a_size_is_controlled_and_keeps_the_exit_status(san
         await session.write(b"stty size; test -t 0 && test -t 2 && echo a terminal\n")
         await watched.until(b"30 100\r\n")
         await watched.until(b"a terminal\r\n")
-        session.resize(TerminalSize(40, 120))
-        await session.write(b"stty size; echo going; sleep 1000\n")
-        await watched.until(b"40 120\r\ngoing\r\n")
+        await session.resize(TerminalSize(40, 120))
+        await session.write(b"stty size; sh -c 'echo go''ing; exec sleep 1000'\n")  # in the foreground, as it says so
+        await watched.until(b"40 120\r\n")
+        await watched.until(b"going\r\n")
         await session.write(b"\x03")  # what ctrl-C types: the foreground is interrupted, and the shell lives on
         await session.write(b"echo st'ill' here; exit 7\n")
         await watched.until(b"still here\r\n")
@@ -111,12 +112,12 @@ async def test_a_signal_reaches_the_foreground_of_a_session_without_a_terminal(s
     shell = "trap 'echo caught; exit 4' USR1; echo ready; while :; do sleep 0.02; done"
     async with session_of(sandbox, shell) as watched, attended(watched):
         await watched.until(b"ready")
-        watched.session.signal("USR1")
+        await watched.session.signal("USR1")
         assert (await watched.result()).exit_code == 4
         with pytest.raises(InvalidInput, match="no signal 'NONE'"):
-            watched.session.signal("NONE")
+            await watched.session.signal("NONE")
         with pytest.raises(Conflict, match="no terminal"):
-            watched.session.resize(TerminalSize())
+            await watched.session.resize(TerminalSize())
     assert b"caught" in watched.said["stdout"]
 
 
