@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 
+import structlog
+
 from manager.errors import CapacityExceeded, CodedError
 from manager.function import FunctionSpec
 
 #: Checks that a function can run on a machine, and warms it up; raises CodedError.
 PrepareThere = Callable[[FunctionSpec], Awaitable[None]]
+logger = structlog.get_logger("gateway.cluster")
 #: Functions that are prepared on one machine at once.
 CONCURRENCY = 8
 
@@ -79,6 +82,9 @@ class Abilities:
             await prepare(function)
         except CodedError as error:
             problem = error
+        except Exception as error:  # the others must not lose their machine for it
+            logger.exception("a function could not be prepared", node=machine, function=function.name)
+            problem = CodedError(f"a fault of the gateway: {error!r}", component="cluster")
         if self._machines.get(machine) is not prepare:
             return problem  # it has gone meanwhile, and was asked again since
         able, unable = self._able.setdefault(machine, set()), self._unable.setdefault(machine, {})

@@ -17,7 +17,7 @@ import structlog
 
 from manager.action import Action
 from manager.chunk import Chunk
-from manager.errors import CodedError, Reason
+from manager.errors import CodedError, Reason, Unsupported
 from manager.executor import Call
 from manager.function import FunctionSpec, SandboxSpec
 from manager.lease import Lease
@@ -177,12 +177,17 @@ class RemoteNode:
     async def execute(self, action: Action, lease: Lease, call: Call) -> Outcome:
         """Run the action on the node to its end, or take over what runs of it there."""
         claim = claims_of(action.id, action.attempt)
+        try:
+            digest = self._requests.digest(call.function)
+        except Unsupported as error:
+            reason = Reason.INVALID_INPUT
+            return Outcome(state=State.FAILED, reason=reason, message=error.message, component=error.component)
         remote = _RemoteCall(
             wire.ExecuteAttempt(
                 claim,
                 action if action.elasticity is None else replace(action, elasticity=None),
                 lease,
-                self._requests.digest(call.function),
+                digest,
                 wire.pack(call.input),
                 call.traceparent,
                 call.tracestate,

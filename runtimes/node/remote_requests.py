@@ -13,6 +13,7 @@ from manager.errors import ActionFailed, Reason
 from manager.function import FunctionSpec
 from runtimes.node import wire
 from runtimes.node.link import NodeLink
+from runtimes.node.requests import unserved
 from runtimes.node.wire import COMPONENT
 
 logger = structlog.get_logger("node.remote")
@@ -74,7 +75,7 @@ class RemoteRequests:
     # --- functions
 
     def digest(self, function: FunctionSpec) -> str:
-        """Return the name under which a function travels."""
+        """Return the name under which a function travels; raises Unsupported for one of a kind that cannot."""
         return self._travelling(function)[0]
 
     def define(self, function: FunctionSpec) -> None:
@@ -91,7 +92,10 @@ class RemoteRequests:
         known = self._digests.get(id(function))
         if known is not None and known[0] is function:
             return known[1], known[2]
-        data = wire.function_bytes(function)
+        try:
+            data = wire.function_bytes(function)
+        except TypeError:  # it points to files of the gateway's machine: handlers, checkpoints
+            raise unserved(function) from None
         digest = hashlib.sha256(data).hexdigest()[:32]
         while len(self._digests) >= DEFINED_MAX:
             del self._digests[next(iter(self._digests))]

@@ -43,6 +43,19 @@ async def test_a_function_that_no_machine_can_run_is_refused_as_the_first_one_sa
         await abilities.prepare(F)
 
 
+async def test_a_fault_while_one_function_is_prepared_costs_that_function_alone() -> None:
+    class Broken(Workshop):
+        async def prepare(self, function: FunctionSpec) -> None:
+            if function is G:
+                raise TypeError("Encoding objects of type PosixPath is unsupported")
+            await super().prepare(function)
+
+    abilities = Abilities(lambda machine: None)
+    abilities.join("a", Broken("f").prepare)
+    await abilities.prepare_all("a", (F, G))
+    assert (set(abilities.able("a")), set(abilities.unable("a"))) == ({"f"}, {"g"})
+
+
 async def test_a_machine_that_learns_is_believed_and_one_that_forgets_too() -> None:
     changed: list[str] = []
     abilities = Abilities(changed.append)
