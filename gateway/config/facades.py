@@ -68,6 +68,19 @@ class ModelsFacade:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class McpFacade:
+    """MCP over streamable HTTP, ``/mcp``: functions as the tools of a model's client."""
+
+    functions: Annotated[
+        tuple[Annotated[str, Setting(min_length=1)], ...],
+        Setting("the functions that are tools, in this order; no other can be called"),
+    ]
+    sessions: Annotated[int, Setting("most sessions that live at once; beyond it none is opened", ge=1)] = 1024
+    port: Port = None
+    client_timeout_s: ClientTimeout = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FacadesSection:
     """Doors in other protocols, for clients as they are; off unless named (``rewards: {}``)."""
 
@@ -75,6 +88,7 @@ class FacadesSection:
     sandboxfusion: Annotated[SandboxFusionFacade | None, Setting("SandboxFusion's /run_code")] = None
     aws_lambda: Annotated[AwsLambdaFacade | None, Setting("AWS Lambda's Invoke", key="lambda")] = None
     models: Annotated[ModelsFacade | None, Setting("model servers of OpenAI, vLLM and SGLang")] = None
+    mcp: Annotated[McpFacade | None, Setting("functions as tools of MCP")] = None
 
     def opened(self) -> Iterator[tuple[str, FacadeSection]]:
         """Yield the doors that are open, by the name of their field."""

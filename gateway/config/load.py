@@ -360,14 +360,21 @@ class _Assembly:
             self._refuse(place, message, ("model", "engine") if name in named else ())
 
     def _facade_problems(self, server: ServerConfig, functions: Mapping[str, FunctionSpec]) -> None:
-        """A door that runs programs names functions that run commands."""
+        """A door that runs programs names functions that run commands, one that has tools names functions."""
+        if "server" not in self.sections:
+            return
+        known = {*functions, *self.entries["functions"]}
+        for name in () if server.facades.mcp is None else server.facades.mcp.functions:
+            if name not in known:
+                message = f"{name!r} is no function{suggestion(name, known)}"
+                self._refuse(self.sections["server"], message, ("facades", "mcp", "functions"))
         fusion = server.facades.sandboxfusion
-        if fusion is None or "server" not in self.sections:
+        if fusion is None:
             return
         commands = {name for name, function in functions.items() if function.runtime == "exec"}
-        known = commands | {name for name in self.entries["functions"] if name not in functions}
+        runnable = commands | {name for name in self.entries["functions"] if name not in functions}
         for language, name in fusion.languages.items():
-            if name not in known:
+            if name not in runnable:
                 path = ("facades", "sandboxfusion", "languages", language)
                 self._refuse(self.sections["server"], f"{name!r} is no exec function{suggestion(name, commands)}", path)
 

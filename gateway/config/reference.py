@@ -69,6 +69,7 @@ CHAPTERS = (
     ("SandboxFusionFacade", "server.facades.sandboxfusion"),
     ("AwsLambdaFacade", "server.facades.lambda"),
     ("ModelsFacade", "server.facades.models"),
+    ("McpFacade", "server.facades.mcp"),
     ("NodeConfig", "node"),
     ("CpuConfig", "node.cpu"),
     ("DevicesConfig", "node.devices"),

@@ -18,6 +18,7 @@ from gateway.facades.calls import ForeignCalls
 from gateway.facades.credentials import split_path, with_bearer
 from gateway.facades.facade import Endpoint, Facade, ForeignRoute
 from gateway.facades.faults import fault_of
+from gateway.facades.mcp import Mcp
 from gateway.facades.models import Models
 from gateway.facades.rewards import Rewards
 from gateway.facades.sandboxfusion import SandboxFusion
@@ -27,7 +28,7 @@ from gateway.services import Services
 from manager.errors import CodedError, InvalidInput, NotFound, exhaustion
 
 #: Every door, by its name in ``server.facades``.
-FACADES: Mapping[str, type[Facade]] = {kind.name: kind for kind in (Rewards, SandboxFusion, AwsLambda, Models)}
+FACADES: Mapping[str, type[Facade]] = {kind.name: kind for kind in (Rewards, SandboxFusion, AwsLambda, Models, Mcp)}
 
 #: Characters of a foreign path or method that are told back.
 SHOWN = 200

@@ -21,6 +21,7 @@ class Dialect(StrEnum):
     SANDBOXFUSION = "sandboxfusion"
     LAMBDA = "lambda"
     OPENAI = "openai"
+    MCP = "mcp"
 
 
 class FaultKind(StrEnum):
@@ -85,10 +86,11 @@ KIND_BY_REASON: Mapping[Reason, FaultKind] = {
 
 @dataclass(frozen=True, slots=True)
 class ForeignError:
-    """How a dialect says it: the HTTP status, and its own name for the error if it has names."""
+    """How a dialect says it: the HTTP status, and its own name or number for the error if it has them."""
 
     status: int
     name: str = ""
+    code: int = 0
 
 
 #: What each dialect says. slime and OpenRLHF try everything again that is not 2xx; verl tries a 504 again, and takes
@@ -154,6 +156,22 @@ TABLE: Mapping[Dialect, Mapping[FaultKind, ForeignError]] = {
         FaultKind.LOST: ForeignError(502, "BadGatewayError"),
         FaultKind.FAILED: ForeignError(500, "InternalServerError"),
         FaultKind.INTERNAL: ForeignError(500, "InternalServerError"),
+    },
+    # The statuses are those of requests that were refused unread; an error that answers a message is 200.
+    Dialect.MCP: {
+        FaultKind.INPUT: ForeignError(400, code=-32602),
+        FaultKind.UNAUTHORIZED: ForeignError(401, code=-32001),
+        FaultKind.FORBIDDEN: ForeignError(403, code=-32003),
+        FaultKind.NOT_FOUND: ForeignError(404, code=-32601),
+        FaultKind.METHOD: ForeignError(405, code=-32601),
+        FaultKind.CONFLICT: ForeignError(409, code=-32600),
+        FaultKind.TOO_LARGE: ForeignError(413, code=-32600),
+        FaultKind.UNSUPPORTED: ForeignError(501, code=-32602),
+        FaultKind.BUSY: ForeignError(503, code=-32000),
+        FaultKind.TIMEOUT: ForeignError(504, code=-32000),
+        FaultKind.LOST: ForeignError(502, code=-32000),
+        FaultKind.FAILED: ForeignError(500, code=-32603),
+        FaultKind.INTERNAL: ForeignError(500, code=-32603),
     },
 }
 

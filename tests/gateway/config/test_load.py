@@ -167,6 +167,10 @@ def test_a_directory_is_its_server_file_and_its_functions(tmp_path: Path) -> Non
         ("functions: {1: {runtime: exec}}", "1 is no name"),
         ("resources: {cpu: {kind: concurrency, limit: 1}}", "'cpu' is the machine's own"),
         ("resources: {a: {kind: quota, limit: 1}}", "resources.a.period: is required"),
+        (
+            "server: {facades: {mcp: {functions: [shel]}}}\nfunctions: {shell: {runtime: exec}}",
+            "server.facades.mcp.functions: 'shel' is no function; did you mean 'shell'?",
+        ),
         ("tasks: {t: {caps: {gpuu: 1}}}", "tasks.t.caps.gpuu: 'gpuu' is no resource; did you mean 'gpu'?"),
         ("scheduler: {policy: adaptiv}", "did you mean 'adaptive'?"),
         (

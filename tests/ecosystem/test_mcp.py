@@ -1,0 +1,33 @@
+"""The Python SDK of MCP, as it is on the registry, uses functions as tools in both eras of the protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bench.facades.client_environments import ClientEnvironment
+from tests.gateway.conftest import step_of, until
+from tests.gateway.facades.world import doors
+
+pytestmark = [pytest.mark.network, pytest.mark.slow]
+
+
+async def test_the_sdk_of_mcp_is_served_in_both_eras_and_leaves_nothing(
+    tmp_path: Path, client: Callable[[str], ClientEnvironment]
+) -> None:
+    tools = {"mcp": {"functions": ["shell", "echo"]}}
+    async with doors(tmp_path, tools, step_of, auth="token", token="s3cret") as running:
+        told = await client("mcp").run("mcp_sdk", f"http://127.0.0.1:{running.app.http_port}/mcp", "s3cret")
+        await until(lambda: not running.app.invocations.living)
+        assert await running.app.engine.end_trajectory("pinned")
+        assert running.app.engine.trajectories(10, None)["trajectories"] == []
+    assert (told["version"], told["tools"]) == ("2025-11-25", ["shell", "echo"])
+    assert told["kept"] == [False, "kept\n[exit code 3]", 3]
+    assert told["failed"] == [True, True]
+    assert told["unknown"] == -32602
+    assert told["after"] == {"a": 1}
+    assert told["client"] == ["2025-11-25", "kept\n"], "led to a session, in which its sandbox lives on"
+    assert told["pinned"] == ["2026-07-28", "kept\n"]
+    assert told["many"] == 1
