@@ -8,7 +8,9 @@ from pathlib import Path
 
 import click
 
+from gateway.config.load import GatewayConfig
 from manager.errors import Conflict
+from runtimes.sandbox.provider import docker_installed
 from tangram.cli.options import json_option
 from tangram.cli.output import print_json
 from tangram.types.config_files import files_of
@@ -24,6 +26,17 @@ def chosen(paths: Sequence[Path]) -> tuple[Path, ...]:
         return tuple(paths) or (Path(),)
     click.echo("no tangram.yaml here: serving shell and pytest_reward; `tangram init` writes one", err=True)
     return (NONE,)
+
+
+def tell_missing_image(config: GatewayConfig) -> None:
+    """Say the one command that makes the base image, where there is an engine and it has none."""
+    settings, image = config.sandbox.provider, config.sandbox.default.image
+    if settings.kind not in ("auto", "container") or not docker_installed(settings.docker.host):
+        return
+    from runtimes.sandbox.docker import base_image  # docker takes a while to import
+
+    if base_image.lacks(image, settings.docker.host):
+        click.echo(f"the base image {image} is missing: run `{base_image.remedy(image)}`", err=True)
 
 
 @click.command()

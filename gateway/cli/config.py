@@ -49,6 +49,8 @@ def serve(paths: tuple[Path, ...], log_level: str, log_format: str, weaker_isola
     config = load.load(served, os.environ)
     provider = replace(config.sandbox.provider, weaker=weaker_isolation)
     config = replace(config, sandbox=replace(config.sandbox, provider=provider))
+    if served == (beginning.NONE,):
+        beginning.tell_missing_image(config)
 
     async def run() -> None:
         async with app.gateway(config, paths=served, env=os.environ) as running:

@@ -12,6 +12,7 @@ VERBS: Mapping[str, Verb] = {
     "serve": Verb("gateway.cli.config:serve", "Serve until SIGTERM, then drain."),
     "init": Verb("gateway.cli.beginning:init", "Write a commented configuration and a function of each kind."),
     "doctor": Verb("gateway.cli.doctor:doctor", "Look whether this machine can serve a configuration."),
+    "image": Verb("gateway.cli.image:image", "Build the base image of sandboxes."),
     "validate": Verb("gateway.cli.config:validate", "Check configuration files."),
     "config-schema": Verb("gateway.cli.config:config_schema", "Print the JSON Schema of the YAML, for editors."),
     "backup": Verb("gateway.cli.backup:backup", "Copy the record to a file, also while a gateway serves."),

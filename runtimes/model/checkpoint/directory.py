@@ -14,10 +14,7 @@ _HEADER_LIMIT_BYTES = 100 * 2**20
 def checkpoint_problem(path: Path) -> str | None:
     """What is wrong with a checkpoint directory, or None."""
     if not path.exists():
-        return (
-            f"no checkpoint at {path}: put a directory with config.json and *.safetensors there, "
-            "or make the examples with scripts/make_checkpoint.py"
-        )
+        return f"no checkpoint at {path}: put a directory with config.json and *.safetensors there"
     if not path.is_dir():
         return f"{path} is a file: name the directory that holds config.json and *.safetensors"
     tensors = sorted(path.glob("*.safetensors"))

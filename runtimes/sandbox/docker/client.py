@@ -92,7 +92,11 @@ class EngineConnection:
         except (*AWAY, ValueError) as error:
             if forward is not None:
                 forward.close()
-            remedy = f"is one at {host}?" if host else "start one: scripts/docker-up"
+            remedy = (
+                f"is one at {host}?"
+                if host
+                else "start one (Debian: apt-get install docker.io), or name it in DOCKER_HOST"
+            )
             raise Unsupported(f"no Docker engine answers ({error}); {remedy}", component=COMPONENT) from None
 
     def ensure(self) -> None:

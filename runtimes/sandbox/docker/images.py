@@ -15,6 +15,7 @@ import structlog
 
 from manager.errors import CapacityExceeded, CodedError, InvalidConfig, NotFound
 from runtimes.api.secrets import SECRET, Secrets
+from runtimes.sandbox.docker import base_image
 from runtimes.sandbox.docker.engine import DockerEngine
 from runtimes.sandbox.images import ImageState, RegistryLogin, require_image_name
 
@@ -204,7 +205,7 @@ def _told(image: str, error: CodedError) -> CodedError:
     """Return a failed pull as it is told, in the registry's words."""
     message = (
         f"the image {image!r} is not on this machine and cannot be pulled ({error.message}); "
-        f"run `docker pull {image}`, or `scripts/base-image {image}` for the base image; a registry that asks who "
+        f"run `docker pull {image}`, or `{base_image.remedy(image)}` for a base image; a registry that asks who "
         "pulls is named in sandbox.docker.registries"
     )
     if isinstance(error, CapacityExceeded) or any(word in error.message.lower() for word in TEMPORARY):

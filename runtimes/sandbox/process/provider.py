@@ -145,13 +145,13 @@ class ProcessProvider:
         if spec.isolation is Isolation.CONTAINER:
             raise Unsupported(
                 "the function requires isolation: container, and this gateway has no Docker engine; "
-                "start one (scripts/docker-up) or drop the requirement",
+                "start one (Debian: apt-get install docker.io) or drop the requirement",
                 component=COMPONENT,
             )
         if spec.runtime:
             raise Unsupported(
                 f"sandbox.runtime: {spec.runtime} runs containers, and this gateway has no Docker engine; start one "
-                "(scripts/docker-up) or drop the key",
+                "(Debian: apt-get install docker.io) or drop the key",
                 component=COMPONENT,
             )
         self._check_user(spec.user)

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import socket
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
+import gateway
+import runtimes
 from gateway.cli import beginning
 from gateway.config.load import load
 from runtimes.kinds import KINDS
+from runtimes.sandbox.docker import base_image
 from tests.tangram.cli.conftest import Tangram
 
 
@@ -90,3 +95,45 @@ def test_doctor_tells_what_is_missing_and_what_mends_it(tangram: Tangram, tmp_pa
     (tmp_path / "tangram.yaml").write_text("version: 2")
     status, out, _ = tangram("doctor", "--json", str(tmp_path))
     assert (status, [*findings(out)]) == (1, ["configuration"])
+
+
+def test_serve_without_a_configuration_says_the_command_that_makes_the_image_where_it_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere")
+    missing = {"tangram-base:bookworm"}
+    monkeypatch.setattr(base_image, "lacks", lambda name, host: name in missing)
+    config = load([beginning.NONE], {})
+    beginning.tell_missing_image(config)
+    told = "the base image tangram-base:bookworm is missing: run `tangram image build`\n"
+    assert capsys.readouterr().err == told
+    processes = replace(config.sandbox, provider=replace(config.sandbox.provider, kind="process"))
+    beginning.tell_missing_image(replace(config, sandbox=processes))
+    missing.clear()
+    beginning.tell_missing_image(config)
+    assert capsys.readouterr().err == ""
+
+
+def test_image_build_says_whether_the_image_was_made_or_was_there(
+    tangram: Tangram, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, str, str, bool]] = []
+
+    def build(name: str, *, source: str, host: str, again: bool, say: Callable[[str], None]) -> bool:
+        asked.append((name, source, host, again))
+        say("step")
+        return again
+
+    monkeypatch.setattr(base_image, "build", build)
+    assert tangram("image", "build") == (0, f"{base_image.NAME} is there already (--again builds it anew)\n", "step\n")
+    assert tangram("image", "build", "--tag", "a:b", "--from", "c", "--again") == (0, "a:b is ready\n", "step\n")
+    status, out, _ = tangram("image", "build", "--host", "unix:///d", "--json")
+    assert (status, json.loads(out)) == (0, {"image": base_image.NAME, "built": False})
+    name = base_image.NAME
+    assert asked == [(name, "", "", False), ("a:b", "c", "", True), (name, "", "unix:///d", False)]
+
+
+def test_hints_name_no_file_of_a_checkout() -> None:
+    rooms = [Path(gateway.__file__).parent, Path(runtimes.__file__).parent]
+    files = [file for room in rooms for file in room.rglob("*.py") if file.parent.name != "generated"]
+    assert [file for file in files if "scripts/" in file.read_text(encoding="utf-8")] == []
