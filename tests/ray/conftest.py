@@ -41,6 +41,8 @@ class RealCluster:
     """A cluster on this machine, by `tests/ray/cluster.py` in the interpreter that has Ray."""
 
     def __init__(self, directory: Path) -> None:
+        #: Where its tests have the state directories of their daemons.
+        self.places: list[Path] = []
         self._log = (directory / "cluster.log").open("w")
         self._process = subprocess.Popen(
             [PYTHON, str(HERE / "cluster.py")],
@@ -74,9 +76,18 @@ class RealCluster:
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
+            self.end_daemons()  # a steward starts the daemon of a dead one again as long as it lives
             if self._process.stdout is not None:
                 self._process.stdout.close()
             self._log.close()
+
+    def end_daemons(self) -> None:
+        for place in self.places:
+            for pid in place.glob("*/pid"):
+                with suppress(OSError, ValueError):
+                    number = int(pid.read_text())
+                    if str(place) in Path(f"/proc/{number}/cmdline").read_text():  # and nobody else's by now
+                        os.kill(number, signal.SIGKILL)
 
     def _answer(self) -> Any:
         assert self._process.stdout is not None
@@ -91,6 +102,7 @@ class KeptCluster:
     def __init__(self, cluster: RealCluster, directory: Path, **settings: Any) -> None:
         self.cluster = cluster
         self.directory = directory
+        cluster.places.append(directory)
         self.said: list[AnyKeeperMessage] = []
         usual: dict[str, Any] = {"address": cluster.address, "python": PYTHON, "labels": {POOL: "*"}}
         self.keeper = KeeperProcess(RaySettings(**(usual | settings)), self.said.append)
@@ -138,11 +150,6 @@ class KeptCluster:
         await self.heard(DaemonReleased, node)
         self.cluster.ask("remove", node)
 
-    def end_daemons(self) -> None:
-        for place in self.directory.iterdir():
-            with suppress(OSError, ValueError):
-                os.kill(int((place / "pid").read_text()), signal.SIGKILL)
-
 
 def alive(pid: int) -> bool:
     """Whether a process lives and is no zombie."""
@@ -186,6 +193,6 @@ def keep(cluster: RealCluster, tmp_path: Path) -> Callable[..., AbstractAsyncCon
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            made.end_daemons()
+            cluster.end_daemons()
 
     return running
