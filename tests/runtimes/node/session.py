@@ -62,6 +62,8 @@ class SessionAction:
     asked: int = 0
     ends: list[Outcome] = field(default_factory=list)
     task: asyncio.Task[None] | None = None
+    #: What its caller gave.
+    given: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def claim(self) -> str:
@@ -88,10 +90,12 @@ class Session:
 
     # --- the actions
 
-    def start(self, name: str, function: FunctionSpec = FUNCTION, **more: object) -> SessionAction:
+    def start(
+        self, name: str, function: FunctionSpec = FUNCTION, given: Mapping[str, object] | None = None, **more: object
+    ) -> SessionAction:
         """Give the node an action."""
         action = Action(id=name, function=function.name, **more)  # type: ignore[arg-type]
-        kept = self.actions[name] = SessionAction(action, function)
+        kept = self.actions[name] = SessionAction(action, function, given=given or {"of": name})
         self._execute(kept)
         return kept
 
@@ -103,7 +107,7 @@ class Session:
             kept.begun, kept.asked = True, kept.asked + 1
             return True
 
-        call = Call(function=kept.function, input={"of": kept.action.id}, log=kept.log, announce=announce)
+        call = Call(function=kept.function, input=kept.given, log=kept.log, announce=announce)
         outcome = await node.execute(kept.action, Lease(action_id=kept.action.id, node="n1"), call)
         kept.ends.append(outcome)
         node.acknowledge(kept.claim)
