@@ -9,6 +9,8 @@ import click
 import msgspec
 
 from manager.errors import CodedError, Unsupported
+from runtimes.sandbox.provider import SERVED
+from runtimes.sandbox.record import SANDBOXES
 from runtimes.sandbox.remains import LocalRemains, Remains, Remnant
 from tangram.cli.options import json_option
 from tangram.cli.output import print_json, say, show, table
@@ -74,8 +76,20 @@ def _found(host: str, names: tuple[str, ...]) -> list[tuple[Remains, Remnant]]:
 
 
 def _meant(names: tuple[str, ...]) -> set[str]:
-    """Return the names, and as paths also absolute."""
-    return {*names, *(str(Path(name).absolute()) for name in names if "/" in name or Path(name).exists())}
+    """Return the names, and as paths the directories that they stand for.
+
+    A gateway, or a node, has its sandboxes one level below its own state directory.
+    """
+    meant = set[str]()
+    for name in names:
+        if "/" not in name and not Path(name).exists():
+            meant.add(name)
+            continue
+        place = Path(name).absolute()
+        below = place / SANDBOXES
+        is_gateways = (below / SERVED).is_file() or (below / SANDBOXES).is_dir()
+        meant |= {str(below)} if is_gateways else {str(place)} if place.exists() else {str(place), str(below)}
+    return meant
 
 
 def _removed(remains: Remains, remnant: Remnant) -> str:

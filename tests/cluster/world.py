@@ -155,8 +155,13 @@ class DaemonProcess:
         return (self._directory / "log").read_text()
 
     def stop(self) -> None:
-        """End it with all that it has."""
-        if self._process is None or self._process.poll() is not None:
+        """End it with all that it has; what a killed one left is removed as an operator would."""
+        if self._process is None:
+            return
+        if self._process.poll() is not None:
+            state = self._directory / "state"
+            left = [sys.executable, "-m", "gateway", "clean", "--yes", str(state)]
+            subprocess.run(left, cwd=ROOT, check=True, capture_output=True, timeout=STOP_S)
             return
         self.signal(signal.SIGCONT)
         self.signal(signal.SIGINT)

@@ -58,6 +58,18 @@ async def test_a_process_sandbox_is_kept_while_its_gateway_lives_and_removed_aft
     assert f"tangram-{sandbox.id}" not in entries(tangram)  # its control group
 
 
+async def test_the_state_directory_of_a_gateway_or_node_names_what_it_has_below(
+    tangram: Tangram, tmp_path: Path
+) -> None:
+    state_dir = tmp_path / "state"
+    provider = make_provider(ProviderSettings(kind="process", state_dir=state_dir / "sandboxes"))
+    sandbox = await left(provider)
+    await sandbox.release()
+    await provider.close()
+    assert set(entries(tangram, str(state_dir), "--yes")) == {sandbox.id}
+    assert entries(tangram, str(state_dir)) == {}
+
+
 async def test_what_is_named_is_removed_whoever_needs_it(tangram: Tangram, tmp_path: Path) -> None:
     provider = make_provider(ProviderSettings(kind="process", state_dir=tmp_path / "state"))
     sandbox = await left(provider)
