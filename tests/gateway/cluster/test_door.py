@@ -10,11 +10,11 @@ from contextlib import asynccontextmanager
 import pytest
 
 from gateway.cluster.door import NodeDoor, bind
-from manager.config import NodeSpec
 from manager.errors import InvalidConfig
 from runtimes.node.certificate import NodeCertificate, ensure_certificate, node_side, server_side
 from runtimes.node.link import LinkSettings, NodeLink
 from runtimes.node.wire import PROTOCOL, Beat, NodeHello, NodeRefused, encode
+from tests.runtimes.node.session import hello
 
 DEADLINE_S = 60.0
 
@@ -144,20 +144,3 @@ async def test_whoever_has_greeted_makes_room_for_the_next(certificate: NodeCert
 def test_an_address_that_cannot_be_listened_on_is_told() -> None:
     with bind("127.0.0.1:0") as taken, pytest.raises(InvalidConfig, match=r"cluster\.listen"):
         bind(f"127.0.0.1:{taken.getsockname()[1]}")
-
-
-def hello(protocol: int) -> NodeHello:
-    return NodeHello(
-        protocol=protocol,
-        version="1",
-        name="n1",
-        boot="b",
-        epoch="e",
-        instance="i",
-        ticket="",
-        key="",
-        spec=NodeSpec(name="n1", numa=((0,),), memory_bytes=1),
-        labels={},
-        isolation="",
-        sandboxes="",
-    )

@@ -10,11 +10,13 @@ from functools import partial
 from pathlib import Path
 
 from manager.action import Action
+from manager.config import NodeSpec
 from manager.errors import CodedError
 from manager.executor import Call
 from manager.function import FunctionSpec
 from manager.lease import Lease
 from manager.outcome import Outcome
+from runtimes.node import wire
 from runtimes.node.agent import Agent, AgentSettings
 from runtimes.node.remote import RemoteNode
 from runtimes.node.telling import TellingSettings
@@ -68,6 +70,24 @@ class SessionAction:
     @property
     def claim(self) -> str:
         return claims_of(self.action.id, self.action.attempt)
+
+
+def hello(protocol: int = wire.PROTOCOL) -> wire.NodeHello:
+    """Return what a node says first."""
+    return wire.NodeHello(
+        protocol=protocol,
+        version="1",
+        name="n1",
+        boot="b",
+        epoch="e",
+        instance="i",
+        ticket="t",
+        key="",
+        spec=NodeSpec(name="n1", numa=((0,),), memory_bytes=1),
+        labels={},
+        isolation="",
+        sandboxes="plain",
+    )
 
 
 class Session:

@@ -8,29 +8,12 @@ from typing import cast
 import pytest
 
 from manager.clock import VirtualClock
-from manager.config import NodeSpec
 from runtimes.node import wire
 from runtimes.node.link import LinkClosed, LinkSettings, NodeLink
 from tests.runtimes.node.memory_stream import CALM, MemoryTransport, pair
+from tests.runtimes.node.session import hello
 
 WITHIN_S = 30.0
-
-
-def hello(protocol: int = wire.PROTOCOL) -> wire.Message:
-    return wire.NodeHello(
-        protocol=protocol,
-        version="1",
-        name="n1",
-        boot="b",
-        epoch="e",
-        instance="i",
-        ticket="t",
-        key="",
-        spec=NodeSpec(name="n1", numa=((0,),), memory_bytes=1),
-        labels={},
-        isolation="",
-        sandboxes="plain",
-    )
 
 
 def transport_of(link: NodeLink) -> MemoryTransport:
