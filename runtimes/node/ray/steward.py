@@ -25,6 +25,8 @@ BACKOFF_MAX_S = 60.0
 WELL_S = 120.0
 #: Seconds until a daemon must have written its pid file, and until one that is asked to end has gone.
 START_S = 30.0
+#: The kernel's PF_EXITING, in the flags of /proc/PID/stat.
+EXITING = 0x4
 #: Makes what it executes an orphan of init in a session of its own, that the kernel does not kill first: arguments are
 #: the file of its output and the command.
 ORPHAN = """
@@ -126,11 +128,14 @@ class NodeSteward:
         try:
             pid = int((Path(self._state_dir) / PID_FILE).read_text())
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+            stat = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+            state, flags = stat[0], int(stat[6])
         except (OSError, ValueError, IndexError):
             return 0
-        # A pid that another program has by now is not it.
-        return pid if os.fsencode(self._state_dir) in words and state not in "ZX" else 0
+        # A pid that another program has by now is not it. One that is ending names nothing any more, and has not gone:
+        # its files, and its locks on them, are closed last.
+        ours = os.fsencode(self._state_dir) in words or flags & EXITING
+        return pid if ours and state not in "ZX" else 0
 
 
 def _held_gpus() -> list[str]:

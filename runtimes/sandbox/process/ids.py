@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import os
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,6 +26,9 @@ COMPONENT = "sandbox.process"
 BLOCK = 2**16
 #: The machine's, not the state directory's: two gateways must not take the same block.
 CLAIMS = Path("/run/tangram-ids")
+#: Seconds that the processes of a sandbox that has ended are given to be gone, if no other block is free.
+LEAVE_S = 2.0
+LEAVE_EVERY_S = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,11 +67,27 @@ class IdBlocks:
         self._next = 0
 
     def claim(self) -> IdBlock:
-        """Return a block that no other sandbox of this machine has. Blocks for milliseconds.
+        """Return a block that no other sandbox of this machine has. Blocks for milliseconds, LEAVE_S at most.
 
         Raises CapacityExceeded if there is none, OSError if root may not make user namespaces here.
         """
         self._directory.mkdir(mode=0o700, exist_ok=True)
+        deadline_s = time.monotonic() + LEAVE_S
+        while True:
+            block, leaving = self._look()
+            if block is not None:
+                return block
+            if not leaving or time.monotonic() > deadline_s:
+                raise CapacityExceeded(
+                    f"all {self._settings.blocks} blocks of user ids for process sandboxes are taken: "
+                    "end some sandboxes, or raise sandbox.ids.blocks",
+                    component=COMPONENT,
+                )
+            time.sleep(LEAVE_EVERY_S)
+
+    def _look(self) -> tuple[IdBlock | None, bool]:
+        """Return a free block, and without one whether there is one that nobody holds and somebody still runs under."""
+        leaving = False
         for index in self._order():
             base = self._settings.first + index * BLOCK
             claim = _locked(self._directory / str(base))
@@ -78,16 +98,13 @@ class IdBlocks:
                 if os.fstat(claim.fileno()).st_size == 0 or not _in_use(base):
                     claim.write(b"claimed")
                     self._next = index + 1
-                    return IdBlock(base, claim, _namespace(base))
+                    return IdBlock(base, claim, _namespace(base)), False
             except OSError:
                 claim.close()
                 raise
             claim.close()
-        raise CapacityExceeded(
-            f"all {self._settings.blocks} blocks of user ids for process sandboxes are taken: "
-            "end some sandboxes, or raise sandbox.ids.blocks",
-            component=COMPONENT,
-        )
+            leaving = True
+        return None, leaving
 
     def _order(self) -> Iterator[int]:
         for step in range(self._settings.blocks):

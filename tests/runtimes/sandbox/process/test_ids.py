@@ -68,7 +68,16 @@ def test_a_block_is_given_once_and_again_after_its_end(tmp_path: Path) -> None:
             assert three.base == one.base
 
 
-def test_a_block_is_not_given_while_somebody_runs_under_it(tmp_path: Path) -> None:
+def test_a_block_whose_last_process_is_leaving_is_waited_for(tmp_path: Path) -> None:
+    blocks = IdBlocks(IdSettings(first=FIRST, blocks=1), tmp_path)
+    lost = blocks.claim()
+    lost.close()
+    with subprocess.Popen(["sleep", "0.3"], user=lost.base + 1000), closing(blocks.claim()) as again:
+        assert again.base == lost.base
+
+
+def test_a_block_is_not_given_while_somebody_runs_under_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtimes.sandbox.process.ids.LEAVE_S", 0.1)
     blocks = IdBlocks(IdSettings(first=FIRST, blocks=1), tmp_path)
     lost = blocks.claim()
     lost.close()
