@@ -18,13 +18,14 @@ import orjson
 import structlog
 
 from gateway import machine
+from gateway.access.auth import Guard, PageSession, check_doors
+from gateway.access.connections import Connections, address_of, ended_chore
+from gateway.access.tokens import DoorTokens, announced, open_tokens
 from gateway.applied import AppliedConfigs, KeptFunctions
-from gateway.auth import Guard, PageSession, check_doors
 from gateway.cluster.assembly import machines_of
 from gateway.cluster.machines import OneMachine
 from gateway.config.load import GatewayConfig
 from gateway.config.uploads import HandlerUploads
-from gateway.connections import Connections, address_of, ended_chore
 from gateway.dashboard.activity import ActionEnds, Activity, Observers
 from gateway.dashboard.watch import Watch
 from gateway.facades.listeners import FacadeListeners
@@ -51,7 +52,6 @@ from gateway.services import Services
 from gateway.store.retention import prune_for_ever
 from gateway.store.state_dir import StateDirectory
 from gateway.store.store import Durability, Store, StoreSpec
-from gateway.tokens import DoorTokens, announced, open_tokens
 from gateway.traces.executor import TracedExecutor
 from gateway.traces.exporter import TraceExporter
 from manager.assembly import build_core

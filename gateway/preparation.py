@@ -10,7 +10,7 @@ import structlog
 
 from manager.errors import CodedError
 from manager.function import FunctionSpec
-from tangram.types.backoff import backoff_s
+from tangram.types.values.backoff import backoff_s
 
 #: Functions whose preparation runs at once.
 CONCURRENCY = 4

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from gateway.auth import Guard, PageSession
+from gateway.access.auth import Guard, PageSession
 from gateway.cluster.machines import OneMachine
 from gateway.config.sections import ServerConfig
 from gateway.dashboard.activity import Activity

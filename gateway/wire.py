@@ -14,7 +14,7 @@ import orjson
 from manager.errors import InvalidInput, Reason
 from manager.outcome import State
 from tangram import types
-from tangram.types import quantities
+from tangram.types.values import quantities
 
 T = TypeVar("T")
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")

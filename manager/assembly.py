@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from manager.config import ManagerSpec
 from manager.core.core import Core
 from manager.core.executing import Executing
-from manager.core.fairness import FairShare
-from manager.core.queue import Bounds, Queue
 from manager.core.state import SchedulerState
+from manager.core.waiting.fairness import FairShare
+from manager.core.waiting.queue import Bounds, Queue
 from manager.resources.cpu import CpuPool
 from manager.resources.gpu import GpuPool
 from manager.resources.nodes import Nodes

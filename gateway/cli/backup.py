@@ -9,8 +9,8 @@ import click
 
 from tangram.cli.config import paths_argument
 from tangram.cli.options import json_option
-from tangram.cli.output import print_json
-from tangram.types.quantities import show_size
+from tangram.cli.printing.output import print_json
+from tangram.types.values.quantities import show_size
 
 
 @click.command()

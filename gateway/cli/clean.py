@@ -13,7 +13,7 @@ from runtimes.sandbox.provider import SERVED
 from runtimes.sandbox.record import SANDBOXES
 from runtimes.sandbox.remains import LocalRemains, Remains, Remnant
 from tangram.cli.options import json_option
-from tangram.cli.output import print_json, say, show, table
+from tangram.cli.printing.output import print_json, say, show, table
 
 
 @click.command()

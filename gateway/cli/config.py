@@ -16,9 +16,9 @@ from gateway.cli import beginning
 from gateway.config.load import GatewayConfig
 from tangram.cli.config import paths_argument
 from tangram.cli.options import json_option
-from tangram.cli.output import print_json, say, show, table
+from tangram.cli.printing.output import print_json, say, show, table
 from tangram.types.config_files import files_of
-from tangram.types.quantities import show_size
+from tangram.types.values.quantities import show_size
 
 
 @click.command()

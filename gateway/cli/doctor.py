@@ -16,7 +16,7 @@ from gateway.config.load import GatewayConfig, load
 from manager.errors import CodedError
 from tangram.cli.config import paths_argument
 from tangram.cli.options import json_option
-from tangram.cli.output import print_json, show, table
+from tangram.cli.printing.output import print_json, show, table
 
 
 @click.command()

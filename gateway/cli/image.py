@@ -6,7 +6,7 @@ import click
 
 from runtimes.sandbox.docker import base_image
 from tangram.cli.options import json_option
-from tangram.cli.output import print_json, say
+from tangram.cli.printing.output import print_json, say
 
 
 @click.group()

@@ -8,7 +8,7 @@ import click
 
 from tangram import Client
 from tangram.cli.options import connected, json_option
-from tangram.cli.output import print_json, say, show, show_seconds, table
+from tangram.cli.printing.output import print_json, say, show, show_seconds, table
 from tangram.types.nodes import NodeStatus
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, create_model
 
 from manager.setting import Setting, settings_of
-from tangram.types import quantities
+from tangram.types.values import quantities
 
 #: How a number is written, by the unit of its field's name.
 _UNITS = ("s", "bytes")

@@ -19,7 +19,7 @@ from gateway.config.sections import ClusterConfig, NodeConfig, SandboxConfig, Sc
 from gateway.config.yaml import ConfigProblem, KeyPath, Position, walk_up
 from manager.config import TaskSpec
 from runtimes.model.settings import ModelSettings
-from tangram.types import quantities
+from tangram.types.values import quantities
 
 #: Kinds that the machine itself has; a cost may name them without a declaration.
 MACHINE_KINDS = ("cpu", "gpu")

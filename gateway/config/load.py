@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar, cast
 
-from gateway.auth import check_doors
+from gateway.access.auth import check_doors
+from gateway.access.tls import server_context
 from gateway.config import yaml
 from gateway.config.declared import Resource
 from gateway.config.document import MAPS, NAMES, SECTIONS, Adapter, check, suggestion
@@ -16,7 +17,6 @@ from gateway.config.resources import costed_kinds, resource_problems
 from gateway.config.sections import ClusterConfig, NodeConfig, SandboxConfig, SchedulerConfig, ServerConfig, TlsSection
 from gateway.config.spec import function_spec
 from gateway.config.yaml import ConfigProblem, KeyPath, Position
-from gateway.tls import server_context
 from manager.config import (
     ManagerSpec,
     NodeSpec,

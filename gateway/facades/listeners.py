@@ -9,8 +9,8 @@ from contextlib import AsyncExitStack
 
 from starlette.types import ASGIApp
 
+from gateway.access.connections import Connections
 from gateway.config.sections import ServerConfig
-from gateway.connections import Connections
 from gateway.facades.app import FacadeApp, FrontApp, make_facades
 from gateway.facades.calls import ForeignCalls
 from gateway.http.early import HttpDoor

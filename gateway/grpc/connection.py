@@ -19,8 +19,8 @@ from h2.errors import ErrorCodes
 from h2.events import RemoteSettingsChanged, StreamReset, UnknownFrameReceived
 from h2.settings import SettingCodes
 
+from gateway.access.connections import LINGER_S, Connections, Resets
 from gateway.config.sections import ServerConfig
-from gateway.connections import LINGER_S, Connections, Resets
 from gateway.grpc.messages import status_error, trailers
 from manager.errors import CodedError
 

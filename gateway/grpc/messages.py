@@ -12,7 +12,8 @@ from gateway.invocations.invocation import InvocationRequest
 from gateway.invocations.record import Mode, Record
 from gateway.store.store import LogRow
 from manager.errors import CodedError, InvalidInput
-from tangram.types import TrajectoryOpening, quantities
+from tangram.types import TrajectoryOpening
+from tangram.types.values import quantities
 
 
 def read_opening(message: pb.OpenTrajectoryRequest) -> TrajectoryOpening:

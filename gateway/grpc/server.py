@@ -14,14 +14,14 @@ from grpclib.health.service import Health
 from grpclib.reflection.service import ServerReflection
 from grpclib.server import Stream
 
-from gateway.auth import Role
-from gateway.connections import Connections
+from gateway.access.auth import Role
+from gateway.access.connections import Connections
+from gateway.access.tls import server_context
 from gateway.errors import TooSlow
 from gateway.grpc.connection import BoundedServer
 from gateway.grpc.messages import status_error
 from gateway.grpc.service import GatewayService
 from gateway.services import Services
-from gateway.tls import server_context
 from manager.errors import CodedError, InvalidInput, TooLarge, Unsupported
 
 #: What a message may hold beside the body of an invocation.

@@ -36,7 +36,7 @@ from tangram.types import (
     TaskList,
 )
 from tangram.types.requests import ConfigQuery, FunctionQuery, QueueQuery
-from tangram.types.scalars import JsonObject, Name
+from tangram.types.values.scalars import JsonObject, Name
 
 TEXT_PLAIN = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -13,7 +13,7 @@ from starlette.routing import Match, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway import wire
-from gateway.auth import Role
+from gateway.access.auth import Role
 from gateway.errors import MethodNotAllowed
 from gateway.functions import function_info
 from gateway.http.administration import AdministrationOperations
@@ -34,7 +34,7 @@ from gateway.http.trajectories import TrajectoryOperations
 from gateway.http.watch import WatchOperations
 from gateway.services import Services
 from manager.errors import CodedError, Forbidden, InvalidInput, NotFound, Unauthorized, exhaustion
-from tangram.types.scalars import JsonObject
+from tangram.types.values.scalars import JsonObject
 
 PAGE = "/"
 #: What the caller may do, in the scope of a request that was let in.

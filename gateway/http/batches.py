@@ -24,7 +24,7 @@ from gateway.services import Services
 from manager.errors import CodedError, InvalidInput, TooLarge
 from tangram.types import UNSET, BatchAnswer, BatchRequest, BatchVerdict, Invocation, Purged
 from tangram.types.requests import BatchQuery, PurgeQuery
-from tangram.types.scalars import Name
+from tangram.types.values.scalars import Name
 
 Verdict = LiveInvocation | CodedError
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 
 from starlette.types import Scope
 
-from gateway.auth import REMEDY, Guard, PageSession, Role
+from gateway.access.auth import REMEDY, Guard, PageSession, Role
 from manager.errors import Forbidden, Unauthorized
 from tangram.types.local_tokens import is_loopback
 

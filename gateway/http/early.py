@@ -7,8 +7,8 @@ import socket
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from gateway.access.connections import Connections
 from gateway.config.sections import ServerConfig
-from gateway.connections import Connections
 from gateway.http.messages import problem_response, respond
 from gateway.http.server import serve
 from manager.errors import StorageUnavailable

@@ -38,7 +38,7 @@ from manager.errors import Reason
 from manager.outcome import State
 from tangram.types import Invocation, InvocationPage, LogAccepted, LogEnd, LogRecord, LogResult
 from tangram.types.requests import CallHeaders, InvocationQuery, InvokeQuery, LogHeaders, LogQuery, WaitQuery
-from tangram.types.scalars import JsonObject, Name
+from tangram.types.values.scalars import JsonObject, Name
 
 INVOCATION_ID = PathParameter(name="id", about="Id of an invocation", shape=Name)
 INPUT = Annotated[JsonObject, Meta(description="The input, as the function declares it")]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
-from gateway.auth import PageSession
+from gateway.access.auth import PageSession
 from gateway.dashboard.files import INDEX, page_files
 from gateway.http.door import Door, cookie_name
 from manager.errors import NotFound

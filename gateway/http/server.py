@@ -25,10 +25,10 @@ from hypercorn.utils import wrap_app
 from starlette.types import ASGIApp
 
 from gateway import wire
+from gateway.access.connections import LINGER_S, Connections, Resets
+from gateway.access.tls import HANDSHAKE_S, server_context
 from gateway.config.sections import ServerConfig
-from gateway.connections import LINGER_S, Connections, Resets
 from gateway.errors import problem, retry_after
-from gateway.tls import HANDSHAKE_S, server_context
 from manager.errors import CodedError, Conflict, InvalidConfig
 
 #: Seconds in which a new request's headers must arrive, and for which an idle connection stays open.

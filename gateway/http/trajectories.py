@@ -39,7 +39,7 @@ from tangram.types.requests import (
     SandboxPath,
     TrajectoryQuery,
 )
-from tangram.types.scalars import Name
+from tangram.types.values.scalars import Name
 
 TRAJECTORY_ID = PathParameter(name="id", about="Name of a trajectory, chosen by its caller", shape=Name)
 PATH_BYTES_MAX = 4095

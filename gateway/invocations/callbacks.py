@@ -31,7 +31,7 @@ from gateway.config.sections import CallbacksSection
 from gateway.invocations.record import Record
 from gateway.store.store import Store
 from manager.errors import InvalidInput, StorageUnavailable
-from tangram.types.backoff import backoff_s
+from tangram.types.values.backoff import backoff_s
 
 BACKOFF_MAX_S = 300.0
 #: Longest time between two looks for callbacks that are due.

@@ -16,7 +16,7 @@ from manager.errors import NotFound, Reason
 from manager.lease import Lease
 from manager.outcome import LEGAL_MOVES, Outcome, Settlement, State
 from tangram.types import Attempt, Invocation
-from tangram.types.scalars import Delivery
+from tangram.types.values.scalars import Delivery
 
 
 class Mode(StrEnum):

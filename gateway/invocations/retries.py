@@ -5,7 +5,7 @@ from __future__ import annotations
 from manager.errors import FILES_LOST, Reason
 from manager.function import FunctionSpec
 from manager.outcome import Outcome
-from tangram.types.backoff import backoff_s
+from tangram.types.values.backoff import backoff_s
 
 #: Reasons that are the machinery's fault: an idempotent function is tried again without being asked to.
 INFRASTRUCTURE = frozenset({Reason.ENVIRONMENT_LOST, Reason.NODE_LOST, Reason.GATEWAY_RESTART})

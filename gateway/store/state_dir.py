@@ -15,7 +15,7 @@ from typing import IO, Self
 
 import structlog
 
-from gateway.tokens import make_private
+from gateway.access.tokens import make_private
 from manager.errors import Conflict, StorageUnavailable
 
 DATABASE = "tangram.sqlite"

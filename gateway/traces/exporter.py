@@ -20,7 +20,7 @@ from gateway.invocations.record import Record
 from gateway.metrics import Metrics
 from gateway.traces import otlp
 from gateway.traces.spans import Span, context_of, execution_id, spans_of
-from tangram.types.backoff import backoff_s
+from tangram.types.values.backoff import backoff_s
 
 BACKOFF_MAX_S = 30.0
 #: What OTLP says may be sent again; every other refusal is final.

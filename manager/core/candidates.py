@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from manager.action import UnitSet
-from manager.core.queue import Key, QueueGroup, Waiting
+from manager.core.waiting.queue import Key, QueueGroup, Waiting
 from manager.resources.nodes import Nodes
 from manager.resources.pool import Headroom, Pool
 from manager.resources.resources import Resources

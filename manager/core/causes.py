@@ -9,8 +9,8 @@ from itertools import islice
 from typing import Literal
 
 from manager.action import NodeChoice
-from manager.core.queue import QueueGroup, Waiting
 from manager.core.state import SchedulerState
+from manager.core.waiting.queue import QueueGroup, Waiting
 from manager.resources.placed import PlacedPool
 from manager.resources.pool import Pool, TimedPool
 

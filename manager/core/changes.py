@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from manager.core.queue import QueueGroup
 from manager.core.state import SchedulerState
+from manager.core.waiting.queue import QueueGroup
 
 
 class Changes:

@@ -15,12 +15,12 @@ from collections.abc import Sequence
 from manager.action import Action
 from manager.core.causes import cause_of
 from manager.core.membership import Membership
-from manager.core.queue import Waiting
 from manager.core.replication import Replication
 from manager.core.scheduling_pass import SchedulingPass
 from manager.core.settling import Settling
 from manager.core.state import SchedulerState
-from manager.core.trajectory_order import TrajectoryOrder
+from manager.core.waiting.queue import Waiting
+from manager.core.waiting.trajectory_order import TrajectoryOrder
 from manager.errors import CapacityExceeded, CodedError, Conflict, Reason
 from manager.events import (
     CancelRequested,

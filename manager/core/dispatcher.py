@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from itertools import islice
 
 from manager.core.executing import Running
-from manager.core.queue import Waiting
 from manager.core.state import SchedulerState
+from manager.core.waiting.queue import Waiting
 from manager.events import Execute, Resize
 from manager.resources.pool import Pool, PoolRequest
 

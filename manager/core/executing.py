@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 
 from manager.action import Action
 from manager.batch import Batch, expected_s
-from manager.core.queue import Waiting
 from manager.core.statistics import PoolLoad
+from manager.core.waiting.queue import Waiting
 from manager.lease import Grant, Lease
 from manager.resources.nodes import Nodes
 from manager.resources.placed import PlacedPool

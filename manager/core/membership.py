@@ -8,7 +8,7 @@ from manager.config import NodeSpec
 from manager.core.executing import Running
 from manager.core.settling import Settling
 from manager.core.state import SchedulerState
-from manager.core.trajectory_order import TrajectoryOrder
+from manager.core.waiting.trajectory_order import TrajectoryOrder
 from manager.errors import FILES_LOST, Reason
 from manager.outcome import Outcome, State
 

@@ -13,8 +13,8 @@ from manager.action import Action, UnitSet
 from manager.chunk import Chunk
 from manager.core.candidates import Candidate, CandidateSelection, StartOption
 from manager.core.dispatcher import Dispatcher
-from manager.core.queue import QueueGroup, Waiting
 from manager.core.state import SchedulerState
+from manager.core.waiting.queue import QueueGroup, Waiting
 from manager.resources.placed import PlacedPool
 from manager.resources.pool import Pool, PoolRequest
 from manager.scheduler.drawn import Drawn

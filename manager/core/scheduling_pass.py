@@ -8,8 +8,8 @@ from manager.core.candidates import Candidate, CandidateSelection, Selector
 from manager.core.changes import Changes
 from manager.core.dispatcher import Dispatcher
 from manager.core.pool_dispatch import PoolDispatch
-from manager.core.queue import QueueGroup
 from manager.core.state import SchedulerState
+from manager.core.waiting.queue import QueueGroup
 from manager.resources.pool import Headroom
 
 #: Rounds of one pass: units that a policy frees by resizing, or gives to somebody wider, are offered again this often.

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from manager.core.executing import Running
-from manager.core.queue import Waiting
 from manager.core.state import SchedulerState
 from manager.core.statistics import Accounts, Rate
 from manager.core.trajectories import TrajectoryState
-from manager.core.trajectory_order import TrajectoryOrder
+from manager.core.waiting.queue import Waiting
+from manager.core.waiting.trajectory_order import TrajectoryOrder
 from manager.errors import FILES_LOST, Reason
 from manager.events import Abort, Settle
 from manager.outcome import Outcome, Settlement, State

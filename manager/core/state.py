@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from manager.action import ANYWHERE
 from manager.config import SchedulerSpec, TaskSpec
 from manager.core.executing import Executing, Running
-from manager.core.fairness import FairShare
-from manager.core.queue import Queue, QueueGroup, Waiting
 from manager.core.trajectories import Trajectories
-from manager.core.waiting_children import WaitingChildren
+from manager.core.waiting.children import WaitingChildren
+from manager.core.waiting.fairness import FairShare
+from manager.core.waiting.queue import Queue, QueueGroup, Waiting
 from manager.events import Command
 from manager.resources.nodes import Nodes
 from manager.resources.pool import Pool

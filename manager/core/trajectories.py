@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from manager.action import ANYWHERE, Demand, NodeChoice
 from manager.core.expiries import Expiries
-from manager.core.queue import Waiting
+from manager.core.waiting.queue import Waiting
 
 
 @dataclass(slots=True, eq=False)

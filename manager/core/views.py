@@ -11,8 +11,8 @@ from dataclasses import fields
 from manager.config import TaskSpec
 from manager.core.causes import Cause, cause_of, counted_causes
 from manager.core.core import Core
-from manager.core.queue import Key, Waiting
 from manager.core.trajectories import TrajectoryState
+from manager.core.waiting.queue import Key, Waiting
 from manager.errors import InvalidInput
 from manager.resources.kinds import KINDS
 

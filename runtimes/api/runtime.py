@@ -26,7 +26,7 @@ from manager.lease import Lease
 from runtimes.api.secrets import Secrets, redact
 from runtimes.api.template import Rendered, RequestTemplate
 from runtimes.runtime import Execution, Result
-from tangram.types.backoff import backoff_s
+from tangram.types.values.backoff import backoff_s
 
 _COMPONENT = "api"
 _REDIRECTS_MAX = 5

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from manager.errors import Conflict, InvalidInput
 from manager.function import Network, SandboxSpec
 from tangram.types import SandboxChoice
-from tangram.types.quantities import duration_s, show_size, size_bytes
+from tangram.types.values.quantities import duration_s, show_size, size_bytes
 
 COMPONENT = "sandbox"
 #: How a snapshot's image begins: only a fork begins with one.

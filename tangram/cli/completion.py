@@ -9,7 +9,7 @@ import click
 from click.shell_completion import BashComplete, CompletionItem, FishComplete, ShellComplete, ZshComplete
 
 from tangram import Client, TangramError
-from tangram.cli.brief import short_id
+from tangram.cli.printing.brief import short_id
 from tangram.client.retries import Retries
 
 #: How many ids are offered.

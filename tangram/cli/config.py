@@ -14,7 +14,7 @@ import click
 
 from tangram import Client, InvalidConfigError
 from tangram.cli.options import connected, json_option
-from tangram.cli.output import print_json, say, visible
+from tangram.cli.printing.output import print_json, say, visible
 from tangram.types import ConfigDiff
 from tangram.types.config_files import files_of, nothing_there
 from tangram.types.local_tokens import is_loopback

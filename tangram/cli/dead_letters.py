@@ -7,7 +7,7 @@ import click
 from tangram import Client, InvocationResult
 from tangram.cli.ids import whole_id, whole_ids
 from tangram.cli.options import connected, json_option, limit_option
-from tangram.cli.output import in_json, print_json, show, table, visible
+from tangram.cli.printing.output import in_json, print_json, show, table, visible
 from tangram.types import Attempt
 
 

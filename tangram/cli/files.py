@@ -16,7 +16,7 @@ from rich.progress import track
 
 from tangram import Client, FileEntry
 from tangram.cli.options import connected, json_option
-from tangram.cli.output import print_json, say
+from tangram.cli.printing.output import print_json, say
 
 #: Files and directories of one copy: an agent may have made any number of them.
 ENTRIES_MAX = 200_000

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 
 from tangram import Client, InvalidInputError, InvocationResult, NotFoundError
-from tangram.cli.brief import short_id
+from tangram.cli.printing.brief import short_id
 
 #: Digits of the number that an id begins with, and candidates that are told.
 DIGITS, CANDIDATES = 11, 5

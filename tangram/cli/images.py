@@ -8,9 +8,9 @@ import click
 
 from tangram import Client
 from tangram.cli.options import connected, json_option
-from tangram.cli.output import print_json, say, show, table
+from tangram.cli.printing.output import print_json, say, show, table
 from tangram.types import ImageInfo
-from tangram.types.quantities import show_size
+from tangram.types.values.quantities import show_size
 
 #: Seconds between two words about pulls that last.
 WORD_S = 10.0

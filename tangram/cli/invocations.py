@@ -17,7 +17,7 @@ from tangram.cli.completion import function_names, invocation_ids
 from tangram.cli.ids import whole_id, whole_ids
 from tangram.cli.listing import show_list
 from tangram.cli.options import Duration, connected, json_option, limit_option
-from tangram.cli.output import in_json, print_json, print_log, say, show, table
+from tangram.cli.printing.output import in_json, print_json, print_log, say, show, table
 
 #: Log lines shown of an invocation that failed.
 LAST_LINES = 20

@@ -11,9 +11,9 @@ from datetime import datetime
 import click
 
 from tangram import InvocationResult
-from tangram.cli import brief
-from tangram.cli.columns import ListColumn, fit, line
-from tangram.cli.output import show, show_seconds, table, visible
+from tangram.cli.printing import brief
+from tangram.cli.printing.columns import ListColumn, fit, line
+from tangram.cli.printing.output import show, show_seconds, table, visible
 
 COLUMNS = (
     ListColumn("ID", 4, 24),

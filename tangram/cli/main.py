@@ -133,7 +133,7 @@ def main(arguments: Sequence[str] | None = None, more: Mapping[str, Verb] | None
     except Exception as error:
         if not isinstance(error, CodedFailure):
             raise
-        from tangram.cli.output import say
+        from tangram.cli.printing.output import say
 
         say(f"{error.component}: {error.code}: {error.message}")
         sys.exit(exit_status.of_code(error.code))

@@ -11,7 +11,7 @@ import click
 from tangram import Client, Retries
 from tangram.cli.global_options import inherit
 from tangram.client.address import DEFAULT, SERVER, TOKEN
-from tangram.types.quantities import duration_s
+from tangram.types.values.quantities import duration_s
 
 #: Seconds for which a gateway that cannot be reached is waited for; it is said at once that it cannot.
 OUTAGE_S = 60.0

@@ -11,8 +11,8 @@ import click
 from tangram import Client
 from tangram.cli import exit_status
 from tangram.cli.options import Duration, connected
-from tangram.cli.output import say
-from tangram.cli.terminal import LocalTerminal, Relay
+from tangram.cli.printing.output import say
+from tangram.cli.printing.terminal import LocalTerminal, Relay
 from tangram.client.sync.session import SessionHandle
 from tangram.client.sync.trajectory import Trajectory
 from tangram.errors import InvalidInputError

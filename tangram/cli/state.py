@@ -9,7 +9,7 @@ import msgspec
 
 from tangram import Client
 from tangram.cli.options import connected, json_option
-from tangram.cli.output import print_json, rows_table, show, show_seconds, table, tree
+from tangram.cli.printing.output import print_json, rows_table, show, show_seconds, table, tree
 
 
 @click.group()

@@ -15,7 +15,7 @@ from tangram.errors import (
     StorageUnavailableError,
     TangramError,
 )
-from tangram.types.backoff import backoff_s
+from tangram.types.values.backoff import backoff_s
 
 logger = logging.getLogger("tangram.client")
 

@@ -55,7 +55,6 @@ from tangram.types.resources import (
     SandboxesInfo,
     ServiceInfo,
 )
-from tangram.types.scalars import Mode, Reason, State
 from tangram.types.scheduling import (
     CauseCount,
     LivingSandbox,
@@ -82,6 +81,7 @@ from tangram.types.sessions import (
     SessionTerminal,
     read_session_record,
 )
+from tangram.types.values.scalars import Mode, Reason, State
 
 __all__ = [
     "UNSET",

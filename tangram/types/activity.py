@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from tangram.types.scalars import AnyReason, Count
+from tangram.types.values.scalars import AnyReason, Count
 
 
 class ActSplit(Struct, frozen=True, kw_only=True):

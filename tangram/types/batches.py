@@ -8,7 +8,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from tangram.types.invocations import Invocation
 from tangram.types.problems import Problem
-from tangram.types.scalars import JsonObject, Key, Name, Timeout, Wait
+from tangram.types.values.scalars import JsonObject, Key, Name, Timeout, Wait
 
 
 class BatchItem(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from tangram.types.scalars import Count
+from tangram.types.values.scalars import Count
 
 
 class FileWritten(Struct, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from tangram.types.scalars import AnyReason, Count, JsonObject
+from tangram.types.values.scalars import AnyReason, Count, JsonObject
 
 
 class UnitsInfo(Struct, frozen=True, kw_only=True):

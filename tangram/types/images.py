@@ -6,8 +6,8 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from tangram.types.scalars import Count, Instant
 from tangram.types.scheduling import Image
+from tangram.types.values.scalars import Count, Instant
 
 
 class ImageInfo(Struct, frozen=True, kw_only=True):

@@ -7,7 +7,17 @@ from typing import Annotated, Any
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from tangram.types.scalars import AnyReason, AnyState, Count, Delivery, Instant, JsonObject, Milliseconds, Mode, Name
+from tangram.types.values.scalars import (
+    AnyReason,
+    AnyState,
+    Count,
+    Delivery,
+    Instant,
+    JsonObject,
+    Milliseconds,
+    Mode,
+    Name,
+)
 
 #: Header of an answer that a call with a known Idempotency-Key latched on to.
 REPLAY = "X-Idempotent-Replay"

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from tangram.types.scalars import Name
+from tangram.types.values.scalars import Name
 
 #: Trajectories of one request.
 LEASES_MAX = 1000

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from tangram.types.invocations import Invocation
-from tangram.types.scalars import AnyReason, AnyState, Count, Instant, Milliseconds
+from tangram.types.values.scalars import AnyReason, AnyState, Count, Instant, Milliseconds
 
 Offset = Annotated[Count, Meta(description="Number of the record from 0; offset + 1 is where to go on reading")]
 

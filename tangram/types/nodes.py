@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from tangram.types.scalars import Count, Name
+from tangram.types.values.scalars import Count, Name
 
 NodeCondition = Literal["joining", "ready", "suspect", "draining", "lost"]
 

@@ -7,7 +7,7 @@ from typing import Annotated
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from tangram.types.invocations import Invocation
-from tangram.types.scalars import JsonObject, Name
+from tangram.types.values.scalars import JsonObject, Name
 
 
 class Problem(Struct, frozen=True, kw_only=True):

@@ -9,8 +9,19 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from tangram.types.quantities import WAIT_PATTERN
-from tangram.types.scalars import LIST_LIMIT_MAX, InvocationId, Key, Limit, Mode, Name, Reason, State, Timeout, Wait
+from tangram.types.values.quantities import WAIT_PATTERN
+from tangram.types.values.scalars import (
+    LIST_LIMIT_MAX,
+    InvocationId,
+    Key,
+    Limit,
+    Mode,
+    Name,
+    Reason,
+    State,
+    Timeout,
+    Wait,
+)
 
 Expectation = Literal["living"]
 LIVING = "living: if the trajectory has ended the request is refused with 410, where otherwise a new one would begin"

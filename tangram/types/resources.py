@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from tangram.types.scalars import Count
+from tangram.types.values.scalars import Count
 
 ChunkPair = Annotated[tuple[int, int], Meta(description="First device, and how many")]
 

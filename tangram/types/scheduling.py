@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from tangram.types.quantities import DURATION_PATTERN, IMAGE_PATTERN, SIZE_PATTERN
-from tangram.types.scalars import Count, Name
+from tangram.types.values.quantities import DURATION_PATTERN, IMAGE_PATTERN, SIZE_PATTERN
+from tangram.types.values.scalars import Count, Name
 
 
 class WaitCause(Struct, frozen=True, kw_only=True):

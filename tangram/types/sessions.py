@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from tangram.types.scalars import AnyReason, AnyState, Count, Name
+from tangram.types.values.scalars import AnyReason, AnyState, Count, Name
 
 Side = Annotated[int, Meta(ge=1, le=1000)]
 SignalName = Literal["HUP", "INT", "QUIT", "KILL", "USR1", "USR2", "TERM", "CONT", "TSTP"]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
 from gateway.cli.report.run import PlayedRun, ReportedRun, RunAction
-from tangram.cli import brief
+from tangram.cli.printing import brief
 
 #: Colours as on the page of the gateway.
 HUES = ("#2F6FD0", "#CC8800", "#0A7F66", "#9A5B9E", "#45A0DC", "#2E374C")

@@ -13,7 +13,7 @@ from gateway.cli.report.run import ReportedRun, actions_of, play, workload_of
 from tangram import Client, InvocationResult, NotFoundError
 from tangram.cli.ids import whole_id
 from tangram.cli.options import connected, json_option
-from tangram.cli.output import print_json, say
+from tangram.cli.printing.output import print_json, say
 
 
 @click.command()

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from tangram.cli.columns import fit, line, padded
-from tangram.cli.output import visible
+from tangram.cli.printing.columns import fit, line, padded
+from tangram.cli.printing.output import visible
 from tangram.cli.top.picture import FAIL, WAIT, Signs, picture
 from tangram.cli.top.rows import Listing, actions, chosen, functions, pools, tasks
 from tangram.cli.top.view import HELP, PANES, SIGNS, TopView

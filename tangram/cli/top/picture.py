@@ -8,9 +8,9 @@ from typing import Any
 
 from rich.text import Text
 
-from tangram.cli import brief
-from tangram.cli.columns import cut, padded
-from tangram.cli.output import visible
+from tangram.cli.printing import brief
+from tangram.cli.printing.columns import cut, padded
+from tangram.cli.printing.output import visible
 from tangram.cli.top.watched import Watched, WatchedBar
 
 #: Colours of functions as on the page, failures and what waits; what is over its number shares the last.

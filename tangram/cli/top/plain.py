@@ -14,9 +14,9 @@ from rich.live import Live
 from rich.text import Text
 
 from tangram import Client
-from tangram.cli.output import print_json, rendered, rows_table, show, table, tree
+from tangram.cli.printing.output import print_json, rendered, rows_table, show, table, tree
 from tangram.types import ModelDevice, ModelsInfo, PlacedModel, QueueEntry, ResourcesInfo
-from tangram.types.quantities import show_size
+from tangram.types.values.quantities import show_size
 
 #: Waiting actions that are shown.
 QUEUE_SHOWN = 20

@@ -6,12 +6,12 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from tangram.cli import brief
-from tangram.cli.columns import ListColumn
-from tangram.cli.output import visible
+from tangram.cli.printing import brief
+from tangram.cli.printing.columns import ListColumn
+from tangram.cli.printing.output import visible
 from tangram.cli.top.watched import Watched, WatchedBar
 from tangram.types import QueueEntry
-from tangram.types.quantities import show_size
+from tangram.types.values.quantities import show_size
 
 #: How many ended ones are listed at most, and for how long (milliseconds).
 ENDED_MAX, ENDED_MS = 200, 15 * 60_000

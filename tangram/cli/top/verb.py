@@ -11,7 +11,7 @@ import click
 
 from tangram import AsyncClient, Client
 from tangram.cli.options import Duration, connected, json_option
-from tangram.cli.output import say
+from tangram.cli.printing.output import say
 from tangram.cli.top.plain import print_state, repeat
 
 NEEDS = "the screen needs textual: pip install 'tangram-client[top]'"

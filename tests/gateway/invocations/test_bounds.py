@@ -11,7 +11,8 @@ from gateway.invocations.retries import next_try_s
 from manager.errors import CapacityExceeded, Draining, InvalidInput, QuotaExceeded, Reason
 from manager.function import FunctionSpec, RetrySpec
 from manager.outcome import Outcome, State
-from tangram.types import BatchItem, FileEntry, FileList, quantities
+from tangram.types import BatchItem, FileEntry, FileList
+from tangram.types.values import quantities
 
 
 def function(**given: object) -> FunctionSpec:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tangram.cli.columns import cells_of
+from tangram.cli.printing.columns import cells_of
 from tangram.cli.top.drawing import draw, listing
 from tangram.cli.top.picture import ASCII, Signs, letters
 from tangram.cli.top.view import LogView, TopView

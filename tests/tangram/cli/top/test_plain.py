@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tangram.cli.output import show
+from tangram.cli.printing.output import show
 from tangram.cli.top.plain import models_view
 from tangram.types import ModelsInfo
 from tests.gateway.conftest import RunningGateway

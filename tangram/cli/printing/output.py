@@ -15,7 +15,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from tangram.types import LogLine
-from tangram.types.quantities import show_duration
+from tangram.types.values.quantities import show_duration
 
 #: Columns of a line: so many that nothing is folded.
 UNBOUNDED = 100_000

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tangram.cli import brief
-from tangram.cli.columns import ListColumn, cells_of, cut, fit, line, padded
+from tangram.cli.printing import brief
+from tangram.cli.printing.columns import ListColumn, cells_of, cut, fit, line, padded
 
 COLUMNS = (
     ListColumn("ID", 4, 10),

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 import pytest
 from rich.console import RenderableType
 
-from tangram.cli.output import in_json, print_json, print_log, rows_table, say, show, table, tree
+from tangram.cli.printing.output import in_json, print_json, print_log, rows_table, say, show, table, tree
 from tangram.types import LogLine
 
 Look = Callable[..., str]

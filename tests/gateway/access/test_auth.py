@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from gateway import auth
-from gateway.auth import Guard, PageSession, Role, check_doors
+from gateway.access import auth
+from gateway.access.auth import Guard, PageSession, Role, check_doors
+from gateway.access.tokens import DoorTokens, announced, make_private, open_tokens
 from gateway.config.sections import ServerConfig
-from gateway.tokens import DoorTokens, announced, make_private, open_tokens
 from manager.clock import VirtualClock
 from manager.errors import Forbidden, InvalidConfig, StorageUnavailable, Unauthorized
 from tangram.types.local_tokens import ADMIN, INVOKE, find_token, links_dir

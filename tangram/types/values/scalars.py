@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from msgspec import Meta
 
-from tangram.types.quantities import KEY_PATTERN, NAME_PATTERN, WAIT_PATTERN
+from tangram.types.values.quantities import KEY_PATTERN, NAME_PATTERN, WAIT_PATTERN
 
 State = Literal["queued", "running", "succeeded", "failed", "timed_out", "cancelled", "lost"]
 #: Why an invocation ended otherwise than well.

@@ -7,8 +7,8 @@ import secrets
 from collections.abc import Callable
 from enum import IntEnum
 
+from gateway.access.tokens import DoorTokens
 from gateway.config.sections import ServerConfig
-from gateway.tokens import DoorTokens
 from manager.errors import Forbidden, InvalidConfig, Unauthorized
 from tangram.types.local_tokens import is_loopback
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from tangram.cli.output import say
+from tangram.cli.printing.output import say
 from tangram.client.sync.session import SessionHandle
 from tangram.errors import ConflictError, TangramError
 from tangram.types import SessionEnd

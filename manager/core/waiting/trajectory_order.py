@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from manager.action import Action, demand_of
-from manager.core.queue import Waiting
 from manager.core.state import SchedulerState
 from manager.core.trajectories import TrajectoryState
+from manager.core.waiting.queue import Waiting
 from manager.events import EndTrajectory, TrajectoryOpened, TrajectoryPlaced
 from manager.resources.nodes import Node
 

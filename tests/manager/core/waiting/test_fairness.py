@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from manager.core import fairness
-from manager.core.fairness import FairShare
+from manager.core.waiting import fairness
+from manager.core.waiting.fairness import FairShare
 from tests.manager.conftest import action
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from manager.core.queue import Waiting
+from manager.core.waiting.queue import Waiting
 
 
 class WaitingChildren:
