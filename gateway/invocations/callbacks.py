@@ -33,6 +33,8 @@ from gateway.store.store import Store
 from manager.errors import InvalidInput, StorageUnavailable
 from tangram.types.values.backoff import backoff_s
 
+#: Of the kernel: numbers of the process itself may be somebody's who wants them again, and are alike after a fork.
+CHANCE = random.SystemRandom()
 BACKOFF_MAX_S = 300.0
 #: Longest time between two looks for callbacks that are due.
 LOOK_S = 5.0
@@ -47,7 +49,7 @@ class CallbackSender:
         store: Store,
         *,
         wall: Callable[[], float] = time.time,
-        chance: Callable[[], float] = random.random,
+        chance: Callable[[], float] = CHANCE.random,
     ) -> None:
         self._spec = spec
         self._store = store

@@ -48,8 +48,8 @@ from tangram.types import Attempt
 
 logger = structlog.get_logger("gateway.invocations")
 GONE = "its caller went away"
-#: Our own: the process's own chance may be somebody's who wants the same numbers again.
-CHANCE = random.Random()
+#: Of the kernel: numbers of the process itself may be somebody's who wants them again, and are alike after a fork.
+CHANCE = random.SystemRandom()
 #: Calls of a batch that are accepted in one turn of the event loop.
 BREATH = 64
 

@@ -22,6 +22,8 @@ from gateway.traces import otlp
 from gateway.traces.spans import Span, context_of, execution_id, spans_of
 from tangram.types.values.backoff import backoff_s
 
+#: Of the kernel: numbers of the process itself may be somebody's who wants them again, and are alike after a fork.
+CHANCE = random.SystemRandom()
 BACKOFF_MAX_S = 30.0
 #: What OTLP says may be sent again; every other refusal is final.
 AGAIN = frozenset({429, 502, 503, 504})
@@ -32,7 +34,7 @@ ANSWER_MAX_BYTES = 64 * 2**10
 class TraceExporter:
     """An observer of invocations (`gateway.invocations.invocation.Observer`) that sends what has ended, if it is on."""
 
-    def __init__(self, spec: TracesSection, *, chance: Callable[[], float] = random.random) -> None:
+    def __init__(self, spec: TracesSection, *, chance: Callable[[], float] = CHANCE.random) -> None:
         self._spec = spec
         self._chance = chance
         self._queue: deque[Span] = deque()

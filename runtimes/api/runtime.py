@@ -30,6 +30,8 @@ from tangram.types.values.backoff import backoff_s
 
 _COMPONENT = "api"
 _REDIRECTS_MAX = 5
+#: Of the kernel: numbers of the process itself may be somebody's who wants them again, and are alike after a fork.
+CHANCE = random.SystemRandom()
 
 
 class ApiRuntime:
@@ -231,7 +233,7 @@ def _wait_s(answer: _Answer, retry: RetrySpec, attempt: int, remaining_s: float)
     if answer.status not in retry.on_status or attempt >= retry.max_attempts:
         return None
     floor_s = answer.retry_after_s or 0.0
-    part = random.random() if retry.jitter == "full" else 1.0
+    part = CHANCE.random() if retry.jitter == "full" else 1.0
     pause_s = backoff_s(attempt, retry.backoff_s, retry.backoff_max_s, part)
     wait_s = floor_s + pause_s if retry.jitter == "full" else max(floor_s, pause_s)
     return wait_s if wait_s < remaining_s else None

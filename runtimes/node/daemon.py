@@ -37,6 +37,8 @@ from runtimes.node.sandboxes import NodeSandboxes
 logger = structlog.get_logger("node")
 
 COMPONENT = "node.daemon"
+#: Of the kernel: numbers of the process itself may be somebody's who wants them again, and are alike after a fork.
+CHANCE = random.SystemRandom()
 LOCK, PID, KEY = "lock", "pid", "key"
 #: Seconds between two looks whether a draining node is empty.
 LOOK_S = 0.2
@@ -184,7 +186,7 @@ class Daemon:
                 logger.error("no gateway came: all is ended", seconds=self._settings.unattended_s)
                 return
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), wait_s * random.uniform(0.5, 1.0))
+                await asyncio.wait_for(self._stopping.wait(), wait_s * CHANCE.uniform(0.5, 1.0))
             wait_s = min(2 * wait_s, self._settings.redial_max_s)
 
     async def _join(self, agent: Agent) -> None:

@@ -18,6 +18,8 @@ from tangram.errors import (
 from tangram.types.values.backoff import backoff_s
 
 logger = logging.getLogger("tangram.client")
+#: Of the kernel: numbers of the process itself may be somebody's who wants them again, and are alike after a fork.
+CHANCE = random.SystemRandom()
 
 #: Refused before any work: trying again later cannot run anything twice.
 REFUSALS = (QuotaExceededError, CapacityExceededError, DrainingError, StorageUnavailableError)
@@ -58,7 +60,7 @@ class Retries:
             return error.retry_after_s if error.retry_after_s <= self.wait_max_s else None
         if lost and (repeatable or not error.detail.get("sent", True)):
             most_s = min(BACKOFF_MAX_S, self.wait_max_s)
-            return backoff_s(attempt + 1, BACKOFF_S, most_s, random.uniform(0.5, 1.0))
+            return backoff_s(attempt + 1, BACKOFF_S, most_s, CHANCE.uniform(0.5, 1.0))
         return None
 
 
