@@ -22,30 +22,37 @@ class PaperPolicy:
     name: str = "paper"
     #: The paper sets 2.
     depth: Annotated[int, Setting("counts of the first action left behind that the estimate tries", ge=1, le=64)] = 2
+    #: 1: at least one candidate starts, and what is left behind is taken to start with the units that are free now.
+    greedy: Annotated[int, Setting("1: at least one action starts; 0: none may be the better choice", ge=0, le=1)] = 0
     #: Those behind add the same to every choice.
     estimate_window: Annotated[int, Setting("waiting actions that the estimate looks at", ge=0, le=65536)] = 256
 
     def decide(self, view: PoolView) -> Decision:
-        """Keep candidates while evicting the last one does not lower the objective; at least one starts."""
+        """Keep candidates while evicting the last one does not lower the objective (docs/SCHEDULING.md R3)."""
         candidates = view.candidates
         if not candidates:
             return Decision()
         kind = kind_of(view.name)
-        items = [_limited(item_of(candidate.action, kind), candidate.limit) for candidate in candidates]
+        whole = [item_of(candidate.action, kind) for candidate in candidates]
+        items = [_limited(item, candidate.limit) for item, candidate in zip(whole, candidates, strict=True)]
         if not any(is_elastic(candidate.action, kind) for candidate in candidates):
             return _decision(view, [item.units[0] for item in items])
         arrangement = arrange(items, _operator(view))
-        kept = self._kept(view, arrangement, items, kind)
+        kept = self._kept(view, arrangement, items if self.greedy else whole, kind)
         return _decision(view, arrangement.units(kept))
 
     def _kept(self, view: PoolView, arrangement: Arrangement, items: Sequence[ArrangeItem], kind: str) -> int:
-        """Number of candidates after the eviction loop; it stops on the first plateau (docs/SCHEDULING.md R10)."""
+        """Number of candidates after the eviction loop; it stops on the first plateau (docs/SCHEDULING.md R10).
+
+        None may be left only where something runs, so that its end asks again.
+        """
         chosen = {candidate.action.id for candidate in view.candidates}
         behind = [action for action in view.queued if action.id not in chosen][: self.estimate_window]
         waiting = [item_of(action, kind) for action in behind]
         objective = Objective(arrangement, items, waiting, ends_in_s(view.running), self.depth)
         kept, best = len(items), objective.of(len(items))
-        while kept > 1:
+        least = 1 if self.greedy or not view.running else 0
+        while kept > least:
             fewer = objective.of(kept - 1)
             if fewer >= best:
                 break

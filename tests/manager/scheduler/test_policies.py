@@ -80,6 +80,19 @@ def test_paper_starts_a_prefix_of_the_queue() -> None:
     assert started == [f"a{index}" for index in range(len(started))] and started
 
 
+def test_paper_starts_nothing_where_two_cores_soon_are_better_than_one_now() -> None:
+    busy = [running(suite("r"), 7, ends_in_s=1.0)]
+    view = pool(8, [suite("a")], busy)
+    patient = PaperPolicy().decide(view)
+    assert not patient.starts and [hold.action_id for hold in patient.holds] == ["a"]
+    greedy = PaperPolicy(greedy=1).decide(view)
+    assert [(start.action_id, start.units) for start in greedy.starts] == [("a", 1)], "the other reading of the paper"
+
+
+def test_paper_starts_something_where_nothing_runs_whose_end_would_ask_again() -> None:
+    assert PaperPolicy().decide(pool(1, [suite("a"), suite("b")])).starts
+
+
 def test_the_estimate_lets_each_end_admit_one_action() -> None:
     heap = CompletionHeap([2.0, 5.0])
     # 3 s start at 2; 1 s starts at 5 (both at once: 5 and 5); waits count.
