@@ -23,6 +23,7 @@ from bench.report import BenchReport, arguments, median
 ROOT = Path(__file__).parents[2]
 RATE_S = 10_000 / 60
 START_S = 60.0
+WIDE: Any = {"width": 1440, "height": 900}
 GATEWAY = """
 import asyncio, json, sys
 from pathlib import Path
@@ -119,8 +120,12 @@ FRAMES = """async (seconds) => {
   const spent = [...t.slowest].sort((a, b) => a - b), passed = performance.now() - began;
   return [(t.frames - first) * 1000 / passed, spent[Math.floor(0.95 * (spent.length - 1))], t.hits.length];
 }"""
+FIRST = """new MutationObserver((_, observer) => {
+  if (!document.querySelector('.verdict .badge')) return;
+  observer.disconnect();
+  requestAnimationFrame(() => { window.firstView = performance.now(); });
+}).observe(document, {childList: true, subtree: true});"""
 REPLAY = """async (events) => {
-  const net = await import('/ui/-/net.js');
   const read = (text) => JSON.parse(text.slice(text.indexOf('data: ') + 6));
   const shift = Date.now() - read(events[0]).now;
   window.replayed = 0;
@@ -129,10 +134,26 @@ REPLAY = """async (events) => {
     told.now += shift;
     for (const row of told.bars?.s || []) { row[0] += 1e6; row[5] += shift; }
     for (const row of told.bars?.e || []) row[0] += 1e6;
-    net.handle(text.split('event: ')[1].split('\\n')[0], told);
+    window.tangramHandle(text.split('event: ')[1].split('\\n')[0], told);
     window.replayed += 1;
   }, 500 * at));
 }"""
+
+
+async def first_view(browser: Any, base: str) -> tuple[float, float]:
+    """Return the milliseconds from the start of a navigation to the frame that shows the verdict, and those until
+    the driver of the browser, whose own script has to run in the page too, has seen it.
+    """
+    page = await browser.new_page(viewport=WIDE)
+    await page.add_init_script(FIRST)
+    began_s = time.monotonic()
+    await page.goto(f"{base}/ui/now")
+    await page.locator(".verdict .badge").wait_for()
+    driven_ms = 1000 * (time.monotonic() - began_s)
+    await page.wait_for_function("window.firstView > 0")
+    shown_ms = await page.evaluate("window.firstView")
+    await page.close()
+    return shown_ms, driven_ms
 
 
 async def frames(report: BenchReport, base: str, loading: asyncio.Task[None], chromium: str, seconds: float) -> None:
@@ -141,15 +162,10 @@ async def frames(report: BenchReport, base: str, loading: asyncio.Task[None], ch
 
     async with async_playwright() as playwright:
         browser = await playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        firsts: list[float] = []
-        page: Any = None
-        for _ in range(5):
-            page = await browser.new_page(viewport={"width": 1440, "height": 900})
-            began_s = time.monotonic()
-            await page.goto(f"{base}/ui/now")
-            await page.locator(".verdict .badge").wait_for()
-            firsts.append(1000 * (time.monotonic() - began_s))
+        firsts, driven = zip(*[await first_view(browser, base) for _ in range(5)], strict=True)
         report.check("first_view_ms", median(firsts), 500, "lower")
+        report.figure("first_view_as_driven_ms", round(median(driven)))
+        page: Any = await browser.new_page(viewport=WIDE)
         await page.goto(f"{base}/ui/timeline?span=60")
         await page.locator("canvas.tl").wait_for()
         await asyncio.sleep(seconds)

@@ -1,6 +1,6 @@
-"""The page: its files, which hold nothing of the gateway, and the key by which a browser comes in.
+"""The page, which holds nothing of the gateway, and the key by which a browser comes in.
 
-Whoever reaches the door may load the files: what they show is asked for like everything else, with the cookie or a
+Whoever reaches the door may load it: what it shows is asked for like everything else, with the cookie or a
 token that its user types.
 """
 
@@ -10,16 +10,15 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from gateway.access.auth import PageSession
-from gateway.dashboard.files import INDEX, page_files
+from gateway.dashboard.files import the_page
 from gateway.http.door import Door, cookie_name
-from manager.errors import NotFound
 
-#: Where the views are, and the files that they are made of.
-UI, FILES = "/ui/", "/ui/-/"
-#: Nothing is loaded, run, sent to or framed that is not the gateway's own.
+#: Where the views are.
+UI = "/ui/"
+#: Nothing is run that is not the page's own script to the letter; nothing is loaded, sent to or framed elsewhere.
 _POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    f"default-src 'none'; script-src {the_page().script}; style-src {the_page().style}; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 _HEADERS = {
     "Content-Security-Policy": _POLICY,
@@ -51,7 +50,6 @@ class LandingPage:
     def __init__(self, door: Door, session: PageSession) -> None:
         self._door = door
         self._session = session
-        self._files = page_files()
 
     async def show(self, request: Request) -> Response:
         """Lead a browser to the page, with the right key with a cookie; tell others where things are."""
@@ -68,16 +66,12 @@ class LandingPage:
         return answer
 
     async def file(self, request: Request) -> Response:
-        """One of the files; every view is the same page."""
-        path: str = request.scope["path"]
-        name = path.removeprefix(FILES) if path.startswith(FILES) else INDEX
-        found = self._files.get(name)
-        if found is None:
-            raise NotFound("no such file of the page", component="http")
-        headers = {**_HEADERS, "ETag": found.etag, "Cache-Control": "no-cache", "Vary": "Accept-Encoding"}
-        if request.headers.get("if-none-match") == found.etag:
+        """Every view is the same page."""
+        page = the_page()
+        headers = {**_HEADERS, "ETag": page.etag, "Cache-Control": "no-cache", "Vary": "Accept-Encoding"}
+        if request.headers.get("if-none-match") == page.etag:
             return Response(status_code=304, headers=headers)
         packed = "gzip" in request.headers.get("accept-encoding", "")
         if packed:
             headers["Content-Encoding"] = "gzip"
-        return Response(found.packed if packed else found.data, media_type=found.media_type, headers=headers)
+        return Response(page.packed if packed else page.data, media_type="text/html", headers=headers)

@@ -187,3 +187,4 @@ function bars(told) {
 
 addEventListener("online", () => store.status === "lost" && retryNow());
 addEventListener("focus", () => store.status === "lost" && retryNow());
+window.tangramHandle = handle; // a recorded stream is played to the page by it

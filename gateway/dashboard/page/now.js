@@ -42,7 +42,7 @@ export function nowView(view, go) {
     parts.end.small.textContent = `${count(d.rate[0])} accepted`;
     parts.bad.value.textContent = count(d.failed_15min);
     parts.bad.small.textContent = `${count(d.rate[2])} in the last minute`;
-    for (const name of ["run", "wait", "end", "bad"]) spark(parts[name].spark, store.spark[name], name === "bad" ? "fail" : name === "wait" ? "wait" : "blue");
+    if (drawing) for (const name of ["run", "wait", "end", "bad"]) spark(parts[name].spark, store.spark[name], name === "bad" ? "fail" : name === "wait" ? "wait" : "blue");
     fillIfNew(act, d.act, () => actSplit(d.act));
     fillIfNew(pools, [d.pools, d.nodes], () => poolRows(d));
     fillIfNew(waits, [d.causes, d.wait, Math.floor(store.now() / 1000)], () => waitRows(d));
@@ -52,13 +52,15 @@ export function nowView(view, go) {
     const nothing = !d.run && !d.wait && !store.bars.size && !d.rate[0];
     fillIfNew(empty, nothing ? Object.keys(d.fns) : 0, () => nothing ? [emptyState(d)] : []);
   };
+  let handle = 0, drawing = false;
   tick();
-  let handle = 0;
   const reduced = matchMedia("(prefers-reduced-motion: reduce)").matches;
   const loop = () => { handle = setTimeout(() => { if (!document.hidden) timeline.draw(); loop(); }, reduced ? 500 : 100); };
-  timeline.draw(); loop();
+  // The words are on the screen before the first canvas is made: a canvas costs more than all of them.
+  const begin = () => { drawing = true; tick(); timeline.draw(); loop(); };
+  const first = requestAnimationFrame(() => { handle = setTimeout(begin, 0); });
   window.tangramTimeline = timeline;
-  return {tick, end: () => clearTimeout(handle)};
+  return {tick, end: () => { cancelAnimationFrame(first); clearTimeout(handle); }};
 }
 
 function actSplit([queue, overhead, execution, p50, p99]) {

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from playwright.async_api import expect
 
-from gateway.dashboard.files import page_files
 from manager.function import RetrySpec, SandboxSpec
 from runtimes.fake import ScriptedRuntime
 from tests.gateway.conftest import FUNCTIONS, GatewayBench, RunningGateway, serving, until
@@ -298,29 +297,6 @@ async def test_a_narrow_screen_a_dark_one_and_the_keyboard(tmp_path: Path, shown
         await shown.sees("tbody tr.on")
         await shown.page.keyboard.press("Enter")
         await shown.sees("h1 .st")
-
-
-async def test_the_files_are_packed_named_by_their_content_and_hold_no_foreign_address(
-    gateway: RunningGateway,
-) -> None:
-    index = await gateway.http.get("/", headers={"Accept": "text/html"}, follow_redirects=True)
-    assert index.url.path == "/ui/now" and "script-src 'self'" in index.headers["content-security-policy"]
-    assert "unsafe" not in index.headers["content-security-policy"]
-    again = await gateway.http.get("/ui/-/app.js", headers={"If-None-Match": index.headers["etag"]})
-    assert again.status_code == 200, "another file"
-    same = await gateway.http.get("/ui/-/app.js", headers={"If-None-Match": again.headers["etag"]})
-    assert (same.status_code, same.content) == (304, b"")
-    assert (await gateway.http.get("/ui/-/../../x")).status_code == 404
-    assert (await gateway.http.get("/ui/-/nothing.js")).status_code == 404
-    files = page_files()
-    assert sum(len(each.data) for each in files.values()) <= 135_000
-    assert sum(len(each.packed) for each in files.values()) <= 42_000
-    for name, each in files.items():
-        text = each.data.decode()
-        foreign = [found for found in re.findall(r"https?://[^\"'\s)]+", text) if "www.w3.org/2000/svg" not in found]
-        assert foreign == [], name
-        assert "innerHTML" not in text and "eval(" not in text, name
-    assert " style=" not in files["index.html"].data.decode() and "<style" not in files["index.html"].data.decode()
 
 
 async def test_many_viewers_see_the_same(tmp_path: Path, shown: ShownPage) -> None:
