@@ -20,6 +20,7 @@ from gateway.machine import describe
 from manager.config import ManagerSpec
 from manager.errors import CodedError
 from manager.simulation.baselines import BASELINES
+from manager.simulation.faults import Scenario, read_fault
 from manager.simulation.plan import plan as plan_snapshot
 from manager.simulation.results import SimulationResult
 from manager.simulation.simulate import FINDABLE, Size, preset, run
@@ -110,6 +111,14 @@ def _explained(answer: Mapping[str, object]) -> Iterable[str]:
     type=click.FloatRange(0.0, 1.0),
     help="what a further member adds to a batch of a model's queue mates, as a fraction of what it takes alone",
 )
+@click.option(
+    "--faults",
+    "faults",
+    multiple=True,
+    metavar="KIND:NODES@START[+FOR]",
+    help="repeatable: play each policy again with nodes that fail: lose, wave, upgrade or cut (docs/guide/sizing.md)",
+)
+@click.option("--cells", default=1, show_default=True, help="play each policy again with so many gateways")
 @click.option("--bound", is_flag=True, help="a lower bound on the mean ACT of every possible schedule")
 @click.option("--find", type=click.Choice(FINDABLE), help="the fewest of these that reach --target-act")
 @click.option("--target-act", metavar="SECONDS", help="mean ACT of a trajectory, such as 2s")
@@ -128,6 +137,8 @@ def simulate(
     learned: bool,
     replicate: bool,
     batch_marginal: float,
+    faults: tuple[str, ...],
+    cells: int,
     bound: bool,
     find: str | None,
     target_act: str | None,
@@ -142,6 +153,7 @@ def simulate(
     try:
         chosen = load_workload(workload, batch, seed)
         base = _configured(configs, size, chosen) if configs else None
+        scenario = Scenario(faults=tuple(read_fault(text) for text in faults), cells=cells, seed=seed)
         wanted = [name for text in names or DEFAULT_POLICIES for name in text.split("+")]
         with progress(len(wanted)) as begun:
             result = run(
@@ -154,6 +166,7 @@ def simulate(
                 with_bound=bound,
                 find=find,
                 target_act_s=None if target_act is None else _seconds(target_act),
+                scenario=scenario,
                 begun=begun,
             )
     except CodedError as error:

@@ -118,6 +118,9 @@ class SimulationResult:
                 "area_s": _rounded(self.bound.area_s / count),
                 "price_s": _rounded(self.bound.price_s / count),
             }
+        faults = {name: run.faults.as_json() for name, run in self.runs.items() if run.faults.nodes_lost}
+        if faults:
+            value["faults"] = faults
         if self.found is not None:
             value["found"] = {"kind": self.found[0], "units": self.found[1], "act_s": _rounded(self.found[2])}
         return json.dumps(value, sort_keys=True)
@@ -148,6 +151,7 @@ class SimulationResult:
             title += f"; no schedule has a mean ACT below {self.bound_s:.2f} s"
         if self.found is not None:
             text.append(f"{self.found[1]} units of {self.found[0]} are enough: mean ACT {self.found[2]:.2f} s")
+        text += [f"{name}: {run.faults.line()}" for name, run in self.runs.items() if run.faults.nodes_lost]
         return "\n".join([title, *text])
 
     def _line(self, row: Row) -> list[str]:

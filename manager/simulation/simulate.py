@@ -13,10 +13,13 @@ from manager.errors import InvalidInput
 from manager.resources.quota import QuotaSpec
 from manager.simulation.baselines import BASELINES, run_baseline
 from manager.simulation.bound import LowerBound, lower_bound
+from manager.simulation.cells import play_cells
 from manager.simulation.cluster import cluster, policies
 from manager.simulation.duration_model import DurationModel, Learning
+from manager.simulation.faults import Scenario, fault_events
 from manager.simulation.results import Row, SimulationResult
 from manager.simulation.simulator import Physics, Simulation, SimulationRun
+from manager.simulation.trace import TracedTrajectory
 from manager.simulation.workloads import PRESETS, Workload, service
 
 #: Kinds that ``find`` can look for.
@@ -79,8 +82,12 @@ def simulate(
     physics: Physics | None = None,
     knowledge: DurationModel | None = None,
     strict: bool = False,
+    scenario: Scenario | None = None,
 ) -> SimulationRun:
-    """One policy or baseline; ``base`` (a gateway's own configuration) replaces the cluster that ``size`` describes."""
+    """One policy or baseline; ``base`` (a gateway's own configuration) replaces the cluster that ``size`` describes.
+
+    In a ``scenario`` nodes fail, or several gateways share the cluster out: for policies, not for baselines.
+    """
     spec = size.spec(workload, policy if policy not in BASELINES else "fixed", strict=strict)
     if base is not None:
         spec = adopted(base, spec)
@@ -88,7 +95,17 @@ def simulate(
     _check_sizes(workload, spec)
     if policy in BASELINES:
         return run_baseline(policy, workload, spec)
-    return Simulation(spec, workload.trajectories, physics=physics, knowledge=knowledge).run()
+    chosen = scenario or Scenario()
+    events = fault_events(chosen.faults, spec.nodes, chosen.seed)
+
+    def play(part: ManagerSpec, trajectories: Sequence[TracedTrajectory]) -> SimulationRun:
+        names = {node.name for node in part.nodes}
+        mine = [event for event in events if event.node in names]
+        return Simulation(part, trajectories, physics=physics, knowledge=knowledge, faults=mine).run()
+
+    if chosen.cells > 1:
+        return play_cells(spec, workload.trajectories, chosen.cells, play)
+    return play(spec, workload.trajectories)
 
 
 def adopted(base: ManagerSpec, spec: ManagerSpec) -> ManagerSpec:
@@ -116,12 +133,14 @@ def run(
     with_bound: bool = False,
     find: str | None = None,
     target_act_s: float | None = None,
+    scenario: Scenario | None = None,
     begun: Callable[[str], None] = lambda name: None,
 ) -> SimulationResult:
     """Every named policy and baseline on the same workload; ``begun`` is told each before it is played.
 
     ``learned`` hides all profiles from the policies. ``find`` is ``cores`` or ``gpus``: the fewest of them with which
-    the first policy's mean ACT is at most ``target_act_s``. Raises InvalidInput or Unsatisfiable.
+    the first policy's mean ACT is at most ``target_act_s``. Under a ``scenario`` each policy is played a second time.
+    Raises InvalidInput or Unsatisfiable.
     """
     workload = with_services(workload)
     capacity = size.capacity if base is None else capacity_of(base)
@@ -132,6 +151,11 @@ def run(
         knowledge = Learning() if learned else None
         begun(name)
         runs[name] = simulate(workload, name, size, base=base, physics=physics, knowledge=knowledge)
+        if scenario is not None and scenario.label and name not in BASELINES:
+            knowledge = Learning() if learned else None
+            runs[f"{name}, {scenario.label}"] = simulate(
+                workload, name, size, base=base, physics=physics, knowledge=knowledge, scenario=scenario
+            )
     bound: LowerBound | None = None
     if with_bound:
         costs = physics or Physics()

@@ -8,20 +8,25 @@ invariants. The same workload and cluster give the same run, byte for byte.
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from manager.action import Action, capped
 from manager.assembly import build_core
 from manager.batch import Work
 from manager.config import ManagerSpec
 from manager.core.views import replicas_view
-from manager.errors import Unsatisfiable
+from manager.errors import FILES_LOST, Reason, Unsatisfiable
 from manager.events import (
+    Abort,
     Command,
+    EndTrajectory,
     Event,
     Execute,
     Finished,
+    NodeJoined,
+    NodeLost,
     Refuse,
     ReplicaEnded,
     Replicate,
@@ -35,6 +40,7 @@ from manager.events import (
 from manager.lease import Lease
 from manager.outcome import Outcome, Settlement, State
 from manager.simulation.duration_model import DurationModel, Oracle
+from manager.simulation.faults import FaultEvent, FaultTally
 from manager.simulation.lease_audit import LeaseAudit
 from manager.simulation.pending_restores import PendingRestores
 from manager.simulation.trace import TracedTrajectory, TraceStep
@@ -95,6 +101,8 @@ class SimulationRun:
     replica_hits: int = 0
     #: Actions that gave up: in baselines only.
     failures: int = 0
+    #: What faults of the cluster have cost.
+    faults: FaultTally = field(default_factory=FaultTally)
 
 
 @dataclass(slots=True, eq=False)
@@ -136,7 +144,9 @@ class Simulation:
         *,
         physics: Physics | None = None,
         knowledge: DurationModel | None = None,
+        faults: Sequence[FaultEvent] = (),
     ) -> None:
+        """``faults``: what happens to nodes, in order of time (`manager.simulation.faults`)."""
         self._spec = spec
         self._core = build_core(spec)
         self._trajectories = trajectories
@@ -153,14 +163,28 @@ class Simulation:
         self._resizes = 0
         self._restores = 0
         self._arrivals = PendingRestores()
+        self._faults = deque(faults)
+        self._tally = FaultTally()
+        self._gone: set[str] = set()
+        #: Until when a node's ends are not heard.
+        self._silent: dict[str, float] = {}
+        #: Trajectories that have work left, how often each began again, and those whose sandbox was lost.
+        self._left = sum(1 for trajectory in trajectories if trajectory.steps)
+        self._lives = [0] * len(trajectories)
+        self._lost: set[str] = set()
+        self._tries: dict[str, int] = {}
         self.steps = 0
 
     def run(self) -> SimulationRun:
-        """Play to the end; raises Unsatisfiable where an action could never start."""
+        """Play to the end; raises Unsatisfiable where an action could never start.
+
+        A trajectory whose sandbox is lost with its node begins again, as a trainer would have it; an action that lost
+        its node alone is asked for again.
+        """
         for index, trajectory in enumerate(self._trajectories):
             if trajectory.steps:
                 self._push(trajectory.arrival_s + trajectory.steps[0].think_s, (index, 0))
-        while self._events or self._wake_s is not None:
+        while self._events or self._wake_s is not None or (self._faults and self._left):
             events = self._next_events()
             if not events:
                 continue  # an end that a resize has moved
@@ -179,12 +203,14 @@ class Simulation:
             restores=self._restores,
             replicas=self._arrivals.count,
             replica_hits=replicas_view(self._core).get("hits", 0),
+            faults=self._tally,
         )
 
     def _finish(self) -> None:
         self._core.check()
         expected = sum(len(trajectory.steps) for trajectory in self._trajectories)
-        assert len(self._records) == expected, f"{len(self._records)} of {expected} actions completed"
+        assert self._left == 0 and len(self._records) >= expected, f"{len(self._records)} of {expected} completed"
+        assert self._tally.trajectories or len(self._records) == expected, "an action was completed twice"
         assert self._ledger.empty and not self._running, "something is leased after the end"
 
     # -- time
@@ -196,12 +222,16 @@ class Simulation:
     def _next_events(self) -> list[Event]:
         """Go to the next instant at which something happens, and take all of it."""
         next_s = self._events[0][0] if self._events else float("inf")
+        if self._faults and self._left:
+            next_s = min(next_s, self._faults[0].instant_s)
         if self._wake_s is not None and self._wake_s < next_s:
             assert self._events or self._wake_s > self._now_s, "the core asks for an instant that has passed"
             self._now_s, self._wake_s = max(self._now_s, self._wake_s), None
             return [Tick()]
         self._now_s = next_s
         events: list[Event] = []
+        while self._faults and self._left and self._faults[0].instant_s <= next_s:
+            events += self._befall(self._faults.popleft())
         while self._events and self._events[0][0] <= next_s:
             event = heapq.heappop(self._events)[2]
             if isinstance(event, tuple):
@@ -213,14 +243,40 @@ class Simulation:
     def _is_current(self, event: Finished) -> bool:
         """Whether the end was not moved by a resize since."""
         running = self._running.get(event.action_id)
-        return running is not None and event.outcome.usage.get("version") == running.version
+        if running is None or event.attempt != running.action.attempt:
+            return False
+        if event.outcome.usage.get("version") != running.version:
+            return False
+        heard_s = self._silent.get(running.lease.node, 0.0)
+        if heard_s > self._now_s:
+            self._push(heard_s, event)
+            return False
+        return True
+
+    def _befall(self, fault: FaultEvent) -> list[Event]:
+        """Return what the core is told of a fault."""
+        if fault.silent_until_s is not None:
+            self._silent[fault.node] = fault.silent_until_s
+        if isinstance(fault.event, NodeJoined):
+            self._gone.discard(fault.node)
+        elif isinstance(fault.event, NodeLost) and fault.node not in self._gone:
+            self._gone.add(fault.node)
+            self._tally.nodes_lost += 1
+            self._silent.pop(fault.node, None)
+        return [] if fault.event is None else [fault.event]
 
     # -- the workload
 
     def _submission(self, index: int, number: int) -> Submitted:
         trajectory = self._trajectories[index]
+        if self._name(index) in self._lost:  # while it thought
+            self._begin_again(index)
+            number = 0
         step = trajectory.steps[number]
-        action_id = f"{trajectory.id}/{number}"
+        name = self._name(index)
+        action_id = f"{name}/{number}"
+        if action_id in self._tries:
+            action_id = f"{action_id}~{self._tries[action_id]}"
         self._places[action_id] = (index, number)
         known = self._knowledge.of(step)
         return Submitted(
@@ -228,7 +284,7 @@ class Simulation:
                 id=action_id,
                 function=step.function,
                 task=trajectory.task,
-                trajectory=trajectory.id,
+                trajectory=name,
                 cost=capped(step.cost, step.key, known.units_max),
                 memory_bytes=trajectory.memory_bytes,
                 trajectory_ttl_s=1e9,
@@ -243,8 +299,19 @@ class Simulation:
                 submitted_s=self._now_s,
                 timeout_s=1e9,
                 queue_timeout_s=1e9,
-            )
+            ),
+            idempotent=step.service is not None,
         )
+
+    def _name(self, index: int) -> str:
+        """Return a trajectory's id; each new life has another."""
+        name, lives = self._trajectories[index].id, self._lives[index]
+        return f"{name}#{lives}" if lives else name
+
+    def _begin_again(self, index: int) -> None:
+        self._lost.discard(self._name(index))
+        self._lives[index] += 1
+        self._tally.trajectories += 1
 
     # -- the core's commands
 
@@ -258,12 +325,16 @@ class Simulation:
                 self._replicate(command)
             case Settle():
                 self._settle(command.settlement)
+            case Abort():
+                self._abort(command.action_id)
+            case EndTrajectory():
+                self._lost.add(command.trajectory)
             case WakeAt():
                 self._wake_s = command.instant_s
             case Refuse():
                 raise Unsatisfiable(f"the core refused {command.action_id}: {command.error}", component="simulate")
             case _:
-                pass  # placing and ending trajectories needs nothing here
+                pass  # placing trajectories needs nothing here
 
     def _execute(self, action: Action, lease: Lease) -> None:
         self._ledger.grant(lease, self._now_s)
@@ -356,11 +427,18 @@ class Simulation:
             execution_s=max(0.0, ran_s - running.lost_s),
             usage={"version": float(running.version), "mean_units": area / ran_s if ran_s > 0 else running.units},
         )
-        self._push(end_s, Finished(action_id=running.action.id, outcome=outcome))
+        attempt = running.action.attempt
+        self._push(end_s, Finished(action_id=running.action.id, outcome=outcome, attempt=attempt))
 
     def _settle(self, settlement: Settlement) -> None:
         """Record it, and let its trajectory think on."""
         action = settlement.action
+        if settlement.outcome.state is State.LOST and self._tally.nodes_lost:
+            self._settle_lost(settlement)
+            return
+        if settlement.outcome.reason is Reason.QUEUE_TIMEOUT and self._tally.nodes_lost:
+            told = f"{action.id} waits for ever, with {len(self._gone)} nodes lost: {settlement.outcome.message}"
+            raise Unsatisfiable(told, component="simulate")
         assert settlement.outcome.state is State.SUCCEEDED, f"{action.id}: {settlement.outcome}"
         self._ledger.settle(action.id, self._now_s)
         running = self._running.pop(action.id)
@@ -381,7 +459,33 @@ class Simulation:
         if number + 1 < len(steps):
             self._push(self._now_s + steps[number + 1].think_s, (index, number + 1))
         else:
-            self._push(self._now_s, TrajectoryEnded(trajectory=self._trajectories[index].id))
+            self._left -= 1
+            self._push(self._now_s, TrajectoryEnded(trajectory=self._name(index)))
+
+    def _abort(self, action_id: str) -> None:
+        """Its node is lost: what it did there is wasted."""
+        running = self._running.pop(action_id)
+        self._ledger.settle(action_id, self._now_s)
+        self._tally.actions += 1
+        self._tally.again += running.step.service is not None
+        if running.lease.batch and running.lease.batch[0] != action_id:
+            return  # its batch's units are its leader's
+        for kind, grant in running.lease.grants.items():
+            spent = grant.units * (self._now_s - running.started_s + running.lost_s)
+            self._tally.wasted[kind] = self._tally.wasted.get(kind, 0.0) + spent
+
+    def _settle_lost(self, settlement: Settlement) -> None:
+        """Ask for an action again, or begin its trajectory again where that was lost with it."""
+        action = settlement.action
+        index, number = self._places.pop(action.id)
+        trajectory = self._trajectories[index]
+        if settlement.outcome.reason is Reason.ENVIRONMENT_LOST or settlement.outcome.detail.get(FILES_LOST):
+            self._begin_again(index)
+            self._push(self._now_s + trajectory.steps[0].think_s, (index, 0))
+        else:
+            first = f"{self._name(index)}/{number}"
+            self._tries[first] = self._tries.get(first, 0) + 1
+            self._push(self._now_s, (index, number))
 
 
 def _work_s(step: TraceStep, lease: Lease) -> float:

@@ -1,0 +1,134 @@
+"""Faults of a simulated cluster: what is lost begins again, what is silent is heard later, and the core stays whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from manager.action import UnitSet
+from manager.config import ManagerSpec
+from manager.errors import InvalidInput, Unsatisfiable
+from manager.events import NodeClosed, NodeJoined, NodeLost, NodeOpened
+from manager.simulation.cluster import cluster
+from manager.simulation.faults import LOST_S, NodeFault, Scenario, fault_events, read_fault
+from manager.simulation.simulate import Size, preset, simulate
+from manager.simulation.simulator import Simulation, SimulationRun
+from manager.simulation.trace import TracedTrajectory, TraceStep
+
+TWO = cluster(cores=4, nodes=2)
+
+
+def rollout(name: str, *works_s: float, think_s: float = 1.0) -> TracedTrajectory:
+    """A rollout of rigid actions of one core."""
+    cost = {"cpu": UnitSet(1, 1)}
+    steps = tuple(TraceStep(think_s=think_s, function="shell", cost=cost, t_ori_s=each) for each in works_s)
+    return TracedTrajectory(id=name, memory_bytes=1, steps=steps)
+
+
+def play(spec: ManagerSpec, rollouts: Sequence[TracedTrajectory], *texts: str, seed: int = 0) -> SimulationRun:
+    faults = fault_events([read_fault(text) for text in texts], spec.nodes, seed)
+    return Simulation(spec, rollouts, faults=faults).run()
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("lose:3@600", NodeFault(kind="lose", nodes=3, start_s=600.0)),
+        ("wave:50@6.5+120", NodeFault(kind="wave", nodes=50, start_s=6.5, for_s=120.0)),
+    ],
+)
+def test_a_fault_is_read_as_it_is_written(text: str, fault: NodeFault) -> None:
+    assert read_fault(text) == fault
+
+
+@pytest.mark.parametrize("text", ["", "lose", "lose:3", "burn:3@1", "lose:0@1", "cut:2@5", "lose:-1@2", "lose:1@2+"])
+def test_a_fault_that_cannot_be_read_is_refused_with_how_it_is_written(text: str) -> None:
+    with pytest.raises(InvalidInput, match=r"fault .*:"):
+        read_fault(text)
+
+
+def test_a_fault_of_more_nodes_than_there_are_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="the cluster has 2"):
+        play(TWO, [rollout("a", 1.0)], "lose:3@1")
+
+
+def test_an_upgrade_meets_every_node_once_and_each_joins_again() -> None:
+    nodes = cluster(cores=10, nodes=5).nodes
+    events = fault_events([read_fault("upgrade:2@100+30")], nodes, seed=1)
+    assert [each.instant_s for each in events if isinstance(each.event, NodeClosed)] == [100, 100, 130, 130, 160]
+    for kind in (NodeClosed, NodeLost, NodeJoined):
+        assert sorted(each.node for each in events if isinstance(each.event, kind)) == [node.name for node in nodes]
+
+
+@pytest.mark.parametrize(("for_s", "kinds"), [(2.0, []), (30.0, [NodeClosed, NodeOpened])])
+def test_a_short_silence_loses_nothing(for_s: float, kinds: list[type]) -> None:
+    events = fault_events([read_fault(f"cut:1@10+{for_s}")], TWO.nodes, seed=0)
+    assert [type(each.event) for each in events if each.event is not None] == kinds
+
+
+def test_a_trajectory_whose_node_is_lost_begins_again() -> None:
+    """Both nodes go, one after the other, and come back: whatever stood on them is done anew."""
+    run = play(TWO, [rollout("a", 5.0, 5.0)], "lose:2@10+1")
+    assert [record.trajectory for record in run.records] == ["a", "a#1", "a#1"]
+    assert (run.faults.nodes_lost, run.faults.trajectories, run.faults.actions) == (2, 1, 1)
+    assert run.faults.wasted == {"cpu": pytest.approx(3.0)}  # it began at 7 s
+    assert run.makespan_s == pytest.approx(10 + 1 + 5 + 1 + 5)
+
+
+def test_a_trajectory_that_thinks_while_its_node_is_lost_is_told_at_its_next_action() -> None:
+    run = play(TWO, [rollout("a", 1.0, 1.0, think_s=10.0)], "lose:2@15+1")
+    assert [record.trajectory for record in run.records] == ["a", "a#1", "a#1"]
+    assert run.faults.actions == 0 and run.faults.trajectories == 1
+
+
+def test_ends_on_a_silent_node_are_heard_when_it_is_back() -> None:
+    run = play(TWO, [rollout("a", 2.0), rollout("b", 2.0)], "cut:2@2+30")
+    assert [record.ended_s for record in run.records] == [pytest.approx(32.0)] * 2
+    assert run.faults.nodes_lost == run.faults.trajectories == 0
+
+
+def test_a_node_that_is_silent_for_too_long_is_lost_and_joins_again() -> None:
+    run = play(TWO, [rollout("a", 2.0)], f"cut:2@2+{LOST_S + 40}")
+    assert run.faults.nodes_lost == 2
+    assert run.makespan_s == pytest.approx(2 + LOST_S + 40 + 2.0)
+
+
+def test_a_model_call_runs_again_by_itself() -> None:
+    workload = preset("mopd", 16, seed=0)
+    size = Size(nodes=1, cores=0, gpus=16)
+    longest = max(simulate(workload, "price", size).records, key=lambda record: record.execution_s)
+    middle_s = longest.ended_s - longest.execution_s / 2
+    scenario = Scenario(faults=(read_fault(f"lose:2@{middle_s:.3f}+5"),), seed=0)
+    run = simulate(workload, "price", size, scenario=scenario)
+    assert run.faults.again == run.faults.actions > 0
+    assert run.faults.trajectories == 0 and len(run.records) == workload.actions
+
+
+def test_work_for_which_no_node_is_left_is_said_and_not_waited_for() -> None:
+    with pytest.raises(Unsatisfiable, match="waits for ever"):
+        play(TWO, [rollout("a", 5.0)], "lose:2@3")
+
+
+def test_faults_after_the_end_change_nothing() -> None:
+    workload = preset("ai-coding", 8, seed=3)
+    size = Size(nodes=2, cores=64)
+    scenario = Scenario(faults=(read_fault("lose:2@1000000"),))
+    assert (
+        simulate(workload, "adaptive", size, scenario=scenario).records == simulate(workload, "adaptive", size).records
+    )
+
+
+@pytest.mark.parametrize("policy", ["adaptive", "paper"])
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_befalls_the_nodes_every_rollout_is_done(policy: str, seed: int) -> None:
+    """The core's invariants and the audit of leases are asserted by the simulation itself."""
+    workload = preset("mixed", 12, seed)
+    texts = ("lose:1@30+60", "wave:2@50+40", "upgrade:2@100+30", "cut:3@200+30", "cut:1@260+90", "lose:2@90+5")
+    scenario = Scenario(faults=tuple(read_fault(text) for text in texts), seed=seed)
+    run = simulate(workload, policy, replace(Size(nodes=6, cores=48), gpus=16), scenario=scenario)
+    done = {record.trajectory.partition("#")[0] for record in run.records}
+    assert done == {each.id for each in workload.trajectories}
+    assert run.faults.nodes_lost >= 8
+    assert len(run.records) >= workload.actions
