@@ -23,8 +23,10 @@ from bench.simulated import (
     stronger_paper_s,
     table,
 )
+from manager.simulation.baselines import POD_START_S, PODS_PER_NODE_S
 from manager.simulation.duration_model import Learning
-from manager.simulation.simulate import Size, simulate
+from manager.simulation.simulate import Size, run, simulate
+from manager.simulation.simulator import Physics
 from manager.simulation.workloads import CODING_BURST, Coding, Search, Workload, coding, mixed, mopd
 
 CORES = Size(nodes=5, cores=1280)
@@ -33,6 +35,9 @@ MIXED = Size(nodes=5, cores=640, gpus=16)
 #: Ours, and the one that it has to beat.
 ADAPTIVE = "adaptive"
 PRICE = "price"
+#: Ours where each sandbox takes what a pod takes, at the rate at which a node creates them.
+CHARGED = "adaptive, sandboxes as pods"
+AS_PODS = Physics(sandbox_start_s=POD_START_S, sandboxes_per_node_s=PODS_PER_NODE_S)
 DOPS = (2, 4, 8, 16, 32)
 DEVICE_DOPS = (1, 2, 4, 8)
 #: Searches a second of a third of a mixed batch of 1,200: below and above what they ask for at their peak.
@@ -42,14 +47,17 @@ QUOTAS = {"moderate": 55, "tight": 25}
 def coding_figures(report: BenchReport, seeds: Sequence[int], batches: Sequence[int]) -> None:
     """AI coding under load: ours against both readings of the paper, the best constant DoP, a pod each, the bound."""
     rows: dict[str, Row] = {}
-    contenders = {**named(ADAPTIVE, PRICE, "k8s"), **PAPERS}
+    contenders = {**named(ADAPTIVE, PRICE, "k8s"), **PAPERS, CHARGED: Contender(policy=ADAPTIVE, physics=AS_PODS)}
+    pods: dict[str, float] = {}
     for batch in batches:
         of = _rows(rows, batch, table(seeds, lambda seed: coding(batch, seed), CORES, contenders, DOPS))  # noqa: B023
         ours = of[ADAPTIVE]
         report.check(f"coding_{batch}_adaptive_over_bound", ours["over_bound"], 1.15, "lower")
         report.check(f"coding_{batch}_paper_over_adaptive", stronger_paper_s(of) / ours["mean"], 1.35, "higher")
         report.check(f"coding_{batch}_adaptive_over_best_fixed", ours["mean"] / ours["best_fixed"], 1.05, "lower")
+        pods[str(batch)] = of["k8s"]["mean"] / of[CHARGED]["mean"]
     report.figure("coding_act_s", shown(rows))
+    report.figure("coding_k8s_over_adaptive_charged", dict(pods))
 
 
 def _rows(into: dict[str, Row], batch: int, rows: dict[str, Row]) -> dict[str, Row]:
@@ -126,6 +134,7 @@ def mixed_figures(report: BenchReport, seeds: Sequence[int], batch: int) -> None
     """Coding, distillation and search together: reservation per resource against one strict queue."""
     limits = {"moderate": 1.4, "tight": 2.5}
     contenders = {"reserved": Contender(policy=ADAPTIVE), "strict": Contender(policy=ADAPTIVE, strict=True)}
+    apart: dict[str, Row] = {}
     rows: dict[str, Row] = {}
     for name, quota in QUOTAS.items():
         search = Search(quota=quota * batch // 1200 or 1)
@@ -134,7 +143,15 @@ def mixed_figures(report: BenchReport, seeds: Sequence[int], batch: int) -> None
         report.check(
             f"mixed_{name}_strict_over_reserved", of["strict"]["mean"] / of["reserved"]["mean"], limits[name], "higher"
         )
+        apart[name] = over_seeds(seeds[:1], lambda seed: _baselines_apart(mixed(batch, seed, search)))  # noqa: B023
     report.figure("mixed_act_s", shown(rows))
+    report.figure("mixed_baseline_over_adaptive", shown(apart))
+
+
+def _baselines_apart(work: Workload) -> Row:
+    """How many times ours each baseline takes for the actions of the kind that it manages."""
+    result = run(work, [ADAPTIVE, "k8s", "static-gpu", "serverless-llm", "uncontrolled"], MIXED)
+    return {name: act_s / ours_s for name, _, actions, act_s, ours_s in result.on_the_same() if actions}
 
 
 #: The parts of a full run, by name.

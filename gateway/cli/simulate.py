@@ -96,7 +96,12 @@ def _explained(answer: Mapping[str, object]) -> Iterable[str]:
 @click.option("--nodes", default=5, show_default=True, help="CPU nodes")
 @click.option("--cores", default=1280, show_default=True, help="cores of all nodes together")
 @click.option("--gpus", default=40, show_default=True, help="devices in nodes of eight")
-@click.option("--policy", "names", multiple=True, help=f"repeatable; also the baselines {', '.join(BASELINES)}")
+@click.option(
+    "--policy",
+    "names",
+    multiple=True,
+    help=f"repeatable; also the baselines {', '.join(BASELINES)}, several as k8s/static-gpu",
+)
 @click.option("--learned", is_flag=True, help="hide all profiles: the policies know what history tells them")
 @click.option(
     "--replicate/--no-replicate",
@@ -119,7 +124,18 @@ def _explained(answer: Mapping[str, object]) -> Iterable[str]:
     help="repeatable: play each policy again with nodes that fail: lose, wave, upgrade or cut (docs/guide/sizing.md)",
 )
 @click.option("--cells", default=1, show_default=True, help="play each policy again with so many gateways")
-@click.option("--bound", is_flag=True, help="a lower bound on the mean ACT of every possible schedule")
+@click.option(
+    "--bound/--no-bound",
+    default=True,
+    show_default=True,
+    help="a lower bound on the mean ACT of every possible schedule",
+)
+@click.option(
+    "--best-fixed/--no-best-fixed",
+    default=True,
+    show_default=True,
+    help="the best constant number of units, known only afterwards",
+)
 @click.option("--find", type=click.Choice(FINDABLE), help="the fewest of these that reach --target-act")
 @click.option("--target-act", metavar="SECONDS", help="mean ACT of a trajectory, such as 2s")
 @json_option
@@ -140,6 +156,7 @@ def simulate(
     faults: tuple[str, ...],
     cells: int,
     bound: bool,
+    best_fixed: bool,
     find: str | None,
     target_act: str | None,
     as_json: bool,
@@ -155,7 +172,7 @@ def simulate(
         base = _configured(configs, size, chosen) if configs else None
         scenario = Scenario(faults=tuple(read_fault(text) for text in faults), cells=cells, seed=seed)
         wanted = [name for text in names or DEFAULT_POLICIES for name in text.split("+")]
-        with progress(len(wanted)) as begun:
+        with progress(len(wanted) + best_fixed) as begun:
             result = run(
                 chosen,
                 wanted,
@@ -164,6 +181,7 @@ def simulate(
                 physics=Physics(batch_marginal=batch_marginal),
                 learned=learned,
                 with_bound=bound,
+                with_best_fixed=best_fixed,
                 find=find,
                 target_act_s=None if target_act is None else _seconds(target_act),
                 scenario=scenario,

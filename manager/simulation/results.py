@@ -20,9 +20,13 @@ class Row:
     queue_s: float
     overhead_s: float
     execution_s: float
-    #: Single actions: median and 99th percentile of their ACT.
+    #: How many it had to serve: a baseline is shown by those of its own kind.
+    actions: int
+    #: Single actions: median and upper percentiles of their ACT, and the longest that one was queued.
     action_p50_s: float
     action_p99_s: float
+    action_p999_s: float
+    max_wait_s: float
     makespan_s: float
     utilisation: dict[str, float] = field(default_factory=dict)
     resizes: int = 0
@@ -45,8 +49,11 @@ class Row:
             queue_s=sum(record.queue_s for record in run.records) / count,
             overhead_s=sum(record.overhead_s for record in run.records) / count,
             execution_s=sum(record.execution_s for record in run.records) / count,
+            actions=len(acts),
             action_p50_s=_rank(acts, 0.5),
             action_p99_s=_rank(acts, 0.99),
+            action_p999_s=_rank(acts, 0.999),
+            max_wait_s=max((record.queue_s for record in run.records), default=0.0),
             makespan_s=run.makespan_s,
             utilisation={
                 kind: run.ledger.used[kind] / (units * span_s) for kind, units in sorted(capacity.items()) if units
@@ -67,8 +74,11 @@ class Row:
                 "queue_s",
                 "overhead_s",
                 "execution_s",
+                "actions",
                 "action_p50_s",
                 "action_p99_s",
+                "action_p999_s",
+                "max_wait_s",
                 "makespan_s",
                 "resizes",
                 "restores",
@@ -95,6 +105,8 @@ class SimulationResult:
     bound: LowerBound | None = None
     #: The fewest units that reach a target, where that was asked for: (kind, units, ACT there).
     found: tuple[str, int, float] | None = None
+    #: The row of the best constant DoP, known only afterwards; None where it was not asked for.
+    best_fixed: Row | None = None
     runs: dict[str, SimulationRun] = field(default_factory=dict)
 
     @property
@@ -108,8 +120,22 @@ class SimulationResult:
             "workload": self.workload,
             "trajectories": self.trajectories,
             "actions": self.actions,
-            "policies": [row.as_json(self.bound_s) for row in self.rows],
+            "policies": [row.as_json(self._bound_of(row)) for row in self.rows],
         }
+        if self.best_fixed is not None:
+            value["best_fixed"] = self.best_fixed.as_json(self.bound_s)
+        compared = self.on_the_same()
+        if compared:
+            value["same_actions"] = [
+                {
+                    "policy": name,
+                    "than": ours,
+                    "actions": actions,
+                    "act_s": _rounded(mine_s),
+                    "than_act_s": _rounded(ours_s),
+                }
+                for name, ours, actions, mine_s, ours_s in compared
+            ]
         if self.bound is not None:
             count = max(1, self.trajectories)
             value["bound"] = {
@@ -127,20 +153,11 @@ class SimulationResult:
 
     def table(self) -> str:
         """Columns for people, one line a policy."""
-        head = [
-            "policy",
-            "ACT s",
-            "queue",
-            "overhead",
-            "execution",
-            "p99 action",
-            "makespan",
-            "use",
-            "resizes",
-            "restores",
-        ]
-        head += ["over bound"] if self.bound is not None else []
-        lines = [self._line(row) for row in self.rows]
+        head = ["policy", "ACT s", "queue", "overhead", "execution", "p99 action", "p99.9", "max wait", "makespan"]
+        head += ["use", "resizes", "restores", *(["over bound"] if self.bound is not None else [])]
+        lines = [self._line(row, row.policy) for row in self.rows]
+        if self.best_fixed is not None:
+            lines.append(self._line(self.best_fixed, f"best fixed ({self.best_fixed.policy})"))
         widths = [max(len(line[i]) for line in [head, *lines]) for i in range(len(head))]
         text = [
             "  ".join(cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(pairs))
@@ -149,19 +166,49 @@ class SimulationResult:
         title = f"{self.workload}: {self.trajectories} trajectories, {self.actions} actions"
         if self.bound_s is not None:
             title += f"; no schedule has a mean ACT below {self.bound_s:.2f} s"
+        for name, ours, actions, mine_s, ours_s in self.on_the_same():
+            if not actions:
+                text.append(f"{name} has nothing to do here: no action needs what it manages")
+                continue
+            text.append(
+                f"{name} is shown by its own {actions} of {self.actions} actions: {mine_s:.2f} s; "
+                f"{ours} takes {ours_s:.2f} s on the same"
+            )
         if self.found is not None:
             text.append(f"{self.found[1]} units of {self.found[0]} are enough: mean ACT {self.found[2]:.2f} s")
         text += [f"{name}: {run.faults.line()}" for name, run in self.runs.items() if run.faults.nodes_lost]
         return "\n".join([title, *text])
 
-    def _line(self, row: Row) -> list[str]:
+    def _line(self, row: Row, name: str) -> list[str]:
         use = " ".join(f"{kind} {share:.0%}" for kind, share in row.utilisation.items())
-        line = [row.policy]
-        line += [f"{value:.2f}" for value in (row.act_s, row.queue_s, row.overhead_s, row.execution_s)]
-        line += [f"{row.action_p99_s:.2f}", f"{row.makespan_s:.0f}", use, str(row.resizes), str(row.restores)]
+        seconds = (row.act_s, row.queue_s, row.overhead_s, row.execution_s)
+        tail = (row.action_p99_s, row.action_p999_s, row.max_wait_s)
+        line = [name, *(f"{value:.2f}" for value in (*seconds, *tail)), f"{row.makespan_s:.0f}", use]
+        line += [str(row.resizes), str(row.restores)]
         if self.bound_s is not None:
-            line.append(f"{row.act_s / self.bound_s:.2f}x")
+            bound_s = self._bound_of(row)
+            line.append("-" if bound_s is None else f"{row.act_s / bound_s:.2f}x")
         return line
+
+    def _bound_of(self, row: Row) -> float | None:
+        """The bound that a row may be held against: it is on all actions, so none for one that is shown by some."""
+        return self.bound_s if row.actions >= self.actions else None
+
+    def on_the_same(self) -> list[tuple[str, str, int, float, float]]:
+        """For rows of some actions only: (policy, ours, actions, its mean, that of ours on the same actions).
+
+        Ours is the first row of all actions.
+        """
+        whole = next((row.policy for row in self.rows if row.actions >= self.actions), None)
+        found: list[tuple[str, str, int, float, float]] = []
+        for row in self.rows:
+            if whole is None or row.actions >= self.actions:
+                continue
+            part = self.runs[row.policy]
+            same = {(record.trajectory, record.number) for record in part.records}
+            ours_s = sum(one.act_s for one in self.runs[whole].records if (one.trajectory, one.number) in same)
+            found.append((row.policy, whole, row.actions, row.act_s, ours_s / max(1, part.trajectories)))
+        return found
 
 
 def _rank(ordered: Sequence[float], share: float) -> float:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from manager.config import ManagerSpec
 from manager.errors import InvalidInput
 from manager.resources.quota import QuotaSpec
-from manager.simulation.baselines import BASELINES, run_baseline
+from manager.simulation.baselines import is_baseline, run_baseline
 from manager.simulation.bound import LowerBound, lower_bound
 from manager.simulation.cells import play_cells
 from manager.simulation.cluster import cluster, policies
@@ -88,13 +88,13 @@ def simulate(
 
     In a ``scenario`` nodes fail, or several gateways share the cluster out: for policies, not for baselines.
     """
-    spec = size.spec(workload, policy if policy not in BASELINES else "fixed", strict=strict)
+    spec = size.spec(workload, "fixed" if is_baseline(policy) else policy, strict=strict)
     if base is not None:
         spec = adopted(base, spec)
     _check_kinds(workload, spec)
     _check_sizes(workload, spec)
-    if policy in BASELINES:
-        return run_baseline(policy, workload, spec)
+    if is_baseline(policy):
+        return run_baseline(policy, workload, spec, (physics or Physics()).batch_marginal)
     chosen = scenario or Scenario()
     events = fault_events(chosen.faults, spec.nodes, chosen.seed)
 
@@ -131,6 +131,7 @@ def run(
     physics: Physics | None = None,
     learned: bool = False,
     with_bound: bool = False,
+    with_best_fixed: bool = False,
     find: str | None = None,
     target_act_s: float | None = None,
     scenario: Scenario | None = None,
@@ -138,39 +139,34 @@ def run(
 ) -> SimulationResult:
     """Every named policy and baseline on the same workload; ``begun`` is told each before it is played.
 
-    ``learned`` hides all profiles from the policies. ``find`` is ``cores`` or ``gpus``: the fewest of them with which
-    the first policy's mean ACT is at most ``target_act_s``. Under a ``scenario`` each policy is played a second time.
+    ``learned`` hides all profiles from the policies. ``with_best_fixed`` adds the best constant DoP. ``find`` is
+    ``cores`` or ``gpus``: the fewest of them with which the first policy's mean ACT is at most ``target_act_s``.
+    Under a ``scenario`` each policy is played a second time.
     Raises InvalidInput or Unsatisfiable.
     """
+    if find is not None and (target_act_s is None or base is not None):
+        raise InvalidInput("--find needs --target-act and a cluster given by its size", component="simulate")
     workload = with_services(workload)
     capacity = size.capacity if base is None else capacity_of(base)
     runs: dict[str, SimulationRun] = {}
     for name in names:
-        if name not in BASELINES:
+        if not is_baseline(name):
             policies(name)
         knowledge = Learning() if learned else None
         begun(name)
         runs[name] = simulate(workload, name, size, base=base, physics=physics, knowledge=knowledge)
-        if scenario is not None and scenario.label and name not in BASELINES:
+        if scenario is not None and scenario.label and not is_baseline(name):
             knowledge = Learning() if learned else None
             runs[f"{name}, {scenario.label}"] = simulate(
                 workload, name, size, base=base, physics=physics, knowledge=knowledge, scenario=scenario
             )
-    bound: LowerBound | None = None
-    if with_bound:
-        costs = physics or Physics()
-        quotas = workload.quotas if base is None else {**workload.quotas, **_quotas(base)}
-        bound = lower_bound(
-            workload.trajectories,
-            capacity,
-            quotas,
-            worker_cost_s=costs.worker_cost_s,
-            batch_marginal=costs.batch_marginal,
-        )
+    best_fixed: Row | None = None
+    if with_best_fixed:
+        begun("best fixed")
+        best_fixed = _best_fixed(workload, size, base, physics, capacity)
+    bound = _bound(workload, capacity, base, physics or Physics()) if with_bound else None
     found = None
-    if find is not None:
-        if target_act_s is None or base is not None:
-            raise InvalidInput("--find needs --target-act and a cluster given by its size", component="simulate")
+    if find is not None and target_act_s is not None:
         found = fewest(workload, names[0], size, find, target_act_s, physics)
     return SimulationResult(
         workload=workload.name,
@@ -179,8 +175,37 @@ def run(
         rows=tuple(Row.of(name, done, capacity) for name, done in runs.items()),
         bound=bound,
         found=found,
+        best_fixed=best_fixed,
         runs=runs,
     )
+
+
+def _bound(workload: Workload, capacity: dict[str, int], base: ManagerSpec | None, costs: Physics) -> LowerBound:
+    quotas = workload.quotas if base is None else {**workload.quotas, **_quotas(base)}
+    return lower_bound(
+        workload.trajectories,
+        capacity,
+        quotas,
+        worker_cost_s=costs.worker_cost_s,
+        batch_marginal=costs.batch_marginal,
+    )
+
+
+def _best_fixed(
+    workload: Workload, size: Size, base: ManagerSpec | None, physics: Physics | None, capacity: dict[str, int]
+) -> Row:
+    """The row of the best constant DoP, found by trying all."""
+    runs = ((name, simulate(workload, name, size, base=base, physics=physics)) for name in fixed_policies(workload))
+    return min((Row.of(name, done, capacity) for name, done in runs), key=lambda row: row.act_s)
+
+
+def fixed_policies(workload: Workload) -> list[str]:
+    """Every constant DoP that makes a difference, by powers of two: taken as far as it is free, or waited for."""
+    widest = max(
+        (step.cost[step.key].maximum for each in workload.trajectories for step in each.steps if step.key), default=1
+    )
+    dops = [1 << power for power in range(widest.bit_length())]
+    return [f"fixed:{dop}" for dop in dops] + [f"fixed:{dop},wait_s=1000000000" for dop in dops[1:]]
 
 
 def fewest(

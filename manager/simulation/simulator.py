@@ -43,7 +43,9 @@ from manager.simulation.duration_model import DurationModel, Oracle
 from manager.simulation.faults import FaultEvent, FaultTally
 from manager.simulation.lease_audit import LeaseAudit
 from manager.simulation.pending_restores import PendingRestores
-from manager.simulation.trace import TracedTrajectory, TraceStep
+from manager.simulation.played_action import PlayedAction, work_s
+from manager.simulation.sandbox_starts import SandboxStarts
+from manager.simulation.trace import TracedTrajectory
 
 #: Steps between two checks of all the core's invariants.
 CHECK_EVERY = 512
@@ -63,6 +65,10 @@ class Physics:
     #: busy, as the log-probabilities of a whole rollout do; near 0 where launching is all that a short one costs. The
     #: runtime computes a batch in forward passes of ``batch_tokens`` each and answers all members at its end.
     batch_marginal: float = 1.0
+    #: Seconds that a trajectory's sandbox takes to be there, from its first action on cores on, and how many of them a
+    #: node makes in a second. 0: no time, as from a warm pool; what is compared with pods is charged as they are.
+    sandbox_start_s: float = 0.0
+    sandboxes_per_node_s: float = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +76,8 @@ class SimulatedAction:
     """One settled action."""
 
     trajectory: str
+    #: Its place among the steps of its trajectory.
+    number: int
     function: str
     submitted_s: float
     queue_s: float
@@ -105,35 +113,6 @@ class SimulationRun:
     faults: FaultTally = field(default_factory=FaultTally)
 
 
-@dataclass(slots=True, eq=False)
-class _Running:
-    """A leased action as it really goes."""
-
-    action: Action
-    step: TraceStep
-    lease: Lease
-    #: Worker processes that were started.
-    workers: int
-    #: Seconds of restore and of resizes so far: overhead.
-    lost_s: float
-    #: Instant from which the work goes on at the present units, and the fraction done before.
-    since_s: float
-    started_s: float
-    #: When its service was in place.
-    ready_s: float
-    done: float = 0.0
-    #: Unit-seconds held until the last resize.
-    area: float = 0.0
-    resized_s: float = 0.0
-    version: int = 0
-
-    @property
-    def units(self) -> int:
-        """Units of the key resource, or of the first of a rigid action."""
-        kind = self.step.key or next(iter(self.step.cost), "")
-        return self.lease.units(kind)
-
-
 class Simulation:
     """Plays one workload on one core."""
 
@@ -157,7 +136,7 @@ class Simulation:
         self._seq = 0
         self._now_s = 0.0
         self._wake_s: float | None = None
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, PlayedAction] = {}
         self._places: dict[str, tuple[int, int]] = {}
         self._records: list[SimulatedAction] = []
         self._resizes = 0
@@ -173,6 +152,7 @@ class Simulation:
         self._lives = [0] * len(trajectories)
         self._lost: set[str] = set()
         self._tries: dict[str, int] = {}
+        self._sandboxes = SandboxStarts(self._physics.sandbox_start_s, self._physics.sandboxes_per_node_s)
         self.steps = 0
 
     def run(self) -> SimulationRun:
@@ -329,6 +309,7 @@ class Simulation:
                 self._abort(command.action_id)
             case EndTrajectory():
                 self._lost.add(command.trajectory)
+                self._sandboxes.lost(command.trajectory)
             case WakeAt():
                 self._wake_s = command.instant_s
             case Refuse():
@@ -344,7 +325,9 @@ class Simulation:
         workers = 0 if grant is None else max(grant.units, grant.workers)
         leads = not lease.batch or lease.batch[0] == action.id
         ready_s = self._ready_s(action, lease) if leads else self._running[lease.batch[0]].ready_s
-        running = _Running(action, step, lease, workers, ready_s - self._now_s, ready_s, self._now_s, ready_s)
+        if self._physics.sandbox_start_s and "cpu" in lease.grants:
+            ready_s = max(ready_s, self._sandboxes.ready_s(action.trajectory or action.id, lease.node, self._now_s))
+        running = PlayedAction(action, step, lease, workers, ready_s - self._now_s, ready_s, self._now_s, ready_s)
         running.resized_s = self._now_s
         self._running[action.id] = running
         self._slow(running)
@@ -368,7 +351,7 @@ class Simulation:
         arrives_s = self._arrivals.add(command.node, command.service, command.chunk, self._now_s, restore_s)
         self._push(arrives_s, ReplicaEnded(number=command.number, done=True))
 
-    def _slow(self, running: _Running) -> None:
+    def _slow(self, running: PlayedAction) -> None:
         """Plan the end of an action that works more slowly while anything travels to its devices."""
         chunk, slowdown = running.lease.chunk, self._physics.replica_slowdown
         if chunk is not None:
@@ -393,31 +376,31 @@ class Simulation:
         running.version += 1
         self._schedule_end(running)
 
-    def _account(self, running: _Running) -> None:
+    def _account(self, running: PlayedAction) -> None:
         """Note the work that was done with the present units."""
         if self._now_s > running.since_s:
             running.done += (self._now_s - running.since_s) / self._duration_s(running)
             running.since_s = self._now_s
 
-    def _duration_s(self, running: _Running) -> float:
+    def _duration_s(self, running: PlayedAction) -> float:
         """Seconds of the whole work with the present units: of its batch, where it is part of one."""
         if running.lease.batch:
             return self._batch_s(running.lease)
         step = running.step
-        work_s = _work_s(step, running.lease)
+        alone_s = work_s(step, running.lease)
         if step.key is None or not step.malleable:
-            return work_s
+            return alone_s
         units = running.lease.units(step.key)
         assert 0 < units <= running.workers, f"{running.action.id}: {units} units for {running.workers} workers"
-        return work_s + self._physics.worker_cost_s * running.workers / units
+        return alone_s + self._physics.worker_cost_s * running.workers / units
 
     def _batch_s(self, lease: Lease) -> float:
         """All members end together, when the last forward pass has."""
         places = (self._places[member] for member in lease.batch)
-        works_s = [_work_s(self._trajectories[index].steps[number], lease) for index, number in places]
+        works_s = [work_s(self._trajectories[index].steps[number], lease) for index, number in places]
         return Work.of(works_s).seconds(self._physics.batch_marginal)
 
-    def _schedule_end(self, running: _Running) -> None:
+    def _schedule_end(self, running: PlayedAction) -> None:
         left_s = max(0.0, 1.0 - running.done) * self._duration_s(running)
         end_s = max(running.since_s, self._now_s) + left_s
         ran_s = end_s - running.started_s
@@ -442,10 +425,12 @@ class Simulation:
         assert settlement.outcome.state is State.SUCCEEDED, f"{action.id}: {settlement.outcome}"
         self._ledger.settle(action.id, self._now_s)
         running = self._running.pop(action.id)
+        index, number = self._places.pop(action.id)
         self._knowledge.observe(settlement)
         self._records.append(
             SimulatedAction(
                 trajectory=action.trajectory or "",
+                number=number,
                 function=action.function,
                 submitted_s=action.submitted_s,
                 queue_s=settlement.queue_s,
@@ -454,7 +439,6 @@ class Simulation:
                 units=running.units,
             )
         )
-        index, number = self._places.pop(action.id)
         steps = self._trajectories[index].steps
         if number + 1 < len(steps):
             self._push(self._now_s + steps[number + 1].think_s, (index, number + 1))
@@ -486,11 +470,3 @@ class Simulation:
             first = f"{self._name(index)}/{number}"
             self._tries[first] = self._tries.get(first, 0) + 1
             self._push(self._now_s, (index, number))
-
-
-def _work_s(step: TraceStep, lease: Lease) -> float:
-    """Seconds of a step alone on the units of a lease."""
-    if step.key is None or step.elasticity is None:
-        return step.t_ori_s
-    units = lease.units(step.key)
-    return step.t_ori_s / (step.elasticity.efficiency(units) * units)

@@ -20,7 +20,7 @@ COMPARED: Mapping[str, str] = {
     "price": "Tangram: price",
     "paper": "Tangram: paper",
     "fixed:1": "one unit each",
-    "k8s": "static pods, one a trajectory",
+    "k8s/static-gpu": "static pods, one a trajectory, and static services",
 }
 #: Kinds that the simulator's cluster has; of others (quotas) a trace does not tell the limits.
 PLAYED_KINDS = frozenset({"cpu", "gpu"})

@@ -13,7 +13,7 @@ from manager.config import ServiceSpec
 from manager.errors import InvalidInput
 from manager.lease import Grant, Lease
 from manager.outcome import Settlement
-from manager.simulation.baselines import BASELINES
+from manager.simulation.baselines import BASELINES, POD_START_S, PODS_PER_NODE_S
 from manager.simulation.duration_model import Learning, Oracle
 from manager.simulation.lease_audit import LeaseAudit
 from manager.simulation.simulate import Size, preset, run, simulate
@@ -33,17 +33,68 @@ def test_every_preset_completes_under_every_policy(name: str) -> None:
     assert [row.policy for row in result.rows] == [*POLICIES, *BASELINES]
     assert all(row.failures == 0 for row in result.rows[: len(POLICIES)])
     for row in result.rows:
-        assert row.act_s > 0 and min(row.queue_s, row.overhead_s, row.execution_s) >= -1e-9
+        assert (row.act_s > 0) == (row.actions > 0) and row.actions <= workload.actions
+        assert min(row.queue_s, row.overhead_s, row.execution_s) >= -1e-9
         assert row.act_s == pytest.approx(row.queue_s + row.overhead_s + row.execution_s)
         assert all(0 <= share <= 1 + 1e-9 for share in row.utilisation.values())
 
 
 def test_a_baseline_says_where_its_time_and_its_units_went() -> None:
-    k8s = run(preset("ai-coding", 24, 1), ["k8s"], SMALL).rows[0]
-    assert k8s.queue_s > 0 and k8s.overhead_s == pytest.approx(3.0)  # each trajectory's pod starts once
+    k8s = run(preset("ai-coding-burst", 24, 1), ["k8s"], SMALL).rows[0]
+    # Each trajectory's pod starts once, and it has thought for a part of that.
+    assert k8s.queue_s > 0 and 2.0 < k8s.overhead_s <= 3.0
     assert 0 < k8s.utilisation["cpu"] < 1
     loading = run(preset("mopd", 24, 1), ["serverless-llm"], SMALL).rows[0]
     assert loading.overhead_s > 0 and loading.restores > 0 and 0 < loading.utilisation["gpu"] <= 1
+
+
+def test_a_pod_is_there_when_its_trajectory_has_thought_long_enough() -> None:
+    step = TraceStep(think_s=9.0, function="shell", cost={"cpu": UnitSet.fixed(1)}, t_ori_s=1.0)
+    work = Workload(name="one", trajectories=(TracedTrajectory(id="a", arrival_s=2.0, steps=(step,)),))
+    run_ = simulate(work, "k8s", SMALL)
+    assert [(one.queue_s, one.overhead_s, one.execution_s) for one in run_.records] == [pytest.approx((0.0, 0.0, 1.0))]
+
+
+def test_sandboxes_are_charged_as_pods_are() -> None:
+    step = TraceStep(think_s=0.0, function="shell", cost={"cpu": UnitSet.fixed(1)}, t_ori_s=1.0)
+    work = Workload(
+        name="many", trajectories=tuple(TracedTrajectory(id=f"t{n}", steps=(step, step)) for n in range(20))
+    )
+    physics = Physics(sandbox_start_s=POD_START_S, sandboxes_per_node_s=PODS_PER_NODE_S)
+    ours, pods = simulate(work, "fixed", SMALL, physics=physics), simulate(work, "k8s", SMALL)
+    assert sum(one.overhead_s for one in ours.records) == pytest.approx(
+        sum(one.overhead_s + one.queue_s for one in pods.records)
+    )
+    assert sum(one.overhead_s for one in simulate(work, "fixed", SMALL).records) == 0.0
+
+
+def test_baselines_of_several_kinds_are_shown_by_their_own_actions() -> None:
+    result = run(preset("mixed", 24, 1), ["price", "k8s", "static-gpu", "uncontrolled", "k8s/static-gpu"], SMALL)
+    actions = {row.policy: row.actions for row in result.rows}
+    assert actions["k8s"] + actions["static-gpu"] + actions["uncontrolled"] == actions["price"] == result.actions
+    assert actions["k8s/static-gpu"] == actions["k8s"] + actions["static-gpu"]
+    same = json.loads(result.to_json())["same_actions"]
+    assert [one["policy"] for one in same] == ["k8s", "static-gpu", "uncontrolled", "k8s/static-gpu"]
+    assert all(one["than_act_s"] > 0 and one["than"] == "price" for one in same)
+    assert "k8s is shown by its own" in result.table()
+
+
+def test_static_services_batch_as_ours_do() -> None:
+    several = mopd(40, 1, Teachers(services=1, rollout_median_s=1.0, request_tokens=1000))
+    one = Size(nodes=1, cores=0, gpus=1)
+    alone, together = (
+        sum(record.act_s for record in simulate(several, "static-gpu", one, physics=physics).records)
+        for physics in (Physics(batch_marginal=1.0), Physics(batch_marginal=0.1))
+    )
+    assert together < 0.5 * alone
+
+
+def test_the_best_constant_width_is_a_row_of_its_own() -> None:
+    result = run(preset("ai-coding", 12, 1), ["adaptive"], Size(nodes=1, cores=16, gpus=0), with_best_fixed=True)
+    assert result.best_fixed is not None and f"best fixed ({result.best_fixed.policy})" in result.table()
+    assert json.loads(result.to_json())["best_fixed"]["act_s"] == pytest.approx(result.best_fixed.act_s, abs=1e-5)
+    constant = run(preset("ai-coding", 12, 1), ["fixed:1", "fixed:8"], Size(nodes=1, cores=16, gpus=0))
+    assert result.best_fixed.act_s <= min(row.act_s for row in constant.rows)
 
 
 def test_devices_fill_nodes_of_eight_before_the_next() -> None:
