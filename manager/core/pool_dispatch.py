@@ -6,7 +6,7 @@ import heapq
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 from manager.action import Action, UnitSet
@@ -14,7 +14,7 @@ from manager.chunk import Chunk
 from manager.core.candidates import Candidate, CandidateSelection, StartOption
 from manager.core.dispatcher import Dispatcher
 from manager.core.state import SchedulerState
-from manager.core.waiting.queue import QueueGroup, Waiting
+from manager.core.waiting.queue import Key, QueueGroup, Waiting
 from manager.resources.placed import PlacedPool
 from manager.resources.pool import Pool, PoolRequest
 from manager.scheduler.drawn import Drawn
@@ -112,7 +112,7 @@ class PoolDispatch:
             queued=Drawn(lambda: (waiting.action for waiting in self._queued(self._groups))),
             backlog=sum(self._share(group) for group in self._groups),
             eligible=self._show_eligible(),
-            rigid_most=self._rigid_most(),
+            rigid=None if state.spec.strict else Drawn(self._show_rigid),
             crowd=None if state.spec.strict or isinstance(pool, PlacedPool) else self._show_crowd(),
             arrival_rate=load.arrivals.at(now_s),
             utilisation=load.utilisation(now_s),
@@ -147,9 +147,19 @@ class PoolDispatch:
     def _queued(self, groups: Sequence[QueueGroup]) -> Iterator[Waiting]:
         """Yield waiting actions in order of service, candidates first, bounded by the window."""
         yield from (candidate.waiting for candidate in self._candidates.values())
-        in_order = groups[0].items() if len(groups) == 1 else heapq.merge(*(group.items() for group in groups))
+        yield from self._behind([group.items() for group in groups])
+
+    def _behind(self, parts: Sequence[Iterator[tuple[Key, int, Waiting]]]) -> Iterator[Waiting]:
+        """Yield what waits behind the candidates, of sorted parts, bounded by the window."""
+        in_order = parts[0] if len(parts) == 1 else heapq.merge(*parts)
         rest = (waiting for _, _, waiting in in_order if waiting.id not in self._candidates)
         yield from islice(rest, max(0, self._state.spec.queue_window - len(self._candidates)))
+
+    def _show_rigid(self) -> Iterator[Action]:
+        """Yield the eligible actions that have no choice of units here."""
+        kind = self._pool.kind
+        first = (one.waiting for one in self._candidates.values() if one.waiting.action.key != kind)
+        return self._chosen_here(chain(first, self._behind([group.rigid(kind) for group in self._startable])))
 
     def _show_eligible(self) -> Drawn[Action]:
         if self._state.spec.strict:  # one queue for everything: nothing starts but the candidates
@@ -188,13 +198,6 @@ class PoolDispatch:
             work_s=lambda: sum(one.demand[kind] * one.by_length.seconds / self._nodes_of(one) for one in groups),
             shortest=shortest,
         )
-
-    def _rigid_most(self) -> int:
-        """Return how many eligible actions have no choice of units here; some may be beyond the window."""
-        kind = self._pool.kind
-        beside = [one.waiting for one in self._candidates.values() if one.waiting.group not in self._startable]
-        rigid = sum(waiting.action.key != kind for waiting in beside)
-        return rigid + sum(group.live - group.keyed[kind] for group in self._startable)
 
     def _eligible_count(self, groups: Sequence[QueueGroup]) -> int:
         """Return how many actions of these groups, and candidates of any, there are in the window."""

@@ -109,8 +109,8 @@ class PoolView:
     #: Free units besides ``free``, reserved for eligible actions ahead of the candidates: a policy that looks after
     #: these itself, and starts them in time, may use them.
     reserved: int = 0
-    #: At most so many of ``eligible`` have no choice of units here; None if nobody has counted.
-    rigid_most: int | None = None
+    #: Those of ``eligible`` that have no choice of units here, in the same order; None if nobody has set them apart.
+    rigid: Sequence[Action] | None = None
     #: The same actions by their expected work; None where they start in order, or several tasks wait.
     crowd: CrowdView | None = None
     #: Arrivals per second of actions for this pool, smoothed.

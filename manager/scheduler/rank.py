@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from manager.action import Action
@@ -24,33 +24,23 @@ class Ranked:
 
 
 def ranked(
-    waiting: Sequence[Action], kind: str, now_s: float, short_s: float, age_max_s: float, rigid_most: int | None = None
+    waiting: Sequence[Action],
+    kind: str,
+    now_s: float,
+    short_s: float,
+    age_max_s: float,
+    rigid: Sequence[Action] | None = None,
 ) -> Ranked:
     """Split what waits; nothing overtakes once the oldest that could be overtaken has waited ``age_max_s``.
 
-    ``rigid_most`` is a bound on how many have no choice of units: no more than these are looked for.
+    ``rigid`` are those of them that have no choice of units; None: they are looked for.
     """
     oldest = next((action for action in waiting if not is_short(action, kind, short_s)), None)
     if oldest is not None and now_s - oldest.submitted_s >= age_max_s:
         return Ranked((), waiting)
     rest = (action for action in waiting if not is_short(action, kind, short_s))
-    return Ranked(Drawn(lambda: _short(waiting, kind, short_s, rigid_most)), rest)
-
-
-def _short(waiting: Iterable[Action], kind: str, short_s: float, rigid_most: int | None) -> Iterator[Action]:
-    """Yield the short rigid actions, and look no further than the last rigid one."""
-    left = rigid_most
-    if left == 0:
-        return
-    for action in waiting:
-        if action.key == kind:
-            continue
-        if is_short(action, kind, short_s):
-            yield action
-        if left is not None:
-            left -= 1
-            if left == 0:
-                return
+    among = waiting if rigid is None else rigid
+    return Ranked(Drawn(lambda: (action for action in among if is_short(action, kind, short_s))), rest)
 
 
 def leader(first: Sequence[Action], next_: Action | None, kind: str) -> Action | None:

@@ -75,10 +75,22 @@ def _expected_s(waiting: Waiting) -> float:
 class QueueGroup:
     """Waiting actions with one signature, in order of service. Removal is a mark; the list is cleaned in bulk.
 
-    From the first time that somebody asks they also lie in the order of their expected seconds.
+    From the first time that somebody asks they also lie in the order of their expected seconds, and those that have no
+    choice of a kind's units lie by themselves.
     """
 
-    __slots__ = ("_by_length", "_first", "_items", "demand", "keyed", "live", "pools", "pools_version", "signature")
+    __slots__ = (
+        "_by_length",
+        "_first",
+        "_items",
+        "_rigid",
+        "demand",
+        "keyed",
+        "live",
+        "pools",
+        "pools_version",
+        "signature",
+    )
 
     def __init__(self, signature: Signature) -> None:
         self.signature = signature
@@ -86,6 +98,7 @@ class QueueGroup:
         self._items: list[tuple[Key, int, Waiting]] = []
         self._first = 0
         self._by_length: ByLength | None = None
+        self._rigid: dict[str, RigidOnes] = {}
         self.live = 0
         #: How many of them have a choice of units, by the kind of their key; under None those that have none.
         self.keyed = Counter[str | None]()
@@ -111,6 +124,9 @@ class QueueGroup:
         waiting.group = self
         if self._by_length is not None:
             self._by_length.add(waiting)
+        for kind, rigid in self._rigid.items():
+            if waiting.action.key != kind:
+                rigid.add(waiting)
         self.live += 1
         self.keyed[waiting.action.key] += 1
 
@@ -126,6 +142,14 @@ class QueueGroup:
             self._first = 0
         if self._by_length is not None:
             self._by_length.remove(waiting)
+        for rigid in self._rigid.values():
+            rigid.clean()
+
+    def rigid(self, kind: str) -> Iterator[tuple[Key, int, Waiting]]:
+        """Yield those without a choice of ``kind``'s units as `items` does."""
+        if kind not in self._rigid:
+            self._rigid[kind] = RigidOnes(self, kind)
+        return self._rigid[kind].items()
 
     @property
     def by_length(self) -> ByLength:
@@ -135,7 +159,9 @@ class QueueGroup:
         return self._by_length
 
     def check(self) -> None:
-        """Assert that both orders hold the same actions."""
+        """Assert that all orders hold the same actions."""
+        for kind, rigid in self._rigid.items():
+            assert [one for _, _, one in rigid.items()] == [one for one in self if one.action.key != kind]
         if self._by_length is not None:
             lengths = [(item[0], item[2]) for item in self._by_length.items()]
             assert {id(one) for _, one in lengths} == {id(one) for one in self} and len(lengths) == self.live
@@ -183,6 +209,37 @@ class ByLength:
             self.seconds -= _expected_s(waiting)
 
     def items(self) -> Iterator[tuple[float, int, Waiting]]:
+        """Yield each with what sorts it among others; the group must not change meanwhile."""
+        for index in range(self._first, len(self._items)):
+            item = self._items[index]
+            if item[2].group is self._group:
+                yield item
+
+
+class RigidOnes:
+    """A group's waiting actions that have no choice of a kind's units, in order of service."""
+
+    __slots__ = ("_first", "_group", "_items", "_kind")
+
+    def __init__(self, group: QueueGroup, kind: str) -> None:
+        self._group = group
+        self._kind = kind
+        self._items = [item for item in group.items() if item[2].action.key != kind]
+        self._first = 0
+
+    def add(self, waiting: Waiting) -> None:
+        insort(self._items, (waiting.key, waiting.seq, waiting), lo=self._first, key=_place)
+
+    def clean(self) -> None:
+        """Take in that an action has left the group."""
+        group = self._group
+        while self._first < len(self._items) and self._items[self._first][2].group is not group:
+            self._first += 1
+        if len(self._items) > 32 + 2 * (group.live - group.keyed[self._kind]):
+            self._items = [item for item in self._items[self._first :] if item[2].group is group]
+            self._first = 0
+
+    def items(self) -> Iterator[tuple[Key, int, Waiting]]:
         """Yield each with what sorts it among others; the group must not change meanwhile."""
         for index in range(self._first, len(self._items)):
             item = self._items[index]

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from manager.action import Action
+from manager.action import Action, UnitSet
 from manager.config import TaskSpec
 from manager.core.waiting.queue import Bounds, Queue, Waiting
 from manager.errors import CapacityExceeded, QuotaExceeded
@@ -58,6 +58,29 @@ def test_a_group_lies_in_the_order_of_expected_seconds_too_whatever_comes_and_go
     left = [entry for entry in entries if entry.seq not in gone]
     left.sort(key=lambda entry: (1.0 if entry.action.t_ori_s is None else entry.action.t_ori_s, entry.seq))
     assert [item[2] for item in group.by_length.items()] == left
+
+
+def test_those_without_a_choice_of_units_lie_by_themselves_in_order_of_service() -> None:
+    """Asked for once, they are kept apart through every coming and going."""
+    chance, waiting = random.Random(11), queue(1000)
+    rigid, elastic = UnitSet.fixed(1), UnitSet.span(1, 8)
+
+    def admitted(seq: int) -> Waiting:
+        grows = chance.random() < 0.8
+        given = action(f"a{seq}", cost={"cpu": elastic if grows else rigid}, key="cpu" if grows else None)
+        return admit(waiting, given, seq=seq)
+
+    entries = [admitted(seq) for seq in range(100)]
+    (group,) = waiting.groups()
+    assert [item[2] for item in group.rigid("cpu")] == [one for one in entries if one.action.key is None]
+    entries += [admitted(seq) for seq in range(100, 400)]
+    gone = set(chance.sample(range(400), 350))
+    for index in sorted(gone, key=lambda index: chance.random()):
+        waiting.leave(entries[index])
+        waiting.check()
+    left = [one for one in entries if one.seq not in gone]
+    assert [item[2] for item in group.rigid("cpu")] == [one for one in left if one.action.key is None]
+    assert [item[2] for item in group.rigid("gpu")] == left
 
 
 def test_an_action_that_is_queued_again_finds_its_old_place() -> None:
