@@ -194,6 +194,7 @@ class App:
         self.store, self.history, self.registry = opened.store, opened.history, opened.registry
         self.machines, self.node = opened.machines, opened.machines.here
         self.runtimes, self._models = opened.runtimes, opened.models
+        self.runtimes.report_progress(self.registry.preparation.note)
         self._trajectories, self._adopted = opened.trajectories, opened.adopted
         self._log = structlog.get_logger("gateway")
         self._stopping = asyncio.Event()

@@ -61,6 +61,11 @@ class Preparation:
         for again in self._again.values():
             again.set()
 
+    def note(self, name: str, told: str) -> None:
+        """Tell what is done for one that is being prepared."""
+        if self._states.get(name, Readiness("ready")).status == "preparing":
+            self._states[name] = Readiness("preparing", told)
+
     async def one(self, function: FunctionSpec) -> None:
         """Prepare one now; raises CodedError, and changes nothing that is told of it."""
         async with self._gate:

@@ -369,6 +369,7 @@ def _fixed_differences(old: GatewayConfig, new: GatewayConfig) -> list[str]:
     pairs = [(name, getattr(old, name), getattr(new, name)) for name in ("server", "node", "models", "scheduler")]
     pairs.append(("cluster", old.cluster or ClusterConfig(), new.cluster or ClusterConfig()))
     pairs.append(("sandbox", old.sandbox.provider, new.sandbox.provider))
+    pairs.append(("sandbox.requirements", old.sandbox.requirements, new.sandbox.requirements))
     return [
         f"{section}.{key_of(name, setting)}"
         for section, before, after in pairs

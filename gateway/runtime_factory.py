@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,6 +22,8 @@ from runtimes.model.runtime import ModelRuntime
 from runtimes.model.settings import ModelSettings
 from runtimes.runtime import Runtime
 from runtimes.sandbox.environments import Environments, EnvironmentSettings
+from runtimes.sandbox.handler.kind import HANDLER
+from runtimes.sandbox.handler.runtime import HandlerRuntime
 from runtimes.sandbox.provider import make_provider
 from runtimes.sandbox.sandbox import Provider
 
@@ -41,6 +43,12 @@ class Runtimes:
         if function.sandbox is not None:
             self.environments.settings.secrets.filled(function.sandbox)
         await self.runtimes[function.runtime].prepare(function)
+
+    def report_progress(self, on_progress: Callable[[str, str], None]) -> None:
+        """Tell from now on what is done for a function that is being prepared, by its name."""
+        handlers = self.runtimes.get(HANDLER.name)
+        if isinstance(handlers, HandlerRuntime):
+            handlers.on_progress = on_progress
 
     async def service(self, function: FunctionSpec) -> ServiceSpec | None:
         """What the scheduler must know of a prepared model function; None for any other."""
@@ -102,6 +110,8 @@ def make_runtimes(config: GatewayConfig, clock: Clock) -> Runtimes:
         sandbox=default,
         models=model_settings(config),
         secrets=secrets,
+        requirements=config.sandbox.requirements,
+        layers_dir=state_dir / "requirements",
     )
     runtimes = {name: kind.make(materials) for name, kind in KINDS.items()}
     model = runtimes[MODEL.name]

@@ -195,6 +195,8 @@ class HandlerSpec:
     instances_min: int
     instances_max: int
     idle_s: float
+    #: What it needs from a package index, each as pip takes it; files named by ``-r`` are read where it is declared.
+    requirements: tuple[str, ...] = ()
 
 
 class ModelAction(StrEnum):

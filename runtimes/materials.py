@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from manager.function import SandboxSpec
 from runtimes.api.secrets import Secrets
 from runtimes.model.settings import ModelSettings
 from runtimes.sandbox.environments import Environments
+from runtimes.sandbox.handler.requirements import RequirementSettings
 from runtimes.sandbox.sandbox import Provider
 
 
@@ -21,3 +23,6 @@ class Materials:
     sandbox: SandboxSpec
     models: ModelSettings
     secrets: Secrets
+    requirements: RequirementSettings
+    #: Where layers of requirements are kept.
+    layers_dir: Path

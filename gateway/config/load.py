@@ -228,6 +228,9 @@ class _Assembly:
         sandbox = self._section("sandbox", SandboxConfig)
         if "sandbox" in self.sections and (refused := sandbox.default.refuses(sandbox.default.user)):
             self._refuse(self.sections["sandbox"], refused, ("user",))
+        needed = sandbox.requirements
+        needed = replace(needed, find_links=self._absolute("sandbox", needed.find_links))
+        sandbox = replace(sandbox, requirements=needed)
         models = self._section("models", ModelSettings)
         scheduler = self._section("scheduler", SchedulerConfig)
         resources = self._resources()

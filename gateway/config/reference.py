@@ -80,6 +80,7 @@ CHAPTERS = (
     ("RegistryLogin", "sandbox.docker.registries.REGISTRY"),
     ("DiskSettings", "sandbox.disk_bound"),
     ("UserIds", "sandbox.uids"),
+    ("RequirementSettings", "sandbox.requirements"),
     ("ModelSettings", "models"),
     ("SchedulerConfig", "scheduler"),
     ("PolicySection", "scheduler.policy, with constants"),
@@ -99,6 +100,7 @@ _ONLY = {
         "name_servers",
         "docker",
         "disk_bound",
+        "requirements",
     ),
 }
 

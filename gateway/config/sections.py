@@ -17,6 +17,7 @@ from manager.scheduler.policy import PolicySpec
 from manager.setting import Setting
 from runtimes.node.link import LinkSettings
 from runtimes.node.roster import RosterSettings
+from runtimes.sandbox.handler.requirements import RequirementSettings
 from runtimes.sandbox.provider import ProviderSettings
 from runtimes.sandbox.session import SessionSettings
 
@@ -209,6 +210,9 @@ class SandboxConfig:
 
     default: Annotated[SandboxSpec, Setting(inline=True)] = field(default_factory=SandboxSpec)
     provider: Annotated[ProviderSettings, Setting(inline=True)] = field(default_factory=ProviderSettings)
+    requirements: Annotated[RequirementSettings, Setting("what handlers' requirements are installed from")] = field(
+        default_factory=RequirementSettings
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

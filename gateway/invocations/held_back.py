@@ -71,5 +71,5 @@ class HeldBack:
 
     def _late(self, invocation: LiveInvocation, timeout_s: float) -> None:
         found = self._functions.readiness(invocation.record.function)
-        why = f"unavailable: {found.problem}" if found.problem else found.status
+        why = f"{found.status}: {found.problem}" if found.problem else found.status
         self._expire(invocation, f"waited longer than queue_timeout, {timeout_s:g} s: its function is {why}")

@@ -22,14 +22,14 @@ from runtimes.runtime import Execution, Result
 from runtimes.sandbox.command import Command, CommandResult
 from runtimes.sandbox.environments import PURPOSE, EnvironmentSettings
 from runtimes.sandbox.handler import worker
+from runtimes.sandbox.handler.requirements import RequirementSettings
+from runtimes.sandbox.handler.sources import COMPONENT
 from runtimes.sandbox.runner.conversation import SandboxProcess
 from runtimes.sandbox.runner.runner import FrameDecoder, ProtocolError
 from runtimes.sandbox.sandbox import Provider, Sandbox
 
-COMPONENT = "handler"
-
 _SOURCE = Path(worker.__file__).read_text(encoding="utf-8")
-_MOUNT = "/function"
+_MOUNT, _LAYER = "/function", "/requirements"
 #: Bytes of a frame beside the result that it carries: usage, a traceback, a line of log.
 _FRAME_SLACK_BYTES = 256 * 2**10
 _TAIL_MAX_BYTES = 8 * 2**10
@@ -44,6 +44,9 @@ class HandlerSettings:
     #: What ``${secret:NAME}`` in its environment stands for.
     secrets: Secrets = field(default_factory=Secrets)
     python: str = "python3"
+    requirements: RequirementSettings = field(default_factory=RequirementSettings)
+    #: Where their layers are kept.
+    layers_dir: Path = Path("requirements")
     #: Seconds for the import of the handler.
     start_timeout_s: float = 60.0
     #: Seconds that the other invocations of an instance get to end when one of them must be killed.
@@ -105,24 +108,31 @@ class Instance:
 
     @classmethod
     async def start(
-        cls, provider: Provider, function: FunctionSpec, settings: HandlerSettings, living: set[str]
+        cls,
+        provider: Provider,
+        function: FunctionSpec,
+        settings: HandlerSettings,
+        living: set[str],
+        layer: Path | None = None,
     ) -> Instance:
         """Make the sandbox and import the handler; ImportFailed, or another ActionFailed.
 
-        The sandbox's id is among the ``living`` from its making to its end.
+        The sandbox's id is among the ``living`` from its making to its end; ``layer`` holds what it requires.
         """
         spec = handler_of(function)
         sandbox = await provider.create(
             settings.secrets.filled(settings.sandbox_of(function)),
             name=secrets.token_hex(8),
             labels={PURPOSE: "handler", "tangram.function": function.name},
-            mounts={str(spec.directory): _MOUNT},
+            mounts={str(spec.directory): _MOUNT, **({} if layer is None else {str(layer): _LAYER})},
         )
         living.add(sandbox.id)
         # Without a root of its own a sandbox sees the host's directories where they are.
-        place = _MOUNT if provider.info.limits.get("filesystem", True) else str(spec.directory)
+        own_root = provider.info.limits.get("filesystem", True)
+        place = _MOUNT if own_root else str(spec.directory)
+        site = "" if layer is None else _LAYER if own_root else str(layer)
         try:
-            process = await sandbox.spawn(_command(function, settings, place))
+            process = await sandbox.spawn(_command(function, settings, place, site))
         except BaseException:
             living.discard(sandbox.id)
             await sandbox.close()
@@ -310,9 +320,9 @@ def handler_of(function: FunctionSpec) -> HandlerSpec:
     return function.handler
 
 
-def _command(function: FunctionSpec, settings: HandlerSettings, place: str) -> Command:
+def _command(function: FunctionSpec, settings: HandlerSettings, place: str, site: str) -> Command:
     spec = handler_of(function)
-    arguments = (place, spec.module, spec.callable, str(spec.per_instance), str(function.output_limit_bytes))
+    arguments = (place, spec.module, spec.callable, str(spec.per_instance), str(function.output_limit_bytes), site)
     return Command(
         argv=(settings.python, "-c", _SOURCE, *arguments),
         env={"PYTHONDONTWRITEBYTECODE": "1", "PYTHONIOENCODING": "utf-8"},

@@ -12,6 +12,7 @@ from runtimes.kind import DeclarationSite, Kind
 from runtimes.materials import Materials
 from runtimes.runtime import Runtime
 from runtimes.sandbox.handler.instance import HandlerSettings
+from runtimes.sandbox.handler.requirements import requirement_lines
 from runtimes.sandbox.handler.runtime import HandlerRuntime
 from runtimes.sandbox.handler.sources import handler_problem, sources_digest
 
@@ -47,6 +48,13 @@ class HandlerKeys:
             pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$",
         ),
     ]
+    requirements: Annotated[
+        tuple[str, ...],
+        Setting(
+            "packages that it imports, each as pip takes it (name==1.2, with --hash=sha256:... if wanted), or -r FILE "
+            "for a file beside the YAML; installed once, from where sandbox.requirements says"
+        ),
+    ] = ()
     concurrency: Annotated[InstanceConcurrency, Setting("actions of one instance")] = InstanceConcurrency()
     scale: Annotated[Scale, Setting("warm instances")] = Scale()
 
@@ -55,6 +63,11 @@ def _spec(section: HandlerKeys, place: DeclarationSite) -> Mapping[str, object]:
     module, _, name = section.handler.partition(":")
     if place.look and (problem := handler_problem(place.directory, module, name)) is not None:
         place.refuse(("handler",), problem)
+    try:
+        requirements = requirement_lines(section.requirements, place.directory, place.look)
+    except ValueError as error:
+        place.refuse(("requirements",), str(error))
+        requirements = ()
     return {
         "handler": HandlerSpec(
             module=module,
@@ -64,6 +77,7 @@ def _spec(section: HandlerKeys, place: DeclarationSite) -> Mapping[str, object]:
             instances_min=section.scale.min,
             instances_max=section.scale.max,
             idle_s=section.scale.idle_s,
+            requirements=requirements,
         )
     }
 
@@ -74,7 +88,13 @@ def _source(function: FunctionSpec) -> str:
 
 
 def _make(materials: Materials) -> Runtime:
-    runtime = HandlerRuntime(materials.provider, HandlerSettings(sandbox=materials.sandbox, secrets=materials.secrets))
+    settings = HandlerSettings(
+        sandbox=materials.sandbox,
+        secrets=materials.secrets,
+        requirements=materials.requirements,
+        layers_dir=materials.layers_dir,
+    )
+    runtime = HandlerRuntime(materials.provider, settings)
     materials.environments.exclude(lambda: runtime.sandboxes)
     return runtime
 

@@ -7,6 +7,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -16,7 +17,9 @@ from manager.errors import ActionFailed, CodedError, InvalidConfig, Reason
 from manager.function import FunctionSpec
 from manager.lease import Lease
 from runtimes.runtime import Execution, Result
-from runtimes.sandbox.handler.instance import COMPONENT, HandlerSettings, ImportFailed, Instance, handler_of
+from runtimes.sandbox.handler.instance import HandlerSettings, ImportFailed, Instance, handler_of
+from runtimes.sandbox.handler.layers import LayerStore
+from runtimes.sandbox.handler.sources import COMPONENT
 from runtimes.sandbox.runner.protocol import unmade
 from runtimes.sandbox.sandbox import Provider
 
@@ -41,6 +44,18 @@ class HandlerRuntime:
         self._tasks: set[asyncio.Task[None]] = set()
         #: Ids of the instances' sandboxes, from their making to their end: no orphans.
         self.sandboxes: set[str] = set()
+        #: Told, while one is prepared, the function and what is done for it; it must not wait or raise.
+        self.on_progress: Callable[[str, str], None] = lambda function, told: None
+        #: The layer of each pool's function, which none may remove.
+        self._in_use: dict[tuple[str, str], Path] = {}
+        self._layers = LayerStore(
+            provider,
+            self._settings.requirements,
+            self._settings.layers_dir,
+            self._settings.secrets,
+            self.sandboxes,
+            lambda: self._in_use.values(),
+        )
 
     async def prepare(self, function: FunctionSpec) -> None:
         """Import the handler once and warm ``instances_min`` instances; InvalidConfig with its traceback."""
@@ -48,15 +63,17 @@ class HandlerRuntime:
         await self._provider.check(self._settings.sandbox_of(function))
         if not spec.directory.is_dir():
             raise InvalidConfig(f"handler directory {spec.directory} does not exist", component=COMPONENT)
+        pool = self._pool(function)
+        await self._layer(function)
         try:
-            await self._pool(function).warm(max(1, spec.instances_min))
+            await pool.warm(max(1, spec.instances_min))
         except ImportFailed as error:
             trace = str(error.detail.get("traceback", ""))
             message = f"{error.message}\n{trace}".rstrip()
             raise InvalidConfig(message, component=COMPONENT, detail=error.detail) from error
-        for (name, revision), pool in self._pools.items():
+        for (name, revision), held in self._pools.items():
             if name == function.name and revision != function.revision:
-                pool.retire()
+                held.retire()
 
     async def execute(self, execution: Execution) -> Result:
         pool = self._pool(execution.call.function)
@@ -93,11 +110,27 @@ class HandlerRuntime:
         pool = self._pools.get(key)
         if pool is None:
             self._pools = {known: held for known, held in self._pools.items() if not held.over}
+            self._in_use = {known: held for known, held in self._in_use.items() if known in (*self._pools, key)}
             pool = self._pools[key] = _Pool(function, self._start, self._settings, self._spawn)
         return pool
 
     async def _start(self, function: FunctionSpec) -> Instance:
-        return await Instance.start(self._provider, function, self._settings, self.sandboxes)
+        layer = await self._layer(function)
+        return await Instance.start(self._provider, function, self._settings, self.sandboxes, layer)
+
+    async def _layer(self, function: FunctionSpec) -> Path | None:
+        """Return the directory of what the function requires, which is there from its preparation on."""
+        spec = handler_of(function)
+        if not spec.requirements:
+            return None
+
+        def on_line(line: str) -> None:
+            self.on_progress(function.name, f"installing requirements: {line}")
+
+        sandbox = self._settings.sandbox_of(function)
+        layer = await self._layers.layer(spec.requirements, sandbox, on_line)
+        self._in_use[function.name, function.revision] = layer
+        return layer
 
     def _spawn(self, effect: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(effect)

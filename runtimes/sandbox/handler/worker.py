@@ -293,6 +293,13 @@ def load(directory: str, module: str, name: str) -> Handler:
     return handler
 
 
+def require(site: str) -> None:
+    """Let imports find what the handler requires: after the standard library, before what the image has."""
+    if site:
+        installed = (at for at, each in enumerate(sys.path) if each.endswith(("site-packages", "dist-packages")))
+        sys.path.insert(next(installed, len(sys.path)), site)
+
+
 def serve(channel: WorkerChannel, calls: Calls, handler: Handler, per_instance: int) -> None:
     """Serve until the gateway hangs up: one call at a time on the main thread, or several on threads or as tasks."""
     function = handler if inspect.isroutine(handler) else type(handler).__call__
@@ -320,13 +327,14 @@ async def _serve_tasks(channel: WorkerChannel, calls: Calls, handler: Handler) -
 
 
 def main() -> None:
-    directory, module, name, per_instance, output_limit_bytes = sys.argv[1:6]
+    directory, module, name, per_instance, output_limit_bytes, site = sys.argv[1:7]
     channel = WorkerChannel()
     calls = Calls(channel, int(output_limit_bytes))
     sys.stdout = io.TextIOWrapper(OutputCapture(calls, "stdout", 1), "utf-8", "backslashreplace", write_through=True)
     sys.stderr = io.TextIOWrapper(OutputCapture(calls, "stderr", 2), "utf-8", "backslashreplace", write_through=True)
     logging.basicConfig(level=logging.INFO, handlers=[Records(calls)])
     try:
+        require(site)
         handler = load(directory, module, name)
     except BaseException as error:  # noqa: BLE001 (whatever the user's import did)
         channel.send({"fatal": describe(error)})

@@ -323,6 +323,21 @@ def test_a_checkpoint_that_cannot_be_loaded_is_refused_with_the_remedy(
         loaded(tmp_path, functions("  f: {runtime: model, model: {path: m, action: score}}"))
 
 
+def test_what_a_handler_requires_is_checked_read_from_files_and_part_of_the_revision(tmp_path: Path) -> None:
+    (tmp_path / "handler.py").write_text("def score(event, context):\n    return 1.0\n")
+    (tmp_path / "needs.txt").write_text("tiny==1.0\n")
+    text = "  f: {runtime: handler, handler: 'handler:score', requirements: [other>=2, -r needs.txt]}"
+    first = loaded(tmp_path, functions(text)).functions["f"]
+    assert first.handler is not None and first.handler.requirements == ("other>=2", "tiny==1.0")
+    (tmp_path / "sandbox.yaml").write_text("version: 1\nsandbox: {requirements: {find_links: wheels}}\n")
+    assert load([tmp_path], {}).sandbox.requirements.find_links == tmp_path / "wheels"
+    (tmp_path / "needs.txt").write_text("tiny==1.1\n")
+    second = loaded(tmp_path, functions(text)).functions["f"]
+    assert first.revision != second.revision
+    (problem,) = problems(tmp_path, functions(text.replace("other>=2", "--pre")))
+    assert "requirements" in problem and "of pip's options only -r FILE" in problem
+
+
 def test_without_looking_handlers_and_checkpoints_may_be_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "tangram.yaml").write_text(functions("  f: {runtime: model, model: {path: m, action: score}}"))
     assert load([tmp_path], {}, look=False).functions["f"].cost == {"gpu": UnitSet.fixed(1)}

@@ -1,0 +1,280 @@
+"""Layers: what a handler's requirements install, built once by pip in a sandbox and mounted wherever it is needed.
+
+pip is the gateway's own, run by the Python of the sandbox, whose image is that of the function, so that what it
+chooses fits. Nothing of the gateway's environment or of the function's goes into it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import importlib.util
+import json
+import os
+import secrets
+import shutil
+import tarfile
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import quote
+
+import structlog
+
+from manager.errors import ActionFailed, CodedError, InvalidConfig, Unsupported, exhaustion
+from manager.function import Network, SandboxSpec
+from runtimes.api.secrets import REDACTED, SECRET, Secrets
+from runtimes.sandbox.archiver import Extraction, Refused
+from runtimes.sandbox.archives import open_archive
+from runtimes.sandbox.command import Command
+from runtimes.sandbox.environments import PURPOSE
+from runtimes.sandbox.handler.requirements import RequirementSettings
+from runtimes.sandbox.handler.sources import COMPONENT
+from runtimes.sandbox.sandbox import Provider, Sandbox
+
+#: Where a build finds pip and the wheels, and what it leaves; in a layer: its files, and how large they are.
+_PIP, _LINKS, _TARGET = "/installer/pip", "/links", "layer"
+_SITE, _SIZE = "site", "size"
+#: Bytes that a build may write beside what it downloads, unpacks and installs.
+_ROOM_BYTES = 2**28
+#: Characters that are told of what pip said, and bytes of it that are kept.
+TOLD_CHARS, SAID_BYTES = 2000, 64 * 2**10
+_LOG = structlog.get_logger("sandbox.layers")
+
+#: Told each line that pip says while it builds.
+OnLine = Callable[[str], None]
+
+
+class _Kept(NamedTuple):
+    """A layer on disk."""
+
+    used_s: float
+    size_bytes: int
+    place: Path
+
+
+class LayerStore:
+    """The layers in one directory. Use from one event loop."""
+
+    def __init__(
+        self,
+        provider: Provider,
+        settings: RequirementSettings,
+        directory: Path,
+        secrets: Secrets,
+        living: set[str],
+        in_use: Callable[[], Collection[Path]],
+        python: str = "python3",
+    ) -> None:
+        """The ids of sandboxes that build are among the ``living``; layers ``in_use`` are never removed."""
+        self._provider, self._settings, self._directory = provider, settings, directory
+        self._secrets, self._living, self._in_use, self._python = secrets, living, in_use, python
+        self._gate = asyncio.Semaphore(settings.builds)
+        self._locks: dict[str, asyncio.Lock] = {}
+        for left in directory.glob(".*"):
+            shutil.rmtree(left, ignore_errors=True)
+
+    async def layer(self, lines: Sequence[str], spec: SandboxSpec, on_line: OnLine) -> Path:
+        """Return the directory of what these requirements install in a sandbox of ``spec``, built if it is not there.
+
+        Raises InvalidConfig in pip's own words, Unsupported, or what keeps a sandbox from being made.
+        """
+        self._require_source()
+        digest = self._digest(lines, spec)
+        place = self._directory / digest
+        lock = self._locks.setdefault(digest, asyncio.Lock())
+        try:
+            async with lock:
+                if not (place / _SIZE).is_file():
+                    async with self._gate:
+                        await self._build(place, lines, spec, on_line)
+                os.utime(place)
+        finally:
+            if not lock.locked():
+                self._locks.pop(digest, None)
+        return place / _SITE
+
+    def _require_source(self) -> None:
+        chosen = self._settings
+        if not chosen.index_url and chosen.find_links is None:
+            raise InvalidConfig(
+                "it has requirements, and this gateway takes none: name a package index (sandbox.requirements."
+                "index_url) or a directory of wheels (sandbox.requirements.find_links)",
+                component=COMPONENT,
+            )
+        if chosen.find_links is not None and not chosen.find_links.is_dir():
+            raise InvalidConfig(
+                f"sandbox.requirements.find_links: {chosen.find_links} is no directory", component=COMPONENT
+            )
+        if not chosen.only_binary and not self._isolates:
+            raise Unsupported(
+                "sandbox.requirements.only_binary: false runs code of packages, which plain processes do not confine",
+                component=COMPONENT,
+            )
+
+    @property
+    def _isolates(self) -> bool:
+        return self._provider.info.limits.get("filesystem", True)
+
+    def _digest(self, lines: Sequence[str], spec: SandboxSpec) -> str:
+        chosen = self._settings
+        told: list[object] = [sorted(lines), self._provider.info.kind, spec.image, chosen.index_url]
+        told += [str(chosen.find_links or ""), chosen.only_binary, self._python]
+        return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:32]
+
+    # Building
+
+    async def _build(self, place: Path, lines: Sequence[str], spec: SandboxSpec, on_line: OnLine) -> None:
+        chosen = self._settings
+        pip = _pip()
+        mounts = {str(pip): _PIP, **({str(chosen.find_links): _LINKS} if chosen.find_links else {})}
+        sandbox = await self._provider.create(
+            SandboxSpec(
+                image=spec.image,
+                runtime=spec.runtime,
+                isolation=spec.isolation,
+                network=Network.EGRESS if chosen.index_url else Network.NONE,
+                allow=chosen.allow if chosen.index_url else (),
+                memory_bytes=chosen.memory_bytes,
+                disk_bytes=3 * chosen.layer_max_bytes + _ROOM_BYTES,
+            ),
+            name=secrets.token_hex(8),
+            labels={PURPOSE: "requirements"},
+            mounts=mounts,
+        )
+        self._living.add(sandbox.id)
+        made = self._directory / f".{place.name}-{secrets.token_hex(4)}"
+        _LOG.info("requirements are installed", requirements=list(lines), image=spec.image)
+        try:
+            await self._install(sandbox, str(pip), lines, on_line)
+            size_bytes = await self._fetch(sandbox, made)
+        except BaseException:
+            await asyncio.to_thread(shutil.rmtree, made, ignore_errors=True)
+            raise
+        finally:
+            try:
+                await sandbox.close()
+            finally:
+                self._living.discard(sandbox.id)
+        (made / _SIZE).write_text(str(size_bytes), encoding="ascii")
+        made.rename(place)
+        _LOG.info("requirements are there", requirements=list(lines), size_bytes=size_bytes)
+        await asyncio.to_thread(self._evict, place, set(self._in_use()))
+
+    async def _install(self, sandbox: Sandbox, pip: str, lines: Sequence[str], on_line: OnLine) -> None:
+        chosen, workdir = self._settings, sandbox.spec.workdir
+        index = SECRET.sub(lambda found: quote(self._secrets.get(found["name"]), safe=""), chosen.index_url)
+        # In the file, not in the arguments: an index may name a password.
+        where = [f"--index-url {index}"] if index else ["--no-index"]
+        if chosen.find_links is not None:
+            where.append(f"--find-links {_LINKS if self._isolates else chosen.find_links}")
+        where += ["--only-binary :all:"] if chosen.only_binary else []
+        await sandbox.write_file("requirements.txt", "\n".join([*where, *lines, ""]).encode())
+        options = "--isolated --no-input --no-cache-dir --disable-pip-version-check --progress-bar off --no-color"
+        program = _PIP if self._isolates else pip
+        command = Command(
+            argv=(self._python, program, "install", *options.split(), "--target", _TARGET, "-r", "requirements.txt"),
+            env={"TMPDIR": workdir} if self._isolates else {},
+            merge=True,
+            timeout_s=chosen.timeout_s,
+            output_limit_bytes=SAID_BYTES,
+        )
+        rest = b""
+
+        def bare(said: bytes) -> str:
+            return said.decode("utf-8", "replace").replace(index or "\0", REDACTED)
+
+        def on_output(stream: str, data: bytes) -> None:
+            nonlocal rest
+            *whole, rest = (rest + data).split(b"\n")
+            for line in whole:
+                on_line(bare(line).strip()[:200])
+
+        result = await sandbox.run(command, on_output)
+        if result.timed_out:
+            raise InvalidConfig(
+                f"its requirements took longer than {chosen.timeout_s:g} s (sandbox.requirements.timeout)",
+                component=COMPONENT,
+            )
+        if result.exit_code != 0:
+            how = "out of memory (sandbox.requirements.memory)" if result.out_of_memory else _told(bare(result.stdout))
+            raise InvalidConfig(f"its requirements cannot be installed: {how}", component=COMPONENT)
+
+    async def _fetch(self, sandbox: Sandbox, made: Path) -> int:
+        """Bring what was installed out of the sandbox; return its bytes."""
+        limit = self._settings.layer_max_bytes
+        await asyncio.to_thread(made.mkdir, parents=True)
+        packed = made / "layer.tar"
+        target = f"{sandbox.spec.workdir}/{_TARGET}"
+        try:
+            with packed.open("wb") as file:
+                async with open_archive(sandbox, target, limit_bytes=limit) as chunks:
+                    async for chunk in chunks:
+                        file.write(chunk)
+            return await asyncio.to_thread(_unpacked, packed, made / _SITE, limit)
+        except (Refused, tarfile.TarError) as error:
+            raise InvalidConfig(f"its requirements are no layer: {error}", component=COMPONENT) from None
+        except OSError as error:
+            raise exhaustion(error, COMPONENT) or error from None
+        except ActionFailed:
+            raise
+        except CodedError as error:
+            told = f"its requirements: {error.message} (sandbox.requirements.layer_max)"
+            raise InvalidConfig(told, component=COMPONENT) from error
+
+    # Room
+
+    def _evict(self, newest: Path, in_use: Collection[Path]) -> None:
+        """Remove layers used least recently until the others are within the bound."""
+        kept: list[_Kept] = []
+        for each in self._directory.iterdir():
+            try:
+                size = int((each / _SIZE).read_text(encoding="ascii"))
+                kept.append(_Kept(each.stat().st_mtime, size, each))
+            except (OSError, ValueError):
+                continue
+        total = sum(each.size_bytes for each in kept)
+        for used in sorted(kept):
+            if total <= self._settings.max_bytes:
+                return
+            if used.place != newest and used.place / _SITE not in in_use:
+                (used.place / _SIZE).unlink()
+                shutil.rmtree(used.place, ignore_errors=True)
+                total -= used.size_bytes
+                _LOG.info("requirements were removed to make room", layer=used.place.name, size_bytes=used.size_bytes)
+
+
+def _pip() -> Path:
+    """Return the directory of the package pip that the gateway has; raises Unsupported."""
+    found = importlib.util.find_spec("pip")
+    if found is None or found.origin is None:
+        raise Unsupported(
+            "requirements are installed by the pip of the gateway's own Python, which has none: python -m ensurepip",
+            component=COMPONENT,
+        )
+    return Path(found.origin).parent
+
+
+def _told(said: str) -> str:
+    """Return what pip says is wrong: its lines of errors, or the last ones."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR:")]
+    return " ".join(errors or lines[-5:] or ["pip said nothing"])[:TOLD_CHARS]
+
+
+def _unpacked(packed: Path, site: Path, limit_bytes: int) -> int:
+    """Unpack a tar that a sandbox has made, readable for every user; return the bytes of its files."""
+    extraction = Extraction(str(site), limit_bytes)
+    with tarfile.open(packed, mode="r:") as tar:
+        extraction.all(tar)
+    packed.unlink()
+    for folder, folders, files in os.walk(site):
+        for name in (*folders, *files):
+            path = Path(folder, name)
+            if path.is_symlink():
+                path.unlink()  # no wheel holds one
+            else:
+                path.chmod(0o755 if path.is_dir() or path.stat().st_mode & 0o100 else 0o644)
+    site.chmod(0o755)
+    site.parent.chmod(0o755)
+    return limit_bytes - extraction.left
