@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from manager.batch import Work
 from manager.config import ManagerSpec
 from manager.errors import InvalidInput
-from manager.simulation.bound import fastest_s
+from manager.simulation.area_bound import fastest_s
 from manager.simulation.lease_audit import LeaseAudit
 from manager.simulation.simulator import SimulatedAction, SimulationRun
 from manager.simulation.trace import TracedTrajectory, TraceStep

@@ -3,8 +3,9 @@
 Three relaxations, of which the best counts:
 
 - infinite: every action runs at its fastest at once;
-- area: an action takes at least its smallest unit-seconds, on one machine as fast as all units together, in the
-  order of shortest remaining work, never before it could be ready;
+- area: what a trajectory takes of a kind at the least, on one machine as fast as all units together, in the order of
+  shortest remaining work, never before it could be ready: all of it, or its last action alone, after the others. A
+  quota of n in a period is a machine that does n calls in one, and may begin a period early;
 - price: the Lagrangian dual. With a price for every unit-second over time, each trajectory alone minimises its
   ACT plus what it pays; the sum of these minima less the worth of the capacity bounds every feasible schedule.
   Any prices are valid; good ones balance demand and capacity. Actions may be resized and interrupted freely,
@@ -13,7 +14,6 @@ Three relaxations, of which the best counts:
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +24,14 @@ from numpy.typing import NDArray
 from manager.action import Amdahl, Elasticity, UnitSet
 from manager.resources.quota import QuotaSpec
 from manager.scheduler.durations import Shape, shape_of
+from manager.simulation.area_bound import (
+    FastestPath,
+    area_bound,
+    fastest_path,
+    fastest_s,
+    least_s,
+    total_area_bound,
+)
 from manager.simulation.trace import TracedTrajectory, TraceStep
 
 Floats = NDArray[np.float64]
@@ -79,7 +87,11 @@ def lower_bound(
     if batch_marginal < 1.0:
         trajectories = [_shared(trajectory, batch_marginal) for trajectory in trajectories]
     dual = Dual(trajectories, capacity, quotas or {}, worker_cost_s)
-    return LowerBound(infinite_s=infinite_s, area_s=area_bound(trajectories, capacity), price_s=dual.best(rounds))
+    area_s = max(
+        area_bound(trajectories, capacity, worker_cost_s),
+        total_area_bound(trajectories, capacity, quotas or {}, worker_cost_s),
+    )
+    return LowerBound(infinite_s=infinite_s, area_s=area_s, price_s=dual.best(rounds))
 
 
 def _shared(trajectory: TracedTrajectory, marginal: float) -> TracedTrajectory:
@@ -89,53 +101,6 @@ def _shared(trajectory: TracedTrajectory, marginal: float) -> TracedTrajectory:
         for step in trajectory.steps
     ]
     return replace(trajectory, steps=tuple(steps))
-
-
-def fastest_s(step: TraceStep) -> float:
-    """Seconds with the best admissible units."""
-    return step.t_ori_s * float(_shape(step).factors.min())
-
-
-def area_bound(trajectories: Sequence[TracedTrajectory], capacity: Mapping[str, int]) -> float:
-    """Last actions by shortest remaining work on one machine a kind; everything before them at its fastest."""
-    jobs: dict[str, list[tuple[float, float]]] = {}
-    total_s = 0.0
-    for trajectory in trajectories:
-        if not trajectory.steps:
-            continue
-        last = trajectory.steps[-1]
-        before_s = sum(fastest_s(step) for step in trajectory.steps[:-1])
-        total_s += before_s
-        kind = last.key if last.key is not None else next(iter(last.cost), "")
-        if kind not in capacity:
-            total_s += fastest_s(last)
-            continue
-        ready_s = trajectory.arrival_s + before_s + sum(step.think_s for step in trajectory.steps)
-        jobs.setdefault(kind, []).append((ready_s, last.t_ori_s * float(_shape(last).areas.min()) / capacity[kind]))
-    return total_s + sum(shortest_remaining(waiting) for waiting in jobs.values())
-
-
-def shortest_remaining(jobs: Sequence[tuple[float, float]]) -> float:
-    """Sum of flow times of (release, seconds) on one machine under shortest remaining processing time, the optimum."""
-    pending: list[tuple[float, float]] = []
-    now_s, total_s = 0.0, 0.0
-    arrivals = sorted(jobs)
-    index = 0
-    while pending or index < len(arrivals):
-        if not pending:
-            now_s = max(now_s, arrivals[index][0])
-        while index < len(arrivals) and arrivals[index][0] <= now_s:
-            heapq.heappush(pending, (arrivals[index][1], arrivals[index][0]))
-            index += 1
-        left_s, release_s = heapq.heappop(pending)
-        until_s = arrivals[index][0] if index < len(arrivals) else math.inf
-        if now_s + left_s <= until_s:
-            now_s += left_s
-            total_s += now_s - release_s
-        else:
-            heapq.heappush(pending, (left_s - (until_s - now_s), release_s))
-            now_s = until_s
-    return total_s
 
 
 class Dual:
@@ -148,17 +113,26 @@ class Dual:
         quotas: Mapping[str, QuotaSpec],
         worker_cost_s: float,
     ) -> None:
-        self._paths = [_path(trajectory) for trajectory in trajectories if trajectory.steps]
+        self._paths = [fastest_path(trajectory) for trajectory in trajectories if trajectory.steps]
         length_s = max((path.ends_s for path in self._paths), default=1.0)
         work_s = max(
-            (_area_s(trajectories, kind) / units for kind, units in capacity.items()),
+            (
+                sum(least_s(step, kind, 0.0) for each in trajectories for step in each.steps) / units
+                for kind, units in capacity.items()
+            ),
             default=0.0,
         )
-        self._cell_s = (length_s + 0.5 * work_s) / CELLS
-        self._capacity = {kind: units * self._cell_s for kind, units in capacity.items()}
+        calls = {kind: _calls(trajectories, kind) for kind in quotas}
+        limited_s = max((calls[kind] / each.limit * each.period_s for kind, each in quotas.items()), default=0.0)
+        self._cell_s = (length_s + max(0.5 * work_s, limited_s)) / CELLS
+        #: Worth of a price of one in each cell, and cells of one price.
+        self._capacity: dict[str, Floats] = {
+            kind: np.full(CELLS, units * self._cell_s) for kind, units in capacity.items()
+        }
+        self._groups: dict[str, int] = {}
         for kind, quota in quotas.items():
-            windows = math.ceil(self._cell_s / quota.period_s)
-            self._capacity[kind] = float(quota.limit * windows)
+            self._groups[kind] = min(CELLS, max(1, math.ceil(quota.period_s / self._cell_s)))
+            self._capacity[kind] = _allowed(quota, self._cell_s, self._groups[kind])
         self._quotas = frozenset(quotas)
         self._worker_cost_s = worker_cost_s
         self._prices = {kind: np.full(CELLS, FIRST_PRICE) for kind in self._capacity}
@@ -172,9 +146,12 @@ class Dual:
             if value > best:
                 best, best_prices = value, {kind: prices.copy() for kind, prices in self._prices.items()}
             for kind, prices in self._prices.items():
-                factor = np.clip(used[kind] / self._capacity[kind], 0.25, 4.0)
+                demand = _levelled(used[kind], self._groups[kind]) if kind in self._groups else used[kind]
+                factor = np.clip(demand / self._capacity[kind], 0.25, 4.0)
                 prices *= factor ** (1.0 / (1.0 + 0.15 * max(0, turn - rounds // 4)))
                 np.maximum(prices, LEAST_PRICE, out=prices)
+                if kind in self._groups:
+                    prices[:] = _levelled(prices, self._groups[kind])
         if self._worker_cost_s == 0.0:
             return best
         self._prices = best_prices
@@ -184,28 +161,8 @@ class Dual:
         used = {kind: np.zeros(CELLS) for kind in self._prices}
         tables = _Tables(self._prices, self._cell_s, self._quotas, worker_cost_s)
         value = sum(tables.walk(path, used) for path in self._paths)
-        worth = sum(float(prices.sum()) * self._capacity[kind] for kind, prices in self._prices.items())
+        worth = sum(float((prices * self._capacity[kind]).sum()) for kind, prices in self._prices.items())
         return value - worth, used
-
-
-@dataclass(frozen=True, slots=True)
-class _Path:
-    """A trajectory at full speed: when each step could be ready at the earliest."""
-
-    steps: tuple[TraceStep, ...]
-    ready_s: tuple[float, ...]
-    fastest_s: tuple[float, ...]
-    ends_s: float
-
-
-def _path(trajectory: TracedTrajectory) -> _Path:
-    now_s = trajectory.arrival_s
-    ready, fastest = [], []
-    for step in trajectory.steps:
-        ready.append(now_s + step.think_s)
-        fastest.append(fastest_s(step))
-        now_s = ready[-1] + fastest[-1]
-    return _Path(trajectory.steps, tuple(ready), tuple(fastest), now_s)
 
 
 class _Tables:
@@ -227,7 +184,7 @@ class _Tables:
         self._least: dict[tuple[str, int], Floats] = {}
         self._elastic: dict[tuple[str, UnitSet, Elasticity | None], _Elastic] = {}
 
-    def walk(self, path: _Path, used: dict[str, Floats]) -> float:
+    def walk(self, path: FastestPath, used: dict[str, Floats]) -> float:
         """The least ACT plus payment of one trajectory, and roughly where it uses what."""
         ahead_s = np.zeros(CELLS)
         for index in range(len(path.steps) - 1, -1, -1):
@@ -382,24 +339,32 @@ class _Elastic:
             used[end - 1] -= over * units[end - 1] * self._cell_s
 
 
-def _shape(step: TraceStep) -> Shape:
-    """Units of the key resource that make a difference; a rigid action has one."""
-    if step.key is None or step.elasticity is None:
-        units = next(iter(step.cost.values()), UnitSet.fixed(1))
-        return shape_of(UnitSet.fixed(units.minimum), None)
-    return shape_of(step.cost[step.key], step.elasticity)
-
-
 def _coarse(elasticity: Elasticity | None) -> Elasticity | None:
     if isinstance(elasticity, Amdahl):
         return Amdahl(math.floor(elasticity.serial_fraction / SERIAL_GRAIN) * SERIAL_GRAIN)
     return elasticity
 
 
-def _area_s(trajectories: Sequence[TracedTrajectory], kind: str) -> float:
-    return sum(
-        step.t_ori_s * float(_shape(step).areas.min())
-        for trajectory in trajectories
-        for step in trajectory.steps
-        if kind in step.cost
-    )
+def _calls(trajectories: Sequence[TracedTrajectory], kind: str) -> int:
+    return sum(step.cost[kind].minimum for each in trajectories for step in each.steps if kind in step.cost)
+
+
+def _allowed(quota: QuotaSpec, cell_s: float, group: int) -> Floats:
+    """Units that may start in each cell, on average over its group: a group is as long as a period at least.
+
+    Prices are the same in a group, so that only its sum counts; the last group may be shorter.
+    """
+    allowed = np.empty(CELLS)
+    for start in range(0, CELLS, group):
+        cells = min(group, CELLS - start)
+        windows = math.ceil(cells * cell_s / quota.period_s)
+        allowed[start : start + cells] = quota.limit * windows / cells
+    return allowed
+
+
+def _levelled(values: Floats, group: int) -> Floats:
+    """Each group's mean in all of its cells."""
+    starts = np.arange(0, CELLS, group)
+    sizes = np.diff(np.append(starts, CELLS))
+    level: Floats = np.repeat(np.add.reduceat(values, starts) / sizes, sizes)
+    return level

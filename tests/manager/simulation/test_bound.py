@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manager.action import Amdahl, UnitSet
-from manager.simulation.bound import lower_bound, shortest_remaining
+from manager.simulation.bound import lower_bound
 from manager.simulation.cluster import cluster
 from manager.simulation.simulator import Physics, Simulation
 from manager.simulation.trace import TracedTrajectory, TraceStep
@@ -117,8 +117,3 @@ def test_a_tight_quota_leaves_the_bound_valid() -> None:
     spec = cluster(cores=64, nodes=1, devices=8, services=workload.services, resources=workload.quotas)
     run = Simulation(spec, workload.trajectories, physics=FREE).run()
     assert 0 < bound.infinite_s <= bound.best_s <= sum(record.act_s for record in run.records)
-
-
-def test_shortest_remaining_work_is_the_optimum_of_a_small_case() -> None:
-    # The long one starts, is interrupted by the short one at 1, and ends at 5.
-    assert shortest_remaining([(0.0, 4.0), (1.0, 1.0)]) == pytest.approx(1.0 + 5.0)
