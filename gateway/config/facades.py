@@ -81,6 +81,23 @@ class McpFacade:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SwerexFacade:
+    """SWE-ReX's runtime server, for SWE-agent: bash sessions, commands and files, one trajectory for each runtime."""
+
+    function: Annotated[
+        str,
+        Setting(
+            "the exec function that runs them where the API key names the trajectory (TOKEN.TRAJECTORY); "
+            "its sandbox has bash and python3",
+            min_length=1,
+        ),
+    ]
+    keep: Annotated[bool, Setting("whether a trajectory lives on when its client closes the runtime")] = False
+    port: Port = None
+    client_timeout_s: ClientTimeout = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FacadesSection:
     """Doors in other protocols, for clients as they are; off unless named (``rewards: {}``)."""
 
@@ -89,6 +106,7 @@ class FacadesSection:
     aws_lambda: Annotated[AwsLambdaFacade | None, Setting("AWS Lambda's Invoke", key="lambda")] = None
     models: Annotated[ModelsFacade | None, Setting("model servers of OpenAI, vLLM and SGLang")] = None
     mcp: Annotated[McpFacade | None, Setting("functions as tools of MCP")] = None
+    swerex: Annotated[SwerexFacade | None, Setting("SWE-ReX's runtime server")] = None
 
     def opened(self) -> Iterator[tuple[str, FacadeSection]]:
         """Yield the doors that are open, by the name of their field."""

@@ -371,14 +371,17 @@ class _Assembly:
             if name not in known:
                 message = f"{name!r} is no function{suggestion(name, known)}"
                 self._refuse(self.sections["server"], message, ("facades", "mcp", "functions"))
-        fusion = server.facades.sandboxfusion
-        if fusion is None:
-            return
+        fusion, swerex = server.facades.sandboxfusion, server.facades.swerex
         commands = {name for name, function in functions.items() if function.runtime == "exec"}
         runnable = commands | {name for name in self.entries["functions"] if name not in functions}
-        for language, name in fusion.languages.items():
+        languages = {} if fusion is None else fusion.languages
+        named: list[tuple[tuple[str, ...], str]] = [
+            (("sandboxfusion", "languages", str(language)), name) for language, name in languages.items()
+        ]
+        named += [] if swerex is None else [(("swerex", "function"), swerex.function)]
+        for place, name in named:
             if name not in runnable:
-                path = ("facades", "sandboxfusion", "languages", language)
+                path = ("facades", *place)
                 self._refuse(self.sections["server"], f"{name!r} is no exec function{suggestion(name, commands)}", path)
 
     def _resources(self) -> dict[str, Resource]:

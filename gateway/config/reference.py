@@ -70,6 +70,7 @@ CHAPTERS = (
     ("AwsLambdaFacade", "server.facades.lambda"),
     ("ModelsFacade", "server.facades.models"),
     ("McpFacade", "server.facades.mcp"),
+    ("SwerexFacade", "server.facades.swerex"),
     ("NodeConfig", "node"),
     ("CpuConfig", "node.cpu"),
     ("DevicesConfig", "node.devices"),

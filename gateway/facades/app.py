@@ -22,13 +22,16 @@ from gateway.facades.mcp import Mcp
 from gateway.facades.models import Models
 from gateway.facades.rewards import Rewards
 from gateway.facades.sandboxfusion import SandboxFusion
+from gateway.facades.swerex.door import Swerex
 from gateway.http.door import Door
 from gateway.http.sending import BoundedSend
 from gateway.services import Services
 from manager.errors import CodedError, InvalidInput, NotFound, exhaustion
 
 #: Every door, by its name in ``server.facades``.
-FACADES: Mapping[str, type[Facade]] = {kind.name: kind for kind in (Rewards, SandboxFusion, AwsLambda, Models, Mcp)}
+FACADES: Mapping[str, type[Facade]] = {
+    kind.name: kind for kind in (Rewards, SandboxFusion, AwsLambda, Models, Mcp, Swerex)
+}
 
 #: Characters of a foreign path or method that are told back.
 SHOWN = 200
@@ -63,7 +66,12 @@ class FacadeApp:
         """Answer one request, whose path has these segments within the door."""
         bounded = BoundedSend(send, self._services.logs.spec.stall_s)
         path = "/" + "/".join(segments)
-        scope = {**with_bearer(scope, token), "path": path, "root_path": "", "app": self}
+        scope = {
+            **with_bearer(self._facade.admitted(scope, segments), token),
+            "path": path,
+            "root_path": "",
+            "app": self,
+        }
         try:
             self._door.let_in(scope)
             await self._router(scope, receive, bounded)

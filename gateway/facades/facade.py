@@ -11,6 +11,7 @@ import msgspec
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from gateway import wire
 from gateway.config.facades import FacadeSection
@@ -67,6 +68,10 @@ class Facade(ABC):
     @abstractmethod
     def body(self, fault: Fault, status: int) -> object:
         """Return a fault as the JSON body of the dialect."""
+
+    def admitted(self, scope: Scope, segments: Sequence[str]) -> Scope:
+        """Return the scope with its token where every door has it; ``segments`` are those of its path in the door."""
+        return scope
 
     def headers(self, fault: Fault) -> Mapping[str, str]:
         """Return headers that the dialect adds to the answer of a fault."""

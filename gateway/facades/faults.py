@@ -22,6 +22,7 @@ class Dialect(StrEnum):
     LAMBDA = "lambda"
     OPENAI = "openai"
     MCP = "mcp"
+    SWEREX = "swerex"
 
 
 class FaultKind(StrEnum):
@@ -172,6 +173,22 @@ TABLE: Mapping[Dialect, Mapping[FaultKind, ForeignError]] = {
         FaultKind.LOST: ForeignError(502, code=-32000),
         FaultKind.FAILED: ForeignError(500, code=-32603),
         FaultKind.INTERNAL: ForeignError(500, code=-32603),
+    },
+    # Its client raises what a 511 holds, and drops the words of every other status.
+    Dialect.SWEREX: {
+        FaultKind.INPUT: ForeignError(422),
+        FaultKind.UNAUTHORIZED: ForeignError(401),
+        FaultKind.FORBIDDEN: ForeignError(403),
+        FaultKind.NOT_FOUND: ForeignError(404),
+        FaultKind.METHOD: ForeignError(405),
+        FaultKind.CONFLICT: ForeignError(511),
+        FaultKind.TOO_LARGE: ForeignError(511),
+        FaultKind.UNSUPPORTED: ForeignError(511),
+        FaultKind.BUSY: ForeignError(511),
+        FaultKind.TIMEOUT: ForeignError(511),
+        FaultKind.LOST: ForeignError(511),
+        FaultKind.FAILED: ForeignError(511),
+        FaultKind.INTERNAL: ForeignError(511),
     },
 }
 

@@ -63,7 +63,7 @@ def boxes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         harbor={**large, "sandbox": {**ROOT_INSIDE, "user": "root"}},
         judge={"runtime": "handler", "handler": "handler:judge", "cost": {"cpu": 1}, "idempotent": True},
     )
-    described["server"] |= {"body_limit": "128Mi", "auth": "none"}
+    described["server"] |= {"body_limit": "128Mi", "auth": "none", "facades": {"swerex": {"function": "boxes"}}}
     process = GatewayProcess(directory, described)
     with (directory / "handler.py").open("a") as file:
         file.write("\n\ndef judge(event, context):\n    return float(event['response'].endswith(event['label']))\n")

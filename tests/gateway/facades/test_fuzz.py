@@ -57,12 +57,15 @@ META: Mapping[str, object] = {
 SINGLE = {"mcp-protocol-version": "2026-07-28", "mcp-method": "tools/call", "mcp-name": "reward"}
 MESSAGE = {"jsonrpc": "2.0", "id": 1, "method": "tools/call"}
 TOOLS = {"functions": ["reward"]}
+SWEREX = {"function": "shell"}
 ROUTES = [
     FuzzedRoute("rewards", "/rm/reward", {"prompt": "p", "response": "r", "label": "l"}),
     FuzzedRoute("rewards", "/rm/reward", {"query": ["pr"], "prompts": ["p"], "labels": ["l"]}),
     FuzzedRoute("rewards", "/retrieve/reward", {"queries": ["q"], "topk": 3, "return_scores": True}),
     FuzzedRoute("sandboxfusion", "/sandboxfusion/run_code", {"code": "", "language": "python"}, PYTHON),
     FuzzedRoute("lambda", "/lambda/2015-03-31/functions/reward/invocations", {"a": 1, "b": "x"}),
+    FuzzedRoute("swerex", "/swerex/shell/t/run_in_session", {"command": "true", "check": "silent"}, SWEREX),
+    FuzzedRoute("swerex", "/swerex/shell/t/write_file", {"path": "p", "content": "c"}, SWEREX),
     FuzzedRoute("mcp", "/mcp", MESSAGE | {"params": TOOL}, TOOLS, {"x-trajectory-id": "mine"}),
     FuzzedRoute("mcp", "/mcp", MESSAGE | {"params": TOOL | {"_meta": META}, "more": 1}, TOOLS, SINGLE),
 ]

@@ -1,0 +1,492 @@
+"""One bash on a terminal of its own, kept alive inside a sandbox between the actions that type to it.
+
+Its text is sent into the sandbox by the action that opens the session (`gateway.facades.swerex.scripts`), so: one file,
+standard library only, Python 3.8 on. The action that starts it leaves it behind; it waits on a socket in ``place``, and
+each later action brings one request and takes one answer, both JSON with their length before them.
+
+What ends a command is no text that a program could print by chance: bash itself sends a mark with the exit
+status, under a number that is new for each command, and its prompt is one too.
+"""
+
+# It runs in sandboxes with older Pythons, and importing less starts sooner.
+# ruff: noqa: PTH108, PTH118, PTH123, SIM105, UP031
+from __future__ import annotations
+
+import codecs
+import errno
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import shlex
+import signal
+import socket
+import struct
+import subprocess
+import termios
+import time
+from collections import deque
+
+MYPY = False
+if MYPY:  # importing it would cost every session a part of its start
+    from collections.abc import Callable
+    from re import Pattern
+    from typing import Any
+
+#: What clients are told that was matched where bash is ready for the next command: SWE-ReX's own prompt.
+PROMPT_NAME = "SHELLPS1PREFIX"
+#: How bash says so; in the variable it is escaped, so that showing the variable is no prompt.
+PROMPT = "\x1b]7;tangram;prompt\x07" + PROMPT_NAME
+PROMPT_SHOWN = r"\[\e]7;tangram;prompt\a\]" + PROMPT_NAME
+PROMPT_SET = "PS1='" + PROMPT_SHOWN + "' PS2= PS0="
+MARKS = re.compile(r"\x1b\]7;tangram;(?:prompt\x07" + PROMPT_NAME + r"|[0-9a-f]+;\d+\x07)")
+CONTROL = re.compile(r"\x1B[@-_][0-?]*[ -/]*[@-~]")
+#: Characters at the end of what was said in which a client's expression is looked for.
+WINDOW = 16 * 1024
+CHUNK_BYTES = 64 * 1024
+#: Seconds for bash to start and to source what it is told; for its prompt after a command; for its exit status where a
+#: client's expression ended the wait; and for its end.
+START_S, PROMPT_S, STATUS_S, END_S = 30.0, 10.0, 1.0, 5.0
+#: Seconds of silence after an interrupt that count as its end.
+SILENCE_S = 0.2
+REQUEST_MAX_BYTES = 64 * 2**20
+SYNTAX_MAX_BYTES = 16 * 1024
+
+
+class BashEnded(Exception):
+    """Bash has ended."""
+
+
+class AskerGone(Exception):
+    """Whoever asked is not there any more."""
+
+
+class Said:
+    """What bash said that nobody has been told yet: searched at its end, and without its middle if it is too long."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.first: list[str] = []
+        self.last: deque[str] = deque()
+        self.sizes = [0, 0]
+        self.tail = ""
+        self.left_out = 0
+
+    def add(self, text: str) -> None:
+        self.tail += text
+        if len(self.tail) <= 4 * WINDOW:
+            return
+        part, self.tail = self.tail[: -2 * WINDOW], self.tail[-2 * WINDOW :]
+        late = self.sizes[0] >= self.limit // 2
+        (self.last if late else self.first).append(part)
+        self.sizes[late] += len(part)
+        while self.sizes[1] > self.limit // 2:
+            dropped = len(self.last.popleft())
+            self.sizes[1] -= dropped
+            self.left_out += dropped
+
+    def find(self, patterns: list[Pattern[str]]) -> tuple[int, str, str] | None:
+        """Return the first match's number, what came before it, and the match, all taken out; None if there is none."""
+        found = [
+            (match.start(), i, match) for i, each in enumerate(patterns) for match in [each.search(self.tail)] if match
+        ]
+        if not found:
+            return None
+        _, number, match = min(found, key=lambda each: each[:2])
+        rest = self.tail[match.end() :]
+        self.tail = self.tail[: match.start()]
+        before = self.take()
+        self.tail = rest
+        return number, before, match.group()
+
+    def take(self) -> str:
+        """Return all of it, which is then told."""
+        note = "\n[%d characters are left out here]\n" % self.left_out if self.left_out else ""
+        text = "".join(self.first) + note + "".join(self.last) + self.tail
+        self.first, self.sizes, self.tail, self.left_out = [], [0, 0], "", 0
+        self.last.clear()
+        return text
+
+    def put_back(self, text: str) -> None:
+        """Let it begin with a text that was taken from it."""
+        self.first.insert(0, text)
+
+
+class BashTerminal:
+    """Bash on its terminal."""
+
+    def __init__(self, place: str, limit: int) -> None:
+        self.place = place
+        self.said = Said(limit)
+        self.dirty = False  # a command may still run, or its prompt is still to come
+        self.keep_status = False  # the last command's exit status is the next one's to see
+        self.count = int.from_bytes(os.urandom(6), "big")
+        self.decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
+        self.pid, self.fd = _spawn()
+        self.modes = termios.tcgetattr(self.fd)
+        self.modes[3] &= ~termios.ECHO
+        termios.tcsetattr(self.fd, termios.TCSANOW, self.modes)
+
+    # --- reading
+
+    def read(self, within_s: float, asker: socket.socket | None = None) -> bool:
+        """Take in what bash says; return False after a silence of ``within_s``. Raises BashEnded and AskerGone."""
+        watched: list[int | socket.socket] = [self.fd] if asker is None else [self.fd, asker]
+        ready = select.select(watched, [], [], max(0.0, within_s))[0]
+        if self.fd in ready:
+            try:
+                data = os.read(self.fd, CHUNK_BYTES)
+            except OSError as error:
+                if error.errno != errno.EIO:
+                    raise
+                data = b""
+            if not data:
+                raise BashEnded
+            self.said.add(self.decoder.decode(data))
+            return True
+        if asker is not None and asker in ready and not asker.recv(1, socket.MSG_PEEK):
+            raise AskerGone
+        return False
+
+    def wait(
+        self, patterns: list[Pattern[str]], within_s: float, asker: socket.socket | None = None
+    ) -> tuple[int, str, str]:
+        """Wait for the first of the patterns; return its number, what came before it, and the match, all taken out.
+
+        The number is -1 if none came in time: then nothing is taken. Raises BashEnded and AskerGone.
+        """
+        until = time.monotonic() + within_s
+        while True:
+            found = self.said.find(patterns)
+            if found is not None:
+                return found
+            left = until - time.monotonic()
+            if left <= 0:
+                return -1, "", ""
+            self.read(min(left, 3600.0), asker)
+
+    # --- typing
+
+    def type(self, line: str) -> None:
+        data = line.encode("utf-8", "surrogateescape") + b"\n"
+        while data:
+            if not select.select([], [self.fd], [], 0.0)[1] and not self.read(END_S):
+                return  # it reads nothing: what is typed would be lost
+            data = data[os.write(self.fd, data[:1024]) :]
+
+    def mark(self) -> tuple[str, Pattern[str]]:
+        """Return the shell text that sends the next mark and sets the prompt again, and what to wait for."""
+        self.count += 1
+        number = f"{self.count:x}"
+        text = (
+            "{ builtin printf '\\033]7;tangram;%s;%d\\007' "
+            + number
+            + ' "$?" >/dev/tty; '
+            + PROMPT_SET
+            + "; } 2>/dev/null"
+        )
+        return text, re.compile(r"\x1b\]7;tangram;" + number + r";(\d+)\x07")
+
+    def status(self, mark: str) -> int:
+        return int(mark.rstrip("\x07").rpartition(";")[2])
+
+    def calm(self) -> None:
+        """Put the terminal's modes back where a program left others, at the prompt."""
+        try:
+            if os.tcgetpgrp(self.fd) == self.pid:
+                termios.tcsetattr(self.fd, termios.TCSANOW, self.modes)
+        except (OSError, termios.error):
+            pass
+
+    def to_prompt(self, asker: socket.socket | None = None) -> str:
+        """Wait for the prompt that follows a mark; return what came before it."""
+        number, before, _ = self.wait([re.compile(re.escape(PROMPT))], PROMPT_S, asker)
+        self.dirty = number < 0
+        return before
+
+    def ask_status(self, asker: socket.socket) -> int | None:
+        """Return the exit status of what was run last, None if bash does not say."""
+        text, pattern = self.mark()
+        self.type(" " + text)
+        number, before, mark = self.wait([pattern], STATUS_S, asker)
+        if number < 0:
+            self.dirty = True
+            return None
+        self.said.put_back(before + self.to_prompt(asker))
+        return self.status(mark)
+
+    # --- the requests
+
+    def start(self, sources: list[str], within_s: float) -> str:
+        """Wait until bash is ready; return what it said."""
+        words = [f"source {source}" for source in sources] + (["sleep 0.3"] if sources else [])
+        text, pattern = self.mark()
+        self.type(" " + " ; ".join([*words, "export PS1 PS2 PS0", text]))
+        number, before, _ = self.wait([pattern], max(START_S, within_s))
+        if number < 0:
+            raise TimeoutError
+        return shown(before + self.to_prompt())
+
+    def run(self, asked: dict[str, Any], asker: socket.socket) -> tuple[str, dict[str, Any]]:
+        """Run a command as if it were typed; return its output, and how it ended."""
+        refused = _syntax(asked["command"])
+        if refused is not None:
+            return "", refused
+        expected = _compiled(asked["expect"])
+        self.calm()
+        file = os.path.join(self.place, f"command-{self.count:x}")
+        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as sink:
+            sink.write(asked["command"].encode("utf-8", "surrogateescape"))
+        try:
+            return self.run_file(file, asked, expected, asker)
+        finally:
+            os.unlink(file)
+
+    def run_file(
+        self, file: str, asked: dict[str, Any], expected: list[Pattern[str]], asker: socket.socket
+    ) -> tuple[str, dict[str, Any]]:
+        text, pattern = self.mark()
+        name, silent = shlex.quote(file), asked["check"] == "ignore"
+        read = '"$(r=$?; builtin printf %%s "$(<%s)"; builtin exit $r)"' if self.keep_status else '"$(<%s)"'
+        was_dirty, self.dirty, self.keep_status = self.dirty, True, silent
+        self.type(" builtin eval " + read % name + ("" if silent else "; " + text))
+        # A prompt without the mark: it was interrupted from inside. One that is still to come from before says nothing.
+        ends = [pattern, re.compile(re.escape(PROMPT))][: 1 if was_dirty and not silent else 2]
+        number, before, mark = self.wait(expected + ends, asked["timeout"], asker)
+        if number < 0:
+            return "", {"end": "timeout"}
+        number -= len(expected)
+        told: dict[str, Any] = {"end": "done", "exit_code": None, "expect_string": PROMPT_NAME}
+        if number == 0:  # the mark
+            before += self.to_prompt(asker)
+            told["exit_code"] = self.status(mark)
+        elif number == 1:
+            self.dirty = False
+            told["exit_code"] = None if silent else self.ask_status(asker)
+        else:
+            told["expect_string"] = asked["expect"][number + len(expected)]
+            if not silent:
+                before += self.late_status(pattern, told, asker)
+        if told["exit_code"] is None and asked["check"] == "raise":
+            return shown(before), {"end": "no_exit_code"}
+        return shown(before), told
+
+    def late_status(self, pattern: Pattern[str], told: dict[str, Any], asker: socket.socket) -> str:
+        """Look for the end of a command of which an expected text was seen; return what it said until then."""
+        number, before, mark = self.wait([pattern], STATUS_S, asker)
+        if number < 0:
+            return ""
+        told["exit_code"] = self.status(mark)
+        return before + self.to_prompt(asker)
+
+    def interact(self, asked: dict[str, Any], asker: socket.socket) -> tuple[str, dict[str, Any]]:
+        """Type a line to a program; return what it answered, up to an expected text or the prompt."""
+        expected = _compiled(asked["expect"])
+        self.type(asked["command"])
+        number, before, _ = self.wait([*expected, re.compile(re.escape(PROMPT))], asked["timeout"], asker)
+        if number < 0:
+            self.dirty = True
+            return "", {"end": "timeout"}
+        self.dirty = number < len(expected)
+        output = shown(before)
+        if asked["is_interactive_quit"]:
+            termios.tcsetattr(self.fd, termios.TCSANOW, self.modes)
+            self.ask_status(asker)
+        else:
+            output = output.lstrip()
+            output = (output[len(asked["command"]) :] if output.startswith(asked["command"]) else output).strip()
+        matched = asked["expect"][number] if number < len(expected) else PROMPT_NAME
+        return output, {"end": "done", "exit_code": 0, "expect_string": matched}
+
+    def interrupt(self, asked: dict[str, Any], asker: socket.socket) -> tuple[str, dict[str, Any]]:
+        """End what runs in the foreground: by SIGINT as often as is asked, and then by SIGKILL."""
+        expected = _compiled(asked["expect"])
+        patterns = [*expected, re.compile(re.escape(PROMPT))]
+        tries = max(0, min(asked["n_retry"], 100))
+        for attempt in range(tries + 5):
+            if attempt < tries:
+                os.write(self.fd, b"\x03")
+            else:
+                self.kill_foreground()
+            number, before, _ = self.wait(patterns, max(asked["timeout"], 0.05 if attempt < tries else 1.0), asker)
+            if number >= 0:
+                self.dirty = False
+                try:
+                    while self.read(SILENCE_S, asker):
+                        pass
+                finally:
+                    rest = self.said.take()
+                self.calm()
+                matched = asked["expect"][number] if number < len(expected) else PROMPT_NAME
+                return shown(before + rest).strip(), {"end": "done", "exit_code": 0, "expect_string": matched}
+        return "", {"end": "uninterrupted"}
+
+    def kill_foreground(self) -> None:
+        try:
+            group = os.tcgetpgrp(self.fd)
+            if group != self.pid:
+                os.killpg(group, signal.SIGKILL)
+        except OSError:
+            pass  # it has ended meanwhile, or is another user's
+
+    def end(self) -> int:
+        """End bash and what runs on its terminal; return its exit status, a signal as -n."""
+        groups = {self.pid}
+        try:
+            groups.add(os.tcgetpgrp(self.fd))
+        except OSError:
+            pass
+        os.close(self.fd)
+        until, number = time.monotonic() + END_S, signal.SIGHUP
+        while True:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                break
+            for group in groups:
+                try:
+                    os.killpg(group, number)
+                except OSError:
+                    pass
+            time.sleep(0.02)
+            if time.monotonic() > until - END_S / 2:
+                number = signal.SIGKILL
+        return os.WEXITSTATUS(status) if os.WIFEXITED(status) else -os.WTERMSIG(status)
+
+
+def _spawn() -> tuple[int, int]:
+    """Start bash on a terminal of its own; return its process and the terminal's other side."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("TRACEPARENT", "TRACESTATE")}
+    environment.setdefault("TERM", "dumb")
+    environment.update(PS1=PROMPT_SHOWN, PS2="", PS0="")
+    pid, fd = pty.fork()
+    if pid == 0:
+        try:
+            for number in (signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ):
+                signal.signal(number, signal.SIG_DFL)
+            os.execvpe("bash", ["bash", "--noediting"], environment)
+        finally:
+            os._exit(127)
+    fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    return pid, fd
+
+
+def shown(text: str) -> str:
+    """Return what was said as SWE-ReX shows it."""
+    return CONTROL.sub("", MARKS.sub("", text)).replace("\r\n", "\n")
+
+
+def _compiled(patterns: list[str]) -> list[Pattern[str]]:
+    return [re.compile(each, re.DOTALL) for each in patterns]
+
+
+def _syntax(command: str) -> dict[str, Any] | None:
+    """Return what bash has against a command; None if nothing."""
+    text = (command + "\n").encode("utf-8", "surrogateescape")
+    done = subprocess.run(["bash", "-n"], input=text, capture_output=True, check=False)
+    if done.returncode == 0:
+        return None
+    said = [each[:SYNTAX_MAX_BYTES].decode("utf-8", "backslashreplace") for each in (done.stdout, done.stderr)]
+    return {"end": "syntax", "exit_code": done.returncode, "stdout": said[0], "stderr": said[1]}
+
+
+def need(conn: socket.socket, count: int) -> bytes:
+    """Read so many bytes; raises AskerGone."""
+    parts = []
+    while count:
+        part = conn.recv(min(count, 2**20))
+        if not part:
+            raise AskerGone
+        parts.append(part)
+        count -= len(part)
+    return b"".join(parts)
+
+
+def answer(terminal: BashTerminal, asked: dict[str, Any], conn: socket.socket) -> tuple[str, dict[str, Any]]:
+    """Return the output of a request, and how it ended."""
+    terminal.said.limit = asked["limit"]
+    try:
+        if asked["verb"] == "interrupt":
+            return terminal.interrupt(asked, conn)
+        interactive = asked["is_interactive_command"] or asked["is_interactive_quit"]
+        return terminal.interact(asked, conn) if interactive else terminal.run(asked, conn)
+    except re.error as error:
+        return "", {"end": "pattern", "message": str(error)}
+    except OSError as error:
+        return "", {"end": "broken", "message": f"{type(error).__name__}: {error}"}
+
+
+def serve(terminal: BashTerminal, listener: socket.socket) -> None:
+    """Answer one request after the other, until bash ends or the session is closed."""
+    while True:
+        conn = listener.accept()[0]
+        with conn:
+            try:
+                (size,) = struct.unpack("!I", need(conn, 4))
+                asked = json.loads(need(conn, min(size, REQUEST_MAX_BYTES)))
+                if asked["verb"] == "close":
+                    terminal.end()
+                    tell(conn, "", {"end": "done"})
+                    return
+                try:
+                    tell(conn, *answer(terminal, asked, conn))
+                except BashEnded:
+                    status = terminal.end()
+                    ended = {"end": "done", "exit_code": status, "expect_string": ""}
+                    tell(conn, shown(terminal.said.take()), dict(ended, ended=True))
+                    return
+            except (AskerGone, OSError, ValueError, KeyError):
+                continue  # whoever asked is gone: what runs goes on
+
+
+def tell(conn: socket.socket, output: str, told: dict[str, Any]) -> None:
+    parts = [json.dumps(told).encode(), output.encode("utf-8", "backslashreplace")]
+    conn.sendall(struct.pack("!II", *map(len, parts)) + b"".join(parts))
+
+
+def open_session(place: str, name: str, asked: dict[str, Any], report: Callable[[str, dict[str, Any]], None]) -> None:
+    """Leave a session behind that serves below ``place``; ``report`` is told once how it began."""
+    ours, theirs = os.pipe()
+    if os.fork() == 0:
+        os.close(ours)
+        os.setsid()
+        if os.fork() > 0:
+            os._exit(0)
+        try:
+            _begin(place, name, asked, theirs)
+        finally:
+            os._exit(0)
+    os.close(theirs)
+    os.wait()
+    with open(ours, "rb") as said:
+        told = json.loads(said.read() or b'{"output": "", "told": {"end": "not_started"}}')
+    report(told["output"], told["told"])
+
+
+def _begin(place: str, name: str, asked: dict[str, Any], pipe: int) -> None:
+    silence = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(silence, fd)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    terminal = BashTerminal(place, asked["limit"])
+    try:
+        output = terminal.start(asked["startup_source"], asked["startup_timeout"])
+    except (BashEnded, TimeoutError, OSError) as error:
+        terminal.end()
+        _say(pipe, shown(terminal.said.take()), {"end": "not_started", "why": type(error).__name__})
+        return
+    os.chdir(place)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(name)
+    listener.listen(16)
+    _say(pipe, output, {"end": "done"})
+    try:
+        serve(terminal, listener)
+    finally:
+        os.unlink(name)
+
+
+def _say(pipe: int, output: str, told: dict[str, Any]) -> None:
+    with open(pipe, "wb") as sink:
+        sink.write(json.dumps({"output": output[-65536:], "told": told}).encode())

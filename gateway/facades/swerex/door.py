@@ -1,0 +1,452 @@
+"""SWE-ReX's runtime server: what `RemoteRuntime`, and SWE-agent through it, asks of the machine that it works on.
+
+One runtime is one trajectory, which the path names (``/swerex/FUNCTION/TRAJECTORY/execute``) or the API key after a dot
+(``TOKEN.TRAJECTORY``). Each command is an action, so cores are held while one runs and no longer. What lives between
+them, the sessions' shells, lives in the sandbox; nothing of it is kept here, so the next gateway goes on with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import ClassVar
+
+import msgspec
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message, Scope
+
+from gateway import wire
+from gateway.config.facades import SwerexFacade
+from gateway.facades.calls import ForeignCalls
+from gateway.facades.facade import Facade, ForeignRoute, answer, read_shape
+from gateway.facades.faults import Dialect, Fault, fault_of_end
+from gateway.facades.swerex.answers import (
+    ERRORS,
+    RaisedAtClient,
+    as_python,
+    decoded,
+    prefixed,
+    result_object,
+    text_of,
+    transfer,
+)
+from gateway.facades.swerex.scripts import BOOT, LOADER, PYTHON, REFUSED, SESSION, UNPACK, server_text
+from gateway.facades.swerex.shapes import (
+    BashAction,
+    BashInterrupt,
+    CloseSession,
+    CreateSession,
+    ExecuteCommand,
+    ReadFile,
+    WriteFile,
+)
+from gateway.http.messages import body_chunks
+from gateway.http.trajectories import placed_path
+from gateway.invocations.record import Record
+from gateway.services import Services
+from manager.errors import Forbidden, InvalidInput, NotFound, Reason
+from manager.function import FunctionSpec
+from runtimes.sandbox.sandbox import Sandbox
+
+#: Seconds after which the client's HTTP library gives up, whatever the action's own time-out is.
+CLIENT_S = 300.0
+#: Seconds that a command in a session is given less than its action has: the action itself must not be ended.
+SESSION_MARGIN_S = 5.0
+#: Seconds that a command is given beside its own, to be started; its bytes of output that are ours.
+START_S, SHAPE_BYTES = 0.1, 1024
+WORD_BYTES = 16
+#: Requests of which the answer is kept, each of this size at most: the last one of each trajectory.
+REMEMBERED, REMEMBERED_BYTES = 256, 2**20
+MULTIPART, OCTETS = "multipart/form-data", "application/octet-stream"
+#: Where a key's trajectory is kept in the scope.
+NAMED = "swerex.trajectory"
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimePlace:
+    """Whose runtime a request is for."""
+
+    function: FunctionSpec
+    trajectory: str
+
+    def session(self, name: str = "") -> str:
+        """Return the name of a session's socket: those of one trajectory begin alike."""
+        parts = [self.trajectory, *([f"{self.trajectory}\0{name}"] if name else [""])]
+        digests = [hashlib.sha256(part.encode("utf-8", "surrogatepass")).hexdigest()[:24] for part in parts]
+        return f"{digests[0]}-{digests[1] if name else ''}"
+
+
+class Swerex(Facade):
+    """The door of SWE-ReX's clients."""
+
+    name: ClassVar[str] = "swerex"
+    dialect: ClassVar[Dialect] = Dialect.SWEREX
+    prefix: ClassVar[str] = "swerex"
+    media_types: ClassVar[frozenset[str]] = frozenset({"application/json", OCTETS, MULTIPART})
+
+    def __init__(self, services: Services, calls: ForeignCalls, section: SwerexFacade) -> None:
+        super().__init__(services, calls, section)
+        self._settings = section
+        self._remembered: OrderedDict[str, tuple[str, Response]] = OrderedDict()
+
+    def routes(self) -> Sequence[ForeignRoute]:
+        """Return every route of the door: at its root, where the key names the trajectory, and below a trajectory's."""
+        verbs: Mapping[str, Callable[[Request, RuntimePlace], Awaitable[Response]]] = {
+            "create_session": self.create_session,
+            "run_in_session": self.run_in_session,
+            "close_session": self.close_session,
+            "execute": self.execute,
+            "read_file": self.read_file,
+            "write_file": self.write_file,
+            "upload": self.upload,
+            "close": self.close,
+        }
+        below = "/{function}/{trajectory}"
+        return (
+            *(
+                ForeignRoute(method="POST", path=f"{root}/{verb}", endpoint=partial(self._serve, endpoint))
+                for root in ("", below)
+                for verb, endpoint in verbs.items()
+            ),
+            *(ForeignRoute(method="GET", path=f"{root}/is_alive", endpoint=self.is_alive) for root in ("", below)),
+            *(ForeignRoute(method="GET", path=root, endpoint=self.root) for root in ("/", below, f"{below}/")),
+        )
+
+    def body(self, fault: Fault, status: int) -> object:
+        """Return a fault as its server says it: an exception to raise, or FastAPI's words for what never reached it."""
+        if status != 511:
+            return {"detail": fault.message}
+        return transfer(f"{ERRORS}SwerexException", f"{fault.code}: {fault.message}", {"code": fault.code})
+
+    def admitted(self, scope: Scope, segments: Sequence[str]) -> Scope:
+        """Return the scope with the trajectory of an API key ``TOKEN.TRAJECTORY`` apart from its token."""
+        headers = dict(reversed(scope["headers"]))
+        token, dot, trajectory = headers.get(b"x-api-key", b"").rpartition(b".")
+        if len(segments) > 1 or not dot:
+            return scope
+        others = [(name, value) for name, value in scope["headers"] if name != b"x-api-key"]
+        return {**scope, "headers": [*others, (b"x-api-key", token)], NAMED: trajectory.decode("latin-1")}
+
+    # --- what is asked
+
+    async def root(self, request: Request) -> Response:
+        return answer({"message": "hello world"})
+
+    async def is_alive(self, request: Request) -> Response:
+        """Answer at once, as its client waits 0.15 s: the sandbox is made by the first command."""
+        self._place(request)
+        return answer({"is_alive": True, "message": ""})
+
+    async def create_session(self, request: Request, place: RuntimePlace) -> Response:
+        """Begin a bash on a terminal of its own, which stays in the sandbox."""
+        asked = read_shape(await self.read_object(request), CreateSession)
+        given = {"startup_source": asked.startup_source, "startup_timeout": min(asked.startup_timeout, CLIENT_S)}
+        opening = {"verb": "open", "server": server_text(), **given}
+        record, output, told = await self._session(request, place, asked.session, opening)
+        match told["end"]:
+            case "exists":
+                raise RaisedAtClient(
+                    f"{ERRORS}SessionExistsError", f"session {asked.session} already exists", record=record
+                )
+            case "not_started":
+                said = f"the session did not start ({told.get('why', 'no bash in the sandbox?')}): {output[-2000:]!r}"
+                raise RaisedAtClient("pexpect.exceptions.TIMEOUT", said, record=record)
+        return answer({"output": output, "session_type": "bash"}, record)
+
+    async def run_in_session(self, request: Request, place: RuntimePlace) -> Response:
+        """Type a command, or an interrupt, to a session."""
+        given = await self.read_object(request)
+        if given.get("action_type") == "bash_interrupt":
+            return await self._interrupt(request, place, read_shape(given, BashInterrupt))
+        asked = read_shape(given, BashAction)
+        if asked.is_interactive_command and asked.is_interactive_quit:
+            told = "$.is_interactive_quit: a command is is_interactive_command or is_interactive_quit, not both"
+            raise InvalidInput(told, component=self.name, detail={"path": "$.is_interactive_quit"})
+        longest_s = max(place.function.timeout_s - SESSION_MARGIN_S, place.function.timeout_s / 2)
+        bound_s = min(longest_s, self._client_s - SESSION_MARGIN_S)
+        timeout_s = bound_s if asked.timeout is None else min(asked.timeout, bound_s)
+        typed = {**msgspec.to_builtins(asked), "verb": "run", "timeout": timeout_s}
+        record, output, ended = await self._session(request, place, asked.session, typed)
+        self._check_end(asked, record, output, ended, timeout_s)
+        code = ended["exit_code"]
+        if asked.check == "raise" and code != 0 and not asked.is_interactive_command and not asked.is_interactive_quit:
+            told = f"Command {asked.command!r} failed with exit code {code}. Here is the output:\n{output!r}"
+            raise RaisedAtClient(f"{ERRORS}NonZeroExitCodeError", prefixed(asked.error_msg, told), record=record)
+        return self._observed(output, ended, record)
+
+    async def close_session(self, request: Request, place: RuntimePlace) -> Response:
+        """End a session."""
+        asked = read_shape(await self.read_object(request), CloseSession)
+        record, _, told = await self._session(request, place, asked.session, {"verb": "close"})
+        if told["end"] == "missing":
+            raise self._no_session(asked.session, record)
+        return answer({"session_type": "bash"}, record)
+
+    async def execute(self, request: Request, place: RuntimePlace) -> Response:
+        """Run a command, as subprocess.run does."""
+        asked = read_shape(await self.read_object(request), ExecuteCommand)
+        words = [asked.command] if isinstance(asked.command, str) else asked.command
+        argv = ["/bin/sh", "-c", *words] if asked.shell else words
+        if not argv:
+            raise InvalidInput("$.command: there is none", component=self.name, detail={"path": "$.command"})
+        word = secrets.token_hex(WORD_BYTES)
+        input = _script(BOOT, {"argv": argv, "env": asked.env, "cwd": asked.cwd, "word": word})
+        if asked.merge_output_streams:
+            input["merge"] = True
+        timeout_s = None if asked.timeout is None else max(asked.timeout, 0.0) + START_S
+        record = await self._act(request, place, input, timeout_s)
+        result = result_object(record)
+        if record.reason is Reason.TIMEOUT:
+            raise self._timed_out(record, asked.timeout, "Timeout ({}s) exceeded while running command")
+        self._check(record)
+        stdout, stderr = text_of(result, "stdout"), text_of(result, "stderr")
+        said = stdout if asked.merge_output_streams else stderr
+        if result.get("exit_code") == REFUSED and said.startswith(f"{word} "):
+            kind, message = orjson.loads(said.removeprefix(f"{word} "))
+            raise RaisedAtClient(f"builtins.{kind}", message, record=record)
+        self._check_python(record, result)
+        code, number = result.get("exit_code"), result.get("signal")
+        code = -number if isinstance(number, int) else code
+        if asked.check and code != 0:
+            told = f"Command {asked.command!r} failed with exit code {code}. Stdout:\n{stdout!r}\nStderr:\n{stderr!r}"
+            raise RaisedAtClient(f"{ERRORS}NonZeroExitCodeError", prefixed(asked.error_msg, told), record=record)
+        return answer({"stdout": stdout, "stderr": stderr, "exit_code": code}, record)
+
+    async def read_file(self, request: Request, place: RuntimePlace) -> Response:
+        """Read a text as Path.read_text does."""
+        asked = read_shape(await self.read_object(request), ReadFile)
+        sandbox = await self._sandbox(request, place)
+        try:
+            path = placed_path(asked.path, sandbox)
+            data = await sandbox.read_file(path, limit_bytes=self.services.bounds.file_limit_bytes)
+            return answer({"content": decoded(data, asked)})
+        except (InvalidInput, NotFound) as error:
+            raise as_python(error, asked.path) from None
+
+    async def write_file(self, request: Request, place: RuntimePlace) -> Response:
+        """Write a text as Path.write_text does, its directories too."""
+        asked = read_shape(await self.read_object(request), WriteFile)
+        sandbox = await self._sandbox(request, place)
+        try:
+            data = asked.content.encode("utf-8")
+            await sandbox.write_file(placed_path(asked.path, sandbox), data)
+        except UnicodeEncodeError as error:
+            raise RaisedAtClient("builtins.UnicodeEncodeError", str(error)) from None
+        except (InvalidInput, NotFound) as error:
+            raise as_python(error, asked.path) from None
+        return answer({})
+
+    async def upload(self, request: Request, place: RuntimePlace) -> Response:
+        """Take a file, or a tree in a zip; what is in it is looked at nowhere but in the sandbox."""
+        kind, _, boundary = request.headers.get("content-type", "").partition("boundary=")
+        boundary = boundary.partition(";")[0].strip().strip('"')
+        if not kind.startswith(MULTIPART) or not boundary:
+            raise InvalidInput(f"the body must be {MULTIPART} with file, target_path and unzip", component=self.name)
+        sandbox = await self._sandbox(request, place)
+        name = f".swerex-{secrets.token_hex(12)}"
+        limit_bytes = self.services.bounds.file_limit_bytes
+        chunks = body_chunks(request, self.services, limit_bytes)
+        await sandbox.write_file(placed_path(name, sandbox), chunks, mode=0o600)
+        record = await self._act(request, place, _script(UNPACK, {"body": name, "mark": f"--{boundary}"}), None)
+        self._check(record)
+        told = self._told(record)
+        if told["end"] == "shape":
+            named = orjson.dumps({name: told[name] for name in told if name != "end"}).decode()
+            raise InvalidInput(f"the body's parts do not fit; {named}"[:500], component=self.name)
+        if told["end"] == "raised":
+            raise RaisedAtClient(str(told["class"]), str(told["message"]), record=record)
+        return answer({}, record)
+
+    async def close(self, request: Request, place: RuntimePlace) -> Response:
+        """End the trajectory with all that is in it, or its sessions only where trajectories are kept."""
+        if not self._settings.keep:
+            await self.services.engine.end_trajectory(place.trajectory)
+        elif self.services.engine.trajectory(place.trajectory) is not None:
+            input = _script(SESSION, {"verb": "close all", "name": place.session()})
+            self._check(await self._act(request, place, input, None))
+        return answer({})
+
+    # --- what it is made of
+
+    @property
+    def _client_s(self) -> float:
+        return self.section.client_timeout_s or CLIENT_S
+
+    async def _serve(
+        self, endpoint: Callable[[Request, RuntimePlace], Awaitable[Response]], request: Request
+    ) -> Response:
+        """Answer a request, or again what was answered to the same one; what its client is to raise is an answer."""
+        place = self._place(request)
+        id = request.headers.get("x-request-id", "")
+        key = f"{place.function.name}\n{place.trajectory}"
+        known, response = self._remembered.get(key, ("", None))
+        if id and id == known and response is not None:
+            return response
+        try:
+            response = await endpoint(request, place)
+        except RaisedAtClient as error:
+            response = answer(transfer(error.path, str(error), error.extra), error.record, status=511)
+        if id and len(response.body) <= REMEMBERED_BYTES:
+            self._remembered[key] = (id, response)
+            self._remembered.move_to_end(key)
+            while len(self._remembered) > REMEMBERED:
+                self._remembered.popitem(last=False)
+        return response
+
+    def _place(self, request: Request) -> RuntimePlace:
+        """Return whose runtime it is; raises InvalidInput where nothing names it, NotFound, Forbidden."""
+        headers, bounds = request.headers, self.services
+        if (
+            headers.get("content-type", "").startswith(MULTIPART)
+            and bounds.guard.tokenless
+            and "x-api-key" not in headers
+        ):
+            told = (
+                "without tokens a form must come with an X-API-Key, which no web page sends unasked: set any auth_token"
+            )
+            raise Forbidden(told, component=self.name)
+        parts = request.path_params
+        trajectory = parts.get("trajectory") or request.scope.get(NAMED)
+        if trajectory is None:
+            told = (
+                "nothing names the trajectory of this runtime: give the API key TOKEN.TRAJECTORY, or "
+                "host: http://GATEWAY/swerex/FUNCTION/TRAJECTORY without a port"
+            )
+            raise InvalidInput(told, component=self.name)
+        function = self.function(parts.get("function") or self._settings.function)
+        if function.runtime != "exec":
+            raise InvalidInput(f"{function.name!r} is no exec function", component=self.name)
+        return RuntimePlace(function, wire.name(trajectory, "trajectory"))
+
+    async def _act(
+        self, request: Request, place: RuntimePlace, input: Mapping[str, object], timeout_s: float | None
+    ) -> Record:
+        """Return an action of the trajectory, ended."""
+        if timeout_s is not None:
+            timeout_s = min(timeout_s, place.function.timeout_s)
+        call = self.call(request, place.function.name, input, timeout_s=timeout_s)
+        call = replace(call, trajectory=place.trajectory, key=None)
+        return (await self.calls.run(request, [call], self.until_s(CLIENT_S)))[0].record
+
+    async def _session(
+        self, request: Request, place: RuntimePlace, session: str, asked: Mapping[str, object]
+    ) -> tuple[Record, str, dict[str, object]]:
+        """Return the end of a request to a session: its action, what was said, and how it ended."""
+        limit = max(place.function.output_limit_bytes - SHAPE_BYTES, SHAPE_BYTES)
+        input = _script(SESSION, {**asked, "name": place.session(session or "\0"), "limit": limit})
+        record = await self._act(request, place, input, None)
+        if record.reason is Reason.TIMEOUT:
+            raise self._timed_out(record, None, "timeout after {} seconds while running command")
+        self._check(record)
+        return record, text_of(result_object(record), "stdout"), self._told(record)
+
+    def _told(self, record: Record) -> dict[str, object]:
+        """Return how a script ended, in its own words."""
+        stderr = str(result_object(record).get("stderr", ""))
+        try:
+            told = orjson.loads(stderr)
+        except orjson.JSONDecodeError:
+            told = None
+        if not isinstance(told, dict) or "end" not in told:
+            said = f"{record.function}: its sandbox needs python3 (3.8 or newer) and bash for SWE-ReX: {stderr[-2000:]}"
+            raise RaisedAtClient(f"{ERRORS}SwerexException", said, record=record)
+        return told
+
+    def _check_end(
+        self, asked: BashAction, record: Record, output: str, ended: Mapping[str, object], timeout_s: float
+    ) -> None:
+        """Raise what a command's end is to its client, unless it is an observation."""
+        match ended["end"]:
+            case "done":
+                return
+            case "missing":
+                raise self._no_session(asked.session, record)
+            case "timeout":
+                told = f"timeout after {timeout_s} seconds while running command {asked.command!r}"
+                if asked.timeout is None or asked.timeout > timeout_s:
+                    told += f" (no command may take longer here: timeout of {record.function}, client_timeout)"
+                raise RaisedAtClient(f"{ERRORS}CommandTimeoutError", told, record=record)
+            case "no_exit_code":
+                raise RaisedAtClient(f"{ERRORS}NoExitCodeError", "timeout while getting exit code", record=record)
+            case "syntax":
+                said = {"bash_stdout": ended["stdout"], "bash_stderr": ended["stderr"]}
+                told = (
+                    f"Error (exit code {ended['exit_code']}) while checking bash command \n{asked.command!r}\n"
+                    f"---- Stderr ----\n{ended['stderr']}\n---- Stdout ----\n{ended['stdout']}"
+                )
+                raise RaisedAtClient(f"{ERRORS}BashIncorrectSyntaxError", told, said, record)
+            case "pattern":
+                raise RaisedAtClient("re.error", str(ended.get("message")), record=record)
+        raise RaisedAtClient(
+            f"{ERRORS}SwerexException", f"the session {ended['end']}: {ended.get('message', '')}", record=record
+        )
+
+    async def _interrupt(self, request: Request, place: RuntimePlace, asked: BashInterrupt) -> Response:
+        typed = {**msgspec.to_builtins(asked), "verb": "interrupt", "timeout": min(asked.timeout, SESSION_MARGIN_S)}
+        record, output, ended = await self._session(request, place, asked.session, typed)
+        if ended["end"] == "uninterrupted":
+            raise RaisedAtClient("pexpect.exceptions.TIMEOUT", "Failed to interrupt session", record=record)
+        self._check_end(BashAction(command="", session=asked.session), record, output, ended, asked.timeout)
+        return self._observed(output, ended, record)
+
+    def _observed(self, output: str, ended: Mapping[str, object], record: Record) -> Response:
+        said = {name: ended.get(name) for name in ("exit_code", "expect_string")}
+        return answer({"output": output, "failure_reason": "", "session_type": "bash", **said}, record)
+
+    async def _sandbox(self, request: Request, place: RuntimePlace) -> Sandbox:
+        """Return the trajectory's sandbox, which an action makes that waits its turn."""
+        found = self.services.environments.get(place.trajectory)
+        if found is None:
+            unread = Request(
+                request.scope, _silent
+            )  # whoever watches a connection takes the body for its caller's signs
+            self._check(await self._act(unread, place, {"command": ":"}, None))
+            found = self.services.environments.get(place.trajectory)
+        if found is None:
+            self.services.machines.check_files(place.trajectory)
+            raise NotFound(f"trajectory {place.trajectory!r} has no sandbox any more", component=self.name)
+        return found
+
+    def _check(self, record: Record) -> None:
+        """Raise for an end that says something of us, and nothing of the command: never a fake exit code."""
+        fault = fault_of_end(record)
+        if fault is None or (record.reason is Reason.OUT_OF_MEMORY and result_object(record)):
+            return
+        raise RaisedAtClient(f"{ERRORS}SwerexException", f"{fault.code}: {fault.message}", {"code": fault.code}, record)
+
+    def _check_python(self, record: Record, result: Mapping[str, object]) -> None:
+        stderr = text_of(result, "stderr")
+        absent = '"python3": executable file not found' in stderr or stderr.startswith("python3: ")
+        if result.get("exit_code") in (126, 127) and absent:
+            self._told(record)
+
+    def _timed_out(self, record: Record, asked_s: float | None, text: str) -> RaisedAtClient:
+        function_s = self.services.functions.get(record.function).timeout_s
+        bound_s = function_s if asked_s is None else min(asked_s, function_s)
+        told = text.format(bound_s)
+        if asked_s is None or asked_s > function_s:
+            told += f" (the timeout of {record.function})"
+        return RaisedAtClient(f"{ERRORS}CommandTimeoutError", told, record=record)
+
+    def _no_session(self, session: str, record: Record) -> RaisedAtClient:
+        return RaisedAtClient(f"{ERRORS}SessionDoesNotExistError", f"session {session!r} does not exist", record=record)
+
+
+async def _silent() -> Message:
+    """Wait for ever: of a body that is still to be read nothing may be taken."""
+    silence: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+    return await silence
+
+
+def _script(text: str, given: Mapping[str, object]) -> dict[str, object]:
+    """Return the input of an exec action that runs a script."""
+    told = wire.dumps(given)
+    argv = [*PYTHON, LOADER, str(len(told)), str(len(text.encode()))]
+    return {"argv": argv, "stdin": text + told.decode()}
