@@ -33,6 +33,7 @@ FACES: Mapping[str, Face] = {
     "unsatisfiable": Face(422, "FAILED_PRECONDITION", "No node could ever run this"),
     "quota_exceeded": Face(429, "RESOURCE_EXHAUSTED", "A bound of the caller is reached"),
     "capacity_exceeded": Face(503, "UNAVAILABLE", "The gateway is full"),
+    "function_unavailable": Face(503, "UNAVAILABLE", "The function cannot be made ready"),
     "draining": Face(503, "UNAVAILABLE", "The gateway is shutting down"),
     "storage_unavailable": Face(503, "UNAVAILABLE", "The record cannot be written"),
     "unsupported": Face(422, "UNIMPLEMENTED", "Not possible here"),

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 import structlog
 
-from manager.errors import CodedError
+from manager.errors import CodedError, FunctionUnavailable
 from manager.function import FunctionSpec
 from tangram.types.values.backoff import backoff_s
 
@@ -16,6 +16,8 @@ from tangram.types.values.backoff import backoff_s
 CONCURRENCY = 4
 #: Seconds until one that failed is prepared again, doubled each time, and at most.
 AGAIN_S, AGAIN_MAX_S = 1.0, 60.0
+#: Tries that must have failed before calls are refused: a disturbance of some seconds is waited out.
+FAILURES_MIN = 4
 
 #: Checks that a function can run here and warms it up: `runtimes.runtime.Runtime.prepare` of its runtime.
 Prepare = Callable[[FunctionSpec], Awaitable[None]]
@@ -26,6 +28,27 @@ class Readiness(NamedTuple):
 
     status: Literal["preparing", "ready", "unavailable"]
     problem: str = ""
+    #: Tries that have failed one after the other.
+    failures: int = 0
+    #: When it is tried again, on the event loop's clock; 0 while a try runs.
+    again_s: float = 0.0
+
+    def check(self, function: FunctionSpec, now_s: float) -> None:
+        """Raise FunctionUnavailable where no try that runs or is due may make it ready in time for a call.
+
+        In time is within the function's ``queue_timeout_s``. After ``FAILURES_MIN`` failures what is missing is taken
+        to be missing until a try says otherwise, and a call waits only for a try that runs.
+        """
+        left_s = self.again_s - now_s
+        if self.status != "unavailable" or left_s <= 0.0:
+            return
+        if self.failures >= FAILURES_MIN or left_s > function.queue_timeout_s:
+            raise FunctionUnavailable(
+                f"function {function.name} is unavailable: {self.problem}; it is tried again in {left_s:.0f} s, and "
+                "when a configuration is applied",
+                component="admission",
+                retry_after_s=left_s,
+            )
 
 
 class Preparation:
@@ -93,13 +116,14 @@ class Preparation:
         while (problem := await self._problem(function)) is not None:
             if self._states[name].problem != problem:
                 self._log.error("a function is unavailable", function=name, why=problem)
-            self._states[name] = Readiness("unavailable", problem)
-            again = self._again[name]
+            again, loop = self._again[name], asyncio.get_running_loop()
             again.clear()
-            wait_s = backoff_s(attempt, AGAIN_S, AGAIN_MAX_S)
-            timer = asyncio.get_running_loop().call_later(wait_s, again.set)
+            again_s = loop.time() + backoff_s(attempt, AGAIN_S, AGAIN_MAX_S)
+            self._states[name] = Readiness("unavailable", problem, attempt, again_s)
+            timer = loop.call_at(again_s, again.set)
             await again.wait()
             timer.cancel()
+            self._states[name] = Readiness("unavailable", problem, attempt)
             attempt += 1
         self._tasks.pop(name, None)
         self._states[name] = Readiness("ready")

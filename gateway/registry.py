@@ -86,7 +86,7 @@ class Registry:
 
     def health(self) -> dict[str, tuple[str, str]]:
         """Return the readiness of every function, and what is wrong with it, by name."""
-        return {name: self.readiness(name) for name in sorted(self._config.functions)}
+        return {name: self.readiness(name)[:2] for name in sorted(self._config.functions)}
 
     def check(self) -> None:
         """Raise the typed error of those functions of the first configuration that this machine can never serve."""

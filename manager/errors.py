@@ -155,6 +155,12 @@ def exhaustion(error: BaseException, component: str) -> CapacityExceeded | None:
     )
 
 
+class FunctionUnavailable(CodedError):
+    """The function cannot be made ready, and is not tried again soon enough; the message says what is missing."""
+
+    code = "function_unavailable"
+
+
 class Draining(CodedError):
     """The gateway is shutting down and takes no new work."""
 

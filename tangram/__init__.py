@@ -24,6 +24,7 @@ _HOMES = {
         "ConnectionFailed",
         "DrainingError",
         "ForbiddenError",
+        "FunctionUnavailableError",
         "InvalidConfigError",
         "InvalidInputError",
         "InvocationFailed",

@@ -15,6 +15,7 @@ from tangram.errors import (
     ConnectionFailed as ConnectionFailed,
     DrainingError as DrainingError,
     ForbiddenError as ForbiddenError,
+    FunctionUnavailableError as FunctionUnavailableError,
     InvalidConfigError as InvalidConfigError,
     InvalidInputError as InvalidInputError,
     InvocationFailed as InvocationFailed,

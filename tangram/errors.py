@@ -125,6 +125,12 @@ class CapacityExceededError(TangramError):
     code = "capacity_exceeded"
 
 
+class FunctionUnavailableError(TangramError):
+    """The function cannot be made ready: an image, a checkpoint or a package is missing. Nothing was run."""
+
+    code = "function_unavailable"
+
+
 class DrainingError(TangramError):
     """The gateway is shutting down and takes no new work."""
 

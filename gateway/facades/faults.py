@@ -57,6 +57,7 @@ KIND_BY_CODE: Mapping[str, FaultKind] = {
     "unsatisfiable": FaultKind.UNSUPPORTED,
     "quota_exceeded": FaultKind.BUSY,
     "capacity_exceeded": FaultKind.BUSY,
+    "function_unavailable": FaultKind.BUSY,
     "draining": FaultKind.BUSY,
     "storage_unavailable": FaultKind.BUSY,
     "unsupported": FaultKind.UNSUPPORTED,

@@ -149,6 +149,7 @@ class Invocations:
         """Everything that can refuse happens here, before any work."""
         self._store.check()
         function = self._functions.get(request.function)
+        self._functions.readiness(function.name).check(function, asyncio.get_running_loop().time())
         self._admission.check(function, request.task)
         self._held.check(len(request.body))
         if request.trajectory is not None:

@@ -23,6 +23,7 @@ BY_CODE: Mapping[str, int] = {
     "unsatisfiable": 78,
     "quota_exceeded": 75,
     "capacity_exceeded": 75,
+    "function_unavailable": 69,
     "draining": 75,
     "storage_unavailable": 74,
     "unsupported": 69,

@@ -11,6 +11,7 @@ from tangram.errors import (
     CapacityExceededError,
     ConnectionFailed,
     DrainingError,
+    FunctionUnavailableError,
     QuotaExceededError,
     StorageUnavailableError,
     TangramError,
@@ -22,7 +23,13 @@ logger = logging.getLogger("tangram.client")
 CHANCE = random.SystemRandom()
 
 #: Refused before any work: trying again later cannot run anything twice.
-REFUSALS = (QuotaExceededError, CapacityExceededError, DrainingError, StorageUnavailableError)
+REFUSALS = (
+    QuotaExceededError,
+    CapacityExceededError,
+    DrainingError,
+    StorageUnavailableError,
+    FunctionUnavailableError,
+)
 #: Of these, what a restart answers with: they end by themselves.
 OUTAGES = (DrainingError, StorageUnavailableError)
 #: Half of the first wait after a lost connection; it doubles with each further one, up to the second.

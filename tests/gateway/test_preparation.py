@@ -15,7 +15,7 @@ from gateway import preparation
 from gateway.config.sections import ServerConfig
 from gateway.http.early import HttpDoor
 from gateway.http.server import listen
-from manager.errors import Unsupported
+from manager.errors import FunctionUnavailable, Unsupported
 from manager.function import FunctionSpec
 from runtimes.fake import ScriptedRuntime
 from tests.gateway.conftest import GatewayBench, RunningGateway, function, serving, step_of, until
@@ -103,8 +103,8 @@ async def test_what_waits_behind_it_in_its_trajectory_waits_too_and_what_is_canc
 async def test_a_function_that_cannot_be_prepared_is_unavailable_and_is_tried_again(
     bench: SlowGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preparation, "AGAIN_S", 0.01)
     waits = await bench.submit("broken", 1)
+    monkeypatch.setattr(preparation, "AGAIN_S", 0.01)
     await until(lambda: bench.runtime.tries["broken"] > 1)
     assert await bench.status("broken") == ("unavailable", "there is no image nowhere:1")
     ready = await bench.gateway.http.get("/readyz")
@@ -114,7 +114,11 @@ async def test_a_function_that_cannot_be_prepared_is_unavailable_and_is_tried_ag
     assert (await bench.record(waits, "5s"))["state"] == "succeeded"
 
 
-async def test_what_waits_for_an_unavailable_function_ends_at_its_queue_timeout_and_says_why(tmp_path: Path) -> None:
+async def test_what_waits_for_an_unavailable_function_ends_at_its_queue_timeout_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preparation, "AGAIN_MAX_S", 0.01)
+    monkeypatch.setattr(preparation, "FAILURES_MIN", 10**9)
     functions = {"broken": function("broken", queue_timeout_s=0.2)}
     runtime = SlowToPrepare()
     async with serving(GatewayBench(tmp_path, functions=functions), runtime=runtime) as gateway:
@@ -124,6 +128,42 @@ async def test_what_waits_for_an_unavailable_function_ends_at_its_queue_timeout_
         assert (record["state"], record["reason"]) == ("timed_out", "queue_timeout")
         assert record["message"].endswith("its function is unavailable: there is no image nowhere:1")
         assert 200 <= record["queue_ms"] < 5000
+
+
+async def test_a_function_that_stays_unavailable_refuses_calls_at_once_with_why_until_it_is_mended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preparation, "AGAIN_S", 60.0)
+    monkeypatch.setattr(preparation, "FAILURES_MIN", 1)
+    runtime = SlowToPrepare()
+    bench = GatewayBench(tmp_path, functions={"broken": function("broken"), "echo": function("echo")})
+    async with serving(bench, runtime=runtime) as gateway:
+        await until(lambda: gateway.app.registry.readiness("broken").status == "unavailable")
+        for mode in ("sync", "async"):
+            refused = await gateway.invoke({}, function="broken", mode=mode)
+            told = refused.json()
+            assert (refused.status_code, told["code"]) == (503, "function_unavailable")
+            assert "there is no image nowhere:1" in told["detail"] and 0 < told["retry_after_s"] <= 60
+        assert (await gateway.invoke({"n": 1})).status_code == 200, "the others serve"
+        runtime.mended = True
+        gateway.app.registry.preparation.again()
+        assert (await gateway.invoke({}, function="broken")).status_code == 200
+
+
+def test_a_call_waits_for_a_try_that_runs_or_is_due_in_time_and_for_no_other() -> None:
+    def refused(failures: int, again_s: float) -> bool:
+        found = preparation.Readiness("unavailable", "no image", failures, again_s)
+        try:
+            found.check(function("f", queue_timeout_s=5.0), now_s=100.0)
+        except FunctionUnavailable as error:
+            assert error.retry_after_s == again_s - 100.0
+            return True
+        return False
+
+    few, many = preparation.FAILURES_MIN - 1, preparation.FAILURES_MIN
+    assert (refused(few, 104.0), refused(few, 106.0), refused(many, 104.0)) == (False, True, True)
+    assert not refused(many, 0.0), "a try runs"
+    preparation.Readiness("preparing").check(function("f"), now_s=0.0)
 
 
 async def test_what_waited_for_a_broken_function_is_done_by_the_one_that_takes_its_place(tmp_path: Path) -> None:
