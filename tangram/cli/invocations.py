@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,7 +12,7 @@ import click
 import msgspec
 from rich.console import Console
 
-from tangram import Client, InvocationResult, TangramError
+from tangram import Client, InvocationResult, LogLine, TangramError
 from tangram.cli import exit_status
 from tangram.cli.completion import function_names, invocation_ids
 from tangram.cli.ids import whole_id, whole_ids
@@ -142,12 +143,19 @@ def get(client: Client, id: str, wait_s: float | None, as_json: bool) -> int:
 @click.argument("id", shell_complete=invocation_ids())
 @click.option("-f", "--follow", is_flag=True, help="Go on until the invocation has ended.")
 @click.option("--offset", default=0, show_default=True, type=click.IntRange(min=0), help="First record to show.")
+@click.option(
+    "-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write it to a file, as it was written."
+)
 @_raw
 @json_option
 @connected
-def logs(client: Client, id: str, follow: bool, offset: int, raw: bool, as_json: bool) -> None:
+def logs(client: Client, id: str, follow: bool, offset: int, output: Path | None, raw: bool, as_json: bool) -> None:
     """Show an invocation's log: what it wrote to standard error goes to ours."""
-    for line in client.logs(whole_id(client, id), follow=follow, offset=offset):
+    lines = client.logs(whole_id(client, id), follow=follow, offset=offset)
+    if output is not None:
+        save_log(lines, output, as_json)
+        return
+    for line in lines:
         if as_json:
             click.echo(in_json(line))
         else:
@@ -166,6 +174,21 @@ def cancel(client: Client, ids: tuple[str, ...], as_json: bool) -> None:
     else:
         for each in ended:
             click.echo(f"{each.id} {each.state}")
+
+
+def save_log(lines: Iterable[LogLine], output: Path, as_json: bool) -> None:
+    """Write a log to a file, each record when it comes: as it was written, or as lines of JSON."""
+    records = 0
+    try:
+        with output.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
+            for line in lines:
+                ours = line.stream not in ("stdout", "stderr")
+                file.write(f"{in_json(line)}\n" if as_json else f"[{line.stream}] {line.data}\n" if ours else line.data)
+                file.flush()
+                records += 1
+    except OSError as error:
+        raise click.ClickException(f"{output} cannot be written: {error.strerror or error}") from None
+    say(f"{records} records in {output}")
 
 
 def read_input(text: str) -> dict[str, object]:

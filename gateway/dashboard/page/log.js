@@ -10,7 +10,8 @@ const RETRY_S = [1, 2, 4, 8, 15];
 export class LogView {
   constructor(id) {
     this.id = id;
-    this.path = `/v1/invocations/${encodeURIComponent(id)}/logs?follow=true`;
+    this.base = `/v1/invocations/${encodeURIComponent(id)}/logs`;
+    this.path = `${this.base}?follow=true`;
     this.rows = []; // [text, stream, style at its begin, time]
     this.size = 0; this.cut = 0; this.next = 0; this.following = true; this.open = {}; this.style = {};
     this.sizer = h("div", {class: "sizer"});
@@ -19,7 +20,8 @@ export class LogView {
     this.status = h("span", {class: "dim", role: "status"}, "opening");
     this.find = h("input", {class: "filter", placeholder: "search what is loaded", "aria-label": "Search the log", onkeydown: (event) => event.key === "Enter" && this.search()});
     this.button = h("button", {hidden: true, onclick: () => this.follow()}, "↓ follow");
-    this.panel = h("section", {class: "panel logpanel"}, h("div", {class: "h"}, h("h2", null, "Log"), h("span", {class: "bar1"}, this.status, this.button, this.find)), this.box);
+    this.keep = h("button", {title: "The log so far, as it was written, as a file", onclick: () => this.save()}, "Save");
+    this.panel = h("section", {class: "panel logpanel"}, h("div", {class: "h"}, h("h2", null, "Log"), h("span", {class: "bar1"}, this.status, this.button, this.keep, this.find)), this.box);
     this.box.addEventListener("scroll", () => {
       const atEnd = this.box.scrollTop + this.box.clientHeight >= this.box.scrollHeight - 2 * LINE_PX;
       if (!this.drawing && atEnd !== this.following) { this.following = atEnd; this.button.hidden = atEnd; }
@@ -107,6 +109,23 @@ export class LogView {
     this.lines.replaceChildren(...shown);
     if (this.rows.length && !this.status.textContent.startsWith("ended") && store.status === "live") this.status.textContent = this.told();
     requestAnimationFrame(() => { this.drawing = false; });
+  }
+
+  // The whole log so far, also what was cut here, as it was written.
+  async save() {
+    const parts = [];
+    this.keep.disabled = true;
+    try {
+      for await (const line of lines(this.base)) {
+        const record = line ? JSON.parse(line) : {};
+        if (record.stream === "heartbeat" || record.stream === "eof" || !record.data) continue;
+        parts.push(record.stream === "stdout" || record.stream === "stderr" ? record.data : `[${record.stream}] ${record.data}\n`);
+      }
+      const address = URL.createObjectURL(new Blob(parts, {type: "text/plain"}));
+      h("a", {href: address, download: `${this.id}.log`}).click();
+      setTimeout(() => URL.revokeObjectURL(address), 60000);
+    } catch (error) { this.status.textContent = `it could not be saved: ${error.message}`; }
+    this.keep.disabled = false;
   }
 
   search() {

@@ -85,13 +85,35 @@ export function tasksView(view) {
   return {tick: () => { fillIfNew(rows, store.d.tasks, () => taskRows(store.d.tasks || {})); again(); }};
 }
 
+const NODE_SIGNS = {ready: "✓", joining: "◌", suspect: "?", draining: "–", lost: "✕"};
+
 export function nodesView(view) {
-  const nodes = h("div"), pools = h("div"), sandboxes = h("div"), told = h("div");
-  view.append(told, panel("Nodes and pools", "who holds what", pools), panel("Nodes", "", nodes), panel("Sandboxes", "what they are, in plain words", sandboxes));
+  const nodes = h("div"), pools = h("div"), sandboxes = h("div"), told = h("div"), storm = h("div");
+  view.append(told, panel("Nodes and pools", "who holds what", pools), panel("Nodes", "the machines that actions run on", storm, nodes), panel("Sandboxes", "what they are, in plain words", sandboxes));
+  const drain = async (name) => {
+    if (!await confirmed(`Drain ${name}? Nothing new starts there; it leaves when what runs there has ended.`, "Drain it")) return;
+    try { await ask("POST", `/v1/nodes/${encodeURIComponent(name)}/drain`, {why: "asked for on the page"}); await load(); } catch (error) { fill(told, problem(error)); }
+  };
+  const row = (each, held) => {
+    const unable = Object.entries(each.unable || {}), labels = Object.entries(each.labels || {});
+    const load_ = each.cores ? Math.min(1, each.running / each.cores) : 0;
+    return h("tr", null,
+      h("td", null, h("b", null, each.node), each.local ? h("span", {class: "dim"}, " this machine") : null),
+      h("td", null, h("span", {class: each.state === "ready" ? "" : each.state === "lost" ? "problem" : "dim"}, `${NODE_SIGNS[each.state] || "?"} ${each.state}`), h("span", {class: "dim"}, ` ${duration(1000 * each.since_s)}`), each.why ? h("div", {class: "dim"}, each.why) : null),
+      h("td", {class: "wide"}, h("span", {class: "quota", role: "img", "aria-label": `${each.running} actions on ${each.cores} cores`}, h("i", {style: {width: `${100 * load_}%`}})), h("span", {class: "dim"}, `${count(each.running)} run`)),
+      h("td", {class: "num"}, count(each.cores)), h("td", {class: "num"}, count(each.devices)),
+      h("td", {class: "num"}, `${bytes(held)} of ${bytes(each.memory_bytes)}`), h("td", {class: "num"}, count(each.trajectories)),
+      h("td", {class: "mono"}, labels.map(([name, value]) => `${name}=${value}`).join(" ") || "–"),
+      h("td", null, each.peer || (each.local ? "inline" : "–"), each.version ? h("span", {class: "dim"}, ` ${each.version}`) : null, each.losses ? h("div", {class: "dim"}, `lost ${count(each.losses)} times of late`) : null,
+        unable.length ? h("div", {class: "dim", title: unable.map(([name, why]) => `${name}: ${why}`).join("\n")}, `cannot run ${unable.map(([name]) => name).join(", ")}`) : null),
+      h("td", null, each.local || each.state === "draining" || each.state === "lost" ? null : h("button", {onclick: () => drain(each.node)}, "Drain")));
+  };
   const load = async () => {
     try {
-      const found = await get("/v1/resources");
-      fillIfNew(nodes, found.nodes, () => table(["Node", "#Cores", "#Devices", "#Memory held", "#of", "#Trajectories"], h("tbody", null, ...found.nodes.map((each) => h("tr", null, h("td", null, h("b", null, each.node)), h("td", {class: "num"}, count(each.cores)), h("td", {class: "num"}, count(each.devices)), h("td", {class: "num"}, bytes(each.held_bytes)), h("td", {class: "num"}, bytes(each.memory_bytes)), h("td", {class: "num"}, count(each.trajectories)))))));
+      const [found, joined] = await Promise.all([get("/v1/resources"), get("/v1/nodes")]);
+      const held = Object.fromEntries(found.nodes.map((each) => [each.node, each.held_bytes]));
+      fillIfNew(nodes, [joined.nodes, held], () => table(["Node", "State", "Load", "#Cores", "#Devices", "#Memory held", "#Trajectories", "Labels", "Link", ""], h("tbody", null, ...joined.nodes.map((each) => row(each, held[each.node] || 0)))));
+      fillIfNew(storm, joined.storm_s > 0, () => joined.storm_s > 0 ? [h("p", {class: "problem"}, "Many machines are silent at once: none is counted lost until that is over.")] : []);
       const box = found.sandboxes;
       fillIfNew(sandboxes, [box, found.models.swaps], () => [h("p", null, h("b", null, box.kind), ` (${box.engine}): ${box.isolation}`), ...box.weakenings.map((each) => h("p", {class: "problem"}, each)),
         h("p", {class: "dim"}, Object.entries(box.limits).map(([name, held]) => `${held ? "✓" : "✕"} ${name}`).join("   ")), found.models.devices.length ? h("p", {class: "dim"}, `models: ${count(found.models.executions)} executions, ${count(found.models.swaps)} swaps, ${Math.round(100 * found.models.hit_rate)} % found in place`) : null]);

@@ -122,6 +122,12 @@ async def test_a_log_is_shown_as_text_whatever_it_holds(tmp_path: Path, shown: S
         await shown.says(".log .a-red", "red")
         await shown.says(".log", "␛[2J␛]0;title␇ �odd")
         assert await shown.page.locator(".log img, .log script, pre img").count() == 0
+        async with shown.page.expect_download() as saving:
+            await shown.find("button", "Save").click()
+        saved = await saving.value
+        assert saved.suggested_filename == f"{one}.log"
+        kept = await saved.path()
+        assert await asyncio.to_thread(kept.read_text) == log
         await shown.says("pre.json", "onerror")
         assert "owned" not in await shown.page.title()
         gateway.runtime.finish(one)
@@ -189,6 +195,7 @@ async def test_trajectories_tasks_nodes_and_the_configuration_are_there(tmp_path
         await shown.says("table", "mine")
         await shown.page.keyboard.press("o")
         await shown.says("main", "node-a")
+        await shown.says("tbody tr", re.compile(r"node-a.*this machine.*ready", re.DOTALL))
         await shown.says("main", "bubblewrap")
         await shown.page.goto(address(gateway, "/ui/trajectories"))
         await (await shown.sees("button", "End")).click()

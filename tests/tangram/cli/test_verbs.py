@@ -54,6 +54,17 @@ async def test_work_left_running_is_found_shown_and_cancelled(served: Served, ga
     assert status == 73 and "conflict" in err
 
 
+async def test_a_log_is_saved_as_it_was_written(served: Served, tmp_path: Path) -> None:
+    _, out, _ = await served("invoke", "--json", "shell", '{"command": "printf \'\\\\033[1mone\\\\033[0m\\\\nend\'"}')
+    id, kept = json.loads(out)["id"], tmp_path / "kept.log"
+    assert (await served("logs", id, "-f", "--output", str(kept)))[0] == 0
+    assert kept.read_text() == "\x1b[1mone\x1b[0m\nend"
+    assert (await served("logs", id, "--json", "-o", str(kept)))[0] == 0
+    assert "end" in [json.loads(line)["data"].splitlines()[-1] for line in kept.read_text().splitlines()]
+    status, _, err = await served("logs", id, "-o", str(tmp_path / "none" / "kept.log"))
+    assert status != 0 and "cannot be written" in err
+
+
 async def test_logs_go_where_they_were_written_to(served: Served) -> None:
     _, out, _ = await served("invoke", "--json", "shell", '{"command": "echo one; echo two >&2"}')
     id = json.loads(out)["id"]
