@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 
 import msgspec
@@ -12,7 +12,7 @@ from manager.action import UnitSet
 from manager.function import FunctionSpec
 from runtimes.api.secrets import REDACTED, SECRET
 from runtimes.kinds import input_schema, result_schema
-from tangram.types import UNSET, FunctionInfo, LearnedInfo, UnitsInfo, UnsetType
+from tangram.types import UNSET, FunctionInfo, LearnedInfo, RevisionChange, UnitsInfo, UnsetType
 
 #: Fields that functions of every kind have.
 _COMMON = {each.name for each in fields(FunctionSpec)}
@@ -23,6 +23,7 @@ def function_info(
     learned: Mapping[str, object] | UnsetType = UNSET,
     readiness: Readiness | None = None,
     source: str | None = None,
+    changes: Sequence[RevisionChange] = (),
 ) -> FunctionInfo:
     """Return a registered function. What is not set is left out; secrets are references and stay so."""
     found = msgspec.to_builtins(spec, enc_hook=str)
@@ -35,6 +36,7 @@ def function_info(
         "own": {each.name: found[each.name] for each in fields(spec) if each.name not in _COMMON} or None,
         "learned": None if learned is UNSET else msgspec.convert(learned, Mapping[str, LearnedInfo]),
         "source": source,
+        "changes": list(changes) or None,
         "status": None if readiness is None else readiness.status,
         "problem": (readiness.problem or None) if readiness is not None else None,
     }

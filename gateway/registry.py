@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
@@ -22,12 +23,13 @@ from gateway.config.derive import key_of
 from gateway.config.load import ConfigSource, GatewayConfig
 from gateway.config.sections import ClusterConfig
 from gateway.preparation import Preparation, Prepare, Readiness
+from gateway.revisions import Revisions
 from manager.config import NodeSpec, TaskSpec
 from manager.errors import CodedError, Conflict, InvalidConfig, NotFound, Unsatisfiable, Unsupported
 from manager.formulation import check_satisfiable
 from manager.function import FunctionSpec
 from manager.setting import settings_of
-from tangram.types import ConfigDiff, ConfigFiles, FunctionUpload, ValueChange
+from tangram.types import ConfigDiff, ConfigFiles, FunctionUpload, RevisionChange, ValueChange
 
 _Value = TypeVar("_Value")
 #: Signs of a value in a diff.
@@ -47,11 +49,14 @@ class Registry:
         paths: Sequence[Path] = (),
         env: Mapping[str, str] | None = None,
         kept: KeptFunctions | None = None,
+        wall: Callable[[], float] = time.time,
     ) -> None:
         """``paths`` and ``env`` are what the server was started from, for `configure`, which tells ``kept``."""
         self._config = config
         self.preparation = Preparation(prepare)
         self.preparation.expect(config.functions.values())
+        #: What was changed since the start.
+        self.revisions = Revisions(config.functions, wall)
         self._nodes = nodes
         #: Are told of a new configuration the moment it is current; they must not wait or raise.
         self.on_switch: list[Callable[[GatewayConfig], None]] = []
@@ -92,6 +97,10 @@ class Registry:
         """Raise the typed error of those functions of the first configuration that this machine can never serve."""
         _raise_all(self._unsatisfiable(self._config, self._config.functions.values()))
 
+    def changes(self, name: str) -> tuple[RevisionChange, ...]:
+        """What was changed of a function since the start, the last first."""
+        return self.revisions.of(name)
+
     def source(self, name: str) -> Literal["files", "applied"]:
         """Where a function comes from."""
         return "applied" if self._applied is not None and f"functions.{name}" in self._applied else "files"
@@ -121,6 +130,7 @@ class Registry:
                 needs={**old.needs, **_of("resources", names, new.needs)},
                 origins={**old.origins, **_of("functions", names, new.origins)},
             )
+        self.revisions.switched(self._config.functions)
         self.preparation.expect(self._config.functions.values())
 
     async def put(self, name: str, upload: FunctionUpload, dry_run: bool) -> ConfigDiff:
@@ -202,6 +212,7 @@ class Registry:
         """Serve a configuration whose new functions are ready."""
         diff = self.plan(new)
         self._config = new
+        self.revisions.switched(new.functions)
         self.preparation.switched({*diff.added, *diff.changed}, new.functions)
         for switched in self.on_switch:
             switched(new)

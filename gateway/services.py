@@ -24,7 +24,7 @@ from manager.function import FunctionSpec
 from runtimes.sandbox.images import ImageKeeper
 from runtimes.sandbox.sandbox import ProviderInfo, Sandbox
 from runtimes.sandbox.session import SessionTable
-from tangram.types import ConfigDiff, FunctionUpload
+from tangram.types import ConfigDiff, FunctionUpload, RevisionChange
 
 
 class FunctionCatalog(Protocol):
@@ -40,6 +40,10 @@ class FunctionCatalog(Protocol):
 
     def readiness(self, name: str) -> Readiness:
         """Whether the function's actions may start."""
+        ...
+
+    def changes(self, name: str) -> tuple[RevisionChange, ...]:
+        """What was changed of it since the start, the last first."""
         ...
 
     def source(self, name: str) -> Literal["files", "applied"]:

@@ -71,7 +71,8 @@ class AdministrationOperations:
 
     def _info(self, spec: FunctionSpec, learned: Mapping[str, object] | UnsetType = UNSET) -> FunctionInfo:
         known = self._services.functions
-        return function_info(spec, learned, known.readiness(spec.name), known.source(spec.name))
+        changes = () if learned is UNSET else known.changes(spec.name)
+        return function_info(spec, learned, known.readiness(spec.name), known.source(spec.name), changes)
 
     async def put_config(self, request: Request) -> Response:
         """Add and change functions and tasks: new invocations see the new ones, nothing in flight is dropped."""

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from tangram.types.values.scalars import AnyReason, Count, JsonObject
+from tangram.types.values.scalars import AnyReason, Count, Instant, JsonObject
 
 
 class UnitsInfo(Struct, frozen=True, kw_only=True):
@@ -91,6 +91,25 @@ class LearnedInfo(Struct, frozen=True, kw_only=True):
     batch_marginal: Annotated[float | None, Meta(description="What a further member adds to a batch; null likewise")]
 
 
+class ValueChange(Struct, frozen=True, kw_only=True):
+    """One key of a definition, as text that is cut where it is long."""
+
+    was: str
+    now: str
+
+
+class RevisionChange(Struct, frozen=True, kw_only=True):
+    """One change of a function's definition while the gateway ran."""
+
+    at: Instant
+    was: Annotated[str, Meta(description="Its revision before")]
+    now: Annotated[str, Meta(description="Its revision from then on")]
+    values: Annotated[
+        Mapping[str, ValueChange],
+        Meta(description="What differs, by the path of its key; empty where only a handler's source does"),
+    ] = {}
+
+
 class FunctionInfo(Struct, frozen=True, kw_only=True):
     """A registered function. What is not set is left out; secrets are references and stay so."""
 
@@ -133,7 +152,13 @@ class FunctionInfo(Struct, frozen=True, kw_only=True):
         Literal["preparing", "ready", "unavailable"] | UnsetType,
         Meta(description="Whether its actions start; until it is ready they queue"),
     ] = UNSET
-    problem: Annotated[str | UnsetType, Meta(description="Why it is unavailable; it is tried again")] = UNSET
+    problem: Annotated[
+        str | UnsetType, Meta(description="Why it is unavailable (it is tried again), or what is done to prepare it")
+    ] = UNSET
+    changes: Annotated[
+        tuple[RevisionChange, ...] | UnsetType,
+        Meta(description="What was changed since the gateway's start, the last first; left out in listings"),
+    ] = UNSET
 
 
 class FunctionList(Struct, frozen=True, kw_only=True):
@@ -151,13 +176,6 @@ class FunctionUpload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     sources: Annotated[
         Mapping[str, str], Meta(description="The handler's files, relative path -> text; empty for other runtimes")
     ] = {}
-
-
-class ValueChange(Struct, frozen=True, kw_only=True):
-    """One key of a definition, as text that is cut where it is long."""
-
-    was: str
-    now: str
 
 
 class ConfigDiff(Struct, frozen=True, kw_only=True):

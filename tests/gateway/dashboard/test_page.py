@@ -209,6 +209,10 @@ async def test_trajectories_tasks_nodes_and_the_configuration_are_there(tmp_path
         await shown.find("#ask button", "Apply it").click()
         await shown.says("main", "Applied.")
         assert (await gateway.http.get("/v1/functions/hello")).status_code == 200
+        later = {"definition": {"runtime": "exec", "cost": {"cpu": 1}, "timeout": "7s"}}
+        assert (await gateway.http.put("/v1/functions/hello", json=later)).status_code == 200
+        await shown.page.goto(address(gateway, "/ui/functions/hello"))
+        await shown.says("details tr:has-text('timeout_s')", "7.0")
 
 
 async def test_a_dead_letter_is_sent_again(tmp_path: Path, shown: ShownPage) -> None:
