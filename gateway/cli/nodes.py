@@ -36,6 +36,10 @@ def list_nodes(client: Client, as_json: bool) -> None:
         for each in found
     ]
     show(table(("NODE", "STATE", "SINCE", "CORES", "MEMORY", "RUNNING", "HOLDERS", "LABELS", "WHY"), rows))
+    coming = [each for each in client.ray_machines() if each.state != "serving"]
+    if coming:
+        told = [(each.machine[:12], each.node, each.state, show_seconds(each.since_s), each.why) for each in coming]
+        show(table(("RAY MACHINE", "NODE", "STATE", "SINCE", "WHY"), told))
 
 
 @click.command("drain")
@@ -79,6 +83,11 @@ def issue_ticket(client: Client, name: str, only: bool, as_json: bool) -> None:
 def check_nodes(client: Client, as_json: bool) -> int:
     """Say what is not as it should be with the machines, and what mends it; status 1 if there is anything."""
     problems = [problem for node in client.nodes() for problem in problems_of(node)]
+    problems += [
+        f"{each.node} is {each.state} on Ray's machine {each.machine[:12]}: {each.why}"
+        for each in client.ray_machines()
+        if each.state in ("waiting", "failed")
+    ]
     if as_json:
         print_json({"problems": problems})
     elif problems:

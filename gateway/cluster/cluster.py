@@ -32,6 +32,7 @@ from manager.function import FunctionSpec
 from runtimes.fleet import FleetExecutor
 from runtimes.node.certificate import NodeCertificate, ensure_certificate, server_side
 from runtimes.node.link import NodeLink
+from runtimes.node.ray.process import KeeperProcess
 from runtimes.node.remote import RemoteNode
 from runtimes.node.roster import (
     CountedOut,
@@ -159,6 +160,8 @@ class Cluster(ClusterState):
         self._again = again
         self._door.open()
         self._log.info("nodes may join", listen=self.address, fingerprint=self._certificate.fingerprint)
+        if self.ray is not None and self._config.ray is not None:
+            self.ray.open(KeeperProcess(self._config.ray, self.ray.hear, clock=self._clock))
 
     async def let_go(self) -> None:
         self._closed = True
@@ -170,6 +173,8 @@ class Cluster(ClusterState):
     async def close(self) -> None:
         if not self._closed:
             await self.let_go()
+        if self.ray is not None:
+            await self.ray.close()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -326,6 +331,9 @@ class Cluster(ClusterState):
         name = verdict.node
         machine = self._machines.pop(name, None)
         self._log.error("a node is counted out", node=name, why=verdict.why, with_what_it_had=verdict.victims)
+        known = self._records.get(name)
+        if self.ray is not None and known is not None and known.state == "draining":
+            self.ray.left(name)
         self._records.moved(name, "lost")
         self.abilities.forget(name)
         assert self._trajectories is not None and self._fleet is not None

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from gateway.cluster.abilities import Abilities
 from gateway.cluster.machines import OneMachine
+from gateway.cluster.ray_nodes import RayNodes
 from gateway.cluster.records import NodeRecords
 from gateway.cluster.tickets import TicketOffice
 from gateway.config.sections import ClusterConfig
 from manager.clock import Clock
 from manager.config import NodeSpec
-from manager.errors import CapacityExceeded, Conflict, Unsupported
+from manager.errors import CapacityExceeded, Conflict, NotFound, Unsupported
 from runtimes.fleet import FleetExecutor
 from runtimes.node.link import NodeLink
 from runtimes.node.remote import RemoteNode
-from runtimes.node.roster import DrainAsked, NodeState, Roster, RosterEvent
+from runtimes.node.roster import DrainAsked, NodeState, RaySaid, Roster, RosterEvent
 from runtimes.node.wire import NodeHello
 from tangram.types import LivingSandbox
 from tangram.types.nodes import NodeStatus, NodeStatusList, NodeTicket
@@ -58,6 +60,9 @@ class ClusterState(OneMachine):
         self._roster = Roster(config.times)
         self._machines: dict[str, ClusterNode] = {}
         self._fleet: FleetExecutor | None = None
+        self.ray: RayNodes | None = None
+        if config.ray is not None:
+            self.ray = RayNodes(config.ray, self, ticket_ttl_s=config.ticket_ttl_s, clock=clock)
         #: Where nodes join, as they reach it, and what they know it by.
         self.address = ""
         self.fingerprint = ""
@@ -78,7 +83,8 @@ class ClusterState(OneMachine):
             name = self.here.name
             here = [self._local_status(self.abilities.unable(name), sorted(self.abilities.able(name)))]
         others = [self._status(member.name) for member in self._roster.members()]
-        return NodeStatusList(nodes=(*here, *others), storm_s=self._roster.storm_left_s)
+        ray = () if self.ray is None else self.ray.status()
+        return NodeStatusList(nodes=(*here, *others), storm_s=self._roster.storm_left_s, ray=ray)
 
     def _status(self, name: str) -> NodeStatus:
         member, machine, known = self._roster.get(name), self._machines.get(name), self._records.get(name)
@@ -164,4 +170,20 @@ class ClusterState(OneMachine):
         suspects = [member.name for member in self._roster.members() if member.state is NodeState.SUSPECT]
         if suspects:
             found.append(f"nodes that are not heard: {', '.join(suspects[:8])} ({len(suspects)})")
-        return found
+        return [*found, *([] if self.ray is None else self.ray.warnings())]
+
+    # -- for what starts daemons through Ray
+
+    def joined(self, name: str) -> bool:
+        """Return whether a node is heard now."""
+        member = self._roster.get(name)
+        return member is not None and member.state in (NodeState.JOINING, NodeState.READY, NodeState.DRAINING)
+
+    def ray_drains(self, name: str, why: str) -> None:
+        """Ray takes a node's machine away soon."""
+        with suppress(NotFound, Unsupported):  # it has not joined yet, or is gone
+            self.drain(name, why)
+
+    def ray_said(self, name: str, why: str, final: bool) -> None:
+        """Ray says that a node's machine is there, or gone; ``final`` if it was ended on purpose."""
+        self._step(RaySaid(name, why, final))

@@ -275,7 +275,20 @@ class _Assembly:
         if not cluster.link.beat_s < cluster.link.silent_s < cluster.times.lost_after_s:
             told = "beat, suspect_after and lost_after must be each longer than the one before"
             self._refuse(self.sections["cluster"], told)
+        self._check_ray(cluster)
         return cluster
+
+    def _check_ray(self, cluster: ClusterConfig) -> None:
+        """Machines that join by themselves need an address to dial and a name each."""
+        if cluster.ray is None:
+            return
+        host = cluster.listen.rpartition(":")[0]
+        if host in ("0.0.0.0", "[::]", "") and not cluster.advertise:  # compared, not bound
+            told = f"cluster.ray needs advertise: no machine can dial {cluster.listen}"
+            self._refuse(self.sections["cluster"], told, ("listen",))
+        if "{address}" not in cluster.ray.name and "{id}" not in cluster.ray.name:
+            told = f"{cluster.ray.name!r} names every machine alike: put {{address}} or {{id}} into it"
+            self._refuse(self.sections["cluster"], told, ("ray", "name"))
 
     def _server(self) -> ServerConfig:
         if "server" not in self.sections and self.base is not None:

@@ -75,6 +75,7 @@ CHAPTERS = (
     ("CpuConfig", "node.cpu"),
     ("DevicesConfig", "node.devices"),
     ("ClusterConfig", "cluster"),
+    ("RaySettings", "cluster.ray"),
     ("SandboxConfig", "sandbox"),
     ("IdSettings", "sandbox.ids"),
     ("DockerSettings", "sandbox.docker"),

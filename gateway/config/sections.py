@@ -16,6 +16,7 @@ from manager.function import SandboxSpec
 from manager.scheduler.policy import PolicySpec
 from manager.setting import Setting
 from runtimes.node.link import LinkSettings
+from runtimes.node.ray.process import RaySettings
 from runtimes.node.roster import RosterSettings
 from runtimes.sandbox.handler.requirements import RequirementSettings
 from runtimes.sandbox.provider import ProviderSettings
@@ -202,6 +203,7 @@ class ClusterConfig:
     greetings_max: Annotated[int, Setting("most connections that have not shown it yet; others are cut", ge=1)] = 64
     link: Annotated[LinkSettings, Setting(inline=True)] = field(default_factory=LinkSettings)
     times: Annotated[RosterSettings, Setting(inline=True)] = field(default_factory=RosterSettings)
+    ray: Annotated[RaySettings | None, Setting("a Ray cluster whose machines become nodes by themselves")] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -128,7 +128,10 @@ class SaidGoodbye:
 
 @dataclass(frozen=True, slots=True)
 class RaySaid:
-    """Ray (or a cloud) calls a node's machine dead; ``final`` if it was ended on purpose (SIGTERM, terminated)."""
+    """Ray (or a cloud) speaks of a node's machine; ``final`` if it was ended on purpose (SIGTERM, terminated).
+
+    What was said last counts: a machine that was ended may have been begun again.
+    """
 
     node: str
     why: str
@@ -286,7 +289,7 @@ class Roster:
             case SaidGoodbye() if member.instance == event.instance:
                 return self._goodbye(member, event)
             case RaySaid():
-                member.doomed = member.doomed or (event.why if event.final else "")
+                member.doomed = event.why if event.final else ""
         return []
 
     def _greet(self, event: Greeted) -> list[Verdict]:

@@ -35,6 +35,20 @@ class NodeStatus(Struct, frozen=True, kw_only=True):
     refused_s: Annotated[float, Meta(description="Seconds for which it may not join, as it was lost too often")] = 0.0
 
 
+RayMachineState = Literal["found", "waiting", "starting", "serving", "failed", "draining", "released"]
+
+
+class RayMachineStatus(Struct, frozen=True, kw_only=True):
+    """One machine of a Ray cluster that is to be a node, and how far that has come."""
+
+    machine: Annotated[str, Meta(description="Ray's id of it")]
+    node: Annotated[str, Meta(description="As it joins")]
+    address: str
+    state: RayMachineState
+    why: Annotated[str, Meta(description="Of any state but serving")]
+    since_s: Annotated[float, Meta(description="Seconds for which it has been so")]
+
+
 class NodeStatusList(Struct, frozen=True, kw_only=True):
     """All machines."""
 
@@ -42,6 +56,7 @@ class NodeStatusList(Struct, frozen=True, kw_only=True):
     storm_s: Annotated[
         float, Meta(description="Seconds for which none is counted lost, because too many are silent at once")
     ] = 0.0
+    ray: Annotated[tuple[RayMachineStatus, ...], Meta(description="Machines of a Ray cluster (cluster.ray)")] = ()
 
 
 class DrainWanted(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -89,12 +89,19 @@ class RayMembers:
     """Decides, from what Ray says and without calling it. Time is passed in."""
 
     def __init__(
-        self, wanted: Mapping[str, str], *, head: bool, reservation: Reservation, waiting_s: float = WAITING_S
+        self,
+        wanted: Mapping[str, str],
+        *,
+        head: bool,
+        reservation: Reservation,
+        waiting_s: float = WAITING_S,
+        most: int | None = None,
     ) -> None:
         """``wanted`` are labels that a machine must have, ``*`` for any value; ``head``: whether the head counts.
 
-        A reservation that waits is told of after ``waiting_s``.
+        A reservation that waits is told of after ``waiting_s``. At most ``most`` machines are taken at once.
         """
+        self._most = most
         self._waiting_s = waiting_s
         self._wanted = wanted
         self._head = head
@@ -128,7 +135,7 @@ class RayMembers:
         if node.id in self.known:
             self.known[node.id].node = node
             return []
-        if not self.wants(node):
+        if not self.wants(node) or (self._most is not None and len(self.known) >= self._most):
             return []
         self.known[node.id] = KnownNode(node, again_s=now_s)
         told = {"kind": "alive", "node": node.id, "address": node.address, "labels": dict(node.labels)}
@@ -397,7 +404,13 @@ def main() -> int:
     sight = Sight(time.monotonic())
     threading.Thread(target=_read, args=(commands, tell, sight), daemon=True).start()
     reservation = Reservation(cpus=given["cpus"], gpus=given["gpus"])
-    members = RayMembers(given["labels"], head=given["head"], reservation=reservation, waiting_s=given["waiting_s"])
+    members = RayMembers(
+        given["labels"],
+        head=given["head"],
+        reservation=reservation,
+        waiting_s=given["waiting_s"],
+        most=given["most"],
+    )
     try:
         keeper = Keeper(RayCluster(given["address"]), members, tell)
     except Exception as error:  # noqa: BLE001  # a wrong token, another version, nobody there

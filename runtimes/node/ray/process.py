@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 import structlog
@@ -39,8 +39,21 @@ class RaySettings:
     reserve_cpus: Annotated[float | None, Setting("CPUs of each machine reserved with Ray; null: all", ge=0)] = None
     reserve_gpus: Annotated[float | None, Setting("GPUs, likewise", ge=0)] = 0.0
     python: Annotated[str, Setting("interpreter with the cluster's own Ray; empty: the gateway's")] = ""
+    machines_max: Annotated[int, Setting("most machines that are taken", ge=1)] = 1024
     command: Annotated[tuple[str, ...], Setting("how a machine runs our command")] = ("tangram",)
-    state_dir: Annotated[str, Setting("where a machine's daemon keeps its state")] = "/var/lib/tangram-node"
+    join: Annotated[tuple[str, ...], Setting("further words of `tangram node join`, such as --cores 0-15")] = ()
+    name: Annotated[str, Setting("of a machine's node: {address} and {id} stand for what Ray calls it")] = (
+        "ray-{address}"
+    )
+    state_dir: Annotated[str, Setting("where a machine's daemon keeps its state; {name} stands for the node's")] = (
+        "/var/lib/tangram-node"
+    )
+    at_end: Annotated[
+        Literal["keep", "release"],
+        Setting(
+            "daemons and what is reserved at the end of the gateway: kept for the next one, or ended and given back"
+        ),
+    ] = "keep"
     waiting_s: Annotated[float, Setting("a reservation that waits for longer is told of", gt=0)] = 30.0
     ping_s: Annotated[float, Setting("time between two looks whether the keeper lives", gt=0)] = 2.0
     silent_s: Annotated[float, Setting("a keeper that is silent for longer is started again", gt=0)] = 10.0
@@ -121,6 +134,7 @@ class KeeperProcess:
                 "address": settings.address,
                 "labels": settings.labels,
                 "head": settings.head,
+                "most": settings.machines_max,
                 "cpus": settings.reserve_cpus,
                 "gpus": settings.reserve_gpus,
                 "waiting_s": settings.waiting_s,

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 #: What the daemon gets of this process's environment. Ray's own variables, and its token above all, are not among them.
@@ -25,6 +26,8 @@ BACKOFF_MAX_S = 60.0
 WELL_S = 120.0
 #: Seconds until a daemon must have written its pid file, and until one that is asked to end has gone.
 START_S = 30.0
+#: A steward that no keeper has asked for so long, and whose daemon is gone, gives back what it holds.
+UNASKED_S = 300.0
 #: The kernel's PF_EXITING, in the flags of /proc/PID/stat.
 EXITING = 0x4
 #: Makes what it executes an orphan of init in a session of its own, that the kernel does not kill first: arguments are
@@ -50,8 +53,20 @@ os.execvp(sys.argv[2], sys.argv[2:])
 class NodeSteward:
     """Sees to it that one daemon lives here. Its methods may be called from several threads."""
 
-    def __init__(self, gpu_ids: list[str] | None = None) -> None:
-        """``gpu_ids`` are what Ray holds for us here (None: asked of Ray)."""
+    def __init__(
+        self,
+        gpu_ids: list[str] | None = None,
+        *,
+        unasked_s: float = UNASKED_S,
+        leave: Callable[[], object] | None = None,
+    ) -> None:
+        """``gpu_ids`` are what Ray holds for us here (None: asked of Ray).
+
+        ``leave`` is called once nobody has asked for ``unasked_s`` and no daemon lives; it ends the actor by default.
+        """
+        self._unasked_s = unasked_s
+        self._leave = leave or (lambda: os._exit(0))
+        self._asked_s = time.monotonic()
         self._gpus = _held_gpus() if gpu_ids is None else gpu_ids
         self._lock = threading.Lock()
         self._command: list[str] = []
@@ -60,10 +75,12 @@ class NodeSteward:
         self._deaths = 0
         self._began_s = 0.0
         self._stopped = threading.Event()
-        self._watcher: threading.Thread | None = None
+        self._watcher = threading.Thread(target=self._watch, name="tangram-steward", daemon=True)
+        self._watcher.start()
 
     def facts(self) -> dict[str, object]:
         """What holds here: devices, the daemon's pid or 0, and how often it died."""
+        self._asked_s = time.monotonic()
         with self._lock:
             return {"gpu_ids": self._gpus, "daemon": self._living(), "deaths": self._deaths, "pid": os.getpid()}
 
@@ -80,9 +97,6 @@ class NodeSteward:
             self._environment, self._state_dir = environment, state_dir
             if not self._living():
                 self._spawn()
-            if self._watcher is None:
-                self._watcher = threading.Thread(target=self._watch, name="tangram-steward", daemon=True)
-                self._watcher.start()
         return self.facts()
 
     def stop(self, kill: bool = False) -> bool:
@@ -93,15 +107,28 @@ class NodeSteward:
             if pid:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL if kill else signal.SIGTERM)
-        deadline_s = time.monotonic() + START_S
-        while pid and self._living() == pid and time.monotonic() < deadline_s:
-            time.sleep(0.05)
+        if pid and not self._gone(pid) and not kill:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)  # asked a second time it waits for nothing that still runs
+            self._gone(pid)
         return not self._living()
+
+    def _gone(self, pid: int) -> bool:
+        """Wait for START_S until a daemon has gone; whether it has."""
+        deadline_s = time.monotonic() + START_S
+        while self._living() == pid and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        return self._living() != pid
 
     def _watch(self) -> None:
         while not self._stopped.wait(WATCH_S):
             with self._lock:
                 if self._living():
+                    continue
+                if time.monotonic() - self._asked_s > self._unasked_s:
+                    self._leave()  # no gateway is left that could use the machine
+                    return
+                if not self._command:
                     continue
                 lived_s = time.monotonic() - self._began_s
                 self._deaths = 1 if lived_s > WELL_S else self._deaths + 1

@@ -9,7 +9,7 @@ from typing import TypeVar
 from tangram.client import node_requests, requests
 from tangram.client.requests import ApiRequest
 from tangram.types import ResourcesInfo
-from tangram.types.nodes import NodeStatus, NodeTicket
+from tangram.types.nodes import NodeStatus, NodeTicket, RayMachineStatus
 
 _T = TypeVar("_T")
 
@@ -28,6 +28,10 @@ class AsyncNodeCalls(ABC):
     async def nodes(self) -> Sequence[NodeStatus]:
         """Return the machines that actions run on, and how they are."""
         return (await self._send(node_requests.list_nodes())).nodes
+
+    async def ray_machines(self) -> Sequence[RayMachineStatus]:
+        """Return the machines of a Ray cluster that are to be nodes, and how far that has come (`cluster.ray`)."""
+        return (await self._send(node_requests.list_nodes())).ray
 
     async def drain_node(self, name: str, why: str = "") -> NodeStatus:
         """Have a machine take no new work and leave when it is empty; raises NotFoundError. Needs the admin token."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from gateway.config.load import GatewayConfig, load
+from gateway.config.sections import ClusterConfig
 from manager.action import Amdahl, EfficiencyTable, UnitSet
 from manager.config import TaskSpec
 from manager.errors import InvalidConfig, Reason
@@ -394,3 +396,22 @@ def test_an_external_engine_beside_own_models_is_refused_where_there_may_be_gpus
     assert set(load([tmp_path], {}).functions) == {"own", "theirs"}, "arenas of cpu devices are in nobody's way"
     (tmp_path / "tangram.yaml").write_text("".join(line for line in ENGINES.splitlines(True) if "own:" not in line))
     assert set(load([tmp_path], {}).functions) == {"theirs"}
+
+
+def test_machines_of_ray_need_an_address_to_dial_and_names_of_their_own(tmp_path: Path) -> None:
+    ray = {"address": "head:6379", "labels": {"pool": "*"}, "reserve_cpus": None, "at_end": "release"}
+    found = loaded(tmp_path, f"version: 1\ncluster: {json.dumps({'ray': ray})}\n").cluster
+    assert found is not None and found.ray is not None
+    assert (found.ray.address, found.ray.labels, found.ray.reserve_cpus) == ("head:6379", {"pool": "*"}, None)
+    assert loaded(tmp_path, "version: 1\ncluster: {}\n").cluster == ClusterConfig(), (
+        "without the section there is no Ray"
+    )
+    refused: tuple[tuple[dict[str, object], str], ...] = (
+        ({"listen": "0.0.0.0:8082", "ray": {}}, "needs advertise"),
+        ({"ray": {"name": "node"}}, "names every machine alike"),
+        ({"ray": {"reserve_cpus": -1}}, "reserve_cpus"),
+        ({"ray": {"machines_max": 0}}, "machines_max"),
+    )
+    for section, told in refused:
+        with pytest.raises(InvalidConfig, match=told):
+            loaded(tmp_path, f"version: 1\ncluster: {json.dumps(section)}\n")

@@ -55,6 +55,15 @@ def test_labels_choose_machines_and_a_star_takes_any_value() -> None:
     assert keeper.look(nodes, {}, 0.0) == []
 
 
+def test_no_more_machines_are_taken_than_are_asked_for_and_the_next_takes_the_place_of_one_that_goes() -> None:
+    keeper = RayMembers({}, head=False, reservation=ALL, most=2)
+    nodes = [machine("n1"), machine("n2"), machine("n3")]
+    keeper.look(nodes, {}, 0.0)
+    assert set(keeper.known) == {"n1", "n2"}
+    keeper.look([machine("n1", alive=False), *nodes[1:]], {}, 1.0)
+    assert set(keeper.known) == {"n2", "n3"}
+
+
 def test_the_head_is_left_alone_unless_it_is_asked_for() -> None:
     assert members().look([HEAD], {}, 0.0) == []
     assert told(members(head=True).look([HEAD], {}, 0.0)) == ["alive", "make"]

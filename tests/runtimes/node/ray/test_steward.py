@@ -96,7 +96,6 @@ def test_what_is_stopped_is_not_started_again(steward: NodeSteward, place: Path)
     pid = pid_of(place)
     assert steward.stop()
     assert not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text()
-    assert steward._watcher is not None
     steward._watcher.join(DEADLINE_S)
     assert not steward._watcher.is_alive() and steward.facts()["daemon"] == 0
 
@@ -116,3 +115,24 @@ def test_a_pid_file_that_says_nothing_is_no_daemon(place: Path, text: str) -> No
     steward._state_dir = str(place)
     assert steward.facts()["daemon"] == 0
     (place / "pid").unlink()
+
+
+def test_a_steward_that_nobody_asks_any_more_gives_its_machine_back_once_the_daemon_is_gone(place: Path) -> None:
+    left = threading.Event()
+    steward = NodeSteward([], unasked_s=0.0, leave=left.set)
+    steward.start(command(place), {}, str(place))
+    pid = pid_of(place)
+    assert steward._watcher.is_alive() and not left.is_set()
+    os.kill(pid, signal.SIGKILL)
+    assert left.wait(DEADLINE_S) and pid_of(place) == pid
+
+
+def test_a_daemon_that_waits_for_what_runs_is_asked_twice(
+    steward: NodeSteward, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runtimes.node.ray.steward.START_S", 0.5)
+    patient = "import os, signal, sys, pathlib; asked = []\n"
+    patient += "signal.signal(signal.SIGTERM, lambda *_: sys.exit() if asked else asked.append(1))\n"
+    patient += "pathlib.Path('pid').write_text(str(os.getpid()))\nwhile True: signal.pause()"
+    steward.start(command(place, patient), {}, str(place))
+    assert steward.stop()

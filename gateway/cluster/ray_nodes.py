@@ -1,0 +1,337 @@
+"""The machines of a Ray cluster as nodes: each that holds its reservation gets a ticket, and joins by it over our door.
+
+Ray is a child process away (`runtimes.node.ray`). What is known here is built anew from what the keeper says: a daemon
+that was started by the gateway before is found by its steward and not started twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+import structlog
+
+from manager.clock import Clock
+from manager.errors import CodedError
+from runtimes.node.ray.messages import (
+    AnyKeeperMessage,
+    DaemonReleased,
+    DaemonStarted,
+    KeeperRefused,
+    RayConnected,
+    RayNodeAlive,
+    RayNodeDead,
+    RayNodeDraining,
+    ReservationWaiting,
+    StewardFailed,
+    StewardReady,
+)
+from runtimes.node.ray.process import RaySettings
+from tangram.types.nodes import NodeTicket, RayMachineState, RayMachineStatus
+
+#: Seconds between two looks at who has not joined yet, and longest wait until such a one gets another ticket.
+LOOK_S, AGAIN_MAX_S = 1.0, 600.0
+#: Seconds after which a machine that a new keeper has not spoken of is forgotten.
+UNTOLD_S = 60.0
+#: Seconds for daemons to end and reservations to be given back at the end of a gateway that releases them.
+RELEASE_S = 90.0
+#: Problems that are told at once.
+PROBLEMS_MAX = 8
+#: In Ray's words for a machine that was ended on purpose.
+ENDED = "received SIGTERM"
+
+
+class MachineKeeper(Protocol):
+    """What is asked of the keeper: `runtimes.node.ray.process.KeeperProcess`."""
+
+    def warning(self) -> str | None: ...
+    def start_daemon(self, node: str, command: list[str], environment: Mapping[str, str], state_dir: str) -> None: ...
+    def release(self, node: str, *, kill: bool = False) -> None: ...
+    def run(self) -> Awaitable[None]: ...
+
+
+class NodeOffice(Protocol):
+    """What is asked of the cluster about the nodes that join it."""
+
+    def ticket(self, name: str) -> NodeTicket: ...
+    def joined(self, name: str) -> bool: ...
+    def ray_drains(self, name: str, why: str) -> None: ...
+    def ray_said(self, name: str, why: str, final: bool) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class RayMachine:
+    """One machine that Ray has told of."""
+
+    id: str
+    node: str
+    address: str
+    labels: Mapping[str, str]
+    since_s: float
+    state: RayMachineState = "found"
+    why: str = "its steward is being made"
+    #: Whether a steward holds what is reserved.
+    held: bool = False
+    #: Tickets handed over since it last joined, and when the next one is due.
+    tickets: int = 0
+    again_s: float = 0.0
+    #: When a new keeper began that has not spoken of it; None once it has.
+    untold_s: float | None = None
+
+
+class RayNodes:
+    """Starts daemons by tickets, and says how far each machine is. Use from one event loop."""
+
+    def __init__(self, settings: RaySettings, office: NodeOffice, *, ticket_ttl_s: float, clock: Clock) -> None:
+        self._settings = settings
+        self._office = office
+        self._ticket_ttl_s = ticket_ttl_s
+        self._clock = clock
+        self._machines: dict[str, RayMachine] = {}
+        self._keeper: MachineKeeper | None = None
+        self._tasks: list[asyncio.Future[None]] = []
+        #: Set when no machine holds a reservation any more.
+        self._released = asyncio.Event()
+        self._log = structlog.get_logger("gateway.cluster")
+
+    def open(self, keeper: MachineKeeper) -> None:
+        """Have a keeper run, and machines join, until `close`."""
+        self._keeper = keeper
+        self._tasks = [asyncio.ensure_future(keeper.run()), asyncio.ensure_future(self._look_for_ever())]
+
+    async def close(self) -> None:
+        """End the keeper; daemons stay, or are ended first if so configured."""
+        if self._settings.at_end == "release" and self._keeper is not None and self._keeper.warning() is None:
+            await self._release_all()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def left(self, node: str) -> None:
+        """A node was drained and is gone: its machine is given back to Ray."""
+        machine = self._owner(node)
+        if machine is not None and machine.held and self._keeper is not None:
+            self._move(machine, "released", "its node was drained")
+            self._keeper.release(machine.id)
+
+    # -- for people
+
+    def status(self) -> tuple[RayMachineStatus, ...]:
+        """Return every machine, by the name of its node."""
+        now_s = self._clock.now()
+        return tuple(
+            RayMachineStatus(
+                machine=each.id,
+                node=each.node,
+                address=each.address,
+                state=each.state,
+                why=each.why,
+                since_s=max(0.0, now_s - each.since_s),
+            )
+            for each in sorted(self._machines.values(), key=lambda each: (each.node, each.id))
+        )
+
+    def warnings(self) -> list[str]:
+        """Return what should be looked at: Ray is away, or machines wait or fail."""
+        away = None if self._keeper is None else self._keeper.warning()
+        told = [each for each in self.status() if each.state in ("waiting", "failed")]
+        found = [f"{each.node}: {each.why}" for each in told[:PROBLEMS_MAX]]
+        more = [f"{len(told) - PROBLEMS_MAX} more machines of Ray's wait or fail"] if len(told) > PROBLEMS_MAX else []
+        return [*([] if away is None else [away]), *found, *more]
+
+    # -- what the keeper says
+
+    def hear(self, message: AnyKeeperMessage) -> None:
+        """Take in one message."""
+        match message:
+            case RayConnected():
+                self._log.info("a Ray cluster is seen", ray=message.version, keeper=message.pid)
+                for machine in self._machines.values():
+                    machine.untold_s = self._clock.now()
+            case RayNodeAlive():
+                self._found(message)
+            case RayNodeDead():
+                self._died(message)
+            case (
+                RayNodeDraining()
+                | ReservationWaiting()
+                | StewardReady()
+                | StewardFailed()
+                | DaemonStarted()
+                | DaemonReleased()
+                | KeeperRefused()
+            ):
+                if message.node in self._machines:
+                    self._heard_of(self._machines[message.node], message)
+            case _:
+                pass
+
+    def _found(self, message: RayNodeAlive) -> None:
+        machine = self._machines.get(message.node)
+        if machine is None:
+            machine = RayMachine(
+                id=message.node,
+                node=self._name_of(message),
+                address=message.address,
+                labels=message.labels,
+                since_s=self._clock.now(),
+            )
+            self._machines[message.node] = machine
+            self._log.info("a machine of Ray's is to be a node", machine=machine.id, node=machine.node)
+        machine.untold_s = None
+        if self._owner(machine.node) is machine:
+            self._office.ray_said(machine.node, "Ray has it", False)
+
+    def _died(self, message: RayNodeDead) -> None:
+        machine = self._machines.get(message.node)
+        if machine is None:
+            return
+        self._forget(machine)
+        self._log.warning("Ray has lost a machine", machine=machine.id, node=machine.node, why=message.why)
+        if self._owner(machine.node) is None:
+            self._office.ray_said(machine.node, f"Ray: {message.why}", ENDED in message.why)
+
+    def _heard_of(self, machine: RayMachine, message: AnyKeeperMessage) -> None:
+        match message:
+            case StewardReady():
+                self._hold(machine)
+            case DaemonStarted(daemon=0):
+                told = f"its daemon did not come up: see daemon.log in {self._state_dir(machine)} there"
+                self._move(machine, "failed", told)
+            case ReservationWaiting():
+                self._move(machine, "waiting", message.text())
+            case StewardFailed():
+                machine.held = False
+                self._move(machine, "failed", f"its steward failed: {message.why}")
+            case KeeperRefused() if machine.state == "released":
+                machine.held = False  # there is nothing to give back any more
+                self._note_released()
+            case KeeperRefused() if machine.state == "starting":
+                self._move(machine, "failed", message.why)
+            case RayNodeDraining():
+                if self._owner(machine.node) is machine:
+                    self._office.ray_drains(machine.node, "Ray drains its machine")
+                self._move(machine, "draining", "Ray drains it")
+            case DaemonReleased():
+                machine.held = False
+                self._log.info("a machine is given back to Ray", node=machine.node, its_daemon_has_gone=message.gone)
+                self._note_released()
+            case _:
+                pass
+
+    # -- joining
+
+    def _hold(self, machine: RayMachine) -> None:
+        """Its steward is there: use it, or give it back if its node was drained under this gateway."""
+        machine.held, machine.tickets = True, 0
+        self._released.clear()
+        if machine.state != "released":
+            self._start(machine)
+        elif self._keeper is not None:
+            self._keeper.release(machine.id)
+
+    async def _look_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            self.look()
+
+    def look(self) -> None:
+        """Note who has joined, hand another ticket to who has not in time, and forget who is not told of any more."""
+        now_s = self._clock.now()
+        for machine in list(self._machines.values()):
+            if machine.untold_s is not None and now_s - machine.untold_s > UNTOLD_S:
+                self._forget(machine)
+            elif machine.held and machine.state in ("starting", "serving", "failed", "found"):
+                self._look_at(machine, now_s)
+
+    def _look_at(self, machine: RayMachine, now_s: float) -> None:
+        if self._owner(machine.node) is not machine:
+            return
+        if self._office.joined(machine.node):
+            machine.tickets = 0
+            machine.again_s = now_s + self._ticket_ttl_s
+            self._move(machine, "serving", "")
+        elif machine.state == "serving":
+            self._move(machine, "starting", "its node is not heard")
+        elif now_s >= machine.again_s:
+            self._start(machine)
+
+    def _start(self, machine: RayMachine) -> None:
+        """Have a machine's steward start its daemon, or watch over the one that lives, with a ticket to join by."""
+        now_s, keeper = self._clock.now(), self._keeper
+        owner = self._owner(machine.node)
+        if owner is not None and owner is not machine:
+            told = f"machine {owner.id[:12]} of Ray's is node {machine.node} already: tell them apart in cluster.ray"
+            self._move(machine, "failed", f"{told} (name: ray-{{id}}, and {{name}} in state_dir)")
+            return
+        machine.again_s = now_s + min(AGAIN_MAX_S, self._ticket_ttl_s * 2.0 ** min(machine.tickets, 20))
+        machine.tickets += 1
+        try:
+            ticket = self._office.ticket(machine.node)
+        except CodedError as error:
+            self._move(machine, "failed", f"no ticket for it: {error.message}")
+            return
+        self._move(machine, "starting", "its daemon is started, and has not joined yet")
+        if keeper is not None:
+            keeper.start_daemon(machine.id, self._command(machine, ticket), {}, self._state_dir(machine))
+
+    def _command(self, machine: RayMachine, ticket: NodeTicket) -> list[str]:
+        told = {
+            "--gateway": ticket.gateway,
+            "--fingerprint": ticket.fingerprint,
+            "--name": machine.node,
+            "--ticket": ticket.ticket,
+            "--state-dir": self._state_dir(machine),
+        }
+        labels = {key: value for key, value in machine.labels.items() if not key.startswith("ray.io/")}
+        if labels:
+            told["--labels"] = ",".join(f"{key}={value}" for key, value in sorted(labels.items()))
+        words = [word for pair in told.items() for word in pair]
+        return [*self._settings.command, "node", "join", *words, *self._settings.join]
+
+    # -- names
+
+    def _name_of(self, message: RayNodeAlive) -> str:
+        name = self._settings.name.replace("{address}", message.address).replace("{id}", message.node[:12])
+        return re.sub(r"[^A-Za-z0-9_.-]", "-", name)
+
+    def _state_dir(self, machine: RayMachine) -> str:
+        return self._settings.state_dir.replace("{name}", machine.node)
+
+    def _owner(self, node: str) -> RayMachine | None:
+        """Return the machine that has the name of a node: the first that holds a reservation, else the first."""
+        named = [each for each in self._machines.values() if each.node == node]
+        return next((each for each in named if each.held), named[0] if named else None)
+
+    def _move(self, machine: RayMachine, state: RayMachineState, why: str) -> None:
+        if (machine.state, machine.why) == (state, why):
+            return
+        if machine.state != state:
+            machine.since_s = self._clock.now()
+        if state in ("waiting", "failed"):
+            self._log.warning("a machine of Ray's is no node", node=machine.node, state=state, why=why)
+        machine.state, machine.why = state, why
+
+    def _forget(self, machine: RayMachine) -> None:
+        del self._machines[machine.id]
+        self._note_released()
+
+    # -- the end
+
+    async def _release_all(self) -> None:
+        assert self._keeper is not None
+        self._note_released()
+        for machine in self._machines.values():
+            if machine.held:
+                self._move(machine, "released", "the gateway ends")
+                self._keeper.release(machine.id)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._released.wait(), RELEASE_S)
+
+    def _note_released(self) -> None:
+        if not any(machine.held for machine in self._machines.values()):
+            self._released.set()

@@ -1,0 +1,292 @@
+"""Machines of a Ray cluster: a ticket for each that holds its reservation, and who is told of what keeps it waiting."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from gateway.cluster.ray_nodes import UNTOLD_S, RayNodes
+from manager.clock import VirtualClock
+from manager.errors import InvalidInput
+from runtimes.node.ray.messages import (
+    DaemonReleased,
+    DaemonStarted,
+    KeeperRefused,
+    RayConnected,
+    RayNodeAlive,
+    RayNodeDead,
+    RayNodeDraining,
+    ReservationWaiting,
+    StewardFailed,
+    StewardReady,
+)
+from runtimes.node.ray.process import RaySettings
+from tangram.types.nodes import NodeTicket
+
+TTL_S = 120.0
+
+
+class ScriptedKeeper:
+    """Writes down what it is asked."""
+
+    def __init__(self) -> None:
+        self.started: list[tuple[str, list[str], str]] = []
+        self.given_back: list[str] = []
+        self.away: str | None = None
+        self.on_release: Callable[[str], object] = lambda node: None
+
+    def warning(self) -> str | None:
+        return self.away
+
+    def start_daemon(self, node: str, command: list[str], environment: Mapping[str, str], state_dir: str) -> None:
+        assert not environment
+        self.started.append((node, command, state_dir))
+
+    def release(self, node: str, *, kill: bool = False) -> None:
+        self.given_back.append(node)
+        asyncio.get_running_loop().call_soon(self.on_release, node)
+
+    async def run(self) -> None:
+        await asyncio.Event().wait()
+
+
+class ScriptedOffice:
+    """A cluster whose nodes join when the test says so."""
+
+    def __init__(self) -> None:
+        self.issued: list[str] = []
+        self.here: set[str] = set()
+        self.drained: list[str] = []
+        self.said: list[tuple[str, bool]] = []
+        self.refuses = False
+
+    def ticket(self, name: str) -> NodeTicket:
+        if self.refuses:
+            raise InvalidInput("no such name", component="cluster")
+        self.issued.append(name)
+        number = len(self.issued)
+        return NodeTicket(name=name, ticket=f"t{number}", expires_in_s=TTL_S, gateway="gw:1", fingerprint="ab")
+
+    def joined(self, name: str) -> bool:
+        return name in self.here
+
+    def ray_drains(self, name: str, why: str) -> None:
+        self.drained.append(name)
+
+    def ray_said(self, name: str, why: str, final: bool) -> None:
+        self.said.append((name, final))
+
+
+class Scene:
+    """Machines of Ray's, a keeper and a cluster that a test plays."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.keeper, self.office, self.clock = ScriptedKeeper(), ScriptedOffice(), VirtualClock()
+        self.nodes = RayNodes(RaySettings(**settings), self.office, ticket_ttl_s=TTL_S, clock=self.clock)
+
+    async def __aenter__(self) -> Scene:
+        self.nodes.open(self.keeper)
+        self.nodes.hear(RayConnected(pid=1, version="2"))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.nodes.close()
+
+    def alive(self, id: str, address: str = "10.0.0.1", **labels: str) -> None:
+        self.nodes.hear(RayNodeAlive(node=id, address=address, labels=labels))
+
+    def ready(self, id: str) -> None:
+        self.nodes.hear(StewardReady(node=id, gpu_ids=(), daemon=0, deaths=0, pid=7))
+
+    def pass_s(self, seconds: float) -> None:
+        self.clock.advance_to(self.clock.now() + seconds)
+        self.nodes.look()
+
+    @property
+    def states(self) -> list[tuple[str, str]]:
+        return [(each.node, each.state) for each in self.nodes.status()]
+
+
+async def test_a_machine_that_holds_its_reservation_joins_by_a_ticket_of_its_own() -> None:
+    async with Scene(join=("--cores", "0-3")) as scene:
+        scene.alive("a" * 56, pool="x", **{"ray.io/node-id": "aa"})
+        assert scene.states == [("ray-10.0.0.1", "found")] and not scene.office.issued
+        scene.ready("a" * 56)
+        assert scene.keeper.started == [
+            (
+                "a" * 56,
+                [
+                    "tangram",
+                    "node",
+                    "join",
+                    "--gateway",
+                    "gw:1",
+                    "--fingerprint",
+                    "ab",
+                    "--name",
+                    "ray-10.0.0.1",
+                    "--ticket",
+                    "t1",
+                    "--state-dir",
+                    "/var/lib/tangram-node",
+                    "--labels",
+                    "pool=x",
+                    "--cores",
+                    "0-3",
+                ],
+                "/var/lib/tangram-node",
+            )
+        ]
+        assert scene.states == [("ray-10.0.0.1", "starting")]
+        scene.office.here.add("ray-10.0.0.1")
+        scene.pass_s(1.0)
+        assert scene.states == [("ray-10.0.0.1", "serving")] and scene.nodes.warnings() == []
+
+
+async def test_who_does_not_join_gets_another_ticket_later_each_time() -> None:
+    async with Scene() as scene:
+        scene.alive("m")
+        scene.ready("m")
+        for waited_s, tickets in ((TTL_S - 1, 1), (2, 2), (TTL_S, 2), (TTL_S, 3), (4 * TTL_S, 4)):
+            scene.pass_s(waited_s)
+            assert len(scene.office.issued) == tickets
+        assert [command[command.index("--ticket") + 1] for _, command, _ in scene.keeper.started] == [
+            "t1",
+            "t2",
+            "t3",
+            "t4",
+        ]
+
+
+async def test_a_node_that_is_not_heard_is_given_time_and_then_a_ticket() -> None:
+    async with Scene() as scene:
+        scene.alive("m")
+        scene.ready("m")
+        scene.office.here.add("ray-10.0.0.1")
+        scene.pass_s(1.0)
+        scene.office.here.clear()
+        scene.pass_s(1.0)
+        assert scene.states == [("ray-10.0.0.1", "starting")] and len(scene.keeper.started) == 1
+        scene.pass_s(TTL_S)
+        assert len(scene.keeper.started) == 2
+
+
+async def test_what_keeps_a_machine_from_joining_is_told() -> None:
+    async with Scene(name="{id}") as scene:
+        for id in ("waits", "dies", "mute", "refused"):
+            scene.alive(id)
+        scene.nodes.hear(ReservationWaiting(node="waits", cpus=4.0, gpus=0.0, waited_s=30.0, free={"CPU": 1.0}))
+        scene.nodes.hear(StewardFailed(node="dies", why="ActorDiedError", again_in_s=2.0))
+        scene.ready("mute")
+        scene.nodes.hear(DaemonStarted(node="mute", gpu_ids=(), daemon=0, deaths=0, pid=7))
+        scene.ready("refused")
+        scene.nodes.hear(KeeperRefused(node="refused", why="no steward is ready"))
+        scene.keeper.away = "ray: unreachable for 3 s: gone"
+        told = "\n".join(scene.nodes.warnings())
+        assert dict(scene.states) == {"waits": "waiting", "dies": "failed", "mute": "failed", "refused": "failed"}
+        for words in ("unreachable for 3 s", "4 CPUs asked, 1 free", "ActorDiedError", "daemon.log", "no steward"):
+            assert words in told
+        scene.ready("dies")
+        assert dict(scene.states)["dies"] == "starting"
+
+
+async def test_a_ticket_that_cannot_be_had_is_asked_for_again() -> None:
+    async with Scene() as scene:
+        scene.office.refuses = True
+        scene.alive("m")
+        scene.ready("m")
+        assert scene.states == [("ray-10.0.0.1", "failed")] and not scene.keeper.started
+        scene.office.refuses = False
+        scene.pass_s(TTL_S)
+        assert scene.states == [("ray-10.0.0.1", "starting")] and len(scene.keeper.started) == 1
+
+
+async def test_two_machines_of_one_name_are_told_apart_or_told_of() -> None:
+    async with Scene() as scene:
+        for id in ("old", "new"):
+            scene.alive(id)
+            scene.ready(id)
+        assert [state for _, state in scene.states] == ["failed", "starting"]
+        assert "ray-{id}" in scene.nodes.warnings()[0]
+        scene.nodes.hear(RayNodeDead(node="old", why="received SIGTERM"))
+        assert scene.office.said[-1] == ("ray-10.0.0.1", False), "its machine is there, as another node of Ray's"
+        scene.pass_s(1.0)
+        assert scene.states == [("ray-10.0.0.1", "starting")]
+        assert [id for id, _, _ in scene.keeper.started] == ["old", "new"]
+    async with Scene(name="r-{id}", state_dir="/s/{name}") as scene:
+        for id in ("old", "new"):
+            scene.alive(id, "fd00::1")
+            scene.ready(id)
+        assert [place for _, _, place in scene.keeper.started] == ["/s/r-old", "/s/r-new"]
+
+
+async def test_an_address_that_is_no_name_is_made_one() -> None:
+    async with Scene() as scene:
+        scene.alive("m", "fd00::1")
+        assert scene.states == [("ray-fd00--1", "found")]
+
+
+async def test_rays_word_is_passed_on_and_ended_machines_are_told_as_such() -> None:
+    async with Scene() as scene:
+        scene.alive("m")
+        scene.nodes.hear(RayNodeDraining(node="m", deadline_ms=1.0))
+        assert scene.office.drained == ["ray-10.0.0.1"] and scene.states == [("ray-10.0.0.1", "draining")]
+        scene.nodes.hear(RayNodeDead(node="m", why="Expected termination: received SIGTERM"))
+        scene.alive("n")
+        scene.nodes.hear(RayNodeDead(node="n", why="health check failed"))
+        name = "ray-10.0.0.1"
+        assert scene.office.said == [(name, False), (name, True), (name, False), (name, False)]
+        assert scene.states == []
+
+
+async def test_a_drained_node_is_given_back_and_stays_so_for_the_next_keeper() -> None:
+    async with Scene() as scene:
+        scene.alive("m")
+        scene.ready("m")
+        scene.nodes.left("ray-10.0.0.1")
+        scene.nodes.hear(DaemonReleased(node="m", gone=True))
+        scene.nodes.hear(RayConnected(pid=2, version="2"))
+        scene.alive("m")
+        scene.ready("m")
+        scene.pass_s(10 * TTL_S)
+        assert scene.keeper.given_back == ["m", "m"] and len(scene.keeper.started) == 1
+        assert scene.states == [("ray-10.0.0.1", "released")]
+
+
+async def test_a_machine_of_which_a_new_keeper_says_nothing_is_forgotten() -> None:
+    async with Scene(name="{id}") as scene:
+        scene.alive("stays")
+        scene.alive("went")
+        scene.nodes.hear(RayConnected(pid=2, version="2"))
+        scene.alive("stays")
+        scene.pass_s(UNTOLD_S + 1)
+        assert scene.states == [("stays", "found")]
+
+
+async def test_a_steward_that_is_found_again_watches_over_its_daemon_again() -> None:
+    async with Scene() as scene:
+        scene.alive("m")
+        scene.ready("m")
+        scene.office.here.add("ray-10.0.0.1")
+        scene.pass_s(1.0)
+        scene.ready("m")
+        assert [id for id, _, _ in scene.keeper.started] == ["m", "m"]
+
+
+async def test_the_end_of_the_gateway_keeps_or_releases_as_configured() -> None:
+    async with Scene() as kept:
+        kept.alive("m")
+        kept.ready("m")
+    assert kept.keeper.given_back == []
+    async with Scene(at_end="release", name="{id}") as scene:
+        for id in ("m", "n", "lost"):
+            scene.alive(id)
+            scene.ready(id)
+
+        def answer(node: str) -> None:
+            gone = KeeperRefused(node=node, why="none") if node == "lost" else DaemonReleased(node=node, gone=True)
+            scene.nodes.hear(gone)
+
+        scene.keeper.on_release = answer
+    assert scene.keeper.given_back == ["m", "n", "lost"]
