@@ -12,7 +12,11 @@ from manager.setting import Setting
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedPolicy:
-    """First come first served; ``dop`` is clipped to the unit set and, once waited for, to what is free."""
+    """First come first served; ``dop`` is clipped to the unit set and, once waited for, to what is free.
+
+    It is waited for as long as something runs that may give it back: what is free and not shown is kept for a wide
+    action behind, which waits for this very one.
+    """
 
     name: str = "fixed"
     dop: Annotated[int, Setting("units of every elastic action", ge=1)] = 1
@@ -30,7 +34,8 @@ class FixedPolicy:
                 continue
             wanted = units.at_most(min(self._wanted(action), view.total))
             assert wanted is not None, f"{action.id} never fits"
-            if action.key is not None and wanted > free and view.now_s < action.submitted_s + self.wait_s:
+            busy = len(starts) > 0 or len(view.running) > 0
+            if action.key is not None and wanted > free and busy and view.now_s < action.submitted_s + self.wait_s:
                 wake_s = action.submitted_s + self.wait_s
                 continue
             given = units.at_most(min(wanted, candidate.limit, free))

@@ -7,7 +7,8 @@ import json
 
 import pytest
 
-from bench import figures, scheduler
+from bench import scheduler
+from bench.figures import __main__ as figures
 
 
 def last_line(capsys: pytest.CaptureFixture[str]) -> dict[str, object]:

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from manager.action import UnitSet
 from manager.config import ManagerSpec, SchedulerSpec
-from manager.events import Submitted, Tick
+from manager.events import Finished, Submitted, Tick
 from manager.scheduler.fixed import FixedPolicy
 from manager.scheduler.policy import PolicySpec, PoolView, WaitingView
-from tests.manager.conftest import CoreDriver, action, node, spec
+from tests.manager.conftest import DONE, CoreDriver, action, node, spec
 
 
 def view(free: int, *candidates: WaitingView) -> PoolView:
@@ -91,3 +91,15 @@ def test_a_dop_above_the_pool_is_the_whole_pool(drive: Callable[[ManagerSpec], C
     wide = [action(f"a{index}", {"cpu": UnitSet.span(1, 32)}, key="cpu") for index in range(2)]
     driver.step(0.0, *(Submitted(action=one) for one in wide))
     assert {id: begun.lease.units("cpu") for id, begun in driver.started.items()} == {"a0": 4}
+
+
+def test_it_waits_for_nothing_that_a_wide_action_behind_it_keeps(drive: Callable[[ManagerSpec], CoreDriver]) -> None:
+    policies = {"default": PolicySpec(name="fixed", options={"dop": 3, "wait_s": 1e9})}
+    driver = drive(ManagerSpec(nodes=(node(cores=4),), scheduler=SchedulerSpec(policies=policies)))
+    driver.step(0.0, Submitted(action=action("first", {"cpu": 4})))
+    waiting = elastic("a", UnitSet.span(1, 4), 4).action, action("wide", {"cpu": 4})
+    driver.step(1.0, *(Submitted(action=one) for one in waiting))
+    driver.step(2.0, Finished(action_id="first", outcome=DONE))
+    assert "a" in driver.started
+    driver.step(3.0, Finished(action_id="a", outcome=DONE))
+    assert "wide" in driver.started

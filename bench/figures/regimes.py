@@ -6,8 +6,8 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from bench.figures.simulated import PAPERS, Contender, Row, named, shown, table, trajectory_tail_of
 from bench.report import BenchReport
-from bench.simulated import PAPERS, Contender, Row, named, shown, table, trajectory_tail_of
 from manager.action import Amdahl, UnitSet
 from manager.simulation.simulate import Size
 from manager.simulation.simulator import SimulationRun

@@ -8,9 +8,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from bench.regimes import device_figures, idle_figures, overload_figures, wide_figures
-from bench.report import BenchReport, parser
-from bench.simulated import (
+from bench.figures.regimes import device_figures, idle_figures, overload_figures, wide_figures
+from bench.figures.simulated import (
     PAPERS,
     SEEDS,
     Contender,
@@ -23,6 +22,9 @@ from bench.simulated import (
     stronger_paper_s,
     table,
 )
+from bench.figures.traces import trace_figures
+from bench.figures.weights import weight_figures
+from bench.report import BenchReport, parser
 from manager.simulation.baselines import POD_START_S, PODS_PER_NODE_S
 from manager.simulation.duration_model import Learning
 from manager.simulation.simulate import Size, run, simulate
@@ -166,6 +168,8 @@ PARTS: Mapping[str, Callable[[BenchReport, Sequence[int]], None]] = {
     "wide": wide_figures,
     "devices": device_figures,
     "idle": lambda report, seeds: idle_figures(report),
+    "weights": weight_figures,
+    "traces": trace_figures,
 }
 
 

@@ -1,0 +1,1 @@
+"""The figures of the scheduler: simulations against baselines and bounds."""

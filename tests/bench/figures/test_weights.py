@@ -1,0 +1,49 @@
+"""Shares of tasks, measured from what was played."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.figures.weights import CORES, HEAVY, LIGHT, play_weighted, share_of
+from manager.action import UnitSet
+from manager.simulation.lease_audit import LeaseAudit
+from manager.simulation.simulator import SimulatedAction, SimulationRun
+from manager.simulation.trace import TracedTrajectory, TraceStep
+from manager.simulation.workloads import Workload
+
+
+def ran(trajectory: str, began_s: float, ended_s: float, units: int) -> SimulatedAction:
+    return SimulatedAction(
+        trajectory=trajectory,
+        number=0,
+        function="f",
+        submitted_s=0.0,
+        queue_s=began_s,
+        overhead_s=0.0,
+        execution_s=ended_s - began_s,
+        units=units,
+        unit_s=units * (ended_s - began_s),
+    )
+
+
+def test_the_error_is_what_the_worse_served_task_lacks_while_both_wait() -> None:
+    records = [
+        ran("heavy-0", 0.0, 4.0, 3),
+        ran("heavy-1", 4.0, 8.0, 3),  # the last to start of its task: from here on only the other waits
+        ran("light-0", 0.0, 6.0, 2),
+        ran("light-1", 6.0, 99.0, 9),
+    ]
+    run = SimulationRun(records=records, trajectories=4, makespan_s=99.0, ledger=LeaseAudit())
+    row = share_of(run, due=0.75)
+    assert row["watched_s"] == 4.0
+    assert row["share"] == pytest.approx(12 / 20)
+    assert row["error"] == pytest.approx(0.2)
+    assert share_of(run, due=0.5)["error"] == pytest.approx(0.2)
+
+
+def test_a_played_action_has_the_units_that_it_held_over_time() -> None:
+    step = TraceStep(think_s=0.0, function="f", cost={"cpu": UnitSet.fixed(4)}, t_ori_s=2.5)
+    work = Workload(
+        name="one", trajectories=tuple(TracedTrajectory(id=t, task=t, steps=(step,)) for t in (HEAVY, LIGHT))
+    )
+    assert [one.unit_s for one in play_weighted(work, CORES, {HEAVY: 2.0, LIGHT: 1.0}).records] == [10.0, 10.0]
