@@ -105,8 +105,12 @@ class RayNodes:
 
     async def close(self) -> None:
         """End the keeper; daemons stay, or are ended first if so configured."""
-        if self._settings.at_end == "release" and self._keeper is not None and self._keeper.warning() is None:
-            await self._release_all()
+        if self._settings.at_end == "release" and self._keeper is not None:
+            away = self._keeper.warning()
+            if away is None:
+                await self._release_all()
+            else:
+                self._log.warning("nothing is given back to Ray: daemons end by themselves when unattended", why=away)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -30,11 +30,12 @@ START_S = 30.0
 UNASKED_S = 300.0
 #: The kernel's PF_EXITING, in the flags of /proc/PID/stat.
 EXITING = 0x4
-#: Makes what it executes an orphan of init in a session of its own, that the kernel does not kill first: arguments are
-#: the file of its output and the command.
+#: Makes what it executes an orphan of init in a session of its own, that the kernel does not kill first and that every
+#: signal reaches (Ray's workers block SIGINT): arguments are the file of its output and the command.
 ORPHAN = """
-import os, sys
+import os, signal, sys
 os.setsid()
+signal.pthread_sigmask(signal.SIG_SETMASK, ())
 if os.fork():
     os._exit(0)
 try:

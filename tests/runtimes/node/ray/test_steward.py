@@ -56,7 +56,9 @@ def steward() -> Iterator[NodeSteward]:
 
 
 def test_a_daemon_is_no_child_of_its_steward_and_has_its_devices(steward: NodeSteward, place: Path) -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # as Ray does in its workers
     facts = steward.start(command(place), {"OWN": "yes"}, str(place))
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
     pid = pid_of(place)
     assert facts == {"gpu_ids": ["3", "5"], "daemon": pid, "deaths": 0, "pid": os.getpid()}
     stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -64,6 +66,7 @@ def test_a_daemon_is_no_child_of_its_steward_and_has_its_devices(steward: NodeSt
     assert Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[4] == b"3,5"
     environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     assert b"CUDA_VISIBLE_DEVICES=3,5" in environment and b"OWN=yes" in environment
+    assert "SigBlk:\t0000000000000000" in Path(f"/proc/{pid}/status").read_text()
     assert place.stat().st_mode & 0o777 == 0o700
 
 
