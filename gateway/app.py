@@ -54,6 +54,7 @@ from gateway.store.state_dir import StateDirectory
 from gateway.store.store import Durability, Store, StoreSpec
 from gateway.traces.executor import TracedExecutor
 from gateway.traces.exporter import TraceExporter
+from gateway.turns import TrajectoryTurns
 from manager.assembly import build_core
 from manager.clock import Clock, MonotonicClock, WallClock
 from manager.config import TaskSpec
@@ -258,9 +259,11 @@ class App:
         spec = self.registry.config.manager_spec(self.machines.specs, self._models.services)
         everywhere = self.machines.executor(self.runtimes.executor, self._trajectories)
         executor = TracedExecutor(everywhere, self.traces)
+        durable = DurableStarts(executor, self.invocations, self.store, self._trajectories, self._quotas)
+        self._turns = TrajectoryTurns(durable, self.config.server.wait_max_s)
         return Engine(
             build_core(spec, function_bounds=_bounds(self.registry.config)),
-            DurableStarts(executor, self.invocations, self.store, self._trajectories, self._quotas),
+            self._turns,
             clock=self._clock,
             history=self.history,
             listeners=[self.invocations, ActionEnds(self.activity)],
@@ -302,6 +305,9 @@ class App:
             put=self.registry.put,
             remove=self.registry.remove,
             sandboxes=lambda: self.runtimes.provider.info,
+            snapshots=self.runtimes.provider.snapshots,
+            snapshot=self.runtimes.environments.snapshot,
+            turns=self._turns,
             images=self.runtimes.provider.images,
             models=self.runtimes.model.resources,
             machines=self.machines,
@@ -435,7 +441,7 @@ class App:
         slow = "Followers dropped because they did not read"
         watch("tangram_log_followers_dropped", slow, lambda: self.logs.followers_dropped, counter=True)
         for door, counted in self.connections.items():
-            self._watch_connections(door, counted)
+            counted.measured_by(self.metrics, door)
         watch("tangram_input_bytes_held", "Bytes of inputs that arrive or live", lambda: self.held.bytes)
         watch("tangram_living", "Invocations that have not ended", lambda: len(self.invocations.living))
         watch("tangram_viewers", "Pages that watch", lambda: self.watch.viewers)
@@ -446,12 +452,6 @@ class App:
         self.metrics.watch_nodes(self.machines.counts)
         self.metrics.watch_replicas(self.engine.replicas)
         self.metrics.watch_learned(self._learned)
-
-    def _watch_connections(self, door: str, counted: Connections) -> None:
-        watch = self.metrics.watch
-        watch(f"tangram_{door}_connections", f"Connections open at the door {door}", lambda: counted.open)
-        full = f"Connections refused at the door {door} because too many were open"
-        watch(f"tangram_{door}_connections_refused", full, lambda: counted.refused, counter=True)
 
     def _learned(self) -> Iterator[tuple[str, Learned]]:
         for function in self.registry.all():

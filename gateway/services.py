@@ -19,11 +19,15 @@ from gateway.leases import Leases
 from gateway.metrics import Metrics
 from gateway.preparation import Readiness
 from gateway.store.store import Store
+from gateway.turns import TrajectoryTurns
 from manager.engine import Engine
 from manager.function import FunctionSpec
 from runtimes.sandbox.images import ImageKeeper
-from runtimes.sandbox.sandbox import ProviderInfo, Sandbox
+from runtimes.sandbox.promises import ProviderInfo
+from runtimes.sandbox.sandbox import Sandbox
 from runtimes.sandbox.session import SessionTable
+from runtimes.sandbox.snapshots.record import SnapshotRecord
+from runtimes.sandbox.snapshots.store import SnapshotStore
 from tangram.types import ConfigDiff, FunctionUpload, RevisionChange
 
 
@@ -94,6 +98,10 @@ class Services:
     remove: Callable[[str], Awaitable[ConfigDiff]]
     #: What the sandboxes are and how isolated, in plain words.
     sandboxes: Callable[[], ProviderInfo]
+    #: Snapshots of trajectories, what takes one (`runtimes.sandbox.environments.Environments.snapshot`), and when.
+    snapshots: SnapshotStore
+    snapshot: Callable[[str], Awaitable[SnapshotRecord]]
+    turns: TrajectoryTurns
     #: The images of the sandboxes' engine; None where sandboxes have none.
     images: ImageKeeper | None
     #: The devices' processes, what is resident on them, and the counts of swaps.

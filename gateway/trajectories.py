@@ -11,19 +11,21 @@ from gateway import wire
 from gateway.services import Services
 from manager.errors import InvalidInput, NotFound, Unsupported
 from manager.function import FunctionSpec
-from runtimes.sandbox.choice import chosen
+from runtimes.sandbox.choice import chosen, forked
 from tangram.types import LivingSandbox, SandboxChoice, TrajectoryInfo, TrajectoryOpening
 
 
 async def open_trajectory(services: Services, trajectory: str, asked: TrajectoryOpening) -> TrajectoryInfo:
     """Make the trajectory's sandbox as it was chosen, or find that it lives so already; return the trajectory.
 
-    Raises NotFound for the function, InvalidInput with the field that the function does not allow, Conflict if the
-    trajectory lives in another sandbox, and what the engine raises.
+    Raises NotFound for the function or the snapshot, InvalidInput with the field that the function does not allow,
+    Conflict if the trajectory lives in another sandbox, and what the engine raises.
     """
     name = wire.name(trajectory, "trajectory")
     function = services.functions.get(wire.name(asked.function, "function"))
-    if asked.sandbox is not None:
+    if asked.snapshot is not None:
+        function = _begun_with(services, function, asked)
+    elif asked.sandbox is not None:
         _require_images(services, asked.sandbox)
         function = with_choice(function, asked.sandbox)
     if asked.sandbox is not None and asked.sandbox.image is not None and services.images is not None:
@@ -35,9 +37,28 @@ async def open_trajectory(services: Services, trajectory: str, asked: Trajectory
 def with_choice(function: FunctionSpec, asked: SandboxChoice) -> FunctionSpec:
     """Return the function with the sandbox that a trajectory has chosen; raises InvalidInput."""
     if function.sandbox is None:
-        told = f"$.sandbox: function {function.name!r} has no sandbox of which anything could be chosen"
-        raise InvalidInput(told, component="http", detail={"path": "$.sandbox"})
+        raise _no_choice(function, "sandbox")
     return replace(function, sandbox=chosen(function.sandbox, asked))
+
+
+def _begun_with(services: Services, function: FunctionSpec, asked: TrajectoryOpening) -> FunctionSpec:
+    """Return the function with a sandbox that begins with a snapshot, on this machine, where that is.
+
+    Raises NotFound, InvalidInput or Conflict.
+    """
+    if asked.sandbox is not None:
+        told = "$.sandbox: what begins with a snapshot has the choices of the trajectory it was taken of; leave it out"
+        raise InvalidInput(told, component="http", detail={"path": "$.sandbox"})
+    if function.sandbox is None:
+        raise _no_choice(function, "snapshot")
+    snapshot = services.snapshots.get(asked.snapshot or "")
+    sandbox = forked(function.sandbox, snapshot, images=services.sandboxes().kind == "container")
+    return replace(function, sandbox=sandbox, on_node=services.machines.here.name)
+
+
+def _no_choice(function: FunctionSpec, field: str) -> InvalidInput:
+    told = f"$.{field}: function {function.name!r} has no sandbox of which anything could be chosen"
+    return InvalidInput(told, component="http", detail={"path": f"$.{field}"})
 
 
 def _require_images(services: Services, asked: SandboxChoice) -> None:

@@ -147,6 +147,8 @@ class NodeChoice(NamedTuple):
     labels: tuple[tuple[str, str], ...] = ()
     #: The function that a node must be able to run; empty where every node is taken to be.
     function: str = ""
+    #: The only node that is right, by name; empty for any.
+    node: str = ""
 
 
 ANYWHERE = NodeChoice()

@@ -39,7 +39,11 @@ class NodeSpec:
     def suits(self, placement: NodeChoice) -> bool:
         """Return whether an action of this placement may run here."""
         able = self.able is None or not placement.function or placement.function in self.able
-        return able and all(self.labels.get(label) == value for label, value in placement.labels)
+        return (
+            able
+            and placement.node in ("", self.name)
+            and all(self.labels.get(label) == value for label, value in placement.labels)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

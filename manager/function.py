@@ -129,6 +129,8 @@ class SandboxSpec:
     warm: Annotated[Warm, Setting("sandboxes kept ready")] = Warm()
     #: Whether a trajectory has chosen some of it (`runtimes.sandbox.choice`).
     chosen: bool = False
+    #: The snapshot whose files it begins with (`runtimes.sandbox.snapshots`); empty for those of the image alone.
+    snapshot: str = ""
 
     def refuses(self, user: str) -> str:
         """Return why nothing may run as ``user`` (a name or an id), with the remedy; empty if it may."""
@@ -323,6 +325,8 @@ class FunctionSpec:
     ] = field(default_factory=dict)
     #: Whether every node is taken to be able to run it, as where there is but one; else each node says so itself.
     anywhere: bool = True
+    #: The only node that it may run on, by name; empty for any. Of a trajectory that begins with what is kept there.
+    on_node: str = ""
     sandbox: SandboxSpec | None = None
     pytest: PytestSpec | None = None
     handler: HandlerSpec | None = None
@@ -332,6 +336,6 @@ class FunctionSpec:
     @property
     def placement(self) -> NodeChoice:
         """Return which nodes are right for its actions."""
-        if self.anywhere and not self.nodes:
+        if self.anywhere and not self.nodes and not self.on_node:
             return ANYWHERE
-        return NodeChoice(tuple(sorted(self.nodes.items())), "" if self.anywhere else self.name)
+        return NodeChoice(tuple(sorted(self.nodes.items())), "" if self.anywhere else self.name, self.on_node)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from gateway.metrics import Metrics
 from manager.errors import CapacityExceeded
 
 #: Seconds that a refused connection may take to read its refusal.
@@ -45,6 +46,12 @@ class Connections:
     refused: int = 0
     #: Refused ones that are still there.
     leaving: int = 0
+
+    def measured_by(self, metrics: Metrics, door: str) -> None:
+        """Show how many are open at a door, and how many it refused."""
+        metrics.watch(f"tangram_{door}_connections", f"Connections open at the door {door}", lambda: self.open)
+        full = f"Connections refused at the door {door} because too many were open"
+        metrics.watch(f"tangram_{door}_connections_refused", full, lambda: self.refused, counter=True)
 
     def enter(self, component: str) -> CapacityExceeded | None:
         """One more is open from now on, until `leave`; or why it may not be."""

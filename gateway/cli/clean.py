@@ -27,7 +27,7 @@ def clean(names: tuple[str, ...], yes: bool, everything: bool, host: str, as_jso
 
     NAMES are of what is to be removed, or state directories: those alone, whoever needs them. By default it is
     everything of ours that no living gateway holds: containers, networks, process sandboxes, their directories and
-    control groups.
+    control groups, and snapshots.
     """
     found = _found(host, names)
     if names:

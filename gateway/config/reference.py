@@ -82,6 +82,7 @@ CHAPTERS = (
     ("RegistryLogin", "sandbox.docker.registries.REGISTRY"),
     ("DiskSettings", "sandbox.disk_bound"),
     ("UserIds", "sandbox.uids"),
+    ("SnapshotSettings", "sandbox.snapshots"),
     ("RequirementSettings", "sandbox.requirements"),
     ("ModelSettings", "models"),
     ("SchedulerConfig", "scheduler"),

@@ -30,6 +30,7 @@ from gateway.http.operation import Endpoint, Operation, json_answer
 from gateway.http.page import UI, LandingPage
 from gateway.http.sending import BoundedSend
 from gateway.http.sessions.operations import SessionOperations
+from gateway.http.snapshots import SnapshotOperations
 from gateway.http.trajectories import TrajectoryOperations
 from gateway.http.watch import WatchOperations
 from gateway.services import Services
@@ -132,6 +133,7 @@ def operations(services: Services) -> list[Operation]:
         *TrajectoryOperations(services).operations(),
         *ArchiveOperations(services).operations(),
         *SessionOperations(services).operations(),
+        *SnapshotOperations(services).operations(),
         *ImageOperations(services).operations(),
         *LeaseOperations(services).operations(),
         *AdministrationOperations(services).operations(),

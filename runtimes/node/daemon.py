@@ -57,7 +57,7 @@ class DaemonSettings:
     state_dir: Path
     #: This machine, with its name and labels.
     spec: NodeSpec
-    #: What its sandboxes are, and their kind (`runtimes.sandbox.sandbox.ProviderInfo`).
+    #: What its sandboxes are, and their kind (`runtimes.sandbox.promises.ProviderInfo`).
     isolation: str = ""
     sandboxes: str = ""
     greeting_s: Annotated[float, Setting("seconds for a connection and its greeting", gt=0)] = 10.0

@@ -64,7 +64,7 @@ class NodeHello(Message, kw_only=True):
     key: str
     spec: NodeSpec
     labels: dict[str, str]
-    #: What its sandboxes are, in a sentence, and their kind (`runtimes.sandbox.sandbox.ProviderInfo`).
+    #: What its sandboxes are, in a sentence, and their kind (`runtimes.sandbox.promises.ProviderInfo`).
     isolation: str
     sandboxes: str
     #: Whether it takes no new work.

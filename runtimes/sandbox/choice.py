@@ -6,15 +6,15 @@ import posixpath
 from collections.abc import Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from typing import Literal
 
 from manager.errors import Conflict, InvalidInput
 from manager.function import Network, SandboxSpec
+from runtimes.sandbox.snapshots.record import REPOSITORY, SnapshotRecord
 from tangram.types import SandboxChoice
 from tangram.types.values.quantities import duration_s, show_size, size_bytes
 
 COMPONENT = "sandbox"
-#: How a snapshot's image begins: only a fork begins with one.
-SNAPSHOTS = "tangram-snapshot"
 #: Directories of the system: neither they nor what lies below them may become a user's own; and those above others.
 SYSTEM = (
     "/.tangram", "/bin", "/boot", "/dev", "/etc", "/lib", "/lib32", "/lib64", "/libx32", "/proc", "/sbin", "/sys",
@@ -49,14 +49,39 @@ def chosen(spec: SandboxSpec, asked: SandboxChoice) -> SandboxSpec:
     return replace(spec, **given, chosen=True)  # type: ignore[arg-type]  # fields by name
 
 
+def forked(spec: SandboxSpec, snapshot: SnapshotRecord, *, images: bool) -> SandboxSpec:
+    """Return the function's sandbox as it begins with a snapshot: with image, env, workdir, user, network, memory and
+    idle_ttl of the trajectory whose files they were, and the function's own bounds.
+
+    Raises OtherSandbox if the function could not be served in that one, and InvalidInput, with field and remedy, for
+    what it does not let a trajectory choose. ``images`` as for `contradiction`.
+    """
+    kept = snapshot.spec
+    spec = spec if spec.image else replace(spec, image=kept.image)
+    if why := contradiction(spec, replace(kept, env=spec.env), images=images):
+        raise OtherSandbox(f"snapshot {snapshot.id!r} is of another sandbox: {why}")
+    asked = SandboxChoice(
+        env={name: value for name, value in kept.env.items() if spec.env.get(name) != value} or None,
+        workdir=None if kept.workdir == spec.workdir else kept.workdir,
+        user=kept.user,
+        memory=kept.memory_bytes,
+        network=_network_named(kept.network),
+        idle_ttl=kept.idle_ttl_s,
+    )
+    return replace(chosen(spec, asked), image=kept.image, snapshot=snapshot.id)
+
+
+def _network_named(network: Network) -> Literal["none", "internal", "egress"]:
+    return network.value
+
+
 def contradiction(spec: SandboxSpec, living: SandboxSpec, *, images: bool) -> str:
     """Return in what a function's own settings contradict the sandbox in which its trajectory lives, and the remedy.
 
     Empty if it may be served there: each setting is its own, or one that it lets a trajectory choose. Amounts (memory,
     disk, processes, times) are the living sandbox's and contradict nothing. ``images``: whether sandboxes have one.
     """
-    served = (spec.image, f"{SNAPSHOTS}:*", *spec.images)
-    if images and not _matches(living.image, served):
+    if images and not _matches(living.image, (spec.image, *spec.images)):
         return _differs("image", spec.image, living.image, f"sandbox.images: [{living.image}]")
     if living.network is not spec.network and living.network not in spec.trajectory.networks:
         remedy = f"sandbox.trajectory.networks: [{living.network}]"
@@ -78,7 +103,7 @@ def contradiction(spec: SandboxSpec, living: SandboxSpec, *, images: bool) -> st
 
 def difference(asked: SandboxSpec, living: SandboxSpec) -> str:
     """Return in what a sandbox that was chosen is not the one that lives; empty if it is."""
-    for name in ("image", "network", "user", "workdir", "memory_bytes", "idle_ttl_s"):
+    for name in ("snapshot", "image", "network", "user", "workdir", "memory_bytes", "idle_ttl_s"):
         if getattr(asked, name) != getattr(living, name):
             field = {"memory_bytes": "memory", "idle_ttl_s": "idle_ttl"}.get(name, name)
             return _differs(field, getattr(asked, name), getattr(living, name))
@@ -88,7 +113,7 @@ def difference(asked: SandboxSpec, living: SandboxSpec) -> str:
 def _image(spec: SandboxSpec, image: str | None) -> str | None:
     if image is None or image == spec.image:
         return None
-    if SNAPSHOTS in image or not _matches(image, spec.images):
+    if REPOSITORY in image or not _matches(image, spec.images):
         known = ", ".join((spec.image, *spec.images))
         raise _refused(
             "image", f"{image!r} is not among those that the function allows ({known}); list it: sandbox.images"

@@ -21,6 +21,7 @@ from runtimes.sandbox.record import TASK
 from runtimes.sandbox.runner.protocol import lost
 from runtimes.sandbox.sandbox import Provider, Sandbox
 from runtimes.sandbox.session import SessionSettings, SessionTable
+from runtimes.sandbox.snapshots.record import SnapshotRecord
 from runtimes.sandbox.warm_pool import WarmPool
 from runtimes.sandbox.warm_pools import WarmPools
 
@@ -93,6 +94,7 @@ class Environments:
         #: Set if a creation or a removal failed: what it left behind is looked for soon.
         self._suspicion = asyncio.Event()
         self._closed = False
+        provider.snapshots.users = self._snapshots_in_use
 
     async def start(self, trajectories: Collection[str] | None = None) -> list[str]:
         """Adopt what an earlier gateway left (of these trajectories; None: of all), remove the rest, watch for orphans.
@@ -245,32 +247,29 @@ class Environments:
 
     # --- snapshots
 
-    async def snapshot(self, trajectory: str, name: str = "") -> str:
-        """Keep the trajectory's file system as an image; raises NotFound, or Unsupported for local sandboxes."""
-        return await self._require(trajectory).snapshot(name or secrets.token_hex(6))
+    async def snapshot(self, trajectory: str) -> SnapshotRecord:
+        """Keep the files of the trajectory's sandbox as they are now, for others to begin with.
 
-    async def restore(
-        self, trajectory: str, snapshot: str, spec: SandboxSpec | None = None, *, task: str = ""
-    ) -> Sandbox:
-        """Make a sandbox with the files of a snapshot for a trajectory; raises Conflict if it has one already."""
-        if self.get(trajectory) is not None:
-            raise Conflict(f"trajectory {trajectory!r} has a sandbox already", component=COMPONENT)
-        return await self.ensure(trajectory, replace(self._known(spec), image=snapshot), task=task)
-
-    async def fork(self, source: str, trajectory: str) -> Sandbox:
-        """Make a trajectory that begins with a copy of another's files."""
-        sandbox = self._require(source)
-        image = await self.snapshot(source)
-        try:
-            return await self.restore(trajectory, image, sandbox.spec, task=sandbox.labels.get(TASK, ""))
-        finally:
-            await self.provider.remove_snapshot(image)
-
-    def _require(self, trajectory: str) -> Sandbox:
-        sandbox = self.get(trajectory)
-        if sandbox is None:
+        Raises NotFound if it has none, and as `SnapshotStore.take` and `Sandbox.snapshot`. No command of it may run.
+        """
+        environment = self._environments.get(trajectory)
+        if environment is None or environment.sandbox is None:
             raise NotFound(f"trajectory {trajectory!r} has no sandbox", component=COMPONENT)
-        return sandbox
+        sandbox = environment.sandbox
+        # What the function itself has in its environment may be secrets, and is given to a fork anew.
+        env = {} if environment.spec is None else environment.spec.env
+        spec, task = replace(sandbox.spec, env=env), sandbox.labels.get(TASK, "")
+        return await self.provider.snapshots.take(trajectory, task, spec, sandbox.snapshot)
+
+    def _snapshots_in_use(self) -> dict[str, str]:
+        """Return the snapshots with which trajectories began, which they need again if their sandbox dies."""
+        used = {sandbox.spec.snapshot: sandbox.labels.get(PURPOSE, "") for sandbox in self._ephemeral.values()}
+        for trajectory, environment in self._environments.items():
+            if environment.spec is not None:
+                used[environment.spec.snapshot] = trajectory
+            if environment.sandbox is not None:
+                used[environment.sandbox.spec.snapshot] = trajectory
+        return used
 
     # --- actions without a trajectory, and warm sandboxes
 

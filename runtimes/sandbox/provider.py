@@ -25,6 +25,7 @@ from runtimes.sandbox.process.provider import ProcessProvider
 from runtimes.sandbox.runner.runner import DEFAULT_PATH
 from runtimes.sandbox.sandbox import Provider
 from runtimes.sandbox.seccomp import Seccomp
+from runtimes.sandbox.snapshots.record import SnapshotSettings
 
 logger = structlog.get_logger("sandbox")
 
@@ -162,6 +163,9 @@ class ProviderSettings:
         default_factory=DiskSettings
     )
     uids: Annotated[UserIds, Setting("ids of the containers' own users")] = UserIds()
+    snapshots: Annotated[SnapshotSettings, Setting("bounds of the snapshots of trajectories")] = field(
+        default_factory=SnapshotSettings
+    )
 
 
 def make_provider(settings: ProviderSettings) -> Provider:
@@ -260,6 +264,7 @@ def _containers(settings: ProviderSettings) -> Provider:
         name_servers=settings.name_servers,
         egress_network=chosen.egress_network,
         internal_networks=chosen.internal_networks,
+        snapshots=settings.snapshots,
         images=ImageStore(
             engine,
             record=settings.state_dir / IMAGES,
@@ -289,6 +294,7 @@ def _processes(settings: ProviderSettings, kind: Kind, stronger: str) -> Provide
         path=settings.path,
         bound=choose_bound(settings.disk_bound, settings.state_dir, settings.state_dir),
         name_servers=settings.name_servers,
+        snapshots=settings.snapshots,
         weakenings=(f"{WORDS[stronger]} were served before (--weaker-isolation)",) if stronger else (),
     )
 

@@ -16,6 +16,7 @@ from typing import Protocol
 
 from runtimes.sandbox.cgroup import ASIDE, STEP_S, Hierarchy
 from runtimes.sandbox.record import SANDBOXES, SandboxRecord, is_held
+from runtimes.sandbox.snapshots.record import SNAPSHOTS
 
 #: In the command line of whatever leads to a runner: its directory on this machine.
 RUN_DIRECTORY = re.compile(rf"^(/.*)/{SANDBOXES}/([^/]+)/run$")
@@ -59,7 +60,7 @@ def verdict(state_dir: str) -> tuple[bool, str]:
 
 
 class LocalRemains:
-    """Process sandboxes, their directories, and control groups that nobody is in.
+    """Process sandboxes, their directories and snapshots, and control groups that nobody is in.
 
     Directories are looked for in ``known`` state directories and in those of the processes that are found; those of
     ``others`` (names) are left to whoever found these.
@@ -78,6 +79,9 @@ class LocalRemains:
                 place = (state_dir, directory.name)
                 if place not in running and directory.name not in self._others:
                     found += [self._remnant("directory", place)]
+            for directory in sorted(Path(state_dir, SNAPSHOTS).glob("*/")):
+                if directory.name not in self._others:
+                    found += [self._remnant("snapshot", (state_dir, directory.name))]
         return [*found, *self._empty_groups()]
 
     def _remnant(self, kind: str, place: tuple[str, str]) -> Remnant:
@@ -101,6 +105,9 @@ class LocalRemains:
 
     def remove(self, remnant: Remnant) -> None:
         place = (remnant.state_dir, remnant.name)
+        if remnant.kind == "snapshot":
+            shutil.rmtree(Path(remnant.state_dir, SNAPSHOTS, remnant.name), ignore_errors=True)
+            return
         if remnant.kind == "process sandbox":
             for group in self._groups(f"{GROUP}{remnant.name}"):
                 with suppress(OSError):  # of another controller; what is frozen under version 1 cannot be ended

@@ -8,13 +8,13 @@ import posixpath
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
 import structlog
 
-from manager.errors import FILES_LOST, ActionFailed, Conflict, InvalidConfig, InvalidInput, Reason
+from manager.errors import FILES_LOST, ActionFailed, Conflict, InvalidInput, Reason
 from manager.function import AUTO, Background, SandboxSpec
 from runtimes.sandbox.cgroup import CpuWeight
 from runtimes.sandbox.command import (
@@ -29,10 +29,12 @@ from runtimes.sandbox.command import (
     fitting,
 )
 from runtimes.sandbox.images import ImageKeeper
+from runtimes.sandbox.promises import ProviderInfo
 from runtimes.sandbox.record import SandboxRecord
 from runtimes.sandbox.runner.conversation import SandboxProcess
 from runtimes.sandbox.runner.protocol import COMPONENT, lost, out_of_memory
 from runtimes.sandbox.runner.runner import ENDED_MAX
+from runtimes.sandbox.snapshots.store import SnapshotStore
 
 logger = structlog.get_logger("sandbox")
 
@@ -102,8 +104,11 @@ class SandboxControl(Protocol):
         """Return why it ended, as far as can be known; ``out_of_memory`` alone is a reason of its own."""
         ...
 
-    async def snapshot(self, name: str) -> str:
-        """Keep its file system as an image; raises Unsupported if there are no images."""
+    async def snapshot(self, spec: SandboxSpec, id: str, place: Path, limit_bytes: int) -> int:
+        """Keep its files, as an image or below an existing directory ``place``; return the bytes that they take.
+
+        Its processes stand still. Raises TooLarge, if that is seen, beyond ``limit_bytes``, and CodedError or OSError.
+        """
         ...
 
     async def remove(self) -> None:
@@ -139,6 +144,8 @@ class Sandbox:
         self._transfers = 0
         #: What becomes of its processes when the last transfer ends.
         self._rest_due: Background | None = None
+        #: Held while its files are copied.
+        self._copying = asyncio.Lock()
         #: The claims of commands under way, and whether they are detached.
         self._under_way: dict[str, bool] = {}
         #: The claims of detached commands that have ended, until that is on record.
@@ -339,10 +346,23 @@ class Sandbox:
         """Record its owner from now on: `Provider.adopt` returns these labels."""
         self._note(replace(self._record, labels=dict(labels)))
 
-    async def snapshot(self, name: str) -> str:
-        """Keep its file system as an image, and return the image's name; raises Unsupported if there are none."""
-        self._require()
-        return await self._control.snapshot(name)
+    async def snapshot(self, id: str, place: Path, limit_bytes: int) -> int:
+        """Keep its files as they are now (`SandboxControl.snapshot`), while its processes stand still.
+
+        Raises Conflict while files are on their way in or out; those that are asked for meanwhile wait.
+        """
+        async with self._copying:
+            self._require()
+            if self._transfers:
+                told = "files are on their way into the sandbox or out of it: try again when they have arrived"
+                raise Conflict(told, component=COMPONENT)
+            running = not self._frozen
+            await self.quiesce(Background.FREEZE)
+            try:
+                return await self._control.snapshot(self.spec, id, place, limit_bytes)
+            finally:
+                if running and self.alive:
+                    await self._thaw()
 
     async def close(self) -> None:
         """Remove it and everything in it; idempotent."""
@@ -388,7 +408,8 @@ class Sandbox:
             raise InvalidInput("a path of 1 to 4096 bytes without NUL is needed", component=COMPONENT)
         reported = self.loss_reported
         try:
-            await self._thaw()
+            async with self._copying:
+                await self._thaw()
         except ActionFailed:
             self.loss_reported = reported  # it is actions that must be told
             raise
@@ -428,42 +449,6 @@ def _own(user: str) -> str:
     return "" if user == AUTO else user
 
 
-PROMISES = (
-    "filesystem", "network", "egress", "processes_hidden", "users_separate", "memory", "pids", "cores", "freeze",
-    "disk", "image", "seccomp", "snapshot", "own_user", "root_separate",
-)  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProviderInfo:
-    """Which kind of sandbox is used, and what it promises, in plain words."""
-
-    kind: str  #: ``container``, ``process`` (bubblewrap) or ``plain``
-    engine: str  #: for example ``docker 28.2 (cgroup v1)`` or ``bubblewrap``
-    isolation: str  #: one honest sentence
-    #: What containers are run with unless a function says otherwise, and all that it may say (containers).
-    runtime: str = ""
-    runtimes: tuple[str, ...] = ()
-    #: Which of the `PROMISES` are kept.
-    limits: Mapping[str, bool] = field(default_factory=dict)
-    #: In what it is weaker than it could be, each in plain words; told at the start, by ``/readyz`` and as a resource.
-    weakenings: tuple[str, ...] = ()
-    #: How what it writes is bounded: ``quota``, ``image`` or ``walk``.
-    disk: str = "walk"
-
-
-def require_workdir(spec: SandboxSpec) -> None:
-    """Raise InvalidConfig unless the working directory can be one."""
-    if not spec.workdir.startswith("/") or spec.workdir == "/":
-        raise InvalidConfig(f"sandbox.workdir must be an absolute directory, not {spec.workdir!r}")
-
-
-def require_user(spec: SandboxSpec) -> None:
-    """Raise InvalidConfig unless its user is one that it may have."""
-    if refused := spec.refuses(spec.user):
-        raise InvalidConfig(f"sandbox.user: {refused}", component=COMPONENT)
-
-
 class Provider(Protocol):
     """Makes sandboxes of one kind."""
 
@@ -472,6 +457,9 @@ class Provider(Protocol):
 
     @property
     def images(self) -> ImageKeeper | None: ...
+
+    @property
+    def snapshots(self) -> SnapshotStore: ...
 
     async def check(self, spec: SandboxSpec) -> None:
         """Raise InvalidConfig or Unsupported, with the remedy, if such a sandbox can never be made."""
@@ -488,11 +476,10 @@ class Provider(Protocol):
         ...
 
     async def reap(self, living: Collection[str]) -> int:
-        """Remove what is left of this state directory's sandboxes but the ``living`` (ids); return how many."""
-        ...
+        """Remove what is left of this state directory's sandboxes but the ``living`` (ids); return how many.
 
-    async def remove_snapshot(self, name: str) -> None:
-        """Forget an image made by `Sandbox.snapshot`; idempotent."""
+        So are snapshots that are too old, and what is left of those that were half taken.
+        """
         ...
 
     async def close(self) -> None:

@@ -82,6 +82,7 @@ from tangram.types.sessions import (
     SessionTerminal,
     read_session_record,
 )
+from tangram.types.snapshots import ForkAnswer, ForkRequest, SnapshotInfo, SnapshotList
 from tangram.types.values.scalars import Mode, Reason, State
 
 __all__ = [
@@ -104,6 +105,8 @@ __all__ = [
     "FileEntry",
     "FileList",
     "FileWritten",
+    "ForkAnswer",
+    "ForkRequest",
     "FunctionInfo",
     "FunctionList",
     "FunctionUpload",
@@ -156,6 +159,8 @@ __all__ = [
     "SessionSteering",
     "SessionTaken",
     "SessionTerminal",
+    "SnapshotInfo",
+    "SnapshotList",
     "State",
     "TaskInfo",
     "TaskList",

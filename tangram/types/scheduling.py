@@ -93,6 +93,8 @@ Span = Annotated[str, Meta(pattern=f"^{DURATION_PATTERN}$", examples=["30m"])] |
 Image = Annotated[str, Meta(pattern=f"^{IMAGE_PATTERN}$", examples=["debian:bookworm"])]
 Workdir = Annotated[str, Meta(pattern=r"^/[^\x00]{1,1023}$", examples=["/workspace"])]
 User = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$")]
+#: As the gateway has chosen it.
+SnapshotId = Annotated[str, Meta(pattern="^[0-9a-f]{12}$", examples=["3f9a61c0d2e4"])]
 EnvName = Annotated[str, Meta(pattern="^[A-Za-z_][A-Za-z0-9_]{0,254}$")]
 
 
@@ -136,6 +138,9 @@ class TrajectoryOpening(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     task: Annotated[Name, Meta(description="The RL task that it belongs to")] = "default"
     sandbox: Annotated[
         SandboxChoice | None, Meta(description="What it chooses for its sandbox; 409 if it lives with another")
+    ] = None
+    snapshot: Annotated[
+        SnapshotId | None, Meta(description="The snapshot whose files it begins with; in place of sandbox")
     ] = None
 
 

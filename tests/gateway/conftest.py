@@ -98,6 +98,7 @@ class GatewayBench:
     scheduler: Mapping[str, object] = field(default_factory=dict)
     tasks: Mapping[str, TaskSpec] = field(default_factory=dict)
     resources: Mapping[str, ResourceSpec] = field(default_factory=dict)
+    sandboxes: ProviderSettings = field(default_factory=lambda: ProviderSettings(kind="process"))
 
     def config(self) -> GatewayConfig:
         server = {
@@ -140,11 +141,14 @@ FUNCTIONS = {
 }
 
 
-def scripted_runtimes(runtime: ScriptedRuntime, directory: Path) -> Callable[..., Runtimes]:
-    """Runtimes whose handler functions follow the script; everything else is real, in local processes."""
+def scripted_runtimes(
+    runtime: ScriptedRuntime, directory: Path, sandboxes: ProviderSettings | None = None
+) -> Callable[..., Runtimes]:
+    """Runtimes whose handler functions follow the script; everything else is real, in local processes by default."""
+    settings = replace(sandboxes or ProviderSettings(kind="process"), state_dir=directory / "sandboxes")
 
     def make(config: GatewayConfig, clock: Clock) -> Runtimes:
-        provider = make_provider(ProviderSettings(kind="process", state_dir=directory / "sandboxes"))
+        provider = make_provider(settings)
         environments = Environments(provider, clock=clock)
         runtimes: dict[str, Runtime] = {
             "handler": runtime,
@@ -169,7 +173,7 @@ async def serving(
 ) -> AsyncIterator[RunningGateway]:
     """A gateway, from its start to its end."""
     runtime = runtime or ScriptedRuntime(step_of)
-    make = scripted_runtimes(runtime, bench.directory)
+    make = scripted_runtimes(runtime, bench.directory, bench.sandboxes)
     async with opened_gateway(bench.config(), paths=[bench.directory], make=make, wall=wall) as app:
         task = asyncio.create_task(app.serve())
         bearer = {} if app.tokens is None else {"Authorization": f"Bearer {app.tokens.admin}"}

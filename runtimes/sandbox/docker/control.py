@@ -11,13 +11,14 @@ from pathlib import Path
 import structlog
 
 from manager.errors import CapacityExceeded, CodedError, NotFound
+from manager.function import SandboxSpec
 from runtimes.sandbox.cgroup import Cgroup, CpuWeight, Freezer
-from runtimes.sandbox.choice import SNAPSHOTS
 from runtimes.sandbox.disk.bound import DiskBound
 from runtimes.sandbox.docker.engine import DockerEngine
 from runtimes.sandbox.docker.leftovers import LeftoverCleaner
 from runtimes.sandbox.record import noted_bounded
 from runtimes.sandbox.runner.protocol import cut_off, lost
+from runtimes.sandbox.snapshots.record import LABEL, REPOSITORY
 
 logger = structlog.get_logger("sandbox.container")
 
@@ -90,8 +91,11 @@ class ContainerControl:
             return "out_of_memory"
         return "its runner fell silent" if found.running else f"its first process ended with status {found.exit_code}"
 
-    async def snapshot(self, name: str) -> str:
-        return await self._engine.commit(self._container, f"{SNAPSHOTS}:{name}", {"tangram.snapshot": name})
+    async def snapshot(self, spec: SandboxSpec, id: str, place: Path, limit_bytes: int) -> int:
+        size_bytes = await self._engine.layer_bytes(self._container)
+        if size_bytes <= limit_bytes:
+            await self._engine.commit(self._container, f"{REPOSITORY}:{id}", {LABEL: id}, without=spec.env)
+        return size_bytes
 
     async def remove(self) -> None:
         await self.thaw()

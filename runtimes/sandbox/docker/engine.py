@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import posixpath
+import re
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,8 @@ RETRY_S = 5.0
 #: Seconds after which an engine that answers not even a ping is given up.
 SILENCE_S = 10.0
 CHUNK_BYTES = 64 * 2**10
+#: Names of environment variables that a change of an image's configuration can say.
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -180,12 +183,27 @@ class DockerEngine:
 
     # --- images
 
-    async def commit(self, container: str, name: str, labels: Mapping[str, str]) -> str:
-        """Keep a container's file system as an image; returns its full name."""
+    async def commit(self, container: str, name: str, labels: Mapping[str, str], without: Iterable[str]) -> str:
+        """Keep a container's file system as an image; returns its full name.
+
+        What is made of the image does not have the values of the environment variables of ``without``, which may be
+        secrets. (Engines before 25 keep them in its ContainerConfig, for whoever may ask the engine.)
+        """
         repository, _, tag = name.partition(":")
         changes = [f'LABEL "{key}"="{value}"' for key, value in labels.items()]
+        changes += [f'ENV {variable}=""' for variable in without if VARIABLE.fullmatch(variable)]
         await self.call(self._api.commit, container, repository=repository, tag=tag, pause=False, changes=changes)
         return name
+
+    async def image_labels(self, name: str) -> Mapping[str, str]:
+        """Return the labels of an image; raises NotFound."""
+        found = await self.call(self._api.inspect_image, name)
+        return (found.get("Config") or {}).get("Labels") or {}
+
+    async def labelled_images(self, *labels: str) -> list[Mapping[str, str]]:
+        """Return the labels of every image that has these."""
+        found = await self.call(self._api.images, filters={"label": list(labels)})
+        return [image.get("Labels") or {} for image in found]
 
     async def remove_image(self, name: str) -> None:
         try:

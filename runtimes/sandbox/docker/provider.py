@@ -30,8 +30,10 @@ from runtimes.sandbox.docker.installer import AttachInstaller, RunnerInstaller, 
 from runtimes.sandbox.docker.leftovers import LeftoverCleaner
 from runtimes.sandbox.docker.network import ContainerNetworks
 from runtimes.sandbox.docker.remains import GATEWAY, MACHINE, NAME, STATE, UID, machine_id
+from runtimes.sandbox.docker.snapshots import ContainerSnapshots
 from runtimes.sandbox.egress import Egress
 from runtimes.sandbox.own_users import FIRST, OwnUsers
+from runtimes.sandbox.promises import PROMISES, ProviderInfo, require_user, require_workdir
 from runtimes.sandbox.record import (
     SANDBOXES,
     TASK,
@@ -44,15 +46,10 @@ from runtimes.sandbox.record import (
     read_records,
 )
 from runtimes.sandbox.runner.protocol import lost
-from runtimes.sandbox.sandbox import (
-    PROMISES,
-    ProviderInfo,
-    RunnerClient,
-    Sandbox,
-    require_user,
-    require_workdir,
-)
+from runtimes.sandbox.sandbox import RunnerClient, Sandbox
 from runtimes.sandbox.seccomp import Seccomp, engine_profile
+from runtimes.sandbox.snapshots.record import SNAPSHOTS, SnapshotSettings
+from runtimes.sandbox.snapshots.store import SnapshotStore
 
 logger = structlog.get_logger("sandbox.container")
 
@@ -93,6 +90,7 @@ class ContainerProvider:
         egress_network: str = "",
         internal_networks: int = 16,
         images: ImageStore | None = None,
+        snapshots: SnapshotSettings | None = None,
     ) -> None:
         self._engine = engine
         self._images = images or ImageStore(engine, record=state_dir / IMAGES)
@@ -113,6 +111,9 @@ class ContainerProvider:
         )
         self._label = f"{gateway_id}-{_state_id(state_dir)}"
         self._labels = {GATEWAY: self._label, STATE: str(state_dir.absolute()), MACHINE: machine_id()}
+        self._snapshots = ContainerSnapshots(
+            engine, self._images, state_dir / SNAPSHOTS, snapshots or SnapshotSettings(), self._label
+        )
         self._networks = ContainerNetworks(
             engine,
             labels=self._labels,
@@ -155,6 +156,10 @@ class ContainerProvider:
     def images(self) -> ImageStore:
         return self._images
 
+    @property
+    def snapshots(self) -> SnapshotStore:
+        return self._snapshots
+
     async def check(self, spec: SandboxSpec) -> None:
         await self._check(spec)
         self._images.keep(spec.image)
@@ -172,13 +177,13 @@ class ContainerProvider:
     ) -> Sandbox:
         await self._check(spec)
         async with (
-            self._images.held(spec.image) as image,
+            self._snapshots.image_of(spec) as (image, labels_of_image),
             self._networks.of(spec, labels.get(TASK, name)) as network,
             self._gate.slot(name),
         ):
-            known = image.get(UID, "")
+            known = labels_of_image.get(UID, "")
             uid = self._users.take(name, int(known) if known.isdecimal() else 0) if spec.user == AUTO else 0
-            making = asyncio.create_task(self._create(spec, name, labels, mounts, uid, network))
+            making = asyncio.create_task(self._create(spec, image, name, labels, mounts, uid, network))
             try:
                 return await asyncio.shield(making)
             except asyncio.CancelledError:
@@ -209,6 +214,7 @@ class ContainerProvider:
             kept = {*living, *young}
         removed = sum([await self._discard(found) for found in listed if found.labels.get(NAME) not in kept])
         await self._networks.sweep()
+        await self._snapshots.reap()
         for directory in directories:
             if directory.name not in kept:
                 await asyncio.to_thread(self._forget, directory, {found.id for found in listed})
@@ -221,9 +227,6 @@ class ContainerProvider:
             self._cleaner.watch(container)
         release_noted(self._bound, directory)
         shutil.rmtree(directory, ignore_errors=True)
-
-    async def remove_snapshot(self, name: str) -> None:
-        await self._engine.remove_image(name)
 
     async def close(self) -> None:
         await self._disk.close()
@@ -247,6 +250,7 @@ class ContainerProvider:
     async def _create(
         self,
         spec: SandboxSpec,
+        image: str,
         name: str,
         labels: Mapping[str, str],
         mounts: Mapping[str, str],
@@ -269,7 +273,7 @@ class ContainerProvider:
         try:
             await asyncio.to_thread(_lay_out, directory, record, self._engine.remapped)
             egress = await self._networks.resolve(spec, here=self._is_here(spec.runtime))
-            blueprint = self._blueprint(record, directory, mounts, network, egress)
+            blueprint = self._blueprint(record, image, directory, mounts, network, egress)
             container = await self._made(blueprint, record, mounts, directory)
             await asyncio.to_thread(note_container, directory, container)
             try:
@@ -324,6 +328,7 @@ class ContainerProvider:
     def _blueprint(
         self,
         record: SandboxRecord,
+        image: str,
         directory: Path,
         mounts: Mapping[str, str],
         network: str,
@@ -332,7 +337,7 @@ class ContainerProvider:
         spec = record.spec
         blueprint = Blueprint(
             name=record.name,
-            image=spec.image,
+            image=image,
             argv=IDLE,
             user="0",
             workdir="/",

@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from manager.errors import Unsupported
+from manager.function import SandboxSpec
 from runtimes.sandbox.cgroup import Cgroup, CpuWeight, Freezer, Hierarchy
 from runtimes.sandbox.disk.bound import DiskBound, WalkBound
+from runtimes.sandbox.process.files import keep_files
 from runtimes.sandbox.record import SandboxRecord, read_records
 
 COMPONENT = "sandbox.process"
@@ -67,8 +68,8 @@ class ProcessControl:
     async def cause_of_death(self) -> str:
         return "out_of_memory" if self.oom_kills() > 0 else "its runner was ended"
 
-    async def snapshot(self, name: str) -> str:
-        raise Unsupported("a process sandbox has no image to snapshot; containers have", component=COMPONENT)
+    async def snapshot(self, spec: SandboxSpec, id: str, place: Path, limit_bytes: int) -> int:
+        return await asyncio.to_thread(keep_files, self.pid, self._directory, spec, place, limit_bytes)
 
     async def remove(self) -> None:
         await asyncio.to_thread(self.end)

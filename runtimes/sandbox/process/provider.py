@@ -13,7 +13,7 @@ import secrets
 import signal
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,30 +21,29 @@ import structlog
 
 from manager.errors import ActionFailed, InvalidConfig, Unsupported, exhaustion
 from manager.function import AUTO, Isolation, Network, SandboxSpec
-from runtimes.sandbox.capabilities import capabilities_of, require_minimal
+from runtimes.sandbox.capabilities import require_minimal
 from runtimes.sandbox.cgroup import Cgroup
 from runtimes.sandbox.creation_gate import CreationGate
 from runtimes.sandbox.disk.bound import DiskBound, WalkBound
 from runtimes.sandbox.disk.image import files_max, is_bounded
 from runtimes.sandbox.disk.watch import RUN_BYTES, RUN_FILES, DiskWatch
 from runtimes.sandbox.egress import Egress, EgressGuard
+from runtimes.sandbox.process.box import box_of
 from runtimes.sandbox.process.control import ProcessControl, control_of, group_of, process_records, started
+from runtimes.sandbox.process.files import lay_out_tmp, lay_out_work
 from runtimes.sandbox.process.ids import BLOCK, IdBlock
 from runtimes.sandbox.process.means import Means
 from runtimes.sandbox.process.uplink import Uplink, missing_uplink
+from runtimes.sandbox.promises import PROMISES, ProviderInfo, require_user, require_workdir
 from runtimes.sandbox.record import SANDBOXES, SandboxRecord, hold
 from runtimes.sandbox.runner.byte_stream import SocketStream
 from runtimes.sandbox.runner.protocol import INSIDE, ISOLATED, RUNNER, lost
 from runtimes.sandbox.runner.runner import DEFAULT_PATH
 from runtimes.sandbox.runner.stream_client import StreamClient
-from runtimes.sandbox.sandbox import (
-    PROMISES,
-    ProviderInfo,
-    Sandbox,
-    require_user,
-    require_workdir,
-)
+from runtimes.sandbox.sandbox import Sandbox
 from runtimes.sandbox.seccomp import Seccomp, compiled
+from runtimes.sandbox.snapshots.record import SNAPSHOTS, SnapshotSettings
+from runtimes.sandbox.snapshots.store import SnapshotStore
 
 logger = structlog.get_logger("sandbox.process")
 
@@ -58,11 +57,6 @@ OWN_UID = 1000
 FILTER_FD, NAMESPACE_FD, CLAIM_FD, UPLINK_FD = 3, 4, 5, 6
 #: Above which number we keep what is passed to a child.
 FDS_ABOVE = 64
-#: Host files that programs need and that tell nothing.
-ETC = (
-    "nsswitch.conf", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "localtime",
-    "ssl", "mime.types", "services", "protocols", "python3", "python3.11", "java", "profile", "bash.bashrc",
-)  # fmt: skip
 
 
 class ProcessProvider:
@@ -80,6 +74,7 @@ class ProcessProvider:
         weakenings: Sequence[str] = (),
         bound: DiskBound | None = None,
         name_servers: Sequence[str] = (),
+        snapshots: SnapshotSettings | None = None,
     ) -> None:
         """``path`` is the PATH of commands. Raises Unsupported if a filter is wanted and none can be made."""
         self._means = means
@@ -89,6 +84,10 @@ class ProcessProvider:
         self._filter = compiled(seccomp) if means.bubblewrap is not None and seccomp != "none" else b""
         self._root = state_dir / SANDBOXES
         self._held = hold(state_dir)
+        self._snapshots_root = state_dir / SNAPSHOTS
+        self._snapshots = SnapshotStore(
+            self._snapshots_root, snapshots or SnapshotSettings(), provider=lambda: self.kind
+        )
         self._gate = gate
         self._bound = bound or WalkBound()
         self._guard = EgressGuard(name_servers)
@@ -116,7 +115,7 @@ class ProcessProvider:
                 **dict.fromkeys(("filesystem", "network", "processes_hidden"), wrapped),
                 "seccomp": bool(self._filter),
                 **dict.fromkeys(("memory", "pids"), grouped),
-                **dict.fromkeys(("cores", "freeze"), True),
+                **dict.fromkeys(("cores", "freeze", "snapshot"), True),
                 "disk": wrapped,
                 "users_separate": self._means.root,
                 **dict.fromkeys(("own_user", "root_separate"), self._means.ids is not None),
@@ -139,6 +138,10 @@ class ProcessProvider:
             yield "memory is bounded by process, and processes are not counted: no control group can be written"
 
     images = None
+
+    @property
+    def snapshots(self) -> SnapshotStore:
+        return self._snapshots
 
     async def check(self, spec: SandboxSpec) -> None:
         require_user(spec)
@@ -194,7 +197,10 @@ class ProcessProvider:
         self, spec: SandboxSpec, *, name: str, labels: Mapping[str, str], mounts: Mapping[str, str]
     ) -> Sandbox:
         await self.check(spec)
-        async with self._gate.slot(name):
+        async with AsyncExitStack() as stack:
+            if spec.snapshot:
+                await stack.enter_async_context(self._snapshots.held(spec.snapshot))
+            await stack.enter_async_context(self._gate.slot(name))
             return await self._create(spec, name, labels, mounts)
 
     async def _create(
@@ -219,12 +225,18 @@ class ProcessProvider:
             await asyncio.to_thread(_lay_out, directory, record, self._means, block, self._bound, egress)
             if group is not None:
                 group.make(memory_bytes=spec.memory_bytes, pids=spec.pids)
+            files = self._snapshots_root / spec.snapshot if spec.snapshot else None
+            base = 0 if block is None else block.base
+            if files is not None:
+                await asyncio.to_thread(lay_out_work, files, directory, base=base, owners=self._means.root)
             parent = self._start(directory, spec, mounts, block, uplink)
             # A gateway that is killed from here on leaves a process behind: the next one must know of it.
             replace(record, pid=parent, started=started(parent), ready=False).write(directory)
             client = await self._connect(directory, record, 0)
             if group is not None:
                 group.enter(client.peer_pid)
+            if files is not None:
+                await asyncio.to_thread(lay_out_tmp, files, client.peer_pid, base=base, owners=self._means.root)
             if self._means.bubblewrap is not None:
                 await asyncio.to_thread(self._bound.hand_over, directory / "work")
             if egress is not None and uplink is not None:
@@ -280,10 +292,8 @@ class ProcessProvider:
             left = [item for item in found if item[0].name not in {*living, *young}]
         for directory, record in left:
             await control_of(self._means.cgroup, directory, record, self._bound).remove()
+        await self._snapshots.prune()
         return len(left)
-
-    async def remove_snapshot(self, name: str) -> None:
-        """Do nothing: there are none."""
 
     async def close(self) -> None:
         await self._disk.close()
@@ -354,7 +364,7 @@ class ProcessProvider:
                     options += ["--userns2", str(NAMESPACE_FD)]
                 if uplink is not None:
                     passed[UPLINK_FD] = _kept(os.dup(uplink.held), closers)
-                box = _box(self._means, directory, spec, mounts, self._path)
+                box = box_of(self._means, directory, spec, mounts, self._path)
                 inside = [f"{INSIDE}/runner.py", f"{INSIDE}/run", "--shed", *(["--root"] if block else [])]
                 argv = [self._means.bubblewrap, *options, *box, *python, *inside]
             return os.posix_spawn(
@@ -388,64 +398,6 @@ def _piped(data: bytes, closers: ExitStack) -> int:
     finally:
         os.close(sink)
     return _kept(source, closers)
-
-
-def _box(means: Means, directory: Path, spec: SandboxSpec, mounts: Mapping[str, str], path: str) -> list[str]:
-    """Return bubblewrap's options."""
-    options = ["--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try", "--as-pid-1", "--new-session"]
-    options += ["--unshare-net", "--hostname", "sandbox", "--cap-drop", "ALL"]
-    if means.root:
-        options += [word for name in capabilities_of(spec) for word in ("--cap-add", f"CAP_{name}")]
-    else:
-        options.append("--unshare-user")
-    for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32"):
-        place = Path("/", name)
-        if place.is_symlink():
-            options += ["--symlink", str(place.readlink()), str(place)]
-        elif place.exists():
-            options += ["--ro-bind", str(place), str(place)]
-    options += ["--ro-bind", "/usr", "/usr"]
-    # Before what is bound below it: the gateway's own Python may live in /tmp.
-    options += ["--perms", "1777", "--size", str(spec.disk_bytes), "--tmpfs", "/tmp"]
-    shown = _shown(path)
-    for parent in _parents([*mounts.values(), spec.workdir, *shown, "/etc/passwd"]):
-        options += ["--perms", "0755", "--dir", parent]
-    options += ["--perms", "0700" if means.ids is None else "0711", "--dir", INSIDE]
-    for name in ETC:
-        options += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
-    for prefix in shown:
-        options += ["--ro-bind-try", prefix, prefix]
-    for name in ("passwd", "group", "hosts", "resolv.conf"):
-        options += ["--ro-bind", str(directory / name), f"/etc/{name}"]
-    options += ["--proc", "/proc", "--dev", "/dev"]
-    if means.root:  # else the kernel lets nobody inside write there
-        options += ["--ro-bind", "/proc/sys", "/proc/sys"]
-    options += ["--perms", "1777", "--size", str(spec.shm_bytes), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
-    options += ["--bind", str(directory / "work"), spec.workdir]
-    for source, target in mounts.items():
-        options += ["--ro-bind", source, target]
-    options += ["--ro-bind", str(RUNNER), f"{INSIDE}/runner.py", "--bind", str(directory / "run"), f"{INSIDE}/run"]
-    return [*options, "--remount-ro", "/", "--chdir", "/", "--"]
-
-
-def _parents(places: Sequence[str]) -> list[str]:
-    """Return the directories above, outermost first: bubblewrap would make them unreadable for all but root."""
-    found = {str(parent) for place in places for parent in Path(place).parents}
-    return sorted(found - {"/", "/usr", *(f"/usr/{name}" for name in ("local", "bin", "lib"))})
-
-
-def _shown(path: str) -> list[str]:
-    """Return the host's directories, beside the system's own, that hold the programs of a PATH and the runner's Python.
-
-    Of a virtual environment that is itself and what its Python really is.
-    """
-    found = [sys.base_prefix]
-    for directory in path.split(":"):
-        python = Path(directory, "python3")
-        places = (python.parent, python.resolve().parent)
-        found += [str(place.parent if place.name == "bin" else place) for place in places]
-    system = ("/usr", "/bin", "/sbin", "/lib")
-    return [each for each in dict.fromkeys(found) if each != "/" and not each.startswith(system)]
 
 
 def _lay_out(

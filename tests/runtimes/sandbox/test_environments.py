@@ -179,14 +179,13 @@ class TestTrajectories:
         await second.close()
         assert await local.adopt() == []
 
-    async def test_snapshots_need_images(self, environments: Environments) -> None:
+    async def test_a_snapshot_is_of_a_sandbox_that_lives(self, environments: Environments) -> None:
         with pytest.raises(NotFound):
             await environments.snapshot("nobody")
-        await environments.ensure("t")
-        with pytest.raises(Unsupported, match="no image"):
-            await environments.fork("t", "u")
-        with pytest.raises(Conflict):
-            await environments.restore("t", "image")
+        await (await environments.ensure("t")).close()
+        with pytest.raises(Conflict, match="closed"):
+            await environments.snapshot("t")
+        assert environments.provider.snapshots.ids == set(), "nothing is left of one that could not be taken"
 
 
 class TestWarmPool:

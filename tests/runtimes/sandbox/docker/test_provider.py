@@ -8,6 +8,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -152,24 +153,46 @@ async def test_where_the_cgroup_cannot_be_seen_the_engine_is_asked(
     await provider.close()
 
 
-async def test_a_fork_has_the_files_and_goes_its_own_way(containers: Provider, spec: SandboxSpec) -> None:
+async def test_a_container_made_of_a_snapshot_has_no_secret_of_another_and_its_image_goes_with_it(
+    containers: Provider, spec: SandboxSpec
+) -> None:
     environments = Environments(containers)
-    original = await environments.ensure("one", spec)
+    original = await environments.ensure("one", replace(spec, env={"KEY": "a-secret", "OWN": "x"}))
     await sh(original, "echo shared > file")
-    copy = await environments.fork("one", "two")
-    await sh(copy, "echo own >> file")
-    assert (await sh(copy, "cat file")).stdout == b"shared\nown\n"
-    assert (await sh(original, "cat file")).stdout == b"shared\n"
-    name = secrets.token_hex(4)
-    snapshot = await environments.snapshot("one", name)
-    with pytest.raises(Conflict):
-        await environments.restore("one", snapshot)
-    await environments.end("one")
-    assert (await sh(await environments.restore("one", snapshot, spec), "cat file")).stdout == b"shared\n"
+    taken = await environments.snapshot("one")
+    assert "KEY= " in engine("image", "inspect", "--format", "{{range .Config.Env}}{{.}} {{end}}", taken.image)
+    assert taken.spec.env == {}
+    copy = await environments.ensure("two", replace(spec, snapshot=taken.id, chosen=True))
+    assert (await sh(copy, "cat file; id -u; echo $KEY")).stdout == (await sh(original, "cat file; id -u; echo")).stdout
+    with pytest.raises(Conflict, match="'two'"):
+        await containers.snapshots.remove(taken.id)
     await environments.close()
-    await containers.remove_snapshot(snapshot)
-    await containers.remove_snapshot(snapshot)
-    assert engine("images", "-q", snapshot) == ""
+    await containers.snapshots.remove(taken.id)
+    assert engine("images", "-q", taken.image) == ""
+
+
+async def test_a_snapshot_whose_image_somebody_removed_is_forgotten(containers: Provider, spec: SandboxSpec) -> None:
+    environments = Environments(containers)
+    await environments.ensure("one", spec)
+    taken = await environments.snapshot("one")
+    engine("rmi", taken.image)
+    with pytest.raises(NotFound):
+        await environments.ensure("two", replace(spec, snapshot=taken.id, chosen=True))
+    await environments.close()
+    await containers.reap(())
+    assert containers.snapshots.all() == []
+
+
+async def test_an_image_that_no_record_knows_goes(containers: Provider, spec: SandboxSpec, tmp_path: Path) -> None:
+    environments = Environments(containers)
+    await environments.ensure("one", spec)
+    taken = await environments.snapshot("one")
+    await environments.close()
+    shutil.rmtree(tmp_path / "state" / "snapshots" / taken.id)
+    again = make_provider(ProviderSettings(kind="container", state_dir=tmp_path / "state"))
+    await again.reap(())
+    assert engine("images", "-q", taken.image) == ""
+    await again.close()
 
 
 async def test_an_internal_network_joins_the_sandboxes_of_a_task(containers: Provider, spec: SandboxSpec) -> None:

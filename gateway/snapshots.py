@@ -1,0 +1,104 @@
+"""Snapshots and forks of trajectories: the one way of every door."""
+
+from __future__ import annotations
+
+import asyncio
+
+from gateway import wire
+from gateway.services import Services
+from gateway.trajectories import open_trajectory
+from manager.errors import ActionFailed, Conflict, NotFound, Reason
+from runtimes.sandbox.snapshots.record import SnapshotRecord
+from tangram.types import ForkAnswer, ForkRequest, SnapshotInfo, SnapshotList, TrajectoryInfo, TrajectoryOpening
+
+COMPONENT = "snapshots"
+#: Sandboxes that one fork has made at a time, beside the provider's own bound.
+OPENED_AT_ONCE = 16
+
+
+async def take_snapshot(services: Services, trajectory: str) -> SnapshotInfo:
+    """Keep the files of a trajectory's sandbox, as they are when all that was asked of it before has ended.
+
+    Raises NotFound without such a trajectory or its sandbox, Conflict if it ends meanwhile or its files are lost or on
+    their way, a typed error if it lives on another node, and as `SnapshotStore.take`.
+    """
+    name = wire.name(trajectory, "trajectory")
+
+    async def take() -> SnapshotRecord:
+        services.machines.check_files(name)
+        try:
+            return await services.snapshot(name)
+        except ActionFailed as error:
+            if error.reason is not Reason.ENVIRONMENT_LOST:
+                raise
+            raise Conflict(error.message, component=error.component, detail=error.detail) from None
+
+    services.machines.check_files(name)
+    return snapshot_info(services, await services.turns.take(services.engine, name, "snapshot", take))
+
+
+async def fork_trajectory(services: Services, trajectory: str, asked: ForkRequest) -> ForkAnswer:
+    """Open trajectories that begin with the files of another one as they are now: all of them, or none.
+
+    Raises as `take_snapshot` and `open_trajectory`, and Conflict for a name that lives or comes twice.
+    """
+    name = wire.name(trajectory, "trajectory")
+    for place, new in enumerate(asked.to):
+        if new == name or new in asked.to[:place]:
+            told = f"$.to[{place}]: {new!r} is named twice, or is the trajectory itself"
+            raise Conflict(told, component=COMPONENT, detail={"path": f"$.to[{place}]"})
+        if services.engine.trajectory(new) is not None:
+            raise Conflict(f"trajectory {new!r} lives already: choose another name, or end it", component=COMPONENT)
+    found = services.engine.trajectory(name)
+    if found is None:
+        raise NotFound(f"no trajectory {name!r}", component=COMPONENT)
+    services.functions.get(asked.function)
+    taken = await take_snapshot(services, name)
+    task = asked.task or str(found["task"])
+    opening = TrajectoryOpening(function=asked.function, task=task, snapshot=taken.snapshot)
+    opened = await _open_all(services, asked.to, opening)
+    return ForkAnswer(snapshot=snapshot_info(services, services.snapshots.get(taken.snapshot)), trajectories=opened)
+
+
+async def _open_all(
+    services: Services, names: tuple[str, ...], opening: TrajectoryOpening
+) -> tuple[TrajectoryInfo, ...]:
+    """Open them, or end those that could be opened and raise why another could not."""
+    gate = asyncio.Semaphore(OPENED_AT_ONCE)
+
+    async def open_one(name: str) -> TrajectoryInfo:
+        async with gate:
+            return await open_trajectory(services, name, opening)
+
+    opened = await asyncio.gather(*(open_one(name) for name in names), return_exceptions=True)
+    failures = [each for each in opened if isinstance(each, BaseException)]
+    if failures:
+        done = [each.trajectory for each in opened if not isinstance(each, BaseException)]
+        await asyncio.gather(*(services.engine.end_trajectory(name) for name in done))
+        raise failures[0]
+    return tuple(each for each in opened if not isinstance(each, BaseException))
+
+
+def list_snapshots(services: Services) -> SnapshotList:
+    """Return every snapshot, the oldest first, and the bounds."""
+    store = services.snapshots
+    return SnapshotList(
+        snapshots=tuple(snapshot_info(services, each) for each in store.all()),
+        count_max=store.settings.count_max,
+        total_max_bytes=store.settings.total_max_bytes,
+    )
+
+
+def snapshot_info(services: Services, record: SnapshotRecord) -> SnapshotInfo:
+    """Return a snapshot as it is told."""
+    return SnapshotInfo(
+        snapshot=record.id,
+        trajectory=record.trajectory,
+        task=record.task or "default",
+        provider=record.provider,
+        image=record.spec.image,
+        size_bytes=record.size_bytes,
+        made_at=wire.instant(record.made_s),
+        used_at=wire.instant(record.used_s),
+        in_use=bool(services.snapshots.user(record.id)),
+    )
