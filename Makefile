@@ -6,7 +6,7 @@ SEED ?= $(shell date +%s)
 # What changes most, and needs neither Docker nor a network.
 QUICK := tests/house tests/manager tests/gateway
 
-.PHONY: demo test quick setup format lint types unit cluster-faults sim bench ecosystem ecosystem-all serve clean site wheels ray
+.PHONY: demo cluster-demo test quick setup format lint types unit cluster-faults sim bench ecosystem ecosystem-all serve clean site wheels ray
 
 demo: setup
 	@$(PYTHON) -m scripts.demo
@@ -67,6 +67,10 @@ wheels: setup
 # A real Ray cluster, in an environment of its own (.cache/ray): a step of its own, at most 4 minutes on an idle machine.
 ray: setup
 	@scripts/ray-tests -q -rs --begin-within 300 tests/ray
+
+# Rollouts over a real Ray cluster of three nodes on this machine, while one dies and one joins; about three minutes.
+cluster-demo: setup
+	@scripts/cluster-demo
 
 serve: setup .cache/models/teacher/config.json
 	.venv/bin/tangram serve

@@ -26,6 +26,8 @@ BACKOFF_MAX_S = 60.0
 WELL_S = 120.0
 #: Seconds until a daemon must have written its pid file, and until one that is asked to end has gone.
 START_S = 30.0
+#: Seconds that a daemon which is to end may wait for what runs on its machine.
+DRAIN_S = 10.0
 #: A steward that no keeper has asked for so long, and whose daemon is gone, gives back what it holds.
 UNASKED_S = 300.0
 #: The kernel's PF_EXITING, in the flags of /proc/PID/stat.
@@ -108,15 +110,15 @@ class NodeSteward:
             if pid:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL if kill else signal.SIGTERM)
-        if pid and not self._gone(pid) and not kill:
+        if pid and not self._gone(pid, START_S if kill else DRAIN_S) and not kill:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)  # asked a second time it waits for nothing that still runs
-            self._gone(pid)
+            self._gone(pid, START_S)
         return not self._living()
 
-    def _gone(self, pid: int) -> bool:
-        """Wait for START_S until a daemon has gone; whether it has."""
-        deadline_s = time.monotonic() + START_S
+    def _gone(self, pid: int, within_s: float) -> bool:
+        """Wait until a daemon has gone; whether it has."""
+        deadline_s = time.monotonic() + within_s
         while self._living() == pid and time.monotonic() < deadline_s:
             time.sleep(0.05)
         return self._living() != pid
