@@ -12,19 +12,37 @@ from gateway.invocations.invocation import InvocationRequest
 from gateway.invocations.record import Mode, Record
 from gateway.store.store import LogRow
 from manager.errors import CodedError, InvalidInput
-from tangram.types import TrajectoryOpening
+from tangram.types import ForkRequest, SnapshotInfo, TrajectoryInfo, TrajectoryOpening
 from tangram.types.values import quantities
 
 
 def read_opening(message: pb.OpenTrajectoryRequest) -> TrajectoryOpening:
     """The opening of a trajectory; raises InvalidInput."""
     asked: dict[str, object] = {"function": message.function, "task": message.task or "default"}
+    if message.snapshot:
+        asked["snapshot"] = message.snapshot
     if message.HasField("sandbox"):
         chosen = message.sandbox
         texts = {name: getattr(chosen, name) for name in ("image", "workdir", "user", "memory", "network", "idle_ttl")}
         given: dict[str, object] = {name: text for name, text in texts.items() if text}
         asked["sandbox"] = given | ({"env": dict(chosen.env)} if chosen.env else {})
     return wire.read(asked, TrajectoryOpening, "$")
+
+
+def read_fork(message: pb.ForkTrajectoryRequest) -> ForkRequest:
+    """What is to be forked; raises InvalidInput."""
+    asked = {"function": message.function, "to": list(message.to), "task": message.task or None}
+    return wire.read(asked, ForkRequest, "$")
+
+
+def snapshot_message(told: SnapshotInfo) -> pb.Snapshot:
+    """A snapshot as it is told."""
+    return pb.Snapshot(snapshot=told.snapshot, json=wire.encode(told))
+
+
+def trajectory_message(told: TrajectoryInfo) -> pb.Trajectory:
+    """A trajectory as it is told."""
+    return pb.Trajectory(trajectory=told.trajectory, json=wire.encode(told))
 
 
 def read_call(message: pb.InvokeRequest, mode: Mode) -> InvocationRequest:

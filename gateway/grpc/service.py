@@ -22,15 +22,19 @@ from gateway.grpc.messages import (
     invocation,
     log_record,
     read_call,
+    read_fork,
     read_opening,
     seconds,
+    snapshot_message,
     status_error,
     trailers,
+    trajectory_message,
 )
 from gateway.invocations.invocation import InvocationRequest, LiveInvocation
 from gateway.invocations.logs import PAGE_RECORDS
 from gateway.invocations.record import Mode, Record
 from gateway.services import Services
+from gateway.snapshots import fork_trajectory, list_snapshots, take_snapshot
 from gateway.store.store import LogRow
 from gateway.trajectories import open_trajectory
 from manager.errors import CodedError, InvalidInput, NotFound, exhaustion
@@ -146,7 +150,7 @@ class GatewayService(GatewayBase):
         async with self._answering(stream):
             request = await _request(stream)
             info = await open_trajectory(self._services, request.trajectory, read_opening(request))
-            await stream.send_message(pb.Trajectory(trajectory=info.trajectory, json=wire.encode(info)))
+            await stream.send_message(trajectory_message(info))
 
     async def EndTrajectory(  # noqa: N802
         self, stream: Stream[pb.EndTrajectoryRequest, pb.EndTrajectoryResponse]
@@ -156,6 +160,36 @@ class GatewayService(GatewayBase):
             if not await self._services.engine.end_trajectory(name):
                 raise NotFound(f"no trajectory {name!r}")
             await stream.send_message(pb.EndTrajectoryResponse())
+
+    async def TakeSnapshot(self, stream: Stream[pb.TakeSnapshotRequest, pb.Snapshot]) -> None:  # noqa: N802
+        async with self._answering(stream):
+            taken = await take_snapshot(self._services, (await _request(stream)).trajectory)
+            await stream.send_message(snapshot_message(taken))
+
+    async def ForkTrajectory(  # noqa: N802
+        self, stream: Stream[pb.ForkTrajectoryRequest, pb.ForkTrajectoryResponse]
+    ) -> None:
+        async with self._answering(stream):
+            request = await _request(stream)
+            forked = await fork_trajectory(self._services, request.trajectory, read_fork(request))
+            opened = [trajectory_message(each) for each in forked.trajectories]
+            taken = snapshot_message(forked.snapshot)
+            await stream.send_message(pb.ForkTrajectoryResponse(snapshot=taken, trajectories=opened))
+
+    async def ListSnapshots(  # noqa: N802
+        self, stream: Stream[pb.ListSnapshotsRequest, pb.ListSnapshotsResponse]
+    ) -> None:
+        async with self._answering(stream):
+            await _request(stream)
+            found = [snapshot_message(each) for each in list_snapshots(self._services).snapshots]
+            await stream.send_message(pb.ListSnapshotsResponse(snapshots=found))
+
+    async def RemoveSnapshot(  # noqa: N802
+        self, stream: Stream[pb.RemoveSnapshotRequest, pb.RemoveSnapshotResponse]
+    ) -> None:
+        async with self._answering(stream):
+            await self._services.snapshots.remove((await _request(stream)).snapshot)
+            await stream.send_message(pb.RemoveSnapshotResponse())
 
     def _shown(self, record: Record) -> pb.Invocation:
         return invocation(self._invocations.shown(record))

@@ -10,6 +10,7 @@ import msgspec
 from tangram import Client
 from tangram.cli.options import connected, json_option
 from tangram.cli.printing.output import print_json, rows_table, show, show_seconds, table, tree
+from tangram.types.values.quantities import show_size
 
 
 @click.group()
@@ -106,6 +107,7 @@ def list_trajectories(client: Client, as_json: bool) -> None:
 @click.option("--memory", help="For example 2Gi.")
 @click.option("--network", type=click.Choice(["none", "internal", "egress"]), help="What it may reach.")
 @click.option("--idle-ttl", help="It ends after so long without an action, for example 30m.")
+@click.option("--snapshot", help="Begin with a snapshot, in place of choices.")
 @json_option
 @connected
 def open_trajectory(
@@ -115,6 +117,7 @@ def open_trajectory(
     function: str,
     task: str | None,
     env: tuple[str, ...],
+    snapshot: str | None,
     as_json: bool,
     **chosen: str | None,
 ) -> None:
@@ -122,7 +125,7 @@ def open_trajectory(
     given: dict[str, object] = {name: value for name, value in chosen.items() if value is not None}
     if env:
         given["env"] = dict(_variable(each) for each in env)
-    client.trajectory(id, function=function, task=task, sandbox=given or None).open()
+    client.trajectory(id, function=function, task=task, sandbox=given or None, snapshot=snapshot).open()
     if as_json:
         print_json({"opened": id})
     else:
@@ -134,6 +137,69 @@ def _variable(text: str) -> tuple[str, str]:
     if not equals:
         raise click.BadParameter(f"{text!r} is not NAME=VALUE", param_hint="--env")
     return name, value
+
+
+@trajectories.command("snapshot")
+@click.argument("id")
+@json_option
+@connected
+def take_snapshot(client: Client, id: str, as_json: bool) -> None:
+    """Keep the files of a trajectory's sandbox, when its actions so far have ended; print the snapshot's id."""
+    taken = client.trajectory(id).snapshot()
+    if as_json:
+        print_json(taken)
+    else:
+        click.echo(taken.snapshot)
+
+
+@trajectories.command("fork")
+@click.argument("id")
+@click.argument("to", nargs=-1, required=True)
+@click.option("--function", default="shell", show_default=True, help="The function whose sandbox it is.")
+@click.option("--task", help="The RL task that they belong to, by default the other's.")
+@connected
+def fork_trajectory(client: Client, id: str, to: tuple[str, ...], function: str, task: str | None) -> None:
+    """Open trajectories TO that begin with the files of ID as they are now."""
+    for opened in client.trajectory(id, function=function, task=task).fork(to):
+        click.echo(f"{opened.id} is open")
+
+
+@trajectories.group("snapshots")
+def snapshots() -> None:
+    """The snapshots of trajectories."""
+
+
+@snapshots.command("list")
+@json_option
+@connected
+def list_snapshots(client: Client, as_json: bool) -> None:
+    """List the snapshots, the oldest first."""
+    found = client.snapshots()
+    if as_json:
+        print_json(found)
+        return
+    rows = [
+        (
+            each.snapshot,
+            each.trajectory,
+            each.task,
+            show_size(each.size_bytes),
+            f"{each.made_at:%Y-%m-%d %H:%M:%S}",
+            "yes" if each.in_use else "",
+        )
+        for each in found
+    ]
+    show(table(("SNAPSHOT", "TRAJECTORY", "TASK", "SIZE", "TAKEN", "IN USE"), rows))
+
+
+@snapshots.command("remove")
+@click.argument("ids", nargs=-1, required=True)
+@connected
+def remove_snapshots(client: Client, ids: tuple[str, ...]) -> None:
+    """Remove snapshots; one that a living trajectory began with is kept, with status 73."""
+    for id in ids:
+        client.remove_snapshot(id)
+        click.echo(f"{id} removed")
 
 
 @trajectories.command("end")

@@ -279,17 +279,18 @@ def list_trajectories(cursor: str | None) -> ApiRequest[TrajectoryPage]:
 
 
 def open_trajectory(
-    id: str, function: str, task: str | None, sandbox: SandboxChoice | None = None
+    id: str, function: str, task: str | None, sandbox: SandboxChoice | None = None, snapshot: str | None = None
 ) -> ApiRequest[TrajectoryInfo]:
     """Return the request that makes a trajectory's environment, or finds that it lives already."""
-    opening = TrajectoryOpening(function=function, task="default" if task is None else task, sandbox=sandbox)
+    task = "default" if task is None else task
+    opening = TrajectoryOpening(function=function, task=task, sandbox=sandbox, snapshot=snapshot)
     return ApiRequest(
         method="PUT",
         path=_trajectory_path(id),
         read=reader(TrajectoryInfo),
         headers=_JSON,
         content=msgspec.json.encode(_said(opening)),
-        patient=sandbox is not None and sandbox.image is not None,
+        patient=snapshot is not None or (sandbox is not None and sandbox.image is not None),
     )
 
 

@@ -58,6 +58,22 @@ class GatewayBase(abc.ABC):
     async def EndTrajectory(self, stream: 'grpclib.server.Stream[gateway.grpc.generated.tangram_pb2.EndTrajectoryRequest, gateway.grpc.generated.tangram_pb2.EndTrajectoryResponse]') -> None:
         pass
 
+    @abc.abstractmethod
+    async def TakeSnapshot(self, stream: 'grpclib.server.Stream[gateway.grpc.generated.tangram_pb2.TakeSnapshotRequest, gateway.grpc.generated.tangram_pb2.Snapshot]') -> None:
+        pass
+
+    @abc.abstractmethod
+    async def ForkTrajectory(self, stream: 'grpclib.server.Stream[gateway.grpc.generated.tangram_pb2.ForkTrajectoryRequest, gateway.grpc.generated.tangram_pb2.ForkTrajectoryResponse]') -> None:
+        pass
+
+    @abc.abstractmethod
+    async def ListSnapshots(self, stream: 'grpclib.server.Stream[gateway.grpc.generated.tangram_pb2.ListSnapshotsRequest, gateway.grpc.generated.tangram_pb2.ListSnapshotsResponse]') -> None:
+        pass
+
+    @abc.abstractmethod
+    async def RemoveSnapshot(self, stream: 'grpclib.server.Stream[gateway.grpc.generated.tangram_pb2.RemoveSnapshotRequest, gateway.grpc.generated.tangram_pb2.RemoveSnapshotResponse]') -> None:
+        pass
+
     def __mapping__(self) -> typing.Dict[str, grpclib.const.Handler]:
         return {
             '/tangram.v1.Gateway/Invoke': grpclib.const.Handler(
@@ -125,6 +141,30 @@ class GatewayBase(abc.ABC):
                 grpclib.const.Cardinality.UNARY_UNARY,
                 gateway.grpc.generated.tangram_pb2.EndTrajectoryRequest,
                 gateway.grpc.generated.tangram_pb2.EndTrajectoryResponse,
+            ),
+            '/tangram.v1.Gateway/TakeSnapshot': grpclib.const.Handler(
+                self.TakeSnapshot,
+                grpclib.const.Cardinality.UNARY_UNARY,
+                gateway.grpc.generated.tangram_pb2.TakeSnapshotRequest,
+                gateway.grpc.generated.tangram_pb2.Snapshot,
+            ),
+            '/tangram.v1.Gateway/ForkTrajectory': grpclib.const.Handler(
+                self.ForkTrajectory,
+                grpclib.const.Cardinality.UNARY_UNARY,
+                gateway.grpc.generated.tangram_pb2.ForkTrajectoryRequest,
+                gateway.grpc.generated.tangram_pb2.ForkTrajectoryResponse,
+            ),
+            '/tangram.v1.Gateway/ListSnapshots': grpclib.const.Handler(
+                self.ListSnapshots,
+                grpclib.const.Cardinality.UNARY_UNARY,
+                gateway.grpc.generated.tangram_pb2.ListSnapshotsRequest,
+                gateway.grpc.generated.tangram_pb2.ListSnapshotsResponse,
+            ),
+            '/tangram.v1.Gateway/RemoveSnapshot': grpclib.const.Handler(
+                self.RemoveSnapshot,
+                grpclib.const.Cardinality.UNARY_UNARY,
+                gateway.grpc.generated.tangram_pb2.RemoveSnapshotRequest,
+                gateway.grpc.generated.tangram_pb2.RemoveSnapshotResponse,
             ),
         }
 
@@ -197,4 +237,28 @@ class GatewayStub:
             '/tangram.v1.Gateway/EndTrajectory',
             gateway.grpc.generated.tangram_pb2.EndTrajectoryRequest,
             gateway.grpc.generated.tangram_pb2.EndTrajectoryResponse,
+        )
+        self.TakeSnapshot = grpclib.client.UnaryUnaryMethod(
+            channel,
+            '/tangram.v1.Gateway/TakeSnapshot',
+            gateway.grpc.generated.tangram_pb2.TakeSnapshotRequest,
+            gateway.grpc.generated.tangram_pb2.Snapshot,
+        )
+        self.ForkTrajectory = grpclib.client.UnaryUnaryMethod(
+            channel,
+            '/tangram.v1.Gateway/ForkTrajectory',
+            gateway.grpc.generated.tangram_pb2.ForkTrajectoryRequest,
+            gateway.grpc.generated.tangram_pb2.ForkTrajectoryResponse,
+        )
+        self.ListSnapshots = grpclib.client.UnaryUnaryMethod(
+            channel,
+            '/tangram.v1.Gateway/ListSnapshots',
+            gateway.grpc.generated.tangram_pb2.ListSnapshotsRequest,
+            gateway.grpc.generated.tangram_pb2.ListSnapshotsResponse,
+        )
+        self.RemoveSnapshot = grpclib.client.UnaryUnaryMethod(
+            channel,
+            '/tangram.v1.Gateway/RemoveSnapshot',
+            gateway.grpc.generated.tangram_pb2.RemoveSnapshotRequest,
+            gateway.grpc.generated.tangram_pb2.RemoveSnapshotResponse,
         )

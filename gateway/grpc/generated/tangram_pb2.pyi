@@ -168,16 +168,18 @@ class InvokeEvent(_message.Message):
     def __init__(self, accepted: _Optional[_Union[Invocation, _Mapping]] = ..., log: _Optional[_Union[LogRecord, _Mapping]] = ..., ended: _Optional[_Union[Invocation, _Mapping]] = ...) -> None: ...
 
 class OpenTrajectoryRequest(_message.Message):
-    __slots__ = ("trajectory", "function", "task", "sandbox")
+    __slots__ = ("trajectory", "function", "task", "sandbox", "snapshot")
     TRAJECTORY_FIELD_NUMBER: _ClassVar[int]
     FUNCTION_FIELD_NUMBER: _ClassVar[int]
     TASK_FIELD_NUMBER: _ClassVar[int]
     SANDBOX_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     trajectory: str
     function: str
     task: str
     sandbox: ChosenSandbox
-    def __init__(self, trajectory: _Optional[str] = ..., function: _Optional[str] = ..., task: _Optional[str] = ..., sandbox: _Optional[_Union[ChosenSandbox, _Mapping]] = ...) -> None: ...
+    snapshot: str
+    def __init__(self, trajectory: _Optional[str] = ..., function: _Optional[str] = ..., task: _Optional[str] = ..., sandbox: _Optional[_Union[ChosenSandbox, _Mapping]] = ..., snapshot: _Optional[str] = ...) -> None: ...
 
 class ChosenSandbox(_message.Message):
     __slots__ = ("image", "env", "workdir", "user", "memory", "network", "idle_ttl")
@@ -219,5 +221,59 @@ class EndTrajectoryRequest(_message.Message):
     def __init__(self, trajectory: _Optional[str] = ...) -> None: ...
 
 class EndTrajectoryResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class TakeSnapshotRequest(_message.Message):
+    __slots__ = ("trajectory",)
+    TRAJECTORY_FIELD_NUMBER: _ClassVar[int]
+    trajectory: str
+    def __init__(self, trajectory: _Optional[str] = ...) -> None: ...
+
+class Snapshot(_message.Message):
+    __slots__ = ("snapshot", "json")
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    JSON_FIELD_NUMBER: _ClassVar[int]
+    snapshot: str
+    json: bytes
+    def __init__(self, snapshot: _Optional[str] = ..., json: _Optional[bytes] = ...) -> None: ...
+
+class ForkTrajectoryRequest(_message.Message):
+    __slots__ = ("trajectory", "function", "to", "task")
+    TRAJECTORY_FIELD_NUMBER: _ClassVar[int]
+    FUNCTION_FIELD_NUMBER: _ClassVar[int]
+    TO_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    trajectory: str
+    function: str
+    to: _containers.RepeatedScalarFieldContainer[str]
+    task: str
+    def __init__(self, trajectory: _Optional[str] = ..., function: _Optional[str] = ..., to: _Optional[_Iterable[str]] = ..., task: _Optional[str] = ...) -> None: ...
+
+class ForkTrajectoryResponse(_message.Message):
+    __slots__ = ("snapshot", "trajectories")
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    TRAJECTORIES_FIELD_NUMBER: _ClassVar[int]
+    snapshot: Snapshot
+    trajectories: _containers.RepeatedCompositeFieldContainer[Trajectory]
+    def __init__(self, snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., trajectories: _Optional[_Iterable[_Union[Trajectory, _Mapping]]] = ...) -> None: ...
+
+class ListSnapshotsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListSnapshotsResponse(_message.Message):
+    __slots__ = ("snapshots",)
+    SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
+    snapshots: _containers.RepeatedCompositeFieldContainer[Snapshot]
+    def __init__(self, snapshots: _Optional[_Iterable[_Union[Snapshot, _Mapping]]] = ...) -> None: ...
+
+class RemoveSnapshotRequest(_message.Message):
+    __slots__ = ("snapshot",)
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    snapshot: str
+    def __init__(self, snapshot: _Optional[str] = ...) -> None: ...
+
+class RemoveSnapshotResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

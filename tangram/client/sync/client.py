@@ -13,7 +13,7 @@ from typing import Any, Literal, Self, TypeVar, overload
 import httpx
 import msgspec
 
-from tangram.client import requests
+from tangram.client import requests, snapshot_requests
 from tangram.client.address import server_of, token_of
 from tangram.client.answers import connection_lost, error_of
 from tangram.client.bulk import CONCURRENCY, MapEnds, OnProgress
@@ -36,6 +36,7 @@ from tangram.types import (
     LogLine,
     QueueEntry,
     SandboxChoice,
+    SnapshotInfo,
     TaskInfo,
     TrajectoryInfo,
 )
@@ -387,6 +388,14 @@ class Client(Functions, NodeCalls):
         """End a trajectory with everything in it; raises NotFoundError."""
         self._send(requests.end_trajectory(id))
 
+    def snapshots(self) -> Sequence[SnapshotInfo]:
+        """Return the snapshots of trajectories, the oldest first."""
+        return (self._send(snapshot_requests.list_snapshots())).snapshots
+
+    def remove_snapshot(self, id: str) -> None:
+        """Remove a snapshot; raises NotFoundError, or ConflictError while a living trajectory needs it."""
+        self._send(snapshot_requests.remove_snapshot(id))
+
     def trajectory(
         self,
         id: str,
@@ -395,15 +404,17 @@ class Client(Functions, NodeCalls):
         task: str | None = None,
         workdir: str = "",
         sandbox: SandboxChoice | Mapping[str, Any] | None = None,
+        snapshot: str | None = None,
     ) -> Trajectory:
         """Return a rollout's environment, made like ``function``'s sandbox on entering and removed on leaving.
 
         ``workdir`` is where relative paths of its files begin; the sandbox's own working directory by default.
         ``sandbox`` is what it chooses within what the function allows: image, env, workdir, user, memory, network and
-        idle_ttl, for example ``{"image": "swebench/x", "memory": "2Gi"}``.
+        idle_ttl, for example ``{"image": "swebench/x", "memory": "2Gi"}``; or ``snapshot`` is the one that it begins
+        with, with the choices of the trajectory of which that was taken.
         """
         chosen = requests.sandbox_choice(sandbox)
-        return Trajectory(self, id, function=function, task=task, workdir=workdir, sandbox=chosen)
+        return Trajectory(self, id, function=function, task=task, workdir=workdir, sandbox=chosen, snapshot=snapshot)
 
     def session(self, id: str) -> SessionHandle:
         """Attach to a session that was begun before, here or elsewhere; raises NotFoundError."""

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from tangram.client import requests
+from tangram.client import requests, snapshot_requests
 from tangram.client.heartbeats import Heartbeats
 from tangram.client.requests import ApiRequest
 from tangram.client.results import InvocationResult
 from tangram.client.sync.session import SessionHandle, SessionSender
 from tangram.errors import InvalidInputError, NotFoundError, TrajectoryEndedError
-from tangram.types import FileEntry, SandboxChoice
+from tangram.types import FileEntry, SandboxChoice, SnapshotInfo
 
 
 class Sender(SessionSender, Protocol):
@@ -41,6 +41,7 @@ class Trajectory:
         task: str | None,
         workdir: str,
         sandbox: SandboxChoice | None = None,
+        snapshot: str | None = None,
     ) -> None:
         self.id = id
         self._client = client
@@ -48,6 +49,7 @@ class Trajectory:
         self._task = task
         self._workdir = workdir
         self._sandbox = sandbox
+        self._snapshot = snapshot
         self._opened = False
         self._closed = False
 
@@ -67,10 +69,36 @@ class Trajectory:
 
         Raises InvalidInputError for what the function does not allow, ConflictError if it lives in another sandbox.
         """
-        self._client._send(requests.open_trajectory(self.id, self._function, self._task, self._sandbox))
+        chosen = (self._function, self._task, self._sandbox, self._snapshot)
+        self._client._send(requests.open_trajectory(self.id, *chosen))
+        return self._begin()
+
+    def _begin(self) -> Self:
+        """Note that it was opened, and hold it from now on."""
         self._opened, self._closed = True, False
         self._client.heartbeats.hold(self)
         return self
+
+    def snapshot(self) -> SnapshotInfo:
+        """Keep its files as they are when all that was asked of it before has ended, for others to begin with.
+
+        Raises ConflictError while files are on their way, UnsupportedError if it lives on another node.
+        """
+        self._living()
+        return self._client._send(snapshot_requests.take_snapshot(self.id))
+
+    def fork(self, to: Sequence[str]) -> Sequence[Self]:
+        """Open trajectories that begin with its files as they are now, and return their handles: all, or none.
+
+        Raises as `snapshot`, and ConflictError for a name that lives. Each handle is to be closed, or entered.
+        """
+        self._living()
+        answer = self._client._send(snapshot_requests.fork(self.id, self._function, to, self._task))
+        return [self._forked(each.trajectory, answer.snapshot.snapshot) for each in answer.trajectories]
+
+    def _forked(self, id: str, snapshot: str) -> Self:
+        chosen: dict[str, Any] = {"function": self._function, "task": self._task, "workdir": self._workdir}
+        return type(self)(self._client, id, snapshot=snapshot, **chosen)._begin()
 
     def close(self) -> None:
         """End the trajectory; idempotent."""
@@ -183,7 +211,7 @@ class Trajectory:
         """Return whether the gateway must know of it; raises TrajectoryEndedError if this handle was closed."""
         if self._closed:
             raise TrajectoryEndedError(f"trajectory {self.id!r} was closed")
-        if self._sandbox is not None and not self._opened:
+        if (self._sandbox is not None or self._snapshot is not None) and not self._opened:
             raise InvalidInputError(f"trajectory {self.id!r} has chosen its sandbox: enter it, or call open, first")
         if self._opened:
             self._client.heartbeats.hold(self)

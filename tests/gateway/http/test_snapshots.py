@@ -10,12 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import orjson
 import pytest
+from grpclib.const import Status
+from grpclib.exceptions import GRPCError
 
+from gateway.grpc.generated import tangram_pb2 as pb
+from gateway.grpc.generated.tangram_grpc import GatewayStub
 from manager.function import Background, Capabilities, SandboxSpec, TrajectoryChoices
 from runtimes.sandbox.provider import ProviderSettings
 from runtimes.sandbox.snapshots.record import SnapshotSettings
+from tangram import AsyncClient, ConflictError, InvalidInputError
 from tests.gateway.conftest import FUNCTIONS, GatewayBench, RunningGateway, serving, until
+from tests.gateway.grpc.test_grpc import channel
 
 SANDBOX = SandboxSpec(
     image="tangram-base:bookworm",
@@ -267,3 +274,50 @@ async def test_a_fork_of_a_fork_has_both_ones_files(running: RunningGateway) -> 
         assert answer.status_code == 201, answer.text
         await said(running, target, f"echo {target} > {target}")
     assert await said(running, "three", "cat one two three") == "1\ntwo\nthree\n"
+
+
+@pytest.mark.parametrize("kind", ["process"], indirect=True)
+async def test_the_client_forks_a_handle_and_begins_with_a_snapshot(running: RunningGateway) -> None:
+    address = f"http://127.0.0.1:{running.app.http_port}"
+    async with AsyncClient(address) as client, client.trajectory("one", sandbox={"env": {"TASK_ID": "7"}}) as one:
+        await one.exec("echo kept > file")
+        two, three = await one.fork(["two", "three"])
+        assert (await two.exec("cat file; echo $TASK_ID; echo own >> file")).result["stdout"] == "kept\n7\n"
+        assert await three.download("file") == b"kept\n"
+        with pytest.raises(ConflictError, match="lives already"):
+            await one.fork(["two"])
+        taken = await two.snapshot()
+        async with client.trajectory("four", snapshot=taken.snapshot) as four:
+            assert await four.download("file") == b"kept\nown\n"
+            with pytest.raises(ConflictError, match="in use by trajectory 'four'"):
+                await client.remove_snapshot(taken.snapshot)
+        with pytest.raises(InvalidInputError, match="open"):
+            await client.trajectory("five", snapshot=taken.snapshot).exec("true")
+        assert [(each.snapshot, each.in_use) for each in await client.snapshots()][1:] == [(taken.snapshot, False)]
+        await client.remove_snapshot(taken.snapshot)
+        await two.close()
+        assert await (await two.open()).download("file") == b"kept\n", "a handle of a fork begins anew as it began"
+
+
+@pytest.mark.parametrize("kind", ["process"], indirect=True)
+async def test_grpc_takes_forks_lists_and_removes(running: RunningGateway) -> None:
+    await said(running, "one", "echo kept > file")
+    async with channel(running) as connected:
+        stub = GatewayStub(connected)
+        taken = await stub.TakeSnapshot(pb.TakeSnapshotRequest(trajectory="one"))
+        assert orjson.loads(taken.json)["trajectory"] == "one"
+        begun = pb.OpenTrajectoryRequest(trajectory="two", function="shell", snapshot=taken.snapshot)
+        assert (await stub.OpenTrajectory(begun)).trajectory == "two"
+        forked = await stub.ForkTrajectory(pb.ForkTrajectoryRequest(trajectory="two", function="shell", to=["three"]))
+        assert [each.trajectory for each in forked.trajectories] == ["three"]
+        assert await said(running, "three", "cat file") == "kept\n"
+        found = await stub.ListSnapshots(pb.ListSnapshotsRequest())
+        assert [each.snapshot for each in found.snapshots] == [taken.snapshot, forked.snapshot.snapshot]
+        with pytest.raises(GRPCError) as caught:
+            await stub.RemoveSnapshot(pb.RemoveSnapshotRequest(snapshot=taken.snapshot))
+        assert caught.value.status is Status.FAILED_PRECONDITION
+        await stub.EndTrajectory(pb.EndTrajectoryRequest(trajectory="two"))
+        await stub.RemoveSnapshot(pb.RemoveSnapshotRequest(snapshot=taken.snapshot))
+        with pytest.raises(GRPCError) as caught:
+            await stub.TakeSnapshot(pb.TakeSnapshotRequest(trajectory="nobody"))
+        assert caught.value.status is Status.NOT_FOUND
