@@ -74,7 +74,7 @@ QUEUES: Mapping[str, tuple[float, MakeStep, Size]] = {
 
 def weight_figures(report: BenchReport, seeds: Sequence[int]) -> None:
     """What share of a resource each task gets while both wait, and what it is worth to be few of a high weight."""
-    rows = {name: over_seeds(seeds, lambda seed, name=name: _queue(name, seed)) for name in QUEUES}  # type: ignore[misc]
+    rows = {name: over_seeds(seeds, lambda seed, name=name: queue_row(name, seed)) for name in QUEUES}  # type: ignore[misc]
     report.figure("weights_share", shown(rows))
     report.check("weights_share_error", max(row["error"] for row in rows.values()), 0.1, "lower")
     report.figure("weights_few_beside_many_s", shown({"adaptive": over_seeds(seeds, _few_beside_many)}))
@@ -87,7 +87,8 @@ def play_weighted(work: Workload, size: Size, weights: Mapping[str, float]) -> S
     return Simulation(replace(spec, tasks={**spec.tasks, **tasks}), work.trajectories).run()
 
 
-def _queue(name: str, seed: int) -> Row:
+def queue_row(name: str, seed: int) -> Row:
+    """Two tasks with `QUEUED` actions each, all there from the start: what each gets while both wait."""
     weight, make, size = QUEUES[name]
     chance = random.Random(seed)
     trajectories = [
@@ -97,20 +98,21 @@ def _queue(name: str, seed: int) -> Row:
     ]
     work = Workload(name="queue", trajectories=tuple(trajectories), services={"model": service("model", 64 * 10**9)})
     run = play_weighted(work, size, {HEAVY: weight, LIGHT: 1.0})
-    return {**share_of(run, weight / (weight + 1.0)), **row_of(run)}
+    return {**share_of(run, weight / (weight + 1.0), size.cores + size.gpus), **row_of(run)}
 
 
-def share_of(run: SimulationRun, due: float) -> Row:
+def share_of(run: SimulationRun, due: float, units: int) -> Row:
     """Return the heavy task's part of the unit-seconds while both tasks wait, and how far the worse served is off.
 
-    ``due``: the part that its weight gives it. The error is what a task lacks of its part, relative to that part. The
-    units of an action count evenly from its start to its end.
+    ``due``: the part that its weight gives it. The error is what a task lacks of its part, relative to that part. Both
+    are watched until one has fewer actions left to start than there are ``units``: from then on it cannot use its
+    part. The units of an action count evenly from its start to its end.
     """
-    last_s = dict.fromkeys((HEAVY, LIGHT), 0.0)
+    starts: dict[str, list[float]] = {HEAVY: [], LIGHT: []}
     for one in run.records:
-        last_s[_task(one)] = max(last_s[_task(one)], one.submitted_s + one.queue_s)
-    until_s = min(last_s.values())
-    held = dict.fromkeys((HEAVY, LIGHT), 0.0)
+        starts[_task(one)].append(one.submitted_s + one.queue_s)
+    until_s = min(sorted(each)[-units] for each in starts.values())
+    held = dict.fromkeys(starts, 0.0)
     for one in run.records:
         held[_task(one)] += one.unit_s * _part(one, until_s)
     part = held[HEAVY] / sum(held.values())

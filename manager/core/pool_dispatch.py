@@ -114,6 +114,7 @@ class PoolDispatch:
             eligible=self._show_eligible(),
             rigid=None if state.spec.strict else Drawn(self._show_rigid),
             crowd=None if state.spec.strict or isinstance(pool, PlacedPool) else self._show_crowd(),
+            turns=None if state.spec.strict else self._show_turns(),
             arrival_rate=load.arrivals.at(now_s),
             utilisation=load.utilisation(now_s),
             chunks=self._show_chunks(pool) if isinstance(pool, PlacedPool) else None,
@@ -198,6 +199,14 @@ class PoolDispatch:
             work_s=lambda: sum(one.demand[kind] * one.by_length.seconds / self._nodes_of(one) for one in groups),
             shortest=shortest,
         )
+
+    def _show_turns(self) -> Callable[[], Iterator[str]] | None:
+        """Return the tasks in the order of their fair shares, if several wait here."""
+        signatures = [group.signature for group in self._startable]
+        if len({signature.task for signature in signatures}) < 2:
+            return None
+        demands = {(one.task, tuple([kind for kind, _ in one.demand])) for one in signatures}
+        return lambda: self._state.fair.turns(sorted(demands))
 
     def _eligible_count(self, groups: Sequence[QueueGroup]) -> int:
         """Return how many actions of these groups, and candidates of any, there are in the window."""

@@ -54,7 +54,7 @@ class DevicePrice:
         if not waiting or not view.chunks.free:
             return Decision()
         age_s = age_bound_s(view, waiting[: self.window], self.age_ratio, self.age_max_s)
-        order = shortest_first(waiting, view.now_s, age_s)
+        order = shortest_first(waiting, view.now_s, age_s, view.turns)
         return _Pass(self, view, view.chunks, age_s).run(order[: self.window])
 
 

@@ -113,6 +113,8 @@ class PoolView:
     rigid: Sequence[Action] | None = None
     #: The same actions by their expected work; None where they start in order, or several tasks wait.
     crowd: CrowdView | None = None
+    #: Tasks by the turns to come, with an entry for each of their actions; None where one task waits.
+    turns: Callable[[], Iterator[str]] | None = None
     #: Arrivals per second of actions for this pool, smoothed.
     arrival_rate: float = 0.0
     #: Smoothed fraction of the pool in use.

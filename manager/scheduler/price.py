@@ -57,7 +57,7 @@ class PricePolicy:
         if view.free + view.reserved == 0:
             return Decision()
         kind = kind_of(view.name)
-        order = ranked(waiting, kind, view.now_s, self.short_s, self.age_max_s, view.rigid)
+        order = ranked(waiting, kind, view.now_s, self.short_s, self.age_max_s, view.rigid, view.turns)
         pass_ = _Pass(view, view.running, kind, self, order.first)
         kept_back = head_room(view.running, kind, self.head_room)
         return pass_.run(order.first, order.rest, kept_back)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 
 from manager.action import Action
 from manager.scheduler.drawn import Drawn
 from manager.scheduler.durations import UNKNOWN_S
 from manager.scheduler.policy import PoolView, RunningView
 from manager.scheduler.running import RunningSet
+
+#: By how many turns of others a task's short actions may be ahead of its own.
+TURNS_AHEAD = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +34,24 @@ def ranked(
     short_s: float,
     age_max_s: float,
     rigid: Sequence[Action] | None = None,
+    turns: Callable[[], Iterator[str]] | None = None,
 ) -> Ranked:
     """Split what waits; nothing overtakes once the oldest that could be overtaken has waited ``age_max_s``.
 
-    ``rigid`` are those of them that have no choice of units; None: they are looked for.
+    ``rigid`` are those of them that have no choice of units; None: they are looked for. ``turns`` are those of the
+    tasks, if several wait: short ones of a task that has none of the next `TURNS_AHEAD` pass nobody.
     """
     oldest = next((action for action in waiting if not is_short(action, kind, short_s)), None)
     if oldest is not None and now_s - oldest.submitted_s >= age_max_s:
         return Ranked((), waiting)
-    rest = (action for action in waiting if not is_short(action, kind, short_s))
+    soon = None if turns is None else frozenset(islice(turns(), TURNS_AHEAD))
+
+    def passes(action: Action) -> bool:
+        return is_short(action, kind, short_s) and (soon is None or action.task in soon)
+
+    rest = (action for action in waiting if not passes(action))
     among = waiting if rigid is None else rigid
-    return Ranked(Drawn(lambda: (action for action in among if is_short(action, kind, short_s))), rest)
+    return Ranked(Drawn(lambda: (action for action in among if passes(action))), rest)
 
 
 def leader(first: Sequence[Action], next_: Action | None, kind: str) -> Action | None:
@@ -54,8 +65,12 @@ def leader(first: Sequence[Action], next_: Action | None, kind: str) -> Action |
     return oldest if oldest is not None and oldest.cost[kind].minimum > 1 else None
 
 
-def shortest_first(waiting: Sequence[Action], now_s: float, age_max_s: float) -> list[Action]:
-    """Within a task the shortest first, by what is known of them; the turns of the tasks stay as they are.
+def shortest_first(
+    waiting: Sequence[Action], now_s: float, age_max_s: float, turns: Callable[[], Iterator[str]] | None = None
+) -> list[Action]:
+    """Within a task the shortest first, by what is known of them, in the ``turns`` of the tasks.
+
+    Without ``turns`` they are those of ``waiting``.
 
     What has waited for ``age_max_s`` goes before everything else, in FCFS order.
     """
@@ -64,8 +79,14 @@ def shortest_first(waiting: Sequence[Action], now_s: float, age_max_s: float) ->
     by_task: dict[str, list[Action]] = {}
     for action in young:
         by_task.setdefault(action.task, []).append(action)
-    turns = {task: iter(sorted(actions, key=_expected_s)) for task, actions in by_task.items()}
-    return [*aged, *(next(turns[action.task]) for action in young)]
+    shortest = {task: iter(sorted(actions, key=_expected_s)) for task, actions in by_task.items()}
+    order = (action.task for action in young)
+    if turns is None or len(by_task) < 2:
+        return [*aged, *(next(shortest[task]) for task in order)]
+    # Some turns are of actions that wait for something else, and some may be beyond what is shown.
+    mine = chain((task for task in turns() if task in by_task), order)
+    found = (next(shortest[task], None) for task in mine)
+    return [*aged, *islice((action for action in found if action is not None), len(young))]
 
 
 def age_bound_s(view: PoolView, waiting: Sequence[Action], ratio: float, age_max_s: float) -> float:

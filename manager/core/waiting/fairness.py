@@ -7,16 +7,24 @@ that share a resource, so a task is served first come first served, and every st
 Virtual time is the least stamp that waits, so a short action of a long backlog that a policy lets pass moves nothing:
 were it the stamp of what was started last, everybody who comes would be put behind that backlog, whatever its weight.
 Running actions do not count: one that runs for an hour would give every newcomer an hour's advance.
+
+A policy may let an action of a task pass another of the same task. The stamps are then dealt anew (`TaskTurns`): each
+start takes the task's least one, whoever starts. Were it the starter's own, those that are passed would keep theirs,
+and a task that serves its short ones first would stand before all others for ever.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import repeat
 
 from manager.action import Action
+
+#: A task, and the kinds that its actions need together.
+TaskDemand = tuple[str, tuple[str, ...]]
 
 #: Seconds that an action is charged for while nothing is known of its duration.
 UNKNOWN_DURATION_S = 1.0
@@ -30,6 +38,36 @@ class _Flow:
 
     last_stamp: float = 0.0
     finish: float = 0.0
+
+
+class TaskTurns:
+    """The stamps of a task's waiting actions, taken from the front by whoever starts, and paid by its charge."""
+
+    __slots__ = ("_ahead", "_stamps")
+
+    def __init__(self) -> None:
+        #: Stamps in order, each with what its own action is charged.
+        self._stamps: deque[tuple[float, float]] = deque()
+        #: What those that started were charged beyond those whose turns they took.
+        self._ahead = 0.0
+
+    def __len__(self) -> int:
+        return len(self._stamps)
+
+    def __iter__(self) -> Iterator[float]:
+        return (stamp + self._ahead for stamp, _ in self._stamps)
+
+    def add(self, stamp: float, charge: float) -> None:
+        self._stamps.append((stamp, charge))
+
+    def start(self, charge: float) -> None:
+        """Take the first turn for an action that is charged so much."""
+        _, own = self._stamps.popleft()
+        self._ahead += charge - own
+
+    def leave(self) -> None:
+        """Give up the last turn."""
+        self._stamps.pop()
 
 
 class _Clock:
@@ -68,6 +106,9 @@ class FairShare:
         self._clocks: dict[str, _Clock] = {}
         #: Stamps of the actions that wait.
         self._waiting: dict[str, float] = {}
+        #: What each of them was charged, over the weight.
+        self._charges: dict[str, float] = {}
+        self._turns: dict[TaskDemand, TaskTurns] = {}
         self._flows: OrderedDict[tuple[str, str], _Flow] = OrderedDict()
 
     def __len__(self) -> int:
@@ -89,13 +130,32 @@ class FairShare:
             flow.last_stamp = stamp
             flow.finish = stamp + charge / weight
         self._waiting[action.id] = stamp
+        charge = self._charges[action.id] = max((charge for _, charge in flows), default=0.0) / weight
+        self._turns.setdefault(_demand_of(action), TaskTurns()).add(stamp, charge)
         for kind, _ in action.demand:
             self._clock(kind).add(stamp, action.id)
         return stamp
 
-    def waits_no_more(self, action: Action) -> None:
-        """Note that an action was started, or ended without: virtual time may pass its stamp."""
-        self._waiting.pop(action.id, None)
+    def waits_no_more(self, action: Action, *, started: bool = True) -> None:
+        """Note that an action was started, or ended without: virtual time may pass its stamp.
+
+        A start takes the first turn of its task; one that leaves gives up the last.
+        """
+        if self._waiting.pop(action.id, None) is None:
+            return
+        demand, charge = _demand_of(action), self._charges.pop(action.id)
+        turns = self._turns[demand]
+        if started:
+            turns.start(charge)
+        else:
+            turns.leave()
+        if not turns:
+            del self._turns[demand]
+
+    def turns(self, demands: Iterable[TaskDemand]) -> Iterator[str]:
+        """Yield the task of each turn to come, in order, of what waits with these demands."""
+        stamps = (zip(self._turns.get(demand, ()), repeat(demand[0])) for demand in demands)
+        return (task for _, task in heapq.merge(*stamps))
 
     def _clock(self, kind: str) -> _Clock:
         clock = self._clocks.get(kind)
@@ -128,3 +188,7 @@ class FairShare:
         else:
             self._flows.move_to_end(key)
         return flow
+
+
+def _demand_of(action: Action) -> TaskDemand:
+    return action.task, tuple([kind for kind, _ in action.demand])

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manager.action import Action
-from manager.scheduler.rank import shortest_first
+from manager.scheduler.rank import TURNS_AHEAD, ranked, shortest_first
+from tests.manager.conftest import action
 from tests.manager.scheduler.world import teacher
 
 DRAWN = st.lists(
@@ -47,3 +48,24 @@ def test_what_has_waited_too_long_goes_first_and_in_order(drawn: list[tuple[str,
 def test_nothing_known_changes_nothing() -> None:
     waiting = requests([("red", None, 0.0)] * 4)
     assert shortest_first(waiting, 0.0, 1e9) == waiting
+
+
+def test_the_shortest_of_a_task_take_the_turns_that_it_is_dealt() -> None:
+    waiting = requests([("red", 5.0, 0.0), ("red", 1.0, 0.0), ("blue", 3.0, 0.0), ("blue", 2.0, 0.0)])
+    turns = ("blue", "elsewhere", "red", "blue", "red")
+    assert [one.id for one in shortest_first(waiting, 0.0, 1e9, lambda: iter(turns))] == ["t3", "t1", "t2", "t0"]
+    assert [one.id for one in shortest_first(waiting, 0.0, 1e9, lambda: iter(turns[:1]))] == ["t3", "t1", "t0", "t2"]
+
+
+def test_short_ones_of_a_task_far_ahead_of_its_turn_pass_nobody() -> None:
+    waiting = [
+        action(id, task=task, t_ori_s=seconds)
+        for id, task, seconds in (("long", "red", 60.0), ("early", "red", 1.0), ("ahead", "blue", 1.0))
+    ]
+
+    def order(turns: Sequence[str]) -> tuple[list[str], list[str]]:
+        found = ranked(waiting, "cpu", 0.0, 5.0, 1e9, turns=lambda: iter(turns))
+        return [one.id for one in found.first], [one.id for one in found.rest]
+
+    assert order([*("red",) * (TURNS_AHEAD - 1), "blue"]) == (["early", "ahead"], ["long"])
+    assert order([*("red",) * TURNS_AHEAD, "blue"]) == (["early"], ["long", "ahead"])

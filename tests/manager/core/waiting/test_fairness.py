@@ -81,3 +81,33 @@ def test_names_that_callers_invent_do_not_pile_up(monkeypatch: pytest.MonkeyPatc
             fair.stamp(action("again", task="kept", t_ori_s=5.0), 1.0)
     assert fair.stamp(action("kept", task="kept"), 1.0) == 5.0 * 21
     assert len(fair) == 10
+
+
+def turns(fair: FairShare, *tasks: str) -> str:
+    return " ".join(fair.turns([(task, ("cpu",)) for task in tasks]))
+
+
+def test_who_passes_others_of_its_task_takes_the_first_turn_and_pays_for_itself() -> None:
+    fair = FairShare(frozenset())
+    red = [action(f"r{index}", task="red", t_ori_s=seconds) for index, seconds in enumerate((8.0, 8.0, 2.0))]
+    blue = [action(f"b{index}", task="blue", t_ori_s=5.0) for index in range(3)]
+    for one in (*red, *blue):
+        fair.stamp(one, 1.0)
+    assert turns(fair, "blue", "red") == "blue red blue red blue red"  # red at 0, 8, 16; blue at 0, 5, 10
+    fair.waits_no_more(red[2])  # a charge of 2 where one of 8 was due
+    assert turns(fair, "blue", "red") == "blue red blue blue red"  # red at 2, 10
+    fair.waits_no_more(red[0])
+    fair.waits_no_more(red[1])
+    assert turns(fair, "blue", "red") == "blue blue blue"
+
+
+def test_who_leaves_without_a_start_gives_up_the_last_turn_of_its_task() -> None:
+    fair = FairShare(frozenset())
+    red = [action(f"r{index}", task="red", t_ori_s=4.0) for index in range(2)]
+    blue = action("b", task="blue", t_ori_s=1.0)
+    for one in (*red, blue):
+        fair.stamp(one, 1.0)
+    fair.waits_no_more(red[0], started=False)
+    fair.waits_no_more(red[0], started=False)
+    assert turns(fair, "red", "blue") == "blue red"
+    assert turns(fair, "red") == "red"
