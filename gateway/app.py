@@ -483,7 +483,7 @@ class App:
             "serving",
             http=address_of(self._http_socket),
             grpc=address_of(self._grpc_socket),
-            facades=dict.fromkeys(dict(self.config.server.facades.opened()), "/") | self.facades.ports,
+            facades=self.facades.addresses,
             auth="none: whoever reaches this machine's loopback" if self.tokens is None else "bearer token",
             sandboxes=info.kind,
             engine=info.engine,

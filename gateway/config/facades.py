@@ -98,6 +98,32 @@ class SwerexFacade:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DockerFacade:
+    """The Docker Engine API on a unix socket, for the docker CLI and docker-py: a container is a trajectory."""
+
+    socket: Annotated[
+        str, Setting("where it listens, absolute; only the gateway's own user can open it", pattern=r"^/.*[^/]$")
+    ]
+    function: Annotated[
+        str,
+        Setting(
+            "the exec function whose sandboxes are the containers, unless a label tangram.function names another",
+            min_length=1,
+        ),
+    ]
+    containers_max: Annotated[
+        int, Setting("most containers, those that have ended and were not removed too", ge=1, le=65536)
+    ] = 4096
+    connections_max: Annotated[int, Setting("most connections at once", ge=1)] = 1024
+    client_timeout_s: Annotated[
+        float | None,
+        Setting(
+            "its clients give up after this time. By default what is known of them: docker-py 60s, the docker CLI never"
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FacadesSection:
     """Doors in other protocols, for clients as they are; off unless named (``rewards: {}``)."""
 
@@ -107,12 +133,13 @@ class FacadesSection:
     models: Annotated[ModelsFacade | None, Setting("model servers of OpenAI, vLLM and SGLang")] = None
     mcp: Annotated[McpFacade | None, Setting("functions as tools of MCP")] = None
     swerex: Annotated[SwerexFacade | None, Setting("SWE-ReX's runtime server")] = None
+    docker: Annotated[DockerFacade | None, Setting("the Docker Engine API on a unix socket")] = None
 
     def opened(self) -> Iterator[tuple[str, FacadeSection]]:
-        """Yield the doors that are open, by the name of their field."""
+        """Yield the doors that are open and speak plain HTTP, by the name of their field."""
         for each in fields(self):
             section = getattr(self, each.name)
-            if section is not None:
+            if section is not None and not isinstance(section, DockerFacade):
                 yield each.name, section
 
     @property

@@ -392,6 +392,8 @@ class _Assembly:
             (("sandboxfusion", "languages", str(language)), name) for language, name in languages.items()
         ]
         named += [] if swerex is None else [(("swerex", "function"), swerex.function)]
+        docker = server.facades.docker
+        named += [] if docker is None else [(("docker", "function"), docker.function)]
         for place, name in named:
             if name not in runnable:
                 path = ("facades", *place)

@@ -71,6 +71,7 @@ CHAPTERS = (
     ("ModelsFacade", "server.facades.models"),
     ("McpFacade", "server.facades.mcp"),
     ("SwerexFacade", "server.facades.swerex"),
+    ("DockerFacade", "server.facades.docker"),
     ("NodeConfig", "node"),
     ("CpuConfig", "node.cpu"),
     ("DevicesConfig", "node.devices"),

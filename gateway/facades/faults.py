@@ -23,6 +23,7 @@ class Dialect(StrEnum):
     OPENAI = "openai"
     MCP = "mcp"
     SWEREX = "swerex"
+    DOCKER = "docker"
 
 
 class FaultKind(StrEnum):
@@ -190,6 +191,22 @@ TABLE: Mapping[Dialect, Mapping[FaultKind, ForeignError]] = {
         FaultKind.LOST: ForeignError(511),
         FaultKind.FAILED: ForeignError(511),
         FaultKind.INTERNAL: ForeignError(511),
+    },
+    # Its clients try nothing again; the CLI pulls an image and creates once more after a 404.
+    Dialect.DOCKER: {
+        FaultKind.INPUT: ForeignError(400),
+        FaultKind.UNAUTHORIZED: ForeignError(401),
+        FaultKind.FORBIDDEN: ForeignError(403),
+        FaultKind.NOT_FOUND: ForeignError(404),
+        FaultKind.METHOD: ForeignError(405),
+        FaultKind.CONFLICT: ForeignError(409),
+        FaultKind.TOO_LARGE: ForeignError(413),
+        FaultKind.UNSUPPORTED: ForeignError(501),
+        FaultKind.BUSY: ForeignError(503),
+        FaultKind.TIMEOUT: ForeignError(504),
+        FaultKind.LOST: ForeignError(500),
+        FaultKind.FAILED: ForeignError(500),
+        FaultKind.INTERNAL: ForeignError(500),
     },
 }
 

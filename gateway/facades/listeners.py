@@ -13,6 +13,8 @@ from gateway.access.connections import Connections
 from gateway.config.sections import ServerConfig
 from gateway.facades.app import FacadeApp, FrontApp, make_facades
 from gateway.facades.calls import ForeignCalls
+from gateway.facades.docker.door import DockerEngineApi
+from gateway.facades.docker.listener import DockerDoor
 from gateway.http.early import HttpDoor
 from gateway.http.server import listen
 from gateway.services import Services
@@ -32,11 +34,18 @@ class FacadeListeners:
             listener: socket.socket = closers.enter_context(listen(server.host, port, silent_s))
             self._doors[name] = HttpDoor(listener, connections_max, server)
             self.ports[name] = listener.getsockname()[1]
+        docker = server.facades.docker
+        self._docker = None if docker is None else DockerDoor(docker, server, connections_max, closers)
+        #: Where each door is: a path at the gateway's own port, a port of its own, or a socket's path.
+        self.addresses: dict[str, str | int] = dict.fromkeys(dict(server.facades.opened()), "/") | self.ports
+        if docker is not None:
+            self.addresses["docker"] = docker.socket
 
     @property
     def connections(self) -> Mapping[str, Connections]:
         """Open connections by door."""
-        return {name: door.connections for name, door in self._doors.items()}
+        opened = {} if self._docker is None else {"docker": self._docker.connections}
+        return {name: door.connections for name, door in self._doors.items()} | opened
 
     def open(self, services: Services, own: ASGIApp) -> ASGIApp:
         """Open the doors, and return what answers at the gateway's own port: ``own`` behind those that are there."""
@@ -44,8 +53,13 @@ class FacadeListeners:
         facades = make_facades(services, self.calls)
         for name, door in self._doors.items():
             door.open(FacadeApp(facades[name]))
+        if self._docker is not None and (section := services.bounds.facades.docker) is not None:
+            engine = DockerEngineApi(services, self.calls, section)
+            self._docker.on_close = engine.close
+            self._docker.open(engine.serve)
         return FrontApp(list(facades.values()), own) if facades else own
 
     async def close(self) -> None:
         """Let open requests end, and stop; idempotent."""
-        await asyncio.gather(*(door.close() for door in self._doors.values()))
+        docker = () if self._docker is None else (self._docker,)
+        await asyncio.gather(*(door.close() for door in (*self._doors.values(), *docker)))

@@ -1,0 +1,148 @@
+"""Files of containers: what is asked of a path, and trees as the tars in which they travel."""
+
+from __future__ import annotations
+
+import posixpath
+import tarfile
+from collections.abc import AsyncIterator
+
+import msgspec
+
+from gateway.facades.docker.containers import Container
+from gateway.facades.docker.exchange import EngineExchange
+from gateway.facades.docker.lifecycle import ContainerLife
+from gateway.facades.docker.shapes import PathStat, entry_stat, stat_header
+from gateway.http.trajectories import as_files_are, placed_path
+from gateway.services import Services
+from manager.errors import CodedError, Conflict, InvalidInput, NotFound
+from runtimes.sandbox.archives import open_archive, put_archive
+from runtimes.sandbox.command import Command
+from runtimes.sandbox.sandbox import Sandbox
+
+COMPONENT = "docker"
+TAR = "application/x-tar"
+STAT = "X-Docker-Container-Path-Stat"
+#: Bytes of an archive's beginning in which its first entry is looked for.
+FIRST_BYTES = 2**20
+BLOCK_BYTES = tarfile.BLOCKSIZE
+#: Headers before the one of an entry that say more of it.
+EXTENDING = frozenset({tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK})
+#: What tells of a path without following it: python3 of the sandbox, as for archives. Status 65: there is none.
+LSTAT = r"""
+import json, os, sys
+path = sys.argv[1]
+try:
+    found = os.lstat(path)
+    link = os.readlink(path) if os.path.islink(path) else ""
+except OSError:
+    sys.exit(65)
+told = {"name": os.path.basename(path) or "/", "size": found.st_size, "mode": found.st_mode, "mtime": found.st_mtime}
+print(json.dumps({**told, "link": link}))
+"""
+ABSENT, STAT_S, STAT_BYTES = 65, 30.0, 16384
+
+
+class ContainerFiles:
+    """The endpoints."""
+
+    def __init__(self, services: Services, life: ContainerLife) -> None:
+        self._services = services
+        self._life = life
+
+    async def stat(self, exchange: EngineExchange, container: Container, timeout_s: float) -> None:
+        """Answer what a path is."""
+        path = _asked(exchange)
+        sandbox = await self._life.sandbox(container, timeout_s)
+        try:
+            told = await _lstat(sandbox, placed_path(path, sandbox))
+        except CodedError as error:
+            raise _told(error, container, path) from None
+        await exchange.answer(200, None, {STAT: stat_header(told)})
+
+    async def get(self, exchange: EngineExchange, container: Container, timeout_s: float) -> None:
+        """Answer with a file or directory as a tar, whose names begin with its own."""
+        path = _asked(exchange)
+        sandbox = await self._life.sandbox(container, timeout_s)
+        place, limit_bytes = placed_path(path, sandbox), self._services.bounds.file_limit_bytes
+        try:
+            async with open_archive(sandbox, place, limit_bytes=limit_bytes, base=True) as chunks:
+                head, entry = await _first(chunks)
+                headers = {STAT: stat_header(entry_stat(entry, posixpath.basename(place) or "/"))}
+                async with exchange.streamed(TAR, headers) as body:
+                    await body.send(head)
+                    async for chunk in chunks:
+                        await body.send(chunk)
+        except CodedError as error:
+            raise _told(error, container, path) from None
+
+    async def put(self, exchange: EngineExchange, container: Container, timeout_s: float) -> None:
+        """Unpack a tar into a directory that is there; its entries belong to the sandbox's user."""
+        path = _asked(exchange)
+        sandbox = await self._life.sandbox(container, timeout_s)
+        place, limit_bytes = placed_path(path, sandbox), self._services.bounds.file_limit_bytes
+        await self._require_directory(sandbox, container, path)
+        try:
+            with as_files_are():
+                chunks = exchange.chunks(limit_bytes)
+                await put_archive(sandbox, place, chunks, limit_bytes=limit_bytes)
+        except CodedError as error:
+            raise _told(error, container, path) from None
+        await exchange.answer(200)
+
+    async def _require_directory(self, sandbox: Sandbox, container: Container, path: str) -> None:
+        """Raise NotFound or InvalidInput, as the engine does, unless it is one."""
+        place = placed_path(path, sandbox)
+        try:
+            await sandbox.list_files(place)
+        except CodedError as error:
+            raise _told(error, container, path) from None
+
+
+def _asked(exchange: EngineExchange) -> str:
+    path = exchange.query.get("path", "")
+    if not path:
+        raise InvalidInput("path: which file or directory is not said", component=COMPONENT, detail={"path": "path"})
+    return path
+
+
+async def _lstat(sandbox: Sandbox, place: str) -> PathStat:
+    """Return what a path is; raises NotFound."""
+    async with sandbox.transfer(place, user=""):
+        process = await sandbox.spawn(Command(argv=("-c", LSTAT, place), python=True, timeout_s=STAT_S))
+        try:
+            await process.close_stdin()
+            said = b"".join([data async for stream, data in process.chunks() if stream == "stdout"])[:STAT_BYTES]
+            code = (await process.wait()).exit_code
+        finally:
+            await process.kill()
+    if code == ABSENT:
+        raise NotFound(place, component=COMPONENT)
+    try:
+        return msgspec.json.decode(said, type=PathStat)
+    except msgspec.MsgspecError:
+        raise InvalidInput(f"{place!r} could not be looked at (status {code})", component=COMPONENT) from None
+
+
+async def _first(chunks: AsyncIterator[bytes]) -> tuple[bytes, tarfile.TarInfo]:
+    """Return the beginning of a tar, and its first entry."""
+    head, start = b"", 0
+    async for chunk in chunks:
+        head += chunk
+        while len(head) >= start + BLOCK_BYTES:
+            entry = tarfile.TarInfo.frombuf(head[start : start + BLOCK_BYTES], "utf-8", "surrogateescape")
+            if entry.type not in EXTENDING:
+                return head, entry
+            start += BLOCK_BYTES + -(-entry.size // BLOCK_BYTES) * BLOCK_BYTES
+        if len(head) > FIRST_BYTES:
+            break
+    raise InvalidInput("the archive has no first entry", component=COMPONENT)
+
+
+def _told(error: CodedError, container: Container, path: str) -> CodedError:
+    """Return what is wrong with a path in the engine's words, as far as it has some."""
+    if isinstance(error, NotFound):
+        told = f"Could not find the file {path} in container {container.record.id}"
+        return NotFound(told, component=COMPONENT)
+    if isinstance(error, Conflict | InvalidInput):
+        return InvalidInput(error.message, component=COMPONENT, detail=error.detail)
+    return error

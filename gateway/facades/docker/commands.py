@@ -1,0 +1,329 @@
+"""Commands of containers: each an action with a session, whose bytes go to the client as the engine frames them."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import struct
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from gateway import wire
+from gateway.facades.calls import ForeignCalls
+from gateway.facades.docker.records import KILLED, ContainerRecord
+from gateway.invocations.invocation import InvocationRequest, LiveInvocation
+from gateway.invocations.record import Record
+from gateway.services import Services
+from manager.errors import ActionFailed, CapacityExceeded, CodedError, Conflict, InvalidInput, Reason
+from runtimes.sandbox.session import InteractiveSession, SessionPiece, TerminalSize
+
+COMPONENT = "docker"
+HEARTBEAT_S = 30.0
+#: Seconds for which an action that was cancelled may take to end.
+ENDING_S = 15.0
+#: Frames of what is no terminal: which stream, three zeros, the length.
+_HEADER = struct.Struct(">BxxxI")
+_NUMBERS = {"stdin": 0, "stdout": 1, "stderr": 2}
+#: Ids of processes that clients are told: beyond every real one, so that a `kill` of one is known to mean ours.
+PIDS_FROM = 2**22 + 1
+
+Send = Callable[[bytes], Awaitable[None]]
+
+
+def frame(stream: str, data: bytes) -> bytes:
+    """Return a piece of output with the header that says whose it is."""
+    return _HEADER.pack(_NUMBERS.get(stream, 1), len(data)) + data
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandWish:
+    """What a command is to be."""
+
+    argv: tuple[str, ...]
+    cwd: str = ""
+    env: tuple[tuple[str, str], ...] = ()
+    user: str = ""
+    tty: bool = False
+    stdin: bool = False
+    stdout: bool = True
+    stderr: bool = True
+    rows: int = 0
+    columns: int = 0
+
+    def input(self) -> dict[str, object]:
+        """Return it as the input of an exec action with a session."""
+        session: dict[str, object] = {"terminal": True} if self.tty else {}
+        if self.tty and self.rows and self.columns:
+            session |= {"rows": self.rows, "columns": self.columns}
+        given: dict[str, object] = {"argv": list(self.argv), "session": session}
+        named = {"cwd": self.cwd, "user": self.user, "env": dict(self.env)}
+        return given | {name: value for name, value in named.items() if value}
+
+
+class AttendedCommand:
+    """A command from the moment it waits for its turn to its end."""
+
+    def __init__(self, services: Services, calls: ForeignCalls, record: ContainerRecord, wish: CommandWish) -> None:
+        self.wish = wish
+        self.record = record
+        #: Set once its session is there, or never will be.
+        self.begun = asyncio.Event()
+        #: Set once its program runs, or never will.
+        self.opened = asyncio.Event()
+        self.ended = asyncio.Event()
+        self.session: InteractiveSession | None = None
+        self.exit_code: int | None = None
+        #: What is told beside its output: why it was ended.
+        self.told = ""
+        #: Why there is no exit status; None if there is one.
+        self.error: CodedError | None = None
+        self.invocation_id = ""
+        self._services = services
+        self._calls = calls
+        self._cancelled = ""
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, slots: asyncio.Semaphore, until_s: float) -> None:
+        """Begin; ``slots`` are those of the sessions that may live at once."""
+        self._task = asyncio.get_running_loop().create_task(self._run(slots, until_s))
+
+    async def cancel(self, why: str) -> None:
+        """End it, whether it runs or waits; return when it has ended."""
+        self._cancelled = self._cancelled or why
+        if self._task is None:
+            self.settle(KILLED)
+            return
+        if self.ended.is_set():
+            return
+        if not self.invocation_id:
+            self._task.cancel()
+        else:
+            with suppress(CodedError):
+                await self._services.invocations.cancel(self.invocation_id, why)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ENDING_S):
+                await self.ended.wait()
+
+    def settle(self, exit_code: int) -> None:
+        """It has ended, without an action that told so; idempotent."""
+        if not self.ended.is_set():
+            self.exit_code = exit_code
+            self._wake_all()
+
+    async def end_input(self) -> None:
+        """Let it find the end of its input."""
+        await self.opened.wait()
+        session = self.session
+        with suppress(CodedError):
+            while session is not None and session.reads:
+                await session.write(b"", end=True)
+
+    async def signal(self, name: str) -> None:
+        """Signal what runs in its foreground; raises InvalidInput, Conflict."""
+        if self.session is None or self.ended.is_set():
+            raise Conflict("the command does not run", component=COMPONENT)
+        await self.session.signal(name)
+
+    async def resize(self, rows: int, columns: int) -> None:
+        """Tell its terminal how large it is; raises Conflict."""
+        if self.session is None or self.ended.is_set():
+            raise Conflict("the command does not run", component=COMPONENT)
+        await self.session.resize(TerminalSize(rows, columns))
+
+    async def _run(self, slots: asyncio.Semaphore, until_s: float) -> None:
+        try:
+            async with slots:
+                invocation = await self._admitted(until_s)
+                if self.session is None:
+                    self.session = self._session(invocation)
+                self.begun.set()
+                while not await self.session.opened(HEARTBEAT_S):
+                    pass
+                self.opened.set()
+                await invocation.has_ended(None)
+                self._conclude(invocation)
+        except asyncio.CancelledError:
+            self.error = Conflict(self._cancelled or "the gateway ends", component=COMPONENT)
+        except CodedError as error:
+            self.error = error
+        except Exception:
+            self.error = CodedError("a fault of the gateway: its log tells more", component=COMPONENT)
+            raise
+        finally:
+            self._wake_all()
+
+    def _wake_all(self) -> None:
+        for event in (self.ended, self.begun, self.opened):
+            event.set()
+
+    async def _admitted(self, until_s: float) -> LiveInvocation:
+        record, given = self.record, self.wish.input()
+        body = wire.dumps(given)
+        call = InvocationRequest(
+            function=record.function, input=given, body=body, task=record.task, trajectory=record.trajectory,
+            living=True, detached=True,
+        )  # fmt: skip
+        invocation = await self._calls.accept(call, until_s)
+        self.invocation_id = invocation.record.id
+        return invocation
+
+    def _session(self, invocation: LiveInvocation) -> InteractiveSession:
+        terminal = TerminalSize(self.wish.rows or 24, self.wish.columns or 80) if self.wish.tty else None
+        try:
+            return self._services.sessions.living(invocation.record.id, terminal)
+        except CodedError:
+            invocation.record.detached = False
+            self._services.invocations.leave(invocation)
+            raise
+
+    def _conclude(self, invocation: LiveInvocation) -> None:
+        """Read how it ended: an exit status where the command has one, an error where the gateway has."""
+        if invocation.refusal is not None:
+            self.error = invocation.refusal
+            return
+        record = invocation.record
+        result = {} if record.result is None else wire.loads_object(record.result)
+        code, number = result.get("exit_code"), result.get("signal")
+        if record.reason in (Reason.TIMEOUT, Reason.OUT_OF_MEMORY) or self._cancelled:
+            self.exit_code = KILLED
+            self.told = "" if self._cancelled else f"tangram: {record.message}\n"
+        elif record.reason is not None:
+            self.error = _error_of(record)
+        elif isinstance(number, int):
+            self.exit_code = 128 + number
+        else:
+            self.exit_code = code if isinstance(code, int) else None
+
+
+class ContainerExec(AttendedCommand):
+    """A command that a client has described, and may start once."""
+
+    def __init__(
+        self, services: Services, calls: ForeignCalls, record: ContainerRecord, wish: CommandWish, pid: int
+    ) -> None:
+        super().__init__(services, calls, record, wish)
+        self.id = secrets.token_hex(32)
+        self.pid = pid
+        self.started = False
+        #: Where its exit status will stand in the sandbox, if it was started to run behind.
+        self.status_file = ""
+
+    @property
+    def running(self) -> bool:
+        """Whether it was started, and is not known to have ended."""
+        return self.started and not self.ended.is_set()
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a client or an action waits for its end."""
+        return self.running and not self.status_file
+
+
+class MainCommand(AttendedCommand):
+    """The main command of a container, and the end of its output that is kept for who comes later."""
+
+    def __init__(
+        self, services: Services, calls: ForeignCalls, record: ContainerRecord, wish: CommandWish, keep_bytes: int
+    ) -> None:
+        super().__init__(services, calls, record, wish)
+        self._keep_bytes = keep_bytes
+        self._pieces: list[SessionPiece] = []
+        self._start = 0
+        self._end = 0
+        #: Where each of those stands who are attached and are waited for.
+        self._readers: dict[object, int] = {}
+        self._moved = asyncio.Event()
+        self.drained = asyncio.Event()
+
+    async def keep_output(self) -> None:
+        """Take its output until it ends; whoever is attached is waited for when slow."""
+        try:
+            await self.begun.wait()
+            if self.session is None:
+                return
+            async for page in self.session.read(0, HEARTBEAT_S):
+                for piece in page:
+                    await self._room()
+                    self._pieces.append(SessionPiece(self._end, piece.stream, piece.data))
+                    self._end += len(piece.data)
+                while self._end - self._start > self._keep_bytes and len(self._pieces) > 1:
+                    self._start += len(self._pieces.pop(0).data)
+                self._wake()
+            await self.ended.wait()
+            if self.told:
+                self._pieces.append(SessionPiece(self._end, "stderr", self.told.encode()))
+                self._end += len(self.told)
+        finally:
+            self.drained.set()
+            self._wake()
+
+    async def follow(self, send: Send, framed: bool, streams: frozenset[str], *, late: bool, tail: int | None) -> None:
+        """Send its output from the oldest that is kept (``late``: from now) to its end, or only what there is now.
+
+        Raises ClientGone.
+        """
+        reader = object()
+        position = self._end if late else self._tail(tail)
+        self._readers[reader] = position
+        try:
+            while True:
+                for piece in self._from(position):
+                    if piece.stream in streams:
+                        await send(frame(piece.stream, piece.data) if framed else piece.data)
+                    position = self._readers[reader] = piece.offset + len(piece.data)
+                    self._wake()
+                if self.drained.is_set() and position >= self._end:
+                    return
+                moved = self._moved
+                if position >= self._end:
+                    await moved.wait()
+        finally:
+            del self._readers[reader]
+            self._wake()
+
+    async def show(self, send: Send, framed: bool, streams: frozenset[str], tail: int | None) -> None:
+        """Send what is kept of its output now; raises ClientGone."""
+        for piece in self._from(self._tail(tail)):
+            if piece.stream in streams:
+                await send(frame(piece.stream, piece.data) if framed else piece.data)
+
+    def _from(self, position: int) -> list[SessionPiece]:
+        found = []
+        for piece in reversed(self._pieces):
+            if piece.offset + len(piece.data) <= position:
+                break
+            skipped = max(0, position - piece.offset)
+            found.append(SessionPiece(piece.offset + skipped, piece.stream, piece.data[skipped:]))
+        return found[::-1]
+
+    def _tail(self, lines: int | None) -> int:
+        """Return where the last so many lines begin."""
+        if lines is None:
+            return self._start
+        data = b"".join([piece.data for piece in self._pieces])
+        begin = len(data) - (1 if data.endswith(b"\n") else 0)
+        for _ in range(lines):
+            begin = data.rfind(b"\n", 0, max(begin, 0))
+            if begin < 0:
+                return self._start
+        return self._start + begin + 1 if lines else self._end
+
+    async def _room(self) -> None:
+        """Wait for those who are attached and far behind; who takes nothing is cut off by the bound of a write."""
+        while any(self._end - position > self._keep_bytes // 2 for position in self._readers.values()):
+            await self._moved.wait()
+
+    def _wake(self) -> None:
+        self._moved.set()
+        self._moved = asyncio.Event()
+
+
+def _error_of(record: Record) -> CodedError:
+    """Return why an action has no exit status, as an error that a client is told."""
+    told = f"{record.function}: {record.reason}: {record.message}"
+    if record.reason is Reason.INVALID_INPUT:
+        return InvalidInput(told, component=COMPONENT, invocation_id=record.id)
+    if record.reason in (Reason.QUEUE_TIMEOUT, Reason.QUOTA):
+        return CapacityExceeded(told, component=COMPONENT, invocation_id=record.id)
+    return ActionFailed(record.reason or Reason.INTERNAL, told, component=COMPONENT)

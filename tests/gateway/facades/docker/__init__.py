@@ -1,0 +1,1 @@
+"""Tests of the door that speaks the Docker Engine API."""
