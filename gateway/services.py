@@ -22,6 +22,7 @@ from gateway.store.store import Store
 from gateway.turns import TrajectoryTurns
 from manager.engine import Engine
 from manager.function import FunctionSpec
+from runtimes.sandbox.files import LocalFiles, SandboxFiles
 from runtimes.sandbox.images import ImageKeeper
 from runtimes.sandbox.promises import ProviderInfo
 from runtimes.sandbox.sandbox import Sandbox
@@ -116,3 +117,11 @@ class Services:
     warnings: Callable[[], Sequence[str]]
     #: What became of the check of the database after an unclean end; empty without one.
     record: Callable[[], str]
+
+    def files(self, trajectory: str) -> SandboxFiles | None:
+        """Return the files of a trajectory's sandbox, wherever it is; None if it has none.
+
+        Raises CapacityExceeded while its node is not reached.
+        """
+        sandbox = self.environments.get(trajectory)
+        return self.machines.files(trajectory) if sandbox is None else LocalFiles(sandbox)

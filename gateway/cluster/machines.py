@@ -15,6 +15,7 @@ from manager.errors import NotFound, Unsupported
 from manager.executor import Executor
 from manager.function import FunctionSpec
 from manager.outcome import State
+from runtimes.sandbox.files import SandboxFiles
 from tangram.types import LivingSandbox
 from tangram.types.nodes import NodeStatus, NodeStatusList, NodeTicket
 
@@ -96,8 +97,9 @@ class OneMachine:
         """Return the sandbox of a trajectory that lives on another machine."""
         return None
 
-    def check_files(self, trajectory: str) -> None:
-        """Raise a typed error for a trajectory whose files cannot be reached from here."""
+    def files(self, trajectory: str) -> SandboxFiles | None:
+        """Return the files of a trajectory that lives on another machine; raises CapacityExceeded if that is silent."""
+        return None
 
     def warnings(self) -> list[str]:
         """Return what should be looked at."""

@@ -19,6 +19,7 @@ from runtimes.node.link import NodeLink
 from runtimes.node.remote import RemoteNode
 from runtimes.node.roster import DrainAsked, NodeState, RaySaid, Roster, RosterEvent
 from runtimes.node.wire import NodeHello
+from runtimes.sandbox.files import SandboxFiles
 from tangram.types import LivingSandbox
 from tangram.types.nodes import NodeStatus, NodeStatusList, NodeTicket
 
@@ -149,15 +150,14 @@ class ClusterState(OneMachine):
             memory_bytes=facts.memory_bytes,
         )
 
-    def check_files(self, trajectory: str) -> None:
+    def files(self, trajectory: str) -> SandboxFiles | None:
         remote = self._remote_of(trajectory)
         if remote is None:
-            return
+            return None
         if not remote.attached:
             told = f"node {remote.name}, on which trajectory {trajectory!r} lives, is not reached now"
             raise CapacityExceeded(told, component="cluster", retry_after_s=self._config.link.silent_s)
-        told = f"trajectory {trajectory!r} lives on node {remote.name}, whose files cannot be reached from here yet: "
-        raise Unsupported(told + "read and write them with commands (stdin_base64)", component="cluster")
+        return remote.files(trajectory)
 
     def _remote_of(self, trajectory: str) -> RemoteNode | None:
         return None if self._fleet is None else self._member(self._fleet.home(trajectory))

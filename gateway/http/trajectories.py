@@ -28,7 +28,7 @@ from gateway.services import Services
 from gateway.trajectories import leased, open_trajectory, trajectory_info
 from manager.errors import ActionFailed, Conflict, InvalidInput, NotFound, Reason
 from runtimes.sandbox.command import FileStat, FileStream
-from runtimes.sandbox.sandbox import Sandbox
+from runtimes.sandbox.files import SandboxFiles
 from tangram.types import FileEntry, FileList, FileWritten, TrajectoryInfo, TrajectoryOpening, TrajectoryPage
 from tangram.types.requests import (
     FileHeaders,
@@ -98,28 +98,28 @@ class TrajectoryOperations:
 
     async def put_file(self, request: Request) -> Response:
         """Write a file into the sandbox, as it comes."""
-        sandbox = sandbox_of(self._services, request)
+        files = files_of(self._services, request)
         asked = read_query(request, FileWriteQuery if "path" in request.path_params else FileWriteAtQuery)
-        path = _path(request, asked, sandbox)
+        path = _path(request, asked, files)
         chunks = body_chunks(request, self._services, self._services.bounds.file_limit_bytes)
         mode = None if asked.mode is None else int(asked.mode, 8)
         with as_files_are():
-            size_bytes = await sandbox.write_file(path, chunks, mode=mode, user=asked.user or "")
+            size_bytes = await files.write(path, chunks, mode=mode, user=asked.user or "")
         return respond(FileWritten(path=path, size_bytes=size_bytes), 201)
 
     async def get_file(self, request: Request) -> Response:
         """A file's bytes, or with ``list=true`` a directory's entries."""
-        sandbox = sandbox_of(self._services, request)
+        files = files_of(self._services, request)
         asked = read_query(request, FileReadQuery if "path" in request.path_params else FileReadAtQuery)
-        path = _path(request, asked, sandbox)
+        path = _path(request, asked, files)
         user = asked.user or ""
         with as_files_are():
             if asked.list:
-                listed = await sandbox.list_files(path, user=user)
+                listed = await files.list(path, user=user)
                 return respond(FileList(files=tuple([_entry(stat) for stat in listed])))
             async with AsyncExitStack() as opening:
                 limit_bytes = self._services.bounds.file_limit_bytes
-                file = await opening.enter_async_context(sandbox.open_file(path, limit_bytes=limit_bytes, user=user))
+                file = await opening.enter_async_context(files.open(path, limit_bytes=limit_bytes, user=user))
                 return FileResponse(file, opening.pop_all())
 
     def operations(self) -> list[Operation]:
@@ -226,28 +226,30 @@ class TrajectoryOperations:
         ]
 
 
-def sandbox_of(services: Services, request: Request) -> Sandbox:
-    """Return the sandbox of the request's trajectory; raises NotFound, or TrajectoryHasEnded if it is to live."""
+def files_of(services: Services, request: Request) -> SandboxFiles:
+    """Return the files of the request's trajectory, wherever it lives.
+
+    Raises NotFound, TrajectoryHasEnded if it is to live, CapacityExceeded while its node is not reached.
+    """
     trajectory = wire.name(request.path_params["id"], "trajectory")
     if read_headers(request, FileHeaders).expect == "living":
         services.engine.check_trajectory(trajectory, living=True)
-    sandbox = services.environments.get(trajectory)
-    if sandbox is None:
-        services.machines.check_files(trajectory)
+    found = services.files(trajectory)
+    if found is None:
         raise NotFound(f"trajectory {trajectory!r} has no sandbox: it starts with its first action, or by PUT")
-    return sandbox
+    return found
 
 
-def _path(request: Request, asked: FileWriteQuery | FileReadQuery, sandbox: Sandbox) -> str:
+def _path(request: Request, asked: FileWriteQuery | FileReadQuery, files: SandboxFiles) -> str:
     """Return the path in the sandbox, absolute. It is the sandbox that keeps it inside."""
     if isinstance(asked, FileWriteAtQuery | FileReadAtQuery):
-        return placed_path(asked.path, sandbox)
+        return placed_path(asked.path, files.workdir)
     return "/" + _fitting(request.path_params["path"]).lstrip("/")
 
 
-def placed_path(path: str, sandbox: Sandbox) -> str:
+def placed_path(path: str, workdir: str) -> str:
     """Return a path of a query, absolute: a relative one begins at the sandbox's working directory."""
-    return posixpath.normpath(posixpath.join(sandbox.spec.workdir, _fitting(path)))
+    return posixpath.normpath(posixpath.join(workdir, _fitting(path)))
 
 
 def _fitting(path: str) -> str:

@@ -26,8 +26,10 @@ from manager.setting import Setting
 from runtimes.kinds import KINDS
 from runtimes.node import wire
 from runtimes.node.attempt import NodeAttempt
+from runtimes.node.files.served import ServedTransfers
 from runtimes.node.journal import AttemptJournal, JournalSettings, epoch
 from runtimes.node.link import NodeLink
+from runtimes.node.message import Message
 from runtimes.node.requests import SERVED, NodeRequests, NodeWork, unserved
 from runtimes.node.spool import Spool
 from runtimes.node.telling import Telling, TellingSettings
@@ -74,6 +76,7 @@ class Agent:
         self._attempts: dict[str, NodeAttempt] = {}
         self._link: NodeLink | None = None
         self._requests = NodeRequests(work, self._served, lambda digest: self._function(digest)[1], self.say)
+        self._transfers = ServedTransfers(work.sandboxes.files)
         self._telling = Telling(self.settings.logs)
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
@@ -142,6 +145,7 @@ class Agent:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._transfers.close()
         for attempt in self._attempts.values():
             attempt.spool.close()
         self._journal.close()
@@ -162,8 +166,9 @@ class Agent:
         link.send(self.inventory())
         self._link = self._telling.link = link
         try:
-            return await link.run(self._handle)
+            return await link.run(partial(self._handle, link))
         finally:
+            self._transfers.detach(link)
             if self._link is link:
                 self.detach()
 
@@ -173,12 +178,12 @@ class Agent:
         for attempt in self._attempts.values():
             attempt.attached = attempt.end_told = False
 
-    def say(self, message: wire.Message) -> None:
+    def say(self, message: Message) -> None:
         """Tell the gateway, if there is one."""
         if self._link is not None:
             self._link.send(message)
 
-    def _handle(self, message: wire.Message) -> None:
+    def _handle(self, link: NodeLink, message: Message) -> None:
         match message:
             case wire.ExecuteAttempt():
                 self._execute(message)
@@ -198,7 +203,7 @@ class Agent:
                 self._requests.begin(message)
             case wire.DrainNode():
                 self.on_drain(message.why)
-            case _:
+            case _ if not self._transfers.take(link, message):
                 raise wire.ChannelError(f"a {type(message).__name__} to a node")
 
     # --- attempts

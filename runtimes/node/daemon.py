@@ -14,7 +14,7 @@ import secrets
 import ssl
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated
@@ -32,6 +32,7 @@ from runtimes.node.agent import Agent, AgentSettings
 from runtimes.node.certificate import node_side, shows
 from runtimes.node.journal import BOOT_ID
 from runtimes.node.link import READ_BYTES, LinkClosed, LinkSettings, NodeLink
+from runtimes.node.message import Message
 from runtimes.node.sandboxes import NodeSandboxes
 
 logger = structlog.get_logger("node")
@@ -201,12 +202,7 @@ class Daemon:
             if welcome.fence:
                 logger.warning("the gateway had given this node up: all that it has is ended")
                 await agent.end_all()
-            link.settings = LinkSettings(
-                beat_s=welcome.beat_s,
-                silent_s=welcome.silent_s,
-                frame_max_bytes=link.settings.frame_max_bytes,
-                unsent_max_bytes=link.settings.unsent_max_bytes,
-            )
+            link.settings = replace(link.settings, beat_s=welcome.beat_s, silent_s=welcome.silent_s)
             self._link = link
             self.joined.set()
             logger.info("joined", gateway=link.peer, generation=welcome.generation)
@@ -250,7 +246,7 @@ class Daemon:
         )
 
     async def _welcomed(self, link: NodeLink) -> wire.NodeWelcome:
-        answer = await link.receive(wire.Message, self._settings.greeting_s)
+        answer = await link.receive(Message, self._settings.greeting_s)
         match answer:
             case wire.NodeWelcome():
                 return answer

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Annotated
 
 from manager.setting import Setting
+from runtimes.node.message import Message
 from runtimes.node.wire import (
     HEADER,
     AcknowledgeEnd,
@@ -25,7 +26,6 @@ from runtimes.node.wire import (
     ChannelError,
     DefineFunction,
     ExecuteAttempt,
-    Message,
     decode,
     encode,
 )

@@ -12,6 +12,7 @@ from typing import Annotated, TypeVar
 from manager.clock import Clock, MonotonicClock
 from manager.errors import CodedError
 from manager.setting import Setting
+from runtimes.node.message import Message
 from runtimes.node.wire import (
     COMPONENT,
     GREETING_BYTES,
@@ -19,7 +20,6 @@ from runtimes.node.wire import (
     Beat,
     ChannelError,
     FrameReader,
-    Message,
     NodeHello,
     NodeRefused,
     encode,
@@ -40,6 +40,7 @@ class LinkSettings:
     silent_s: Annotated[float, Setting("seconds of silence after which the other side is gone", gt=0)] = 3.0
     frame_max_bytes: Annotated[int, Setting("largest frame", ge=2**10)] = 64 * 2**20
     unsent_max_bytes: Annotated[int, Setting("most that the other side may leave unread", ge=2**10)] = 128 * 2**20
+    transfers_max: Annotated[int, Setting("most transfers of files at once", ge=1)] = 64
 
 
 class LinkClosed(CodedError):

@@ -24,11 +24,14 @@ from manager.lease import Lease
 from manager.outcome import Outcome, State
 from runtimes.kinds import KINDS
 from runtimes.node import wire
+from runtimes.node.files.remote import RemoteFiles, RemoteTransfers
 from runtimes.node.link import NodeLink
+from runtimes.node.message import Message
 from runtimes.node.remote_requests import RemoteRequests
 from runtimes.node.spool import records
 from runtimes.node.wire import COMPONENT
 from runtimes.sandbox.command import claims_of
+from runtimes.sandbox.files import SandboxFiles
 
 logger = structlog.get_logger("node.remote")
 
@@ -92,6 +95,7 @@ class RemoteNode:
         self._loop = asyncio.get_running_loop()
         self._link: NodeLink | None = None
         self._requests = RemoteRequests(name)
+        self._transfers = RemoteTransfers(name)
         self._calls: dict[str, _RemoteCall] = {}
         #: Ended here; the end is not on record yet.
         self._unrecorded: set[str] = set()
@@ -129,6 +133,7 @@ class RemoteNode:
             {facts.trajectory: facts for facts in inventory.trajectories},
         )
         self._requests.attach(link)
+        self._transfers.attach(link)
         for name in before.trajectories.keys() - self._known.trajectories.keys():
             self._requests.remember("mark_lost", name)  # before an action comes that would find a new, empty one
         for claim, remote in list(self._calls.items()):
@@ -161,6 +166,7 @@ class RemoteNode:
         """There is no link; everything waits."""
         self._link = None
         self._requests.detach()
+        self._transfers.detach()
 
     def lost(self, why: str) -> None:
         """Give up all that is there: what runs ends ``lost``, what was asked raises ActionFailed(node_lost)."""
@@ -179,9 +185,7 @@ class RemoteNode:
         claim = claims_of(action.id, action.attempt)
         try:
             digest = self._requests.digest(call.function)
-            if (
-                "session" in call.input
-            ):  # what is typed goes to a sandbox of the gateway's machine: it would wait for ever
+            if "session" in call.input:  # what is typed goes to the gateway's machine: it would wait for ever
                 told = "nodes that have joined carry no sessions yet; run commands there, or exec without -i and -t"
                 raise Unsupported(told, component=wire.COMPONENT)
         except Unsupported as error:
@@ -322,6 +326,11 @@ class RemoteNode:
         """Return the trajectories that have a sandbox there, as far as is known."""
         return self._known.trajectories
 
+    def files(self, trajectory: str) -> SandboxFiles | None:
+        """Return the files of a trajectory's sandbox there, if it is known to have one."""
+        facts = self._known.trajectories.get(trajectory)
+        return None if facts is None else RemoteFiles(self._transfers, trajectory, facts.workdir)
+
     def mark_lost(self, trajectories: Collection[str]) -> None:
         """The next action of each is told that its sandbox was lost."""
         for name in trajectories:
@@ -385,7 +394,7 @@ class RemoteNode:
 
     # --- what the node says
 
-    def _handle(self, message: wire.Message) -> None:
+    def _handle(self, message: Message) -> None:
         match message:
             case wire.AttemptLog():
                 self._take_log(message)
@@ -409,7 +418,7 @@ class RemoteNode:
             case wire.NodeGoodbye():
                 if self._listener is not None:
                     self._listener.goodbye(message.why, message.killed)
-            case _:
+            case _ if not self._transfers.take(message):
                 raise wire.ChannelError(f"a {type(message).__name__} from a node")
 
     def _take_begin(self, claim: str) -> None:
@@ -480,7 +489,7 @@ class RemoteNode:
 
     # --- inside
 
-    def _tell(self, message: wire.Message) -> None:
+    def _tell(self, message: Message) -> None:
         if self._link is not None:
             self._link.send(message)
 

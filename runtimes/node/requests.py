@@ -13,6 +13,7 @@ from manager.errors import CodedError, Unsupported
 from manager.executor import Executor
 from manager.function import FunctionSpec, SandboxSpec
 from runtimes.node import wire
+from runtimes.node.message import Message
 from runtimes.node.sandboxes import NodeSandboxes
 from runtimes.node.wire import COMPONENT
 
@@ -45,7 +46,7 @@ class NodeRequests:
         work: NodeWork,
         served: Collection[str],
         function: Callable[[str], FunctionSpec],
-        say: Callable[[wire.Message], None],
+        say: Callable[[Message], None],
     ) -> None:
         self._work = work
         self._served = served

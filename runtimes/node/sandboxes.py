@@ -8,6 +8,7 @@ from typing import Protocol
 from manager.function import SandboxSpec
 from runtimes.node.wire import TrajectoryFacts
 from runtimes.sandbox.environments import Environments
+from runtimes.sandbox.files import LocalFiles, SandboxFiles
 from runtimes.sandbox.record import TASK
 
 
@@ -31,6 +32,10 @@ class NodeSandboxes(Protocol):
 
     def facts(self) -> list[TrajectoryFacts]:
         """Return every trajectory that has a sandbox."""
+        ...
+
+    def files(self, trajectory: str) -> SandboxFiles | None:
+        """Return the files of a trajectory's sandbox, if it has one."""
         ...
 
     def look(self, trajectory: str) -> None:
@@ -104,6 +109,10 @@ class EnvironmentSandboxes:
             idle_ttl_s=spec.idle_ttl_s,
             alive=sandbox.alive,
         )
+
+    def files(self, trajectory: str) -> SandboxFiles | None:
+        sandbox = self._environments.get(trajectory)
+        return None if sandbox is None else LocalFiles(sandbox)
 
     def look(self, trajectory: str) -> None:
         facts = self._facts(trajectory)

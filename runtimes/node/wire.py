@@ -18,10 +18,12 @@ import msgspec
 from manager.action import Action
 from manager.chunk import Chunk
 from manager.config import NodeSpec
-from manager.errors import ActionFailed, CodedError, Reason
+from manager.errors import ActionFailed, CodedError
 from manager.function import FunctionSpec
 from manager.lease import Lease
 from manager.outcome import Outcome
+from runtimes.node.files.messages import FilesAsk, FilesEnded, FilesOpened, FilesPiece, FilesStop, FilesTaken
+from runtimes.node.message import ErrorFacts, Message
 
 PROTOCOL = 1
 HEADER = struct.Struct(">IB")
@@ -37,10 +39,6 @@ class ChannelError(CodedError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, component=COMPONENT)
-
-
-class Message(msgspec.Struct, array_like=True, gc=False):
-    """What one frame says."""
 
 
 # --- greeting
@@ -248,19 +246,6 @@ class NodeRequest(Message):
     chunk: Chunk | None = None
 
 
-class ErrorFacts(Message, kw_only=True):
-    """A `CodedError`."""
-
-    code: str
-    message: str
-    component: str
-    reason: Reason | None
-    retry_after_s: float | None
-    #: `pack`ed.
-    detail: bytes
-    result: bytes
-
-
 class NodeAnswer(Message):
     """The answer to a request."""
 
@@ -320,6 +305,12 @@ KINDS: Mapping[int, type[Message]] = dict(
             DrainNode,
             NodeDraining,
             NodeGoodbye,
+            FilesAsk,
+            FilesOpened,
+            FilesPiece,
+            FilesTaken,
+            FilesEnded,
+            FilesStop,
         ),
         1,
     )

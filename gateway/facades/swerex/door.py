@@ -53,7 +53,7 @@ from gateway.invocations.record import Record
 from gateway.services import Services
 from manager.errors import Forbidden, InvalidInput, NotFound, Reason
 from manager.function import FunctionSpec
-from runtimes.sandbox.sandbox import Sandbox
+from runtimes.sandbox.files import SandboxFiles
 
 #: Seconds after which the client's HTTP library gives up, whatever the action's own time-out is.
 CLIENT_S = 300.0
@@ -222,10 +222,11 @@ class Swerex(Facade):
     async def read_file(self, request: Request, place: RuntimePlace) -> Response:
         """Read a text as Path.read_text does."""
         asked = read_shape(await self.read_object(request), ReadFile)
-        sandbox = await self._sandbox(request, place)
+        files = await self._files(request, place)
         try:
-            path = placed_path(asked.path, sandbox)
-            data = await sandbox.read_file(path, limit_bytes=self.services.bounds.file_limit_bytes)
+            path, limit_bytes = placed_path(asked.path, files.workdir), self.services.bounds.file_limit_bytes
+            async with files.open(path, limit_bytes=limit_bytes) as file:
+                data = b"".join([chunk async for chunk in file.chunks()])
             return answer({"content": decoded(data, asked)})
         except (InvalidInput, NotFound) as error:
             raise as_python(error, asked.path) from None
@@ -233,10 +234,10 @@ class Swerex(Facade):
     async def write_file(self, request: Request, place: RuntimePlace) -> Response:
         """Write a text as Path.write_text does, its directories too."""
         asked = read_shape(await self.read_object(request), WriteFile)
-        sandbox = await self._sandbox(request, place)
+        files = await self._files(request, place)
         try:
             data = asked.content.encode("utf-8")
-            await sandbox.write_file(placed_path(asked.path, sandbox), data)
+            await files.write(placed_path(asked.path, files.workdir), data)
         except UnicodeEncodeError as error:
             raise RaisedAtClient("builtins.UnicodeEncodeError", str(error)) from None
         except (InvalidInput, NotFound) as error:
@@ -249,11 +250,11 @@ class Swerex(Facade):
         boundary = boundary.partition(";")[0].strip().strip('"')
         if not kind.startswith(MULTIPART) or not boundary:
             raise InvalidInput(f"the body must be {MULTIPART} with file, target_path and unzip", component=self.name)
-        sandbox = await self._sandbox(request, place)
+        files = await self._files(request, place)
         name = f".swerex-{secrets.token_hex(12)}"
         limit_bytes = self.services.bounds.file_limit_bytes
         chunks = body_chunks(request, self.services, limit_bytes)
-        await sandbox.write_file(placed_path(name, sandbox), chunks, mode=0o600)
+        await files.write(placed_path(name, files.workdir), chunks, mode=0o600)
         record = await self._act(request, place, _script(UNPACK, {"body": name, "mark": f"--{boundary}"}), None)
         self._check(record)
         told = self._told(record)
@@ -400,17 +401,16 @@ class Swerex(Facade):
         said = {name: ended.get(name) for name in ("exit_code", "expect_string")}
         return answer({"output": output, "failure_reason": "", "session_type": "bash", **said}, record)
 
-    async def _sandbox(self, request: Request, place: RuntimePlace) -> Sandbox:
-        """Return the trajectory's sandbox, which an action makes that waits its turn."""
-        found = self.services.environments.get(place.trajectory)
+    async def _files(self, request: Request, place: RuntimePlace) -> SandboxFiles:
+        """Return the files of the trajectory's sandbox, which an action makes that waits its turn."""
+        found = self.services.files(place.trajectory)
         if found is None:
             unread = Request(
                 request.scope, _silent
             )  # whoever watches a connection takes the body for its caller's signs
             self._check(await self._act(unread, place, {"command": ":"}, None))
-            found = self.services.environments.get(place.trajectory)
+            found = self.services.files(place.trajectory)
         if found is None:
-            self.services.machines.check_files(place.trajectory)
             raise NotFound(f"trajectory {place.trajectory!r} has no sandbox any more", component=self.name)
         return found
 

@@ -17,6 +17,7 @@ from runtimes.node.sandboxes import NodeSandboxes
 from runtimes.node.wire import TrajectoryFacts
 from runtimes.runtime import Execution, Result
 from runtimes.sandbox.command import claims_of
+from runtimes.sandbox.files import SandboxFiles
 
 #: What a command says: (stream, text) in order.
 Words = tuple[tuple[str, str], ...]
@@ -41,6 +42,7 @@ class Machine:
         self.commands: dict[str, MachineCommand] = {}
         self.acknowledged: list[str] = []
         self.trajectories: dict[str, TrajectoryFacts] = {}
+        self.files: dict[str, SandboxFiles] = {}
         self.told_lost: list[str] = []
         self.resized: list[tuple[str, Lease]] = []
         #: Actions whose commands run until `finish`.
@@ -130,6 +132,9 @@ class MachineSandboxes:
 
     def facts(self) -> list[TrajectoryFacts]:
         return list(self._machine.trajectories.values())
+
+    def files(self, trajectory: str) -> SandboxFiles | None:
+        return self._machine.files.get(trajectory)
 
     def look(self, trajectory: str) -> None:
         if trajectory in self._machine.trajectories:

@@ -19,6 +19,7 @@ from runtimes.node import wire
 from runtimes.node.certificate import NodeCertificate, ensure_certificate, server_side
 from runtimes.node.daemon import Daemon, DaemonSettings, HostWork
 from runtimes.node.link import NodeLink
+from runtimes.node.message import Message
 from runtimes.node.remote import RemoteNode
 from tests.runtimes.node.machine import Machine, MachineWork, facts_of_trajectory
 from tests.runtimes.node.session import AGENT, FUNCTION, STUCK_S, KeptLog
@@ -35,7 +36,7 @@ class StandInDoor:
         self.goodbyes: list[tuple[str, bool]] = []
         self.inventories: list[wire.Inventory] = []
         #: What is said to a hello.
-        self.answer: Callable[[wire.NodeHello], wire.Message] = lambda hello: welcome()
+        self.answer: Callable[[wire.NodeHello], Message] = lambda hello: welcome()
         self.attached = asyncio.Event()
         self.gone = asyncio.Event()
         self.changed = asyncio.Event()

@@ -10,6 +10,7 @@ import pytest
 from manager.clock import VirtualClock
 from runtimes.node import wire
 from runtimes.node.link import LinkClosed, LinkSettings, NodeLink
+from runtimes.node.message import Message
 from tests.runtimes.node.memory_stream import CALM, MemoryTransport, pair
 from tests.runtimes.node.session import hello
 
@@ -27,7 +28,7 @@ async def test_frames_of_one_turn_arrive_in_order() -> None:
     heard: list[str] = []
     all_heard = asyncio.Event()
 
-    def hear(message: wire.Message) -> None:
+    def hear(message: Message) -> None:
         assert isinstance(message, wire.AttemptBegins)
         heard.append(message.claim)
         if len(heard) == 100:

@@ -15,6 +15,7 @@ from manager.lease import Lease
 from manager.outcome import State
 from runtimes.node import wire
 from tests.runtimes.node.machine import Machine, facts_of_trajectory
+from tests.runtimes.node.memory_stream import pair
 from tests.runtimes.node.session import FUNCTION, STUCK_S, WORDS, Session, said, settled
 from tests.runtimes.node.test_wire import ACTION, LEASE
 
@@ -229,7 +230,8 @@ async def test_a_new_gateway_ends_what_it_does_not_take(session: Session) -> Non
 async def test_a_frame_of_the_wrong_side_cuts_the_link(session: Session) -> None:
     await session.begin_daemon()
     assert session.agent is not None
+    link, _ = pair()
     with pytest.raises(wire.ChannelError):
-        session.agent._handle(wire.AttemptBegins("a.1/"))
+        session.agent._handle(link, wire.AttemptBegins("a.1/"))
     with pytest.raises(wire.ChannelError, match="never defined"):
-        session.agent._handle(wire.ExecuteAttempt("a.1/", ACTION, LEASE, "unknown", b"m\x80", None, None, {}))
+        session.agent._handle(link, wire.ExecuteAttempt("a.1/", ACTION, LEASE, "unknown", b"m\x80", None, None, {}))

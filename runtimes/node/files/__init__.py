@@ -1,0 +1,1 @@
+"""Files of sandboxes on other machines: bytes to and fro over a node's channel, beside the actions."""

@@ -1,0 +1,101 @@
+"""The bytes of one transfer: what arrives waits in a bounded window, what leaves waits for room in the other's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+
+from manager.errors import CodedError
+from runtimes.node.files.messages import FilesPiece, FilesTaken
+from runtimes.node.link import NodeLink
+from runtimes.node.wire import ChannelError
+
+#: Bytes of one piece. An action's frame waits behind no more than one of them for each transfer.
+PIECE_BYTES = 64 * 2**10
+#: Bytes that may be under way, or wait at the other side, of one transfer.
+WINDOW_BYTES = 2**20
+
+
+class Inflow:
+    """The pieces that arrive, in order, for one reader."""
+
+    def __init__(self, transfer: int, link: NodeLink) -> None:
+        self._transfer = transfer
+        self._link = link
+        self._waiting: deque[bytes] = deque()
+        self._held_bytes = self._untold_bytes = 0
+        self._whole = False
+        self._error: CodedError | None = None
+        self._changed = asyncio.Event()
+
+    def take(self, data: bytes) -> None:
+        """A piece has arrived; raises ChannelError for more than there is room for."""
+        self._held_bytes += len(data)
+        if self._held_bytes + self._untold_bytes > WINDOW_BYTES:
+            raise ChannelError(f"more than {WINDOW_BYTES} bytes of a file were sent ahead")
+        if data:
+            self._waiting.append(data)
+        else:
+            self._whole = True
+        self._changed.set()
+
+    def fail(self, error: CodedError) -> None:
+        """Nothing more comes, and its reader is told why once it has had what came."""
+        self._error = self._error or error
+        self._changed.set()
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """Yield the bytes as they come, to the last one; raises what `fail` was given if that did not come."""
+        while True:
+            while self._waiting:
+                data = self._waiting.popleft()
+                self._tell_taken(len(data))
+                yield data
+            if self._whole:
+                return
+            if self._error is not None:
+                raise self._error
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _tell_taken(self, size_bytes: int) -> None:
+        """Tell of what was taken, a quarter of the window at once."""
+        self._held_bytes -= size_bytes
+        self._untold_bytes += size_bytes
+        if self._untold_bytes >= WINDOW_BYTES // 4:
+            self._link.send(FilesTaken(self._transfer, self._untold_bytes))
+            self._untold_bytes = 0
+
+
+class Outflow:
+    """The pieces that leave."""
+
+    def __init__(self, transfer: int, link: NodeLink) -> None:
+        self._transfer = transfer
+        self._link = link
+        self._room_bytes = WINDOW_BYTES
+        self._piece_bytes = min(PIECE_BYTES, link.settings.frame_max_bytes // 2)
+        self._changed = asyncio.Event()
+
+    def taken(self, size_bytes: int) -> None:
+        """The other side has room again; raises ChannelError for more than was ever sent."""
+        self._room_bytes += size_bytes
+        if not 0 < size_bytes <= WINDOW_BYTES or self._room_bytes > WINDOW_BYTES:
+            raise ChannelError("more bytes of a file were taken than were sent")
+        self._changed.set()
+
+    async def send(self, chunks: AsyncIterator[bytes]) -> None:
+        """Send all of it, one piece whenever the link has passed on what it had; raises what ``chunks`` raises."""
+        async for chunk in chunks:
+            for start in range(0, len(chunk), self._piece_bytes):
+                await self._send(chunk[start : start + self._piece_bytes])
+        self._link.send(FilesPiece(self._transfer, b""))
+
+    async def _send(self, piece: bytes) -> None:
+        while self._room_bytes < len(piece):
+            self._changed.clear()
+            await self._changed.wait()
+        self._room_bytes -= len(piece)
+        self._link.send(FilesPiece(self._transfer, piece))
+        await self._link.drained()

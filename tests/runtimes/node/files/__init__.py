@@ -1,0 +1,1 @@
+"""Tests of the transfers of files between a gateway and a node."""

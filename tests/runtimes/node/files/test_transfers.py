@@ -1,0 +1,196 @@
+"""Files on a node: whole, in bounded memory, with their errors, and ended with the link that carried them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+
+import pytest
+
+from manager.errors import CapacityExceeded, InvalidInput, NotFound, TooLarge
+from runtimes.node.files.flow import PIECE_BYTES, WINDOW_BYTES
+from runtimes.node.files.messages import FilesAsk, FilesPiece, FilesTaken, FilesVerb
+from runtimes.node.link import LinkSettings
+from runtimes.node.wire import KINDS
+from tests.runtimes.node.files.conftest import FilesWorld
+
+LARGE = random.Random(7).randbytes(5 * 2**20 + 17)
+LIMIT_BYTES = 2**30
+
+
+async def chunked(data: bytes, size_bytes: int = 30_011) -> AsyncIterator[bytes]:
+    for start in range(0, len(data), size_bytes):
+        yield data[start : start + size_bytes]
+
+
+async def read(world: FilesWorld, path: str) -> bytes:
+    async with world.files.open(path, limit_bytes=LIMIT_BYTES) as file:
+        return b"".join([chunk async for chunk in file.chunks()])
+
+
+@pytest.mark.parametrize("data", [b"", b"x", LARGE], ids=["empty", "one byte", "five windows"])
+async def test_what_is_written_is_read_again(world: FilesWorld, data: bytes) -> None:
+    assert await world.files.write("/workspace/f", chunked(data), mode=0o640, user="agent") == len(data)
+    assert world.there.kept == {"/workspace/f": data}
+    async with world.files.open("/workspace/f", limit_bytes=LIMIT_BYTES, user="agent") as file:
+        assert file.size_bytes == len(data)
+        assert b"".join([chunk async for chunk in file.chunks()]) == data
+    assert world.there.asked == [("write", "/workspace/f", "agent", 0o640), ("read", "/workspace/f", "agent", None)]
+
+
+async def test_bytes_that_are_there_already_travel_as_those_that_come(world: FilesWorld) -> None:
+    assert await world.files.write("/workspace/f", LARGE) == len(LARGE)
+    assert await read(world, "/workspace/f") == LARGE
+
+
+async def test_trees_and_directories(world: FilesWorld) -> None:
+    assert await world.files.unpack("/workspace/d", chunked(LARGE), limit_bytes=77, user="root") == len(LARGE)
+    async with world.files.pack("/workspace/d", limit_bytes=78, user="root", base=True) as chunks:
+        assert b"".join([chunk async for chunk in chunks]) == LARGE
+    assert world.there.asked == [("unpack", "/workspace/d", "root", 77), ("pack", "/workspace/d", "root", 1)]
+    (entry,) = await world.files.list("/workspace")
+    assert (entry.path, entry.size_bytes, entry.directory, entry.mode) == ("/workspace/d", len(LARGE), False, 0o644)
+
+
+async def test_many_at_once_each_get_their_own(world: FilesWorld) -> None:
+    datas = {f"/workspace/{number}": random.Random(number).randbytes(300_000 + number) for number in range(40)}
+    await asyncio.gather(*[world.files.write(path, chunked(data)) for path, data in datas.items()])
+    assert dict(zip(datas, await asyncio.gather(*[read(world, path) for path in datas]), strict=True)) == datas
+
+
+async def test_errors_of_the_sandbox_arrive_with_what_they_say(world: FilesWorld) -> None:
+    with pytest.raises(NotFound, match="no file") as refused:
+        await read(world, "/workspace/none")
+    assert refused.value.detail == {"file_error": "not_found"}
+    with pytest.raises(NotFound, match="no directory"):
+        await world.files.list("/nowhere")
+    world.there.disk_bytes = 100
+    with pytest.raises(TooLarge, match="more than the sandbox's disk"):
+        await world.files.write("/workspace/f", chunked(LARGE))
+    world.there.disk_bytes = LIMIT_BYTES
+    assert await world.files.write("/workspace/f", chunked(LARGE)) == len(LARGE), "the next one is not disturbed"
+    with pytest.raises(TooLarge):
+        async with world.files.open("/workspace/f", limit_bytes=10):
+            pass
+    world.there.breaks_at = 3 * 2**20
+    with pytest.raises(InvalidInput, match="became shorter"):
+        await read(world, "/workspace/f")
+    with pytest.raises(NotFound, match="no sandbox"):
+        await type(world.files)(world.remote, "another", "/workspace").list("/")
+
+
+async def test_a_sandbox_that_takes_nothing_holds_up_no_more_than_a_window(world: FilesWorld) -> None:
+    world.there.takes.clear()
+    given_bytes = 0
+
+    async def counted() -> AsyncIterator[bytes]:
+        nonlocal given_bytes
+        for _ in range(200):
+            given_bytes += PIECE_BYTES
+            yield bytes(PIECE_BYTES)
+
+    writing = asyncio.create_task(world.files.write("/workspace/f", counted()))
+    for _ in range(2000):
+        await asyncio.sleep(0)
+    assert WINDOW_BYTES <= given_bytes <= WINDOW_BYTES + 2 * PIECE_BYTES
+    assert await world.files.list("/") == [], "what else the channel carries goes on"
+    world.there.takes.set()
+    assert await writing == 200 * PIECE_BYTES
+
+
+async def test_a_reader_that_takes_nothing_is_sent_no_more_than_a_window(world: FilesWorld) -> None:
+    world.there.kept["/workspace/f"] = LARGE
+    piece = next(number for number, kind in KINDS.items() if kind is FilesPiece)
+    async with world.files.open("/workspace/f", limit_bytes=LIMIT_BYTES) as file:
+        for _ in range(2000):
+            await asyncio.sleep(0)
+        assert world.frames.count(piece) * PIECE_BYTES <= WINDOW_BYTES + 8 * PIECE_BYTES
+        assert b"".join([chunk async for chunk in file.chunks()]) == LARGE
+
+
+async def test_a_writer_that_breaks_off_leaves_nothing(world: FilesWorld) -> None:
+    async def broken() -> AsyncIterator[bytes]:
+        yield bytes(PIECE_BYTES)
+        await world.until_arrived(PIECE_BYTES)
+        raise InvalidInput("the caller hung up", component="test")
+
+    with pytest.raises(InvalidInput, match="hung up"):
+        await world.files.write("/workspace/f", broken())
+    await world.until_broken()
+    assert world.there.kept == {}
+
+
+async def test_a_cut_ends_what_is_under_way_and_the_next_link_begins_anew(world: FilesWorld) -> None:
+    world.there.kept["/workspace/large"] = LARGE
+
+    async def endless() -> AsyncIterator[bytes]:
+        while True:
+            yield bytes(1000)
+            await asyncio.sleep(0)
+
+    writing = asyncio.create_task(world.files.write("/workspace/f", endless()))
+    await world.until_arrived(10_000)
+    async with world.files.open("/workspace/large", limit_bytes=LIMIT_BYTES) as file:
+        chunks = file.chunks()
+        first = await anext(chunks)
+        assert await world.cut() == ["cut", "the other side hung up"]
+        with pytest.raises(CapacityExceeded, match="cut off") as cut:
+            b"".join([chunk async for chunk in chunks])
+    assert LARGE.startswith(first) and cut.value.retry_after_s
+    with pytest.raises(CapacityExceeded, match="cut off"):
+        await writing
+    await world.until_broken()
+    with pytest.raises(CapacityExceeded, match="not reached now"):
+        await world.files.list("/")
+    world.join()
+    assert await read(world, "/workspace/large") == LARGE
+    assert "/workspace/f" not in world.there.kept
+
+
+async def test_no_more_at_once_than_the_link_allows(world: FilesWorld) -> None:
+    await world.cut()
+    world.join(LinkSettings(beat_s=3600.0, silent_s=7200.0, transfers_max=2))
+    world.there.takes.clear()
+    writing = [asyncio.create_task(world.files.write(f"/workspace/{n}", chunked(LARGE))) for n in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(CapacityExceeded, match="2 transfers") as full:
+        await world.files.list("/")
+    assert full.value.retry_after_s
+    world.there.takes.set()
+    assert await asyncio.gather(*writing) == [len(LARGE)] * 2
+    assert len(await world.files.list("/")) == 2
+
+
+async def test_a_node_refuses_more_than_it_allows(world: FilesWorld) -> None:
+    """A gateway that does not count is told so, too."""
+    world.there.takes.clear()
+    await world.cut()
+    world.join(LinkSettings(beat_s=3600.0, silent_s=7200.0, transfers_max=2))
+    assert world.near is not None
+    for number in range(2):
+        ask = FilesAsk(transfer=number, verb=FilesVerb.WRITE, trajectory="t", path=f"/{number}", user="")
+        world.near.send(ask)
+    with pytest.raises(CapacityExceeded, match="the node has 2"):
+        await world.files.list("/")
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        [FilesPiece(1, bytes(WINDOW_BYTES)), FilesPiece(1, b"x")],
+        [FilesTaken(1, 5)],
+        [FilesAsk(transfer=1, verb=FilesVerb.LIST, trajectory="t", path="/", user="")],
+    ],
+    ids=["more than the window", "taken what was never sent", "one number twice"],
+)
+async def test_who_breaks_the_rules_is_cut(world: FilesWorld, sent: list[FilesPiece | FilesTaken | FilesAsk]) -> None:
+    world.there.takes.clear()
+    assert world.near is not None
+    world.near.send(FilesAsk(transfer=1, verb=FilesVerb.WRITE, trajectory="t", path="/f", user=""))
+    for message in sent:
+        world.near.send(message)
+    near, far = await world.gone()
+    assert near == "the other side hung up"
+    assert any(word in far for word in ("sent ahead", "taken than were sent", "asked for twice"))
+    await world.until_broken()
