@@ -332,7 +332,7 @@ def test_what_a_handler_requires_is_checked_read_from_files_and_part_of_the_revi
     first = loaded(tmp_path, functions(text)).functions["f"]
     assert first.handler is not None and first.handler.requirements == ("other>=2", "tiny==1.0")
     (tmp_path / "sandbox.yaml").write_text("version: 1\nsandbox: {requirements: {find_links: wheels}}\n")
-    assert load([tmp_path], {}).sandbox.requirements.find_links == tmp_path / "wheels"
+    assert load([tmp_path / "sandbox.yaml"], {}).sandbox.requirements.find_links == tmp_path / "wheels"
     (tmp_path / "needs.txt").write_text("tiny==1.1\n")
     second = loaded(tmp_path, functions(text)).functions["f"]
     assert first.revision != second.revision
