@@ -97,6 +97,10 @@ class OneMachine:
         """Return the sandbox of a trajectory that lives on another machine."""
         return None
 
+    def elsewhere(self, trajectory: str) -> str:
+        """Return the node on which a trajectory lives; empty if that is this machine, or none."""
+        return ""
+
     def files(self, trajectory: str) -> SandboxFiles | None:
         """Return the files of a trajectory that lives on another machine; raises CapacityExceeded if that is silent."""
         return None

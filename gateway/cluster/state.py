@@ -150,6 +150,10 @@ class ClusterState(OneMachine):
             memory_bytes=facts.memory_bytes,
         )
 
+    def elsewhere(self, trajectory: str) -> str:
+        remote = self._remote_of(trajectory)
+        return "" if remote is None else remote.name
+
     def files(self, trajectory: str) -> SandboxFiles | None:
         remote = self._remote_of(trajectory)
         if remote is None:
