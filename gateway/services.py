@@ -22,7 +22,7 @@ from gateway.store.store import Store
 from gateway.turns import TrajectoryTurns
 from manager.engine import Engine
 from manager.function import FunctionSpec
-from runtimes.sandbox.files import LocalFiles, SandboxFiles
+from runtimes.sandbox.files.files import LocalFiles, SandboxFiles
 from runtimes.sandbox.images import ImageKeeper
 from runtimes.sandbox.promises import ProviderInfo
 from runtimes.sandbox.sandbox import Sandbox

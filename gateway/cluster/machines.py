@@ -15,7 +15,7 @@ from manager.errors import NotFound, Unsupported
 from manager.executor import Executor
 from manager.function import FunctionSpec
 from manager.outcome import State
-from runtimes.sandbox.files import SandboxFiles
+from runtimes.sandbox.files.files import SandboxFiles
 from tangram.types import LivingSandbox
 from tangram.types.nodes import NodeStatus, NodeStatusList, NodeTicket
 

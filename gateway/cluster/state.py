@@ -19,7 +19,7 @@ from runtimes.node.link import NodeLink
 from runtimes.node.remote import RemoteNode
 from runtimes.node.roster import DrainAsked, NodeState, RaySaid, Roster, RosterEvent
 from runtimes.node.wire import NodeHello
-from runtimes.sandbox.files import SandboxFiles
+from runtimes.sandbox.files.files import SandboxFiles
 from tangram.types import LivingSandbox
 from tangram.types.nodes import NodeStatus, NodeStatusList, NodeTicket
 

@@ -28,7 +28,7 @@ from gateway.services import Services
 from gateway.trajectories import leased, open_trajectory, trajectory_info
 from manager.errors import ActionFailed, Conflict, InvalidInput, NotFound, Reason
 from runtimes.sandbox.command import FileStat, FileStream
-from runtimes.sandbox.files import SandboxFiles
+from runtimes.sandbox.files.files import SandboxFiles
 from tangram.types import FileEntry, FileList, FileWritten, TrajectoryInfo, TrajectoryOpening, TrajectoryPage
 from tangram.types.requests import (
     FileHeaders,

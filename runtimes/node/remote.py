@@ -31,7 +31,7 @@ from runtimes.node.remote_requests import RemoteRequests
 from runtimes.node.spool import records
 from runtimes.node.wire import COMPONENT
 from runtimes.sandbox.command import claims_of
-from runtimes.sandbox.files import SandboxFiles
+from runtimes.sandbox.files.files import SandboxFiles
 
 logger = structlog.get_logger("node.remote")
 

@@ -8,7 +8,7 @@ from typing import Protocol
 from manager.function import SandboxSpec
 from runtimes.node.wire import TrajectoryFacts
 from runtimes.sandbox.environments import Environments
-from runtimes.sandbox.files import LocalFiles, SandboxFiles
+from runtimes.sandbox.files.files import LocalFiles, SandboxFiles
 from runtimes.sandbox.record import TASK
 
 

@@ -53,7 +53,7 @@ from gateway.invocations.record import Record
 from gateway.services import Services
 from manager.errors import Forbidden, InvalidInput, NotFound, Reason
 from manager.function import FunctionSpec
-from runtimes.sandbox.files import SandboxFiles
+from runtimes.sandbox.files.files import SandboxFiles
 
 #: Seconds after which the client's HTTP library gives up, whatever the action's own time-out is.
 CLIENT_S = 300.0

@@ -130,7 +130,7 @@ class _RemoteStream:
 
 
 class RemoteFiles:
-    """`runtimes.sandbox.files.SandboxFiles` of a sandbox on a node.
+    """`runtimes.sandbox.files.files.SandboxFiles` of a sandbox on a node.
 
     Besides what those raise: CapacityExceeded while the node is not reached, and for what its link cut off.
     """

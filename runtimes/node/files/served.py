@@ -16,7 +16,7 @@ from runtimes.node.files.messages import FilesAsk, FilesEnded, FilesOpened, File
 from runtimes.node.link import NodeLink
 from runtimes.node.message import Message
 from runtimes.node.wire import COMPONENT, ChannelError
-from runtimes.sandbox.files import SandboxFiles
+from runtimes.sandbox.files.files import SandboxFiles
 
 logger = structlog.get_logger("node.files")
 

@@ -24,10 +24,10 @@ import structlog
 from manager.errors import ActionFailed, CodedError, InvalidConfig, Unsupported, exhaustion
 from manager.function import Network, SandboxSpec
 from runtimes.api.secrets import REDACTED, SECRET, Secrets
-from runtimes.sandbox.archiver import Extraction, Refused
-from runtimes.sandbox.archives import open_archive
 from runtimes.sandbox.command import Command
 from runtimes.sandbox.environments import PURPOSE
+from runtimes.sandbox.files.archiver import Extraction, Refused
+from runtimes.sandbox.files.archives import open_archive
 from runtimes.sandbox.handler.requirements import RequirementSettings
 from runtimes.sandbox.handler.sources import COMPONENT
 from runtimes.sandbox.sandbox import Provider, Sandbox

@@ -17,7 +17,7 @@ from runtimes.node.sandboxes import NodeSandboxes
 from runtimes.node.wire import TrajectoryFacts
 from runtimes.runtime import Execution, Result
 from runtimes.sandbox.command import claims_of
-from runtimes.sandbox.files import SandboxFiles
+from runtimes.sandbox.files.files import SandboxFiles
 
 #: What a command says: (stream, text) in order.
 Words = tuple[tuple[str, str], ...]

@@ -11,8 +11,8 @@ import pytest
 
 from manager.errors import CodedError, InvalidInput, NotFound, TooLarge
 from manager.function import Capabilities, SandboxSpec
-from runtimes.sandbox.archives import open_archive, put_archive
 from runtimes.sandbox.command import Command
+from runtimes.sandbox.files.archives import open_archive, put_archive
 from runtimes.sandbox.sandbox import Provider, Sandbox
 from tests.runtimes.sandbox.conftest import unique
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from manager.errors import ActionFailed, InvalidInput
 from manager.function import AUTO
-from runtimes.sandbox.archiver import REFUSED
 from runtimes.sandbox.command import Command
+from runtimes.sandbox.files.archiver import REFUSED
 from runtimes.sandbox.runner.conversation import SandboxProcess
 from runtimes.sandbox.runner.protocol import RunnerRefusal, decode
 from runtimes.sandbox.runner.runner import ProtocolError

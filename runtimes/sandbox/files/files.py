@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
-from runtimes.sandbox.archives import open_archive, put_archive
 from runtimes.sandbox.command import FileSource, FileStat, FileStream
+from runtimes.sandbox.files.archives import open_archive, put_archive
 from runtimes.sandbox.sandbox import Sandbox
 
 

@@ -1,0 +1,1 @@
+"""Files of sandboxes from outside: one by one, and whole trees in a tar."""
