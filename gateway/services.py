@@ -21,6 +21,7 @@ from gateway.preparation import Readiness
 from gateway.store.store import Store
 from gateway.turns import TrajectoryTurns
 from manager.engine import Engine
+from manager.errors import Unsupported
 from manager.function import FunctionSpec
 from runtimes.sandbox.files.files import LocalFiles, SandboxFiles
 from runtimes.sandbox.images import ImageKeeper
@@ -117,6 +118,13 @@ class Services:
     warnings: Callable[[], Sequence[str]]
     #: What became of the check of the database after an unclean end; empty without one.
     record: Callable[[], str]
+
+    def require_here(self, trajectory: str) -> None:
+        """Raise Unsupported if a trajectory lives on another machine than this one."""
+        node = self.machines.elsewhere(trajectory)
+        if node:
+            told = f"trajectory {trajectory!r} lives on node {node}: this works on the gateway's own machine only"
+            raise Unsupported(told, component="cluster")
 
     def files(self, trajectory: str) -> SandboxFiles | None:
         """Return the files of a trajectory's sandbox, wherever it is; None if it has none.

@@ -7,7 +7,7 @@ import asyncio
 from gateway import wire
 from gateway.services import Services
 from gateway.trajectories import open_trajectory
-from manager.errors import ActionFailed, Conflict, NotFound, Reason, Unsupported
+from manager.errors import ActionFailed, Conflict, NotFound, Reason
 from runtimes.sandbox.snapshots.record import SnapshotRecord
 from tangram.types import ForkAnswer, ForkRequest, SnapshotInfo, SnapshotList, TrajectoryInfo, TrajectoryOpening
 
@@ -25,7 +25,7 @@ async def take_snapshot(services: Services, trajectory: str) -> SnapshotInfo:
     name = wire.name(trajectory, "trajectory")
 
     async def take() -> SnapshotRecord:
-        _require_here(services, name)
+        services.require_here(name)
         try:
             return await services.snapshot(name)
         except ActionFailed as error:
@@ -33,17 +33,8 @@ async def take_snapshot(services: Services, trajectory: str) -> SnapshotInfo:
                 raise
             raise Conflict(error.message, component=error.component, detail=error.detail) from None
 
-    _require_here(services, name)
+    services.require_here(name)
     return snapshot_info(services, await services.turns.take(services.engine, name, "snapshot", take))
-
-
-def _require_here(services: Services, trajectory: str) -> None:
-    node = services.machines.elsewhere(trajectory)
-    if node:
-        told = (
-            f"trajectory {trajectory!r} lives on node {node}: only those on the gateway's own machine are snapshotted"
-        )
-        raise Unsupported(told, component=COMPONENT)
 
 
 async def fork_trajectory(services: Services, trajectory: str, asked: ForkRequest) -> ForkAnswer:

@@ -15,8 +15,8 @@ from gateway.facades.docker.shapes import PathStat, entry_stat, stat_header
 from gateway.http.trajectories import as_files_are, placed_path
 from gateway.services import Services
 from manager.errors import CodedError, Conflict, InvalidInput, NotFound
-from runtimes.sandbox.archives import open_archive, put_archive
 from runtimes.sandbox.command import Command
+from runtimes.sandbox.files.archives import open_archive, put_archive
 from runtimes.sandbox.sandbox import Sandbox
 
 COMPONENT = "docker"
@@ -54,7 +54,7 @@ class ContainerFiles:
         path = _asked(exchange)
         sandbox = await self._life.sandbox(container, timeout_s)
         try:
-            told = await _lstat(sandbox, placed_path(path, sandbox))
+            told = await _lstat(sandbox, placed_path(path, sandbox.spec.workdir))
         except CodedError as error:
             raise _told(error, container, path) from None
         await exchange.answer(200, None, {STAT: stat_header(told)})
@@ -63,7 +63,7 @@ class ContainerFiles:
         """Answer with a file or directory as a tar, whose names begin with its own."""
         path = _asked(exchange)
         sandbox = await self._life.sandbox(container, timeout_s)
-        place, limit_bytes = placed_path(path, sandbox), self._services.bounds.file_limit_bytes
+        place, limit_bytes = placed_path(path, sandbox.spec.workdir), self._services.bounds.file_limit_bytes
         try:
             async with open_archive(sandbox, place, limit_bytes=limit_bytes, base=True) as chunks:
                 head, entry = await _first(chunks)
@@ -79,7 +79,7 @@ class ContainerFiles:
         """Unpack a tar into a directory that is there; its entries belong to the sandbox's user."""
         path = _asked(exchange)
         sandbox = await self._life.sandbox(container, timeout_s)
-        place, limit_bytes = placed_path(path, sandbox), self._services.bounds.file_limit_bytes
+        place, limit_bytes = placed_path(path, sandbox.spec.workdir), self._services.bounds.file_limit_bytes
         await self._require_directory(sandbox, container, path)
         try:
             with as_files_are():
@@ -91,7 +91,7 @@ class ContainerFiles:
 
     async def _require_directory(self, sandbox: Sandbox, container: Container, path: str) -> None:
         """Raise NotFound or InvalidInput, as the engine does, unless it is one."""
-        place = placed_path(path, sandbox)
+        place = placed_path(path, sandbox.spec.workdir)
         try:
             await sandbox.list_files(place)
         except CodedError as error:

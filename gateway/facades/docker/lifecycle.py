@@ -243,7 +243,7 @@ class ContainerLife:
         trajectory = container.record.trajectory
         found = self._services.environments.get(trajectory)
         if found is None:
-            self._services.machines.check_files(trajectory)
+            self._services.require_here(trajectory)
             raise NotFound(f"container {container.record.id} has no sandbox any more", component=COMPONENT)
         return found
 
