@@ -163,6 +163,11 @@ class Sandbox:
         return not self._closed and not self._client.lost.is_set()
 
     @property
+    def in_transfer(self) -> bool:
+        """Whether files are on their way in or out."""
+        return self._transfers > 0
+
+    @property
     def condemned(self) -> str:
         """Why we have ended it, for what its processes did; empty if we have not."""
         return self._condemned
@@ -353,7 +358,7 @@ class Sandbox:
         """
         async with self._copying:
             self._require()
-            if self._transfers:
+            if self.in_transfer:
                 told = "files are on their way into the sandbox or out of it: try again when they have arrived"
                 raise Conflict(told, component=COMPONENT)
             running = not self._frozen

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from manager.errors import TooLarge
@@ -20,8 +20,9 @@ WORK, TMP = "work.tar", "tmp.tar"
 def keep_files(pid: int, directory: Path, spec: SandboxSpec, place: Path, limit_bytes: int) -> int:
     """Write the files of the sandbox of runner ``pid`` to the directory ``place``; return the bytes on the disk.
 
-    Without a file system of its own (plain processes) that is its working directory alone. Raises TooLarge, Conflict,
-    OSError, or ActionFailed(environment_lost) if it has gone.
+    Without a file system of its own (plain processes), or where this process may not enter that (it is not root), they
+    are its working directory alone. Raises TooLarge, Conflict, OSError, or ActionFailed(environment_lost) if it has
+    gone.
     """
 
     def too_large(size_bytes: int) -> TooLarge:
@@ -54,10 +55,13 @@ def lay_out_tmp(files: Path, pid: int, *, base: int, owners: bool) -> None:
 
 
 def _is_another(root: Path) -> bool:
-    """Return whether a root directory is not this process's own."""
-    with suppress(FileNotFoundError):
+    """Return whether a root directory is not this process's own, and may be entered."""
+    try:
         return not root.samefile("/")
-    raise lost("the sandbox's first process is gone")
+    except PermissionError:
+        return False
+    except FileNotFoundError:
+        raise lost("the sandbox's first process is gone") from None
 
 
 def _base(pid: int) -> int:

@@ -128,6 +128,13 @@ async def test_containers_and_networks_of_the_dead_go_and_those_of_the_living_st
         ProviderSettings(kind="container", state_dir=tmp_path / "gone", docker=DockerSettings(host=engine.host))
     )
     dead, living = await left(gone, JOINED), await left(provider, JOINED)
+    kept, needed_still = [await Environments(one).ensure("t", SPEC) for one in (gone, provider)]
+    gone_snapshot, living_snapshot = [
+        await one.snapshots.take("t", "", SPEC, sandbox.snapshot)
+        for one, sandbox in ((gone, kept), (provider, needed_still))
+    ]
+    await kept.close()
+    await needed_still.close()
     await dead.release()
     await gone.close()
     engine.docker("create", "--name", "stranger", "--network", "none", SPEC.image, "true")
@@ -137,6 +144,8 @@ async def test_containers_and_networks_of_the_dead_go_and_those_of_the_living_st
     shown = entries(tangram, "--host", engine.host)
     wanted = {name: each["removable"] for name, each in shown.items() if each["kind"] == "container"}
     assert wanted == {f"tangram-{dead.id}": True, f"tangram-{living.id}": False, "unknown": False}
+    snapshots = {name: each["removable"] for name, each in shown.items() if each["kind"] == "snapshot"}
+    assert snapshots == {gone_snapshot.id: True, living_snapshot.id: False}
     networks = {name: each["removable"] for name, each in shown.items() if each["kind"] == "network"}
     assert sorted(networks.values()) == [False, True] and set(networks_of(engine)) == set(networks)
     [needed] = [name for name, removable in networks.items() if not removable]
@@ -144,6 +153,10 @@ async def test_containers_and_networks_of_the_dead_go_and_those_of_the_living_st
     tangram("clean", "--yes", "--host", engine.host, str(tmp_path / "gone"))
     assert sorted(engine.containers()) == sorted(["stranger", "unknown", f"tangram-{living.id}"])
     assert networks_of(engine) == [needed]
+    assert engine.docker("images", "-q", gone_snapshot.image) == ""
+    assert engine.docker("images", "-q", living_snapshot.image) != ""
+    assert not list((tmp_path / "gone" / "snapshots").iterdir())
+    await provider.snapshots.remove(living_snapshot.id)
     assert not list((tmp_path / "gone" / "sandboxes").iterdir())
     assert (await living.run(Command(shell="echo here"))).stdout == b"here\n"
     tangram("clean", "--yes", "--host", engine.host, "unknown", f"tangram-{living.id}", needed)

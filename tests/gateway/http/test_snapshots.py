@@ -253,6 +253,32 @@ async def test_what_is_unknown_or_lives_already_is_refused_by_name(running: Runn
     assert await ids(running) == [], "nothing was taken for what cannot be"
 
 
+@pytest.mark.parametrize("kind", ["process"], indirect=True)
+async def test_files_on_their_way_are_not_kept_half(running: RunningGateway) -> None:
+    await opened(running, "one")
+    begun, going_on = asyncio.Event(), asyncio.Event()
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b"first "
+        begun.set()
+        await going_on.wait()
+        yield b"second"
+
+    place = "/v1/trajectories/one/files?path=file"
+    upload = asyncio.create_task(running.http.put(place, content=pieces()))
+    await begun.wait()
+    sandbox = running.app.runtimes.environments.get("one")
+    assert sandbox is not None
+    await until(lambda: sandbox.in_transfer)
+    refused = await running.http.post("/v1/trajectories/one/snapshots")
+    assert refused.status_code == 409, refused.text
+    assert "on their way" in refused.json()["detail"]
+    going_on.set()
+    assert (await upload).status_code == 201
+    (await opened(running, "two", snapshot=(await taken(running, "one"))["snapshot"])).raise_for_status()
+    assert await said(running, "two", "cat file") == "first second"
+
+
 async def test_processes_stand_still_while_their_files_are_kept_and_go_on(running: RunningGateway) -> None:
     writer = "while :; do echo line >> one; echo line >> two; sleep 0.01; done >/dev/null 2>&1 &"
     await said(running, "one", f"{writer} until [ -s two ]; do sleep 0.01; done", "awake")

@@ -196,3 +196,9 @@ def test_a_trajectory_is_placed_where_its_first_action_may_run(drive: Drive) -> 
     placement = NodeChoice((("pool", "small"),))
     driver.step(0, submit("a", trajectory="t", memory_bytes=5, placement=placement))
     assert driver.started["a"].lease.node == "n1"
+
+
+def test_what_is_kept_on_one_node_begins_there_and_nowhere_else(drive: Drive) -> None:
+    driver = drive(spec(node("n0"), node("n1")))
+    driver.step(0, *(submit(f"a{each}", placement=NodeChoice(node="n1")) for each in range(2)))
+    assert {execute.lease.node for execute in driver.started.values()} == {"n1"}

@@ -105,7 +105,7 @@ def test_bubblewrap_holds_for_a_gateway_that_is_not_root(python: str) -> None:
     assert lived.returncode == 0, lived.stderr[-3000:]
     told = json.loads(lived.stdout.splitlines()[-1])
     assert (told["uid"], told["engine"]) == (NOBODY, "bubblewrap")
-    promised = {"filesystem", "network", "processes_hidden", "cores", "freeze", "disk", "seccomp"}
+    promised = {"filesystem", "network", "processes_hidden", "cores", "freeze", "disk", "seccomp", "snapshot"}
     assert {name for name, kept in told["limits"].items() if kept} == promised
     assert told["said"] == "in /workspace\n"
     assert told["file"] == "data"
