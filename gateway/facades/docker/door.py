@@ -318,7 +318,7 @@ class DockerEngineApi:
     def _seen(self) -> tuple[Container, ...]:
         for container in self._life.containers.all():
             self._life.look(container)
-        return self._life.containers.all()
+        return tuple(each for each in self._life.containers.all() if not each.record.removing)
 
     def _client_s(self, exchange: EngineExchange) -> float:
         """Return after which time the client gives up."""

@@ -301,8 +301,10 @@ class ContainerLife:
             container.timer.cancel()
         if container.running:
             self._ended(container, KILLED, "", removes=False)
-        self.containers.forget(container)
+        container.record.removing = True
+        self.containers.save(container)
         await self._end_trajectory(container.record.trajectory)
+        self.containers.forget(container)
 
     def look(self, container: Container) -> None:
         """See whether its trajectory has ended."""
@@ -332,7 +334,9 @@ class ContainerLife:
     async def _load(self) -> None:
         await self.containers.load()
         for container in self.containers.all():
-            if container.running and not container.record.idles:
+            if container.record.removing:
+                self._chore(self.remove(container, force=True))
+            elif container.running and not container.record.idles:
                 self._ended(container, LOST_EXIT, "the gateway that ran its main command has ended")
             elif container.running:
                 self._arm(container)

@@ -48,3 +48,5 @@ class ContainerRecord(Struct, kw_only=True):
     #: Why it ended, if that was not its main command's doing.
     error: str = ""
     out_of_memory: bool = False
+    #: Whether it is going, with its trajectory: kept until that is gone, for the next gateway to go on with.
+    removing: bool = False
