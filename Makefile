@@ -45,7 +45,7 @@ sim: setup
 
 # Every bench, one JSON object each on its last line (bench/report.py says its form).
 bench: setup
-	@for name in gateway sandbox isolation scheduler figures rollouts model durable attacks kills dashboard facades; do $(PYTHON) -m bench.$$name --json; done
+	@for name in gateway sandbox isolation scheduler figures rollouts model durable attacks kills dashboard facades cluster; do $(PYTHON) -m bench.$$name --json; done
 
 # Real clients from the registry, each in an environment of its own (.cache/ecosystem), against the doors.
 # A step of its own, with its own limit in .ci/run: what is left out is named at its end.

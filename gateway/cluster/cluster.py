@@ -363,16 +363,16 @@ class Cluster(ClusterState):
             return
         due_s = self._roster.next_s()
         waits_s = [] if due_s is None else [max(0.0, due_s - self._clock.now())]
-        if any(member.state is NodeState.DRAINING for member in self._roster.members()):
+        if self._roster.draining:
             waits_s.append(_LOOK_S)
         if waits_s:
             self._timer = asyncio.get_running_loop().call_later(min(waits_s), self._tick)
 
     def _tick(self) -> None:
         self._timer = None
-        for member in self._roster.members():
-            if member.state is NodeState.DRAINING and self.engine.held_on(member.name) == (0, 0):
-                self._step(Emptied(member.name))
+        for name in self._roster.draining:
+            if self.engine.held_on(name) == (0, 0):
+                self._step(Emptied(name))
         self._step(Ticked())
 
     def _able_changed(self, name: str) -> None:

@@ -176,6 +176,11 @@ class ClusterState(OneMachine):
             found.append(f"nodes that are not heard: {', '.join(suspects[:8])} ({len(suspects)})")
         return [*found, *([] if self.ray is None else self.ray.warnings())]
 
+    @property
+    def serving(self) -> int:
+        """How many nodes serve now, this machine not counted."""
+        return sum(member.state is NodeState.READY for member in self._roster.members())
+
     # -- for what starts daemons through Ray
 
     def joined(self, name: str) -> bool:

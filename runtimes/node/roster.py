@@ -228,6 +228,8 @@ class Roster:
     def __init__(self, settings: RosterSettings | None = None) -> None:
         self.settings = settings or RosterSettings()
         self._members: dict[str, Member] = {}
+        #: Those of them that time alone may decide on: of a thousand nodes only these are looked at in each step.
+        self._timed: dict[str, Member] = {}
         #: Instants of losses of any node, for the storm.
         self._losses: deque[float] = deque()
         self._storm_until_s: float | None = None
@@ -249,6 +251,11 @@ class Roster:
         return [member for _, member in sorted(self._members.items())]
 
     @property
+    def draining(self) -> list[str]:
+        """Names of the nodes that drain now."""
+        return [name for name, member in self._timed.items() if member.state is NodeState.DRAINING]
+
+    @property
     def storm_left_s(self) -> float:
         """Return the seconds for which no node is counted lost, because too many are silent at once; 0: no storm."""
         return 0.0 if self._storm_until_s is None else max(0.0, self._storm_until_s - self._now_s)
@@ -256,7 +263,7 @@ class Roster:
     def next_s(self) -> float | None:
         """Return the instant of the next verdict that time alone brings; None if there is none."""
         instants = []
-        for member in self._members.values():
+        for member in self._timed.values():
             due_s = self._due_s(member)
             if due_s is not None:
                 held = self._storm_until_s is not None and not _is_certain(member)
@@ -328,7 +335,7 @@ class Roster:
         member.why = "it has not come back since the gateway was started"
         if event.draining:
             member.draining, member.drain_since_s, member.drain_why = True, self._now_s, "it drained before"
-        self._members[event.node] = member
+        self._members[event.node] = self._timed[event.node] = member
         return [Shut(member.name, member.why)]
 
     def _serve(self, member: Member) -> list[Verdict]:
@@ -391,7 +398,7 @@ class Roster:
         return max(1, int(self.settings.storm_share * (living + len(self._losses)))) - len(self._losses)
 
     def _overdue(self) -> list[Member]:
-        found = [(self._due_s(member), member) for member in self.members()]
+        found = [(self._due_s(member), member) for _, member in sorted(self._timed.items())]
         return [member for due_s, member in found if due_s is not None and due_s <= self._now_s]
 
     def _due_s(self, member: Member) -> float | None:
@@ -439,6 +446,10 @@ class Roster:
             f"{member.name}: {member.state} {state}"
         )
         member.state, member.since_s, member.why = state, self._now_s, why
+        if state in (NodeState.SUSPECT, NodeState.DRAINING):
+            self._timed[member.name] = member
+        else:
+            self._timed.pop(member.name, None)
 
     def _forget_one(self) -> bool:
         """Make room by forgetting the node that was lost first; return whether there was one."""

@@ -1,0 +1,46 @@
+"""A real daemon with a runtime that does nothing: ``python -m bench.cluster.stub_node HOST PORT FINGERPRINT NAME TICKET
+DIRECTORY CORES``. It prints when its first action began.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+import structlog
+import uvloop
+
+from bench.cluster.stub_runtime import NoSandboxes, StubRuntime
+from manager.config import NodeSpec
+from manager.function import FunctionSpec
+from runtimes.local import LocalExecutor
+from runtimes.node.daemon import Daemon, DaemonSettings, HostWork
+
+
+def main() -> None:
+    """Join, and serve until killed."""
+    host, port, fingerprint, name, ticket, directory, cores = sys.argv[1:]
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+
+    async def check(function: FunctionSpec) -> None: ...
+
+    async def close() -> None: ...
+
+    async def run() -> None:
+        settings = DaemonSettings(
+            host=host,
+            port=int(port),
+            fingerprint=fingerprint,
+            ticket=ticket,
+            state_dir=Path(directory),
+            spec=NodeSpec(name=name, numa=(tuple(range(int(cores))),), memory_bytes=2**40),
+        )
+        executor = LocalExecutor({"exec": StubRuntime(lambda began_s: print(began_s, flush=True))})
+        await Daemon(settings, HostWork(executor=executor, sandboxes=NoSandboxes(), check=check, close=close)).run()
+
+    uvloop.run(run())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""A runtime without sandboxes, for both sides of the comparison: it says lines, waits, and ends."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Iterable
+
+from manager.action import Action
+from manager.function import SandboxSpec
+from manager.lease import Lease
+from runtimes.node.wire import TrajectoryFacts
+from runtimes.runtime import Execution, Result
+from runtimes.sandbox.files.files import SandboxFiles
+
+LINE = "x" * 59 + "\n"
+
+
+class StubRuntime:
+    """Executes ``{"lines": so many, "command": "sleep SECONDS"}``: lines one by one, then the wait; both may be absent.
+
+    It asks whether it may begin, as every runtime with sandboxes does.
+    """
+
+    def __init__(self, on_first: Callable[[float], None] | None = None) -> None:
+        """``on_first`` is told when the first action began, by the machine's monotonic clock."""
+        self._on_first = on_first
+
+    async def prepare(self, function: object) -> None: ...
+
+    async def execute(self, execution: Execution) -> Result:
+        if execution.call.announce is not None:
+            await execution.call.announce()
+        execution.begin()
+        if self._on_first is not None:
+            self._on_first(time.monotonic())
+            self._on_first = None
+        given = execution.call.input
+        for _ in range(int(str(given.get("lines", 0)))):
+            execution.call.log.write("stdout", LINE)
+        _, _, wait_s = str(given.get("command", "")).partition("sleep ")
+        if wait_s:
+            await asyncio.sleep(float(wait_s))
+        execution.end()
+        return Result(value={"exit_code": 0, "stdout": ""})
+
+    async def resize(self, action: Action, lease: Lease) -> None: ...
+
+    async def end_trajectory(self, trajectory: str) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class NoSandboxes:
+    """`runtimes.node.sandboxes.NodeSandboxes` of a machine that has none."""
+
+    def __init__(self) -> None:
+        self.on_change: Callable[[TrajectoryFacts], None] = lambda facts: None
+
+    async def start(self) -> None: ...
+
+    def resumable(self) -> Collection[str]:
+        return ()
+
+    async def end_unclaimed(self, taken: Collection[str]) -> None: ...
+
+    def facts(self) -> list[TrajectoryFacts]:
+        return []
+
+    def files(self, trajectory: str) -> SandboxFiles | None:
+        return None
+
+    def look(self, trajectory: str) -> None: ...
+
+    def acknowledge(self, trajectory: str | None, claim: str) -> None: ...
+
+    def mark_lost(self, trajectories: Collection[str]) -> None: ...
+
+    def choose(self, trajectory: str, spec: SandboxSpec) -> None: ...
+
+    async def leave(self, claims: Iterable[str]) -> None: ...
