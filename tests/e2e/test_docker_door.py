@@ -1,0 +1,90 @@
+"""The docker command line as it is, over sandboxes of both kinds, and through a kill of the gateway."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tangram import Client
+from tests.e2e.gateway import GatewayProcess, document
+
+IMAGE = "tangram-base:bookworm"
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("docker") is None, reason="no docker command line")]
+LIMIT_S = 60
+
+
+@dataclass(frozen=True, slots=True)
+class DockerCommandLine:
+    """The docker CLI, whose engine is a gateway."""
+
+    process: GatewayProcess
+    socket: Path
+
+    def __call__(self, *words: str, stdin: str = "", check: bool = True) -> subprocess.CompletedProcess[str]:
+        env = {"PATH": os.environ["PATH"], "HOME": str(self.socket.parent), "DOCKER_HOST": f"unix://{self.socket}"}
+        done = subprocess.run(
+            ["docker", *words], input=stdin, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False
+        )
+        assert not check or done.returncode == 0, done
+        return done
+
+
+@pytest.fixture(scope="module", params=["process", pytest.param("container", marks=pytest.mark.docker)])
+def cli(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DockerCommandLine]:
+    kind = str(request.param)
+    if kind == "container":
+        request.getfixturevalue("docker")
+    directory = tmp_path_factory.mktemp(f"engine-{kind}")
+    box = {"runtime": "exec", "cost": {"cpu": 1}, "timeout": "1m", "sandbox": {"background": "run"}}
+    described = document(kind, directory / "state", box=box)
+    described["server"] |= {
+        "body_limit": "16Mi",
+        "facades": {"docker": {"socket": str(directory / "docker.sock"), "function": "box"}},
+    }
+    process = GatewayProcess(directory, described)
+    process.start()
+    yield DockerCommandLine(process, directory / "docker.sock")
+    with Client(process.url) as client:
+        assert [each.trajectory for each in client.trajectories()] == []
+    assert process.stop() == 0, "\n".join(process.log[-30:])
+
+
+def test_a_container_runs_commands_takes_input_and_files_and_goes(cli: DockerCommandLine, tmp_path: Path) -> None:
+    id = cli("run", "-d", "--rm", "--name", "box", "-w", "/tmp", IMAGE, "sleep", "2h").stdout.strip()
+    ran = cli("exec", "-e", "A=1", id[:12], "bash", "-lc", "echo $A; pwd; echo e >&2; exit 3", check=False)
+    assert (ran.stdout, ran.stderr, ran.returncode) == ("1\n/tmp\n", "e\n", 3)
+    assert cli("exec", "-i", "box", "cat", stdin="typed").stdout == "typed"
+    (tmp_path / "file").write_text("there and back")
+    cli("cp", str(tmp_path / "file"), "box:/workspace/file")
+    cli("cp", "box:/workspace/file", str(tmp_path / "back"))
+    assert (tmp_path / "back").read_text() == "there and back"
+    assert cli("inspect", "-f", "{{.State.Status}} {{.Name}}", "box").stdout == "running /box\n"
+    large = cli("exec", "box", "head", "-c", "20000000", "/dev/zero")
+    assert len(large.stdout) == 20_000_000
+    cli("stop", "box")
+    assert cli("ps", "-aq").stdout == ""
+
+
+def test_a_run_in_the_foreground_ends_with_its_command(cli: DockerCommandLine) -> None:
+    ran = cli("run", "--rm", "-i", IMAGE, "sh", "-c", "cat; echo e >&2; exit 4", stdin="in", check=False)
+    assert (ran.stdout, ran.stderr, ran.returncode) == ("in", "e\n", 4)
+    assert cli("run", "--rm", IMAGE, "seq", "3").stdout == "1\n2\n3\n"
+    refused = cli("run", "--rm", "-p", "80:80", IMAGE, "true", check=False)
+    assert "HostConfig.PortBindings" in refused.stderr
+
+
+def test_a_container_outlives_a_gateway_that_is_killed(cli: DockerCommandLine) -> None:
+    cli("run", "-d", "--name", "kept", "--label", "k=v", IMAGE, "sleep", "infinity")
+    cli("exec", "kept", "sh", "-c", "echo before > file")
+    cli.process.kill()
+    cli.process.start()
+    assert cli("ps", "--filter", "label=k=v", "--format", "{{.Names}}").stdout == "kept\n"
+    assert cli("exec", "kept", "cat", "file").stdout == "before\n"
+    cli("rm", "-f", "kept")
+    assert cli("ps", "-aq").stdout == ""
