@@ -1,4 +1,5 @@
-"""The doors in other protocols, driven by the real clients: verl's scorer with 64 at once, and boto3 without patience.
+"""The doors in other protocols, driven by the real clients: verl's scorer with 64 at once, boto3 without patience,
+and the door that speaks Docker's API beside the real engine.
 
 Each client is installed from the package registry into an environment of its own (bench.facades.client_environments).
 """
@@ -14,6 +15,7 @@ from pathlib import Path
 import httpx
 
 from bench.facades.client_environments import client_environment
+from bench.facades.docker_socket import docker_engine
 from bench.inputs import programs
 from bench.report import BenchReport, arguments
 from gateway.app import gateway
@@ -87,6 +89,7 @@ async def measure(report: BenchReport, *, quick: bool) -> None:
             finally:
                 app.stop()
                 await serving
+    await docker_engine(report)
 
 
 def main() -> int:

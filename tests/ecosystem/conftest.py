@@ -64,6 +64,7 @@ def boxes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         judge={"runtime": "handler", "handler": "handler:judge", "cost": {"cpu": 1}, "idempotent": True},
     )
     described["server"] |= {"body_limit": "128Mi", "auth": "none", "facades": {"swerex": {"function": "boxes"}}}
+    described["server"]["facades"]["docker"] = {"socket": str(directory / "docker.sock"), "function": "boxes"}
     process = GatewayProcess(directory, described)
     with (directory / "handler.py").open("a") as file:
         file.write("\n\ndef judge(event, context):\n    return float(event['response'].endswith(event['label']))\n")
