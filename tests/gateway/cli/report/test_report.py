@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gateway.cli.report.page import page
-from gateway.cli.report.run import PlayedRun, ReportedRun, RunAction, actions_of, play, workload_of
+from gateway.cli.report.run import COMPARED, PlayedRun, ReportedRun, RunAction, actions_of, play, workload_of
 from tests.gateway.cli.test_trace_export import FUNCTIONS, record
 from tests.gateway.conftest import RunningGateway
 from tests.tangram.cli.conftest import Served, served
@@ -100,7 +100,7 @@ def test_the_same_work_is_played_with_every_policy() -> None:
     played = play(workload, 1, 8, 0)
     assert [each.problem for each in played if each.row is None] == []
     rows = {each.name: each.row for each in played}
-    ours, pods = rows["Tangram: adaptive"], rows["static pods, one a trajectory"]
+    ours, pods = rows["Tangram: adaptive"], rows[COMPARED["k8s/static-gpu"]]
     assert ours is not None and pods is not None
     assert 0 < ours.act_s < 12.0, "suites are elastic here: eight cores are faster than the one that was recorded"
     html = page(replace(run_of(*actions_of(records)), played=played))
