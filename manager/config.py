@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
 from manager.action import NodeChoice
 from manager.resources.declared import ResourceSpec
@@ -79,6 +79,10 @@ class SchedulerSpec:
         Mapping[str, PolicySpec],
         Setting("one policy, or one by resource ({cpu: adaptive, gpu: price, default: price})", key="policy"),
     ] = field(default_factory=lambda: {"default": PolicySpec()})
+    objective: Annotated[
+        Literal["act", "step"],
+        Setting("what adaptive shortens: act, the mean ACT; step, the end of the last trajectory of a batch"),
+    ] = "act"
     #: docs/SCHEDULING.md R1; for comparison only.
     strict: Annotated[bool, Setting("FCFS over all resources at once, as in the paper's text; slower")] = False
     max_queued: Annotated[int, Setting("most actions that wait in all", ge=1)] = 65536

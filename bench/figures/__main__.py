@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from bench.figures.regimes import device_figures, idle_figures, overload_figures, wide_figures
+from bench.figures.regimes import device_figures, idle_figures, overload_figures, step_figures, wide_figures
 from bench.figures.simulated import (
     PAPERS,
     SEEDS,
@@ -165,6 +165,7 @@ PARTS: Mapping[str, Callable[[BenchReport, Sequence[int]], None]] = {
     "share": lambda report, seeds: share_figures(report, seeds, 1024),
     "mixed": lambda report, seeds: mixed_figures(report, seeds, 1200),
     "overload": overload_figures,
+    "step": step_figures,
     "wide": wide_figures,
     "devices": device_figures,
     "idle": lambda report, seeds: idle_figures(report),

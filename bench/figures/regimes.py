@@ -9,6 +9,7 @@ from dataclasses import replace
 from bench.figures.simulated import PAPERS, Contender, Row, named, shown, table, trajectory_tail_of
 from bench.report import BenchReport
 from manager.action import Amdahl, UnitSet
+from manager.assembly import STEP_BIAS
 from manager.simulation.simulate import Size
 from manager.simulation.simulator import SimulationRun
 from manager.simulation.trace import TracedTrajectory, TraceStep
@@ -29,6 +30,30 @@ OVERLOADS: Mapping[str, tuple[Callable[[int], Workload], Size]] = {
 #: What is compared with first come first served: the mean, the tail of trajectories, and that of single actions.
 OVERLOAD_KEYS = ("mean", "trajectory_p99", "trajectory_max", "trajectory_wait", "p99", "max_wait")
 OVERLOAD_DOPS = (1, 2, 4, 8)
+
+
+#: Batches that are all there at once or come in as rollouts do: (seed -> workload, cluster).
+STEPS: Mapping[str, tuple[Callable[[int], Workload], Size]] = {
+    "burst 256 on 64": (lambda seed: coding(256, seed, CODING_BURST), ONE_NODE),
+    "burst 256 on 256": (lambda seed: coding(256, seed, CODING_BURST), Size(nodes=1, cores=256)),
+    "burst 1280 on 5 x 256": (lambda seed: coding(1280, seed, CODING_BURST), Size(nodes=5, cores=1280)),
+    "coding 256 on 64": (lambda seed: coding(256, seed), ONE_NODE),
+    "coding 256 on 256": (lambda seed: coding(256, seed), Size(nodes=1, cores=256)),
+}
+#: ``adaptive`` as ``scheduler.objective: step`` has it.
+STEP = f"{ADAPTIVE},bias={STEP_BIAS:g}"
+
+
+def step_figures(report: BenchReport, seeds: Sequence[int]) -> None:
+    """The time of a whole batch, and the mean ACT that it costs, under ``objective: step`` over those under ``act``."""
+    ratios: dict[str, Row] = {}
+    for name, (make, size) in STEPS.items():
+        of = table(seeds, make, size, named(ADAPTIVE, STEP), OVERLOAD_DOPS)
+        ratios[name] = {f"{key}_over_act": of[STEP][key] / of[ADAPTIVE][key] for key in ("makespan", "mean", "p99")}
+    report.figure("step_over_act", shown(ratios))
+    bursts = [row["makespan_over_act"] for name, row in ratios.items() if name.startswith("burst")]
+    report.check("step_burst_time_over_act", max(bursts), 0.96, "lower")
+    report.check("step_time_over_act", max(row["makespan_over_act"] for row in ratios.values()), 1.0, "lower")
 
 
 def overload_figures(report: BenchReport, seeds: Sequence[int]) -> None:

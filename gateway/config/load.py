@@ -418,6 +418,10 @@ class _Assembly:
             for kind in task.caps.keys() - kinds:
                 message = f"{kind!r} is no resource{suggestion(kind, kinds)}"
                 self._refuse(self.entries["tasks"][name], message, ("caps", kind))
+        shared = any(spec.name == "adaptive" for spec in scheduler.policies.values())
+        if scheduler.objective == "step" and not shared and "scheduler" in self.sections:
+            told = "step is an objective of the policy adaptive, which no resource has"
+            self._refuse(self.sections["scheduler"], told, ("objective",))
         for kind in scheduler.policies.keys() - kinds - {"default"}:
             message = f"{kind!r} is no resource{suggestion(kind, kinds | {'default'})}"
             self._refuse(self.sections["scheduler"], message, ("policy", kind))

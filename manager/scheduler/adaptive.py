@@ -39,8 +39,8 @@ class AdaptivePolicy:
     worker_cost_s: float = 0.3
     #: So an idle node does not lend what is of no use.
     least_gain: Annotated[float, Setting("speed that one more unit must add, of what the first has", ge=0, le=1)] = 0.05
-    #: 0: all alike.
-    bias: Annotated[float, Setting("exponent by which little work left counts more in the shares", ge=0, le=8)] = 0.2
+    #: 0: all alike; below 0 much work left counts more, which ends a batch sooner (`manager.assembly.STEP_BIAS`).
+    bias: Annotated[float, Setting("exponent by which little work left counts more in the shares", ge=-4, le=8)] = 0.2
     grow_ratio: Annotated[float, Setting("a running action grows at this multiple of what it holds", ge=1, le=1e3)] = (
         1.15
     )

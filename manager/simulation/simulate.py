@@ -109,7 +109,7 @@ def simulate(
 
 
 def adopted(base: ManagerSpec, spec: ManagerSpec) -> ManagerSpec:
-    """A gateway's nodes, quotas, weights and caps, with the workload's services and the policy under test.
+    """A gateway's nodes, quotas, weights, caps and objective, with the workload's services and the policy under test.
 
     It replicates if both do. Queues are as long as the workload needs: a simulated trajectory does not try again.
     """
@@ -118,7 +118,11 @@ def adopted(base: ManagerSpec, spec: ManagerSpec) -> ManagerSpec:
         resources={**spec.resources, **base.resources},
         services={**spec.services, **base.services},
         tasks={**spec.tasks, **{name: replace(task, max_queued=10**9) for name, task in base.tasks.items()}},
-        scheduler=replace(spec.scheduler, replicate=spec.scheduler.replicate and base.scheduler.replicate),
+        scheduler=replace(
+            spec.scheduler,
+            objective=base.scheduler.objective,
+            replicate=spec.scheduler.replicate and base.scheduler.replicate,
+        ),
     )
 
 

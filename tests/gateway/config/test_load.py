@@ -180,6 +180,8 @@ def test_a_directory_is_its_server_file_and_its_functions(tmp_path: Path) -> Non
             "1: scheduler.prefetch: is gone, as looking ahead made learned workloads slower: remove it",
         ),
         ("scheduler: {policy: {cpuu: price}}", "'cpuu' is no resource; did you mean 'cpu'?"),
+        ("scheduler: {policy: price, objective: step}", "step is an objective of the policy adaptive"),
+        ("scheduler: {objective: stepp}", "'stepp' is none of 'act' or 'step'; did you mean 'step'?"),
         ("server: {host: 0.0.0.0}", "or server.clear_text: true"),
         ("server: {host: 0.0.0.0, auth: none}", "server.auth is none"),
         ("server: {token_file: nowhere}", "cannot be read"),
