@@ -65,7 +65,7 @@ class Dispatcher:
             state.holds.pop(running.id, None)
         if running.child:
             state.children.leave(running.waited)
-        state.fair.waits_no_more(action)
+        state.fair.starts(action)
         queue_s = max(0.0, running.started_s - action.submitted_s)
         state.commands.append(Execute(action=action, lease=running.lease, queue_s=queue_s))
 

@@ -57,7 +57,7 @@ class Settling:
         """End an action that never started."""
         state, action = self._state, waiting.action
         state.queue.withdraw(waiting)
-        state.fair.waits_no_more(action, started=False)
+        state.fair.leaves(action, state.weight(action.task))
         state.holds.pop(waiting.id, None)
         state.children.leave(waiting)
         detail = {FILES_LOST: True} if reason is Reason.ENVIRONMENT_LOST else {}

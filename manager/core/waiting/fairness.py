@@ -18,7 +18,7 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import repeat
 
 from manager.action import Action
@@ -34,10 +34,24 @@ FLOWS_MAX = 16_384
 
 @dataclass(slots=True)
 class _Flow:
-    """One task's use of one kind: the stamp of its last action, and where the next one's share begins."""
+    """One task's use of one kind: the stamps that its next one must not precede, and where its share begins."""
 
-    last_stamp: float = 0.0
+    #: The greatest stamp of what was started.
+    started: float = 0.0
     finish: float = 0.0
+    #: Stamps of what waits, in order, among them some that wait no more.
+    stamps: deque[tuple[float, str]] = field(default_factory=deque)
+
+    def last_stamp(self, waiting: Mapping[str, float]) -> float:
+        """Return the greatest stamp of what was started or is ``waiting``; who left without a start has none."""
+        stamps = self.stamps
+        while stamps and waiting.get(stamps[-1][1]) != stamps[-1][0]:
+            stamps.pop()
+        while stamps and waiting.get(stamps[0][1]) != stamps[0][0]:
+            stamps.popleft()
+        if len(stamps) > 64 + 4 * len(waiting):
+            self.stamps = deque(entry for entry in stamps if waiting.get(entry[1]) == entry[0])
+        return max(self.started, self.stamps[-1][0] if self.stamps else 0.0)
 
 
 class TaskTurns:
@@ -108,6 +122,8 @@ class FairShare:
         self._waiting: dict[str, float] = {}
         #: What each of them was charged, over the weight.
         self._charges: dict[str, float] = {}
+        #: Actions that are charged what was guessed, until what they used is known: no children, no second attempts.
+        self._guessed: set[str] = set()
         self._turns: dict[TaskDemand, TaskTurns] = {}
         self._flows: OrderedDict[tuple[str, str], _Flow] = OrderedDict()
 
@@ -125,32 +141,55 @@ class FairShare:
         for kind, _ in action.demand:
             flow = self._flow(action.task, kind)
             flows.append((flow, self.charge(action, kind)))
-            stamp = max(stamp, self._clock(kind).now(self._waiting), flow.finish, flow.last_stamp)
+            stamp = max(stamp, self._clock(kind).now(self._waiting), flow.finish, flow.last_stamp(self._waiting))
         for flow, charge in flows:
-            flow.last_stamp = stamp
+            flow.stamps.append((stamp, action.id))
             flow.finish = stamp + charge / weight
         self._waiting[action.id] = stamp
+        self._guessed.add(action.id)
         charge = self._charges[action.id] = max((charge for _, charge in flows), default=0.0) / weight
         self._turns.setdefault(_demand_of(action), TaskTurns()).add(stamp, charge)
         for kind, _ in action.demand:
             self._clock(kind).add(stamp, action.id)
         return stamp
 
-    def waits_no_more(self, action: Action, *, started: bool = True) -> None:
-        """Note that an action was started, or ended without: virtual time may pass its stamp.
+    def starts(self, action: Action) -> None:
+        """Note that an action was started, which takes the first turn of its task; virtual time may pass its stamp."""
+        stamp = self._waiting.pop(action.id, None)
+        if stamp is None:
+            return
+        demand, charge = _demand_of(action), self._charges.pop(action.id)
+        self._turns[demand].start(charge)
+        self._forget_turns(demand)
+        for flow in self._flows_of(action):
+            flow.started = max(flow.started, stamp)
+            flow.last_stamp(self._waiting)
 
-        A start takes the first turn of its task; one that leaves gives up the last.
+    def leaves(self, action: Action, weight: float) -> None:
+        """Note that an action ended without a start: it gives up the last turn of its task, which owes nothing for it.
+
+        Were it charged nevertheless, a task that cancels a long backlog would wait until others had used as much.
         """
         if self._waiting.pop(action.id, None) is None:
             return
-        demand, charge = _demand_of(action), self._charges.pop(action.id)
-        turns = self._turns[demand]
-        if started:
-            turns.start(charge)
-        else:
-            turns.leave()
-        if not turns:
+        demand = _demand_of(action)
+        del self._charges[action.id]
+        self._guessed.discard(action.id)
+        self._turns[demand].leave()
+        self._forget_turns(demand)
+        for kind in demand[1]:
+            flow = self._flows.get((action.task, kind))
+            if flow is not None:
+                flow.finish -= self.charge(action, kind) / weight
+                flow.last_stamp(self._waiting)
+
+    def _forget_turns(self, demand: TaskDemand) -> None:
+        if not self._turns[demand]:
             del self._turns[demand]
+
+    def _flows_of(self, action: Action) -> Iterator[_Flow]:
+        found = (self._flows.get((action.task, kind)) for kind, _ in action.demand)
+        return (flow for flow in found if flow is not None)
 
     def turns(self, demands: Iterable[TaskDemand]) -> Iterator[str]:
         """Yield the task of each turn to come, in order, of what waits with these demands."""
@@ -164,10 +203,16 @@ class FairShare:
         return clock
 
     def correct(self, action: Action, weight: float, used: Mapping[str, float]) -> None:
-        """Charge what was really used, in unit-seconds by kind, instead of what was guessed."""
+        """Charge what was really used, in unit-seconds by kind, instead of what was guessed, if anything was."""
+        guessed = action.id in self._guessed
+        self._guessed.discard(action.id)
         for kind, amount in used.items():
             flow = self._flows.get((action.task, kind))
-            if flow is not None and kind not in self._instantaneous:
+            if flow is None:
+                continue
+            if not guessed:
+                flow.finish = max(flow.finish, self._clock(kind).now(self._waiting)) + amount / weight
+            elif kind not in self._instantaneous:
                 flow.finish += (amount - self.charge(action, kind)) / weight
 
     def charge(self, action: Action, kind: str) -> float:

@@ -31,7 +31,7 @@ def test_who_comes_late_is_stamped_now_and_not_for_the_past() -> None:
     busy = [action(f"b{index}", task="busy", t_ori_s=10.0) for index in range(5)]
     stamps = [fair.stamp(one, 1.0) for one in busy]
     for started in busy[:3]:
-        fair.waits_no_more(started)
+        fair.starts(started)
     assert fair.stamp(action("l", task="late"), 1.0) == stamps[3]
 
 
@@ -39,7 +39,7 @@ def test_what_overtakes_the_queue_does_not_move_its_clock() -> None:
     fair = FairShare(frozenset())
     backlog = [action(f"b{index}", task="busy", t_ori_s=10.0) for index in range(5)]
     stamps = [fair.stamp(one, 1.0) for one in backlog]
-    fair.waits_no_more(backlog[4])
+    fair.starts(backlog[4])
     assert fair.stamp(action("l", task="late"), 1.0) == stamps[0]
 
 
@@ -48,7 +48,7 @@ def test_where_nothing_waits_nobody_is_ahead() -> None:
     busy = [action(f"b{index}", task="busy", t_ori_s=10.0) for index in range(3)]
     latest = [fair.stamp(one, 1.0) for one in busy][-1]
     for started in busy:
-        fair.waits_no_more(started)
+        fair.starts(started)
     assert fair.stamp(action("l", task="late"), 1.0) == latest
 
 
@@ -94,10 +94,10 @@ def test_who_passes_others_of_its_task_takes_the_first_turn_and_pays_for_itself(
     for one in (*red, *blue):
         fair.stamp(one, 1.0)
     assert turns(fair, "blue", "red") == "blue red blue red blue red"  # red at 0, 8, 16; blue at 0, 5, 10
-    fair.waits_no_more(red[2])  # a charge of 2 where one of 8 was due
+    fair.starts(red[2])  # a charge of 2 where one of 8 was due
     assert turns(fair, "blue", "red") == "blue red blue blue red"  # red at 2, 10
-    fair.waits_no_more(red[0])
-    fair.waits_no_more(red[1])
+    fair.starts(red[0])
+    fair.starts(red[1])
     assert turns(fair, "blue", "red") == "blue blue blue"
 
 
@@ -107,7 +107,42 @@ def test_who_leaves_without_a_start_gives_up_the_last_turn_of_its_task() -> None
     blue = action("b", task="blue", t_ori_s=1.0)
     for one in (*red, blue):
         fair.stamp(one, 1.0)
-    fair.waits_no_more(red[0], started=False)
-    fair.waits_no_more(red[0], started=False)
+    fair.leaves(red[0], 1.0)
+    fair.leaves(red[0], 1.0)
     assert turns(fair, "red", "blue") == "blue red"
     assert turns(fair, "red") == "red"
+
+
+def test_a_task_owes_nothing_for_what_it_takes_back() -> None:
+    fair = FairShare(frozenset())
+    ran = action("ran", task="red", t_ori_s=3.0)
+    fair.stamp(ran, 1.0)
+    fair.starts(ran)
+    backlog = [action(f"r{index}", task="red", t_ori_s=100.0) for index in range(9)]
+    fair.stamp(action("b", task="blue", t_ori_s=1.0), 1.0)
+    for one in backlog:
+        fair.stamp(one, 1.0)
+    for one in backlog:
+        fair.leaves(one, 1.0)
+    assert fair.stamp(action("again", task="red"), 1.0) == 3.0
+
+
+def test_who_comes_after_one_that_left_stays_behind_what_waits() -> None:
+    fair = FairShare(frozenset())
+    red = [action(f"r{index}", t_ori_s=10.0) for index in range(3)]
+    stamps = [fair.stamp(one, 1.0) for one in red]
+    fair.leaves(red[0], 1.0)
+    assert fair.stamp(action("next", t_ori_s=10.0), 1.0) >= stamps[2]
+    fair.leaves(red[2], 1.0)
+    assert len(fair) == 1
+
+
+def test_what_nobody_guessed_is_charged_as_it_was_used() -> None:
+    fair = FairShare(frozenset())
+    first = action("a", t_ori_s=10.0)
+    fair.stamp(first, 1.0)
+    fair.starts(first)
+    fair.correct(first, 1.0, {"cpu": 4.0})  # lost with its node, and queued again
+    fair.correct(first, 1.0, {"cpu": 10.0})
+    fair.correct(action("child", t_ori_s=7.0), 1.0, {"cpu": 7.0})
+    assert fair.stamp(action("b"), 1.0) == 21.0
