@@ -204,12 +204,13 @@ class RayNodes:
             case StewardReady():
                 self._hold(machine)
             case DaemonStarted(daemon=0):
-                told = f"its daemon did not come up: see daemon.log in {self._state_dir(machine)} there"
-                self._move(machine, "failed", told)
+                told = message.why or f"see daemon.log in {self._state_dir(machine)} there"
+                self._move(machine, "failed", f"its daemon did not come up: {told}")
             case ReservationWaiting():
                 self._move(machine, "waiting", message.text())
             case StewardFailed():
                 machine.held = False
+                self._note_released()
                 self._move(machine, "failed", f"its steward failed: {message.why}")
             case KeeperRefused() if machine.state == "released":
                 machine.held = False  # there is nothing to give back any more
@@ -230,12 +231,15 @@ class RayNodes:
     # -- joining
 
     def _hold(self, machine: RayMachine) -> None:
-        """Its steward is there: use it, or give it back if its node was drained under this gateway."""
+        """Its steward is there: use it, or give it back if its node was drained under this gateway.
+
+        Nothing is started on a machine that Ray drains.
+        """
         machine.held, machine.tickets = True, 0
         self._released.clear()
-        if machine.state != "released":
+        if machine.state not in ("released", "draining"):
             self._start(machine)
-        elif self._keeper is not None:
+        elif machine.state == "released" and self._keeper is not None:
             self._keeper.release(machine.id)
 
     async def _look_for_ever(self) -> None:
@@ -312,7 +316,8 @@ class RayNodes:
         return next((each for each in named if each.held), named[0] if named else None)
 
     def _move(self, machine: RayMachine, state: RayMachineState, why: str) -> None:
-        if (machine.state, machine.why) == (state, why):
+        """Note how far it is. One that was given back stays so, whatever becomes of its steward."""
+        if machine.state == "released" or (machine.state, machine.why) == (state, why):
             return
         if machine.state != state:
             machine.since_s = self._clock.now()
@@ -330,8 +335,8 @@ class RayNodes:
         assert self._keeper is not None
         self._note_released()
         for machine in self._machines.values():
+            self._move(machine, "released", "the gateway ends")
             if machine.held:
-                self._move(machine, "released", "the gateway ends")
                 self._keeper.release(machine.id)
         with suppress(TimeoutError):
             await asyncio.wait_for(self._released.wait(), RELEASE_S)

@@ -102,6 +102,8 @@ class DaemonStarted(KeeperMessage, frozen=True, kw_only=True, tag="started"):
     daemon: int
     deaths: int
     pid: int
+    #: What kept it from being started, if the steward knows.
+    why: str = ""
 
 
 class DaemonReleased(KeeperMessage, frozen=True, kw_only=True, tag="released"):

@@ -88,18 +88,21 @@ class NodeSteward:
             return {"gpu_ids": self._gpus, "daemon": self._living(), "deaths": self._deaths, "pid": os.getpid()}
 
     def start(self, command: list[str], environment: dict[str, str], state_dir: str) -> dict[str, object]:
-        """Start the daemon unless one lives, and watch it from now on; raises OSError.
+        """Start the daemon unless one lives, and watch it from now on; ``why`` says what kept it from being started.
 
         ``{gpus}`` in the command stands for the ids of the devices, separated by commas. ``environment`` is added to
-        what is kept of our own.
+        what is kept of our own. Nothing is raised: the keeper would take a full disk for a dead steward.
         """
-        with self._lock:
-            Path(state_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
-            held = ",".join(self._gpus)
-            self._command = [word.replace("{gpus}", held) for word in command]
-            self._environment, self._state_dir = environment, state_dir
-            if not self._living():
-                self._spawn()
+        try:
+            with self._lock:
+                Path(state_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
+                held = ",".join(self._gpus)
+                self._command = [word.replace("{gpus}", held) for word in command]
+                self._environment, self._state_dir = environment, state_dir
+                if not self._living():
+                    self._spawn()
+        except (OSError, subprocess.SubprocessError) as error:
+            return {**self.facts(), "why": f"{type(error).__name__}: {error}"[:1000]}
         return self.facts()
 
     def stop(self, kill: bool = False) -> bool:
@@ -138,7 +141,7 @@ class NodeSteward:
                 wait_s = min(BACKOFF_MAX_S, WATCH_S * 2 ** min(10, self._deaths - 1))
             if self._stopped.wait(wait_s):
                 return
-            with self._lock, contextlib.suppress(OSError):
+            with self._lock, contextlib.suppress(OSError, subprocess.SubprocessError):
                 if not self._living() and not self._stopped.is_set():
                     self._spawn()
 
@@ -155,6 +158,8 @@ class NodeSteward:
 
     def _living(self) -> int:
         """Return the pid of the daemon whose pid file lies in the state directory; 0 if none lives."""
+        if not self._state_dir:
+            return 0
         try:
             pid = int((Path(self._state_dir) / PID_FILE).read_text())
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")

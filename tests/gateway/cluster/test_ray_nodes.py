@@ -254,6 +254,43 @@ async def test_a_drained_node_is_given_back_and_stays_so_for_the_next_keeper() -
         assert scene.states == [("ray-10.0.0.1", "released")]
 
 
+async def test_a_drained_node_stays_given_back_whatever_becomes_of_its_steward() -> None:
+    async with Scene() as scene:
+        scene.alive("m")
+        scene.ready("m")
+        scene.nodes.left("ray-10.0.0.1")
+        scene.nodes.hear(StewardFailed(node="m", why="ActorDiedError", again_in_s=2.0))
+        scene.nodes.hear(ReservationWaiting(node="m", cpus=4.0, gpus=0.0, waited_s=30.0, free={"CPU": 0.0}))
+        scene.nodes.hear(RayNodeDraining(node="m", deadline_ms=1.0))
+        assert scene.nodes.warnings() == []
+        scene.ready("m")
+        scene.pass_s(10 * TTL_S)
+        assert scene.keeper.given_back == ["m", "m"] and len(scene.keeper.started) == 1
+        assert scene.states == [("ray-10.0.0.1", "released")]
+
+
+async def test_nothing_is_started_on_a_machine_that_ray_drains() -> None:
+    async with Scene() as scene:
+        scene.alive("m")
+        scene.nodes.hear(RayNodeDraining(node="m", deadline_ms=1.0))
+        scene.ready("m")
+        scene.pass_s(10 * TTL_S)
+        assert not scene.keeper.started and scene.states == [("ray-10.0.0.1", "draining")]
+
+
+async def test_why_a_daemon_could_not_be_started_is_told_and_it_is_tried_again_later_each_time() -> None:
+    async with Scene() as scene:
+        scene.alive("m")
+        scene.ready("m")
+        why = "PermissionError: [Errno 13] Permission denied"
+        scene.nodes.hear(DaemonStarted(node="m", gpu_ids=(), daemon=0, deaths=0, pid=7, why=why))
+        assert why in scene.nodes.warnings()[0]
+        scene.pass_s(TTL_S - 1)
+        assert len(scene.keeper.started) == 1
+        scene.pass_s(1)
+        assert len(scene.keeper.started) == 2
+
+
 async def test_a_machine_of_which_a_new_keeper_says_nothing_is_forgotten() -> None:
     async with Scene(name="{id}") as scene:
         scene.alive("stays")
@@ -290,3 +327,23 @@ async def test_the_end_of_the_gateway_keeps_or_releases_as_configured() -> None:
 
         scene.keeper.on_release = answer
     assert scene.keeper.given_back == ["m", "n", "lost"]
+
+
+async def test_the_end_of_the_gateway_waits_for_no_steward_that_has_died_and_starts_nothing() -> None:
+    async with Scene(at_end="release", name="{id}") as scene:
+        for id in ("m", "late"):
+            scene.alive(id)
+        scene.ready("m")
+
+        def answer(node: str) -> None:
+            if node == "m":
+                scene.ready("late")
+                scene.nodes.hear(StewardFailed(node="m", why="ActorDiedError", again_in_s=2.0))
+            else:
+                scene.nodes.hear(DaemonReleased(node=node, gone=True))
+
+        scene.keeper.on_release = answer
+        async with asyncio.timeout(10.0):
+            await scene.nodes.close()
+    assert [id for id, _, _ in scene.keeper.started] == ["m"]
+    assert scene.keeper.given_back == ["m", "late"]

@@ -120,6 +120,22 @@ def test_a_pid_file_that_says_nothing_is_no_daemon(place: Path, text: str) -> No
     (place / "pid").unlink()
 
 
+def test_a_steward_that_was_told_of_no_daemon_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pid").write_text(str(os.getpid()))  # of somebody else, where Ray began its worker
+    monkeypatch.chdir(tmp_path)
+    steward = NodeSteward([])
+    steward._stopped.set()
+    assert steward.facts()["daemon"] == 0
+
+
+def test_a_daemon_that_cannot_be_started_is_told_and_fails_nothing_else(steward: NodeSteward, place: Path) -> None:
+    place.write_text("a file")
+    told = steward.start(command(place), {}, str(place / "below"))
+    assert told["daemon"] == 0 and "NotADirectoryError" in str(told["why"])
+    place.unlink()
+    assert steward.start(command(place), {}, str(place))["daemon"] == pid_of(place)
+
+
 def test_a_steward_that_nobody_asks_any_more_gives_its_machine_back_once_the_daemon_is_gone(place: Path) -> None:
     left = threading.Event()
     steward = NodeSteward([], unasked_s=0.0, leave=left.set)
