@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 import structlog
 
-from manager.errors import CodedError, FunctionUnavailable
+from manager.errors import CapacityExceeded, CodedError, FunctionUnavailable
 from manager.function import FunctionSpec
 from tangram.types.values.backoff import backoff_s
 
@@ -30,7 +30,7 @@ class Readiness(NamedTuple):
     problem: str = ""
     #: Tries that have failed one after the other.
     failures: int = 0
-    #: When it is tried again, on the event loop's clock; 0 while a try runs.
+    #: When it is tried again, on the event loop's clock; 0 while a try runs, or waits for room (a node that joins).
     again_s: float = 0.0
 
     def check(self, function: FunctionSpec, now_s: float) -> None:
@@ -112,31 +112,34 @@ class Preparation:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _until_ready(self, function: FunctionSpec) -> None:
-        name, attempt = function.name, 1
-        while (problem := await self._problem(function)) is not None:
+        name, attempt, failures = function.name, 1, 0
+        while (error := await self._error(function)) is not None:
+            problem = error.message
             if self._states[name].problem != problem:
                 self._log.error("a function is unavailable", function=name, why=problem)
             again, loop = self._again[name], asyncio.get_running_loop()
             again.clear()
             again_s = loop.time() + backoff_s(attempt, AGAIN_S, AGAIN_MAX_S)
-            self._states[name] = Readiness("unavailable", problem, attempt, again_s)
+            room = isinstance(error, CapacityExceeded)  # nothing is missing for good: a node that joins makes it
+            failures = 0 if room else failures + 1
+            self._states[name] = Readiness("unavailable", problem, failures, 0.0 if room else again_s)
             timer = loop.call_at(again_s, again.set)
             await again.wait()
             timer.cancel()
-            self._states[name] = Readiness("unavailable", problem, attempt)
+            self._states[name] = Readiness("unavailable", problem, failures)
             attempt += 1
         self._tasks.pop(name, None)
         self._states[name] = Readiness("ready")
         self._tell(name)
 
-    async def _problem(self, function: FunctionSpec) -> str | None:
+    async def _error(self, function: FunctionSpec) -> CodedError | None:
         try:
             await self.one(function)
         except CodedError as error:
-            return error.message
+            return error.with_traceback(None)
         except Exception as error:  # noqa: BLE001  # a bug in one runtime keeps no other function from being served
             self._log.exception("a preparation failed", function=function.name)
-            return f"its preparation failed: {error!r}"
+            return CodedError(f"its preparation failed: {error!r}", component="functions")
         return None
 
     def _tell(self, name: str) -> None:

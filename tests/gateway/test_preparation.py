@@ -15,7 +15,7 @@ from gateway import preparation
 from gateway.config.sections import ServerConfig
 from gateway.http.early import HttpDoor
 from gateway.http.server import listen
-from manager.errors import FunctionUnavailable, Unsupported
+from manager.errors import CapacityExceeded, CodedError, FunctionUnavailable, Unsupported
 from manager.function import FunctionSpec
 from runtimes.fake import ScriptedRuntime
 from tests.gateway.conftest import GatewayBench, RunningGateway, function, serving, step_of, until
@@ -28,6 +28,7 @@ class SlowToPrepare(ScriptedRuntime):
         super().__init__(step_of)
         self.gate = asyncio.Event()
         self.mended = False
+        self.error: CodedError = Unsupported("there is no image nowhere:1", component="docker")
         self.tries: dict[str, int] = defaultdict(int)
 
     async def prepare(self, function: FunctionSpec) -> None:
@@ -35,7 +36,7 @@ class SlowToPrepare(ScriptedRuntime):
         if function.name == "slow":
             await self.gate.wait()
         if function.name == "broken" and not self.mended:
-            raise Unsupported("there is no image nowhere:1", component="docker")
+            raise self.error
         await super().prepare(function)
 
 
@@ -148,6 +149,23 @@ async def test_a_function_that_stays_unavailable_refuses_calls_at_once_with_why_
         runtime.mended = True
         gateway.app.registry.preparation.again()
         assert (await gateway.invoke({}, function="broken")).status_code == 200
+
+
+async def test_a_call_waits_for_the_first_node_however_long_it_takes_to_join(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preparation, "AGAIN_S", 60.0)
+    monkeypatch.setattr(preparation, "FAILURES_MIN", 1)
+    runtime = SlowToPrepare()
+    runtime.error = CapacityExceeded("no node has joined yet that could run it", component="cluster")
+    bench = GatewayBench(tmp_path, functions={"broken": function("broken", queue_timeout_s=30.0)})
+    async with serving(bench, runtime=runtime) as gateway:
+        await until(lambda: gateway.app.registry.readiness("broken").status == "unavailable")
+        call = asyncio.create_task(gateway.invoke({}, function="broken"))
+        await until(lambda: call.done() or bool(gateway.app.invocations.living))
+        runtime.mended = True
+        gateway.app.registry.preparation.again()
+        assert (await call).status_code == 200
 
 
 def test_a_call_waits_for_a_try_that_runs_or_is_due_in_time_and_for_no_other() -> None:
