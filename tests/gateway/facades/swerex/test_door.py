@@ -207,6 +207,8 @@ async def test_files_are_read_and_written_as_pathlib_does(runtime: RuntimeClient
         ("deep", {}, "builtins.IsADirectoryError"),
         ("deep/er/file", {"encoding": "ascii"}, "builtins.UnicodeDecodeError"),
         ("deep/er/file", {"encoding": "no-such"}, "builtins.LookupError"),
+        ("deep/er/file", {"encoding": "Punycode"}, "builtins.LookupError"),
+        ("deep/er/file", {"encoding": "ascii", "errors": "xmlcharrefreplace"}, "builtins.TypeError"),
     ):
         assert (await runtime.raised("read_file", path=path, **how))["class_path"] == kind
     told = await runtime.raised("write_file", path="deep", content="")
