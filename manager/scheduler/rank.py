@@ -84,9 +84,21 @@ def shortest_first(
     if turns is None or len(by_task) < 2:
         return [*aged, *(next(shortest[task]) for task in order)]
     # Some turns are of actions that wait for something else, and some may be beyond what is shown.
-    mine = chain((task for task in turns() if task in by_task), order)
+    mine = chain(_while_several(turns(), {task: len(actions) for task, actions in by_task.items()}), order)
     found = (next(shortest[task], None) for task in mine)
     return [*aged, *islice((action for action in found if action is not None), len(young))]
+
+
+def _while_several(turns: Iterator[str], left: dict[str, int]) -> Iterator[str]:
+    """Yield the turns of tasks that have actions ``left``, until one task alone has: a long backlog is not read on."""
+    for task in turns:
+        if task in left:
+            yield task
+            left[task] -= 1
+            if not left[task]:
+                del left[task]
+                if len(left) < 2:
+                    return
 
 
 def age_bound_s(view: PoolView, waiting: Sequence[Action], ratio: float, age_max_s: float) -> float:

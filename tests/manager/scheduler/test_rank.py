@@ -57,6 +57,13 @@ def test_the_shortest_of_a_task_take_the_turns_that_it_is_dealt() -> None:
     assert [one.id for one in shortest_first(waiting, 0.0, 1e9, lambda: iter(turns[:1]))] == ["t3", "t1", "t0", "t2"]
 
 
+def test_turns_are_read_no_further_than_several_tasks_want_them() -> None:
+    waiting = requests([("red", 5.0, 0.0), ("blue", 3.0, 0.0), ("blue", 2.0, 0.0)])
+    turns = iter(["blue", "red", *["red"] * 1000, "blue"])  # most of red's wait for something else
+    assert [one.id for one in shortest_first(waiting, 0.0, 1e9, lambda: turns)] == ["t2", "t0", "t1"]
+    assert len(list(turns)) == 1001
+
+
 def test_short_ones_of_a_task_far_ahead_of_its_turn_pass_nobody() -> None:
     waiting = [
         action(id, task=task, t_ori_s=seconds)
