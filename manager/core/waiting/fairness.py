@@ -203,10 +203,13 @@ class FairShare:
         return clock
 
     def correct(self, action: Action, weight: float, used: Mapping[str, float]) -> None:
-        """Charge what was really used, in unit-seconds by kind, instead of what was guessed, if anything was."""
+        """Charge what was really used, in unit-seconds by kind, instead of what was guessed, if anything was.
+
+        Of a batch one member has used the units, and the others nothing.
+        """
         guessed = action.id in self._guessed
         self._guessed.discard(action.id)
-        for kind, amount in used.items():
+        for kind, amount in {**(dict.fromkeys(action.cost, 0.0) if guessed else {}), **used}.items():
             flow = self._flows.get((action.task, kind))
             if flow is None:
                 continue

@@ -146,3 +146,15 @@ def test_what_nobody_guessed_is_charged_as_it_was_used() -> None:
     fair.correct(first, 1.0, {"cpu": 10.0})
     fair.correct(action("child", t_ori_s=7.0), 1.0, {"cpu": 7.0})
     assert fair.stamp(action("b"), 1.0) == 21.0
+
+
+def test_a_batch_is_charged_once() -> None:
+    fair = FairShare(frozenset())
+    batch = [action(f"a{index}", t_ori_s=10.0) for index in range(4)]
+    stamps = [fair.stamp(one, 1.0) for one in batch]
+    for one in batch:
+        fair.starts(one)
+    fair.correct(batch[0], 1.0, {"cpu": 12.0})
+    for one in batch[1:]:
+        fair.correct(one, 1.0, {})
+    assert fair.stamp(action("next"), 1.0) == stamps[-1], "and not behind four such durations"
