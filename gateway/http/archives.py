@@ -82,7 +82,7 @@ class ArchiveOperations:
                 body={BYTES: BINARY},
                 body_required=True,
                 answers={201: json_answer("It is unpacked", FileWritten)},
-                problems=(*problems, 408),
+                problems=problems,
             ),
             Operation(
                 id="getArchive",

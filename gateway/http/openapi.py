@@ -19,6 +19,8 @@ from tangram.types import FunctionInfo, Invocation, LogRecord, Problem
 REF = "#/components/schemas/{name}"
 #: Statuses that every operation may answer with.
 ALWAYS = (401, 403, 500, 503)
+#: Of any operation with a body: it did not arrive within `server.body_timeout`.
+SLOW_BODY = 408
 INVOKE = "/v1/functions/{name}/invocations"
 CALLBACK_URL = "X-Callback-Url"
 
@@ -98,7 +100,8 @@ def _operation(operation: Operation, shapes: Shapes) -> dict[str, object]:
             **({"content": content} if content else {}),
             **({"links": {link.operation: link.as_json() for link in answer.links}} if answer.links else {}),
         }
-    for status in sorted({*operation.problems, *(() if operation.open else ALWAYS)}):
+    everywhere = (*(() if operation.open else ALWAYS), *((SLOW_BODY,) if operation.body else ()))
+    for status in sorted({*operation.problems, *everywhere}):
         answers.setdefault(str(status), {"description": "A problem", "content": _content({PROBLEM: Problem}, shapes)})
     parts = [
         {"name": part.name, "in": "path", "required": True, "description": part.about, "schema": shapes.of(part.shape)}

@@ -127,3 +127,12 @@ async def test_a_timeout_means_in_a_header_what_it_means_in_a_file(gateway: Runn
         assert response.status_code == 200, response.text
     for odd in ("1h30", "m", "-1s", "1 s", "0", "0s", "0.0h00ms"):
         assert (await gateway.invoke({}, headers={"X-Timeout": odd})).status_code == 422
+
+
+async def test_whoever_sends_a_body_is_told_that_it_may_come_too_slowly(tmp_path: Path) -> None:
+    async with serving(GatewayBench(tmp_path)) as gateway:
+        document = await document_of(gateway)
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            if isinstance(operation, dict) and "requestBody" in operation:
+                assert {"408", "default"} & operation["responses"].keys(), f"{method} {path}"
