@@ -16,7 +16,7 @@ from gateway.http.trajectories import as_files_are, placed_path
 from gateway.services import Services
 from manager.errors import CodedError, Conflict, InvalidInput, NotFound
 from runtimes.sandbox.command import Command
-from runtimes.sandbox.files.archives import open_archive, put_archive
+from runtimes.sandbox.files.archives import gathered, open_archive, put_archive
 from runtimes.sandbox.sandbox import Sandbox
 
 COMPONENT = "docker"
@@ -111,7 +111,7 @@ async def _lstat(sandbox: Sandbox, place: str) -> PathStat:
         process = await sandbox.spawn(Command(argv=("-c", LSTAT, place), python=True, timeout_s=STAT_S))
         try:
             await process.close_stdin()
-            said = b"".join([data async for stream, data in process.chunks() if stream == "stdout"])[:STAT_BYTES]
+            said = await gathered(process, "stdout", STAT_BYTES)
             code = (await process.wait()).exit_code
         finally:
             await process.kill()
@@ -124,18 +124,32 @@ async def _lstat(sandbox: Sandbox, place: str) -> PathStat:
 
 
 async def _first(chunks: AsyncIterator[bytes]) -> tuple[bytes, tarfile.TarInfo]:
-    """Return the beginning of a tar, and its first entry."""
+    """Return the beginning of a tar, and its first entry; raises InvalidInput.
+
+    What the sandbox sends is not to be believed: its user can write to the pipe of the process that packs.
+    """
     head, start = b"", 0
     async for chunk in chunks:
         head += chunk
         while len(head) >= start + BLOCK_BYTES:
-            entry = tarfile.TarInfo.frombuf(head[start : start + BLOCK_BYTES], "utf-8", "surrogateescape")
+            entry = _entry(head[start : start + BLOCK_BYTES])
             if entry.type not in EXTENDING:
                 return head, entry
             start += BLOCK_BYTES + -(-entry.size // BLOCK_BYTES) * BLOCK_BYTES
         if len(head) > FIRST_BYTES:
             break
     raise InvalidInput("the archive has no first entry", component=COMPONENT)
+
+
+def _entry(block: bytes) -> tarfile.TarInfo:
+    """Return an entry of its header; raises InvalidInput, also for a size below zero, which a header can have."""
+    try:
+        entry = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+    except tarfile.TarError as error:
+        raise InvalidInput(f"what the sandbox sent is no archive: {error}", component=COMPONENT) from None
+    if entry.size < 0:
+        raise InvalidInput("what the sandbox sent is no archive: an entry's size is below zero", component=COMPONENT)
+    return entry
 
 
 def _told(error: CodedError, container: Container, path: str) -> CodedError:

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 
-import orjson
 from msgspec import Struct
 
+from gateway import wire
 from gateway.facades.docker.commands import ContainerExec
 from gateway.facades.docker.containers import Container
 from runtimes.sandbox.promises import ProviderInfo
@@ -22,6 +22,8 @@ from runtimes.sandbox.promises import ProviderInfo
 #: The versions of the engine's API that are spoken.
 API_VERSION, API_VERSION_MIN = (1, 44), (1, 24)
 NEVER = "0001-01-01T00:00:00Z"
+#: Times of files are what their owner sets: those of the years 1 to 9999 can be written.
+EARLIEST_S, LATEST_S = -62_135_596_800.0, 253_402_300_799.0
 #: Bits of Go's file modes beside the permissions.
 _GO_DIRECTORY, _GO_LINK = 1 << 31, 1 << 27
 _GO_SPECIAL = {0o4000: 1 << 23, 0o2000: 1 << 22, 0o1000: 1 << 20}
@@ -33,8 +35,8 @@ def shown_version(numbers: tuple[int, int]) -> str:
 
 
 def instant(time_s: float) -> str:
-    """Return a time of day as the engine writes it."""
-    if not time_s:
+    """Return a time of day as the engine writes it; of one that it has no words for, that it is none."""
+    if not time_s or not EARLIEST_S < time_s < LATEST_S:
         return NEVER
     return datetime.fromtimestamp(time_s, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
 
@@ -163,7 +165,7 @@ def stat_header(path: PathStat) -> str:
     mode |= _GO_DIRECTORY if stat.S_ISDIR(path.mode) else _GO_LINK if stat.S_ISLNK(path.mode) else 0
     link = path.link if stat.S_ISLNK(path.mode) else ""
     told = {"name": path.name, "size": path.size, "mode": mode, "mtime": instant(path.mtime), "linkTarget": link}
-    return base64.b64encode(orjson.dumps(told)).decode()
+    return base64.b64encode(wire.dumps(told)).decode()
 
 
 def version_shape() -> dict[str, object]:

@@ -40,9 +40,17 @@ async def put_archive(
         except ActionFailed:
             if sandbox.lost.is_set():
                 raise
-        said = b"".join([data async for stream, data in process.chunks() if stream == "stderr"])
-        await _require_success(process, said)
+        await _require_success(process, await gathered(process, "stderr", SAID_BYTES))
     return size_bytes
+
+
+async def gathered(process: SandboxProcess, stream: str, limit_bytes: int) -> bytes:
+    """Return the beginning of what a process says on one stream, when it has said all."""
+    said = b""
+    async for name, data in process.chunks():
+        if name == stream and len(said) < limit_bytes:
+            said += data
+    return said[:limit_bytes]
 
 
 @asynccontextmanager
