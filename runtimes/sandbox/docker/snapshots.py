@@ -44,9 +44,10 @@ class ContainerSnapshots(SnapshotStore):
     async def reap(self) -> None:
         """Remove snapshots that are too old, and images of ours that no snapshot is known to have."""
         await self.prune()
-        known = self.ids
+        # What becomes ready only after the engine was asked may not be in its answer yet.
+        known, ready = self.ids, {each.id for each in self.all()}
         labels = await self._engine.labelled_images(LABEL, f"{GATEWAY}={self._label}")
         found = {each[LABEL] for each in labels}
         for id in found - known - self.ids:
             await self._engine.remove_image(f"{REPOSITORY}:{id}")
-        await self.lose(found, known)
+        await self.lose(found, ready)

@@ -134,9 +134,10 @@ class SnapshotStore:
         self._held[id] += 1
         try:
             yield record
-            record = self._records[id] = replace(self._records[id], used_s=self._wall())
-            with suppress(OSError):
-                await asyncio.to_thread(record.write, self._root)
+            if id in self._records:  # else somebody else has removed it meanwhile (`lose`)
+                record = self._records[id] = replace(self._records[id], used_s=self._wall())
+                with suppress(OSError):
+                    await asyncio.to_thread(record.write, self._root)
         finally:
             self._held[id] -= 1
 
@@ -161,9 +162,9 @@ class SnapshotStore:
             await self._forget(id)
         return len(old)
 
-    async def lose(self, present: set[str], known: set[str]) -> None:
-        """Forget those that were ``known`` and are not ``present``: somebody else has removed what they hold."""
-        for id in [id for id in known - present if id in self._records and self._records[id].ready]:
+    async def lose(self, present: set[str], ready: set[str]) -> None:
+        """Forget those that were ``ready`` and are not ``present``: somebody else has removed what they hold."""
+        for id in [id for id in ready - present if id in self._records]:
             logger.warning("a snapshot was removed by somebody else", snapshot=id)
             await self._forget(id)
 
