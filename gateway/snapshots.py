@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 from gateway import wire
 from gateway.services import Services
 from gateway.trajectories import open_trajectory
-from manager.errors import ActionFailed, Conflict, NotFound, Reason
+from manager.errors import ActionFailed, CodedError, Conflict, NotFound, Reason
 from runtimes.sandbox.snapshots.record import SnapshotRecord
 from tangram.types import ForkAnswer, ForkRequest, SnapshotInfo, SnapshotList, TrajectoryInfo, TrajectoryOpening
 
@@ -38,7 +39,7 @@ async def take_snapshot(services: Services, trajectory: str) -> SnapshotInfo:
 
 
 async def fork_trajectory(services: Services, trajectory: str, asked: ForkRequest) -> ForkAnswer:
-    """Open trajectories that begin with the files of another one as they are now: all of them, or none.
+    """Open trajectories that begin with the files of another one as they are now: all of them, or none and no snapshot.
 
     Raises as `take_snapshot` and `open_trajectory`, and Conflict for a name that lives or comes twice.
     """
@@ -56,7 +57,13 @@ async def fork_trajectory(services: Services, trajectory: str, asked: ForkReques
     taken = await take_snapshot(services, name)
     task = asked.task or str(found["task"])
     opening = TrajectoryOpening(function=asked.function, task=task, snapshot=taken.snapshot)
-    opened = await _open_all(services, asked.to, opening)
+    try:
+        async with services.snapshots.held(taken.snapshot):  # which may wait long for memory, and be the least used
+            opened = await _open_all(services, asked.to, opening)
+    except BaseException:
+        with suppress(CodedError):  # nobody was told of it
+            await services.snapshots.remove(taken.snapshot)
+        raise
     return ForkAnswer(snapshot=snapshot_info(services, services.snapshots.get(taken.snapshot)), trajectories=opened)
 
 

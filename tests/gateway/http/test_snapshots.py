@@ -15,6 +15,8 @@ import pytest
 from grpclib.const import Status
 from grpclib.exceptions import GRPCError
 
+from gateway.config.load import GatewayConfig
+from gateway.config.sections import NodeConfig
 from gateway.grpc.generated import tangram_pb2 as pb
 from gateway.grpc.generated.tangram_grpc import GatewayStub
 from manager.function import Background, Capabilities, SandboxSpec, TrajectoryChoices
@@ -198,6 +200,30 @@ async def test_beyond_the_bound_the_least_recently_used_go_and_none_in_use(runni
     assert second not in left(Path(running.app.config.server.state_dir).parent)
 
 
+class SmallNode(GatewayBench):
+    """A machine that holds two sandboxes, and not three."""
+
+    def config(self) -> GatewayConfig:
+        return replace(super().config(), node=NodeConfig(memory_bytes=5 * SANDBOX.memory_bytes // 2))
+
+
+async def test_a_fork_that_waits_for_memory_keeps_the_snapshot_that_it_begins_with(tmp_path: Path) -> None:
+    sandboxes = ProviderSettings(kind="process", snapshots=SnapshotSettings(count_max=2))
+    async with serving(SmallNode(tmp_path, functions=BENCH, sandboxes=sandboxes)) as running:
+        await said(running, "one", "echo kept > file")
+        (await opened(running, "other")).raise_for_status()
+        asked = {"function": "shell", "to": ["two"]}
+        fork = asyncio.create_task(running.http.post("/v1/trajectories/one/fork", json=asked))
+        await until(lambda: running.app.engine.trajectory("two") is not None)
+        for _ in range(2):
+            await taken(running, "one")
+        assert not fork.done()
+        (await running.http.delete("/v1/trajectories/other")).raise_for_status()
+        assert (await fork).status_code == 201, (await fork).text
+        assert await said(running, "two", "cat file") == "kept\n"
+        await clear(running)
+
+
 async def test_files_beyond_the_bound_of_all_are_refused_and_leave_nothing(running: RunningGateway) -> None:
     await said(running, "one", "head -c 80M /dev/urandom > large")
     refused = await running.http.post("/v1/trajectories/one/snapshots")
@@ -227,6 +253,7 @@ async def test_a_fork_has_no_more_than_its_function_allows(running: RunningGatew
     assert refused.status_code == 422, refused.text
     refused = await running.http.post("/v1/trajectories/one/fork", json={"function": "strict", "to": ["two", "three"]})
     assert refused.status_code == 422, refused.text
+    assert await ids(running) == [snapshot], "of a fork that could not be nothing is left"
     lives = await opened(running, "one", **asked)
     assert lives.status_code == 409, lives.text
     assert [each["trajectory"] for each in (await running.http.get("/v1/trajectories")).json()["trajectories"]] == [
