@@ -9,12 +9,15 @@ import secrets
 from collections import OrderedDict
 
 import msgspec
+import structlog
 
 from gateway.config.facades import DockerFacade
 from gateway.facades.docker.commands import ContainerExec, MainCommand
 from gateway.facades.docker.records import ContainerRecord
 from gateway.store.store import Store
 from manager.errors import CapacityExceeded, Conflict, InvalidInput, NotFound
+
+logger = structlog.get_logger("gateway.facades")
 
 COMPONENT = "docker"
 #: In the store: how many places were ever taken, and each place's container; an empty text where there is none.
@@ -55,6 +58,11 @@ class Container:
         """Return at its next change."""
         await self._changed.wait()
 
+    def require_kept(self) -> None:
+        """Raise NotFound for one that is removed, or going."""
+        if self.removed or self.record.removing:
+            raise NotFound(f"No such container: {self.record.id}", component=COMPONENT)
+
     def require_running(self) -> None:
         """Raise Conflict unless it runs."""
         if not self.running:
@@ -80,10 +88,13 @@ class Containers:
         self._places = int(await self._store.document(PLACES) or 0)
         for place in range(self._places):
             kept = await self._store.document(PLACE.format(place))
-            if kept:
-                self._enter(Container(msgspec.json.decode(kept, type=ContainerRecord), place))
-            else:
+            if not kept:
                 self._free.append(place)
+                continue
+            try:
+                self._enter(Container(msgspec.json.decode(kept, type=ContainerRecord), place))
+            except msgspec.MsgspecError as error:  # its place stays as it is, and the others are served
+                logger.warning("a container's record cannot be read", door=COMPONENT, place=place, why=str(error))
 
     def all(self) -> tuple[Container, ...]:
         """Every container, the newest first."""
@@ -112,7 +123,11 @@ class Containers:
         container = Container(record, place)
         self._enter(container)
         self.save(container)
-        await self._store.commit()
+        try:
+            await self._store.commit()
+        except BaseException:  # its client knows of none, and will ask for the name again
+            self.forget(container)
+            raise
         return container
 
     def save(self, container: Container) -> None:

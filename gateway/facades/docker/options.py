@@ -214,7 +214,7 @@ def _idle_s(argv: tuple[str, ...], *, attached: bool) -> float | None:
         case ("sleep" | "/bin/sleep" | "/usr/bin/sleep", "infinity" | "inf"):
             return 0.0
         case ("sleep" | "/bin/sleep" | "/usr/bin/sleep", span) if found := re.fullmatch(
-            r"(\d+(?:\.\d*)?)([smhd]?)", span
+            r"([0-9]{1,15}(?:\.[0-9]{0,15})?)([smhd]?)", span
         ):
             return max(float(found[1]) * SECONDS[found[2]], 0.001)
         case (("sh" | "bash" | "/bin/sh" | "/bin/bash"), "-c", text) if not attached:

@@ -1,0 +1,86 @@
+"""Containers that are removed, killed or lost while something else is done with them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.config.facades import DockerFacade
+from gateway.facades.docker.containers import Containers
+from gateway.facades.docker.lifecycle import ContainerLife
+from manager.errors import StorageUnavailable
+from tests.gateway.facades.docker.world import IMAGE, EngineWorld, engine_world
+
+SETTINGS = DockerFacade(socket="/unused", function="box")
+DEADLINE_S = 60.0
+
+
+@pytest.fixture
+async def engine(tmp_path: Path) -> AsyncIterator[EngineWorld]:
+    async with engine_world(tmp_path) as world:
+        yield world
+
+
+@pytest.fixture
+async def life(engine: EngineWorld) -> AsyncIterator[ContainerLife]:
+    app = engine.running.app
+    assert app.services is not None
+    assert app.facades.calls is not None
+    made = ContainerLife(app.services, app.facades.calls, SETTINGS)
+    await made.ready()
+    yield made
+    await made.close()
+
+
+def _unframed(data: bytes) -> bytes:
+    said = b""
+    while data:
+        size = int.from_bytes(data[4:8], "big")
+        said, data = said + data[8 : 8 + size], data[8 + size :]
+    return said
+
+
+class Documents:
+    """A store's documents; the first commits may fail."""
+
+    def __init__(self, *, failures: int = 0) -> None:
+        self.kept: dict[str, str] = {}
+        self.failures = failures
+
+    async def document(self, name: str) -> str | None:
+        return self.kept.get(name)
+
+    def save_document(self, name: str, text: str) -> None:
+        self.kept[name] = text
+
+    async def commit(self) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise StorageUnavailable("the disk is full", component="store")
+
+
+async def test_every_sleep_can_be_kept_and_what_cannot_be_read_keeps_nobody_out(life: ContainerLife) -> None:
+    slept = await life.create({"Image": IMAGE, "Cmd": ["sleep", "9" * 400]}, "long")
+    store: Any = Documents()
+    first = Containers(store, SETTINGS)
+    await first.add(slept.record)
+    store.kept["docker_containers"] = "2"
+    store.kept["docker_container:1"] = '{"id": 7}'
+    again = Containers(store, SETTINGS)
+    await again.load()
+    assert [each.record.name for each in again.all()] == ["long"]
+    await life.remove(slept, force=True)
+
+
+async def test_a_name_that_could_not_be_kept_is_free_again(life: ContainerLife) -> None:
+    box = await life.create({"Image": IMAGE, "Cmd": ["sleep", "1"]}, "box")
+    store: Any = Documents(failures=1)
+    containers = Containers(store, SETTINGS)
+    with pytest.raises(StorageUnavailable):
+        await containers.add(box.record)
+    assert containers.check("box") == "box"
+    assert containers.all() == ()
+    await life.remove(box, force=True)
