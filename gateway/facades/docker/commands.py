@@ -74,6 +74,7 @@ class AttendedCommand:
         self.ended = asyncio.Event()
         self.session: InteractiveSession | None = None
         self.exit_code: int | None = None
+        self.out_of_memory = False
         #: What is told beside its output: why it was ended.
         self.told = ""
         #: Why there is no exit status; None if there is one.
@@ -83,6 +84,11 @@ class AttendedCommand:
         self._calls = calls
         self._cancelled = ""
         self._task: asyncio.Task[None] | None = None
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether somebody ended it."""
+        return bool(self._cancelled)
 
     def start(self, slots: asyncio.Semaphore, until_s: float) -> None:
         """Begin; ``slots`` are those of the sessions that may live at once."""
@@ -105,10 +111,10 @@ class AttendedCommand:
             async with asyncio.timeout(ENDING_S):
                 await self.ended.wait()
 
-    def settle(self, exit_code: int) -> None:
+    def settle(self, exit_code: int | None, error: CodedError | None = None) -> None:
         """It has ended, without an action that told so; idempotent."""
         if not self.ended.is_set():
-            self.exit_code = exit_code
+            self.exit_code, self.error = exit_code, error
             self._wake_all()
 
     async def end_input(self) -> None:
@@ -185,6 +191,7 @@ class AttendedCommand:
         record = invocation.record
         result = {} if record.result is None else wire.loads_object(record.result)
         code, number = result.get("exit_code"), result.get("signal")
+        self.out_of_memory = record.reason is Reason.OUT_OF_MEMORY
         if record.reason in (Reason.TIMEOUT, Reason.OUT_OF_MEMORY) or self._cancelled:
             self.exit_code = KILLED
             self.told = "" if self._cancelled else f"tangram: {record.message}\n"

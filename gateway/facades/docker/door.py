@@ -260,8 +260,8 @@ class DockerEngineApi:
     async def logs(self, exchange: EngineExchange, match: re.Match[str]) -> None:
         """Answer with what is kept of its main command's output."""
         tail = exchange.query.get("tail") or "all"
-        lines = None if tail == "all" else _number(exchange, "tail", 0)
-        await send_logs(exchange, self._container(match).main, lines)
+        lines = -1 if tail == "all" else _number(exchange, "tail", 0)
+        await send_logs(exchange, self._container(match).main, None if lines < 0 else lines)
 
     async def remove(self, exchange: EngineExchange, match: re.Match[str]) -> None:
         await self._life.remove(self._container(match), force=flag(exchange.query.get("force")))

@@ -208,7 +208,8 @@ class EngineExchange:
     async def upgraded(self, media_type: str) -> EnginePipe:
         """Answer, and return the stream that the connection is from now on; it ends with the connection."""
         self.started = True
-        if any(word.strip().lower() == "upgrade" for word in self.headers.get("connection", "").split(",")):
+        words = [word.strip().lower() for word in self.headers.get("connection", "").split(",")]
+        if "upgrade" in words and "upgrade" in self.headers:  # without the second there is nothing to switch to
             headers = [("Content-Type", media_type), ("Connection", "Upgrade"), ("Upgrade", "tcp")]
             await self.peer.send(h11.InformationalResponse(status_code=101, headers=headers, reason=b"UPGRADED"))
         else:

@@ -32,7 +32,10 @@ LAUNCH = (
 )
 STATUS_FILE = "/tmp/.tangram-exec-{}"
 STATUS_BYTES = 64
+#: What the sandbox's user may have written there is not to be believed.
+EXIT_STATUS = re.compile(rb"[0-9]{1,3}")
 #: A `kill` of a process that only this door knows, as the SWE-bench harness sends it when a command takes too long.
+PID = re.compile(r"[0-9]{1,18}")
 KILL = re.compile(r"(?:-s )?-?(?:SIG)?([A-Z0-9]+) ")
 
 
@@ -68,20 +71,23 @@ class ContainerExecs:
             command.wish = replace(command.wish, rows=rows, columns=columns)
         command.started = True
         behind = body.get("Detach") is True
-        if (victim := self._victim(command)) is not None:
-            await self._kill(command, victim)
-            if not behind:
-                await exchange.upgraded(media_type(exchange, tty=command.wish.tty))
-                return
-        elif not behind:
-            command.start(self._life.slots, asyncio.get_running_loop().time() + PATIENCE_S)
-            try:
+        try:
+            if (victim := self._victim(command)) is not None:
+                await self._kill(command, victim)
+                if not behind:
+                    await exchange.upgraded(media_type(exchange, tty=command.wish.tty))
+                    return
+            elif not behind:
+                command.start(self._life.slots, asyncio.get_running_loop().time() + PATIENCE_S)
                 await attend(exchange, command, patience_s)
-            finally:
-                self._life.mark_lost(container, command.error)
-            return
-        else:
-            await self._launch(command, patience_s)
+                return
+            else:
+                await self._launch(command, patience_s)
+        except CodedError as error:
+            command.settle(None, error)  # if it never began
+            raise
+        finally:
+            self._life.mark_lost(container, command.error)
         await exchange.answer(200)
 
     async def inspect(self, exchange: EngineExchange, command: ContainerExec) -> None:
@@ -115,9 +121,6 @@ class ContainerExecs:
             reason = invocation.record.reason or Reason.INTERNAL
             error = ActionFailed(reason, fault.message, component=COMPONENT)
         if error is not None:
-            command.error = error
-            command.settle(KILLED)
-            self._life.mark_lost(container, error)
             raise error
 
     async def _look_behind(self, command: ContainerExec) -> None:
@@ -134,14 +137,14 @@ class ContainerExecs:
         except CodedError as error:
             self._life.mark_lost(container, error)
             raise
-        command.settle(int(text) if text.isdigit() else KILLED)
+        command.settle(int(text) if EXIT_STATUS.fullmatch(text) else KILLED)
 
     def _victim(self, command: ContainerExec) -> tuple[ContainerExec, str] | None:
         """Return which of our commands a `kill` means, and the signal; None for any other command."""
         words = command.wish.argv
         if words[0] not in ("kill", "/bin/kill", "/usr/bin/kill") or not 2 <= len(words) <= 4:
             return None
-        if not words[-1].isdecimal() or int(words[-1]) < PIDS_FROM:
+        if PID.fullmatch(words[-1]) is None or int(words[-1]) < PIDS_FROM:
             return None
         found = KILL.fullmatch(" ".join(words[1:-1]) + " ")
         name = "TERM" if len(words) == 2 else found[1] if found is not None else ""

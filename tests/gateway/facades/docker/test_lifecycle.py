@@ -35,6 +35,29 @@ async def life(engine: EngineWorld) -> AsyncIterator[ContainerLife]:
     await made.close()
 
 
+async def test_a_start_that_is_refused_leaves_no_command_that_runs(engine: EngineWorld) -> None:
+    box = await engine.keep_alive()
+    for argv in (["kill", "-FOO", str(2**40)], ["kill", "-9", "9" * 5000]):
+        made = (await engine.do(lambda argv=argv: engine.client.api.exec_create(box.id, argv)))["Id"]  # type: ignore[misc]
+        status, told = await engine.ask("POST", f"/exec/{made}/start", {"Detach": True})
+        if status == 200:
+            continue
+        assert status == 400, told
+        assert (await engine.ask("GET", f"/exec/{made}/json"))[0] == 400
+        await engine.do(box.reload)
+        assert made not in (box.attrs["ExecIDs"] or ())
+
+
+async def test_logs_of_less_than_no_line_are_all(engine: EngineWorld) -> None:
+    api = engine.client.api
+    kept: Any = await engine.do(lambda: engine.client.containers.run(IMAGE, ["seq", "3"], detach=True))
+    await engine.do(kept.wait)
+    for tail, said in (("-1", b"1\n2\n3\n"), ("0", b""), ("2", b"2\n3\n")):
+        url = f"{api.base_url}/v1.41/containers/{kept.id}/logs?stdout=1&tail={tail}"
+        heard = (await engine.do(lambda url=url: api.get(url))).content  # type: ignore[misc]
+        assert _unframed(heard) == said
+
+
 def _unframed(data: bytes) -> bytes:
     said = b""
     while data:
