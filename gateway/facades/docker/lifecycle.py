@@ -131,8 +131,12 @@ class ContainerLife:
     # --- beginning
 
     async def open(self, container: Container, timeout_s: float) -> None:
-        """Begin its trajectory: its sandbox is made, and waits; raises CapacityExceeded after ``timeout_s``."""
+        """Begin its trajectory: its sandbox is made, and waits; raises CapacityExceeded after ``timeout_s``.
+
+        Raises NotFound for one that is removed, also if that happens meanwhile: nothing of it is left.
+        """
         record = container.record
+        container.require_kept()
         if record.opened:
             if self._services.engine.trajectory(record.trajectory) is None:
                 told = f"container {record.id} ended with its trajectory, and its files with it: make a new one"
@@ -143,6 +147,7 @@ class ContainerLife:
         try:
             async with asyncio.timeout(timeout_s):
                 await open_trajectory(self._services, record.trajectory, asked)
+                container.require_kept()
                 done = True
         except TimeoutError:
             told = "the container was not begun in the time that its client waits; start it again"
@@ -194,10 +199,14 @@ class ContainerLife:
             self._chore(main.end_input())
         await main.keep_output()
         await main.ended.wait()
-        if main.error is not None and container.running:
-            self._ended(container, LOST_EXIT, main.error.message)
-        elif container.running:
-            self._ended(container, main.exit_code or 0, main.told.strip())
+        if main is not container.main or not container.running:
+            return
+        if main.error is not None:
+            self._ended(container, KILLED if main.cancelled else LOST_EXIT, main.error.message)
+            self.mark_lost(container, main.error)
+            return
+        container.record.out_of_memory = main.out_of_memory
+        self._ended(container, LOST_EXIT if main.exit_code is None else main.exit_code, main.told.strip())
 
     def _arm(self, container: Container) -> None:
         """End it when its ``sleep`` would."""
@@ -269,6 +278,8 @@ class ContainerLife:
         container.require_running()
         main = container.main
         if name == "KILL" or (main is None and name in ENDING_SIGNALS):
+            if main is not None:  # before what waits for its turn to end it: a stop gives it time
+                await main.cancel("the container was killed")
             await self.end(container, exit_code=KILLED)
         elif main is not None:
             await main.signal(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 from gateway.config.facades import DockerFacade
 from gateway.facades.docker.containers import Containers
 from gateway.facades.docker.lifecycle import ContainerLife
-from manager.errors import StorageUnavailable
+from manager.errors import NotFound, StorageUnavailable
+from tests.gateway.conftest import until
 from tests.gateway.facades.docker.world import IMAGE, EngineWorld, engine_world
 
 SETTINGS = DockerFacade(socket="/unused", function="box")
@@ -33,6 +35,41 @@ async def life(engine: EngineWorld) -> AsyncIterator[ContainerLife]:
     await made.ready()
     yield made
     await made.close()
+
+
+async def test_what_is_removed_while_its_start_waits_is_not_begun(engine: EngineWorld, life: ContainerLife) -> None:
+    box = await life.create({"Image": IMAGE, "Cmd": ["sleep", "1h"]}, "box")
+    async with box.lock:
+        start = asyncio.create_task(life.start(box, DEADLINE_S))
+        look = asyncio.create_task(life.sandbox(box, DEADLINE_S))
+        await asyncio.sleep(0)
+        await life.remove(box, force=False)
+    for work in (start, look):
+        with pytest.raises(NotFound, match="No such container"):
+            await work
+    assert (await engine.running.http.get("/v1/trajectories")).json()["trajectories"] == []
+
+
+async def test_what_is_removed_while_it_begins_leaves_nothing(engine: EngineWorld, life: ContainerLife) -> None:
+    box = await life.create({"Image": IMAGE, "Cmd": ["sleep", "1h"]}, "box")
+    start = asyncio.create_task(life.start(box, DEADLINE_S))
+    await until(lambda: engine.running.app.engine.trajectory(box.record.trajectory) is not None)
+    await life.remove(box, force=False)
+    assert (await asyncio.gather(start, return_exceptions=True))[0] is not True
+    await until(lambda: engine.running.app.engine.trajectory(box.record.trajectory) is None)
+
+
+async def test_a_kill_does_not_wait_for_a_stop_that_gives_time(engine: EngineWorld) -> None:
+    deaf = ["sh", "-c", "trap '' TERM; echo up; while :; do sleep 0.05; done"]
+    busy = await engine.do(lambda: engine.client.containers.run(IMAGE, deaf, detach=True))
+    async with asyncio.timeout(DEADLINE_S):
+        while not await engine.do(busy.logs):
+            pass
+        stop = asyncio.create_task(engine.ask("POST", f"/containers/{busy.id}/stop?t=120"))
+        await asyncio.sleep(0)
+        await engine.do(busy.kill)
+        assert (await engine.do(busy.wait))["StatusCode"] == 137
+        await stop
 
 
 async def test_a_start_that_is_refused_leaves_no_command_that_runs(engine: EngineWorld) -> None:
