@@ -71,6 +71,12 @@ def forked(spec: SandboxSpec, snapshot: SnapshotRecord, *, images: bool) -> Sand
     return replace(chosen(spec, asked), image=kept.image, snapshot=snapshot.id)
 
 
+def chosen_env(spec: SandboxSpec) -> dict[str, str]:
+    """Return of a chosen sandbox's environment what its trajectory may have chosen: the rest is the function's own."""
+    own = {name for name, value in spec.env.items() if SECRET in value or not _matches(name, spec.trajectory.env)}
+    return {name: value for name, value in spec.env.items() if name not in own}
+
+
 def _network_named(network: Network) -> Literal["none", "internal", "egress"]:
     return network.value
 

@@ -15,7 +15,7 @@ from manager.clock import Clock, MonotonicClock
 from manager.errors import CodedError, Conflict, InvalidConfig, NotFound, Unsupported
 from manager.function import Isolation, Network, SandboxSpec
 from runtimes.api.secrets import Secrets
-from runtimes.sandbox.choice import OtherSandbox, contradiction, difference
+from runtimes.sandbox.choice import OtherSandbox, chosen_env, contradiction, difference
 from runtimes.sandbox.command import ResumableCommand
 from runtimes.sandbox.record import TASK
 from runtimes.sandbox.runner.protocol import lost
@@ -257,7 +257,7 @@ class Environments:
             raise NotFound(f"trajectory {trajectory!r} has no sandbox", component=COMPONENT)
         sandbox = environment.sandbox
         # What the function itself has in its environment may be secrets, and is given to a fork anew.
-        env = {} if environment.spec is None else environment.spec.env
+        env = {} if environment.spec is None else chosen_env(environment.spec)
         spec, task = replace(sandbox.spec, env=env), sandbox.labels.get(TASK, "")
         return await self.provider.snapshots.take(trajectory, task, spec, sandbox.snapshot)
 

@@ -20,6 +20,7 @@ from gateway.config.sections import NodeConfig
 from gateway.grpc.generated import tangram_pb2 as pb
 from gateway.grpc.generated.tangram_grpc import GatewayStub
 from manager.function import Background, Capabilities, SandboxSpec, TrajectoryChoices
+from runtimes.sandbox.choice import forked
 from runtimes.sandbox.provider import ProviderSettings
 from runtimes.sandbox.snapshots.record import SnapshotSettings
 from tangram import AsyncClient, ConflictError, InvalidInputError
@@ -137,6 +138,16 @@ async def test_a_fork_is_as_it_was_and_both_go_their_own_way(running: RunningGat
         assert await said(running, name, f"echo {name} >> file; rm deep/er/in; cat file") == f"kept\n{name}\n"
         assert await said(running, name, "cat again") == again
     assert await said(running, "one", SHOWN) == shown
+
+
+async def test_a_record_holds_what_was_chosen_and_no_value_of_the_functions_own(running: RunningGateway) -> None:
+    await opened(running, "one", sandbox={"env": {"TASK_ID": "7"}})
+    snapshot = (await taken(running, "one"))["snapshot"]
+    assert running.app.services is not None
+    record = running.app.services.snapshots.get(snapshot)
+    assert record.spec.env == {"TASK_ID": "7"}
+    changed = replace(SANDBOX, env={"OWN": "changed"})
+    assert forked(changed, record, images=False).env == {"OWN": "changed", "TASK_ID": "7"}
 
 
 async def test_owners_and_modes_of_other_users_are_kept(running: RunningGateway) -> None:

@@ -13,7 +13,7 @@ from manager.clock import VirtualClock
 from manager.errors import InvalidInput
 from manager.function import Network, SandboxSpec, TrajectoryChoices, Warm
 from runtimes.api.secrets import Secrets
-from runtimes.sandbox.choice import OtherSandbox, chosen, contradiction, difference
+from runtimes.sandbox.choice import OtherSandbox, chosen, chosen_env, contradiction, difference
 from runtimes.sandbox.command import Command
 from runtimes.sandbox.environments import Environments, EnvironmentSettings
 from runtimes.sandbox.provider import ProviderSettings, make_provider
@@ -72,6 +72,11 @@ def test_less_than_the_functions_own_needs_no_leave() -> None:
 def test_a_secret_of_the_server_is_never_filled_in_for_a_trajectory() -> None:
     with pytest.raises(InvalidInput, match="secret"):
         chosen(OPEN, SandboxChoice(env={"TASK_KEY": "${secret:key}"}))
+
+
+def test_what_was_chosen_is_told_from_what_is_the_functions_own() -> None:
+    own = replace(OPEN, env={"OWN": "1", "TASK_KEY": "${secret:key}"})
+    assert chosen_env(chosen(own, SandboxChoice(env={"TASK_A": "x"}))) == {"TASK_A": "x"}
 
 
 def test_an_environment_is_bounded() -> None:
