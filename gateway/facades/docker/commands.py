@@ -243,6 +243,13 @@ class MainCommand(AttendedCommand):
         self._moved = asyncio.Event()
         self.drained = asyncio.Event()
 
+    def forgo(self) -> None:
+        """It will never begin: who is attached already hears the end."""
+        if self._task is None:
+            self.settle(None)
+            self.drained.set()
+            self._wake()
+
     async def keep_output(self) -> None:
         """Take its output until it ends; whoever is attached is waited for when slow."""
         try:

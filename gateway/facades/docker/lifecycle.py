@@ -76,6 +76,9 @@ class ContainerLife:
     async def close(self) -> None:
         """Stop watching; the containers' trajectories stay or go with the gateway's."""
         await ended_chore(self._watching)
+        for container in self.containers.all():
+            if container.timer is not None:
+                container.timer.cancel()
         for task in tuple(self._chores):
             await ended_chore(task)
         await asyncio.gather(self._loading, return_exceptions=True)
@@ -316,6 +319,8 @@ class ContainerLife:
         self.containers.save(container)
         await self._end_trajectory(container.record.trajectory)
         self.containers.forget(container)
+        if container.next_main is not None:
+            container.next_main.forgo()
 
     def look(self, container: Container) -> None:
         """See whether its trajectory has ended."""

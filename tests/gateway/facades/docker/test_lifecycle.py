@@ -59,6 +59,20 @@ async def test_what_is_removed_while_it_begins_leaves_nothing(engine: EngineWorl
     await until(lambda: engine.running.app.engine.trajectory(box.record.trajectory) is None)
 
 
+async def test_who_is_attached_to_what_never_begins_hears_its_end(engine: EngineWorld) -> None:
+    box = await engine.do(lambda: engine.client.containers.create(IMAGE, ["seq", "3"]))
+    asked = f"POST /containers/{box.id}/attach?stream=1&stdout=1 HTTP/1.1\r\nHost: e\r\nContent-Length: 0\r\n\r\n"
+    reader, writer = await asyncio.open_unix_connection(str(engine.socket))
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            writer.write(asked.encode())
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+            await engine.do(box.remove)
+            assert await reader.read() == b""
+    finally:
+        writer.close()
+
+
 async def test_a_kill_does_not_wait_for_a_stop_that_gives_time(engine: EngineWorld) -> None:
     deaf = ["sh", "-c", "trap '' TERM; echo up; while :; do sleep 0.05; done"]
     busy = await engine.do(lambda: engine.client.containers.run(IMAGE, deaf, detach=True))
