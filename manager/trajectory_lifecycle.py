@@ -58,12 +58,18 @@ class TrajectoryLifecycle:
                 )
             ]
         )
-        await self._wait_for_place(trajectory, function.queue_timeout_s)
+        try:
+            await self._wait_for_place(trajectory, function.queue_timeout_s)
+        except asyncio.CancelledError:  # it would be given memory, and be without an environment
+            if not known:
+                self._feed([TrajectoryEnded(trajectory=trajectory)])
+            raise
         try:
             await self.until_removed(trajectory)
             await self._executor.open_trajectory(trajectory, task, function)
         except (CodedError, asyncio.CancelledError) as error:
-            if not (known and isinstance(error, Conflict)):  # which is of this opening: the trajectory lives on
+            # What is of this opening alone ends none that lived before it.
+            if not (known and isinstance(error, Conflict | asyncio.CancelledError)):
                 self._feed([TrajectoryEnded(trajectory=trajectory)])
             raise
 

@@ -183,6 +183,19 @@ async def test_memory_that_never_comes_is_a_typed_error(rig: EngineRig) -> None:
         await rig.engine.open_trajectory("v", "default", replace(large, sandbox=SandboxSpec(memory_bytes=10**9)))
 
 
+async def test_an_opening_whose_caller_goes_while_it_waits_for_memory_holds_none_later(rig: EngineRig) -> None:
+    large = replace(FUNCTION, sandbox=SandboxSpec(memory_bytes=900))
+    await rig.engine.open_trajectory("t", "default", FUNCTION)
+    waits = asyncio.create_task(rig.engine.open_trajectory("u", "default", large))
+    await asyncio.sleep(0)
+    assert rig.engine.trajectory("u") is not None
+    waits.cancel()
+    await asyncio.gather(waits, return_exceptions=True)
+    assert rig.engine.trajectory("u") is None
+    await rig.engine.end_trajectory("t")
+    assert rig.living() == []
+
+
 async def test_draining_lets_running_work_end_and_starts_nothing_more(rig: EngineRig) -> None:
     rig.steps["a"] = ScriptStep(held=True)
     (running,) = rig.submit(action("a"))
