@@ -6,13 +6,14 @@ import io
 import tarfile
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from manager.errors import CodedError, InvalidInput, NotFound, TooLarge
 from manager.function import Capabilities, SandboxSpec
 from runtimes.sandbox.command import Command
-from runtimes.sandbox.files.archives import open_archive, put_archive
+from runtimes.sandbox.files.archives import gathered, open_archive, put_archive
 from runtimes.sandbox.sandbox import Provider, Sandbox
 from tests.runtimes.sandbox.conftest import unique
 
@@ -66,6 +67,20 @@ async def file_error(work: object) -> object:
     with pytest.raises(CodedError) as caught:
         await work  # type: ignore[misc]  # any coroutine
     return caught.value.detail.get("file_error")
+
+
+class Flood:
+    """A process that says more than anybody wants to hear."""
+
+    async def chunks(self) -> AsyncIterator[tuple[str, bytes]]:
+        for _ in range(1000):
+            yield "stderr", b"x" * 1000
+            yield "stdout", b"y" * 1000
+
+
+async def test_of_what_a_sandbox_says_only_the_beginning_is_kept() -> None:
+    flood: Any = Flood()
+    assert await gathered(flood, "stderr", 1500) == b"x" * 1500
 
 
 class TestArchives:
