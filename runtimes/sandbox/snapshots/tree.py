@@ -107,11 +107,20 @@ class _Packer:
             header.size, header.pax_headers = info.st_size, _attributes(fd)
             self._say(header)
             begin = self._file.tell()
+            after = begin + -(-info.st_size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
+            self._require_place(header.name, after)
             for start, end in _extents(fd, 0, info.st_size):
                 self._copy(fd, start, end, begin)
-            self._file.seek(begin + -(-info.st_size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE)
+            self._file.seek(after)
         finally:
             os.close(fd)
+
+    def _require_place(self, path: str, after: int) -> None:
+        """Raise Conflict for a file whose holes reach beyond what a file of this disk can be."""
+        try:
+            self._file.seek(after + PIECE_BYTES)
+        except (OSError, OverflowError):
+            raise _unkept(path, "is larger than the gateway's disk can have a file") from None
 
     def _copy(self, fd: int, start: int, end: int, begin: int) -> None:
         self._written_bytes += end - start

@@ -122,3 +122,27 @@ def test_more_than_may_be_kept_or_deeper_than_can_be_is_refused(tmp_path: Path) 
         deep.mkdir()
     with pytest.raises(Conflict, match="directories"):
         kept(source, tmp_path / "deep")
+
+
+def test_a_file_of_holes_that_no_disk_can_hold_twice_is_refused_by_name(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    with (source / "huge").open("wb") as file:
+        try:
+            file.truncate(2**44 - 4096)
+        except OSError:
+            pytest.skip("the file system of the tests has no such files")
+    if not _is_full(source / "huge"):
+        pytest.skip("the file system of the tests has larger files yet")
+    with pytest.raises(Conflict, match="'huge' is larger"):
+        kept(source, tmp_path / "target")
+
+
+def _is_full(path: Path) -> bool:
+    """Whether no file can be larger than this one."""
+    with path.open("r+b") as file:
+        try:
+            file.truncate(2**44 + 2**20)
+        except OSError:
+            return True
+    return False
