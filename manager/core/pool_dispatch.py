@@ -191,12 +191,12 @@ class PoolDispatch:
             return None
 
         def shortest() -> Iterator[Action]:
-            in_order = heapq.merge(*(group.by_length.items() for group in groups))
+            in_order = heapq.merge(*(group.shortest() for group in groups))
             return self._chosen_here(waiting for _, _, waiting in in_order)
 
         return CrowdView(
             elastic=sum(-(-group.keyed[kind] // self._nodes_of(group)) for group in groups),
-            work_s=lambda: sum(one.demand[kind] * one.by_length.seconds / self._nodes_of(one) for one in groups),
+            work_s=lambda: sum(one.demand[kind] * one.seconds / self._nodes_of(one) for one in groups),
             shortest=shortest,
         )
 

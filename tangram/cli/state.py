@@ -157,11 +157,18 @@ def take_snapshot(client: Client, id: str, as_json: bool) -> None:
 @click.argument("to", nargs=-1, required=True)
 @click.option("--function", default="shell", show_default=True, help="The function whose sandbox it is.")
 @click.option("--task", help="The RL task that they belong to, by default the other's.")
+@json_option
 @connected
-def fork_trajectory(client: Client, id: str, to: tuple[str, ...], function: str, task: str | None) -> None:
+def fork_trajectory(
+    client: Client, id: str, to: tuple[str, ...], function: str, task: str | None, as_json: bool
+) -> None:
     """Open trajectories TO that begin with the files of ID as they are now."""
-    for opened in client.trajectory(id, function=function, task=task).fork(to):
-        click.echo(f"{opened.id} is open")
+    opened = client.trajectory(id, function=function, task=task).fork(to)
+    if as_json:
+        print_json({"opened": [each.id for each in opened]})
+        return
+    for each in opened:
+        click.echo(f"{each.id} is open")
 
 
 @trajectories.group("snapshots")
@@ -194,12 +201,16 @@ def list_snapshots(client: Client, as_json: bool) -> None:
 
 @snapshots.command("remove")
 @click.argument("ids", nargs=-1, required=True)
+@json_option
 @connected
-def remove_snapshots(client: Client, ids: tuple[str, ...]) -> None:
+def remove_snapshots(client: Client, ids: tuple[str, ...], as_json: bool) -> None:
     """Remove snapshots; one that a living trajectory began with is kept, with status 73."""
     for id in ids:
         client.remove_snapshot(id)
-        click.echo(f"{id} removed")
+        if not as_json:
+            click.echo(f"{id} removed")
+    if as_json:
+        print_json({"removed": ids})
 
 
 @trajectories.command("end")

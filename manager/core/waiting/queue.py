@@ -141,19 +141,26 @@ class QueueGroup:
             self._items = [item for item in self._items[self._first :] if item[2].group is self]
             self._first = 0
         if self._by_length is not None:
-            self._by_length.remove(waiting)
+            self._by_length.remove(self, waiting)
         for rigid in self._rigid.values():
-            rigid.clean()
+            rigid.clean(self)
 
     def rigid(self, kind: str) -> Iterator[tuple[Key, int, Waiting]]:
         """Yield those without a choice of ``kind``'s units as `items` does."""
         if kind not in self._rigid:
             self._rigid[kind] = RigidOnes(self, kind)
-        return self._rigid[kind].items()
+        return self._rigid[kind].items(self)
+
+    def shortest(self) -> Iterator[tuple[float, int, Waiting]]:
+        """Yield the same actions, the shortest first, as `items` does."""
+        return self._lengths().items(self)
 
     @property
-    def by_length(self) -> ByLength:
-        """Return the same actions, the shortest first."""
+    def seconds(self) -> float:
+        """Return the sum of their expected seconds."""
+        return self._lengths().seconds
+
+    def _lengths(self) -> ByLength:
         if self._by_length is None:
             self._by_length = ByLength(self)
         return self._by_length
@@ -161,9 +168,9 @@ class QueueGroup:
     def check(self) -> None:
         """Assert that all orders hold the same actions."""
         for kind, rigid in self._rigid.items():
-            assert [one for _, _, one in rigid.items()] == [one for one in self if one.action.key != kind]
+            assert [one for _, _, one in rigid.items(self)] == [one for one in self if one.action.key != kind]
         if self._by_length is not None:
-            lengths = [(item[0], item[2]) for item in self._by_length.items()]
+            lengths = [(item[0], item[2]) for item in self._by_length.items(self)]
             assert {id(one) for _, one in lengths} == {id(one) for one in self} and len(lengths) == self.live
             expected_s = sum(seconds for seconds, _ in lengths)
             assert abs(self._by_length.seconds - expected_s) <= 1e-6 * max(1.0, expected_s)
@@ -181,12 +188,14 @@ class QueueGroup:
 
 
 class ByLength:
-    """A group's waiting actions by their expected seconds, the earlier of equals first, and the sum of these."""
+    """A group's waiting actions by their expected seconds, the earlier of equals first, and the sum of these.
 
-    __slots__ = ("_first", "_group", "_items", "seconds")
+    It does not hold its group: a circle would keep both, and what lies in them, until the collector comes.
+    """
+
+    __slots__ = ("_first", "_items", "seconds")
 
     def __init__(self, group: QueueGroup) -> None:
-        self._group = group
         self._items = sorted(((_expected_s(one), one.seq, one) for one in group), key=_place)
         self._first = 0
         self.seconds = sum(item[0] for item in self._items)
@@ -196,9 +205,8 @@ class ByLength:
         insort(self._items, (seconds, waiting.seq, waiting), lo=self._first, key=_place)
         self.seconds += seconds
 
-    def remove(self, waiting: Waiting) -> None:
+    def remove(self, group: QueueGroup, waiting: Waiting) -> None:
         """Take in that an action has left the group."""
-        group = self._group
         while self._first < len(self._items) and self._items[self._first][2].group is not group:
             self._first += 1
         if len(self._items) > 32 + 2 * group.live:
@@ -208,21 +216,23 @@ class ByLength:
         else:
             self.seconds -= _expected_s(waiting)
 
-    def items(self) -> Iterator[tuple[float, int, Waiting]]:
+    def items(self, group: QueueGroup) -> Iterator[tuple[float, int, Waiting]]:
         """Yield each with what sorts it among others; the group must not change meanwhile."""
         for index in range(self._first, len(self._items)):
             item = self._items[index]
-            if item[2].group is self._group:
+            if item[2].group is group:
                 yield item
 
 
 class RigidOnes:
-    """A group's waiting actions that have no choice of a kind's units, in order of service."""
+    """A group's waiting actions that have no choice of a kind's units, in order of service.
 
-    __slots__ = ("_first", "_group", "_items", "_kind")
+    It does not hold its group, as `ByLength` does not.
+    """
+
+    __slots__ = ("_first", "_items", "_kind")
 
     def __init__(self, group: QueueGroup, kind: str) -> None:
-        self._group = group
         self._kind = kind
         self._items = [item for item in group.items() if item[2].action.key != kind]
         self._first = 0
@@ -230,20 +240,19 @@ class RigidOnes:
     def add(self, waiting: Waiting) -> None:
         insort(self._items, (waiting.key, waiting.seq, waiting), lo=self._first, key=_place)
 
-    def clean(self) -> None:
+    def clean(self, group: QueueGroup) -> None:
         """Take in that an action has left the group."""
-        group = self._group
         while self._first < len(self._items) and self._items[self._first][2].group is not group:
             self._first += 1
         if len(self._items) > 32 + 2 * (group.live - group.keyed[self._kind]):
             self._items = [item for item in self._items[self._first :] if item[2].group is group]
             self._first = 0
 
-    def items(self) -> Iterator[tuple[Key, int, Waiting]]:
+    def items(self, group: QueueGroup) -> Iterator[tuple[Key, int, Waiting]]:
         """Yield each with what sorts it among others; the group must not change meanwhile."""
         for index in range(self._first, len(self._items)):
             item = self._items[index]
-            if item[2].group is self._group:
+            if item[2].group is group:
                 yield item
 
 

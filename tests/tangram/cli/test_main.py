@@ -43,16 +43,22 @@ def test_every_verb_is_listed_with_its_summary(tangram: Tangram) -> None:
     assert all(f"\n  {name} " in out for name in ALL)
 
 
+def commands_of(command: click.Command) -> list[click.Command]:
+    """Return the verb, or the verbs below it."""
+    if not isinstance(command, click.Group):
+        return [command]
+    return [each for below in command.commands.values() for each in commands_of(below)]
+
+
 @pytest.mark.parametrize("verb", ALL)
 def test_every_verb_speaks_json(verb: str) -> None:
     # Of `shell` and `exec`, standard output is what the command says; `join` serves, as `serve` does.
     silent = {"serve", "config-schema", "end", "export", "completion", "shell", "exec", "join"}
     command = LINE.get_command(click.Context(LINE), verb)
     assert command is not None
-    commands = command.commands.values() if isinstance(command, click.Group) else [command]
     assert not [
         each.name
-        for each in commands
+        for each in commands_of(command)
         if each.name not in silent and "--json" not in [o for p in each.params for o in p.opts]
     ]
 

@@ -49,7 +49,7 @@ def test_a_group_lies_in_the_order_of_expected_seconds_too_whatever_comes_and_go
     lengths = (None, 0.5, 1.0, 3.0, 80.0)
     entries = [admit(waiting, action(f"a{seq}", t_ori_s=chance.choice(lengths)), seq=seq) for seq in range(100)]
     (group,) = waiting.groups()
-    assert group.by_length.seconds > 0, "asked for once, the order is kept"
+    assert group.seconds > 0, "asked for once, the order is kept"
     entries += [admit(waiting, action(f"a{seq}", t_ori_s=chance.choice(lengths)), seq=seq) for seq in range(100, 400)]
     gone = set(chance.sample(range(400), 350))
     for index in sorted(gone, key=lambda index: chance.random()):
@@ -57,7 +57,7 @@ def test_a_group_lies_in_the_order_of_expected_seconds_too_whatever_comes_and_go
         waiting.check()
     left = [entry for entry in entries if entry.seq not in gone]
     left.sort(key=lambda entry: (1.0 if entry.action.t_ori_s is None else entry.action.t_ori_s, entry.seq))
-    assert [item[2] for item in group.by_length.items()] == left
+    assert [item[2] for item in group.shortest()] == left
 
 
 def test_those_without_a_choice_of_units_lie_by_themselves_in_order_of_service() -> None:
@@ -88,12 +88,12 @@ def test_an_action_that_is_queued_again_finds_its_old_place() -> None:
     waiting = queue()
     first, again, last = (admit(waiting, action(name), seq=seq) for seq, name in enumerate("abc"))
     (group,) = waiting.groups()
-    assert [item[2].id for item in group.by_length.items()] == ["a", "b", "c"]
+    assert [item[2].id for item in group.shortest()] == ["a", "b", "c"]
     waiting.leave(again)
     twice = Waiting(again.action, again.key, again.seq)
     waiting.admit(twice, 0.0)
     waiting.offer(twice)
-    assert list(group) == [first, twice, last] == [item[2] for item in group.by_length.items()]
+    assert list(group) == [first, twice, last] == [item[2] for item in group.shortest()]
     waiting.check()
 
 
