@@ -53,6 +53,7 @@ def steward() -> Iterator[NodeSteward]:
     made = NodeSteward(["3", "5"])
     yield made
     made.stop(kill=True)
+    assert made._stopped.is_set()
 
 
 def test_a_daemon_is_no_child_of_its_steward_and_has_its_devices(steward: NodeSteward, place: Path) -> None:
@@ -81,9 +82,9 @@ def test_a_daemon_that_lives_is_found_and_not_started_twice(steward: NodeSteward
     steward.start(command(place), {}, str(place))
     pid = pid_of(place)
     another = NodeSteward([])
+    another._stopped.set()
     assert another.start(command(place), {}, str(place))["daemon"] == pid
     assert steward.start(command(place), {}, str(place))["daemon"] == pid
-    another._stopped.set()
 
 
 def test_a_daemon_that_was_killed_is_started_again_and_counted(steward: NodeSteward, place: Path) -> None:
@@ -115,6 +116,7 @@ def test_a_pid_file_that_says_nothing_is_no_daemon(place: Path, text: str) -> No
     place.mkdir()
     (place / "pid").write_text(text)
     steward = NodeSteward([])
+    steward._stopped.set()  # else it would end this process once nobody has asked it for minutes
     steward._state_dir = str(place)
     assert steward.facts()["daemon"] == 0
     (place / "pid").unlink()
