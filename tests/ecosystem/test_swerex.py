@@ -24,6 +24,8 @@ BETTER: Mapping[str, Callable[[Any], bool]] = {
     "interrupt a read": lambda told: told["output"] == "",
     "cat > in.txt": lambda told: (told["output"], told["exit_code"]) == ("3\n", 0),
     "usable after a deaf": lambda told: told["output"] == "usable after a deaf program\n",
+    # Its shell may still have to say, as it ends, which job of an earlier command was killed.
+    "exit() {'is_interactive_quit'": lambda told: (told["output"], told["exit_code"]) == ("", 0),
     "interrupt a deaf program": lambda told: told["output"].startswith("deaf") and "Killed" in told["output"],
 }
 
