@@ -90,7 +90,9 @@ def join(
         drain_grace_s=drain_grace,
         unattended_s=unattended,
     )
-    asyncio.run(_serve(loaded, settings))
+    import uvloop
+
+    uvloop.run(_serve(loaded, settings))
 
 
 def _configuration(

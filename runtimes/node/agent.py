@@ -177,6 +177,8 @@ class Agent:
         self._link = self._telling.link = None
         for attempt in self._attempts.values():
             attempt.attached = attempt.end_told = False
+            if not attempt.begun and attempt.go.done():
+                attempt.go = self._loop.create_future()  # the next inventory says that it has not begun: it asks again
 
     def say(self, message: Message) -> None:
         """Tell the gateway, if there is one."""
@@ -290,9 +292,11 @@ class Agent:
         if attempt.begun:
             return True  # by its first command, or under a daemon before
         attempt.asking = True
-        if attempt.attached:
+        if attempt.attached and not attempt.go.done():
             self.say(wire.AttemptBegins(attempt.claim))
-        go = await attempt.go
+        while not attempt.go.done():  # another one takes its place if the link goes
+            await attempt.go
+        go = attempt.go.result()
         attempt.asking = False
         if go.refusal is not None:
             error = wire.error_of(go.refusal)
@@ -307,11 +311,13 @@ class Agent:
         return True
 
     def _told_to_go(self, go: wire.AttemptGo) -> None:
-        """It may begin, or (once it has) its caller has gone, and it outlives him."""
+        """It may begin, perhaps before it asks, or its caller has gone, and it outlives him."""
         attempt = self._attempts.get(go.claim)
         if attempt is None:
             return
-        if not attempt.go.done():
+        if not attempt.begun:
+            if attempt.go.done():
+                attempt.go = self._loop.create_future()
             attempt.go.set_result(go)
         elif attempt.begun and attempt.end is None and go.refusal is None and attempt.lasting != go.lasting:
             attempt.lasting = go.lasting

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Coroutine, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Protocol
 
 import msgspec
@@ -27,6 +27,7 @@ from runtimes.node import wire
 from runtimes.node.files.remote import RemoteFiles, RemoteTransfers
 from runtimes.node.link import NodeLink
 from runtimes.node.message import Message
+from runtimes.node.remote_call import NodeKnowledge, RemoteCall
 from runtimes.node.remote_requests import RemoteRequests
 from runtimes.node.spool import records
 from runtimes.node.wire import COMPONENT
@@ -55,37 +56,6 @@ class NodeListener(Protocol):
         ...
 
 
-@dataclass(slots=True, eq=False)
-class _RemoteCall:
-    """One execution that waits for its end."""
-
-    execute: wire.ExecuteAttempt
-    function: FunctionSpec
-    call: Call
-    end: asyncio.Future[Outcome]
-    #: Whether it was ever sent, and whether it may have begun.
-    sent: bool = False
-    begun: bool = False
-    #: The answer to its question whether it may begin, and who finds that out.
-    go: wire.AttemptGo | None = None
-    asking: asyncio.Task[None] | None = None
-    started: bool = False
-    cancelled: bool = False
-    log_bytes: int = 0
-    tries: int = 1
-    #: Its lease, once that is another one.
-    resized: Lease | None = None
-
-
-@dataclass(slots=True)
-class _Known:
-    """What the last inventory, and what was said since, tell of a node."""
-
-    epoch: str = ""
-    attempts: dict[str, wire.AttemptFacts] = field(default_factory=dict)
-    trajectories: dict[str, wire.TrajectoryFacts] = field(default_factory=dict)
-
-
 class RemoteNode:
     """A `manager.executor.Executor` for one node. Use from one event loop."""
 
@@ -96,12 +66,12 @@ class RemoteNode:
         self._link: NodeLink | None = None
         self._requests = RemoteRequests(name)
         self._transfers = RemoteTransfers(name)
-        self._calls: dict[str, _RemoteCall] = {}
+        self._calls: dict[str, RemoteCall] = {}
         #: Ended here; the end is not on record yet.
         self._unrecorded: set[str] = set()
         #: Claims that nobody wants any more, to be said when there is a link.
         self._unwanted: dict[str, None] = {}
-        self._known = _Known()
+        self._known = NodeKnowledge()
         self._recovering = False
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -127,7 +97,7 @@ class RemoteNode:
             self._link.close("another link took its place")
         self._link = link
         self._recovering = self._recovering or recovering
-        self._known = _Known(
+        self._known = NodeKnowledge(
             inventory.epoch,
             {facts.claim: facts for facts in inventory.attempts},
             {facts.trajectory: facts for facts in inventory.trajectories},
@@ -174,7 +144,7 @@ class RemoteNode:
         for remote in list(self._calls.values()):
             self._gone(remote, why)
         self._requests.lost(why)
-        self._known = _Known()
+        self._known = NodeKnowledge()
         self._unrecorded.clear()
         self._unwanted.clear()
 
@@ -191,7 +161,7 @@ class RemoteNode:
         except Unsupported as error:
             reason = Reason.INVALID_INPUT
             return Outcome(state=State.FAILED, reason=reason, message=error.message, component=error.component)
-        remote = _RemoteCall(
+        remote = RemoteCall(
             wire.ExecuteAttempt(
                 claim,
                 action if action.elasticity is None else replace(action, elasticity=None),
@@ -222,7 +192,7 @@ class RemoteNode:
             if remote.asking is not None:
                 remote.asking.cancel()
 
-    def _begin(self, claim: str, remote: _RemoteCall) -> None:
+    def _begin(self, claim: str, remote: RemoteCall) -> None:
         facts = self._known.attempts.get(claim)
         if facts is not None and claim not in self._unwanted:
             remote.sent, remote.begun = True, facts.begun
@@ -231,7 +201,7 @@ class RemoteNode:
         elif self._link is not None:
             self._send(remote)
 
-    def _send(self, remote: _RemoteCall) -> None:
+    def _send(self, remote: RemoteCall) -> None:
         """Send it for the first time, or because it never arrived."""
         if remote.cancelled:
             self._end(remote, Outcome(state=State.CANCELLED, reason=Reason.CANCELLED, message="cancelled"))
@@ -244,11 +214,15 @@ class RemoteNode:
             return
         self._requests.define(remote.function)
         remote.sent, remote.log_bytes = True, 0
+        if remote.go is None and self._lives_here(remote.execute.action.trajectory):
+            self._find_out(remote)  # nothing is made ready first: told before it is asked, a way to and fro is spared
         self._tell(remote.execute)
+        if remote.go is not None:
+            self._tell(remote.go)
         kind = KINDS.get(remote.function.runtime)
         remote.begun = remote.begun or kind is None or not kind.works_in_sandbox
 
-    def _attach_call(self, claim: str, remote: _RemoteCall) -> None:
+    def _attach_call(self, claim: str, remote: RemoteCall) -> None:
         self._tell(wire.AttachAttempt(claim, remote.log_bytes))
         if remote.go is not None:
             self._tell(remote.go)
@@ -257,7 +231,7 @@ class RemoteNode:
         if remote.cancelled:
             self._tell(wire.CancelAttempt(claim, False))
 
-    def _kill(self, claim: str, remote: _RemoteCall) -> None:
+    def _kill(self, claim: str, remote: RemoteCall) -> None:
         """Its end comes as always; nothing that was never sent is waited for."""
         if remote.asking is not None:
             remote.asking.cancel()
@@ -268,7 +242,7 @@ class RemoteNode:
         else:
             self._tell(wire.CancelAttempt(claim, False))
 
-    def _gone(self, remote: _RemoteCall, why: str) -> None:
+    def _gone(self, remote: RemoteCall, why: str) -> None:
         """It is certain that nothing of it is left."""
         state, reason = (State.LOST, Reason.NODE_LOST)
         if remote.cancelled:
@@ -276,7 +250,7 @@ class RemoteNode:
         message = f"node {self.name}: {why}"
         self._end(remote, Outcome(state=state, reason=reason, message=message, component=COMPONENT))
 
-    def _end(self, remote: _RemoteCall, outcome: Outcome) -> None:
+    def _end(self, remote: RemoteCall, outcome: Outcome) -> None:
         if not remote.end.done():
             remote.end.set_result(outcome)
 
@@ -427,10 +401,19 @@ class RemoteNode:
             return
         if remote.go is not None:
             self._tell(remote.go)
-        elif remote.asking is None:
-            remote.asking = self._spawn(self._decide(claim, remote))
+        else:
+            self._find_out(remote)
 
-    async def _decide(self, claim: str, remote: _RemoteCall) -> None:
+    def _lives_here(self, trajectory: str | None) -> bool:
+        """Return whether a trajectory has a sandbox there that stands ready, as far as is known."""
+        facts = None if trajectory is None else self._known.trajectories.get(trajectory)
+        return facts is not None and facts.alive
+
+    def _find_out(self, remote: RemoteCall) -> None:
+        if remote.asking is None:
+            remote.asking = self._spawn(self._decide(remote.execute.claim, remote))
+
+    async def _decide(self, claim: str, remote: RemoteCall) -> None:
         """Find out whether it may begin; from the moment that it may, it has begun as far as anybody knows."""
         lasting, refusal = True, None
         try:
@@ -469,7 +452,7 @@ class RemoteNode:
         if kind is None or not kind.works_in_sandbox:
             self.acknowledge(end.claim)
 
-    def _again(self, remote: _RemoteCall, outcome: Outcome) -> bool:
+    def _again(self, remote: RemoteCall, outcome: Outcome) -> bool:
         """Begin an idempotent attempt once more that a daemon lost; return whether it was."""
         mislaid = outcome.reason is Reason.NODE_LOST and outcome.component == COMPONENT
         if not mislaid or not remote.function.idempotent or remote.cancelled or remote.tries >= TRIES_MAX:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from manager.lease import Lease
 from manager.outcome import Outcome
 from runtimes.node import wire
 from runtimes.node.agent import Agent, AgentSettings
+from runtimes.node.message import Message
 from runtimes.node.remote import RemoteNode
 from runtimes.node.telling import TellingSettings
 from runtimes.node.wire import Inventory
@@ -101,6 +103,8 @@ class Session:
         self.node = RemoteNode("n1")
         self.actions: dict[str, SessionAction] = {}
         self.frames = 0
+        #: How many there were of each message.
+        self.heard: Counter[type[Message]] = Counter()
         #: What happens instead of the arrival of a frame, by its number.
         self.faults: dict[int, str] = {}
         self._due: list[str] = []
@@ -168,6 +172,7 @@ class Session:
 
     def _arrives(self, kind: int) -> bool:
         self.frames += 1
+        self.heard[wire.KINDS[kind]] += 1
         fault = self.faults.get(self.frames)
         if fault is not None:
             self._due.append(fault)

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from manager.outcome import State
-from tests.runtimes.node.machine import Machine
+from runtimes.node.wire import AttemptBegins, AttemptGo
+from tests.runtimes.node.machine import Machine, facts_of_trajectory
 from tests.runtimes.node.session import WORDS, Session, said, settled, spool_files
 
 FAULTS = ("cut", "daemon", "gateway")
@@ -20,9 +21,14 @@ FRAMES_MIN = 19
 PAIRS = 40
 
 
-async def play(directory: Path, faults: dict[int, str]) -> Session:
-    """Play a session of two actions and a trajectory, under these faults."""
+async def play(directory: Path, faults: dict[int, str], *, ready: bool = False) -> Session:
+    """Play a session of two actions and a trajectory, under these faults.
+
+    ``ready``: the trajectory has its sandbox already, so that its action is let go before it asks.
+    """
     machine = Machine(WORDS)
+    if ready:
+        machine.trajectories["t1"] = facts_of_trajectory("t1", "")
     session = Session(directory, machine)
     session.faults = faults
     try:
@@ -48,17 +54,28 @@ async def test_a_session_without_faults_has_one_link(tmp_path: Path) -> None:
     assert session.actions["a"].asked == 1
 
 
+async def test_what_needs_no_preparation_is_let_go_before_it_asks(tmp_path: Path) -> None:
+    for ready, asks in ((False, 2), (True, 1)):
+        session = await play(tmp_path / str(ready), {}, ready=ready)
+        assert session.heard[AttemptBegins] == asks and session.heard[AttemptGo] == 2
+        assert session.actions["b"].asked == 1
+
+
+@pytest.mark.parametrize("ready", [False, True])
 @pytest.mark.parametrize("fault", FAULTS)
-async def test_a_fault_at_any_frame_begins_and_ends_nothing_twice_and_loses_nothing(tmp_path: Path, fault: str) -> None:
-    frames = (await play(tmp_path / "calm", {})).frames
+async def test_a_fault_at_any_frame_begins_and_ends_nothing_twice_and_loses_nothing(
+    tmp_path: Path, fault: str, ready: bool
+) -> None:
+    frames = (await play(tmp_path / "calm", {}, ready=ready)).frames
     for place in range(1, frames + 1):
-        session = await play(tmp_path / str(place), {place: fault})
+        session = await play(tmp_path / str(place), {place: fault}, ready=ready)
         assert session.links == 2, place
 
 
+@pytest.mark.parametrize("ready", [False, True])
 @pytest.mark.parametrize("seed", range(PAIRS))
-async def test_two_faults_in_one_session_are_no_worse(tmp_path: Path, seed: int) -> None:
+async def test_two_faults_in_one_session_are_no_worse(tmp_path: Path, seed: int, ready: bool) -> None:
     chance = random.Random(seed)
     first = chance.randrange(1, FRAMES_MIN)
     second = first + chance.randrange(1, FRAMES_MIN)
-    await play(tmp_path / "pair", {first: chance.choice(FAULTS), second: chance.choice(FAULTS)})
+    await play(tmp_path / "pair", {first: chance.choice(FAULTS), second: chance.choice(FAULTS)}, ready=ready)

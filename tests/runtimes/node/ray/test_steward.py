@@ -151,9 +151,8 @@ def test_a_steward_that_nobody_asks_any_more_gives_its_machine_back_once_the_dae
 def test_a_daemon_that_waits_for_what_runs_is_asked_twice(
     steward: NodeSteward, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runtimes.node.ray.steward.DRAIN_S", 0.5)
-    patient = "import os, signal, sys, pathlib; asked = []\n"
-    patient += "signal.signal(signal.SIGTERM, lambda *_: sys.exit() if asked else asked.append(1))\n"
-    patient += "pathlib.Path('pid').write_text(str(os.getpid()))\nwhile True: signal.pause()"
+    monkeypatch.setattr("runtimes.node.ray.steward.DRAIN_S", 2.0)
+    patient = "import os, signal, pathlib; asked = {signal.SIGTERM}; signal.pthread_sigmask(signal.SIG_BLOCK, asked)\n"
+    patient += "pathlib.Path('pid').write_text(str(os.getpid())); signal.sigwait(asked); signal.sigwait(asked)"
     steward.start(command(place, patient), {}, str(place))
     assert steward.stop()
