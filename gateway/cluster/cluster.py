@@ -254,6 +254,7 @@ class Cluster(ClusterState):
         link.send(welcome)
         within_s, largest_bytes = config.times.lost_after_s, config.link.frame_max_bytes
         inventory = await link.receive(Inventory, within_s, frame_max_bytes=largest_bytes)
+        machine.remote.serves(hello.serves)
         machine.remote.attach(link, inventory, recovering=name in self._awaited)
         serving = asyncio.create_task(machine.remote.serve(link))
         reconciling = asyncio.create_task(self._reconcile(machine, hello, inventory))

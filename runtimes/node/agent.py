@@ -71,11 +71,12 @@ class Agent:
         self._work = work
         self._clock = clock or MonotonicClock()
         self._loop = asyncio.get_running_loop()
-        self._served = frozenset(served)
+        #: The kinds of functions that it executes.
+        self.served = frozenset(served)
         self._functions: dict[str, tuple[bytes, FunctionSpec]] = {}
         self._attempts: dict[str, NodeAttempt] = {}
         self._link: NodeLink | None = None
-        self._requests = NodeRequests(work, self._served, lambda digest: self._function(digest)[1], self.say)
+        self._requests = NodeRequests(work, self.served, lambda digest: self._function(digest)[1], self.say)
         self._transfers = ServedTransfers(work.sandboxes.files)
         self._telling = Telling(self.settings.logs)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -271,8 +272,8 @@ class Agent:
             begun=partial(self._started, attempt),
         )
         try:
-            if function.runtime not in self._served:
-                raise unserved(function)
+            if function.runtime not in self.served:
+                raise unserved(function, self.served)
             kind = KINDS.get(function.runtime)
             if not attempt.begun and (kind is None or not kind.works_in_sandbox):
                 await self._announce(attempt)  # its runtime does not ask

@@ -243,6 +243,7 @@ class Daemon:
             isolation=settings.isolation,
             sandboxes=settings.sandboxes,
             draining=bool(self._draining),
+            serves=tuple(sorted(agent.served)),
         )
 
     async def _welcomed(self, link: NodeLink) -> wire.NodeWelcome:

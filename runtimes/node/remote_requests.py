@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import structlog
@@ -13,7 +14,7 @@ from manager.errors import ActionFailed, Reason
 from manager.function import FunctionSpec
 from runtimes.node import wire
 from runtimes.node.link import NodeLink
-from runtimes.node.requests import unserved
+from runtimes.node.requests import SERVED, unserved
 from runtimes.node.wire import COMPONENT
 
 logger = structlog.get_logger("node.remote")
@@ -38,6 +39,8 @@ class RemoteRequests:
         self._node = node
         self._loop = asyncio.get_running_loop()
         self._link: NodeLink | None = None
+        #: The kinds of functions that the node executes, as it says.
+        self.serves: Collection[str] = SERVED
         #: Functions of this link, the youngest last; and how functions travel, by identity (never changed in place).
         self._defined: dict[str, None] = {}
         self._digests: dict[int, tuple[FunctionSpec, str, bytes]] = {}
@@ -92,10 +95,9 @@ class RemoteRequests:
         known = self._digests.get(id(function))
         if known is not None and known[0] is function:
             return known[1], known[2]
-        try:
-            data = wire.function_bytes(function)
-        except TypeError:  # it points to files of the gateway's machine: handlers, checkpoints
-            raise unserved(function) from None
+        if function.runtime not in self.serves:
+            raise unserved(function, self.serves)
+        data = wire.function_bytes(function)
         digest = hashlib.sha256(data).hexdigest()[:32]
         while len(self._digests) >= DEFINED_MAX:
             del self._digests[next(iter(self._digests))]

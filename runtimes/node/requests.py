@@ -21,7 +21,7 @@ logger = structlog.get_logger("node.requests")
 
 #: The kinds whose functions a node executes for a gateway. The others need what only the gateway has: a handler's code,
 #: a model's place in the scheduler's memory, the gateway's own address towards the world.
-SERVED = ("exec", "pytest")
+SERVED: tuple[str, ...] = ("exec", "pytest")
 
 
 class NodeWork(Protocol):
@@ -103,7 +103,7 @@ class NodeRequests:
     async def _prepare(self, asked: wire.NodeRequest) -> bool:
         function = self._function(asked.function)
         if function.runtime not in self._served:
-            raise unserved(function)
+            raise unserved(function, self._served)
         await self._work.prepare(function)
         return True
 
@@ -119,9 +119,12 @@ class NodeRequests:
         return True
 
 
-def unserved(function: FunctionSpec) -> Unsupported:
+def unserved(function: FunctionSpec, served: Collection[str]) -> Unsupported:
+    """Return why a node that has joined and executes the kinds ``served`` does not execute a function."""
+    newer = function.runtime in SERVED
+    remedy = "its daemon is older than the gateway: upgrade it" if newer else "the gateway's own machine executes it"
     return Unsupported(
-        f"function {function.name!r}: {function.runtime} functions do not run on nodes that have joined, only "
-        f"{' and '.join(SERVED)} functions do; the gateway's own machine executes it",
+        f"function {function.name!r}: {function.runtime} functions do not run on this node, only "
+        f"{' and '.join(sorted(served))} functions do; {remedy}",
         component=COMPONENT,
     )

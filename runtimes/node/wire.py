@@ -11,6 +11,7 @@ import json
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -67,6 +68,8 @@ class NodeHello(Message, kw_only=True):
     sandboxes: str
     #: Whether it takes no new work.
     draining: bool = False
+    #: The kinds of functions that it executes. Daemons of before it was said know these two.
+    serves: tuple[str, ...] = ("exec", "pytest")
 
 
 class NodeWelcome(Message, kw_only=True):
@@ -401,7 +404,20 @@ def unpack_object(packed: bytes) -> dict[str, object]:
 
 def function_bytes(function: FunctionSpec) -> bytes:
     """Return a function as it travels; what only the scheduler reads of it stays."""
-    return msgspec.json.encode(replace(function, elasticity=None))
+    return msgspec.json.encode(replace(function, elasticity=None), enc_hook=_told)
+
+
+def _told(value: object) -> str:
+    """Return a path as it travels; raises TypeError for what does not."""
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} does not travel")
+
+
+def _heard(wanted: type, value: object) -> Path:
+    if wanted is Path and isinstance(value, str):
+        return Path(value)
+    raise TypeError(f"{wanted.__name__} does not travel")
 
 
 _F = TypeVar("_F", bound=FunctionSpec)
@@ -410,7 +426,7 @@ _F = TypeVar("_F", bound=FunctionSpec)
 def read_function(data: bytes, wanted: type[_F]) -> _F:
     """Return a function that travelled; raises ChannelError."""
     try:
-        return msgspec.json.decode(data, type=wanted)
+        return msgspec.json.decode(data, type=wanted, dec_hook=_heard)
     except (msgspec.MsgspecError, ValueError, TypeError, AssertionError) as error:
         raise ChannelError(f"a function that does not fit: {error}") from None
 
