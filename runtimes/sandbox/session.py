@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple, Protocol
 
 from manager.errors import CapacityExceeded, Conflict, InvalidInput
 from manager.setting import Setting
+from runtimes.sandbox.output_tail import OutputTail, SessionPiece
 
 COMPONENT = "session"
 #: What a session may be sent, by name.
@@ -24,6 +25,8 @@ SIGNALS: Mapping[str, int] = {
 }
 #: Seconds for which input waits for a command that does not read it; the caller then sends the rest again.
 INPUT_PATIENCE_S = 20.0
+#: Bytes, about, that a reader is handed at once.
+PAGE_BYTES = 64 * 2**10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,14 +46,6 @@ class TerminalSize(NamedTuple):
 
     rows: int = 24
     columns: int = 80
-
-
-class SessionPiece(NamedTuple):
-    """What a session said, and where it begins."""
-
-    offset: int
-    stream: str
-    data: bytes
 
 
 class SessionGrip(Protocol):
@@ -81,13 +76,13 @@ class InteractiveSession:
     def __init__(self, settings: SessionSettings, terminal: TerminalSize | None) -> None:
         self.settings = settings
         self.terminal = terminal
-        #: Where the output that is kept begins and ends, and how many bytes of input its command was sent.
-        self.start = self.end = self.input_offset = 0
+        #: How many bytes of input its command was sent.
+        self.input_offset = 0
         #: Whether its command has ended, or will never begin.
         self.ended = False
         #: Whether it was ended because nobody was attached.
         self.abandoned = False
-        self._pieces: deque[SessionPiece] = deque()
+        self._output = OutputTail(settings.output_bytes)
         self._grip: SessionGrip | None = None
         self._opened = asyncio.Event()
         self._changed = asyncio.Event()
@@ -97,13 +92,22 @@ class InteractiveSession:
         self._attached = False
         self._patience: asyncio.TimerHandle | None = None
 
+    @property
+    def start(self) -> int:
+        """Where the output that is kept begins."""
+        return self._output.start
+
+    @property
+    def end(self) -> int:
+        """Where its output ends so far."""
+        return self._output.end
+
     # --- its command's side
 
     def open(self, grip: SessionGrip, *, start: int = 0, input_offset: int = 0) -> None:
         """Its command runs; one of an earlier gateway repeats what it has kept from ``start`` on."""
-        self.start = self.end = start
+        self._output = OutputTail(self.settings.output_bytes, start)
         self.input_offset = input_offset
-        self._pieces.clear()
         self._grip = grip
         self._opened.set()
         self._changed.set()
@@ -111,11 +115,7 @@ class InteractiveSession:
 
     def said(self, stream: str, data: bytes) -> None:
         """Keep what its command said."""
-        self._pieces.append(SessionPiece(self.end, stream, data))
-        self.end += len(data)
-        while self.end - self.start > self.settings.output_bytes and len(self._pieces) > 1:
-            self._pieces.popleft()
-            self.start = self._pieces[0].offset
+        self._output.add(stream, data)
         self._changed.set()
         if self._attached and not self._held and self.end - self._taken > self.settings.output_bytes // 4:
             self._hold(held=True)
@@ -142,7 +142,7 @@ class InteractiveSession:
         try:
             while reader == self._readers:
                 self._taken = max(self._taken, offset)
-                pieces = self._from(offset)
+                pieces = self._output.pieces(offset, PAGE_BYTES)
                 if pieces:
                     yield pieces
                     offset = pieces[-1].offset + len(pieces[-1].data)
@@ -218,15 +218,6 @@ class InteractiveSession:
     async def _require_begun(self) -> None:
         if not await self.opened(INPUT_PATIENCE_S):
             raise Conflict("the session waits for its turn, and cannot be steered before", component=COMPONENT)
-
-    def _from(self, offset: int) -> list[SessionPiece]:
-        found: list[SessionPiece] = []
-        for piece in reversed(self._pieces):
-            if piece.offset + len(piece.data) <= offset:
-                break
-            skipped = max(0, offset - piece.offset)
-            found.append(SessionPiece(piece.offset + skipped, piece.stream, piece.data[skipped:]))
-        return found[::-1]
 
     async def _feed(self, data: bytes, offset: int, *, end: bool) -> None:
         if offset > self.input_offset:

@@ -16,7 +16,8 @@ from gateway.invocations.invocation import InvocationRequest, LiveInvocation
 from gateway.invocations.record import Record
 from gateway.services import Services
 from manager.errors import ActionFailed, CapacityExceeded, CodedError, Conflict, InvalidInput, Reason
-from runtimes.sandbox.session import InteractiveSession, SessionPiece, TerminalSize
+from runtimes.sandbox.output_tail import OutputTail
+from runtimes.sandbox.session import PAGE_BYTES, InteractiveSession, TerminalSize
 
 COMPONENT = "docker"
 HEARTBEAT_S = 30.0
@@ -235,9 +236,7 @@ class MainCommand(AttendedCommand):
     ) -> None:
         super().__init__(services, calls, record, wish)
         self._keep_bytes = keep_bytes
-        self._pieces: list[SessionPiece] = []
-        self._start = 0
-        self._end = 0
+        self._output = OutputTail(keep_bytes)
         #: Where each of those stands who are attached and are waited for.
         self._readers: dict[object, int] = {}
         self._moved = asyncio.Event()
@@ -259,15 +258,11 @@ class MainCommand(AttendedCommand):
             async for page in self.session.read(0, HEARTBEAT_S):
                 for piece in page:
                     await self._room()
-                    self._pieces.append(SessionPiece(self._end, piece.stream, piece.data))
-                    self._end += len(piece.data)
-                while self._end - self._start > self._keep_bytes and len(self._pieces) > 1:
-                    self._start += len(self._pieces.pop(0).data)
+                    self._output.add(piece.stream, piece.data)
                 self._wake()
             await self.ended.wait()
             if self.told:
-                self._pieces.append(SessionPiece(self._end, "stderr", self.told.encode()))
-                self._end += len(self.told)
+                self._output.add("stderr", self.told.encode())
         finally:
             self.drained.set()
             self._wake()
@@ -278,19 +273,19 @@ class MainCommand(AttendedCommand):
         Raises ClientGone.
         """
         reader = object()
-        position = self._end if late else self._tail(tail)
+        position = self._output.end if late else self._tail(tail)
         self._readers[reader] = position
         try:
             while True:
-                for piece in self._from(position):
+                for piece in self._output.pieces(position, PAGE_BYTES):
                     if piece.stream in streams:
                         await send(frame(piece.stream, piece.data) if framed else piece.data)
                     position = self._readers[reader] = piece.offset + len(piece.data)
                     self._wake()
-                if self.drained.is_set() and position >= self._end:
+                if self.drained.is_set() and position >= self._output.end:
                     return
                 moved = self._moved
-                if position >= self._end:
+                if position >= self._output.end:
                     await moved.wait()
         finally:
             del self._readers[reader]
@@ -298,34 +293,29 @@ class MainCommand(AttendedCommand):
 
     async def show(self, send: Send, framed: bool, streams: frozenset[str], tail: int | None) -> None:
         """Send what is kept of its output now; raises ClientGone."""
-        for piece in self._from(self._tail(tail)):
-            if piece.stream in streams:
-                await send(frame(piece.stream, piece.data) if framed else piece.data)
-
-    def _from(self, position: int) -> list[SessionPiece]:
-        found = []
-        for piece in reversed(self._pieces):
-            if piece.offset + len(piece.data) <= position:
-                break
-            skipped = max(0, position - piece.offset)
-            found.append(SessionPiece(piece.offset + skipped, piece.stream, piece.data[skipped:]))
-        return found[::-1]
+        position, end = self._tail(tail), self._output.end
+        while position < end and (pieces := self._output.pieces(position, PAGE_BYTES)):
+            for piece in pieces:
+                if piece.stream in streams:
+                    await send(frame(piece.stream, piece.data) if framed else piece.data)
+                position = piece.offset + len(piece.data)
 
     def _tail(self, lines: int | None) -> int:
         """Return where the last so many lines begin."""
+        start, end = self._output.start, self._output.end
         if lines is None:
-            return self._start
-        data = b"".join([piece.data for piece in self._pieces])
+            return start
+        data = self._output.joined()
         begin = len(data) - (1 if data.endswith(b"\n") else 0)
         for _ in range(lines):
             begin = data.rfind(b"\n", 0, max(begin, 0))
             if begin < 0:
-                return self._start
-        return self._start + begin + 1 if lines else self._end
+                return start
+        return start + begin + 1 if lines else end
 
     async def _room(self) -> None:
         """Wait for those who are attached and far behind; who takes nothing is cut off by the bound of a write."""
-        while any(self._end - position > self._keep_bytes // 2 for position in self._readers.values()):
+        while any(self._output.end - position > self._keep_bytes // 2 for position in self._readers.values()):
             await self._moved.wait()
 
     def _wake(self) -> None:
