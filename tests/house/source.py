@@ -12,6 +12,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("manager", "runtimes", "gateway", "tangram", "bench", "scripts", "tests", "functions")
 
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
 
 @dataclass(frozen=True, slots=True)
 class Import:
@@ -53,21 +55,28 @@ class Source:
     def lines(self) -> int:
         return self.text.count("\n")
 
-    def imports(self) -> Iterator[Import]:
+    def imports(self) -> tuple[Import, ...]:
         """Every import, wherever it stands; ``from a import b`` gives both ``a`` and ``a.b``."""
-        for node in ast.walk(self.tree):
-            if isinstance(node, ast.Import):
-                for alias in node.names:
-                    yield Import(alias.name, node.lineno)
-            elif isinstance(node, ast.ImportFrom) and node.module is not None and node.level == 0:
-                yield Import(node.module, node.lineno)
-                for alias in node.names:
-                    yield Import(f"{node.module}.{alias.name}", node.lineno)
+        return _contents(self)[0]
 
-    def functions(self) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-        for node in ast.walk(self.tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                yield node
+    def functions(self) -> tuple[Function, ...]:
+        return _contents(self)[1]
+
+
+@cache
+def _contents(source: Source) -> tuple[tuple[Import, ...], tuple[Function, ...]]:
+    """Every import and function of a file: its tree is walked once, however many tests ask."""
+    imports: list[Import] = []
+    functions: list[Function] = []
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Import):
+            imports += [Import(alias.name, node.lineno) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module is not None and node.level == 0:
+            imports.append(Import(node.module, node.lineno))
+            imports += [Import(f"{node.module}.{alias.name}", node.lineno) for alias in node.names]
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            functions.append(node)
+    return tuple(imports), tuple(functions)
 
 
 @cache
