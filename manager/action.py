@@ -190,6 +190,8 @@ class Action:
     batch_marginal: float = PRIOR_BATCH_MARGINAL
     #: The caller's key for learning (for example the suite); empty if there is none.
     profile_key: str = ""
+    #: The size of its input, which its duration may hang on; None where none is declared, or the input has none.
+    size: float | None = None
     #: Seconds on the engine's clock at which it was submitted.
     submitted_s: float = 0.0
     #: Bounds in seconds: the execution alone, and the waiting alone.

@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from manager.action import Action
 
-#: A function and a caller's key: what the history tells requests apart by.
-Kin = tuple[str, str]
+
+class Kin(NamedTuple):
+    """What the history tells requests apart by."""
+
+    function: str
+    #: The caller's key.
+    key: str = ""
+    #: That of its input, where the function declares one and the input has it.
+    size: float | None = None
+
+    @classmethod
+    def of(cls, action: Action) -> Kin:
+        return cls(action.function, action.profile_key, action.size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +49,7 @@ class Work:
 class Batch:
     """What the core notes of a batch when it starts."""
 
-    #: Members by function and caller's key.
+    #: Members by what the history tells them apart by.
     members: Mapping[Kin, int] = field(default_factory=dict)
     #: None if nothing is known of any member.
     expected_s: float | None = None

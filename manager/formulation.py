@@ -8,6 +8,7 @@ from manager.action import Action, Amdahl, Elasticity, UnitSet, capped
 from manager.config import ManagerSpec, NodeSpec
 from manager.errors import InvalidInput, Unsatisfiable
 from manager.function import FunctionSpec
+from manager.input_size import size_at
 from manager.learning.history import History, Learned
 
 #: Longest caller's key for learning.
@@ -35,7 +36,8 @@ def formulate(
     if timeout_s is not None and not timeout_s > 0:
         raise InvalidInput(f"timeout {timeout_s:g} s is not positive", component="formulation", invocation_id=id)
     profile_key = _profile_key(function, input)
-    learned = history.learned(function.name, profile_key, prior_s=function.duration.initial_s)
+    size = size_at(input, function.duration.size) if function.duration.size else None
+    learned = history.learned(function.name, profile_key, size, prior_s=function.duration.initial_s)
     t_ori_s, elasticity = _expectation(function, learned)
     sandbox = function.sandbox
     return Action(
@@ -55,6 +57,7 @@ def formulate(
         batch_tokens=_batch_tokens(function, input),
         batch_marginal=learned.batch_marginal,
         profile_key=profile_key,
+        size=size,
         submitted_s=now_s,
         timeout_s=function.timeout_s if timeout_s is None else min(timeout_s, function.timeout_s),
         queue_timeout_s=function.queue_timeout_s,

@@ -267,7 +267,20 @@ class DurationSpec:
 
     profile: Annotated[Literal["learned", "declared"], Setting("learned from history, or as declared")] = "learned"
     key: Annotated[str, Setting("input field whose value keys the learning, for example suite")] = ""
+    size: Annotated[
+        str,
+        Setting(
+            "path of an input field on whose size the duration hangs: a number, a text's characters or a list's "
+            "elements, for example max_tokens or messages.content",
+            pattern=r"^([^.]+(\.[^.]+)*)?$",
+        ),
+    ] = ""
     initial_s: Annotated[float | None, Setting("with one unit")] = None
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Return the input fields that the learning looks at, which may stand beside those of the runtime."""
+        return tuple(dict.fromkeys(filter(None, (self.key, self.size.partition(".")[0]))))
 
     def __post_init__(self) -> None:
         if self.profile == "declared" and self.initial_s is None:

@@ -77,7 +77,7 @@ class Settlement:
     queue_s: float
     overhead_s: float
     execution_s: float
-    #: Members of its batch by function and caller's key, itself included; empty if it was started alone.
+    #: Members of its batch by what the history tells apart, itself included; empty if it was started alone.
     batch: Mapping[Kin, int] = field(default_factory=dict)
 
     @property

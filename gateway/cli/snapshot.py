@@ -83,7 +83,8 @@ def _action(entry: QueueEntry, function: FunctionInfo | None) -> dict[str, objec
         "cost": cost,
         "age_s": round(entry.age_s, 3),
     }
-    if (t_ori_s := _t_ori_s(function)) is not None:
+    t_ori_s = _t_ori_s(function) if entry.t_ori_s is None else entry.t_ori_s
+    if t_ori_s is not None:
         action["t_ori_s"] = round(t_ori_s, 6)
     if function is not None and function.key:
         action["key"] = function.key

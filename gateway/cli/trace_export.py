@@ -72,6 +72,7 @@ def _step(record: InvocationResult, function: Mapping[str, Any], think_s: float)
         elasticity=elasticity,
         service=record.function if function.get("model") is not None else None,
         malleable=function.get("runtime") == "pytest" and key == "cpu",
+        size=record.usage.get("size"),
         batch_tokens=int(record.usage.get("tokens", 0.0) / members) if function.get("model") is not None else 0,
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from manager.action import Action
-from manager.batch import Batch, expected_s
+from manager.batch import Batch, Kin, expected_s
 from manager.core.statistics import PoolLoad
 from manager.core.waiting.queue import Waiting
 from manager.lease import Grant, Lease
@@ -190,7 +190,7 @@ class Executing:
 
     def seal(self, members: Sequence[Running]) -> None:
         """Write the batch into the leases of its members, leader first, and when it is expected to end."""
-        kin = Counter((member.action.function, member.action.profile_key) for member in members)
+        kin = Counter(Kin.of(member.action) for member in members)
         alone_s = [_alone_s(member) for member in members]
         batch = Batch(kin, expected_s(alone_s, members[0].action.batch_marginal))
         ids = tuple(member.id for member in members)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from manager.action import Action
 from manager.core.executing import Running
 from manager.core.state import SchedulerState
 from manager.core.statistics import Accounts, Rate
@@ -36,7 +37,7 @@ class Settling:
         self._settle(
             Settlement(
                 action=action,
-                outcome=_with_mean_units(running, outcome, ran_s),
+                outcome=_with_size(action, _with_mean_units(running, outcome, ran_s)),
                 lease=running.lease,
                 queue_s=max(0.0, running.started_s - action.submitted_s),
                 overhead_s=ran_s - execution_s,
@@ -112,3 +113,8 @@ def _with_mean_units(running: Running, outcome: Outcome, ran_s: float) -> Outcom
     if not running.resized or key is None or ran_s <= 0 or "mean_units" in outcome.usage:
         return outcome
     return replace(outcome, usage={**outcome.usage, "mean_units": running.used[key] / ran_s})
+
+
+def _with_size(action: Action, outcome: Outcome) -> Outcome:
+    """Add the size of the call, which its duration may hang on: an exported trace has it from the record."""
+    return outcome if action.size is None else replace(outcome, usage={**outcome.usage, "size": action.size})

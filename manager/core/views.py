@@ -109,6 +109,7 @@ def _waiting_view(core: Core, waiting: Waiting) -> dict[str, object]:
         "cost": {kind: [units.minimum, units.maximum] for kind, units in waiting.action.cost.items()},
         "waits_for": cause.text,
         "cause": _cause_view(cause),
+        "t_ori_s": waiting.action.t_ori_s,
     }
 
 

@@ -4,7 +4,8 @@ T_ori is estimated in rising precision: the function's declared prior, the funct
 mean is exponentially weighted on log durations and each observation is clipped to a few of the key's own deviations,
 so that an outlier moves little and a drift is followed. The serial fraction s is fitted from the same observations:
 with Amdahl's law duration(m) = T_ori ((1 - s) / m + s), so runs at different widths tell s apart from T_ori. So is a
-function's batch marginal: n alike that run together take 1 + marginal (n - 1) times as long as one.
+function's batch marginal: n alike that run together take 1 + marginal (n - 1) times as long as one. Where calls have
+a size, T_ori(x) = a + b x: the mean is then of what a call of usual size takes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from manager.action import PRIOR_BATCH_MARGINAL
 from manager.batch import Kin, Work
 from manager.learning.fits import LEAST_S, BatchFit, Fit
+from manager.learning.sizes import SizeFit, Sizes
 from manager.outcome import Settlement, State
 
 #: Weight of the newest observation, once there are many.
@@ -73,6 +75,8 @@ class Profile:
     fit: Fit = field(default_factory=Fit)
     #: Kept for the function as a whole only.
     batches: BatchFit = field(default_factory=BatchFit)
+    #: None until a call had a size.
+    sizes: SizeFit | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +115,15 @@ class History:
         members = _ran_with(settlement)
         if members is not None:
             early = bool(settlement.outcome.usage.get("early"))
-            self.record(action.function, action.profile_key, units, settlement.execution_s, members, early=early)
+            self.record(
+                action.function,
+                action.profile_key,
+                units,
+                settlement.execution_s,
+                members,
+                size=action.size,
+                early=early,
+            )
 
     def record(
         self,
@@ -121,9 +133,10 @@ class History:
         duration_s: float,
         members: Mapping[Kin, int] | None = None,
         *,
+        size: float | None = None,
         early: bool = False,
     ) -> None:
-        """One run of ``duration_s`` seconds on ``units``, a mean over time where they changed.
+        """One run of ``duration_s`` seconds on ``units``, a mean over time where they changed, of a call of ``size``.
 
         ``members`` are those of its batch, itself included, and itself alone where it could have run in one. Each of n
         members counts 1 / n, so that a batch is one observation; were only its leader learned from, a key that never
@@ -133,34 +146,39 @@ class History:
         names = dict.fromkeys(("", key))
         share, factor, fit = 1.0, 1.0, self._profile(function, "").batches
         if members:
-            work, own_s = self._work(members, (function, key), early=early)
+            work, own_s = self._work(members, Kin(function, key, size), early=early)
             share = 1.0 / sum(members.values())
             fit.observe(units, work, own_s, duration_s, share)
             factor = work.seconds(self.batch_marginal(function)) / own_s
         if share == 1.0 or fit.marginal is not None:  # a guessed marginal would pass for a gain of width
             for name in names:
-                self._profile(function, name).fit.observe(units, duration_s / factor, share)
+                usual_s = duration_s / factor / self._relative(function, name, size)
+                self._profile(function, name).fit.observe(units, usual_s, share)
         serial = self.serial_fraction(function, key)
         t_ori_s = duration_s / factor / ((1.0 - serial) / units + serial)
         for name in names:
+            if size is not None:
+                self._observe_size(function, name, size, t_ori_s, share)
             self._profile(function, name).estimate.observe(t_ori_s, share)
 
-    def learned(self, function: str, key: str = "", *, prior_s: float | None = None) -> Learned:
-        """The best estimate for one function and key."""
+    def learned(
+        self, function: str, key: str = "", size: float | None = None, *, prior_s: float | None = None
+    ) -> Learned:
+        """The best estimate for one function and key, and for a call of ``size`` where that tells something."""
         serial, marginal = self.serial_fraction(function, key), self.batch_marginal(function)
         units_max = self._units_max(function, key)
         for name, source in ((key, "key"), ("", "function")):
             profile = self._profiles.get((function, name))
             if (name or source == "function") and profile is not None and profile.estimate.count:
-                estimate = profile.estimate
+                estimate, sizes = profile.estimate, self._sizes(function, name)
                 return Learned(
-                    t_ori_s=estimate.t_ori_s,
+                    t_ori_s=estimate.t_ori_s if sizes is None or size is None else sizes.t_ori_s(size),
                     serial_fraction=serial,
                     units_max=units_max,
                     source=source,
                     batch_marginal=marginal,
                     observations=round(estimate.count),
-                    error=estimate.error,
+                    error=estimate.error if sizes is None or size is None else sizes.error,
                 )
         return Learned(
             t_ori_s=prior_s, serial_fraction=serial, units_max=units_max, source="prior", batch_marginal=marginal
@@ -195,13 +213,7 @@ class History:
     def describe(self, function: str) -> dict[str, object]:
         """Estimates and their errors by key, JSON-able; the key "" is the whole function."""
         return {
-            key: {
-                "t_ori_s": profile.estimate.t_ori_s,
-                "observations": round(profile.estimate.count),
-                "error": profile.estimate.error,
-                "serial_fraction": profile.fit.serial_fraction,
-                "batch_marginal": profile.batches.marginal,
-            }
+            key: self._described(function, key, profile)
             for (name, key), profile in self._profiles.items()
             if name == function
         }
@@ -216,6 +228,7 @@ class History:
                     "estimate": asdict(profile.estimate),
                     "fit": asdict(profile.fit),
                     **({} if key else {"batches": asdict(profile.batches)}),
+                    **({} if profile.sizes is None else {"sizes": asdict(profile.sizes)}),
                 }
                 for (function, key), profile in self._profiles.items()
             ],
@@ -229,8 +242,12 @@ class History:
         if data.get("version") != 1 or not isinstance(profiles, list):
             return history
         for item in profiles:
-            fit, batches = Fit.from_json(item["fit"]), BatchFit.from_json(item.get("batches"))
-            history._profiles[item["function"], item["key"]] = Profile(Estimate(**item["estimate"]), fit, batches)
+            history._profiles[item["function"], item["key"]] = Profile(
+                Estimate(**item["estimate"]),
+                Fit.from_json(item["fit"]),
+                BatchFit.from_json(item.get("batches")),
+                SizeFit.from_json(item.get("sizes")),
+            )
         return history
 
     def _work(self, members: Mapping[Kin, int], own: Kin, *, early: bool) -> tuple[Work, float]:
@@ -245,12 +262,41 @@ class History:
         all_s = sum(count * alone_s[kin] for kin, count in members.items())
         return Work(longest_s, all_s - longest_s), alone_s[own]
 
-    def _t_ori_s(self, function: str, key: str) -> float | None:
+    def _t_ori_s(self, function: str, key: str, size: float | None) -> float | None:
         for name in (key, ""):
             profile = self._profiles.get((function, name))
             if profile is not None and profile.estimate.count:
-                return profile.estimate.t_ori_s
+                sizes = None if size is None else self._sizes(function, name)
+                return profile.estimate.t_ori_s if sizes is None or size is None else sizes.t_ori_s(size)
         return None
+
+    def _observe_size(self, function: str, key: str, size: float, t_ori_s: float, share: float) -> None:
+        """Learn what a call of ``size`` took; a key counts in the unit of size of its function, to borrow its ratio."""
+        profile = self._profile(function, key)
+        if profile.sizes is None:
+            whole = self._profile(function, "").sizes
+            profile.sizes = SizeFit.starting_with(size if whole is None else whole.reference)
+        profile.sizes.observe(size, math.log(max(LEAST_S, t_ori_s)), share)
+
+    def _sizes(self, function: str, key: str) -> Sizes | None:
+        own, whole = (self._profiles.get((function, name)) for name in (key, ""))
+        return None if own is None or whole is None else Sizes.of(own.sizes, whole.sizes)
+
+    def _relative(self, function: str, key: str, size: float | None) -> float:
+        """What a call of ``size`` takes over one of the usual size; 1 while that is not known."""
+        sizes = None if size is None else self._sizes(function, key)
+        return 1.0 if sizes is None or size is None else sizes.relative(size)
+
+    def _described(self, function: str, key: str, profile: Profile) -> dict[str, object]:
+        sizes = self._sizes(function, key)
+        return {
+            "t_ori_s": profile.estimate.t_ori_s,
+            "observations": round(profile.estimate.count),
+            "error": profile.estimate.error if sizes is None else sizes.error,
+            "serial_fraction": profile.fit.serial_fraction,
+            "batch_marginal": profile.batches.marginal,
+            "size": None if sizes is None else sizes.line._asdict(),
+        }
 
     def _profile(self, function: str, key: str) -> Profile:
         profile = self._profiles.get((function, key))
@@ -270,7 +316,7 @@ def _ran_with(settlement: Settlement) -> Mapping[Kin, int] | None:
     action = settlement.action
     if not action.batch_tokens:
         return {}
-    alone = {(action.function, action.profile_key): 1}
+    alone = {Kin.of(action): 1}
     members = settlement.batch or alone
     size = sum(members.values())
     ran = settlement.outcome.usage.get("batch", size)

@@ -52,7 +52,7 @@ class Learning:
         self.history = history or History()
 
     def of(self, step: TraceStep) -> KnownDuration:
-        learned = self.history.learned(step.function, step.profile_key)
+        learned = self.history.learned(step.function, step.profile_key, step.size)
         elasticity = Amdahl(learned.serial_fraction) if step.key is not None else None
         return KnownDuration(learned.t_ori_s, elasticity, learned.batch_marginal, learned.units_max)
 

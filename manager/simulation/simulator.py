@@ -276,6 +276,7 @@ class Simulation:
                 malleable=step.malleable,
                 service=step.service,
                 profile_key=step.profile_key,
+                size=step.size,
                 batch_tokens=step.batch_tokens,
                 batch_marginal=known.batch_marginal,
                 submitted_s=self._now_s,

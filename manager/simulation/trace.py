@@ -23,6 +23,7 @@ STEP_KEYS = frozenset(
         "service",
         "malleable",
         "profile_key",
+        "size",
         "batch_tokens",
     }
 )
@@ -47,6 +48,8 @@ class TraceStep:
     malleable: bool = False
     #: The caller's key for learning, for example the suite.
     profile_key: str = ""
+    #: The size of its input, by which its duration may be learned; None where it has none.
+    size: float | None = None
     #: What it adds to a batch of its service; 0 where it runs alone.
     batch_tokens: int = 0
 
@@ -172,6 +175,7 @@ def _step(step: _Reader) -> TraceStep:
         service=step.text("service") if step.values.get("service") is not None else None,
         malleable=malleable,
         profile_key=step.text("profile_key", ""),
+        size=step.number("size") if step.values.get("size") is not None else None,
         batch_tokens=int(step.number("batch_tokens", 0)),
     )
 
@@ -246,6 +250,8 @@ def _step_json(step: TraceStep) -> dict[str, object]:
         line["service"] = step.service
     if step.profile_key:
         line["profile_key"] = step.profile_key
+    if step.size is not None:
+        line["size"] = step.size
     if step.batch_tokens:
         line["batch_tokens"] = step.batch_tokens
     return line

@@ -36,13 +36,12 @@ RESULT = schema_of(ApiResult)
 
 
 def _input_schema(function: FunctionSpec) -> Schema:
-    """Exactly the fields of the request template, and the one that keys the learning."""
+    """Exactly the fields of the request template, and those that the learning looks at."""
     assert function.request is not None, f"{function.name} has no request section"
     fields = sorted(RequestTemplate(function.request).field_names())
-    keyed = [function.duration.key] if function.duration.key else []
     return {
         "type": "object",
-        "properties": dict.fromkeys((*keyed, *fields), True),
+        "properties": dict.fromkeys((*function.duration.fields, *fields), True),
         "required": fields,
         "additionalProperties": False,
     }

@@ -63,11 +63,15 @@ def show_function(client: Client, name: str, as_json: bool) -> None:
                 f"{100 * each.error:.0f}%",
                 each.serial_fraction,
                 each.batch_marginal,
+                "" if each.size is None else f"{each.size.fixed_s:.3g} + {each.size.per_unit_s:.3g} x size",
                 each.observations,
             )
             for key, each in found.learned.items()
         ]
-        show("", table(("LEARNED KEY", "T_ORI", "ERROR", "SERIAL FRACTION", "BATCH MARGINAL", "RUNS"), rows))
+        show(
+            "",
+            table(("LEARNED KEY", "T_ORI", "ERROR", "SERIAL FRACTION", "BATCH MARGINAL", "BY SIZE [s]", "RUNS"), rows),
+        )
 
 
 @functions.command("remove")

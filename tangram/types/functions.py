@@ -24,6 +24,7 @@ class DurationInfo(Struct, frozen=True, kw_only=True):
     profile: Annotated[str, Meta(description="learned or declared")]
     key: Annotated[str, Meta(description="The input field whose value keys the learning; empty for none")]
     initial_s: Annotated[float | None, Meta(description="Seconds with one unit, the prior or the truth")]
+    size: Annotated[str, Meta(description="Path of the input field on whose size it hangs; empty for none")] = ""
 
 
 class RetryInfo(Struct, frozen=True, kw_only=True):
@@ -81,14 +82,26 @@ class SandboxInfo(Struct, frozen=True, kw_only=True):
     warm: WarmInfo
 
 
+class SizeLineInfo(Struct, frozen=True, kw_only=True):
+    """How a duration hangs on the size of a call: fixed_s + per_unit_s x size, in seconds with one unit."""
+
+    fixed_s: float
+    per_unit_s: float
+    least: Annotated[float, Meta(description="The least size that it was learned from")]
+    most: Annotated[float, Meta(description="The largest; it is followed to twice that")]
+
+
 class LearnedInfo(Struct, frozen=True, kw_only=True):
     """What was learned of a function's durations, by the value of its key."""
 
-    t_ori_s: Annotated[float, Meta(description="Seconds with one unit")]
+    t_ori_s: Annotated[float, Meta(description="Seconds with one unit, of a call of usual size")]
     observations: Count
     error: Annotated[float, Meta(description="Smoothed relative error of the estimate; 0.1 is about 10 %")]
     serial_fraction: Annotated[float | None, Meta(description="What more units cannot speed up; null if not fitted")]
     batch_marginal: Annotated[float | None, Meta(description="What a further member adds to a batch; null likewise")]
+    size: Annotated[
+        SizeLineInfo | None, Meta(description="How it hangs on a call's size; null if it is not fitted")
+    ] = None
 
 
 class ValueChange(Struct, frozen=True, kw_only=True):

@@ -49,6 +49,9 @@ class QueueEntry(Struct, frozen=True, kw_only=True):
     cost: Annotated[Mapping[str, tuple[int, int]], Meta(description="Least and most units by resource kind")]
     waits_for: Annotated[str, Meta(description="What it waits for, in plain words")]
     cause: Annotated[WaitCause | None, Meta(description="The same as data; null from an older gateway")] = None
+    t_ori_s: Annotated[float | None, Meta(description="Expected seconds with one unit; null if nothing is known")] = (
+        None
+    )
 
 
 class QueuePage(Struct, frozen=True, kw_only=True):

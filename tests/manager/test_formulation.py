@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from manager.action import PRIOR_BATCH_MARGINAL, Action, Amdahl, UnitSet
+from manager.batch import Kin
 from manager.errors import InvalidInput, Unsatisfiable
 from manager.formulation import check_satisfiable, formulate
 from manager.function import DurationSpec, FunctionSpec, ModelAction, ModelSpec, SandboxSpec
@@ -47,6 +48,23 @@ def test_the_callers_key_chooses_what_was_learned() -> None:
     assert form(replace(TESTS, name="unknown"), {}).t_ori_s == 30.0
 
 
+def test_the_declared_size_is_read_from_the_input_and_foretells_the_duration() -> None:
+    sized = replace(TESTS, name="generate", key=None, duration=DurationSpec(size="options.max_tokens"))
+    history = History()
+    for size in (10, 40, 160, 640) * 4:
+        history.record("generate", "", 1, 0.5 + 0.02 * size, size=size)
+
+    def of(input: Mapping[str, object]) -> Action:
+        return formulate(sized, id="i", input=input, trajectory=None, task="t", history=history, now_s=0.0)
+
+    short, long = of({"options": {"max_tokens": 20}}), of({"options": {"max_tokens": 600}})
+    assert (short.size, long.size) == (20.0, 600.0)
+    assert short.t_ori_s == pytest.approx(0.9, rel=0.2) and long.t_ori_s == pytest.approx(12.5, rel=0.2)
+    without = of({"options": {"max_tokens": "many"}}), of({"options": {"max_tokens": -3}}), of({})
+    assert [each.size for each in without] == [4.0, None, None], "a text has its characters"
+    assert without[2].t_ori_s == history.learned("generate").t_ori_s
+
+
 def test_what_is_declared_is_not_learned() -> None:
     declared = replace(
         TESTS, duration=DurationSpec(profile="declared", key="suite", initial_s=5.0), elasticity=Amdahl(0.5)
@@ -75,7 +93,7 @@ def test_what_a_further_member_adds_is_carried_whatever_is_declared_of_the_durat
     assert form(TESTS, {}).batch_marginal == PRIOR_BATCH_MARGINAL
     history = History()
     for size in (1, 8) * 20:
-        history.record("tests", "", 1, 10.0 * (1 + 0.25 * (size - 1)), {("tests", ""): size})
+        history.record("tests", "", 1, 10.0 * (1 + 0.25 * (size - 1)), {Kin("tests"): size})
     declared = replace(TESTS, duration=DurationSpec(profile="declared", initial_s=5.0))
     for function in (TESTS, declared):
         action = formulate(function, id="i", input={}, trajectory=None, task="t", history=history, now_s=1.0)

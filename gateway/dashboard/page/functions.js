@@ -119,8 +119,8 @@ function curves(found) {
   if (!learned.length) return [h("p", {class: "dim"}, "Nothing yet: the first ends teach it.")];
   const units = found.key ? found.cost[found.key] : null;
   const most = units && typeof units === "object" ? Math.max(units.max || 0, ...(units.choices || [])) : units || 1;
-  const rows = h("div", {class: "scroll"}, h("table", null, h("thead", null, h("tr", null, ...["Key", "With one unit", "Serial", "Error", "Runs"].map((each) => h("th", null, each)))), h("tbody", null, ...learned.map(([key, each]) => h("tr", null,
-    h("td", {class: "mono"}, key || "(all)"), h("td", null, duration(1000 * each.t_ori_s)), h("td", null, each.serial_fraction === null ? "–" : `${Math.round(100 * each.serial_fraction)} %`), h("td", null, `${Math.round(100 * each.error)} %`), h("td", null, count(each.observations)))))));
+  const rows = h("div", {class: "scroll"}, h("table", null, h("thead", null, h("tr", null, ...["Key", "With one unit", "By size", "Serial", "Error", "Runs"].map((each) => h("th", null, each)))), h("tbody", null, ...learned.map(([key, each]) => h("tr", null,
+    h("td", {class: "mono"}, key || "(all)"), h("td", null, duration(1000 * each.t_ori_s)), h("td", null, each.size ? `${duration(1000 * each.size.fixed_s)} + ${duration(1e6 * each.size.per_unit_s)} per 1000` : "–"), h("td", null, each.serial_fraction === null ? "–" : `${Math.round(100 * each.serial_fraction)} %`), h("td", null, `${Math.round(100 * each.error)} %`), h("td", null, count(each.observations)))))));
   if (most < 2) return [rows];
   const wide = 420, tall = 150, NS = "http://www.w3.org/2000/svg";
   const svg = document.createElementNS(NS, "svg");

@@ -6,7 +6,7 @@ import asyncio
 import base64
 import codecs
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Annotated, TypedDict, TypeVar
@@ -255,13 +255,15 @@ class LogLines:
                 self._sink.write(stream, text)
 
 
-def checked(value: Mapping[str, object], wanted: type[T], *, learned: str = "", component: str = COMPONENT) -> T:
+def checked(
+    value: Mapping[str, object], wanted: type[T], *, learned: Sequence[str] = (), component: str = COMPONENT
+) -> T:
     """Return the caller's input as a kind declares it; raises ActionFailed(invalid_input) with the path at fault.
 
-    The field that keys the learning (``learned``) is allowed beside the kind's own.
+    The fields that the learning looks at (``learned``) are allowed beside the kind's own.
     """
     fields = sorted(wanted.__annotations__)
-    unknown = sorted(set(value) - {*fields, learned})
+    unknown = sorted(set(value) - {*fields, *learned})
     if unknown:
         raise invalid(f"$.{unknown[0]}", f"is unknown; the input may have {', '.join(fields)}", component)
     try:

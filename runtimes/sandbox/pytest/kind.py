@@ -71,11 +71,10 @@ _RESULT = schema_of(PytestResult)
 
 
 def _input_schema(function: FunctionSpec) -> Schema:
-    """The field that keys the learning may be any value, unless it is one of pytest's own."""
+    """The fields that the learning looks at may be any value, unless they are pytest's own."""
     properties = _INPUT["properties"]
     assert isinstance(properties, dict)
-    keyed = {function.duration.key: True} if function.duration.key else {}
-    return {**_INPUT, "properties": {**keyed, **properties}}
+    return {**_INPUT, "properties": {**dict.fromkeys(function.duration.fields, True), **properties}}
 
 
 PYTEST = Kind(

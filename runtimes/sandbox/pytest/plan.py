@@ -81,7 +81,7 @@ class SuitePlan:
 def plan_of(execution: Execution, settings: PytestSettings) -> SuitePlan:
     """Return the caller's input as a plan; raises ActionFailed(invalid_input) with the path at fault."""
     function = execution.call.function
-    given = checked(execution.call.input, PytestInput, learned=function.duration.key, component=COMPONENT)
+    given = checked(execution.call.input, PytestInput, learned=function.duration.fields, component=COMPONENT)
     spec = function.pytest or PytestSpec()
     request = SuiteRequest(
         targets=tuple(given.get("targets", ())),

@@ -80,5 +80,13 @@ def test_a_batch_is_shared_out_among_its_members() -> None:
     assert (alone.steps[0].t_ori_s, alone.steps[0].batch_tokens) == (2.0, 0)
 
 
+def test_the_size_of_a_call_is_taken_from_its_record() -> None:
+    sized = record("i1", "shell", 0.0, 2.0, 2.0, usage={"size": 300.0})
+    without = record("i2", "shell", 3.0, 4.0, 1.0)
+    (trajectory,) = recorded([without, sized], FUNCTIONS)
+    assert [step.size for step in trajectory.steps] == [300.0, None]
+    assert read_trace(write_trace([trajectory])) == [trajectory]
+
+
 def test_no_history_is_an_empty_trace() -> None:
     assert recorded([], FUNCTIONS) == []

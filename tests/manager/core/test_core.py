@@ -10,6 +10,7 @@ import pytest
 
 from manager.action import Action, UnitSet
 from manager.assembly import build_core
+from manager.batch import Kin
 from manager.config import ManagerSpec, ServiceSpec, TaskSpec
 from manager.errors import CapacityExceeded, QuotaExceeded, Reason
 from manager.events import (
@@ -350,7 +351,7 @@ def test_a_batch_is_expected_to_end_when_all_its_members_are_done(drive: Drive, 
     assert running.ends_in_s == pytest.approx(expected_s - 11.0), "who leaves early ends nothing"
     driver.step(14, finish("b1"), finish("b2"))
     assert driver.core.accounts.of("default").used["gpu"] == pytest.approx(2 + 12), "whoever of them leaves first"
-    kin = Counter({("f", ""): 3})
+    kin = Counter({Kin("f"): 3})
     assert [driver.settled[id].batch for id in ("first", "b0", "b2")] == [{}, kin, kin]
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manager.action import PRIOR_BATCH_MARGINAL, UnitSet
-from manager.batch import Work
+from manager.batch import Kin, Work
 from manager.learning.history import PRIOR_SERIAL_FRACTION, History
 from manager.lease import Grant, Lease
 from manager.outcome import Outcome, Settlement, State
@@ -156,7 +156,7 @@ def batched(
         alone_s = [seconds(t_ori_s[key] * math.exp(chance.gauss(0, noise)), serial, units) for key in members]
         duration_s = Work.of(alone_s).seconds(marginal)
         for key in members:
-            history.record("f", key, units, duration_s, Counter(("f", member) for member in members))
+            history.record("f", key, units, duration_s, Counter(Kin("f", member) for member in members))
     return history
 
 
@@ -209,7 +209,7 @@ def test_while_batch_sizes_hardly_differ_the_prior_stands_and_width_is_learned_f
 def test_a_marginal_that_was_found_stays_while_all_batches_are_alike() -> None:
     history = batched(0.5, noise=0.05)
     for _ in range(1600):
-        history.record("f", "", 1, 20.0 * 4.5, {("f", ""): 8})
+        history.record("f", "", 1, 20.0 * 4.5, {Kin("f"): 8})
     learned = history.learned("f")
     assert abs(learned.batch_marginal - 0.5) <= 0.1
     assert learned.t_ori_s == pytest.approx(20.0, rel=0.15)
@@ -218,7 +218,7 @@ def test_a_marginal_that_was_found_stays_while_all_batches_are_alike() -> None:
 def test_a_batch_is_one_observation() -> None:
     history = History()
     for _ in range(8):
-        history.record("f", "k", 1, 80.0, {("f", "k"): 8})
+        history.record("f", "k", 1, 80.0, {Kin("f", "k"): 8})
     assert history.learned("f", "k").observations == 1
     assert history.learned("f", "k").t_ori_s == pytest.approx(80.0 / (1 + 7 * PRIOR_BATCH_MARGINAL))
     for _ in range(10):
@@ -255,7 +255,7 @@ def test_a_history_from_before_batches_were_fitted_is_kept() -> None:
     assert learned.t_ori_s == pytest.approx(20.0)
     for size in (1, 8) * 40:
         for _ in range(size):
-            history.record("f", "k", 1, 20.0 * (1 + 0.5 * (size - 1)), {("f", "k"): size})
+            history.record("f", "k", 1, 20.0 * (1 + 0.5 * (size - 1)), {Kin("f", "k"): size})
     assert history.learned("f", "k").batch_marginal == pytest.approx(0.5)
 
 
@@ -268,7 +268,7 @@ def settled(members: int, **usage: float) -> Settlement:
         queue_s=0.0,
         overhead_s=0.0,
         execution_s=40.0,
-        batch={("f", ""): members} if members > 1 else {},
+        batch={Kin("f"): members} if members > 1 else {},
     )
 
 

@@ -34,6 +34,7 @@ LINE = {
             "efficiency": {"1": 1.0, "2": 0.9},
             "service": "judge",
             "batch_tokens": 700,
+            "size": 512,
         },
     ],
 }
@@ -55,6 +56,7 @@ def test_the_documented_line_is_read() -> None:
     )
     assert judge.service == "judge" and not judge.malleable and judge.cost["gpu"].choices == (1, 2, 4)
     assert (tests.batch_tokens, judge.batch_tokens) == (0, 700)
+    assert (tests.size, judge.size) == (None, 512.0)
     assert read_trace(write_trace([trajectory])) == [trajectory]
 
 
