@@ -49,6 +49,7 @@ from gateway.registry import Registry
 from gateway.room import Room
 from gateway.runtime_factory import ModelServices, Runtimes, make_runtimes
 from gateway.services import Services
+from gateway.steps.steps import TaskSteps
 from gateway.store.retention import prune_for_ever
 from gateway.store.state_dir import StateDirectory
 from gateway.store.store import Durability, Store, StoreSpec
@@ -61,7 +62,7 @@ from manager.config import TaskSpec
 from manager.engine import Engine
 from manager.errors import CodedError
 from manager.events import Reconfigured
-from manager.learning.history import History, Learned
+from manager.learning.history import History
 
 HISTORY = "history"
 #: Seconds between two savings of the learned durations.
@@ -212,6 +213,7 @@ class App:
             task_max=lambda task: self.registry.config.tasks.get(task, TaskSpec()).max_queued,
         )
         self.held = HeldInputs(server.inputs_bytes)
+        self.steps = TaskSteps(self.store, server.steps, self.wall)
         self.invocations = Invocations(
             server=server,
             functions=self.registry,
@@ -220,7 +222,7 @@ class App:
             logs=self.logs,
             admission=self.admission,
             held=self.held,
-            observer=Observers(self.metrics, self.activity, self.traces),
+            observer=Observers(self.metrics, self.activity, self.traces, self.steps),
             now=self._clock.now,
             wall=self.wall,
         )
@@ -259,7 +261,9 @@ class App:
         spec = self.registry.config.manager_spec(self.machines.specs, self._models.services)
         everywhere = self.machines.executor(self.runtimes.executor, self._trajectories)
         executor = TracedExecutor(everywhere, self.traces)
-        durable = DurableStarts(executor, self.invocations, self.store, self._trajectories, self._quotas)
+        durable = DurableStarts(
+            executor, self.invocations, self.store, self._trajectories, self._quotas, self.steps.trajectory_ended
+        )
         self._turns = TrajectoryTurns(durable, self.config.server.wait_max_s)
         return Engine(
             build_core(spec, function_bounds=_bounds(self.registry.config)),
@@ -296,6 +300,7 @@ class App:
             environments=self.runtimes.environments,
             sessions=self.runtimes.environments.sessions,
             leases=self.leases,
+            steps=self.steps,
             metrics=self.metrics,
             activity=self.activity,
             watch=self.watch,
@@ -326,7 +331,9 @@ class App:
         await self._quotas.take_up(self.engine)
         closers.push_async_callback(self.engine.close)
         closers.callback(self._save_history)
+        await self.steps.load()
         recovered = {**await self.restart.recover(self.machines.awaits), **self._adopted}
+        self.steps.take_up(self.engine)
         self.registry.start()
         self.machines.open(self.registry.preparation.again)
         await self.grpc.open(self._grpc_socket)
@@ -435,29 +442,19 @@ class App:
         watch("tangram_store_commits", "Transactions written", lambda: self.store.commits, counter=True)
         watch("tangram_store_rows", "Records written", lambda: self.store.rows_written, counter=True)
         watch("tangram_store_failing", "1 while the disk refuses records", lambda: float(self._unready() is not None))
-        watch("tangram_log_followers", "Log streams open", lambda: self.logs.followers)
         dropped = "Log records dropped because the disk was too slow"
         watch("tangram_log_records_dropped", dropped, lambda: self.store.log_records_dropped, counter=True)
-        slow = "Followers dropped because they did not read"
-        watch("tangram_log_followers_dropped", slow, lambda: self.logs.followers_dropped, counter=True)
+        self.logs.measured_by(self.metrics)
         for door, counted in self.connections.items():
             counted.measured_by(self.metrics, door)
         watch("tangram_input_bytes_held", "Bytes of inputs that arrive or live", lambda: self.held.bytes)
         watch("tangram_living", "Invocations that have not ended", lambda: len(self.invocations.living))
-        watch("tangram_viewers", "Pages that watch", lambda: self.watch.viewers)
-        gaps = "Times that a viewer fell behind and was told the whole state again"
-        watch("tangram_watch_gaps", gaps, lambda: self.watch.gaps, counter=True)
+        self.watch.measured_by(self.metrics)
         self.traces.measured_by(self.metrics)
         self.metrics.watch_units(self._units)
         self.metrics.watch_nodes(self.machines.counts)
         self.metrics.watch_replicas(self.engine.replicas)
-        self.metrics.watch_learned(self._learned)
-
-    def _learned(self) -> Iterator[tuple[str, Learned]]:
-        for function in self.registry.all():
-            learned = self.history.learned(function.name)
-            if learned.t_ori_s is not None:
-                yield function.name, learned
+        self.metrics.watch_learned(lambda: [each.name for each in self.registry.all()], self.history)
 
     def _units(self) -> Iterator[tuple[str, str, float]]:
         pools = self.engine.resources()["pools"]

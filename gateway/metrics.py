@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 from gateway.counters import Counters, FunctionCounters
 from gateway.invocations.record import Record
-from manager.learning.history import Learned
+from manager.learning.history import History
 from manager.outcome import State
 
 
@@ -73,9 +73,9 @@ class Metrics:
         """Ask how the copies of models have fared, by outcome."""
         self.registry.register(_Replicas(read))
 
-    def watch_learned(self, read: Callable[[], Iterator[tuple[str, Learned]]]) -> None:
-        """Ask for (function, what was learned of it) whenever the metrics are read."""
-        self.registry.register(_Estimates(read))
+    def watch_learned(self, functions: Callable[[], Iterable[str]], history: History) -> None:
+        """Ask what was learned of each function whenever the metrics are read."""
+        self.registry.register(_Estimates(functions, history))
 
     def text(self) -> bytes:
         """The exposition in the text format."""
@@ -144,8 +144,8 @@ class _Replicas(Collector):
 
 
 class _Estimates(Collector):
-    def __init__(self, read: Callable[[], Iterator[tuple[str, Learned]]]) -> None:
-        self._read = read
+    def __init__(self, functions: Callable[[], Iterable[str]], history: History) -> None:
+        self._functions, self._history = functions, history
 
     def collect(self) -> Iterator[Metric]:
         duration, error, serial, marginal = (
@@ -157,8 +157,11 @@ class _Estimates(Collector):
                 ("tangram_learned_batch_marginal", "Learned share of its work that a further member adds to a batch"),
             )
         )
-        for function, learned in self._read():
-            duration.add_metric((function,), learned.t_ori_s or 0.0)
+        for function in self._functions():
+            learned = self._history.learned(function)
+            if learned.t_ori_s is None:
+                continue
+            duration.add_metric((function,), learned.t_ori_s)
             error.add_metric((function,), learned.error)
             serial.add_metric((function,), learned.serial_fraction)
             marginal.add_metric((function,), learned.batch_marginal)

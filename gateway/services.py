@@ -18,6 +18,7 @@ from gateway.invocations.logs import Logs
 from gateway.leases import Leases
 from gateway.metrics import Metrics
 from gateway.preparation import Readiness
+from gateway.steps.steps import TaskSteps
 from gateway.store.store import Store
 from gateway.turns import TrajectoryTurns
 from manager.engine import Engine
@@ -83,6 +84,7 @@ class Services:
     #: The commands that somebody types to.
     sessions: SessionTable
     leases: Leases
+    steps: TaskSteps
     metrics: Metrics
     #: Rates, times and failures of the last minutes.
     activity: Activity

@@ -56,7 +56,7 @@ async def fork_trajectory(services: Services, trajectory: str, asked: ForkReques
     services.functions.get(asked.function)
     taken = await take_snapshot(services, name)
     task = asked.task or str(found["task"])
-    opening = TrajectoryOpening(function=asked.function, task=task, snapshot=taken.snapshot)
+    opening = TrajectoryOpening(function=asked.function, task=task, step=asked.step, snapshot=taken.snapshot)
     try:
         async with services.snapshots.held(taken.snapshot):  # which may wait long for memory, and be the least used
             opened = await _open_all(services, asked.to, opening)

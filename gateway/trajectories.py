@@ -30,7 +30,10 @@ async def open_trajectory(services: Services, trajectory: str, asked: Trajectory
         function = with_choice(function, asked.sandbox)
     if asked.sandbox is not None and asked.sandbox.image is not None and services.images is not None:
         await services.images.require(asked.sandbox.image)  # before it holds memory or a core
-    await services.engine.open_trajectory(name, wire.name(asked.task, "task"), function)
+    task = wire.name(asked.task, "task")
+    await services.engine.open_trajectory(name, task, function)
+    if asked.step is not None:
+        services.steps.opened(name, task, asked.step)
     return trajectory_info(services, name)
 
 

@@ -61,6 +61,7 @@ CHAPTERS = (
     ("TlsSection", "server.tls"),
     ("RetentionSection", "server.retention"),
     ("LogsSection", "server.logs"),
+    ("StepsSection", "server.steps"),
     ("CallbacksSection", "server.callbacks"),
     ("TracesSection", "server.traces"),
     ("SessionSettings", "server.sessions"),

@@ -76,6 +76,14 @@ class TracesSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepsSection:
+    """How many steps of RL tasks are kept (docs/SCHEDULING.md 1.8)."""
+
+    tasks: Annotated[int, Setting("most tasks whose steps are kept; the one told of least recently goes", ge=1)] = 256
+    kept: Annotated[int, Setting("most steps of a task; the one opened first goes", ge=1)] = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TlsSection:
     """Certificates of the doors, in PEM."""
 
@@ -144,6 +152,7 @@ class ServerConfig:
     traces: Annotated[TracesSection, Setting("where spans of invocations are sent")] = field(
         default_factory=TracesSection
     )
+    steps: Annotated[StepsSection, Setting("how many steps of tasks are kept")] = StepsSection()
     sessions: Annotated[SessionSettings, Setting("bounds of interactive sessions")] = field(
         default_factory=SessionSettings
     )

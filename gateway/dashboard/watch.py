@@ -19,6 +19,7 @@ import structlog
 from gateway import wire
 from gateway.dashboard.activity import Activity
 from gateway.dashboard.sections import BEGUN_MAX, Names, Shown, begun_rows, ended_rows, sections
+from gateway.metrics import Metrics
 from manager.errors import CapacityExceeded
 
 #: Version of the stream's form.
@@ -100,6 +101,12 @@ class Watch:
         self._whole: dict[WatchView, tuple[int, bytes]] = {}
         self.viewers = 0
         self.gaps = 0
+
+    def measured_by(self, metrics: Metrics) -> None:
+        """Count who watches."""
+        metrics.watch("tangram_viewers", "Pages that watch", lambda: self.viewers)
+        gaps = "Times that a viewer fell behind and was told the whole state again"
+        metrics.watch("tangram_watch_gaps", gaps, lambda: self.gaps, counter=True)
 
     def check(self) -> None:
         """Raise CapacityExceeded if there are as many viewers as there may be."""

@@ -12,13 +12,14 @@ from gateway.invocations.invocation import InvocationRequest
 from gateway.invocations.record import Mode, Record
 from gateway.store.store import LogRow
 from manager.errors import CodedError, InvalidInput
-from tangram.types import ForkRequest, SnapshotInfo, TrajectoryInfo, TrajectoryOpening
+from tangram.types import ForkRequest, SnapshotInfo, StepExpectation, StepInfo, TrajectoryInfo, TrajectoryOpening
+from tangram.types.steps import StepPath
 from tangram.types.values import quantities
 
 
 def read_opening(message: pb.OpenTrajectoryRequest) -> TrajectoryOpening:
     """The opening of a trajectory; raises InvalidInput."""
-    asked: dict[str, object] = {"function": message.function, "task": message.task or "default"}
+    asked: dict[str, object] = {"function": message.function, "task": message.task or "default", **_step(message)}
     if message.snapshot:
         asked["snapshot"] = message.snapshot
     if message.HasField("sandbox"):
@@ -31,8 +32,27 @@ def read_opening(message: pb.OpenTrajectoryRequest) -> TrajectoryOpening:
 
 def read_fork(message: pb.ForkTrajectoryRequest) -> ForkRequest:
     """What is to be forked; raises InvalidInput."""
-    asked = {"function": message.function, "to": list(message.to), "task": message.task or None}
+    asked = {"function": message.function, "to": list(message.to), "task": message.task or None, **_step(message)}
     return wire.read(asked, ForkRequest, "$")
+
+
+def read_step(message: pb.TellStepRequest | pb.InvokeRequest) -> StepPath:
+    """Which step is meant; raises InvalidInput."""
+    return wire.read({"task": message.task or "default", "step": message.step}, StepPath)
+
+
+def read_expectation(message: pb.TellStepRequest) -> StepExpectation:
+    """What is told of a step; raises InvalidInput."""
+    return wire.read({"expected": message.expected}, StepExpectation)
+
+
+def _step(message: pb.OpenTrajectoryRequest | pb.ForkTrajectoryRequest) -> dict[str, object]:
+    return {"step": message.step} if message.HasField("step") else {}
+
+
+def step_message(told: StepInfo) -> pb.Step:
+    """A step as it is told."""
+    return pb.Step(task=told.task, step=told.step, json=wire.encode(told))
 
 
 def snapshot_message(told: SnapshotInfo) -> pb.Snapshot:
@@ -53,6 +73,7 @@ def read_call(message: pb.InvokeRequest, mode: Mode) -> InvocationRequest:
         body=message.input_json or b"{}",
         mode=mode,
         task=wire.name(message.task, "task") if message.task else "default",
+        step=read_step(message).step if message.HasField("step") else None,
         trajectory=wire.name(message.trajectory, "trajectory") if message.trajectory else None,
         parent=wire.name(message.parent, "parent") if message.parent else None,
         timeout_s=seconds(message.timeout_s, "timeout_s"),

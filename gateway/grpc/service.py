@@ -22,11 +22,14 @@ from gateway.grpc.messages import (
     invocation,
     log_record,
     read_call,
+    read_expectation,
     read_fork,
     read_opening,
+    read_step,
     seconds,
     snapshot_message,
     status_error,
+    step_message,
     trailers,
     trajectory_message,
 )
@@ -190,6 +193,19 @@ class GatewayService(GatewayBase):
         async with self._answering(stream):
             await self._services.snapshots.remove((await _request(stream)).snapshot)
             await stream.send_message(pb.RemoveSnapshotResponse())
+
+    async def TellStep(self, stream: Stream[pb.TellStepRequest, pb.Step]) -> None:  # noqa: N802
+        async with self._answering(stream):
+            request = await _request(stream)
+            meant, told = read_step(request), read_expectation(request)
+            step = await self._services.steps.tell(meant.task, meant.step, told.expected)
+            await stream.send_message(step_message(step))
+
+    async def ListSteps(self, stream: Stream[pb.ListStepsRequest, pb.ListStepsResponse]) -> None:  # noqa: N802
+        async with self._answering(stream):
+            task = wire.name((await _request(stream)).task or "default", "task")
+            found = [step_message(each) for each in self._services.steps.of(task)]
+            await stream.send_message(pb.ListStepsResponse(steps=found))
 
     def _shown(self, record: Record) -> pb.Invocation:
         return invocation(self._invocations.shown(record))

@@ -1,4 +1,4 @@
-"""HTTP operations on the gateway itself: functions, configuration, resources, queue, tasks, health, metrics."""
+"""HTTP operations on the gateway itself: functions, configuration, resources, queue, health, metrics."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ from tangram.types import (
     QueuePage,
     ResourcesInfo,
     SandboxesInfo,
-    TaskList,
 )
 from tangram.types.requests import ConfigQuery, FunctionQuery, QueueQuery
 from tangram.types.values.scalars import JsonObject, Name
@@ -90,9 +89,6 @@ class AdministrationOperations:
         """A page of what waits; a cursor stays good when the action that it names has left."""
         asked = read_query(request, QueueQuery)
         return respond(convert(self._services.engine.queue(asked.limit, asked.cursor), QueuePage))
-
-    async def tasks(self, request: Request) -> Response:
-        return respond(convert({"tasks": self._services.engine.tasks()}, TaskList))
 
     async def activity(self, request: Request) -> Response:
         return respond(self._services.activity.info())
@@ -204,15 +200,6 @@ class AdministrationOperations:
                 summary="Pools, what is held of them, and the sandboxes",
                 tag="scheduler",
                 answers={200: json_answer("The present state", ResourcesInfo)},
-            ),
-            Operation(
-                id="getTasks",
-                method="GET",
-                path="/v1/tasks",
-                endpoint=self.tasks,
-                summary="RL tasks: weights, bounds and use",
-                tag="scheduler",
-                answers={200: json_answer("The present state", TaskList)},
             ),
             Operation(
                 id="getActivity",

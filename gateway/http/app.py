@@ -31,6 +31,7 @@ from gateway.http.page import UI, LandingPage
 from gateway.http.sending import BoundedSend
 from gateway.http.sessions.operations import SessionOperations
 from gateway.http.snapshots import SnapshotOperations
+from gateway.http.tasks.operations import TaskOperations
 from gateway.http.trajectories import TrajectoryOperations
 from gateway.http.watch import WatchOperations
 from gateway.services import Services
@@ -137,6 +138,7 @@ def operations(services: Services) -> list[Operation]:
         *ImageOperations(services).operations(),
         *LeaseOperations(services).operations(),
         *AdministrationOperations(services).operations(),
+        *TaskOperations(services).operations(),
         *NodeOperations(services).operations(),
         *WatchOperations(services).operations(),
     ]

@@ -36,6 +36,7 @@ from tangram.types.requests import (
     FileReadQuery,
     FileWriteAtQuery,
     FileWriteQuery,
+    OpeningHeaders,
     SandboxPath,
     TrajectoryQuery,
 )
@@ -79,6 +80,8 @@ class TrajectoryOperations:
         trajectory = wire.name(request.path_params["id"], "trajectory")
         body = wire.loads_object(await read_body(request, self._services))
         asked = wire.read(body, TrajectoryOpening, "$")
+        if asked.step is None:
+            asked = replaced(asked, step=read_headers(request, OpeningHeaders).step)
         return respond(await open_trajectory(self._services, trajectory, asked))
 
     async def get(self, request: Request) -> Response:
@@ -134,6 +137,7 @@ class TrajectoryOperations:
                 summary="Make a trajectory's environment before its first action",
                 tag="trajectories",
                 parts=(TRAJECTORY_ID,),
+                headers=OpeningHeaders,
                 body={"application/json": TrajectoryOpening},
                 body_required=True,
                 answers={200: json_answer("It is ready", TrajectoryInfo, opened)},

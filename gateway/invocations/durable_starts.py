@@ -36,12 +36,15 @@ class DurableStarts:
         store: Store,
         trajectories: TrajectoryRecovery,
         quotas: QuotaRecord,
+        on_end: Callable[[str], None],
     ) -> None:
+        """``on_end`` is told of each trajectory that ends, as its environment begins to go."""
         self._executor = executor
         self._invocations = invocations
         self._store = store
         self._trajectories = trajectories
         self._quotas = quotas
+        self._on_end = on_end
 
     async def execute(self, action: Action, lease: Lease, call: Call) -> Outcome:
         inside = kind_of(call.function).works_in_sandbox
@@ -88,5 +91,6 @@ class DurableStarts:
         await self._executor.open_trajectory(trajectory, task, function)
 
     async def end_trajectory(self, trajectory: str) -> None:
+        self._on_end(trajectory)
         await self._executor.end_trajectory(trajectory)
         self._trajectories.ended(trajectory)

@@ -27,6 +27,8 @@ class InvocationRequest:
     body: bytes
     mode: Mode = Mode.SYNC
     task: str = "default"
+    #: The step of the task, if the caller named one.
+    step: int | None = None
     trajectory: str | None = None
     #: Only in a trajectory that lives already: to be refused where it has ended, and not to begin a new one.
     living: bool = False
@@ -61,7 +63,7 @@ class InvocationRequest:
 
     def options(self, function: FunctionSpec) -> dict[str, object]:
         """What a restart must know of it, and the function's bound where a longer one was asked for."""
-        names = ("timeout_s", "max_age_s", "callback_url", "traceparent", "tracestate", "redrive_of")
+        names = ("step", "timeout_s", "max_age_s", "callback_url", "traceparent", "tracestate", "redrive_of")
         given = {name: getattr(self, name) for name in names}
         if self.timeout_s is not None and self.timeout_s > function.timeout_s:
             given["timeout_capped_s"] = function.timeout_s

@@ -24,6 +24,7 @@ import structlog
 
 from gateway import wire
 from gateway.config.sections import LogsSection
+from gateway.metrics import Metrics
 from gateway.store.store import LogRow, Store, Written
 from manager.errors import CapacityExceeded
 from tangram.types import LogLine
@@ -197,6 +198,12 @@ class Logs:
         store.on_logs = self._reached_disk
         self.followers = 0
         self.followers_dropped = 0
+
+    def measured_by(self, metrics: Metrics) -> None:
+        """Count who follows."""
+        metrics.watch("tangram_log_followers", "Log streams open", lambda: self.followers)
+        slow = "Followers dropped because they did not read"
+        metrics.watch("tangram_log_followers_dropped", slow, lambda: self.followers_dropped, counter=True)
 
     def open(self, seq: int, limit_bytes: int) -> InvocationLog:
         """The sink of a new invocation."""

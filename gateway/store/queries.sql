@@ -31,6 +31,28 @@ INSERT OR REPLACE INTO nodes (name, spec, key_digest, state, joined_s) VALUES (?
 -- name: delete_node
 DELETE FROM nodes WHERE name = ?;
 
+-- name: steps
+SELECT task, number, opened_s, expected, ended, ended_s, most_living, sample_s FROM steps ORDER BY opened_s, number;
+
+-- name: save_step
+INSERT OR REPLACE INTO steps (task, number, opened_s, expected, ended, ended_s, most_living, sample_s)
+VALUES (?, ?, ?, ?, ?, ?, ?, ?);
+
+-- name: delete_step
+DELETE FROM steps WHERE task = ? AND number = ?;
+
+-- name: step_trajectories
+SELECT trajectory, task, number, since_s FROM step_trajectories ORDER BY since_s, trajectory;
+
+-- name: save_step_trajectory
+INSERT OR REPLACE INTO step_trajectories (trajectory, task, number, since_s) VALUES (?, ?, ?, ?);
+
+-- name: delete_step_trajectory
+DELETE FROM step_trajectories WHERE trajectory = ?;
+
+-- name: delete_step_trajectories
+DELETE FROM step_trajectories WHERE task = ? AND number = ?;
+
 -- A key outlives its record where records are pruned by size: it must never come to mean another.
 -- name: last_seq
 SELECT max(

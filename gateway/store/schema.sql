@@ -132,3 +132,24 @@ CREATE TABLE nodes (
     state TEXT NOT NULL,              -- ready, draining or lost: whoever is lost is not waited for
     joined_s REAL NOT NULL
 ) STRICT, WITHOUT ROWID;
+
+-- version: 7
+
+-- Steps of tasks that a trainer told of, and the trajectories that live under them.
+CREATE TABLE steps (
+    task TEXT NOT NULL,
+    number INTEGER NOT NULL,
+    opened_s REAL NOT NULL,
+    expected INTEGER,                 -- rollouts; NULL until it is told
+    ended INTEGER NOT NULL,           -- of them
+    ended_s REAL,                     -- when the last expected one did
+    most_living INTEGER NOT NULL,     -- at once
+    sample_s TEXT NOT NULL,           -- JSON: some of their lifetimes
+    PRIMARY KEY (task, number)
+) STRICT, WITHOUT ROWID;
+CREATE TABLE step_trajectories (
+    trajectory TEXT PRIMARY KEY,
+    task TEXT NOT NULL,
+    number INTEGER NOT NULL,
+    since_s REAL NOT NULL
+) STRICT, WITHOUT ROWID;

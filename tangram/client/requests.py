@@ -38,8 +38,6 @@ from tangram.types import (
     ResourcesInfo,
     SandboxChoice,
     SessionFed,
-    TaskInfo,
-    TaskList,
     TrajectoryInfo,
     TrajectoryOpening,
     TrajectoryPage,
@@ -58,6 +56,7 @@ class BatchCall:
     function: str
     input: Mapping[str, Any] = field(default_factory=dict)
     task: str | None = None
+    step: int | None = None
     trajectory: str | None = None
     timeout_s: float | None = None
     #: The call is given up if it still waits after so many seconds.
@@ -71,6 +70,7 @@ class BatchCall:
             function=self.function,
             input=self.input,
             task=self.task,
+            step=self.step,
             trajectory=self.trajectory,
             timeout=_duration(self.timeout_s),
             max_age=_duration(self.max_age_s),
@@ -111,6 +111,7 @@ def invoke(
     *,
     mode: str,
     task: str | None = None,
+    step: int | None = None,
     trajectory: str | None = None,
     parent: str | None = None,
     key: str | None = None,
@@ -124,6 +125,7 @@ def invoke(
         key = secrets.token_urlsafe(16)
     headers = {
         "X-Task": task,
+        "X-Step": None if step is None else str(step),
         "X-Trajectory-Id": trajectory,
         "X-Parent-Id": parent,
         "Idempotency-Key": key,
@@ -269,21 +271,21 @@ def get_queue(limit: int) -> ApiRequest[QueuePage]:
     return get("/v1/queue", QueuePage, {"limit": str(limit)})
 
 
-def list_tasks() -> ApiRequest[tuple[TaskInfo, ...]]:
-    read = reader(TaskList)
-    return ApiRequest(method="GET", path="/v1/tasks", read=lambda response: read(response).tasks)
-
-
 def list_trajectories(cursor: str | None) -> ApiRequest[TrajectoryPage]:
     return get("/v1/trajectories", TrajectoryPage, _given({"cursor": cursor}))
 
 
 def open_trajectory(
-    id: str, function: str, task: str | None, sandbox: SandboxChoice | None = None, snapshot: str | None = None
+    id: str,
+    function: str,
+    task: str | None,
+    sandbox: SandboxChoice | None = None,
+    snapshot: str | None = None,
+    step: int | None = None,
 ) -> ApiRequest[TrajectoryInfo]:
     """Return the request that makes a trajectory's environment, or finds that it lives already."""
     task = "default" if task is None else task
-    opening = TrajectoryOpening(function=function, task=task, sandbox=sandbox, snapshot=snapshot)
+    opening = TrajectoryOpening(function=function, task=task, step=step, sandbox=sandbox, snapshot=snapshot)
     return ApiRequest(
         method="PUT",
         path=_trajectory_path(id),

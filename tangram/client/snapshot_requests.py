@@ -26,7 +26,9 @@ def take_snapshot(trajectory: str) -> ApiRequest[SnapshotInfo]:
     )
 
 
-def fork(trajectory: str, function: str, to: Sequence[str], task: str | None) -> ApiRequest[ForkAnswer]:
+def fork(
+    trajectory: str, function: str, to: Sequence[str], task: str | None, step: int | None = None
+) -> ApiRequest[ForkAnswer]:
     """Return the request that opens trajectories with the files of another; raises InvalidInputError for one text."""
     if isinstance(to, str) or not to:
         raise InvalidInputError("name the trajectories to open in a list, at least one")
@@ -35,7 +37,7 @@ def fork(trajectory: str, function: str, to: Sequence[str], task: str | None) ->
         path=f"/v1/trajectories/{quote(trajectory, safe='')}/fork",
         read=reader(ForkAnswer),
         headers=_JSON,
-        content=msgspec.json.encode(ForkRequest(function=function, to=tuple(to), task=task)),
+        content=msgspec.json.encode(ForkRequest(function=function, to=tuple(to), task=task, step=step)),
         repeatable=False,
         patient=True,
     )

@@ -18,7 +18,7 @@ import msgspec
 
 from tangram.testing.answers import Answer, json_answer, problem_answer
 from tangram.testing.script import Script, ScriptedCall, ScriptedFailure, listed, queued
-from tangram.testing.views import function_info, resources_info, trajectory_info, waiting_entry
+from tangram.testing.views import function_info, resources_info, step_info, trajectory_info, waiting_entry
 from tangram.types import (
     BatchAnswer,
     BatchItem,
@@ -38,6 +38,8 @@ from tangram.types import (
     Purged,
     QueuePage,
     SandboxChoice,
+    StepExpectation,
+    StepList,
     TaskList,
     TrajectoryOpening,
     TrajectoryPage,
@@ -84,6 +86,8 @@ class ScriptedGateway(httpx.BaseTransport, httpx.AsyncBaseTransport):
         #: Every request but heartbeats, whatever became of it.
         self.requests: list[httpx.Request] = []
         self.trajectories: dict[str, ScriptedTrajectory] = {}
+        #: What was told of steps: rollouts that are expected, by task and step.
+        self.steps: dict[tuple[str, int], int] = {}
         #: How many heartbeats held each trajectory that lived.
         self.heartbeats: Counter[str] = Counter()
         self._troubles: deque[Answer] = deque()
@@ -150,6 +154,8 @@ class ScriptedGateway(httpx.BaseTransport, httpx.AsyncBaseTransport):
         yield "GET", "/v1/resources", lambda request: json_answer(resources_info())
         yield "GET", "/v1/queue", self._queue
         yield "GET", "/v1/tasks", lambda request: json_answer(TaskList(tasks=()))
+        yield "GET", f"/v1/tasks/{name}/steps", self._list_steps
+        yield "PUT", f"/v1/tasks/{name}/steps/{name}", self._tell_step
         yield "GET", "/v1/trajectories", self._list_trajectories
         yield "PUT", f"/v1/trajectories/{name}", self._open
         yield "GET", f"/v1/trajectories/{name}", self._trajectory
@@ -160,6 +166,17 @@ class ScriptedGateway(httpx.BaseTransport, httpx.AsyncBaseTransport):
         yield "GET", f"/v1/trajectories/{name}/archive", self._get_archive
         yield "GET", "/healthz", lambda request: json_answer(Health(status="ok"))
         yield "GET", "/readyz", lambda request: json_answer(Health(status="ready"))
+
+    # Steps
+
+    def _tell_step(self, request: httpx.Request, task: str, step: str) -> _Reply:
+        told = msgspec.json.decode(request.content, type=StepExpectation)
+        self.steps[task, int(step)] = told.expected
+        return json_answer(step_info(task, int(step), told.expected))
+
+    def _list_steps(self, request: httpx.Request, task: str) -> _Reply:
+        found = [step_info(each, step, expected) for (each, step), expected in self.steps.items() if each == task]
+        return json_answer(StepList(steps=tuple(reversed(found))))
 
     # Invocations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tangram.testing.script import BEGINNING
 from tangram.types import (
     DurationInfo,
     FunctionInfo,
@@ -12,6 +13,7 @@ from tangram.types import (
     ResourcesInfo,
     RetryInfo,
     SandboxesInfo,
+    StepInfo,
     TrajectoryInfo,
 )
 
@@ -89,4 +91,18 @@ def waiting_entry(record: Invocation) -> QueueEntry:
         age_s=0.0,
         cost={"cpu": (1, 1)},
         waits_for="somebody who waits for it",
+    )
+
+
+def step_info(task: str, step: int, expected: int) -> StepInfo:
+    """Return the description of a step that was told of; nothing is counted."""
+    return StepInfo(
+        task=task,
+        step=step,
+        expected=expected,
+        living=0,
+        ended=0,
+        opened_at=BEGINNING,
+        ended_at=None,
+        ends_in_s=None,
     )

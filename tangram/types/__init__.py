@@ -83,6 +83,7 @@ from tangram.types.sessions import (
     read_session_record,
 )
 from tangram.types.snapshots import ForkAnswer, ForkRequest, SnapshotInfo, SnapshotList
+from tangram.types.steps import StepExpectation, StepInfo, StepList
 from tangram.types.values.scalars import Mode, Reason, State
 
 __all__ = [
@@ -162,6 +163,9 @@ __all__ = [
     "SnapshotInfo",
     "SnapshotList",
     "State",
+    "StepExpectation",
+    "StepInfo",
+    "StepList",
     "TaskInfo",
     "TaskList",
     "TrajectoryInfo",

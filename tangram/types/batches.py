@@ -8,6 +8,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from tangram.types.invocations import Invocation
 from tangram.types.problems import Problem
+from tangram.types.steps import StepNumber
 from tangram.types.values.scalars import JsonObject, Key, Name, Timeout, Wait
 
 
@@ -18,6 +19,7 @@ class BatchItem(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_un
     input: Annotated[JsonObject, Meta(description="What the function is given")] = field(default_factory=dict)
     task: Annotated[Name | None, Meta(description="The RL task that it belongs to; default without")] = None
     trajectory: Annotated[Name | None, Meta(description="The rollout whose environment it needs")] = None
+    step: Annotated[StepNumber | None, Meta(description="The step of the task that it belongs to")] = None
     timeout: Annotated[Timeout | None, Meta(description="Bound of the execution, at most the function's")] = None
     max_age: Annotated[Wait | None, Meta(description="It is given up if it still waits at this age")] = None
     key: Annotated[Key | None, Meta(description="The same key and body latch on to the first invocation")] = None

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from tangram.types.steps import StepNumber
 from tangram.types.values.quantities import WAIT_PATTERN
 from tangram.types.values.scalars import (
     LIST_LIMIT_MAX,
@@ -53,6 +54,7 @@ class CallHeaders(
         "trajectory": "X-Trajectory-Id",
         "expect": "X-Trajectory-Expect",
         "task": "X-Task",
+        "step": "X-Step",
         "timeout": "X-Timeout",
         "max_age": "X-Max-Age",
         "parent": "X-Parent-Id",
@@ -66,6 +68,7 @@ class CallHeaders(
     trajectory: Annotated[Name | None, Meta(description="The rollout whose environment it needs")] = None
     expect: Annotated[Expectation | None, Meta(description=LIVING)] = None
     task: Annotated[Name | None, Meta(description="The RL task it belongs to; default without")] = None
+    step: Annotated[StepNumber | None, Meta(description="The step of the task that it belongs to")] = None
     timeout: Annotated[Timeout | None, Meta(description="Bound of the execution, at most the function's")] = None
     max_age: Annotated[Wait | None, Meta(description="Asynchronous work that still waits at this age is given up")] = (
         None
@@ -79,6 +82,12 @@ class CallHeaders(
     ] = None
     traceparent: Annotated[str | None, Meta(description="W3C trace context, passed on")] = None
     tracestate: Annotated[str | None, Meta(description="What vendors add to traceparent, passed on with it")] = None
+
+
+class OpeningHeaders(Struct, frozen=True, kw_only=True, rename={"step": "X-Step"}):
+    """Headers of the opening of a trajectory."""
+
+    step: Annotated[StepNumber | None, Meta(description="The step of its task, if the body names none")] = None
 
 
 class InvokeQuery(Struct, frozen=True, kw_only=True):

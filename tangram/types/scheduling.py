@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from tangram.types.steps import StepInfo, StepNumber
 from tangram.types.values.quantities import DURATION_PATTERN, IMAGE_PATTERN, SIZE_PATTERN
 from tangram.types.values.scalars import Count, Name
 
@@ -81,6 +82,7 @@ class TaskInfo(Struct, frozen=True, kw_only=True):
     queue_s: float | UnsetType = UNSET
     overhead_s: float | UnsetType = UNSET
     execution_s: float | UnsetType = UNSET
+    steps: Annotated[tuple[StepInfo, ...], Meta(description="Its steps that have not ended, opened last first")] = ()
 
 
 class TaskList(Struct, frozen=True, kw_only=True):
@@ -139,6 +141,7 @@ class TrajectoryOpening(Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     function: Annotated[Name, Meta(description="The registered function whose sandbox it is")]
     task: Annotated[Name, Meta(description="The RL task that it belongs to")] = "default"
+    step: Annotated[StepNumber | None, Meta(description="The step of the task that it belongs to; else X-Step")] = None
     sandbox: Annotated[
         SandboxChoice | None, Meta(description="What it chooses for its sandbox; 409 if it lives with another")
     ] = None

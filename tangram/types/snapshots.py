@@ -7,6 +7,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from tangram.types.scheduling import SnapshotId, TrajectoryInfo
+from tangram.types.steps import StepNumber
 from tangram.types.values.scalars import Count, Instant, Name
 
 
@@ -40,6 +41,7 @@ class ForkRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         tuple[Name, ...], Meta(min_length=1, max_length=256, description="Names of trajectories that do not live yet")
     ]
     task: Annotated[Name | None, Meta(description="The RL task that they belong to, by default the other's")] = None
+    step: Annotated[StepNumber | None, Meta(description="The step of the task that they belong to")] = None
 
 
 class ForkAnswer(Struct, frozen=True, kw_only=True):

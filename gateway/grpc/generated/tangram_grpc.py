@@ -74,6 +74,14 @@ class GatewayBase(abc.ABC):
     async def RemoveSnapshot(self, stream: 'grpclib.server.Stream[gateway.grpc.generated.tangram_pb2.RemoveSnapshotRequest, gateway.grpc.generated.tangram_pb2.RemoveSnapshotResponse]') -> None:
         pass
 
+    @abc.abstractmethod
+    async def TellStep(self, stream: 'grpclib.server.Stream[gateway.grpc.generated.tangram_pb2.TellStepRequest, gateway.grpc.generated.tangram_pb2.Step]') -> None:
+        pass
+
+    @abc.abstractmethod
+    async def ListSteps(self, stream: 'grpclib.server.Stream[gateway.grpc.generated.tangram_pb2.ListStepsRequest, gateway.grpc.generated.tangram_pb2.ListStepsResponse]') -> None:
+        pass
+
     def __mapping__(self) -> typing.Dict[str, grpclib.const.Handler]:
         return {
             '/tangram.v1.Gateway/Invoke': grpclib.const.Handler(
@@ -165,6 +173,18 @@ class GatewayBase(abc.ABC):
                 grpclib.const.Cardinality.UNARY_UNARY,
                 gateway.grpc.generated.tangram_pb2.RemoveSnapshotRequest,
                 gateway.grpc.generated.tangram_pb2.RemoveSnapshotResponse,
+            ),
+            '/tangram.v1.Gateway/TellStep': grpclib.const.Handler(
+                self.TellStep,
+                grpclib.const.Cardinality.UNARY_UNARY,
+                gateway.grpc.generated.tangram_pb2.TellStepRequest,
+                gateway.grpc.generated.tangram_pb2.Step,
+            ),
+            '/tangram.v1.Gateway/ListSteps': grpclib.const.Handler(
+                self.ListSteps,
+                grpclib.const.Cardinality.UNARY_UNARY,
+                gateway.grpc.generated.tangram_pb2.ListStepsRequest,
+                gateway.grpc.generated.tangram_pb2.ListStepsResponse,
             ),
         }
 
@@ -261,4 +281,16 @@ class GatewayStub:
             '/tangram.v1.Gateway/RemoveSnapshot',
             gateway.grpc.generated.tangram_pb2.RemoveSnapshotRequest,
             gateway.grpc.generated.tangram_pb2.RemoveSnapshotResponse,
+        )
+        self.TellStep = grpclib.client.UnaryUnaryMethod(
+            channel,
+            '/tangram.v1.Gateway/TellStep',
+            gateway.grpc.generated.tangram_pb2.TellStepRequest,
+            gateway.grpc.generated.tangram_pb2.Step,
+        )
+        self.ListSteps = grpclib.client.UnaryUnaryMethod(
+            channel,
+            '/tangram.v1.Gateway/ListSteps',
+            gateway.grpc.generated.tangram_pb2.ListStepsRequest,
+            gateway.grpc.generated.tangram_pb2.ListStepsResponse,
         )

@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class InvokeRequest(_message.Message):
-    __slots__ = ("function", "input_json", "trajectory", "task", "parent", "idempotency_key", "timeout_s", "max_age_s", "traceparent", "detached", "tracestate")
+    __slots__ = ("function", "input_json", "trajectory", "task", "parent", "idempotency_key", "timeout_s", "max_age_s", "traceparent", "detached", "tracestate", "step")
     FUNCTION_FIELD_NUMBER: _ClassVar[int]
     INPUT_JSON_FIELD_NUMBER: _ClassVar[int]
     TRAJECTORY_FIELD_NUMBER: _ClassVar[int]
@@ -19,6 +19,7 @@ class InvokeRequest(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     DETACHED_FIELD_NUMBER: _ClassVar[int]
     TRACESTATE_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
     function: str
     input_json: bytes
     trajectory: str
@@ -30,7 +31,8 @@ class InvokeRequest(_message.Message):
     traceparent: str
     detached: bool
     tracestate: str
-    def __init__(self, function: _Optional[str] = ..., input_json: _Optional[bytes] = ..., trajectory: _Optional[str] = ..., task: _Optional[str] = ..., parent: _Optional[str] = ..., idempotency_key: _Optional[str] = ..., timeout_s: _Optional[float] = ..., max_age_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., detached: _Optional[bool] = ..., tracestate: _Optional[str] = ...) -> None: ...
+    step: int
+    def __init__(self, function: _Optional[str] = ..., input_json: _Optional[bytes] = ..., trajectory: _Optional[str] = ..., task: _Optional[str] = ..., parent: _Optional[str] = ..., idempotency_key: _Optional[str] = ..., timeout_s: _Optional[float] = ..., max_age_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., detached: _Optional[bool] = ..., tracestate: _Optional[str] = ..., step: _Optional[int] = ...) -> None: ...
 
 class GetRequest(_message.Message):
     __slots__ = ("id",)
@@ -168,18 +170,20 @@ class InvokeEvent(_message.Message):
     def __init__(self, accepted: _Optional[_Union[Invocation, _Mapping]] = ..., log: _Optional[_Union[LogRecord, _Mapping]] = ..., ended: _Optional[_Union[Invocation, _Mapping]] = ...) -> None: ...
 
 class OpenTrajectoryRequest(_message.Message):
-    __slots__ = ("trajectory", "function", "task", "sandbox", "snapshot")
+    __slots__ = ("trajectory", "function", "task", "sandbox", "snapshot", "step")
     TRAJECTORY_FIELD_NUMBER: _ClassVar[int]
     FUNCTION_FIELD_NUMBER: _ClassVar[int]
     TASK_FIELD_NUMBER: _ClassVar[int]
     SANDBOX_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
     trajectory: str
     function: str
     task: str
     sandbox: ChosenSandbox
     snapshot: str
-    def __init__(self, trajectory: _Optional[str] = ..., function: _Optional[str] = ..., task: _Optional[str] = ..., sandbox: _Optional[_Union[ChosenSandbox, _Mapping]] = ..., snapshot: _Optional[str] = ...) -> None: ...
+    step: int
+    def __init__(self, trajectory: _Optional[str] = ..., function: _Optional[str] = ..., task: _Optional[str] = ..., sandbox: _Optional[_Union[ChosenSandbox, _Mapping]] = ..., snapshot: _Optional[str] = ..., step: _Optional[int] = ...) -> None: ...
 
 class ChosenSandbox(_message.Message):
     __slots__ = ("image", "env", "workdir", "user", "memory", "network", "idle_ttl")
@@ -239,16 +243,18 @@ class Snapshot(_message.Message):
     def __init__(self, snapshot: _Optional[str] = ..., json: _Optional[bytes] = ...) -> None: ...
 
 class ForkTrajectoryRequest(_message.Message):
-    __slots__ = ("trajectory", "function", "to", "task")
+    __slots__ = ("trajectory", "function", "to", "task", "step")
     TRAJECTORY_FIELD_NUMBER: _ClassVar[int]
     FUNCTION_FIELD_NUMBER: _ClassVar[int]
     TO_FIELD_NUMBER: _ClassVar[int]
     TASK_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
     trajectory: str
     function: str
     to: _containers.RepeatedScalarFieldContainer[str]
     task: str
-    def __init__(self, trajectory: _Optional[str] = ..., function: _Optional[str] = ..., to: _Optional[_Iterable[str]] = ..., task: _Optional[str] = ...) -> None: ...
+    step: int
+    def __init__(self, trajectory: _Optional[str] = ..., function: _Optional[str] = ..., to: _Optional[_Iterable[str]] = ..., task: _Optional[str] = ..., step: _Optional[int] = ...) -> None: ...
 
 class ForkTrajectoryResponse(_message.Message):
     __slots__ = ("snapshot", "trajectories")
@@ -277,3 +283,35 @@ class RemoveSnapshotRequest(_message.Message):
 class RemoveSnapshotResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class TellStepRequest(_message.Message):
+    __slots__ = ("task", "step", "expected")
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_FIELD_NUMBER: _ClassVar[int]
+    task: str
+    step: int
+    expected: int
+    def __init__(self, task: _Optional[str] = ..., step: _Optional[int] = ..., expected: _Optional[int] = ...) -> None: ...
+
+class Step(_message.Message):
+    __slots__ = ("task", "step", "json")
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    JSON_FIELD_NUMBER: _ClassVar[int]
+    task: str
+    step: int
+    json: bytes
+    def __init__(self, task: _Optional[str] = ..., step: _Optional[int] = ..., json: _Optional[bytes] = ...) -> None: ...
+
+class ListStepsRequest(_message.Message):
+    __slots__ = ("task",)
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    task: str
+    def __init__(self, task: _Optional[str] = ...) -> None: ...
+
+class ListStepsResponse(_message.Message):
+    __slots__ = ("steps",)
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    steps: _containers.RepeatedCompositeFieldContainer[Step]
+    def __init__(self, steps: _Optional[_Iterable[_Union[Step, _Mapping]]] = ...) -> None: ...

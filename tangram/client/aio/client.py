@@ -18,6 +18,7 @@ from tangram.client.aio.functions import AsyncFunctions
 from tangram.client.aio.nodes import AsyncNodeCalls
 from tangram.client.aio.running import AsyncOpened, for_each, pause
 from tangram.client.aio.session import AsyncSessionHandle, attached
+from tangram.client.aio.tasks import AsyncTaskCalls
 from tangram.client.aio.trajectory import AsyncTrajectory
 from tangram.client.answers import connection_lost, error_of
 from tangram.client.bulk import CONCURRENCY, MapEnds, OnProgress
@@ -35,7 +36,6 @@ from tangram.types import (
     QueueEntry,
     SandboxChoice,
     SnapshotInfo,
-    TaskInfo,
     TrajectoryInfo,
 )
 
@@ -49,7 +49,7 @@ CONNECTIONS = 640
 SPARE = 64
 
 
-class AsyncClient(AsyncFunctions, AsyncNodeCalls):
+class AsyncClient(AsyncFunctions, AsyncNodeCalls, AsyncTaskCalls):
     """A client of one gateway; use it as an async context manager, or `close` it.
 
     ``server`` and ``token`` default to TANGRAM_SERVER and TANGRAM_TOKEN; `http://127.0.0.1:8080` without, and the
@@ -125,6 +125,7 @@ class AsyncClient(AsyncFunctions, AsyncNodeCalls):
         input: Mapping[str, Any],
         *,
         task: str | None = None,
+        step: int | None = None,
         trajectory: str | None = None,
         parent: str | None = None,
         key: str | None = None,
@@ -142,6 +143,7 @@ class AsyncClient(AsyncFunctions, AsyncNodeCalls):
             input,
             mode="sync",
             task=task,
+            step=step,
             trajectory=trajectory,
             parent=parent,
             key=key,
@@ -156,6 +158,7 @@ class AsyncClient(AsyncFunctions, AsyncNodeCalls):
         input: Mapping[str, Any],
         *,
         task: str | None = None,
+        step: int | None = None,
         trajectory: str | None = None,
         parent: str | None = None,
         key: str | None = None,
@@ -168,6 +171,7 @@ class AsyncClient(AsyncFunctions, AsyncNodeCalls):
             input,
             mode="async",
             task=task,
+            step=step,
             trajectory=trajectory,
             parent=parent,
             key=key,
@@ -192,6 +196,7 @@ class AsyncClient(AsyncFunctions, AsyncNodeCalls):
         inputs: Iterable[Mapping[str, Any]],
         *,
         task: str | None = None,
+        step: int | None = None,
         key: str | None = None,
         timeout_s: float | None = None,
         concurrency: int = CONCURRENCY,
@@ -206,6 +211,7 @@ class AsyncClient(AsyncFunctions, AsyncNodeCalls):
         inputs: Iterable[Mapping[str, Any]],
         *,
         task: str | None = None,
+        step: int | None = None,
         key: str | None = None,
         timeout_s: float | None = None,
         concurrency: int = CONCURRENCY,
@@ -219,6 +225,7 @@ class AsyncClient(AsyncFunctions, AsyncNodeCalls):
         inputs: Iterable[Mapping[str, Any]],
         *,
         task: str | None = None,
+        step: int | None = None,
         key: str | None = None,
         timeout_s: float | None = None,
         concurrency: int = CONCURRENCY,
@@ -238,7 +245,7 @@ class AsyncClient(AsyncFunctions, AsyncNodeCalls):
 
         async def call(index: int, input: Mapping[str, Any]) -> None:
             own_key = None if key is None else f"{key}-{index}"
-            ends.take(index, await self._end_of(function, input, task, own_key, timeout_s))
+            ends.take(index, await self._end_of(function, input, task, step, own_key, timeout_s))
 
         if concurrency < 1:
             raise InvalidInputError(f"concurrency must be at least 1, not {concurrency}")
@@ -251,10 +258,16 @@ class AsyncClient(AsyncFunctions, AsyncNodeCalls):
         return succeeded
 
     async def _end_of(
-        self, function: str, input: Mapping[str, Any], task: str | None, key: str | None, timeout_s: float | None
+        self,
+        function: str,
+        input: Mapping[str, Any],
+        task: str | None,
+        step: int | None,
+        key: str | None,
+        timeout_s: float | None,
     ) -> InvocationResult | TangramError:
         try:
-            return await self.invoke(function, input, task=task, key=key, timeout_s=timeout_s)
+            return await self.invoke(function, input, task=task, step=step, key=key, timeout_s=timeout_s)
         except TangramError as error:
             return error
 
@@ -367,10 +380,6 @@ class AsyncClient(AsyncFunctions, AsyncNodeCalls):
         """Return the rates and times of the last minute, and the failures of the last 15."""
         return await self._send(requests.get_activity())
 
-    async def tasks(self) -> Sequence[TaskInfo]:
-        """Return the RL tasks: weights, bounds and use."""
-        return await self._send(requests.list_tasks())
-
     async def trajectories(self) -> Sequence[TrajectoryInfo]:
         """Return the living trajectories."""
         found: list[TrajectoryInfo] = []
@@ -400,12 +409,14 @@ class AsyncClient(AsyncFunctions, AsyncNodeCalls):
         *,
         function: str = "shell",
         task: str | None = None,
+        step: int | None = None,
         workdir: str = "",
         sandbox: SandboxChoice | Mapping[str, Any] | None = None,
         snapshot: str | None = None,
     ) -> AsyncTrajectory:
         """Return a rollout's environment, made like ``function``'s sandbox on entering and removed on leaving.
 
+        It counts as a rollout of the ``step`` of its task, if one is named (`tell_step`).
         ``workdir`` is where relative paths of its files begin; the sandbox's own working directory by default.
         ``sandbox`` is what it chooses within what the function allows: image, env, workdir, user, memory, network and
         idle_ttl, for example ``{"image": "swebench/x", "memory": "2Gi"}``; or ``snapshot`` is the one that it begins
@@ -413,7 +424,7 @@ class AsyncClient(AsyncFunctions, AsyncNodeCalls):
         """
         chosen = requests.sandbox_choice(sandbox)
         return AsyncTrajectory(
-            self, id, function=function, task=task, workdir=workdir, sandbox=chosen, snapshot=snapshot
+            self, id, function=function, task=task, step=step, workdir=workdir, sandbox=chosen, snapshot=snapshot
         )
 
     async def session(self, id: str) -> AsyncSessionHandle:

@@ -37,6 +37,7 @@ class AsyncTrajectory:
         *,
         function: str,
         task: str | None,
+        step: int | None = None,
         workdir: str,
         sandbox: SandboxChoice | None = None,
         snapshot: str | None = None,
@@ -45,6 +46,7 @@ class AsyncTrajectory:
         self._client = client
         self._function = function
         self._task = task
+        self._step = step
         self._workdir = workdir
         self._sandbox = sandbox
         self._snapshot = snapshot
@@ -67,7 +69,7 @@ class AsyncTrajectory:
 
         Raises InvalidInputError for what the function does not allow, ConflictError if it lives in another sandbox.
         """
-        chosen = (self._function, self._task, self._sandbox, self._snapshot)
+        chosen = (self._function, self._task, self._sandbox, self._snapshot, self._step)
         await self._client._send(requests.open_trajectory(self.id, *chosen))
         return self._begin()
 
@@ -85,13 +87,14 @@ class AsyncTrajectory:
         self._living()
         return await self._client._send(snapshot_requests.take_snapshot(self.id))
 
-    async def fork(self, to: Sequence[str]) -> Sequence[Self]:
+    async def fork(self, to: Sequence[str], *, step: int | None = None) -> Sequence[Self]:
         """Open trajectories that begin with its files as they are now, and return their handles: all, or none.
 
-        Raises as `snapshot`, and ConflictError for a name that lives. Each handle is to be closed, or entered.
+        They count for a ``step`` of the task only if it is named here. Raises as `snapshot`, and ConflictError for a
+        name that lives. Each handle is to be closed, or entered.
         """
         self._living()
-        answer = await self._client._send(snapshot_requests.fork(self.id, self._function, to, self._task))
+        answer = await self._client._send(snapshot_requests.fork(self.id, self._function, to, self._task, step))
         return [self._forked(each.trajectory, answer.snapshot.snapshot) for each in answer.trajectories]
 
     def _forked(self, id: str, snapshot: str) -> Self:
@@ -168,6 +171,7 @@ class AsyncTrajectory:
             input,
             mode="sync",
             task=self._task,
+            step=self._step,
             trajectory=self.id,
             key=key,
             timeout_s=timeout_s,

@@ -28,6 +28,7 @@ from tangram.client.sync.functions import Functions
 from tangram.client.sync.nodes import NodeCalls
 from tangram.client.sync.running import Opened, for_each, pause
 from tangram.client.sync.session import SessionHandle, attached
+from tangram.client.sync.tasks import TaskCalls
 from tangram.client.sync.trajectory import Trajectory
 from tangram.errors import ConnectionFailed, InvalidInputError, MapFailed, TangramError
 from tangram.types import (
@@ -37,7 +38,6 @@ from tangram.types import (
     QueueEntry,
     SandboxChoice,
     SnapshotInfo,
-    TaskInfo,
     TrajectoryInfo,
 )
 
@@ -51,7 +51,7 @@ CONNECTIONS = 640
 SPARE = 64
 
 
-class Client(Functions, NodeCalls):
+class Client(Functions, NodeCalls, TaskCalls):
     """A client of one gateway; use it as a context manager, or `close` it.
 
     ``server`` and ``token`` default to TANGRAM_SERVER and TANGRAM_TOKEN; `http://127.0.0.1:8080` without, and the
@@ -127,6 +127,7 @@ class Client(Functions, NodeCalls):
         input: Mapping[str, Any],
         *,
         task: str | None = None,
+        step: int | None = None,
         trajectory: str | None = None,
         parent: str | None = None,
         key: str | None = None,
@@ -144,6 +145,7 @@ class Client(Functions, NodeCalls):
             input,
             mode="sync",
             task=task,
+            step=step,
             trajectory=trajectory,
             parent=parent,
             key=key,
@@ -158,6 +160,7 @@ class Client(Functions, NodeCalls):
         input: Mapping[str, Any],
         *,
         task: str | None = None,
+        step: int | None = None,
         trajectory: str | None = None,
         parent: str | None = None,
         key: str | None = None,
@@ -170,6 +173,7 @@ class Client(Functions, NodeCalls):
             input,
             mode="async",
             task=task,
+            step=step,
             trajectory=trajectory,
             parent=parent,
             key=key,
@@ -194,6 +198,7 @@ class Client(Functions, NodeCalls):
         inputs: Iterable[Mapping[str, Any]],
         *,
         task: str | None = None,
+        step: int | None = None,
         key: str | None = None,
         timeout_s: float | None = None,
         concurrency: int = CONCURRENCY,
@@ -208,6 +213,7 @@ class Client(Functions, NodeCalls):
         inputs: Iterable[Mapping[str, Any]],
         *,
         task: str | None = None,
+        step: int | None = None,
         key: str | None = None,
         timeout_s: float | None = None,
         concurrency: int = CONCURRENCY,
@@ -221,6 +227,7 @@ class Client(Functions, NodeCalls):
         inputs: Iterable[Mapping[str, Any]],
         *,
         task: str | None = None,
+        step: int | None = None,
         key: str | None = None,
         timeout_s: float | None = None,
         concurrency: int = CONCURRENCY,
@@ -240,7 +247,7 @@ class Client(Functions, NodeCalls):
 
         def call(index: int, input: Mapping[str, Any]) -> None:
             own_key = None if key is None else f"{key}-{index}"
-            ends.take(index, self._end_of(function, input, task, own_key, timeout_s))
+            ends.take(index, self._end_of(function, input, task, step, own_key, timeout_s))
 
         if concurrency < 1:
             raise InvalidInputError(f"concurrency must be at least 1, not {concurrency}")
@@ -253,10 +260,16 @@ class Client(Functions, NodeCalls):
         return succeeded
 
     def _end_of(
-        self, function: str, input: Mapping[str, Any], task: str | None, key: str | None, timeout_s: float | None
+        self,
+        function: str,
+        input: Mapping[str, Any],
+        task: str | None,
+        step: int | None,
+        key: str | None,
+        timeout_s: float | None,
     ) -> InvocationResult | TangramError:
         try:
-            return self.invoke(function, input, task=task, key=key, timeout_s=timeout_s)
+            return self.invoke(function, input, task=task, step=step, key=key, timeout_s=timeout_s)
         except TangramError as error:
             return error
 
@@ -369,10 +382,6 @@ class Client(Functions, NodeCalls):
         """Return the rates and times of the last minute, and the failures of the last 15."""
         return self._send(requests.get_activity())
 
-    def tasks(self) -> Sequence[TaskInfo]:
-        """Return the RL tasks: weights, bounds and use."""
-        return self._send(requests.list_tasks())
-
     def trajectories(self) -> Sequence[TrajectoryInfo]:
         """Return the living trajectories."""
         found: list[TrajectoryInfo] = []
@@ -402,19 +411,23 @@ class Client(Functions, NodeCalls):
         *,
         function: str = "shell",
         task: str | None = None,
+        step: int | None = None,
         workdir: str = "",
         sandbox: SandboxChoice | Mapping[str, Any] | None = None,
         snapshot: str | None = None,
     ) -> Trajectory:
         """Return a rollout's environment, made like ``function``'s sandbox on entering and removed on leaving.
 
+        It counts as a rollout of the ``step`` of its task, if one is named (`tell_step`).
         ``workdir`` is where relative paths of its files begin; the sandbox's own working directory by default.
         ``sandbox`` is what it chooses within what the function allows: image, env, workdir, user, memory, network and
         idle_ttl, for example ``{"image": "swebench/x", "memory": "2Gi"}``; or ``snapshot`` is the one that it begins
         with, with the choices of the trajectory of which that was taken.
         """
         chosen = requests.sandbox_choice(sandbox)
-        return Trajectory(self, id, function=function, task=task, workdir=workdir, sandbox=chosen, snapshot=snapshot)
+        return Trajectory(
+            self, id, function=function, task=task, step=step, workdir=workdir, sandbox=chosen, snapshot=snapshot
+        )
 
     def session(self, id: str) -> SessionHandle:
         """Attach to a session that was begun before, here or elsewhere; raises NotFoundError."""

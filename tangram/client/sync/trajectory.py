@@ -39,6 +39,7 @@ class Trajectory:
         *,
         function: str,
         task: str | None,
+        step: int | None = None,
         workdir: str,
         sandbox: SandboxChoice | None = None,
         snapshot: str | None = None,
@@ -47,6 +48,7 @@ class Trajectory:
         self._client = client
         self._function = function
         self._task = task
+        self._step = step
         self._workdir = workdir
         self._sandbox = sandbox
         self._snapshot = snapshot
@@ -69,7 +71,7 @@ class Trajectory:
 
         Raises InvalidInputError for what the function does not allow, ConflictError if it lives in another sandbox.
         """
-        chosen = (self._function, self._task, self._sandbox, self._snapshot)
+        chosen = (self._function, self._task, self._sandbox, self._snapshot, self._step)
         self._client._send(requests.open_trajectory(self.id, *chosen))
         return self._begin()
 
@@ -87,13 +89,14 @@ class Trajectory:
         self._living()
         return self._client._send(snapshot_requests.take_snapshot(self.id))
 
-    def fork(self, to: Sequence[str]) -> Sequence[Self]:
+    def fork(self, to: Sequence[str], *, step: int | None = None) -> Sequence[Self]:
         """Open trajectories that begin with its files as they are now, and return their handles: all, or none.
 
-        Raises as `snapshot`, and ConflictError for a name that lives. Each handle is to be closed, or entered.
+        They count for a ``step`` of the task only if it is named here. Raises as `snapshot`, and ConflictError for a
+        name that lives. Each handle is to be closed, or entered.
         """
         self._living()
-        answer = self._client._send(snapshot_requests.fork(self.id, self._function, to, self._task))
+        answer = self._client._send(snapshot_requests.fork(self.id, self._function, to, self._task, step))
         return [self._forked(each.trajectory, answer.snapshot.snapshot) for each in answer.trajectories]
 
     def _forked(self, id: str, snapshot: str) -> Self:
@@ -170,6 +173,7 @@ class Trajectory:
             input,
             mode="sync",
             task=self._task,
+            step=self._step,
             trajectory=self.id,
             key=key,
             timeout_s=timeout_s,

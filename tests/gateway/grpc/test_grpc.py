@@ -127,6 +127,21 @@ async def test_functions_are_listed_and_a_configuration_is_planned(stub: Gateway
     assert orjson.loads(planned.json)["added"] == ["fresh"]
 
 
+async def test_steps_are_told_named_and_listed(stub: GatewayStub) -> None:
+    told = await stub.TellStep(pb.TellStepRequest(task="math", step=0, expected=3))
+    assert orjson.loads(told.json)["expected"] == 3
+    await stub.Invoke(pb.InvokeRequest(function="echo", task="math", step=0))
+    await stub.Invoke(pb.InvokeRequest(function="echo", task="math"))
+    await stub.OpenTrajectory(pb.OpenTrajectoryRequest(trajectory="t", function="echo", task="math", step=0))
+    (step,) = (await stub.ListSteps(pb.ListStepsRequest(task="math"))).steps
+    shown = orjson.loads(step.json)
+    assert (step.step, shown["living"], shown["ended"]) == (0, 1, 1)
+    for odd in (pb.TellStepRequest(step=-1, expected=1), pb.TellStepRequest(step=1)):
+        with pytest.raises(GRPCError) as refused:
+            await stub.TellStep(odd)
+        assert refused.value.status is Status.INVALID_ARGUMENT
+
+
 async def test_health_and_reflection_are_served(gateway: RunningGateway) -> None:
     async with channel(gateway) as opened:
         health = await HealthStub(opened).Check(HealthCheckRequest(service="tangram.v1.Gateway"))

@@ -106,3 +106,26 @@ def test_a_copy_of_a_handle_knows_that_it_was_opened() -> None:
         gateway.end_trajectory("t")
         with pytest.raises(TrajectoryEndedError):
             trajectory.exec("pwd")
+
+
+async def test_a_handle_is_a_rollout_of_its_step(gateway: RunningGateway) -> None:
+    async with AsyncClient(f"http://127.0.0.1:{gateway.app.http_port}") as client:
+        told = await client.tell_step("math", 5, expected=4)
+        assert (told.step, told.expected, told.ends_in_s) == (5, 4, None)
+        async with client.trajectory("t", task="math", step=5) as trajectory:
+            await trajectory.exec("true")
+        await client.invoke("echo", {}, task="math", step=5)
+        await client.map("echo", [{}], task="math", step=5)
+        (step,) = await client.steps("math")
+        assert (step.living, step.ended) == (0, 3)
+        assert [each.step for task in await client.tasks() for each in task.steps] == [5]
+
+
+def test_a_scripted_gateway_is_told_of_steps() -> None:
+    gateway = ScriptedGateway({"echo": {}})
+    with Client(transport=gateway) as client:
+        assert client.tell_step("math", 5, expected=4).expected == 4
+        client.invoke("echo", {}, task="math", step=5)
+        assert [step.step for step in client.steps("math")] == [5]
+    assert gateway.steps == {("math", 5): 4}
+    assert gateway.calls[0].headers["x-step"] == "5"

@@ -1,0 +1,1 @@
+"""HTTP operations on RL tasks and their steps."""

@@ -1,0 +1,205 @@
+"""The steps of all tasks: told by requests, counted as rollouts live and end, and kept with the record."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from gateway import wire
+from gateway.config.sections import StepsSection
+from gateway.invocations.record import Record
+from gateway.steps.step import TaskStep
+from gateway.store.store import Store
+from manager.errors import Reason
+from manager.learning.lifetimes import BatchState, Lifetimes
+from manager.outcome import State
+from tangram.types.steps import StepInfo
+
+#: Steps of a task, the newest first, whose lifetimes tell of the next one's.
+LEARNED_STEPS = 4
+#: With these the scheduler refuses what it never took.
+REFUSALS = (Reason.QUOTA, Reason.INVALID_INPUT, Reason.INTERNAL)
+
+
+class TrajectoryLookup(Protocol):
+    """Tells whether a trajectory lives: `manager.engine.Engine`."""
+
+    def trajectory(self, name: str) -> dict[str, object] | None: ...
+
+
+class TaskSteps:
+    """The steps that were told of, an observer of the invocations. Use from one event loop.
+
+    Of each task the newest `StepsSection.kept` are kept, and of tasks the `StepsSection.tasks` that were told of last.
+    What changes is noted in the store at once, in one transaction with the record that changed it.
+    """
+
+    def __init__(self, store: Store, section: StepsSection, wall: Callable[[], float]) -> None:
+        self._store = store
+        self._section = section
+        self._wall = wall
+        #: By task, the one told of last at the end; steps by number, in the order in which they were opened.
+        self._steps: dict[str, dict[int, TaskStep]] = {}
+        self._of_trajectory: dict[str, TaskStep] = {}
+        self._living: TrajectoryLookup | None = None
+
+    async def load(self) -> None:
+        """Read what is on record, before any invocation is taken up; raises StorageUnavailable."""
+        for row in await self._store.read("steps", ()):
+            step = TaskStep(**(dict(row) | {"sample_s": json.loads(row["sample_s"])}))
+            self._steps.setdefault(step.task, {})[step.number] = step
+        for row in await self._store.read("step_trajectories", ()):
+            step = self._steps[row["task"]][row["number"]]
+            step.trajectories[row["trajectory"]] = row["since_s"]
+            self._of_trajectory[row["trajectory"]] = step
+        self._bound()
+
+    def take_up(self, living: TrajectoryLookup) -> None:
+        """Go on with what an earlier gateway left: a trajectory that did not outlive it has ended."""
+        self._living = living
+        for name in [name for name in self._of_trajectory if living.trajectory(name) is None]:
+            self.trajectory_ended(name)
+
+    # What is told
+
+    async def tell(self, task: str, number: int, expected: int) -> StepInfo:
+        """Open a step or change what is expected of it, durably; raises StorageUnavailable."""
+        step = self._step(task, number)
+        step.expect(expected, self._wall())
+        self._save(step)
+        await self._store.commit()
+        return self.info(step)
+
+    def opened(self, trajectory: str, task: str, number: int) -> None:
+        """Count a trajectory as of the step that it was opened under; one that is of a step already stays with it."""
+        if trajectory not in self._of_trajectory:
+            self._join(trajectory, task, number, self._wall())
+
+    def trajectory_ended(self, trajectory: str) -> None:
+        """Count the end of a trajectory, if it is of a step."""
+        step = self._leave(trajectory)
+        if step is not None:
+            step.end(step.trajectories.pop(trajectory), self._wall())
+            self._save(step)
+
+    # An observer of the invocations (`gateway.invocations.invocation.Observer`)
+
+    def accepted(self, record: Record) -> None:
+        """A call that names a step begins a rollout, or brings its trajectory under the step."""
+        number = record.options.get("step")
+        if not isinstance(number, int):
+            return
+        if record.trajectory is None:
+            step = self._step(record.task, number)
+            step.begin(step.calls, record.id, record.accepted_s)
+        elif record.trajectory not in self._of_trajectory:
+            self._join(record.trajectory, record.task, number, record.accepted_s)
+
+    def moved(self, record: Record) -> None:
+        """Starts change nothing."""
+
+    def settled(self, record: Record) -> None:
+        """The end of a call of no trajectory is that of a rollout, unless the scheduler never took it."""
+        number = record.options.get("step")
+        if not isinstance(number, int):
+            return
+        refused = record.state is State.FAILED and record.started_s is None and record.reason in REFUSALS
+        if record.trajectory is not None:
+            if refused:
+                self._forget_unbegun(record.trajectory)
+            return
+        step = self._steps.get(record.task, {}).get(number)
+        since_s = None if step is None else step.calls.pop(record.id, None)
+        if step is not None and since_s is not None and not refused:
+            step.end(since_s, self._wall())
+            self._save(step)
+
+    def _forget_unbegun(self, trajectory: str) -> None:
+        """Forget a trajectory whose first action was refused: its end will not be told."""
+        if self._living is not None and self._living.trajectory(trajectory) is None:
+            step = self._leave(trajectory)
+            if step is not None:
+                del step.trajectories[trajectory]
+
+    # What is shown
+
+    def of(self, task: str) -> list[StepInfo]:
+        """Return the steps of a task, that opened last first; none if none was told of."""
+        return [self.info(step) for step in reversed(self._steps.get(task, {}).values())]
+
+    def unfinished(self, task: str) -> list[StepInfo]:
+        """Return the steps of a task that have not ended, that opened last first."""
+        steps = reversed(self._steps.get(task, {}).values())
+        return [self.info(step) for step in steps if step.ended_s is None]
+
+    def info(self, step: TaskStep) -> StepInfo:
+        """Return a step as it stands now."""
+        return StepInfo(
+            task=step.task,
+            step=step.number,
+            expected=step.expected,
+            living=step.living,
+            ended=step.ended,
+            opened_at=wire.instant(step.opened_s),
+            ended_at=None if step.ended_s is None else wire.instant(step.ended_s),
+            ends_in_s=self._ends_in_s(step),
+        )
+
+    def _ends_in_s(self, step: TaskStep) -> float | None:
+        """Return the seconds until its last expected rollout is expected to end; None if nothing tells, or it has."""
+        if step.expected is None or step.ended_s is not None:
+            return None
+        now_s = self._wall()
+        ages_s = [max(0.0, now_s - since_s) for since_s in (*step.trajectories.values(), *step.calls.values())]
+        learned = list(self._learned_from(step))
+        ended = [(lifetime_s, each.ended / len(each.sample_s)) for each in learned for lifetime_s in each.sample_s]
+        at_once = max(each.most_living for each in (step, *learned))
+        batch = BatchState(ages_s=ages_s, needed=step.expected - step.ended, at_once=at_once)
+        return Lifetimes(ended, ages_s).ends_in_s(batch)
+
+    def _learned_from(self, step: TaskStep) -> Iterable[TaskStep]:
+        told = [each for each in self._steps[step.task].values() if each.sample_s]
+        return told[-LEARNED_STEPS:]
+
+    # The steps that there are
+
+    def _step(self, task: str, number: int) -> TaskStep:
+        """Return a step, which is opened if there is none; its task is that told of last."""
+        steps = self._steps[task] = self._steps.pop(task, {})
+        step = steps.get(number)
+        if step is None:
+            step = steps[number] = TaskStep(task=task, number=number, opened_s=self._wall())
+            self._save(step)
+            self._bound()
+        return step
+
+    def _bound(self) -> None:
+        while len(self._steps) > self._section.tasks:
+            for step in list(self._steps.pop(next(iter(self._steps))).values()):
+                self._forget(step)
+        for steps in self._steps.values():
+            while len(steps) > self._section.kept:
+                self._forget(steps.pop(next(iter(steps))))
+
+    def _forget(self, step: TaskStep) -> None:
+        for trajectory in step.trajectories:
+            del self._of_trajectory[trajectory]
+        self._store.note("delete_step_trajectories", step.task, step.number)
+        self._store.note("delete_step", step.task, step.number)
+
+    def _join(self, trajectory: str, task: str, number: int, since_s: float) -> None:
+        step = self._of_trajectory[trajectory] = self._step(task, number)
+        step.begin(step.trajectories, trajectory, since_s)
+        self._store.note("save_step_trajectory", trajectory, task, number, since_s)
+
+    def _leave(self, trajectory: str) -> TaskStep | None:
+        step = self._of_trajectory.pop(trajectory, None)
+        if step is not None:
+            self._store.note("delete_step_trajectory", trajectory)
+        return step
+
+    def _save(self, step: TaskStep) -> None:
+        sample = json.dumps([round(each, 3) for each in step.sample_s], separators=(",", ":"))
+        told = (step.opened_s, step.expected, step.ended, step.ended_s, step.most_living, sample)
+        self._store.note("save_step", step.task, step.number, *told)
