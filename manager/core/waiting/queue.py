@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import itemgetter
-from typing import NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from manager.action import ANYWHERE, Action, Demand, NodeChoice
 from manager.config import ServiceSpec, TaskSpec
@@ -62,8 +62,10 @@ class Signature(NamedTuple):
     placement: NodeChoice = ANYWHERE
 
 
-#: What sorts a group's waiting actions: one that is queued again may meet the mark of its first time.
+#: What sorts waiting actions among others: one that is queued again may meet the mark of its first time.
 _place = itemgetter(0, 1)
+#: What stands first in an order: a `Key`, or seconds.
+Rank = TypeVar("Rank", Key, float)
 
 
 def _expected_s(waiting: Waiting) -> float:
@@ -72,18 +74,55 @@ def _expected_s(waiting: Waiting) -> float:
     return UNKNOWN_S if seconds is None else seconds
 
 
-class QueueGroup:
-    """Waiting actions with one signature, in order of service. Removal is a mark; the list is cleaned in bulk.
+class InOrder(Generic[Rank]):
+    """Waiting actions of one group in one order. Who has left is marked, by `Waiting.group`; and cleaned out in bulk.
 
-    From the first time that somebody asks they also lie in the order of their expected seconds, and those that have no
-    choice of a kind's units lie by themselves.
+    It does not hold its group: a circle would keep both, and what lies in them, until the collector comes.
+    """
+
+    __slots__ = ("_first", "_items")
+
+    def __init__(self, items: Iterable[tuple[Rank, int, Waiting]] = ()) -> None:
+        self._items: list[tuple[Rank, int, Waiting]] = sorted(items, key=_place)
+        self._first = 0
+
+    def add(self, rank: Rank, waiting: Waiting) -> None:
+        item = (rank, waiting.seq, waiting)
+        if not self._items or _place(item) > _place(self._items[-1]):
+            self._items.append(item)
+        else:
+            insort(self._items, item, lo=self._first, key=_place)
+
+    def clean(self, group: QueueGroup, live: int) -> bool:
+        """Take in that one has left, so that ``live`` of this order are in the group; whether the list is new."""
+        while self._first < len(self._items) and self._items[self._first][2].group is not group:
+            self._first += 1
+        if len(self._items) <= 32 + 2 * live:
+            return False
+        self._items = [item for item in self._items[self._first :] if item[2].group is group]
+        self._first = 0
+        return True
+
+    def items(self, group: QueueGroup) -> Iterator[tuple[Rank, int, Waiting]]:
+        """Yield each with what sorts it among others; the group must not change meanwhile."""
+        for index in range(self._first, len(self._items)):
+            item = self._items[index]
+            if item[2].group is group:
+                yield item
+
+
+class QueueGroup:
+    """Waiting actions with one signature, in order of service.
+
+    From the first time that somebody asks they also lie in the order of their expected seconds, the earlier of equals
+    first, and those that have no choice of a kind's units lie by themselves.
     """
 
     __slots__ = (
         "_by_length",
-        "_first",
-        "_items",
+        "_by_service",
         "_rigid",
+        "_seconds",
         "demand",
         "keyed",
         "live",
@@ -95,10 +134,10 @@ class QueueGroup:
     def __init__(self, signature: Signature) -> None:
         self.signature = signature
         self.demand: Mapping[str, int] = dict(signature.demand)
-        self._items: list[tuple[Key, int, Waiting]] = []
-        self._first = 0
-        self._by_length: ByLength | None = None
-        self._rigid: dict[str, RigidOnes] = {}
+        self._by_service = InOrder[Key]()
+        self._by_length: InOrder[float] | None = None
+        self._seconds = 0.0
+        self._rigid: dict[str, InOrder[Key]] = {}
         self.live = 0
         #: How many of them have a choice of units, by the kind of their key; under None those that have none.
         self.keyed = Counter[str | None]()
@@ -116,39 +155,35 @@ class QueueGroup:
         return self.signature.memory_bytes > 0 and not self.demand
 
     def add(self, waiting: Waiting) -> None:
-        item = (waiting.key, waiting.seq, waiting)
-        if not self._items or _place(item) > _place(self._items[-1]):
-            self._items.append(item)
-        else:
-            insort(self._items, item, lo=self._first, key=_place)
         waiting.group = self
-        if self._by_length is not None:
-            self._by_length.add(waiting)
-        for kind, rigid in self._rigid.items():
-            if waiting.action.key != kind:
-                rigid.add(waiting)
         self.live += 1
         self.keyed[waiting.action.key] += 1
+        self._by_service.add(waiting.key, waiting)
+        if self._by_length is not None:
+            seconds = _expected_s(waiting)
+            self._by_length.add(seconds, waiting)
+            self._seconds += seconds
+        for kind, rigid in self._rigid.items():
+            if waiting.action.key != kind:
+                rigid.add(waiting.key, waiting)
 
     def remove(self, waiting: Waiting) -> None:
         assert waiting.group is self, f"{waiting.id} is not in this group"
         waiting.group = None
         self.live -= 1
         self.keyed[waiting.action.key] -= 1
-        while self._first < len(self._items) and self._items[self._first][2].group is not self:
-            self._first += 1
-        if len(self._items) > 32 + 2 * self.live:
-            self._items = [item for item in self._items[self._first :] if item[2].group is self]
-            self._first = 0
+        self._by_service.clean(self, self.live)
         if self._by_length is not None:
-            self._by_length.remove(self, waiting)
-        for rigid in self._rigid.values():
-            rigid.clean(self)
+            self._seconds -= _expected_s(waiting)
+            if self._by_length.clean(self, self.live):  # so that what is rounded does not pile up
+                self._seconds = sum(seconds for seconds, _, _ in self._by_length.items(self))
+        for kind, rigid in self._rigid.items():
+            rigid.clean(self, self.live - self.keyed[kind])
 
     def rigid(self, kind: str) -> Iterator[tuple[Key, int, Waiting]]:
         """Yield those without a choice of ``kind``'s units as `items` does."""
         if kind not in self._rigid:
-            self._rigid[kind] = RigidOnes(self, kind)
+            self._rigid[kind] = InOrder(item for item in self.items() if item[2].action.key != kind)
         return self._rigid[kind].items(self)
 
     def shortest(self) -> Iterator[tuple[float, int, Waiting]]:
@@ -158,11 +193,13 @@ class QueueGroup:
     @property
     def seconds(self) -> float:
         """Return the sum of their expected seconds."""
-        return self._lengths().seconds
+        self._lengths()
+        return self._seconds
 
-    def _lengths(self) -> ByLength:
+    def _lengths(self) -> InOrder[float]:
         if self._by_length is None:
-            self._by_length = ByLength(self)
+            self._by_length = InOrder((_expected_s(one), one.seq, one) for one in self)
+            self._seconds = sum(seconds for seconds, _, _ in self._by_length.items(self))
         return self._by_length
 
     def check(self) -> None:
@@ -173,87 +210,15 @@ class QueueGroup:
             lengths = [(item[0], item[2]) for item in self._by_length.items(self)]
             assert {id(one) for _, one in lengths} == {id(one) for one in self} and len(lengths) == self.live
             expected_s = sum(seconds for seconds, _ in lengths)
-            assert abs(self._by_length.seconds - expected_s) <= 1e-6 * max(1.0, expected_s)
+            assert abs(self._seconds - expected_s) <= 1e-6 * max(1.0, expected_s)
 
     def items(self) -> Iterator[tuple[Key, int, Waiting]]:
         """Yield waiting actions in order, each with what sorts it among others; the group must not change meanwhile."""
-        for index in range(self._first, len(self._items)):
-            item = self._items[index]
-            if item[2].group is self:
-                yield item
+        return self._by_service.items(self)
 
     def __iter__(self) -> Iterator[Waiting]:
         """Iterate over waiting actions in order; the group must not change meanwhile."""
         return (waiting for _, _, waiting in self.items())
-
-
-class ByLength:
-    """A group's waiting actions by their expected seconds, the earlier of equals first, and the sum of these.
-
-    It does not hold its group: a circle would keep both, and what lies in them, until the collector comes.
-    """
-
-    __slots__ = ("_first", "_items", "seconds")
-
-    def __init__(self, group: QueueGroup) -> None:
-        self._items = sorted(((_expected_s(one), one.seq, one) for one in group), key=_place)
-        self._first = 0
-        self.seconds = sum(item[0] for item in self._items)
-
-    def add(self, waiting: Waiting) -> None:
-        seconds = _expected_s(waiting)
-        insort(self._items, (seconds, waiting.seq, waiting), lo=self._first, key=_place)
-        self.seconds += seconds
-
-    def remove(self, group: QueueGroup, waiting: Waiting) -> None:
-        """Take in that an action has left the group."""
-        while self._first < len(self._items) and self._items[self._first][2].group is not group:
-            self._first += 1
-        if len(self._items) > 32 + 2 * group.live:
-            self._items = [item for item in self._items[self._first :] if item[2].group is group]
-            self._first = 0
-            self.seconds = sum(item[0] for item in self._items)
-        else:
-            self.seconds -= _expected_s(waiting)
-
-    def items(self, group: QueueGroup) -> Iterator[tuple[float, int, Waiting]]:
-        """Yield each with what sorts it among others; the group must not change meanwhile."""
-        for index in range(self._first, len(self._items)):
-            item = self._items[index]
-            if item[2].group is group:
-                yield item
-
-
-class RigidOnes:
-    """A group's waiting actions that have no choice of a kind's units, in order of service.
-
-    It does not hold its group, as `ByLength` does not.
-    """
-
-    __slots__ = ("_first", "_items", "_kind")
-
-    def __init__(self, group: QueueGroup, kind: str) -> None:
-        self._kind = kind
-        self._items = [item for item in group.items() if item[2].action.key != kind]
-        self._first = 0
-
-    def add(self, waiting: Waiting) -> None:
-        insort(self._items, (waiting.key, waiting.seq, waiting), lo=self._first, key=_place)
-
-    def clean(self, group: QueueGroup) -> None:
-        """Take in that an action has left the group."""
-        while self._first < len(self._items) and self._items[self._first][2].group is not group:
-            self._first += 1
-        if len(self._items) > 32 + 2 * (group.live - group.keyed[self._kind]):
-            self._items = [item for item in self._items[self._first :] if item[2].group is group]
-            self._first = 0
-
-    def items(self, group: QueueGroup) -> Iterator[tuple[Key, int, Waiting]]:
-        """Yield each with what sorts it among others; the group must not change meanwhile."""
-        for index in range(self._first, len(self._items)):
-            item = self._items[index]
-            if item[2].group is group:
-                yield item
 
 
 @dataclass(slots=True, kw_only=True)
