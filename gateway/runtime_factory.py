@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 from gateway.config.load import GatewayConfig
 from manager.clock import Clock
@@ -43,6 +44,11 @@ class Runtimes:
         if function.sandbox is not None:
             self.environments.settings.secrets.filled(function.sandbox)
         await self.runtimes[function.runtime].prepare(function)
+
+    def handlers_in_use(self) -> Collection[Path]:
+        """Return the directories of the handlers that have instances, or may."""
+        handlers = self.runtimes.get(HANDLER.name)
+        return handlers.directories() if isinstance(handlers, HandlerRuntime) else ()
 
     def report_progress(self, on_progress: Callable[[str, str], None]) -> None:
         """Tell from now on what is done for a function that is being prepared, by its name."""

@@ -127,6 +127,7 @@ async def _serve(config: GatewayConfig, settings: DaemonSettings) -> None:
         sandboxes=EnvironmentSandboxes(runtimes.environments),
         check=runtimes.prepare,
         close=runtimes.close,
+        handlers=runtimes.handlers_in_use,
     )
     daemon = Daemon(replace(settings, isolation=info.isolation, sandboxes=info.kind), work)
     loop = asyncio.get_running_loop()

@@ -19,4 +19,4 @@ async def machines_of(
         return OneMachine(here)
     from gateway.cluster.cluster import open_cluster
 
-    return await open_cluster(config.cluster, here, store, config.server.state_dir, clock, wall)
+    return await open_cluster(config.cluster, here, store, config.server, clock, wall)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from gateway.cluster.machines import NodeRecovery
 from gateway.cluster.records import NodeRecords
 from gateway.cluster.state import ClusterNode, ClusterState
 from gateway.cluster.tickets import TicketOffice, check_name, digest_of, new_node_key, signing_key
-from gateway.config.sections import ClusterConfig
+from gateway.config.sections import ClusterConfig, ServerConfig
 from gateway.invocations.reattach import AttemptHolder, Reattachment
 from gateway.invocations.trajectories import TrajectoryRecovery
 from gateway.preparation import Prepare
@@ -31,6 +31,7 @@ from manager.executor import Executor
 from manager.function import FunctionSpec
 from runtimes.fleet import FleetExecutor
 from runtimes.node.certificate import NodeCertificate, ensure_certificate, server_side
+from runtimes.node.handlers.archive import HandlerArchives
 from runtimes.node.link import NodeLink
 from runtimes.node.ray.process import KeeperProcess
 from runtimes.node.remote import RemoteNode
@@ -89,10 +90,13 @@ class Cluster(ClusterState):
         tickets: TicketOffice,
         certificate: NodeCertificate,
         clock: Clock,
+        private: Collection[Path] = (),
     ) -> None:
+        """``private`` directories are never sent to a node with a handler's files."""
         abilities = Abilities(self._able_changed)
         super().__init__(config, here, abilities=abilities, records=records, tickets=tickets, clock=clock)
         self._certificate = certificate
+        self._archives = HandlerArchives(private)
         self._awaited = {name for name, known in records.all.items() if known.state != "lost"}
         self._door = NodeDoor(
             bind(config.listen),
@@ -299,7 +303,7 @@ class Cluster(ClusterState):
             return "" if machine is None else machine.instance
 
         voice = Voice(spec.name, instance, self._step)
-        machine = ClusterNode(spec, RemoteNode(spec.name, on_event=voice))
+        machine = ClusterNode(spec, RemoteNode(spec.name, on_event=voice, archives=self._archives))
         return machine
 
     # -- what the roster decides
@@ -405,13 +409,22 @@ def _needs_node(function: FunctionSpec) -> bool:
 
 
 async def open_cluster(
-    config: ClusterConfig, here: NodeSpec, store: Store, state_dir: Path, clock: Clock, wall: Callable[[], float]
+    config: ClusterConfig,
+    here: NodeSpec,
+    store: Store,
+    server: ServerConfig,
+    clock: Clock,
+    wall: Callable[[], float],
 ) -> Cluster:
     """Return the cluster of a gateway that starts; raises InvalidConfig or StorageUnavailable."""
+    state_dir = server.state_dir
     records = NodeRecords(store, wall)
     await records.open()
     tickets = TicketOffice(signing_key(state_dir), records.generation, config.ticket_ttl_s, wall=wall)
     directory = state_dir / "cluster"
     directory.mkdir(mode=0o700, exist_ok=True)
     certificate = await asyncio.to_thread(ensure_certificate, directory)
-    return Cluster(config, here, records=records, tickets=tickets, certificate=certificate, clock=clock)
+    private = (state_dir, *([] if server.secrets_dir is None else [server.secrets_dir]))
+    return Cluster(
+        config, here, records=records, tickets=tickets, certificate=certificate, clock=clock, private=private
+    )

@@ -27,6 +27,7 @@ from runtimes.kinds import KINDS
 from runtimes.node import wire
 from runtimes.node.attempt import NodeAttempt
 from runtimes.node.files.served import ServedTransfers
+from runtimes.node.handlers.store import HandlerStore, HandlerStoreSettings
 from runtimes.node.journal import AttemptJournal, JournalSettings, epoch
 from runtimes.node.link import NodeLink
 from runtimes.node.message import Message
@@ -37,8 +38,8 @@ from runtimes.node.wire import COMPONENT
 
 logger = structlog.get_logger("node.agent")
 
-#: In a state directory: a spool for each attempt.
-SPOOLS = "spool"
+#: In a state directory: a spool for each attempt, and the files of handlers.
+SPOOLS, HANDLERS = "spool", "handlers"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +50,7 @@ class AgentSettings:
     functions_max: Annotated[int, Setting("most functions that are known at once", ge=1)] = 4096
     logs: TellingSettings = field(default_factory=TellingSettings)
     journal: JournalSettings = field(default_factory=JournalSettings)
+    handlers: HandlerStoreSettings = field(default_factory=HandlerStoreSettings)
 
 
 class Agent:
@@ -76,8 +78,11 @@ class Agent:
         self._functions: dict[str, tuple[bytes, FunctionSpec]] = {}
         self._attempts: dict[str, NodeAttempt] = {}
         self._link: NodeLink | None = None
-        self._requests = NodeRequests(work, self.served, lambda digest: self._function(digest)[1], self.say)
-        self._transfers = ServedTransfers(work.sandboxes.files)
+        self._handlers = HandlerStore(directory / HANDLERS, self.settings.handlers, work.handlers_in_use)
+        self._requests = NodeRequests(
+            work, self.served, lambda digest: self._function(digest)[1], self.say, self._handlers
+        )
+        self._transfers = ServedTransfers(work.sandboxes.files, self._handlers.take)
         self._telling = Telling(self.settings.logs)
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
@@ -218,7 +223,7 @@ class Agent:
         facts = msgspec.json.decode(data, type=_Kind)
         kind = KINDS.get(facts.runtime)
         function = wire.read_function(data, FunctionSpec if kind is None else kind.function)
-        self._functions[digest] = (data, function)
+        self._functions[digest] = (data, self._handlers.placed(function))
 
     def _function(self, digest: str) -> tuple[bytes, FunctionSpec]:
         if digest not in self._functions:
@@ -275,9 +280,10 @@ class Agent:
             if function.runtime not in self.served:
                 raise unserved(function, self.served)
             kind = KINDS.get(function.runtime)
-            if not attempt.begun and (kind is None or not kind.works_in_sandbox):
-                await self._announce(attempt)  # its runtime does not ask
-            outcome = await self._work.executor.execute(execute.action, execute.lease, call)
+            async with self._handlers.held(function):
+                if not attempt.begun and (kind is None or not kind.works_in_sandbox):
+                    await self._announce(attempt)  # its runtime does not ask
+                outcome = await self._work.executor.execute(execute.action, execute.lease, call)
         except CodedError as error:
             outcome = _failed(error)
         except asyncio.CancelledError:

@@ -12,7 +12,7 @@ import os
 import random
 import secrets
 import ssl
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -80,9 +80,13 @@ class HostWork:
     sandboxes: NodeSandboxes
     check: Callable[[FunctionSpec], Awaitable[None]]
     close: Callable[[], Awaitable[None]]
+    handlers: Callable[[], Collection[Path]] = lambda: ()
 
     async def prepare(self, function: FunctionSpec) -> None:
         await self.check(function)
+
+    def handlers_in_use(self) -> Collection[Path]:
+        return self.handlers()
 
 
 class Daemon:

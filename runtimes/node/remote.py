@@ -17,7 +17,7 @@ import structlog
 
 from manager.action import Action
 from manager.chunk import Chunk
-from manager.errors import CodedError, Reason, Unsupported
+from manager.errors import ActionFailed, CodedError, Reason, Unsupported
 from manager.executor import Call
 from manager.function import FunctionSpec, SandboxSpec
 from manager.lease import Lease
@@ -25,6 +25,8 @@ from manager.outcome import Outcome, State
 from runtimes.kinds import KINDS
 from runtimes.node import wire
 from runtimes.node.files.remote import RemoteFiles, RemoteTransfers
+from runtimes.node.handlers.archive import HandlerArchives
+from runtimes.node.handlers.remote import RemoteHandlers
 from runtimes.node.link import NodeLink
 from runtimes.node.message import Message
 from runtimes.node.remote_call import NodeKnowledge, RemoteCall
@@ -59,13 +61,17 @@ class NodeListener(Protocol):
 class RemoteNode:
     """A `manager.executor.Executor` for one node. Use from one event loop."""
 
-    def __init__(self, name: str, *, on_event: NodeListener | None = None) -> None:
+    def __init__(
+        self, name: str, *, on_event: NodeListener | None = None, archives: HandlerArchives | None = None
+    ) -> None:
+        """``archives`` has the files of handlers, for all nodes of a gateway."""
         self.name = name
         self._listener = on_event
         self._loop = asyncio.get_running_loop()
         self._link: NodeLink | None = None
         self._requests = RemoteRequests(name)
         self._transfers = RemoteTransfers(name)
+        self._handlers = RemoteHandlers(name, self._requests, self._transfers, archives or HandlerArchives())
         self._calls: dict[str, RemoteCall] = {}
         #: Ended here; the end is not on record yet.
         self._unrecorded: set[str] = set()
@@ -158,12 +164,13 @@ class RemoteNode:
         """Run the action on the node to its end, or take over what runs of it there."""
         claim = claims_of(action.id, action.attempt)
         try:
-            digest = self._requests.digest(call.function)
+            function = self._handlers.named(call.function)
+            digest = self._requests.digest(function)
             if "session" in call.input:  # what is typed goes to the gateway's machine: it would wait for ever
                 told = "nodes that have joined carry no sessions yet; run commands there, or exec without -i and -t"
                 raise Unsupported(told, component=wire.COMPONENT)
-        except Unsupported as error:
-            reason = Reason.INVALID_INPUT
+        except (Unsupported, ActionFailed) as error:
+            reason = error.reason if isinstance(error, ActionFailed) else Reason.INVALID_INPUT
             return Outcome(state=State.FAILED, reason=reason, message=error.message, component=error.component)
         remote = RemoteCall(
             wire.ExecuteAttempt(
@@ -176,7 +183,7 @@ class RemoteNode:
                 call.tracestate,
                 dict(call.context),
             ),
-            call.function,
+            function,
             call,
             self._loop.create_future(),
         )
@@ -298,7 +305,10 @@ class RemoteNode:
 
     async def prepare(self, function: FunctionSpec) -> None:
         """Let the node check that it can run the function; raises what it says: Unsupported, InvalidConfig."""
-        await self._requests.answered("prepare", function.name, function=function)
+        if function.handler is not None:
+            await self._handlers.prepare(function)
+        else:
+            await self._requests.answered("prepare", function.name, function=function)
 
     def trajectories(self) -> Mapping[str, wire.TrajectoryFacts]:
         """Return the trajectories that have a sandbox there, as far as is known."""

@@ -77,6 +77,11 @@ class RemoteRequests:
 
     # --- functions
 
+    def check(self, function: FunctionSpec) -> None:
+        """Raise Unsupported for a function of a kind that the node does not execute."""
+        if function.runtime not in self.serves:
+            raise unserved(function, self.serves)
+
     def digest(self, function: FunctionSpec) -> str:
         """Return the name under which a function travels; raises Unsupported for one of a kind that cannot."""
         return self._travelling(function)[0]
@@ -95,8 +100,7 @@ class RemoteRequests:
         known = self._digests.get(id(function))
         if known is not None and known[0] is function:
             return known[1], known[2]
-        if function.runtime not in self.serves:
-            raise unserved(function, self.serves)
+        self.check(function)
         data = wire.function_bytes(function)
         digest = hashlib.sha256(data).hexdigest()[:32]
         while len(self._digests) >= DEFINED_MAX:

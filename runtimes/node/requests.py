@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -13,15 +14,16 @@ from manager.errors import CodedError, Unsupported
 from manager.executor import Executor
 from manager.function import FunctionSpec, SandboxSpec
 from runtimes.node import wire
+from runtimes.node.handlers.store import HandlerStore
 from runtimes.node.message import Message
 from runtimes.node.sandboxes import NodeSandboxes
 from runtimes.node.wire import COMPONENT
 
 logger = structlog.get_logger("node.requests")
 
-#: The kinds whose functions a node executes for a gateway. The others need what only the gateway has: a handler's code,
-#: a model's place in the scheduler's memory, the gateway's own address towards the world.
-SERVED: tuple[str, ...] = ("exec", "pytest")
+#: The kinds whose functions a node executes for a gateway. The others need what only the gateway has: a model's place
+#: in the scheduler's memory, the gateway's own address towards the world.
+SERVED: tuple[str, ...] = ("exec", "pytest", "handler")
 
 
 class NodeWork(Protocol):
@@ -37,6 +39,10 @@ class NodeWork(Protocol):
         """Check that the function can run here; raises CodedError."""
         ...
 
+    def handlers_in_use(self) -> Collection[Path]:
+        """Return the directories that instances of handlers have mounted, or may."""
+        ...
+
 
 class NodeRequests:
     """The requests of one agent, each answered once on the link that is there at its end."""
@@ -47,11 +53,13 @@ class NodeRequests:
         served: Collection[str],
         function: Callable[[str], FunctionSpec],
         say: Callable[[Message], None],
+        handlers: HandlerStore,
     ) -> None:
         self._work = work
         self._served = served
         self._function = function
         self._say = say
+        self._handlers = handlers
         self._under_way: dict[int, asyncio.Task[None]] = {}
 
     @property
@@ -85,6 +93,7 @@ class NodeRequests:
             "replicate": self._replicate,
             "mark_lost": self._mark_lost,
             "choose": self._choose,
+            "has_handler": self._has_handler,
         }
         if asked.verb not in verbs:
             raise Unsupported(f"this node knows no request {asked.verb!r}; upgrade it", component=COMPONENT)
@@ -104,8 +113,12 @@ class NodeRequests:
         function = self._function(asked.function)
         if function.runtime not in self._served:
             raise unserved(function, self._served)
-        await self._work.prepare(function)
+        async with self._handlers.held(function):
+            await self._work.prepare(function)
         return True
+
+    async def _has_handler(self, asked: wire.NodeRequest) -> bool:
+        return await self._handlers.has(asked.name)
 
     async def _replicate(self, asked: wire.NodeRequest) -> bool:
         return False  # no model functions are served

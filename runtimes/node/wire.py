@@ -239,7 +239,8 @@ class NodeRequest(Message):
     """Something that is answered once; it may be asked again by the same number after a cut."""
 
     number: int
-    #: ``open``, ``end``, ``prepare``, ``replicate``, ``mark_lost``, ``choose`` (`runtimes.node.agent`).
+    #: ``open``, ``end``, ``prepare``, ``replicate``, ``mark_lost``, ``choose``, ``has_handler`` (whether the files of
+    #: this digest are there: answered by ``done``), all in `runtimes.node.requests`.
     verb: str
     name: str = ""
     task: str = ""

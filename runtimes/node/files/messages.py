@@ -11,18 +11,19 @@ from runtimes.node.message import ErrorFacts, Message
 
 
 class FilesVerb(StrEnum):
-    """What is done with the files of a sandbox."""
+    """What is done with the files of a sandbox, or that those of a handler are kept (``path``: their digest)."""
 
     WRITE = "write"
     READ = "read"
     LIST = "list"
     UNPACK = "unpack"
     PACK = "pack"
+    HANDLER = "handler"
 
     @property
     def inward(self) -> bool:
-        """Whether its bytes go into the sandbox."""
-        return self in (FilesVerb.WRITE, FilesVerb.UNPACK)
+        """Whether its bytes go to the node."""
+        return self in (FilesVerb.WRITE, FilesVerb.UNPACK, FilesVerb.HANDLER)
 
 
 class FilesAsk(Message, kw_only=True):

@@ -114,6 +114,23 @@ class RemoteTransfers:
             if not transfer.ended.done():
                 link.send(FilesStop(ask.transfer))
 
+    async def put(self, ask: FilesAsk, chunks: AsyncIterator[bytes]) -> int:
+        """Send the bytes until there are no more, or the node has ended it; the end that comes first counts.
+
+        Return the bytes that were written. Raises what the node says, and what `begin` raises.
+        """
+        async with self.begin(ask) as transfer:
+            sending = asyncio.create_task(transfer.outflow.send(chunks))
+            try:
+                either: tuple[asyncio.Future[Any], ...] = (sending, transfer.ended)
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                if sending.done() and not transfer.ended.done():
+                    sending.result()
+                return (await transfer.ended).size_bytes
+            finally:
+                sending.cancel()
+                await asyncio.gather(sending, return_exceptions=True)
+
 
 @dataclass(frozen=True, slots=True)
 class _RemoteStream:
@@ -145,10 +162,10 @@ class RemoteFiles:
         return self._workdir
 
     async def write(self, path: str, data: FileSource, *, mode: int | None = None, user: str = "") -> int:
-        return await self._put(self._ask(FilesVerb.WRITE, path, user, mode=mode), FileContent(data).pieces())
+        return await self._transfers.put(self._ask(FilesVerb.WRITE, path, user, mode=mode), FileContent(data).pieces())
 
     async def unpack(self, path: str, chunks: AsyncIterator[bytes], *, limit_bytes: int, user: str = "") -> int:
-        return await self._put(self._ask(FilesVerb.UNPACK, path, user, limit_bytes=limit_bytes), chunks)
+        return await self._transfers.put(self._ask(FilesVerb.UNPACK, path, user, limit_bytes=limit_bytes), chunks)
 
     async def list(self, path: str, *, user: str = "") -> list[FileStat]:
         async with self._transfers.begin(self._ask(FilesVerb.LIST, path, user)) as transfer:
@@ -192,17 +209,3 @@ class RemoteFiles:
             limit_bytes=limit_bytes,
             base=base,
         )
-
-    async def _put(self, ask: FilesAsk, chunks: AsyncIterator[bytes]) -> int:
-        """Send the bytes until there are no more, or the node has ended it; the end that comes first counts."""
-        async with self._transfers.begin(ask) as transfer:
-            sending = asyncio.create_task(transfer.outflow.send(chunks))
-            try:
-                either: tuple[asyncio.Future[Any], ...] = (sending, transfer.ended)
-                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-                if sending.done() and not transfer.ended.done():
-                    sending.result()
-                return (await transfer.ended).size_bytes
-            finally:
-                sending.cancel()
-                await asyncio.gather(sending, return_exceptions=True)

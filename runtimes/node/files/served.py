@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -35,9 +35,14 @@ class _ServedTransfer:
 class ServedTransfers:
     """The transfers of one node; each ends with the link on which it was asked for."""
 
-    def __init__(self, files: Callable[[str], SandboxFiles | None]) -> None:
-        """``files``: those of a trajectory's sandbox here."""
+    def __init__(
+        self,
+        files: Callable[[str], SandboxFiles | None],
+        take_handler: Callable[[str, AsyncIterator[bytes]], Awaitable[int]],
+    ) -> None:
+        """``files``: those of a trajectory's sandbox here; ``take_handler`` keeps a handler's by their digest."""
         self._files = files
+        self._take_handler = take_handler
         self._transfers: dict[int, _ServedTransfer] = {}
         self._ending: set[asyncio.Task[None]] = set()
 
@@ -93,19 +98,10 @@ class ServedTransfers:
     async def _serve(self, transfer: _ServedTransfer) -> None:
         ask, failure, size_bytes, entries = transfer.ask, None, 0, b""
         try:
-            files = self._files(ask.trajectory)
-            if files is None:
-                raise NotFound(f"trajectory {ask.trajectory!r} has no sandbox", component=COMPONENT)
-            if ask.verb is FilesVerb.LIST:
-                entries = msgspec.msgpack.encode(await files.list(ask.path, user=ask.user))
-                if len(entries) > transfer.link.settings.frame_max_bytes - wire.GREETING_BYTES:
-                    told = f"the entries of {ask.path!r} are more than a frame of the channel holds"
-                    entries = b""
-                    raise TooLarge(told, component=COMPONENT)
-            elif ask.verb.inward:
-                size_bytes = await self._put(files, transfer)
+            if ask.verb is FilesVerb.HANDLER:
+                size_bytes = await self._take_handler(ask.path, transfer.inflow.chunks())
             else:
-                await self._get(files, transfer)
+                size_bytes, entries = await self._with_sandbox(transfer)
         except CodedError as error:
             failure = wire.facts_of(error)
         except Exception as error:  # told to the gateway: a bug here ends no daemon
@@ -113,6 +109,23 @@ class ServedTransfers:
             failure = wire.facts_of(CodedError(f"the node failed: {error!r}", component=COMPONENT))
         self._transfers.pop(ask.transfer, None)
         transfer.link.send(FilesEnded(ask.transfer, failure, size_bytes, entries))
+
+    async def _with_sandbox(self, transfer: _ServedTransfer) -> tuple[int, bytes]:
+        """Do what is asked with the files of a sandbox; return the bytes that were written, and its entries."""
+        ask = transfer.ask
+        files = self._files(ask.trajectory)
+        if files is None:
+            raise NotFound(f"trajectory {ask.trajectory!r} has no sandbox", component=COMPONENT)
+        if ask.verb is FilesVerb.LIST:
+            entries = msgspec.msgpack.encode(await files.list(ask.path, user=ask.user))
+            if len(entries) > transfer.link.settings.frame_max_bytes - wire.GREETING_BYTES:
+                told = f"the entries of {ask.path!r} are more than a frame of the channel holds"
+                raise TooLarge(told, component=COMPONENT)
+            return 0, entries
+        if ask.verb.inward:
+            return await self._put(files, transfer), b""
+        await self._get(files, transfer)
+        return 0, b""
 
     async def _put(self, files: SandboxFiles, transfer: _ServedTransfer) -> int:
         ask, chunks = transfer.ask, transfer.inflow.chunks()

@@ -28,8 +28,8 @@ class InstanceConcurrency:
 class Scale:
     """How many warm instances there are."""
 
-    min: Annotated[int, Setting("always kept", ge=0)] = 0
-    max: Annotated[int, Setting("most at once", ge=1)] = 8
+    min: Annotated[int, Setting("always kept, on every machine that can run it", ge=0)] = 0
+    max: Annotated[int, Setting("most at once on one machine", ge=1)] = 8
     idle_s: Annotated[float, Setting("an instance above min ends after this time")] = 300.0
 
     def __post_init__(self) -> None:

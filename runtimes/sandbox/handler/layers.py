@@ -26,8 +26,9 @@ from manager.function import Network, SandboxSpec
 from runtimes.api.secrets import REDACTED, SECRET, Secrets
 from runtimes.sandbox.command import Command
 from runtimes.sandbox.environments import PURPOSE
-from runtimes.sandbox.files.archiver import Extraction, Refused
+from runtimes.sandbox.files.archiver import Refused
 from runtimes.sandbox.files.archives import open_archive
+from runtimes.sandbox.files.trees import unpack_tree
 from runtimes.sandbox.handler.requirements import RequirementSettings
 from runtimes.sandbox.handler.sources import COMPONENT
 from runtimes.sandbox.sandbox import Provider, Sandbox
@@ -211,7 +212,7 @@ class LayerStore:
                 async with open_archive(sandbox, target, limit_bytes=limit) as chunks:
                     async for chunk in chunks:
                         file.write(chunk)
-            return await asyncio.to_thread(_unpacked, packed, made / _SITE, limit)
+            return await asyncio.to_thread(unpack_tree, packed, made / _SITE, limit)
         except (Refused, tarfile.TarError) as error:
             raise InvalidConfig(f"its requirements are no layer: {error}", component=COMPONENT) from None
         except OSError as error:
@@ -260,21 +261,3 @@ def _told(said: str) -> str:
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR:")]
     return " ".join(errors or lines[-5:] or ["pip said nothing"])[:TOLD_CHARS]
-
-
-def _unpacked(packed: Path, site: Path, limit_bytes: int) -> int:
-    """Unpack a tar that a sandbox has made, readable for every user; return the bytes of its files."""
-    extraction = Extraction(str(site), limit_bytes)
-    with tarfile.open(packed, mode="r:") as tar:
-        extraction.all(tar)
-    packed.unlink()
-    for folder, folders, files in os.walk(site):
-        for name in (*folders, *files):
-            path = Path(folder, name)
-            if path.is_symlink():
-                path.unlink()  # no wheel holds one
-            else:
-                path.chmod(0o755 if path.is_dir() or path.stat().st_mode & 0o100 else 0o644)
-    site.chmod(0o755)
-    site.parent.chmod(0o755)
-    return limit_bytes - extraction.left

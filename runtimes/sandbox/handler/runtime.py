@@ -105,6 +105,10 @@ class HandlerRuntime:
             counts[name] = counts.get(name, 0) + len(pool.instances)
         return counts
 
+    def directories(self) -> set[Path]:
+        """Return the directories of the functions that have instances, or may."""
+        return {handler_of(pool.function).directory for pool in self._pools.values() if not pool.over}
+
     def _pool(self, function: FunctionSpec) -> _Pool:
         key = (function.name, function.revision)
         pool = self._pools.get(key)
@@ -115,6 +119,10 @@ class HandlerRuntime:
         return pool
 
     async def _start(self, function: FunctionSpec) -> Instance:
+        directory = handler_of(function).directory
+        if not await asyncio.to_thread(directory.is_dir):  # engines would mount an empty one
+            told = f"handler directory {directory} does not exist (any more)"
+            raise ActionFailed(Reason.ENVIRONMENT_LOST, told, component=COMPONENT)
         layer = await self._layer(function)
         return await Instance.start(self._provider, function, self._settings, self.sandboxes, layer)
 
@@ -148,7 +156,7 @@ class _Pool:
 
     def __init__(self, function: FunctionSpec, start: _Start, settings: HandlerSettings, spawn: _Spawn) -> None:
         self.instances: list[Instance] = []
-        self._function = function
+        self.function = function
         self._start_instance = start
         self._spec = handler_of(function)
         self._settings = settings
@@ -240,7 +248,7 @@ class _Pool:
 
     async def _add(self) -> None:
         try:
-            instance = await self._start_instance(self._function)
+            instance = await self._start_instance(self.function)
         finally:
             self._starting -= 1
         if self._closed:

@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from manager.action import Action
 from manager.errors import ActionFailed, Reason
@@ -102,7 +103,10 @@ class MachineRuntime:
         execution.end()
         if action.function == "fails":
             raise ActionFailed(Reason.UPSTREAM, "as asked", component="machine", detail={"why": "asked"}, result=[1])
-        return Result(value={"said": len(command.words), "echo": dict(execution.call.input)}, usage={"cpu_s": 0.5})
+        value: dict[str, object] = {"said": len(command.words), "echo": dict(execution.call.input)}
+        if (handler := execution.call.function.handler) is not None:
+            value["files"] = files_of(handler.directory)
+        return Result(value=value, usage={"cpu_s": 0.5})
 
     async def resize(self, action: Action, lease: Lease) -> None:
         self._machine.resized.append((action.id, lease))
@@ -169,11 +173,21 @@ class MachineWork:
         async def open_environment(trajectory: str, task: str, function: FunctionSpec) -> None:
             machine.trajectories[trajectory] = facts_of_trajectory(trajectory, task)
 
-        executor = LocalExecutor({"exec": MachineRuntime(machine)}, open_environment=open_environment)
+        runtime = MachineRuntime(machine)
+        executor = LocalExecutor({"exec": runtime, "handler": runtime}, open_environment=open_environment)
         return cls(executor, MachineSandboxes(machine))
 
     async def prepare(self, function: FunctionSpec) -> None:
         self.prepared.append(function.name)
+
+    def handlers_in_use(self) -> Collection[Path]:
+        return ()
+
+
+def files_of(directory: Path) -> dict[str, str]:
+    """Return the files below a directory by name."""
+    found = sorted(path for path in directory.rglob("*") if path.is_file())
+    return {str(path.relative_to(directory)): path.read_text() for path in found}
 
 
 def facts_of_trajectory(trajectory: str, task: str) -> TrajectoryFacts:

@@ -103,6 +103,9 @@ class Session:
         self.node = RemoteNode("n1")
         self.actions: dict[str, SessionAction] = {}
         self.frames = 0
+        #: How many of each kind of message have travelled, and what happens in place of the next of a kind.
+        self.kinds: Counter[type[Message]] = Counter()
+        self.faults_of: dict[type[Message], str] = {}
         #: How many there were of each message.
         self.heard: Counter[type[Message]] = Counter()
         #: What happens instead of the arrival of a frame, by its number.
@@ -173,7 +176,9 @@ class Session:
     def _arrives(self, kind: int) -> bool:
         self.frames += 1
         self.heard[wire.KINDS[kind]] += 1
-        fault = self.faults.get(self.frames)
+        message = wire.KINDS[kind]
+        self.kinds[message] += 1
+        fault = self.faults.get(self.frames) or self.faults_of.pop(message, None)
         if fault is not None:
             self._due.append(fault)
         return fault is None

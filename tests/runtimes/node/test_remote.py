@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from manager.errors import ActionFailed, Reason, Unsupported
-from manager.function import FunctionSpec, HandlerSpec
+from manager.function import FunctionSpec
 from manager.lease import Lease
 from manager.outcome import State
 from runtimes.node import wire
@@ -162,7 +162,7 @@ async def test_a_trajectory_that_died_with_a_daemon_is_marked_before_its_next_ac
     assert session.machine.told_lost == ["t"]
 
 
-@pytest.mark.parametrize("runtime", ["handler", "model", "api"])
+@pytest.mark.parametrize("runtime", ["model", "api"])
 async def test_functions_that_no_node_can_run_are_refused_by_name(session: Session, runtime: str) -> None:
     function = FunctionSpec(name="judge", runtime=runtime)
     asked = asyncio.create_task(session.node.prepare(function))
@@ -172,18 +172,6 @@ async def test_functions_that_no_node_can_run_are_refused_by_name(session: Sessi
     assert isinstance(error, Unsupported)
     assert "'judge'" in error.message and runtime in error.message
     assert (kept.ends[0].reason, session.machine.begun) == (Reason.INVALID_INPUT, {})
-
-
-async def test_a_function_of_files_of_the_gateways_machine_is_refused_and_costs_no_link(session: Session) -> None:
-    spec = HandlerSpec(
-        module="m", callable="f", directory=Path("/f"), per_instance=1, instances_min=0, instances_max=1, idle_s=60.0
-    )
-    function = FunctionSpec(name="judge", runtime="handler", handler=spec)
-    with pytest.raises(Unsupported, match="'judge'"):
-        await session.node.prepare(function)
-    refused, kept = session.start("a", function), session.start("b")
-    await session.play(lambda: settled(session))
-    assert (refused.ends[0].reason, kept.ends[0].state) == (Reason.INVALID_INPUT, State.SUCCEEDED)
 
 
 async def test_a_session_is_refused_and_never_begun_on_a_node(session: Session) -> None:

@@ -114,12 +114,15 @@ class FilesWorld:
     def __init__(self) -> None:
         self.there = MemoryFiles()
         self.remote = RemoteTransfers("n1")
-        self.served = ServedTransfers({"t": self.there}.get)
+        self.served = ServedTransfers({"t": self.there}.get, self._take_handler)
         #: Kinds of the frames, and the bytes of the longest.
         self.frames: list[int] = []
         self.near: NodeLink | None = None
         self.far: NodeLink | None = None
         self._running: list[asyncio.Task[str]] = []
+
+    async def _take_handler(self, digest: str, chunks: AsyncIterator[bytes]) -> int:
+        return await self.there.unpack(digest, chunks, limit_bytes=0)
 
     @property
     def files(self) -> RemoteFiles:

@@ -1,0 +1,1 @@
+"""Handlers on nodes: their files travel once, under the digest of all of them."""

@@ -1,0 +1,117 @@
+"""Handlers on nodes with real daemons: a gateway that only schedules, and code that travels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tangram import Client, handler
+from tangram.errors import TangramError
+from tangram.types import ConfigDiff
+from tests.cluster.conftest import MakeNode, StartGateway
+from tests.cluster.world import ClusterGateway, DaemonProcess, begun, until
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cluster")]
+
+
+@handler(cost={"cpu": 1}, timeout="5m", queue_timeout="5m")
+def judge(event: dict[str, Any], context: Any) -> dict[str, Any]:
+    """Return what was said, and what is known of the call."""
+    import time
+
+    print("begun", flush=True)
+    context.log("judging", seconds=event.get("seconds", 0))
+    time.sleep(event.get("seconds", 0))
+    told = {
+        "task": context.task,
+        "trajectory": context.trajectory,
+        "attempt": context.attempt,
+        "id": context.invocation_id,
+    }
+    return {"score": len(event["text"]), **told}
+
+
+def other_judge(event: dict[str, Any], context: Any) -> dict[str, Any]:
+    return {"score": -1}
+
+
+@pytest.fixture
+def gateway(start_gateway: StartGateway) -> ClusterGateway:
+    """A gateway that only schedules."""
+    return start_gateway(local="none")
+
+
+@pytest.fixture
+def node(gateway: ClusterGateway, make_node: MakeNode) -> DaemonProcess:
+    """Its one node, which serves."""
+    made = make_node(gateway, "n1")
+    made.start()
+    gateway.until_state("n1", "ready")
+    return made
+
+
+def registered(client: Client, **definition: Any) -> ConfigDiff:
+    return client.register(judge, **definition)
+
+
+def test_a_decorated_function_runs_on_a_node_and_after_a_change_its_new_code_does(
+    gateway: ClusterGateway, node: DaemonProcess
+) -> None:
+    with gateway.client() as client:
+        registered(client)
+        first = client.invoke("judge", {"text": "four"}, task="rl", trajectory="t").raise_for_failure()
+        assert (gateway.record(first.id)["node"], first.result) == (
+            "n1",
+            {"score": 4, "task": "rl", "trajectory": "t", "attempt": 1, "id": first.id},
+        )
+        lines = [(line.stream, line.text) for line in client.logs(first.id)]
+        assert ("stdout", "begun\n") in lines
+        assert any(stream == "log" and '"judging"' in text for stream, text in lines)
+        client.register(other_judge, "judge", cost={"cpu": 1})
+        assert client.invoke("judge", {"text": "four"}).raise_for_failure().result == {"score": -1}
+
+
+def test_a_handler_that_ran_on_a_killed_daemon_is_lost_once_and_an_idempotent_one_runs_again(
+    gateway: ClusterGateway, node: DaemonProcess
+) -> None:
+    with gateway.client() as client:
+        registered(client)
+        registered(client, name="judge_again", idempotent=True)
+        once = client.submit("judge", {"text": "once", "seconds": 5}).id
+        begun(gateway, once)
+        node.kill()
+        again = client.submit("judge_again", {"text": "again"}).id
+        node.start()
+        lost, found = gateway.ended(once), gateway.ended(again)
+        assert (lost["state"], lost["reason"]) == ("lost", "node_lost"), lost
+        assert found["state"] == "succeeded", found
+        twice = client.submit("judge_again", {"text": "twice", "seconds": 5}).id
+        begun(gateway, twice)
+        node.kill()
+        node.start()
+        found = gateway.ended(twice)
+        assert (found["state"], found["node"]) == ("succeeded", "n1"), found
+
+
+def test_a_cancelled_handler_ends_on_its_node(gateway: ClusterGateway, node: DaemonProcess) -> None:
+    with gateway.client() as client:
+        registered(client, concurrency={"per_instance": 1}, scale={"max": 1})
+        mine = client.submit("judge", {"text": "long", "seconds": 1000}).id
+        begun(gateway, mine)
+        client.cancel(mine)
+        assert gateway.ended(mine)["state"] == "cancelled"
+        assert client.invoke("judge", {"text": "next"}).raise_for_failure().result["score"] == 4
+
+
+def test_requirements_that_a_node_cannot_have_are_told_and_it_is_not_able(
+    gateway: ClusterGateway, node: DaemonProcess
+) -> None:
+    with gateway.client() as client, pytest.raises(TangramError, match=r"sandbox\.requirements"):
+        registered(client, requirements=["nothing-of-this-name==1.0"])
+
+    def told() -> bool:
+        found = gateway.node("n1")
+        return found is not None and "sandbox.requirements" in found.unable.get("judge", "")
+
+    until(told, "the node says what it is missing")
