@@ -154,6 +154,11 @@ class DaemonProcess:
     def log(self) -> str:
         return (self._directory / "log").read_text()
 
+    def handlers(self) -> list[tuple[str, int]]:
+        """Return the digests of the handlers' files that it keeps, and when each was made."""
+        kept = sorted((self._directory / "state" / "handlers").iterdir())
+        return [(each.name, (each / "size").stat().st_mtime_ns) for each in kept]
+
     def stop(self) -> None:
         """End it with all that it has; what a killed one left is removed as an operator would."""
         if self._process is None:
