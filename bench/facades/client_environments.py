@@ -69,6 +69,7 @@ def client_environment(name: str) -> ClientEnvironment:
     lines = (REQUIREMENTS / f"{name}.txt").read_text(encoding="utf-8").splitlines()
     python = _python(lines)
     digest = hashlib.sha256("\n".join([sys.version, *lines]).encode()).hexdigest()[:12]
+    lines = [line for line in lines if not line.startswith("#")]
     directory = CACHE / f"{name}-{digest}"
     CACHE.mkdir(parents=True, exist_ok=True)
     with (CACHE / f"{name}.lock").open("w") as lock:

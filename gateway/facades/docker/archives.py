@@ -7,6 +7,7 @@ import tarfile
 from collections.abc import AsyncIterator
 
 import msgspec
+from msgspec.structs import replace
 
 from gateway.facades.docker.containers import Container
 from gateway.facades.docker.exchange import EngineExchange
@@ -17,6 +18,7 @@ from gateway.services import Services
 from manager.errors import CodedError, Conflict, InvalidInput, NotFound
 from runtimes.sandbox.command import Command
 from runtimes.sandbox.files.archives import gathered, open_archive, put_archive
+from runtimes.sandbox.runner.protocol import FILE_ERROR
 from runtimes.sandbox.sandbox import Sandbox
 
 COMPONENT = "docker"
@@ -33,7 +35,7 @@ import json, os, sys
 path = sys.argv[1]
 try:
     found = os.lstat(path)
-    link = os.readlink(path) if os.path.islink(path) else ""
+    link = os.path.realpath(path) if os.path.islink(path) else ""
 except OSError:
     sys.exit(65)
 told = {"name": os.path.basename(path) or "/", "size": found.st_size, "mode": found.st_mode, "mtime": found.st_mtime}
@@ -49,60 +51,74 @@ class ContainerFiles:
         self._services = services
         self._life = life
 
-    async def stat(self, exchange: EngineExchange, container: Container, timeout_s: float) -> None:
+    async def stat(self, exchange: EngineExchange, container: Container, called: str, timeout_s: float) -> None:
         """Answer what a path is."""
         path = _asked(exchange)
         sandbox = await self._life.sandbox(container, timeout_s)
         try:
-            told = await _lstat(sandbox, placed_path(path, sandbox.spec.workdir))
+            told = await _lstat(sandbox, _placed(path))
         except CodedError as error:
-            raise _told(error, container, path) from None
-        await exchange.answer(200, None, {STAT: stat_header(told)})
+            raise _told(error, called, path) from None
+        await exchange.answer(200, None, {STAT: stat_header(replace(told, name=_shown(path)))})
 
-    async def get(self, exchange: EngineExchange, container: Container, timeout_s: float) -> None:
-        """Answer with a file or directory as a tar, whose names begin with its own."""
+    async def get(self, exchange: EngineExchange, container: Container, called: str, timeout_s: float) -> None:
+        """Answer with what a path is as a tar; its names begin with the path's own, or with ``.`` for ``path/.``."""
         path = _asked(exchange)
         sandbox = await self._life.sandbox(container, timeout_s)
-        place, limit_bytes = placed_path(path, sandbox.spec.workdir), self._services.bounds.file_limit_bytes
+        place, limit_bytes, name = _placed(path), self._services.bounds.file_limit_bytes, _shown(path)
+        packed = open_archive(sandbox, place, limit_bytes=limit_bytes, base=name != ".", follow=False)
         try:
-            async with open_archive(sandbox, place, limit_bytes=limit_bytes, base=True) as chunks:
+            async with packed as chunks:
                 head, entry = await _first(chunks)
-                headers = {STAT: stat_header(entry_stat(entry, posixpath.basename(place) or "/"))}
+                told = entry_stat(entry, name)
+                link = posixpath.normpath(posixpath.join(posixpath.dirname(place), told.link)) if told.link else ""
+                headers = {STAT: stat_header(replace(told, size=told.size or len(told.link), link=link))}
                 async with exchange.streamed(TAR, headers) as body:
                     await body.send(head)
                     async for chunk in chunks:
                         await body.send(chunk)
         except CodedError as error:
-            raise _told(error, container, path) from None
+            raise _told(error, called, path) from None
 
-    async def put(self, exchange: EngineExchange, container: Container, timeout_s: float) -> None:
+    async def put(self, exchange: EngineExchange, container: Container, called: str, timeout_s: float) -> None:
         """Unpack a tar into a directory that is there; its entries belong to the sandbox's user."""
         path = _asked(exchange)
         sandbox = await self._life.sandbox(container, timeout_s)
-        place, limit_bytes = placed_path(path, sandbox.spec.workdir), self._services.bounds.file_limit_bytes
-        await self._require_directory(sandbox, container, path)
+        place, limit_bytes = _placed(path), self._services.bounds.file_limit_bytes
+        await self._require_directory(sandbox, called, path)
         try:
             with as_files_are():
                 chunks = exchange.chunks(limit_bytes)
                 await put_archive(sandbox, place, chunks, limit_bytes=limit_bytes)
         except CodedError as error:
-            raise _told(error, container, path) from None
+            raise _told(error, called, path) from None
         await exchange.answer(200)
 
-    async def _require_directory(self, sandbox: Sandbox, container: Container, path: str) -> None:
+    async def _require_directory(self, sandbox: Sandbox, called: str, path: str) -> None:
         """Raise NotFound or InvalidInput, as the engine does, unless it is one."""
-        place = placed_path(path, sandbox.spec.workdir)
         try:
-            await sandbox.list_files(place)
+            await sandbox.list_files(_placed(path))
         except CodedError as error:
-            raise _told(error, container, path) from None
+            if error.detail is not None and error.detail.get(FILE_ERROR) == "not_a_directory":
+                raise InvalidInput("extraction point is not a directory", component=COMPONENT) from None
+            raise _told(error, called, path) from None
 
 
 def _asked(exchange: EngineExchange) -> str:
     path = exchange.query.get("path", "")
     if not path:
-        raise InvalidInput("path: which file or directory is not said", component=COMPONENT, detail={"path": "path"})
+        raise InvalidInput("bad parameter: path cannot be empty", component=COMPONENT, detail={"path": "path"})
     return path
+
+
+def _placed(path: str) -> str:
+    """Return where a path leads, absolute: a relative one begins at the root, as the engine's do."""
+    return placed_path(path, "/")
+
+
+def _shown(path: str) -> str:
+    """Return by which name a path is told: its last, and ``.`` for what a directory holds."""
+    return "." if path.endswith("/.") else posixpath.basename(_placed(path)) or "/"
 
 
 async def _lstat(sandbox: Sandbox, place: str) -> PathStat:
@@ -152,10 +168,10 @@ def _entry(block: bytes) -> tarfile.TarInfo:
     return entry
 
 
-def _told(error: CodedError, container: Container, path: str) -> CodedError:
-    """Return what is wrong with a path in the engine's words, as far as it has some."""
+def _told(error: CodedError, called: str, path: str) -> CodedError:
+    """Return what is wrong with a path in the engine's words, as far as it has some; the container as it was called."""
     if isinstance(error, NotFound):
-        told = f"Could not find the file {path} in container {container.record.id}"
+        told = f"Could not find the file {path} in container {called[:128]}"
         return NotFound(told, component=COMPONENT)
     if isinstance(error, Conflict | InvalidInput):
         return InvalidInput(error.message, component=COMPONENT, detail=error.detail)

@@ -15,7 +15,7 @@ from gateway.facades.docker.records import KILLED, ContainerRecord
 from gateway.invocations.invocation import InvocationRequest, LiveInvocation
 from gateway.invocations.record import Record
 from gateway.services import Services
-from manager.errors import ActionFailed, CapacityExceeded, CodedError, Conflict, InvalidInput, Reason
+from manager.errors import ActionFailed, CapacityExceeded, CodedError, Conflict, Reason
 from runtimes.sandbox.output_tail import OutputTail
 from runtimes.sandbox.session import PAGE_BYTES, InteractiveSession, TerminalSize
 
@@ -28,6 +28,8 @@ _HEADER = struct.Struct(">BxxxI")
 _NUMBERS = {"stdin": 0, "stdout": 1, "stderr": 2}
 #: Ids of processes that clients are told: beyond every real one, so that a `kill` of one is known to mean ours.
 PIDS_FROM = 2**22 + 1
+#: Exit status of a command that could not be begun for what it asks: its user, its directory.
+NOT_BEGUN = 126
 
 Send = Callable[[bytes], Awaitable[None]]
 
@@ -196,6 +198,8 @@ class AttendedCommand:
         if record.reason in (Reason.TIMEOUT, Reason.OUT_OF_MEMORY) or self._cancelled:
             self.exit_code = KILLED
             self.told = "" if self._cancelled else f"tangram: {record.message}\n"
+        elif record.reason is Reason.INVALID_INPUT:  # what the engine says of a user or directory that is not there
+            self.exit_code, self.told = NOT_BEGUN, f"tangram: {record.message}\n"
         elif record.reason is not None:
             self.error = _error_of(record)
         elif isinstance(number, int):
@@ -326,8 +330,6 @@ class MainCommand(AttendedCommand):
 def _error_of(record: Record) -> CodedError:
     """Return why an action has no exit status, as an error that a client is told."""
     told = f"{record.function}: {record.reason}: {record.message}"
-    if record.reason is Reason.INVALID_INPUT:
-        return InvalidInput(told, component=COMPONENT, invocation_id=record.id)
     if record.reason in (Reason.QUEUE_TIMEOUT, Reason.QUOTA):
         return CapacityExceeded(told, component=COMPONENT, invocation_id=record.id)
     return ActionFailed(record.reason or Reason.INTERNAL, told, component=COMPONENT)

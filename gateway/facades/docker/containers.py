@@ -40,6 +40,8 @@ class Container:
         #: Held while it is started or ended.
         self.lock = asyncio.Lock()
         self.removed = False
+        #: While it is ended only to be started again: it does not go, if it is to go at its end.
+        self.restarting = False
         #: How often it has ended, for who waits for the next time.
         self.ends = 0
         self.timer: asyncio.TimerHandle | None = None
@@ -67,7 +69,7 @@ class Container:
         """Raise Conflict unless it runs."""
         if not self.running:
             why = f": {self.record.error}" if self.record.error else ""
-            raise Conflict(f"container {self.record.id} is not running{why}", component=COMPONENT)
+            raise Conflict(f"Container {self.record.id} is not running{why}", component=COMPONENT)
 
 
 class Containers:
@@ -105,12 +107,16 @@ class Containers:
         if len(self._by_id) >= self._max:
             told = f"there are {self._max} containers (server.facades.docker.containers_max): remove some"
             raise CapacityExceeded(told, component=COMPONENT, retry_after_s=1.0)
-        wanted = name.removeprefix("/") or f"tangram_{secrets.token_hex(6)}"
+        return self.free(name.removeprefix("/") or f"tangram_{secrets.token_hex(6)}")
+
+    def free(self, wanted: str) -> str:
+        """Return a name that no container has; raises InvalidInput, Conflict."""
         if NAME.fullmatch(wanted) is None:
             told = f"Invalid container name ({wanted[:64]}), only [a-zA-Z0-9][a-zA-Z0-9_.-] are allowed, 100 at most"
             raise InvalidInput(told, component=COMPONENT, detail={"path": "name"})
         if (known := self._names.get(wanted)) is not None:
-            told = f'Conflict. The container name "/{wanted}" is already in use by container "{known.record.id}".'
+            told = f'Conflict. The container name "/{wanted}" is already in use by container "{known.record.id}". '
+            told += "You have to remove (or rename) that container to be able to reuse that name."
             raise Conflict(told, component=COMPONENT)
         return wanted
 
@@ -135,6 +141,15 @@ class Containers:
         if not container.removed:
             self._store.save_document(PLACE.format(container.place), msgspec.json.encode(container.record).decode())
         container.announce()
+
+    def rename(self, container: Container, name: str) -> None:
+        """Give it another name; raises InvalidInput, Conflict."""
+        container.require_kept()
+        wanted = self.free(name.removeprefix("/"))
+        del self._names[container.record.name]
+        container.record.name = wanted
+        self._names[wanted] = container
+        self.save(container)
 
     def forget(self, container: Container) -> None:
         """It is removed; idempotent."""

@@ -13,14 +13,12 @@ from gateway.config.facades import DockerFacade
 from gateway.facades.calls import MARGIN_S, ForeignCalls
 from gateway.facades.docker.archives import ContainerFiles
 from gateway.facades.docker.containers import Container
-from gateway.facades.docker.exchange import EngineExchange
+from gateway.facades.docker.exchange import API_VERSION, API_VERSION_MIN, EngineExchange
 from gateway.facades.docker.execs import ContainerExecs
 from gateway.facades.docker.images import ContainerImages, filters
 from gateway.facades.docker.lifecycle import ContainerLife
 from gateway.facades.docker.options import image_names
 from gateway.facades.docker.shapes import (
-    API_VERSION,
-    API_VERSION_MIN,
     architecture,
     container_shape,
     info_shape,
@@ -30,7 +28,7 @@ from gateway.facades.docker.shapes import (
 )
 from gateway.facades.docker.streams import attach, either, flag, send_logs, version_of
 from gateway.services import Services
-from manager.errors import InvalidInput, NotFound, Unsupported
+from manager.errors import Conflict, InvalidInput, NotFound, Unsupported
 from runtimes.sandbox.session import SIGNALS
 
 COMPONENT = "docker"
@@ -39,6 +37,11 @@ PYTHON_CLIENT_S, OTHER_CLIENT_S = 60.0, 3600.0
 #: Seconds between the words of a stop and its force, unless the client says how many.
 STOP_S = 10.0
 STOP_MAX_S = 3600.0
+#: Filters of a list, and the values of its status: those that no container here has are asked for in vain.
+FILTERS = ("id", "name", "label", "status", "ancestor")
+STATUSES = ("created", "restarting", "running", "removing", "paused", "exited", "dead")
+#: What of another kind is looked for by name, where a client does not know what a name is of.
+OTHER_KINDS = frozenset({"networks", "volumes", "plugins", "services", "tasks", "nodes", "secrets", "configs"})
 WAITED = ("not-running", "next-exit", "removed")
 #: What is known of the engine's API and not done here, and why.
 REFUSED = {
@@ -103,6 +106,8 @@ class DockerEngineApi:
             EngineRoute("GET", f"{container}/json", self.inspect, ("size",)),
             EngineRoute("POST", f"{container}/start", self.start, ("detachKeys",)),
             EngineRoute("POST", f"{container}/stop", self.stop, ("t",)),
+            EngineRoute("POST", f"{container}/restart", self.restart, ("t",)),
+            EngineRoute("POST", f"{container}/rename", self.rename, ("name",)),
             EngineRoute("POST", f"{container}/kill", self.kill, ("signal",)),
             EngineRoute("POST", f"{container}/wait", self.wait, ("condition",)),
             EngineRoute(
@@ -150,7 +155,9 @@ class DockerEngineApi:
         raise self._unknown(exchange.method, path)
 
     def _unknown(self, method: str, path: str) -> NotFound | Unsupported:
-        first = path.lstrip("/").partition("/")[0]
+        first, _, name = path.lstrip("/").partition("/")
+        if method == "GET" and first in OTHER_KINDS and name:
+            return NotFound(f"no such object: {first} {name[:200]}: this door has none", component=COMPONENT)
         if first in REFUSED:
             return Unsupported(f"{method} {path[:200]} is not done by this door: {REFUSED[first]}", component=COMPONENT)
         rows = ", ".join(f"{row.method} {row.path}" for row in self._table)
@@ -185,10 +192,12 @@ class DockerEngineApi:
     async def list(self, exchange: EngineExchange, match: re.Match[str]) -> None:
         """Answer with those that run, or with all."""
         wanted = filters(exchange.query.get("filters", ""))
-        unknown = sorted(wanted.keys() - {"id", "name", "label", "status", "ancestor"})
-        if unknown:
-            told = f"filters: {unknown[0][:64]!r} is not known here: id, name, label, status, ancestor"
-            raise InvalidInput(told, component=COMPONENT)
+        asked: list[tuple[str, str, tuple[str, ...]]] = [(name, name, FILTERS) for name in wanted]
+        asked += [(status, f"status={status}", STATUSES) for status in wanted.get("status", ())]
+        for value, shown, known in asked:
+            if value not in known:
+                told = f"Invalid filter '{shown[:64]}': known here are {', '.join(known)}"
+                raise InvalidInput(told, component=COMPONENT)
         limit = _number(exchange, "limit", 0)
         every = flag(exchange.query.get("all")) or "status" in wanted or limit > 0
         found = [each for each in self._seen() if (every or each.running) and _fits(each, wanted)]
@@ -206,15 +215,30 @@ class DockerEngineApi:
 
     async def stop(self, exchange: EngineExchange, match: re.Match[str]) -> None:
         await _drained(exchange, self._services.bounds.body_limit_bytes)
-        grace_s = _number(exchange, "t", STOP_S)
-        container = self._container(match)
-        stopped = await self._life.stop(container, STOP_MAX_S if grace_s < 0 else min(grace_s, STOP_MAX_S))
+        stopped = await self._life.stop(self._container(match), _grace_s(exchange))
         await exchange.answer(204 if stopped else 304)
+
+    async def restart(self, exchange: EngineExchange, match: re.Match[str]) -> None:
+        """End it if it runs, and begin it again: its files stay."""
+        await _drained(exchange, self._services.bounds.body_limit_bytes)
+        container, timeout_s = self._container(match), self._client_s(exchange) - MARGIN_S
+        await self._life.restart(container, _grace_s(exchange), timeout_s)
+        await exchange.answer(204)
+
+    async def rename(self, exchange: EngineExchange, match: re.Match[str]) -> None:
+        """Give it another name; its id, and its trajectory's, stay."""
+        await _drained(exchange, self._services.bounds.body_limit_bytes)
+        self._life.containers.rename(self._container(match), exchange.query.get("name", ""))
+        await exchange.answer(204)
 
     async def kill(self, exchange: EngineExchange, match: re.Match[str]) -> None:
         await _drained(exchange, self._services.bounds.body_limit_bytes)
         name = signal_name(exchange.query.get("signal") or "KILL")
-        await self._life.kill(self._container(match), name)
+        try:
+            await self._life.kill(self._container(match), name)
+        except (Conflict, NotFound) as error:
+            told = f"Cannot kill container: {match['id']}: {error.message}"
+            raise type(error)(told, component=COMPONENT) from None
         await exchange.answer(204)
 
     async def wait(self, exchange: EngineExchange, match: re.Match[str]) -> None:
@@ -248,7 +272,8 @@ class DockerEngineApi:
             while not container.removed and container.ends == ends:
                 await container.change()
 
-        await attach(exchange, self._life.main_of(container), ended)
+        follows = flag(exchange.query.get("stream"))
+        await attach(exchange, self._life.main_of(container) if follows else container.main, ended)
 
     async def resize(self, exchange: EngineExchange, match: re.Match[str]) -> None:
         await _drained(exchange, self._services.bounds.body_limit_bytes)
@@ -290,13 +315,13 @@ class DockerEngineApi:
     # --- files and images
 
     async def stat(self, exchange: EngineExchange, match: re.Match[str]) -> None:
-        await self._files.stat(exchange, self._container(match), self._client_s(exchange))
+        await self._files.stat(exchange, self._container(match), match["id"], self._client_s(exchange))
 
     async def archive(self, exchange: EngineExchange, match: re.Match[str]) -> None:
-        await self._files.get(exchange, self._container(match), self._client_s(exchange))
+        await self._files.get(exchange, self._container(match), match["id"], self._client_s(exchange))
 
     async def unpack(self, exchange: EngineExchange, match: re.Match[str]) -> None:
-        await self._files.put(exchange, self._container(match), self._client_s(exchange))
+        await self._files.put(exchange, self._container(match), match["id"], self._client_s(exchange))
 
     async def images(self, exchange: EngineExchange, match: re.Match[str]) -> None:
         await self._images.list(exchange)
@@ -365,11 +390,26 @@ def _fits(container: Container, wanted: dict[str, list[str]]) -> bool:
     labels = {*record.labels, *(f"{name}={value}" for name, value in record.labels.items())}
     return (
         any(record.id.startswith(each) for each in wanted.get("id", [record.id]))
-        and any(each.strip("^$").removeprefix("/") in record.name for each in wanted.get("name", [record.name]))
+        and any(_named(record.name, each) for each in wanted.get("name", [record.name]))
         and all(each in labels for each in wanted.get("label", []))
         and record.status in wanted.get("status", [record.status])
         and any({*image_names(each)} & {*image_names(record.image)} for each in wanted.get("ancestor", [record.image]))
     )
+
+
+def _named(name: str, pattern: str) -> bool:
+    """Return whether a name has a piece, at its beginning with ``^``, at its end with ``$``."""
+    piece = pattern.removeprefix("^").removesuffix("$").removeprefix("/")
+    begins, ends = pattern.startswith("^"), pattern.endswith("$")
+    if begins and ends:
+        return name == piece
+    return name.startswith(piece) if begins else name.endswith(piece) if ends else piece in name
+
+
+def _grace_s(exchange: EngineExchange) -> float:
+    """Return for how long a stop waits between its word and its force: negative numbers mean for ever."""
+    asked_s = _number(exchange, "t", STOP_S)
+    return STOP_MAX_S if asked_s < 0 else min(asked_s, STOP_MAX_S)
 
 
 async def _drained(exchange: EngineExchange, limit_bytes: int) -> None:

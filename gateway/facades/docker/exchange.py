@@ -31,6 +31,14 @@ LOOK_S = 0.5
 TAKEN_LOOKS, TAKEN_EVERY_S = 2000, 0.0005
 #: Query parameters of one request at most.
 QUERY_MAX = 64
+#: The versions of the engine's API that are spoken.
+API_VERSION, API_VERSION_MIN = (1, 44), (1, 24)
+#: What every answer says of the engine.
+_ENGINE = {
+    "Api-Version": ".".join(map(str, API_VERSION)),
+    "Docker-Experimental": "false",
+    "Ostype": "linux",
+}
 _PHRASES = {status.value: status.phrase.encode() for status in HTTPStatus}
 
 
@@ -184,7 +192,8 @@ class EngineExchange:
         shown = dict(headers or {})
         if status not in (204, 304):
             shown["Content-Length"] = str(len(body))
-            shown.setdefault("Content-Type", JSON)
+            if body:
+                shown.setdefault("Content-Type", JSON)
         await self._begin(status, shown)
         if body and self.method != "HEAD":
             await self.peer.send(h11.Data(data=body))
@@ -210,16 +219,17 @@ class EngineExchange:
         self.started = True
         words = [word.strip().lower() for word in self.headers.get("connection", "").split(",")]
         if "upgrade" in words and "upgrade" in self.headers:  # without the second there is nothing to switch to
-            headers = [("Content-Type", media_type), ("Connection", "Upgrade"), ("Upgrade", "tcp")]
+            headers = [("Content-Type", media_type), ("Connection", "Upgrade"), ("Upgrade", "tcp"), *_ENGINE.items()]
             await self.peer.send(h11.InformationalResponse(status_code=101, headers=headers, reason=b"UPGRADED"))
         else:
-            await self.peer.write(f"HTTP/1.1 200 OK\r\nContent-Type: {media_type}\r\n\r\n".encode())
+            said = "".join(f"{name}: {value}\r\n" for name, value in {"Content-Type": media_type, **_ENGINE}.items())
+            await self.peer.write(f"HTTP/1.1 200 OK\r\n{said}\r\n".encode())
         await self.peer.taken()
         return EnginePipe(self.peer, self.peer.http.trailing_data[0])
 
     async def _begin(self, status: int, headers: Mapping[str, str]) -> None:
         self.started = True
-        shown = list(headers.items())
+        shown = list((_ENGINE | dict(headers)).items())
         await self.peer.send(h11.Response(status_code=status, headers=shown, reason=_PHRASES.get(status, b"Unknown")))
 
 

@@ -11,6 +11,7 @@ from gateway import wire
 from gateway.facades.docker.exchange import ChunkSender, EngineExchange
 from gateway.facades.docker.options import image_names
 from gateway.facades.docker.shapes import NEVER, architecture, image_id
+from gateway.facades.docker.unsaid import CONFIG
 from gateway.services import Services
 from manager.errors import InvalidInput, NotFound, Unsupported
 from runtimes.sandbox.images import ImageKeeper, ImageState, require_image_name
@@ -139,26 +140,27 @@ def _listed(image: ImageState) -> dict[str, object]:
         "Id": image_id(image.image),
         "ParentId": "",
         "RepoTags": [] if digest else [image.image],
-        "RepoDigests": [image.image] if digest else [],
+        "RepoDigests": [image.image] if digest else None,
         "Created": 0,
         "Size": image.size_bytes,
         "SharedSize": -1,
         "VirtualSize": image.size_bytes,
-        "Labels": {},
+        "Labels": None,
         "Containers": -1,
     }
 
 
 def _shape(image: ImageState) -> dict[str, object]:
     listed = _listed(image)
-    kept = {name: listed[name] for name in ("Id", "RepoTags", "RepoDigests", "Size", "VirtualSize")}
+    kept = {name: listed[name] for name in ("Id", "RepoTags", "Size", "VirtualSize")}
     return {
         **kept,
+        "RepoDigests": listed["RepoDigests"] or [],
         "Parent": "",
         "Comment": "",
         "Created": NEVER,
         "Author": "",
-        "Config": {"Env": None, "Cmd": None, "Entrypoint": None, "WorkingDir": "", "User": "", "Labels": None},
+        "Config": {**CONFIG, "Env": None, "Image": "", "Labels": None},
         "Architecture": architecture(),
         "Os": "linux",
         "RootFS": {"Type": "layers", "Layers": []},

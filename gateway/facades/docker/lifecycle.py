@@ -169,7 +169,7 @@ class ContainerLife:
             await self.open(container, timeout_s)
             record = container.record
             record.status, record.started_s = "running", self._services.wall()
-            record.exit_code, record.error, record.out_of_memory, record.finished_s = 0, "", False, 0.0
+            record.exit_code, record.error, record.out_of_memory = 0, "", False
             self.containers.save(container)
             if record.idles:
                 self._arm(container)
@@ -276,6 +276,15 @@ class ContainerLife:
         await self.end(container, exit_code=KILLED)
         return True
 
+    async def restart(self, container: Container, grace_s: float, timeout_s: float) -> None:
+        """End it if it runs, and begin it again with its files; raises as `start`."""
+        container.restarting = True
+        try:
+            await self.stop(container, grace_s)
+        finally:
+            container.restarting = False
+        await self.start(container, timeout_s)
+
     async def kill(self, container: Container, name: str) -> None:
         """Signal its main command; raises Conflict, InvalidInput."""
         container.require_running()
@@ -339,7 +348,7 @@ class ContainerLife:
         if container.timer is not None:
             container.timer.cancel()
         self.containers.save(container)
-        if record.auto_remove and removes:
+        if record.auto_remove and removes and not container.restarting:
             self._chore(self.remove(container, force=True))
 
     async def _end_trajectory(self, trajectory: str) -> None:

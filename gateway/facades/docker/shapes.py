@@ -17,10 +17,10 @@ from msgspec import Struct
 from gateway import wire
 from gateway.facades.docker.commands import ContainerExec
 from gateway.facades.docker.containers import Container
+from gateway.facades.docker.exchange import API_VERSION, API_VERSION_MIN
+from gateway.facades.docker.unsaid import CONFIG, HOST_CONFIG, NETWORK_SETTINGS
 from runtimes.sandbox.promises import ProviderInfo
 
-#: The versions of the engine's API that are spoken.
-API_VERSION, API_VERSION_MIN = (1, 44), (1, 24)
 NEVER = "0001-01-01T00:00:00Z"
 #: Times of files are what their owner sets: those of the years 1 to 9999 can be written.
 EARLIEST_S, LATEST_S = -62_135_596_800.0, 253_402_300_799.0
@@ -81,11 +81,21 @@ def container_shape(container: Container) -> dict[str, object]:
         "ProcessLabel": "",
         "AppArmorProfile": "",
         "ExecIDs": [each.id for each in container.execs.values() if each.running] or None,
-        "HostConfig": {**record.host_config, "LogConfig": {"Type": "json-file", "Config": {}}},
+        "HostConfig": {**_over(HOST_CONFIG, record.host_config), "LogConfig": {"Type": "json-file", "Config": {}}},
         "Mounts": [],
-        "Config": {**record.config, "Image": record.image, "Labels": record.labels, "Tty": record.tty},
-        "NetworkSettings": {"Networks": {}, "Ports": {}, "IPAddress": ""},
+        "Config": {
+            **_over(CONFIG, record.config),
+            "Image": record.image,
+            "Labels": record.labels,
+            "Tty": record.tty,
+        },
+        "NetworkSettings": dict(NETWORK_SETTINGS),
     }
+
+
+def _over(unsaid: Mapping[str, object], said: Mapping[str, object]) -> dict[str, object]:
+    """Return what a client said over what holds where it said nothing."""
+    return {**unsaid, **{name: value for name, value in said.items() if value is not None}}
 
 
 def listed_shape(container: Container, now_s: float) -> dict[str, object]:
@@ -129,12 +139,12 @@ def exec_shape(command: ContainerExec, exit_code: int | None, *, running: bool) 
             "entrypoint": wish.argv[0],
             "arguments": list(wish.argv[1:]),
             "privileged": False,
-            "user": wish.user,
+            **({"user": wish.user} if wish.user else {}),
         },
         "OpenStdin": wish.stdin,
         "OpenStdout": wish.stdout,
         "OpenStderr": wish.stderr,
-        "CanRemove": not running and command.started,
+        "CanRemove": False,
         "ContainerID": command.record.id,
         "DetachKeys": "",
         "Pid": command.pid if command.started else 0,

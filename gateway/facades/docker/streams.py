@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from gateway.facades.docker.commands import HEARTBEAT_S, AttendedCommand, ContainerExec, MainCommand, frame
 from gateway.facades.docker.exchange import ClientGone, EngineExchange, EnginePipe
-from manager.errors import CodedError
+from manager.errors import CodedError, InvalidInput
 
 RAW, MULTIPLEXED = "application/vnd.docker.raw-stream", "application/vnd.docker.multiplexed-stream"
 #: Why a command is ended whose client went away.
@@ -94,7 +94,10 @@ async def type_to(command: AttendedCommand, pipe: EnginePipe) -> None:
 async def attach(
     exchange: EngineExchange, main: MainCommand | None, ended: Callable[[], Coroutine[None, None, None]]
 ) -> None:
-    """Answer an attachment to a main command: its output from now on, and what is typed to it."""
+    """Answer an attachment to a main command: its output from now on, and what is typed to it.
+
+    Without ``stream`` that is what is kept of its output, if it asks for ``logs``.
+    """
     query = exchange.query
     logs, stream = flag(query.get("logs")), flag(query.get("stream"))
     streams = frozenset(name for name in ("stdout", "stderr") if flag(query.get(name)))
@@ -123,6 +126,8 @@ async def send_logs(exchange: EngineExchange, main: MainCommand | None, tail: in
     """Answer with a main command's output, as far as it is kept; with ``follow`` to its end."""
     query = exchange.query
     streams = frozenset(name for name in ("stdout", "stderr") if flag(query.get(name)))
+    if not streams:
+        raise InvalidInput("Bad parameters: you must choose at least one stream", component="docker")
     tty = main is not None and main.wish.tty
     async with exchange.streamed(media_type(exchange, tty=tty)) as body:
         if main is None:

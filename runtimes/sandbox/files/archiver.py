@@ -175,11 +175,11 @@ def measure(path: str, limit: int) -> None:
             raise Refused("too_large", "", f"{path!r} holds more than {limit} bytes or {ENTRIES_MAX} entries")
 
 
-def get(path: str, limit: int, base: bool) -> None:
-    if os.path.islink(path):
+def get(path: str, limit: int, base: bool, follow: bool) -> None:
+    if follow and os.path.islink(path):
         path = os.path.realpath(path)
     measure(path, limit)
-    alone = not os.path.isdir(path)
+    alone = os.path.islink(path) or not os.path.isdir(path)
     name = os.path.basename(os.path.normpath(path)) if base or alone else "."
     with tarfile.open(fileobj=sys.stdout.buffer, mode="w|", format=tarfile.PAX_FORMAT) as tar:
         tar.add(path, arcname=name or ".", filter=kept)
@@ -196,7 +196,7 @@ def main(words: list[str]) -> int:
         if words[0] == "put":
             put(words[1], int(words[2]))
         else:
-            get(words[1], int(words[2]), words[3] == "base")
+            get(words[1], int(words[2]), words[3] == "base", words[4] == "follow")
         return 0
     except Refused as error:
         told = {"code": error.code, "message": str(error), "file_error": error.file_error}

@@ -55,13 +55,14 @@ async def gathered(process: SandboxProcess, stream: str, limit_bytes: int) -> by
 
 @asynccontextmanager
 async def open_archive(
-    sandbox: Sandbox, path: str, *, user: str = "", limit_bytes: int, base: bool = False
+    sandbox: Sandbox, path: str, *, user: str = "", limit_bytes: int, base: bool = False, follow: bool = True
 ) -> AsyncIterator[AsyncIterator[bytes]]:
     """Yield a file or directory as the chunks of a tar; names begin at the directory, or with ``base`` at its own name.
 
-    Raises as `put_archive` before the first chunk is there. What is no file, directory or link is left out.
+    A link is followed, or without ``follow`` packed as the link that it is. What is no file, directory or link is left
+    out. Raises as `put_archive` before the first chunk is there.
     """
-    words = ("get", path, str(limit_bytes), "base" if base else "")
+    words = ("get", path, str(limit_bytes), "base" if base else "", "follow" if follow else "")
     async with _archiver(sandbox, path, words, user) as process:
         await process.close_stdin()
         pieces = process.chunks()

@@ -47,9 +47,12 @@ async def put(sandbox: Sandbox, path: str, data: bytes, user: str = "") -> int:
     return await put_archive(sandbox, path, pieces(data), user=user, limit_bytes=LIMIT_BYTES)
 
 
-async def got(sandbox: Sandbox, path: str, *, base: bool = False, user: str = "") -> dict[str, str]:
+async def got(
+    sandbox: Sandbox, path: str, *, base: bool = False, follow: bool = True, user: str = ""
+) -> dict[str, str]:
     """Return what a tar of the path holds: contents, targets of links, or nothing, by name."""
-    async with open_archive(sandbox, path, limit_bytes=LIMIT_BYTES, base=base, user=user) as chunks:
+    packed = open_archive(sandbox, path, limit_bytes=LIMIT_BYTES, base=base, follow=follow, user=user)
+    async with packed as chunks:
         data = b"".join([chunk async for chunk in chunks])
     found = {}
     with tarfile.open(fileobj=io.BytesIO(data)) as tar:
@@ -95,6 +98,7 @@ class TestArchives:
         assert found["./a/l"] == "deep/f"
         assert set(await got(sandbox, "tree/a/deep", base=True)) == {"deep", "deep/f"}
         assert await got(sandbox, "tree/a/l") == {"f": "one\n"}, "a link is followed, a file is alone"
+        assert await got(sandbox, "tree/a/l", follow=False) == {"l": "deep/f"}
 
     @pytest.mark.parametrize(
         "entries",
