@@ -280,6 +280,7 @@ class App:
             glance=self.engine.glance,
             activity=self.activity,
             functions=self.registry.health,
+            steps=self.steps.recent,
             stopped=self._unready,
             wall=self.wall,
             version=version("tangram-gateway"),

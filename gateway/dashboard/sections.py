@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 
 from gateway.dashboard.activity import Activity, Bar
 from manager.core.causes import CauseKind
-from tangram.types import ActivityInfo
+from tangram.types import ActivityInfo, StepInfo
 
 #: Verdict -> what is told of it; the first that holds is shown.
 Verdict = Literal["stopped", "draining", "unavailable", "quota", "memory", "devices", "units", "waiting", "ok", "idle"]
@@ -139,6 +139,21 @@ def verdict(seen: Shown, stopped: str | None, functions: Mapping[str, tuple[str,
 def _use(seen: Shown, pool: str) -> str:
     found = seen["pools"].get(pool)
     return "" if found is None else f"; {found['total'] - found['free']} of {found['total']} are in use"
+
+
+def step_rows(steps: Sequence[StepInfo], wall_s: float) -> dict[str, object]:
+    """Return steps as ``TASK/STEP: [expected, living, ended, opened_ms, ended_ms, expected_end_ms]``, null for none."""
+    return {
+        f"{each.task}/{each.step}": [
+            each.expected,
+            each.living,
+            each.ended,
+            round(1000 * each.opened_at.timestamp()),
+            None if each.ended_at is None else round(1000 * each.ended_at.timestamp()),
+            None if each.ends_in_s is None else _ms(wall_s + each.ends_in_s),
+        ]
+        for each in steps
+    }
 
 
 def begun_rows(bars: Sequence[Bar], names: Names) -> list[list[object]]:

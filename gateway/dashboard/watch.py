@@ -10,7 +10,7 @@ import asyncio
 import secrets
 import zlib
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,9 +18,10 @@ import structlog
 
 from gateway import wire
 from gateway.dashboard.activity import Activity
-from gateway.dashboard.sections import BEGUN_MAX, Names, Shown, begun_rows, ended_rows, sections
+from gateway.dashboard.sections import BEGUN_MAX, Names, Shown, begun_rows, ended_rows, sections, step_rows
 from gateway.metrics import Metrics
 from manager.errors import CapacityExceeded
+from tangram.types import StepInfo
 
 #: Version of the stream's form.
 FORM = 1
@@ -78,13 +79,16 @@ class Watch:
         glance: Callable[[], Shown],
         activity: Activity,
         functions: Callable[[], Mapping[str, tuple[str, str]]],
+        steps: Callable[[], Sequence[StepInfo]],
         stopped: Callable[[], str | None],
         wall: Callable[[], float],
         version: str,
         tick_s: float = TICK_S,
     ) -> None:
-        """``functions`` tells each one's readiness and problem, ``stopped`` why no work is taken now."""
-        self._glance, self._activity, self._functions = glance, activity, functions
+        """``functions`` tells each one's readiness and problem, ``steps`` the steps of tasks that a screen is shown,
+        ``stopped`` why no work is taken now.
+        """
+        self._glance, self._activity, self._functions, self._steps = glance, activity, functions, steps
         self._stopped, self._wall, self._version, self._tick_s = stopped, wall, version, tick_s
         self.epoch = secrets.token_hex(4)
         self._names = Names()
@@ -175,6 +179,7 @@ class Watch:
         """Look, and tell what has changed since the last look."""
         now_s = self._wall()
         seen = sections(self._glance(), self._activity, now_s, self._stopped(), self._functions())
+        seen["steps"] = step_rows(self._steps(), now_s)
         changes = _changes(self._shown, seen)
         begun, ended = self._activity.take_bars()
         if now_s - self._sent_s > 2 * HEARTBEAT_S:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import json
 from collections.abc import Callable, Iterable
 from typing import Protocol
@@ -18,6 +19,8 @@ from tangram.types.steps import StepInfo
 
 #: Steps of a task, the newest first, whose lifetimes tell of the next one's.
 LEARNED_STEPS = 4
+#: What a screen is shown: so many steps, and none that ended longer ago (seconds): the page's longest timeline.
+RECENT_MAX, RECENT_S = 12, 1800.0
 #: With these the scheduler refuses what it never took.
 REFUSALS = (Reason.QUOTA, Reason.INVALID_INPUT, Reason.INTERNAL)
 
@@ -132,6 +135,13 @@ class TaskSteps:
         """Return the steps of a task that have not ended, that opened last first."""
         steps = reversed(self._steps.get(task, {}).values())
         return [self.info(step) for step in steps if step.ended_s is None]
+
+    def recent(self) -> list[StepInfo]:
+        """Return the `RECENT_MAX` steps that opened last, of those of all tasks that go on or ended not long ago."""
+        since_s = self._wall() - RECENT_S
+        found = (each for steps in self._steps.values() for each in steps.values())
+        shown = [each for each in found if each.ended_s is None or each.ended_s >= since_s]
+        return [self.info(each) for each in heapq.nlargest(RECENT_MAX, shown, key=lambda each: each.opened_s)]
 
     def info(self, step: TaskStep) -> StepInfo:
         """Return a step as it stands now."""

@@ -33,6 +33,7 @@ _raw = click.option(
 @click.argument("input", default="{}")
 @click.option("--trajectory", help="The rollout whose sandbox it needs.")
 @click.option("--task", help="The RL task it belongs to.")
+@click.option("--step", type=click.IntRange(min=0), help="The step of the task that it counts for.")
 @click.option("--timeout", "timeout_s", type=Duration(), help="Bound of the execution, at most the function's.")
 @click.option("--key", help="Idempotency key: the same key and input run once.")
 @click.option("-f", "--follow", is_flag=True, help="Show the log on standard error while it runs.")
@@ -46,6 +47,7 @@ def invoke(
     input: str,
     trajectory: str | None,
     task: str | None,
+    step: int | None,
     timeout_s: float | None,
     key: str | None,
     follow: bool,
@@ -61,10 +63,12 @@ def invoke(
     body = read_input(input)
     if not (follow or detach):
         with waiting(function):
-            result = client.invoke(function, body, task=task, trajectory=trajectory, key=key, timeout_s=timeout_s)
+            result = client.invoke(
+                function, body, task=task, step=step, trajectory=trajectory, key=key, timeout_s=timeout_s
+            )
         say(result.id)
         return show_end(client, result, as_json, log_shown=False, raw=raw)
-    result = client.submit(function, body, task=task, trajectory=trajectory, key=key, timeout_s=timeout_s)
+    result = client.submit(function, body, task=task, step=step, trajectory=trajectory, key=key, timeout_s=timeout_s)
     if detach:
         print_json(result) if as_json else click.echo(result.id)
         return 0

@@ -42,6 +42,7 @@ VERBS: Mapping[str, Verb] = {
     "trajectories": Verb("tangram.cli.state:trajectories", "The living trajectories."),
     "images": Verb("tangram.cli.images:images", "Container images: pulled ahead of a run, and what there is."),
     "tasks": Verb("tangram.cli.state:tasks", "RL tasks: their weights, bounds and use."),
+    "steps": Verb("tangram.cli.steps:steps", "Steps of an RL task, and when each is expected to end."),
     "top": Verb("tangram.cli.top.verb:top", "Resources, who holds them, and what waits for what."),
     "completion": Verb("tangram.cli.completion:completion", "Print what makes bash, zsh or fish complete the verbs."),
     "token": Verb("tangram.cli.token:token", "Print the token of your gateway on this machine, for curl."),

@@ -104,6 +104,7 @@ def list_trajectories(client: Client, as_json: bool) -> None:
 @click.argument("id")
 @click.option("--function", default="shell", show_default=True, help="The function whose sandbox it is.")
 @click.option("--task", help="The RL task that it belongs to.")
+@click.option("--step", type=click.IntRange(min=0), help="The step of the task that it counts for.")
 @click.option("--image", help="Container image, of those that the function allows.")
 @click.option("-e", "--env", multiple=True, metavar="NAME=VALUE", help="An environment variable; may be repeated.")
 @click.option("--workdir", help="Working directory.")
@@ -120,6 +121,7 @@ def open_trajectory(
     id: str,
     function: str,
     task: str | None,
+    step: int | None,
     env: tuple[str, ...],
     snapshot: str | None,
     as_json: bool,
@@ -129,7 +131,8 @@ def open_trajectory(
     given: dict[str, object] = {name: value for name, value in chosen.items() if value is not None}
     if env:
         given["env"] = dict(_variable(each) for each in env)
-    client.trajectory(id, function=function, task=task, sandbox=given or None, snapshot=snapshot).open()
+    chosen_sandbox = given or None
+    client.trajectory(id, function=function, task=task, step=step, sandbox=chosen_sandbox, snapshot=snapshot).open()
     if as_json:
         print_json({"opened": id})
     else:

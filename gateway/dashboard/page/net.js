@@ -159,7 +159,7 @@ function note(name, value) {
   if (list.length > SPARK_MAX) list.shift();
 }
 
-const KEYED = new Set(["pools", "nodes", "tasks", "fns", "traj"]);
+const KEYED = new Set(["pools", "nodes", "tasks", "steps", "fns", "traj"]);
 function merge(state, changes) {
   for (const [name, value] of Object.entries(changes)) {
     if (!KEYED.has(name) || !state[name]) { state[name] = value; continue; }

@@ -2,6 +2,7 @@
 
 import {age, bytes, causeText, colours, count, duration, fillIfNew, h, hue, letters, link, panel, swatch} from "./dom.js";
 import {store} from "./net.js";
+import {stepRow, stepsByTask, stepsTick} from "./steps.js";
 import {Timeline} from "./timeline.js";
 
 const BADGES = {stopped: "STOPPED", draining: "DRAINING", unavailable: "UNAVAILABLE", quota: "QUOTA BOUND", memory: "MEMORY BOUND",
@@ -46,7 +47,7 @@ export function nowView(view, go) {
     fillIfNew(act, d.act, () => actSplit(d.act));
     fillIfNew(pools, [d.pools, d.nodes], () => poolRows(d));
     fillIfNew(waits, [d.causes, d.wait, Math.floor(store.now() / 1000)], () => waitRows(d));
-    fillIfNew(tasks, d.tasks, () => taskRows(d.tasks));
+    fillIfNew(tasks, [d.tasks, d.steps, stepsTick()], () => taskRows(d.tasks, d.steps));
     fillIfNew(failures, [d.failed, Math.floor(store.now() / 5000)], () => failureRows(d.failed));
     fillIfNew(longest, [d.long, Math.floor(store.now() / 500)], () => longestRows(d.long));
     const nothing = !d.run && !d.wait && !store.bars.size && !d.rate[0];
@@ -138,14 +139,16 @@ function waitRows(d) {
   return rest ? [...rows, h("p", {class: "dim"}, `and ${count(rest)} for other causes`)] : rows;
 }
 
-export function taskRows(tasks) {
+export function taskRows(tasks, steps) {
+  const told = stepsByTask(steps);
   const rows = Object.entries(tasks).map(([name, [queued, running, settled, weight]]) => {
     const done = settled.succeeded || 0, bad = Object.entries(settled).reduce((sum, [state, many]) => sum + (state === "succeeded" || state === "cancelled" ? 0 : many), 0);
     const all = done + bad + queued + running || 1;
     return h("a", {class: "task", href: `/ui/invocations?q=${encodeURIComponent(`task:${name}`)}`},
       h("div", {class: "t"}, h("b", null, name), h("span", {class: "dim"}, `weight ${weight}`)),
       h("div", {class: "p"}, h("i", {class: "c-teal", style: {flex: `${done / all} 1 0`}}), h("i", {class: "p-fail", style: {flex: `${bad / all} 1 0`}}), h("i", {class: "c-blue", style: {flex: `${running / all} 1 0`}}), h("i", {class: "p-queue", style: {flex: `${queued / all} 1 0`}})),
-      h("div", {class: "m"}, h("span", null, "running ", h("b", null, count(running))), h("span", null, "waiting ", h("b", null, count(queued))), h("span", null, "ended ", h("b", null, count(done))), h("span", null, "failed ", h("b", null, count(bad)))));
+      h("div", {class: "m"}, h("span", null, "running ", h("b", null, count(running))), h("span", null, "waiting ", h("b", null, count(queued))), h("span", null, "ended ", h("b", null, count(done))), h("span", null, "failed ", h("b", null, count(bad)))),
+      ...(told.get(name) || []).filter((step) => step.end === null).slice(0, 2).map(stepRow));
   });
   return rows.length ? rows : [h("p", {class: "dim"}, "No task was seen yet.")];
 }

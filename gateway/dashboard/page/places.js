@@ -3,6 +3,7 @@
 import {bytes, confirmed, count, duration, fill, fillIfNew, h, link, panel, problem} from "./dom.js";
 import {ask, get, store} from "./net.js";
 import {taskRows, poolRows} from "./now.js";
+import {stepsTick} from "./steps.js";
 import {json, listView, rowKeys, stripOf} from "./records.js";
 
 const table = (names, body) => h("div", {class: "scroll"}, h("table", {class: "list"}, h("thead", null, h("tr", null, ...names.map((each) => h("th", {class: each.startsWith("#") ? "num" : ""}, each.replace("#", ""))))), body));
@@ -82,7 +83,7 @@ export function tasksView(view) {
   };
   load();
   const again = every(2, load);
-  return {tick: () => { fillIfNew(rows, store.d.tasks, () => taskRows(store.d.tasks || {})); again(); }};
+  return {tick: () => { fillIfNew(rows, [store.d.tasks, store.d.steps, stepsTick()], () => taskRows(store.d.tasks || {}, store.d.steps)); again(); }};
 }
 
 const NODE_SIGNS = {ready: "✓", joining: "◌", suspect: "?", draining: "–", lost: "✕"};

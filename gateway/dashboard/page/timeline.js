@@ -2,14 +2,20 @@
 
 import {clock, colours, count, duration, h, hue, letters, link, panel} from "./dom.js";
 import {store} from "./net.js";
+import {stepsByTask, stepText} from "./steps.js";
 
 const LABEL = 92, AXIS = 20, GAP = 8;
 const MIN_LETTERS = 24;
 
-// Rows of each pool: one a unit where units have numbers, else as many as run side by side at most.
-function lanes(pools, rowHeight) {
+// A row for the steps of each task. Then of each pool: one a unit where units have numbers, else as many as run side by
+// side at most.
+function lanes(pools, steps, rowHeight) {
   const found = [];
   let top = AXIS;
+  for (const [name, told] of stepsByTask(steps)) {
+    found.push({name, steps: told, top, rows: 1, height: rowHeight, rowHeight});
+    top += rowHeight + GAP;
+  }
   for (const [name, pool] of Object.entries(pools)) {
     const numbered = !pool.timed && Boolean(pool.cells) && (pool.kind === "cpu" || pool.devices);
     const rows = pool.timed ? 2 : numbered ? Math.max(1, pool.total) : Math.min(8, Math.max(1, pool.total));
@@ -42,7 +48,7 @@ export class Timeline {
     const began = performance.now();
     const {canvas} = this, scale = devicePixelRatio || 1;
     const width = canvas.clientWidth || canvas.parentElement?.clientWidth || 600;
-    const [rows, height] = lanes(store.d.pools || {}, this.options.rowHeight);
+    const [rows, height] = lanes(store.d.pools || {}, store.d.steps, this.options.rowHeight);
     if (canvas.width !== Math.round(width * scale) || canvas.height !== Math.round(height * scale)) {
       canvas.style.height = `${height}px`;
       canvas.width = Math.round(width * scale); canvas.height = Math.round(height * scale);
@@ -55,7 +61,7 @@ export class Timeline {
     const x = (at) => LABEL + (at - start) * per_ms;
     this.x0 = start; this.per_ms = per_ms;
     this.grid(c, tone, rows, start, end, x, width, height);
-    const byLane = new Map(rows.map((lane) => [lane.name, {lane, bars: []}]));
+    const byLane = new Map(rows.filter((lane) => !lane.steps).map((lane) => [lane.name, {lane, bars: []}]));
     for (const bar of store.bars.values()) {
       const until = bar.end ?? end;
       if (until < start || bar.start > end) continue;
@@ -63,6 +69,8 @@ export class Timeline {
     }
     this.hits = [];
     c.save(); c.beginPath(); c.rect(LABEL, 0, width - LABEL, height); c.clip();
+    this.bands = [];
+    for (const lane of rows) if (lane.steps) this.steps(c, tone, lane, x, width);
     for (const {lane, bars} of byLane.values()) this.lane(c, tone, lane, bars, x, width);
     if (store.restarted_ms && store.restarted_ms > start) {
       c.strokeStyle = tone.fail; c.setLineDash([4, 3]); c.beginPath();
@@ -145,6 +153,25 @@ export class Timeline {
       c.moveTo(right - size, y + 2); c.lineTo(right - 2, y + size); c.moveTo(right - 2, y + 2); c.lineTo(right - size, y + size); c.stroke();
     }
     c.lineWidth = 1;
+  }
+
+  // A band for each step of a task, from its opening to its end or now: how far it is, and when it is expected to end.
+  steps(c, tone, lane, x, width) {
+    const tall = lane.height - 1, now = store.now();
+    for (const step of [...lane.steps].reverse()) {
+      const until = step.end ?? now, left = Math.max(LABEL, x(step.opened)), right = Math.min(width, x(until));
+      if (x(until) < LABEL || left > width) continue;
+      const wide = Math.max(2, right - left), share = step.expected === null ? 1 : Math.min(1, step.ended / step.expected);
+      c.globalAlpha = 0.3; c.fillStyle = tone.plum; c.fillRect(left, lane.top, wide, tall);
+      c.globalAlpha = 0.75; c.fillRect(left, lane.top + tall - 3, wide * share, 3);
+      c.globalAlpha = 1; c.strokeStyle = tone.plum; c.lineWidth = 1; c.strokeRect(left + 0.5, lane.top + 0.5, wide - 1, tall - 1);
+      // What goes on is told whole, over what ended before it if its band is too short yet.
+      const text = step.end === null ? stepText(step) : fit(c, stepText(step), wide - 8), long = c.measureText(text).width;
+      const at = Math.max(LABEL + 4, Math.min(left + 4, width - long - 4));
+      if (at < left) { c.globalAlpha = 0.85; c.fillStyle = tone.panel; c.fillRect(at - 4, lane.top, left - at + 4, tall); c.globalAlpha = 1; }
+      c.fillStyle = tone.text; c.fillText(text, at, lane.top + tall / 2 - 1);
+      this.bands.push([step, text]);
+    }
   }
 
   // A quota: a tick for each call, refused or failed ones as crosses above it.

@@ -11,6 +11,7 @@ from rich.text import Text
 from tangram.cli.printing import brief
 from tangram.cli.printing.columns import cut, padded
 from tangram.cli.printing.output import visible
+from tangram.cli.top.rows import left
 from tangram.cli.top.watched import Watched, WatchedBar
 
 #: Colours of functions as on the page, failures and what waits; what is over its number shares the last.
@@ -218,11 +219,19 @@ def _on(palette: Palette, function: str) -> str:
 def _tasks(watched: Watched, width: int) -> Text | None:
     rows = sorted(watched.section("tasks").items(), key=lambda item: -(item[1][0] + item[1][1]))
     told = [
-        f"{visible(name)} {queued} wait {running} run {brief.count(sum(settled.values()))} done"
+        f"{visible(name)} {queued} wait {running} run {brief.count(sum(settled.values()))} done{_step(watched, name)}"
         for name, (queued, running, settled, _) in rows
         if queued or running or settled
     ]
     return _listed("TASKS", told, width)
+
+
+def _step(watched: Watched, task: str) -> str:
+    step = watched.step_of(task)
+    if step is None:
+        return ""
+    ends = "" if step.expected_end_ms is None else f" ends in {left(watched, step)}"
+    return f" step {step.number} {step.progress}{ends}"
 
 
 def _waits(watched: Watched, width: int) -> Text | None:

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from tangram import Client
 from tangram.cli.printing.output import print_json, rendered, rows_table, show, table, tree
-from tangram.types import ModelDevice, ModelsInfo, PlacedModel, QueueEntry, ResourcesInfo
+from tangram.types import ModelDevice, ModelsInfo, PlacedModel, QueueEntry, ResourcesInfo, StepInfo
 from tangram.types.values.quantities import show_size
 
 #: Waiting actions that are shown.
@@ -35,21 +35,25 @@ def repeat(client: Client, interval_s: float, as_json: bool) -> NoReturn:
             time.sleep(interval_s)
 
 
-def _state(client: Client) -> tuple[ResourcesInfo, int, Sequence[QueueEntry]]:
-    return client.resources(), sum(task.queued for task in client.tasks()), client.queue(QUEUE_SHOWN)
+def _state(client: Client) -> tuple[ResourcesInfo, int, Sequence[QueueEntry], Sequence[StepInfo]]:
+    tasks = client.tasks()
+    steps = [step for task in tasks for step in task.steps]
+    return client.resources(), sum(task.queued for task in tasks), client.queue(QUEUE_SHOWN), steps
 
 
 def print_state(client: Client, as_json: bool) -> None:
     """Print the state once."""
-    resources, waiting, queue = _state(client)
+    resources, waiting, queue, steps = _state(client)
     if as_json:
-        print_json({"resources": resources, "waiting": waiting, "queue": queue})
+        print_json({"resources": resources, "waiting": waiting, "queue": queue, "steps": steps})
     else:
-        show(*view(resources, waiting, queue))
+        show(*view(resources, waiting, queue, steps))
 
 
-def view(resources: ResourcesInfo, waiting: int, queue: Sequence[QueueEntry]) -> Iterator[RenderableType]:
-    """Yield what is shown: a section for each kind of resource, then the queue."""
+def view(
+    resources: ResourcesInfo, waiting: int, queue: Sequence[QueueEntry], steps: Sequence[StepInfo] = ()
+) -> Iterator[RenderableType]:
+    """Yield what is shown: a section for each kind of resource, steps that go on, then the queue."""
     for section, value in msgspec.to_builtins(resources).items():
         if section == "models":
             yield from models_view(resources.models)
@@ -61,6 +65,10 @@ def view(resources: ResourcesInfo, waiting: int, queue: Sequence[QueueEntry]) ->
             yield rows_table(value)
         else:
             yield tree({section: value})
+        yield ""
+    if steps:
+        yield "steps"
+        yield rows_table(msgspec.to_builtins(steps))
         yield ""
     yield f"queue: {waiting} waiting"
     if queue:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from tangram.cli.printing import brief
 from tangram.cli.printing.columns import ListColumn
 from tangram.cli.printing.output import visible
-from tangram.cli.top.watched import Watched, WatchedBar
+from tangram.cli.top.watched import Watched, WatchedBar, WatchedStep
 from tangram.types import QueueEntry
 from tangram.types.values.quantities import show_size
 
@@ -64,9 +64,12 @@ TASKS = (
     ListColumn("TASK", 10, 30),
     ListColumn("WAITING", 7, 7, right=True),
     ListColumn("RUNNING", 7, 7, right=True),
-    ListColumn("ENDED", 6, 8, right=True, rank=1),
-    ListColumn("FAILED", 6, 8, right=True, rank=2),
-    ListColumn("WEIGHT", 6, 6, right=True, rank=3),
+    ListColumn("ENDED", 6, 8, right=True, rank=3),
+    ListColumn("FAILED", 6, 8, right=True, rank=4),
+    ListColumn("WEIGHT", 6, 6, right=True, rank=5),
+    ListColumn("STEP", 4, 10, right=True, rank=1),
+    ListColumn("OF IT", 7, 15, right=True, rank=1),
+    ListColumn("ENDS IN", 7, 7, right=True, rank=2),
 )
 POOLS = (
     ListColumn("POOL", 10, 30),
@@ -164,8 +167,16 @@ def tasks(watched: Watched) -> Listing:
     rows = []
     for name, (queued, running, settled, weight) in watched.section("tasks").items():
         ended = sum(settled.values())
-        rows.append(_named(name, (queued, running, ended, ended - settled.get("succeeded", 0), weight)))
+        step = watched.step_of(name)
+        of_step = ("-", "-", "-") if step is None else (step.number, step.progress, left(watched, step))
+        rows.append(_named(name, (queued, running, ended, ended - settled.get("succeeded", 0), weight, *of_step)))
     return Listing(TASKS, rows)
+
+
+def left(watched: Watched, step: WatchedStep) -> str:
+    """Return how long a step is expected to go on; ``-`` if nothing tells."""
+    end_ms = step.expected_end_ms
+    return brief.seconds(None if end_ms is None else max(0.0, end_ms - watched.now_ms) / 1000)
 
 
 def pools(watched: Watched) -> Listing:

@@ -12,7 +12,7 @@ import msgspec
 #: Bars that are kept, and points of each small curve.
 BARS_MAX, CURVE_MAX = 4000, 120
 #: Sections of which a tick tells only the keys that changed.
-KEYED = frozenset({"pools", "nodes", "tasks", "fns", "traj"})
+KEYED = frozenset({"pools", "nodes", "tasks", "steps", "fns", "traj"})
 
 
 class StreamEvent(NamedTuple):
@@ -39,6 +39,24 @@ class WatchedBar:
     end_ms: float | None = None
     #: None while it runs, empty if it went well.
     reason: str | None = None
+
+
+class WatchedStep(NamedTuple):
+    """A step of a task that goes on; instants are milliseconds on the gateway's clock."""
+
+    number: str
+    #: Rollouts; None if nobody has told.
+    expected: int | None
+    living: int
+    ended: int
+    opened_ms: float
+    #: None if nothing tells.
+    expected_end_ms: float | None
+
+    @property
+    def progress(self) -> str:
+        """Return ``120/256``, or what ended alone."""
+        return str(self.ended) if self.expected is None else f"{self.ended}/{self.expected}"
 
 
 class EventReader:
@@ -110,6 +128,17 @@ class Watched:
         """Return a section that is keyed by names; empty before the first state."""
         found = self.sections.get(name)
         return found if isinstance(found, dict) else {}
+
+    def step_of(self, task: str) -> WatchedStep | None:
+        """Return the step of a task that opened last, if it goes on."""
+        steps: list[tuple[WatchedStep, bool]] = []
+        for name, (expected, living, ended, opened_ms, ended_ms, expected_end_ms) in self.section("steps").items():
+            owner, _, number = name.rpartition("/")
+            if owner == task:
+                step = WatchedStep(number, expected, living, ended, opened_ms, expected_end_ms)
+                steps.append((step, ended_ms is None))
+        last = max(steps, key=lambda each: each[0].opened_ms, default=None)
+        return last[0] if last is not None and last[1] else None
 
     def running(self) -> Iterator[WatchedBar]:
         """Yield what runs, the oldest first."""

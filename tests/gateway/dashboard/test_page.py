@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,6 +76,29 @@ async def test_the_timeline_holds_its_place_filters_and_opens_a_bar(tmp_path: Pa
         await shown.sees("td a", "judge")
         await shown.page.evaluate("(() => { const t = window.tangramTimeline; t.options.onopen(t.hits.at(-1)[4]); })()")
         await shown.sees("h1 .st")
+
+
+async def test_a_step_of_a_task_is_seen_with_its_expected_end(tmp_path: Path, shown: ShownPage) -> None:
+    later_s = 0.0
+    async with serving(bench(tmp_path), wall=lambda: time.time() + later_s) as gateway:
+        for step in (6, 7):
+            await gateway.http.put(f"/v1/tasks/math-mopd/steps/{step}", json={"expected": 2})
+            for name in ("t1", "t2"):
+                opening = {"function": "shell", "task": "math-mopd", "step": step}
+                assert (await gateway.http.put(f"/v1/trajectories/{name}", json=opening)).status_code == 200
+            if step == 6:
+                await shown.page.goto(address(gateway, "/ui/tasks"))
+                await shown.says(".step", "step 6: 0 of 2, 2 living")
+                assert "ends in" not in (await shown.find(".step").inner_text()), "nothing tells it"
+                later_s += 600.0
+                for name in ("t1", "t2"):
+                    await gateway.http.delete(f"/v1/trajectories/{name}")
+        await shown.says(".step", re.compile(r"^step 7: 0 of 2, 2 living, ends in ~(9|10) min"))
+        await shown.page.goto(address(gateway, "/ui/timeline?span=1800"))
+        told = "(window.tangramTimeline?.bands || []).map(([step, text]) => `${step.end === null} ${text}`).join(' | ')"
+        await shown.holds(f"/^false step 6: .*true step 7: 0 of 2, 2 living, ends in/.test({told})")
+        await gateway.http.delete("/v1/trajectories/t1")
+        await shown.holds(f"/step 7: 1 of 2, 1 living/.test({told})")
 
 
 async def test_an_invocation_is_found_opened_cancelled_and_run_again(tmp_path: Path, shown: ShownPage) -> None:

@@ -182,6 +182,7 @@ def quiet_watch(**given: Any) -> Watch:
         "glance": lambda: glance,
         "activity": Activity(lambda: 1.0, lambda: 1e9),
         "functions": dict,
+        "steps": tuple,
         "stopped": lambda: None,
         "wall": lambda: 1e9,
         "version": "0",

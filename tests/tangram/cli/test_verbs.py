@@ -207,3 +207,19 @@ async def test_ps_tells_age_task_and_times_and_filters_by_reason(served: Served,
     assert "handler_error" in failed and "swe" in good.split()
     _, out, _ = await served("ps", "--reason", "handler_error", "--since", "10m", "--json")
     assert [each["reason"] for each in json.loads(out)] == ["handler_error"]
+
+
+async def test_a_step_is_told_named_and_listed(served: Served) -> None:
+    status, out, _ = await served("steps", "math", "7", "--expected", "3", "--json")
+    assert (status, json.loads(out)[0]["expected"]) == (0, 3)
+    await served("invoke", "echo", "{}", "--task", "math", "--step", "7")
+    await served("trajectories", "open", "t", "--function", "echo", "--task", "math", "--step", "7")
+    _, out, _ = await served("steps", "math")
+    head, row = (line.split() for line in out.splitlines())
+    assert head[:4] == ["STEP", "EXPECTED", "LIVING", "ENDED"]
+    assert row[:4] == ["7", "3", "1", "1"]
+    assert (await served("steps", "math", "8"))[1].split() == ["STEP", *head[1:]], "nobody has told of it"
+    status, _, err = await served("steps", "math", "--expected", "3")
+    assert status != 0 and "name it" in err
+    _, out, _ = await served("top", "--once", "--json")
+    assert [each["step"] for each in json.loads(out)["steps"]] == [7]

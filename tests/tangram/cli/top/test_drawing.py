@@ -53,6 +53,18 @@ def test_80_columns_show_why_it_waits_who_holds_what_and_what_failed() -> None:
     assert any(row[:3] == ["X", "3", "pytest_reward"] and row[-1] == "timeout" for row in rows)
 
 
+def test_a_step_is_shown_with_its_expected_end_while_it_goes_on() -> None:
+    assert "swe 1 wait 2 run 103 done step 7 120/256 ends in 2m10" in "\n".join(screen(160, 50))
+    (row,) = [
+        line.split() for line in screen(160, 50, TopView(pane="tasks")) if " 120/256 " in line and "2m10" in line[60:]
+    ]
+    assert row[-3:] == ["7", "120/256", "2m10"]
+    found = watched()
+    found.sections["steps"]["swe/7"][4] = found.now_ms
+    assert found.step_of("swe") is None, "it has ended, and an earlier one is nothing new"
+    assert found.step_of("idle") is None
+
+
 def test_a_tall_terminal_also_shows_the_last_minutes() -> None:
     lines = screen(160, 50)
     (first,) = [line for line in lines if line.startswith(" cpu:node-a 0-1")]

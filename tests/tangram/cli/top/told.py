@@ -44,6 +44,10 @@ SECTIONS: Mapping[str, Any] = {
     },
     "nodes": {"node-a": [4, 64 * 2**30, 2**30, 3]},
     "tasks": {"swe": [1, 2, {"succeeded": 100, "timed_out": 3}, 2.0], "idle": [0, 0, {}, 1.0]},
+    "steps": {
+        "swe/6": [256, 0, 256, NOW_MS - 900_000, NOW_MS - 300_000, None],
+        "swe/7": [256, 100, 120, NOW_MS - 300_000, None, NOW_MS + 130_000],
+    },
     "long": [[running(1), "pytest_reward", "swe", "swe-1", {"cpu": 2}, "node-a", NOW_MS - 9000, NOW_MS - 1000]],
     "traj": {"living": 3},
     "fns": {"pytest_reward": ["ready", ""], "shell": ["ready", ""], "web_search": ["unavailable", "no image"]},
