@@ -154,7 +154,7 @@ async def _open(
     closers.push_async_callback(runtimes.close)
     trajectories = TrajectoryRecovery(store, runtimes.environments)
     adopted = await trajectories.adopt(machines.awaited)
-    models = ModelServices(runtimes)
+    models = ModelServices(runtimes, config.node.name)
     prepare = machines.preparing(models.prepare)
     applied = AppliedConfigs(store)
     await applied.load()
@@ -254,7 +254,7 @@ class App:
         self.invocations.on_end.append(lambda record: self.runtimes.environments.sessions.close(record.id))
         self.registry.on_switch.append(self._switched)
         self.registry.preparation.on_ready.append(self._ready)
-        self._models.report_to(self.engine, self.config.node.name)
+        self._models.report_to(self.engine)
         self._watch()
 
     def _make_engine(self) -> Engine:
@@ -327,7 +327,7 @@ class App:
         """Start the engine, take up what an earlier gateway left, and open the gRPC door."""
         await self.engine.start()
         self._models.report()
-        self.machines.begin(self.engine, self.restart, self.registry.all)
+        self.machines.begin(self.engine, self.restart, self.registry.all, self._models)
         self._trajectories.tell(self.engine)
         await self._quotas.take_up(self.engine)
         closers.push_async_callback(self.engine.close)

@@ -115,6 +115,8 @@ class _Machines(Collector):
         "running": "Actions that run on the node",
         "trajectories": "Trajectories, and actions of none, that hold memory on the node",
         "losses": "Losses of the node of late",
+        "devices": "Model devices of the node",
+        "resident_models": "Copies of model services that are resident on the node's devices",
     }
 
     def __init__(self, read: Callable[[], Iterator[tuple[str, str, float]]]) -> None:

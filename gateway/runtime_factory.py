@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 
 from gateway.config.load import GatewayConfig
+from manager.chunk import Chunk
 from manager.clock import Clock
 from manager.config import ServiceSpec
 from manager.engine import Engine
@@ -71,11 +73,19 @@ class Runtimes:
 class ModelServices:
     """What the scheduler must know of the model services: what each costs, and where it is resident."""
 
-    def __init__(self, runtimes: Runtimes) -> None:
+    def __init__(self, runtimes: Runtimes, here: str) -> None:
+        """``here`` is this machine's name as a node."""
         self._runtimes = runtimes
-        #: Every service that was made ready.
-        self.services: dict[str, ServiceSpec] = {}
+        self._here = here
+        self._engine: Engine | None = None
+        #: By service and node, what it costs there.
+        self._by_node: dict[str, dict[str, ServiceSpec]] = {}
         runtimes.model.on_footprint = self._keep
+
+    @property
+    def services(self) -> dict[str, ServiceSpec]:
+        """Every service that was made ready on some node."""
+        return {name: _on_all(by_node) for name, by_node in self._by_node.items()}
 
     async def prepare(self, function: FunctionSpec) -> None:
         """Make a function ready; raises the typed error of one that cannot run here."""
@@ -84,15 +94,33 @@ class ModelServices:
         if service is not None:
             self._keep(service)
 
-    def report_to(self, engine: Engine, node: str) -> None:
-        """Tell the engine from now on of what is learned and of what comes and goes on the node's devices."""
+    def report_to(self, engine: Engine) -> None:
+        """Tell the engine from now on of what is learned, and of what comes and goes on this machine's devices."""
+        self._engine = engine
+        self._runtimes.model.on_footprint = lambda service: self.learn(self._here, (service,))
+        self._runtimes.model.on_residency = partial(engine.report_residency, self._here)
 
-        def learn(service: ServiceSpec) -> None:
-            self._keep(service)
-            engine.tell(Reconfigured(services={service.name: service}))
+    def learn(self, node: str, services: Sequence[ServiceSpec]) -> None:
+        """Take up what services cost on a node, and tell the engine what is new."""
+        news = [each for each in services if self._by_node.get(each.name, {}).get(node) != each]
+        for service in news:
+            self._by_node.setdefault(service.name, {})[node] = service
+        self._tell([service.name for service in news])
 
-        self._runtimes.model.on_footprint = learn
-        self._runtimes.model.on_residency = partial(engine.report_residency, node)
+    def forget(self, node: str) -> None:
+        """A node is gone: its costs count no more, where others have the service."""
+        gone = [name for name, by_node in self._by_node.items() if node in by_node and len(by_node) > 1]
+        for name in gone:
+            del self._by_node[name][node]
+        self._tell(gone)
+
+    def _tell(self, names: Sequence[str]) -> None:
+        if names and self._engine is not None:
+            self._engine.tell(Reconfigured(services={name: _on_all(self._by_node[name]) for name in names}))
+
+    def resident(self) -> Mapping[str, tuple[Chunk, ...]]:
+        """Return what is resident on this machine's devices: chunks by service."""
+        return self._runtimes.model.residency()
 
     def report(self) -> None:
         """Tell the engine of all that is resident now."""
@@ -100,7 +128,24 @@ class ModelServices:
             self._runtimes.model.on_residency(self._runtimes.model.residency())
 
     def _keep(self, service: ServiceSpec) -> None:
-        self.services[service.name] = service
+        self._by_node.setdefault(service.name, {})[self._here] = service
+
+
+def _on_all(by_node: Mapping[str, ServiceSpec]) -> ServiceSpec:
+    """Return a service as the scheduler knows it: the most bytes and the mean restore of its nodes, and each one's."""
+    sizes: dict[int, int] = {}
+    seconds: dict[int, list[float]] = {}
+    for service in by_node.values():
+        for dop, size in service.bytes_by_dop.items():
+            sizes[dop] = max(size, sizes.get(dop, 0))
+        for dop, restore_s in service.restore_s_by_dop.items():
+            seconds.setdefault(dop, []).append(restore_s)
+    return replace(
+        next(iter(by_node.values())),
+        bytes_by_dop=sizes,
+        restore_s_by_dop={dop: fmean(each) for dop, each in seconds.items()},
+        restore_s_by_node={node: service.restore_s_by_dop for node, service in by_node.items()},
+    )
 
 
 def make_runtimes(config: GatewayConfig, clock: Clock) -> Runtimes:

@@ -66,6 +66,8 @@ class ServiceSpec:
     restore_s_by_dop: Mapping[int, float]
     #: Tokens that queued actions may add up to in one batch; 0: no batching.
     batch_tokens: int = 0
+    #: Restore seconds as each node that can hold it has measured them, by node and DoP; empty: all nodes are alike.
+    restore_s_by_node: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     #: Whether it can be resident on several chunks at once; a server of its own (an external engine) cannot.
     replicable: bool = True
 

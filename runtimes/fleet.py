@@ -98,8 +98,9 @@ class FleetExecutor:
             await member.resize(action, lease)
 
     async def replicate(self, function: FunctionSpec, service: str, node: str, chunk: Chunk) -> bool:
-        """Copy a service on this machine; other nodes serve no models."""
-        return node == self._local and await self._here.replicate(function, service, node, chunk)
+        """Copy a service on the node's devices; return False where it cannot be."""
+        member = self._here if node == self._local else self._member(node)
+        return member is not None and await member.replicate(function, service, node, chunk)
 
     async def open_trajectory(self, trajectory: str, task: str, function: FunctionSpec) -> None:
         """Make the trajectory's environment where the core has placed it; raises CodedError."""

@@ -27,6 +27,8 @@ class DeclarationSite:
     models_dir: Path | None
     #: Whether handlers and checkpoints must exist on this machine.
     look: bool
+    #: Whether checkpoints may lie on other machines alone: each node looks itself.
+    models_elsewhere: bool = False
     #: Of this machine nothing is looked at outside of these directories; None for no such bound.
     roots: tuple[Path, ...] | None = None
     #: (key path in the function, what is wrong there).

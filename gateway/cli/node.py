@@ -9,17 +9,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import click
+from msgspec import convert
 
 from gateway import machine
 from gateway.cli.config import node as show
 from gateway.cli.nodes import check_nodes, drain_node, issue_ticket, list_nodes
 from gateway.config.load import GatewayConfig, load
+from gateway.config.sections import DevicesConfig
 from gateway.invocations import logs
 from gateway.runtime_factory import make_runtimes
 from manager.clock import MonotonicClock
 from manager.errors import InvalidConfig
+from runtimes.model.device.devices import nvml
 from runtimes.node.daemon import Daemon, DaemonSettings, HostWork
+from runtimes.node.models.served import NodeModels
 from runtimes.node.sandboxes import EnvironmentSandboxes
+from tangram.types.values.quantities import size_bytes
 
 
 class NodeVerbs(click.Group):
@@ -49,6 +54,9 @@ for verb in (list_nodes, drain_node, issue_ticket, check_nodes):
 @click.option("--name", required=True, help="As leases and records name it.")
 @click.option("--labels", default="", metavar="KEY=VALUE,...", help="What functions may choose it by.")
 @click.option("--cores", default="", metavar="0-3,8", help="The cores that actions may have; all by default.")
+@click.option(
+    "--devices", default="", metavar="KIND[:COUNT[:SIZE]]", help="Model devices: cuda:8, cpu:2:4Gi, auto or none."
+)
 @click.option("--sandboxes", default="auto", type=click.Choice(["auto", "docker", "process"]), help="Of which kind.")
 @click.option("--config", type=click.Path(path_type=Path), help="YAML whose sections sandbox and node count here.")
 @click.option("--drain-grace", default=600.0, show_default=True, help="Seconds that SIGTERM waits for what runs.")
@@ -62,6 +70,7 @@ def join(
     name: str,
     labels: str,
     cores: str,
+    devices: str,
     sandboxes: str,
     config: Path | None,
     drain_grace: float,
@@ -80,6 +89,7 @@ def join(
     for variable in [each for each in os.environ if each.startswith("RAY_")]:
         del os.environ[variable]  # its token is for no sandbox, and for no child of ours
     loaded = _configuration(config, state_dir.absolute(), name, labels, cores, sandboxes)
+    loaded = replace(loaded, node=replace(loaded.node, devices=_devices(devices, loaded.node.devices)))
     settings = DaemonSettings(
         host=host.strip("[]"),
         port=int(port),
@@ -112,9 +122,30 @@ def _configuration(
     return replace(
         found,
         server=replace(found.server, state_dir=state_dir),
-        node=replace(node, devices=replace(node.devices, count=0)),
+        node=node,
         sandbox=replace(found.sandbox, provider=provider),
     )
+
+
+def _devices(given: str, configured: DevicesConfig) -> DevicesConfig:
+    """Return the model devices that a node offers: as given, else as configured, else all that NVML finds.
+
+    Raises InvalidConfig for what is no ``KIND[:COUNT[:SIZE]]``.
+    """
+    if not given:
+        undeclared = configured == DevicesConfig() and not nvml().gpus()
+        return replace(configured, kind="none") if undeclared else configured
+    kind, _, rest = given.partition(":")
+    count, _, size = rest.partition(":")
+    try:
+        if count and not (count.isdecimal() and int(count)):
+            raise ValueError(f"{count!r} is no number of devices")
+        memory_bytes = size_bytes(size) if size else None
+        found = {"kind": kind, "count": int(count) if count else None, "memory_bytes": memory_bytes}
+        return convert(found, DevicesConfig)
+    except ValueError as error:
+        told = f"--devices: {given!r} is not KIND[:COUNT[:SIZE]] such as cuda:8 or cpu:2:4Gi: {error}"
+        raise InvalidConfig(told, component="node") from None
 
 
 async def _serve(config: GatewayConfig, settings: DaemonSettings) -> None:
@@ -128,6 +159,7 @@ async def _serve(config: GatewayConfig, settings: DaemonSettings) -> None:
         check=runtimes.prepare,
         close=runtimes.close,
         handlers=runtimes.handlers_in_use,
+        models=NodeModels(runtimes.model, settings.spec.devices),
     )
     daemon = Daemon(replace(settings, isolation=info.isolation, sandboxes=info.kind), work)
     loop = asyncio.get_running_loop()

@@ -27,6 +27,7 @@ def list_nodes(client: Client, as_json: bool) -> None:
             each.state,
             show_seconds(each.since_s),
             each.cores,
+            each.devices,
             f"{each.memory_bytes / 2**30:.1f} GiB",
             each.running,
             each.trajectories,
@@ -35,7 +36,7 @@ def list_nodes(client: Client, as_json: bool) -> None:
         )
         for each in found
     ]
-    show(table(("NODE", "STATE", "SINCE", "CORES", "MEMORY", "RUNNING", "HOLDERS", "LABELS", "WHY"), rows))
+    show(table(("NODE", "STATE", "SINCE", "CORES", "DEVICES", "MEMORY", "RUNNING", "HOLDERS", "LABELS", "WHY"), rows))
     coming = [each for each in client.ray_machines() if each.state != "serving"]
     if coming:
         told = [(each.machine[:12], each.node, each.state, show_seconds(each.since_s), each.why) for each in coming]

@@ -6,6 +6,7 @@ import asyncio
 import hmac
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -13,7 +14,7 @@ import structlog
 from gateway.cluster.abilities import Abilities
 from gateway.cluster.attempts import FleetReattachment, NodeAttempts
 from gateway.cluster.door import NodeDoor, bind
-from gateway.cluster.machines import NodeRecovery
+from gateway.cluster.machines import NodeRecovery, NodeServices
 from gateway.cluster.records import NodeRecords
 from gateway.cluster.state import ClusterNode, ClusterState
 from gateway.cluster.tickets import TicketOffice, check_name, digest_of, new_node_key, signing_key
@@ -151,9 +152,15 @@ class Cluster(ClusterState):
     def reattachment(self, environments: AttemptHolder) -> Reattachment:
         return FleetReattachment(environments, self._member)
 
-    def begin(self, engine: Engine, recovery: NodeRecovery, functions: Callable[[], Sequence[FunctionSpec]]) -> None:
+    def begin(
+        self,
+        engine: Engine,
+        recovery: NodeRecovery,
+        functions: Callable[[], Sequence[FunctionSpec]],
+        services: NodeServices,
+    ) -> None:
         assert self._fleet is not None
-        self._engine, self._recovery, self._functions = engine, recovery, functions
+        self._engine, self._recovery, self._functions, self._services = engine, recovery, functions, services
         self._fleet.place_of = self._place_of
         for name, known in self._records.all.items():
             if name in self._awaited:
@@ -229,13 +236,13 @@ class Cluster(ClusterState):
         return new_node_key()
 
     def _described(self, hello: NodeHello) -> NodeSpec:
-        """Return the node as the scheduler may use it, without devices so far; raises Conflict if it has changed."""
+        """Return the node as the scheduler may use it; raises Conflict if it has changed."""
         labels = {**hello.spec.labels, **hello.labels}
-        spec = replace(hello.spec, name=hello.name, labels=labels, devices=0, device_bytes=0, able=frozenset())
+        spec = replace(hello.spec, name=hello.name, labels=labels, able=frozenset())
         machine = self._machines.get(spec.name)
         before = spec if machine is None else machine.spec
-        if (spec.numa, spec.memory_bytes) != (before.numa, before.memory_bytes):
-            told = f"{spec.name} has other cores or memory than before: drain it first, or let it join by another name"
+        if _units(spec) != _units(before):
+            told = f"{spec.name} has other cores, memory or devices than before: drain it first, or give it a new name"
             raise Conflict(told, component="cluster", retry_after_s=self._config.times.lost_after_s)
         return spec
 
@@ -290,8 +297,9 @@ class Cluster(ClusterState):
             await self._recovery.recover_on(name, Reattachment(NodeAttempts(remote)))
         else:
             self.engine.tell(NodeJoined(node=machine.spec))
+        self._models_changed(name)
         self._step(Reconciled(name, hello.instance))
-        self._log.info("a node serves", node=name, cores=machine.spec.cores)
+        self._log.info("a node serves", node=name, cores=machine.spec.cores, devices=machine.spec.devices)
         # An image may have to be pulled: until then it serves what it is able to run already.
         await self.abilities.prepare_all(name, tuple(filter(_needs_node, self._functions())))
         self._again()
@@ -304,7 +312,16 @@ class Cluster(ClusterState):
 
         voice = Voice(spec.name, instance, self._step)
         machine = ClusterNode(spec, RemoteNode(spec.name, on_event=voice, archives=self._archives))
+        machine.remote.models.on_change = partial(self._models_changed, spec.name)
         return machine
+
+    def _models_changed(self, name: str) -> None:
+        """Tell the scheduler what a node's model services cost, and on which of its devices they are."""
+        machine = self._machines.get(name)
+        if machine is not None and machine.spec.devices and self._services is not None:
+            models = machine.remote.models
+            self._services.learn(name, models.services)
+            self.engine.report_residency(name, models.resident)
 
     # -- what the roster decides
 
@@ -341,6 +358,8 @@ class Cluster(ClusterState):
             self.ray.left(name)
         self._records.moved(name, "lost")
         self.abilities.forget(name)
+        if self._services is not None:
+            self._services.forget(name)
         assert self._trajectories is not None and self._fleet is not None
         unaware = [one for one in self._trajectories.on_node(name) if self._is_unaware(one)]
         self._trajectories.lose(unaware)
@@ -401,6 +420,11 @@ class Cluster(ClusterState):
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _units(spec: NodeSpec) -> tuple[object, ...]:
+    """What of a node is leased, which does not change while it is there."""
+    return spec.numa, spec.memory_bytes, spec.devices, spec.device_bytes
 
 
 def _needs_node(function: FunctionSpec) -> bool:

@@ -9,7 +9,8 @@ from gateway.invocations.reattach import AttemptHolder, Reattachment
 from gateway.invocations.record import Record
 from gateway.invocations.trajectories import TrajectoryRecovery
 from gateway.preparation import Prepare
-from manager.config import NodeSpec
+from manager.chunk import Chunk
+from manager.config import NodeSpec, ServiceSpec
 from manager.engine import Engine
 from manager.errors import NotFound, Unsupported
 from manager.executor import Executor
@@ -28,12 +29,29 @@ class NodeRecovery(Protocol):
     async def recover_on(self, node: str, found: Reattachment | None) -> None: ...
 
 
+class NodeServices(Protocol):
+    """What keeps the costs of model services by node: `gateway.runtime_factory.ModelServices`."""
+
+    def learn(self, node: str, services: Sequence[ServiceSpec]) -> None:
+        """Take up what services cost on a node."""
+        ...
+
+    def forget(self, node: str) -> None:
+        """A node is gone."""
+        ...
+
+    def resident(self) -> Mapping[str, tuple[Chunk, ...]]:
+        """Return what is resident on the devices of this machine: chunks by service."""
+        ...
+
+
 class OneMachine:
     """This machine alone: what is asked of the machines is answered for it."""
 
     def __init__(self, here: NodeSpec) -> None:
         self.here = here
         self._engine: Engine | None = None
+        self._services: NodeServices | None = None
 
     @property
     def engine(self) -> Engine:
@@ -66,9 +84,15 @@ class OneMachine:
         """Return what knows which commands of the gateway before are whose."""
         return Reattachment(environments)
 
-    def begin(self, engine: Engine, recovery: NodeRecovery, functions: Callable[[], Sequence[FunctionSpec]]) -> None:
+    def begin(
+        self,
+        engine: Engine,
+        recovery: NodeRecovery,
+        functions: Callable[[], Sequence[FunctionSpec]],
+        services: NodeServices,
+    ) -> None:
         """The scheduler runs: say which machines it has to wait for."""
-        self._engine = engine
+        self._engine, self._services = engine, services
 
     def open(self, again: Callable[[], None]) -> None:
         """Let machines join from now on; ``again`` has what could not be made ready tried again."""
@@ -116,6 +140,8 @@ class OneMachine:
             yield status.node, "running", float(status.running)
             yield status.node, "trajectories", float(status.trajectories)
             yield status.node, "losses", float(status.losses)
+            yield status.node, "devices", float(status.devices)
+            yield status.node, "resident_models", float(sum(map(len, status.resident.values())))
 
     def _local_status(self, unable: Mapping[str, str], able: Sequence[str]) -> NodeStatus:
         here = self.here
@@ -134,6 +160,7 @@ class OneMachine:
             trajectories=holders,
             able=tuple(able),
             unable=unable,
+            resident={} if self._services is None else self._services.resident(),
         )
 
     def _no_such(self, name: str) -> NotFound | Unsupported:

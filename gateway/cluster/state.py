@@ -108,6 +108,7 @@ class ClusterState(OneMachine):
             trajectories=holders,
             able=tuple(sorted(self.abilities.able(name))),
             unable=self.abilities.unable(name),
+            resident={} if machine is None else machine.remote.models.resident,
             peer="" if machine is None or machine.link is None else machine.link.peer,
             version="" if hello is None else hello.version,
             isolation="" if hello is None else hello.isolation,

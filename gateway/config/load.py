@@ -239,7 +239,7 @@ class _Assembly:
         self._task_problems(tasks, scheduler)
         models = replace(models, dir=self._absolute("models", models.dir))
         node = replace(node, cpu=replace(node.cpu, topology=self._absolute("node", node.cpu.topology)))
-        functions = self._functions(resources, sandbox, models)
+        functions = self._functions(resources, sandbox, models, elsewhere=cluster is not None)
         if cluster is not None:  # each machine says itself what it is able to run
             functions = {name: replace(function, anywhere=False) for name, function in functions.items()}
         self._engine_problems(functions, node)
@@ -344,14 +344,20 @@ class _Assembly:
         return found
 
     def _functions(
-        self, resources: Mapping[str, Resource], sandbox: SandboxConfig, models: ModelSettings
+        self, resources: Mapping[str, Resource], sandbox: SandboxConfig, models: ModelSettings, *, elsewhere: bool
     ) -> dict[str, FunctionSpec]:
         functions = dict(self.keep.functions)
         kinds = costed_kinds(resources.keys() | self.entries["resources"].keys())
         for name, value in self._valid("functions"):
             entry = self.entries["functions"][name]
             roots = None if self.roots is None else (*self.roots, *([models.dir.resolve()] if models.dir else ()))
-            place = DeclarationSite(directory=entry.directory, models_dir=models.dir, look=self.look, roots=roots)
+            place = DeclarationSite(
+                directory=entry.directory,
+                models_dir=models.dir,
+                look=self.look,
+                models_elsewhere=elsewhere,
+                roots=roots,
+            )
             section = cast(FunctionSection, value)
             functions[name] = function_spec(name, section, place, kinds=kinds, resources=resources, sandbox=sandbox)
             for path, message in place.problems:

@@ -176,7 +176,9 @@ class CpuConfig:
 class DevicesConfig:
     """The model devices of the node."""
 
-    kind: Annotated[Literal["auto", "cpu", "cuda"], Setting("auto takes cuda where there is one, else cpu")] = "auto"
+    kind: Annotated[
+        Literal["auto", "cpu", "cuda", "none"], Setting("auto takes cuda where there is one, else cpu; none: no models")
+    ] = "auto"
     count: Annotated[int | None, Setting("devices used; all cuda devices, or one cpu device, by default", ge=0)] = None
     memory_bytes: Annotated[int | None, Setting("bytes of each device; measured by default")] = None
 

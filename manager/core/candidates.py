@@ -18,7 +18,7 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from manager.action import UnitSet
+from manager.action import ANYWHERE, UnitSet
 from manager.core.waiting.queue import Key, QueueGroup, Waiting
 from manager.resources.nodes import Nodes
 from manager.resources.pool import Headroom, Pool
@@ -35,23 +35,25 @@ class StartOption:
     memory_bytes: int
     #: What is left of each pool, and of the node's memory (last, if any is needed), each with the minimum.
     headrooms: tuple[tuple[Headroom, int], ...]
+    #: Without a node: those whose places are right for it; empty for all.
+    among: frozenset[str] = frozenset()
 
     def fits(self, beside: Headroom | None = None) -> bool:
         """Return whether the minimum of everything is left, what is left of the pool ``beside`` not counted."""
         for headroom, least in self.headrooms:
-            if not headroom.fits(least, self.node) and headroom is not beside:
+            if not headroom.fits(least, self.node, self.among) and headroom is not beside:
                 return False
         return True
 
     def take(self) -> None:
         for headroom, least in self.headrooms:
-            headroom.take(least, self.node)
+            headroom.take(least, self.node, self.among)
 
     def reserve(self, *, memory: bool = True) -> None:
-        missing = [headroom for headroom, least in self.headrooms if not headroom.fits(least, self.node)]
+        missing = [headroom for headroom, least in self.headrooms if not headroom.fits(least, self.node, self.among)]
         for headroom, least in self.headrooms if memory else self.headrooms[:-1]:
             free = headroom.free
-            headroom.reserve(least, self.node)
+            headroom.reserve(least, self.node, self.among)
             if missing == [headroom]:
                 headroom.awaited += free - headroom.free
 
@@ -255,10 +257,14 @@ class Selector:
             names = tuple([name for name in wanted if self._nodes.may_start(signature.placement, name)])
         else:
             names = (signature.node,)
-        options = {name: self._option(group, name) for name in names}
+        among: frozenset[str] = frozenset()
+        if not bound and signature.placement != ANYWHERE and self._resources.any_placed(group.demand):
+            among = self._nodes.right_for(signature.placement)
+            names = names if among else ()
+        options = {name: self._option(group, name, among) for name in names}
         return {name: option for name, option in options.items() if option is not None}
 
-    def _option(self, group: QueueGroup, node: str) -> StartOption | None:
+    def _option(self, group: QueueGroup, node: str, among: frozenset[str]) -> StartOption | None:
         needs, headrooms = [], []
         for kind, units in group.signature.demand:
             pool = self._resources.find(kind, node)
@@ -269,7 +275,7 @@ class Selector:
         memory_bytes = group.signature.memory_bytes
         if memory_bytes:
             headrooms.append((self._memory_of(node), memory_bytes))
-        return StartOption(node, tuple(needs), memory_bytes, tuple(headrooms))
+        return StartOption(node, tuple(needs), memory_bytes, tuple(headrooms), among)
 
     def _headroom(self, pool: Pool) -> Headroom:
         headroom = self._found.headrooms.get(pool.name)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Literal
 
-from manager.action import NodeChoice
+from manager.action import ANYWHERE, NodeChoice
 from manager.core.state import SchedulerState
 from manager.core.waiting.queue import QueueGroup, Waiting
 from manager.resources.placed import PlacedPool
@@ -125,8 +125,15 @@ def _nodes(state: SchedulerState, group: QueueGroup) -> Iterable[Cause]:
         elif not place.spec.suits(placement):
             told = f"node {node} of its trajectory, which is not right for it: {_story(placement)}"
             yield Cause(kind="node", text=told, pool=f"node:{node}")
-    elif state.resources.any_on_nodes(group.demand) and not any(each.is_right_for(placement) for each in state.nodes):
+    elif _is_placed(state, group) and not state.nodes.right_for(placement):
         yield Cause(kind="node", text=f"an open node {_story(placement)}".rstrip())
+
+
+def _is_placed(state: SchedulerState, group: QueueGroup) -> bool:
+    """Return whether something of a node is needed."""
+    resources, demand = state.resources, group.demand
+    anywhere = group.signature.placement == ANYWHERE
+    return resources.any_on_nodes(demand) or (not anywhere and resources.any_placed(demand))
 
 
 def _story(placement: NodeChoice) -> str:
@@ -138,9 +145,11 @@ def _story(placement: NodeChoice) -> str:
 def _units(state: SchedulerState, group: QueueGroup) -> Iterable[Cause]:
     node = group.signature.node
     where = f" on {node}" if node else ""
+    anywhere = group.signature.placement == ANYWHERE
+    among = frozenset[str]() if anywhere else state.nodes.right_for(group.signature.placement)
     for kind, need in group.demand.items():
         pools = [state.resources[name] for name in state.pools_of(group) if state.resources[name].kind == kind]
-        if any(_has(pool, need, node) for pool in pools):
+        if any(_has(pool, need, node, among) for pool in pools):
             continue
         best = max(pools, key=lambda pool: pool.free, default=None)
         yield Cause(
@@ -153,9 +162,9 @@ def _units(state: SchedulerState, group: QueueGroup) -> Iterable[Cause]:
         )
 
 
-def _has(pool: Pool, need: int, node: str) -> bool:
+def _has(pool: Pool, need: int, node: str, among: frozenset[str]) -> bool:
     """Return whether the units can be had together."""
-    return pool.headroom().fits(need, node)
+    return pool.headroom().fits(need, node, among)
 
 
 def _kind_of(pool: Pool | None) -> CauseKind:

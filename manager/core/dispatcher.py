@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Sequence
 from itertools import islice
 
+from manager.action import ANYWHERE
 from manager.core.executing import Running
 from manager.core.state import SchedulerState
 from manager.core.waiting.queue import Waiting
@@ -76,8 +77,12 @@ class Dispatcher:
             return []
         queue = self._state.queue
         units = {pool.kind: request.units for pool, request in requests}
+        placement = waiting.action.placement
         budget = queue.services[service].batch_tokens - waiting.action.batch_tokens
         alike = [group for group in queue.groups() if group.signature.batch_service == service]
+        if placement != ANYWHERE:  # wherever the leader may start, its mates must be able to run
+            nodes, right = self._state.nodes, self._state.nodes.right_for(placement)
+            alike = [group for group in alike if nodes.right_for(group.signature.placement) >= right]
         mates: list[Waiting] = []
         for mate in heapq.merge(*(islice(group, _BATCH_WINDOW) for group in alike), key=lambda mate: mate.order):
             if mate is waiting or mate.action.cost.keys() != units.keys():

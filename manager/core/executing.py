@@ -327,7 +327,8 @@ class Executing:
     def _restore_s(self, service: str, lease: Lease) -> float:
         """Return the seconds until the work of an action that needs the service can begin."""
         cold = [(self._pool(kind, lease.node), grant.units) for kind, grant in lease.grants.items() if grant.restore]
-        return sum(pool.restore_s(service, units) for pool, units in cold if isinstance(pool, PlacedPool))
+        placed = [(pool, units) for pool, units in cold if isinstance(pool, PlacedPool)]
+        return sum(pool.restore_s(service, units, lease.node) for pool, units in placed)
 
     def _loan(self, child: Waiting, parent: Running) -> dict[str, tuple[Pool, int, bool]] | None:
         """Return (pool, units, whether they are lent) by kind; None if some unit cannot be had."""

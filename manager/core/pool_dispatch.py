@@ -9,12 +9,13 @@ from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
 
-from manager.action import Action, UnitSet
+from manager.action import ANYWHERE, Action, NodeChoice, UnitSet
 from manager.chunk import Chunk
 from manager.core.candidates import Candidate, CandidateSelection, StartOption
 from manager.core.dispatcher import Dispatcher
 from manager.core.state import SchedulerState
 from manager.core.waiting.queue import Key, QueueGroup, Waiting
+from manager.resources.nodes import Nodes
 from manager.resources.placed import PlacedPool
 from manager.resources.pool import Pool, PoolRequest
 from manager.scheduler.drawn import Drawn
@@ -26,6 +27,26 @@ _LEAST_WAKE_S = 0.001
 
 class BrokenPromise(Exception):
     """A decision that cannot be carried out, with its story."""
+
+
+class AllowedPlaces:
+    """Which places of a pool an action may have: `manager.scheduler.policy.ChunkView.allowed`."""
+
+    def __init__(self, nodes: Nodes, pool: PlacedPool) -> None:
+        self._nodes = nodes
+        self._pool = pool
+        #: By placement, the nodes that are right.
+        self._right: dict[NodeChoice, frozenset[str]] = {}
+
+    def __call__(self, action: Action, places: Sequence[Chunk]) -> Sequence[Chunk]:
+        """Return those of the places that lie on a node that is right for the action."""
+        placement = action.placement
+        if placement == ANYWHERE:
+            return places
+        right = self._right.get(placement)
+        if right is None:
+            right = self._right[placement] = self._nodes.right_for(placement)
+        return [place for place in places if self._pool.node_of(place) in right]
 
 
 class PoolDispatch:
@@ -123,7 +144,8 @@ class PoolDispatch:
 
     def _show_chunks(self, pool: PlacedPool) -> ChunkView:
         view = pool.chunk_view(self._state.now_s)
-        return view if self._headroom is None else replace(view, kept=tuple(self._headroom.kept))
+        kept = () if self._headroom is None else tuple(self._headroom.kept)
+        return replace(view, kept=kept, allowed=AllowedPlaces(self._state.nodes, pool))
 
     def _show_candidates(self) -> Iterator[WaitingView]:
         for candidate in self._candidates.values():
@@ -338,7 +360,8 @@ class PoolDispatch:
                 units, chunk, others = self._shaped(waiting, option, allowed, start, kept), start.chunk, kept
             else:
                 units, chunk, others = minimum, None, self._kept(pool)
-            request = PoolRequest(waiting.id, units, waiting.action.service, chunk, option.node, others)
+            service = waiting.action.service
+            request = PoolRequest(waiting.id, units, service, chunk, option.node, others, option.among)
             if not pool.accepts(request):
                 return False
             requests.append((pool, request))
@@ -356,7 +379,7 @@ class PoolDispatch:
             return units
         counts = [count for count in _unit_set(waiting.action) if count <= units]
         for count in reversed(counts):
-            if self._pool.accepts(PoolRequest(holder=waiting.id, units=count, node=option.node, kept=kept)):
+            if self._pool.accepts(PoolRequest(waiting.id, count, node=option.node, kept=kept, among=option.among)):
                 return count
         return counts[0]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 
 from manager.chunk import Chunk, outside, power_at_least
 from manager.config import NodeSpec, ServiceSpec
@@ -31,51 +33,50 @@ class ChunkHeadroom(Headroom):
         self._free = {name: [chunk for chunk in free if region.contains(chunk)] for name, region in regions.items()}
         super().__init__(sum(chunk.size for chunks in self._free.values() for chunk in chunks))
 
-    def fits(self, units: int, node: str = "") -> bool:
+    def fits(self, units: int, node: str = "", among: frozenset[str] = frozenset()) -> bool:
         size = power_at_least(units)
-        return any(chunk.size >= size for name in self._names(node) for chunk in self._free[name])
+        return any(chunk.size >= size for name in self._names(node, among) for chunk in self._free[name])
 
-    def take(self, units: int, node: str = "") -> None:
-        place = self._best_fit(power_at_least(units), node)
+    def take(self, units: int, node: str = "", among: frozenset[str] = frozenset()) -> None:
+        place = self._best_fit(power_at_least(units), self._names(node, among))
         assert place is not None, f"no chunk of {units} is left"
         self._remove(*place)
 
-    def reserve(self, units: int, node: str = "") -> None:
+    def reserve(self, units: int, node: str = "", among: frozenset[str] = frozenset()) -> None:
         """Hold back the whole chunk that fits best, else the place of which least is in use or reserved already.
 
         What is in use of a reserved place only falls, so it comes free within the longest action that runs there.
         """
-        size = power_at_least(units)
-        found = self._best_fit(size, node) or self._least_used(size, node)
+        size, names = power_at_least(units), self._names(node, among)
+        found = self._best_fit(size, names) or self._least_used(size, names)
         if found is not None:
             name, place = found
             self._places.append(place)
-            inside = [place] if self.fits(units, node) else [one for one in self._free[name] if place.contains(one)]
+            inside = (
+                [place] if self.fits(units, node, among) else [one for one in self._free[name] if place.contains(one)]
+            )
             self.kept += inside
             self._remove(name, place)
 
-    def _names(self, node: str) -> Iterable[str]:
-        return self._free if not node else (node,) if node in self._free else ()
+    def _names(self, node: str, among: frozenset[str]) -> Collection[str]:
+        if node:
+            return (node,) if node in self._free else ()
+        return self._free if not among else [name for name in self._free if name in among]
 
     def _remove(self, name: str, place: Chunk) -> None:
         self._free[name] = outside(self._free[name], (place,))
         self.free = sum(chunk.size for chunks in self._free.values() for chunk in chunks)
 
-    def _best_fit(self, size: int, node: str) -> tuple[str, Chunk] | None:
-        found = [
-            (chunk.size, chunk.start, name)
-            for name in self._names(node)
-            for chunk in self._free[name]
-            if chunk.size >= size
-        ]
+    def _best_fit(self, size: int, names: Iterable[str]) -> tuple[str, Chunk] | None:
+        found = [(chunk.size, chunk.start, name) for name in names for chunk in self._free[name] if chunk.size >= size]
         if not found:
             return None
         _, start, name = min(found)
         return name, Chunk(start, size)
 
-    def _least_used(self, size: int, node: str) -> tuple[str, Chunk] | None:
+    def _least_used(self, size: int, names: Iterable[str]) -> tuple[str, Chunk] | None:
         found = []
-        for name in self._names(node):
+        for name in names:
             region = self._regions[name]
             for place in region.parts(size):
                 free = sum(chunk.size for chunk in self._free[name] if place.contains(chunk))
@@ -105,6 +106,9 @@ class GpuPool(PlacedPool):
         self._by_holder: dict[str, Chunk] = {}
         #: Node name -> its devices in the pool's indices.
         self._regions: dict[str, Chunk] = {}
+        #: The same as first indices, ascending, and the names that belong to them.
+        self._starts: list[int] = []
+        self._names: list[str] = []
         #: Nodes whose free chunks are not given.
         self._closed: set[str] = set()
         #: What each node said last, and the devices for which that is still news.
@@ -146,6 +150,8 @@ class GpuPool(PlacedPool):
         self._next_start = start + alignment
         self._replicated = False
         region = self._regions[node.name] = Chunk(start, node.devices)
+        self._starts.append(start)
+        self._names.append(node.name)
         self._chunks.add_region(*region)
         for device in region.devices:
             self._residency.add_device(device, node.device_bytes)
@@ -169,6 +175,8 @@ class GpuPool(PlacedPool):
         if region is None:
             return
         self._told.pop(node, None)
+        place = self._names.index(node)
+        del self._names[place], self._starts[place]
         self._chunks.remove_region(region.start)
         for device in region.devices:
             self._residency.remove_device(device)
@@ -179,13 +187,13 @@ class GpuPool(PlacedPool):
 
     def accepts(self, ask: PoolRequest) -> bool:
         size = power_at_least(ask.units)
-        if ask.chunk is not None and (not ask.node or self.node_of(ask.chunk) == ask.node):
+        if ask.chunk is not None and self._allowed(ask.chunk, ask):
             closed = self.node_of(ask.chunk) in self._closed
             return ask.chunk.size == size and not closed and self._chunks.host(ask.chunk) is not None
-        return any(host.size >= size and self._allowed(host, ask.node) for host in self._open(ask))
+        return any(host.size >= size and self._allowed(host, ask) for host in self._open(ask))
 
     def node_of(self, chunk: Chunk) -> str:
-        return next(name for name, region in self._regions.items() if region.contains(chunk))
+        return self._names[bisect_right(self._starts, chunk.start) - 1]
 
     def acquire(self, ask: PoolRequest, now_s: float) -> Grant:
         size = power_at_least(ask.units)
@@ -231,8 +239,8 @@ class GpuPool(PlacedPool):
         self._replicated = False
         self._note_change()
 
-    def restore_s(self, service: str, units: int) -> float:
-        return self._residency.restore_s(service, power_at_least(units))
+    def restore_s(self, service: str, units: int, node: str = "") -> float:
+        return self._residency.restore_s_on(node, service, power_at_least(units))
 
     @property
     def replicas(self) -> Mapping[str, int]:
@@ -243,7 +251,8 @@ class GpuPool(PlacedPool):
             return ()
         self._replicated = True
         found = []
-        for copy in self._replicas.begin(lambda service: self._demand.recent(service, now_s), self._free):
+        recent = partial(self._demand.recent, now_s=now_s)
+        for copy in self._replicas.begin(recent, self._free, self._may_hold):
             node = self.node_of(copy.chunk)
             found.append(Replica(copy.service, node, self._on_node(copy.chunk, node), copy.chunk))
         return found
@@ -268,6 +277,7 @@ class GpuPool(PlacedPool):
             evicts=self._evicts,
             recent=lambda service: self._demand.recent(service, now_s),
             batch_tokens=self._residency.batch_tokens,
+            restore_here=self._restore_here if self._residency.nodes_differ else None,
         )
 
     def check(self) -> None:
@@ -295,16 +305,16 @@ class GpuPool(PlacedPool):
         assert ask.chunk.size == size and self._chunks.host(ask.chunk), (
             f"{ask} names no free chunk: {self._chunks.free}"
         )
-        return ask.chunk if not ask.node or self.node_of(ask.chunk) == ask.node else None
+        return ask.chunk if self._allowed(ask.chunk, ask) else None
 
     def _place(self, ask: PoolRequest, size: int) -> Chunk:
         """A free chunk that holds the service already, else one of the smallest that fit and evicts least."""
         free = self._open(ask)
         if ask.service is not None:
             for chunk in self._residency.of_service(ask.service):
-                if chunk.size == size and self._allowed(chunk, ask.node) and any(h.contains(chunk) for h in free):
+                if chunk.size == size and self._allowed(chunk, ask) and any(h.contains(chunk) for h in free):
                     return chunk
-        hosts = [host for host in free if host.size >= size and self._allowed(host, ask.node)]
+        hosts = [host for host in free if host.size >= size and self._allowed(host, ask)]
         assert hosts, f"no chunk of {size} for {ask}: {self._chunks.free}"
         level = min(host.size for host in hosts)
         hosts.sort()
@@ -318,11 +328,20 @@ class GpuPool(PlacedPool):
         """What is free and not kept from the one that asks."""
         return outside(self._free, ask.kept) if ask.kept else self._free
 
+    def _restore_here(self, service: str, place: Chunk) -> float:
+        return self._residency.restore_s_on(self.node_of(place), service, place.size)
+
     def _evicts(self, service: str, chunk: Chunk) -> list[tuple[str, int]]:
         return [(victim.service, victim.chunk.size) for victim in self._residency.victims(ResidentCopy(service, chunk))]
 
-    def _allowed(self, chunk: Chunk, node: str) -> bool:
-        return not node or self.node_of(chunk) == node
+    def _allowed(self, chunk: Chunk, ask: PoolRequest) -> bool:
+        """Whether the chunk lies where an action may be."""
+        if ask.node:
+            return self.node_of(chunk) == ask.node
+        return not ask.among or self.node_of(chunk) in ask.among
+
+    def _may_hold(self, service: str, place: Chunk) -> bool:
+        return self._residency.may_hold(self.node_of(place), service)
 
     def _on_node(self, chunk: Chunk, node: str) -> Chunk:
         return chunk.moved(-self._regions[node].start)

@@ -202,6 +202,10 @@ class Nodes:
         node = self._nodes.get(name)
         return node is not None and node.is_right_for(placement)
 
+    def right_for(self, placement: NodeChoice) -> frozenset[str]:
+        """Return the nodes on which an action of this placement may start."""
+        return frozenset(node.spec.name for node in self if node.is_right_for(placement))
+
     def _set_apart(self, node: Node) -> None:
         """Take a node from those of its shape."""
         node.alike.remove(node)

@@ -51,8 +51,8 @@ class PlacedPool(Pool):
         """Believe what a node's devices hold: chunks by service, counted on the node."""
 
     @abstractmethod
-    def restore_s(self, service: str, units: int) -> float:
-        """Return the seconds to make a service resident on ``units``."""
+    def restore_s(self, service: str, units: int, node: str = "") -> float:
+        """Return the seconds to make a service resident on ``units``, of a node if one is named."""
 
     @abstractmethod
     def replicate(self, now_s: float) -> Iterable[Replica]:
@@ -66,6 +66,10 @@ class PlacedPool(Pool):
     @abstractmethod
     def replicas(self) -> Mapping[str, int]:
         """How copies of services have fared, by outcome."""
+
+    @abstractmethod
+    def node_of(self, chunk: Chunk) -> str:
+        """Return the node on which a place lies, given in the pool's indices."""
 
     @abstractmethod
     def chunk_of(self, holder: str) -> Chunk:

@@ -27,15 +27,15 @@ class Headroom:
         #: Groups of waiting actions that may still take of it.
         self.rivals = 0
 
-    def fits(self, units: int, node: str = "") -> bool:
-        """Whether ``units`` can be taken together, on ``node`` where one is named."""
+    def fits(self, units: int, node: str = "", among: frozenset[str] = frozenset()) -> bool:
+        """Whether ``units`` can be taken together, on ``node`` if one is named, else on one ``among`` those named."""
         return units <= self.free
 
-    def take(self, units: int, node: str = "") -> None:
+    def take(self, units: int, node: str = "", among: frozenset[str] = frozenset()) -> None:
         """Promise units that fit."""
         self.free -= units
 
-    def reserve(self, units: int, node: str = "") -> None:
+    def reserve(self, units: int, node: str = "", among: frozenset[str] = frozenset()) -> None:
         """Hold back up to ``units``, whatever there is of them."""
         self.free = max(0, self.free - units)
 
@@ -52,6 +52,8 @@ class PoolRequest(NamedTuple):
     node: str = ""
     #: Places that it leaves to others, unless it names its chunk.
     kept: Sequence[Chunk] = ()
+    #: The nodes whose places are right for it, if it holds nothing else of one; empty for all.
+    among: frozenset[str] = frozenset()
 
 
 class Pool(ABC):

@@ -28,12 +28,17 @@ class Replicas:
         self._wasted = 0
         self._failures = 0
 
-    def begin(self, recent: Callable[[str], float], free: Iterable[Chunk]) -> Iterator[ResidentCopy]:
+    def begin(
+        self,
+        recent: Callable[[str], float],
+        free: Iterable[Chunk],
+        may_hold: Callable[[str, Chunk], bool] = lambda service, place: True,
+    ) -> Iterator[ResidentCopy]:
         """Count on copies in ``free`` chunks from now on, and yield each; one at a time is under way to a device.
 
-        ``recent`` says how often a service was used of late.
+        ``recent`` says how often a service was used of late, ``may_hold`` whether the node of a place can have it.
         """
-        for copy in self._wanted(recent, tuple(free)):
+        for copy in self._wanted(recent, tuple(free), may_hold):
             if copy not in self._failed and self.reached().isdisjoint(copy.devices):
                 self._residency.add_unused(copy)
                 self._under_way.add(copy)
@@ -41,7 +46,9 @@ class Replicas:
                 self._started += 1
                 yield copy
 
-    def _wanted(self, recent: Callable[[str], float], free: tuple[Chunk, ...]) -> Iterator[ResidentCopy]:
+    def _wanted(
+        self, recent: Callable[[str], float], free: tuple[Chunk, ...], may_hold: Callable[[str, Chunk], bool]
+    ) -> Iterator[ResidentCopy]:
         """Yield copies for which there is room, the services most in use first, each at its present width.
 
         Lazy: one that is taken is resident before the next is looked for. Room is left for every service that is
@@ -55,7 +62,7 @@ class Replicas:
             if uses < LEAST_RECENT:
                 return
             size = widths[service]
-            for chunk in free:
+            for chunk in [chunk for chunk in free if may_hold(service, chunk)]:
                 for place in chunk.parts(size):
                     copy = ResidentCopy(service, place)
                     need_bytes = size * residency.size_bytes(copy)

@@ -71,6 +71,22 @@ class Residency:
         spec = self._services.get(service)
         return 0.0 if spec is None else spec.restore_s_by_dop.get(size, 0.0)
 
+    def restore_s_on(self, node: str, service: str, size: int) -> float:
+        """Return the seconds to restore a service there, as that node has measured them if it has."""
+        spec = self._services.get(service)
+        known = {} if spec is None else spec.restore_s_by_node.get(node, {})
+        return known[size] if size in known else self.restore_s(service, size)
+
+    @property
+    def nodes_differ(self) -> bool:
+        """Whether some node has measured restores of its own."""
+        return any(spec.restore_s_by_node for spec in self._services.values())
+
+    def may_hold(self, node: str, service: str) -> bool:
+        """Return whether a node can hold a service at all."""
+        spec = self._services.get(service)
+        return spec is None or not spec.restore_s_by_node or node in spec.restore_s_by_node
+
     def batch_tokens(self, service: str) -> int:
         """Tokens that its queued actions may add up to in one batch; 0 where each runs alone."""
         spec = self._services.get(service)
@@ -155,7 +171,8 @@ class Residency:
         return {
             name: {
                 "bytes_by_dop": {str(dop): size for dop, size in spec.bytes_by_dop.items()},
-                "restore_s_by_dop": {str(dop): seconds for dop, seconds in spec.restore_s_by_dop.items()},
+                "restore_s_by_dop": _by_dop(spec.restore_s_by_dop),
+                "restore_s_by_node": {node: _by_dop(each) for node, each in sorted(spec.restore_s_by_node.items())},
             }
             for name, spec in sorted(self._services.items())
         }
@@ -180,3 +197,7 @@ class Residency:
 
     def _used(self, device: int) -> int:
         return sum(self.size_bytes(copy) for copy in self._on_device[device])
+
+
+def _by_dop(seconds: Mapping[int, float]) -> dict[str, float]:
+    return {str(dop): each for dop, each in seconds.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from manager.config import NodeSpec
 from manager.resources.cpu import CpuPool
@@ -120,6 +120,10 @@ class Resources:
     def any_on_nodes(self, kinds: Iterable[str]) -> bool:
         """Whether any of these kinds is."""
         return not self._node_kinds.keys().isdisjoint(kinds)
+
+    def any_placed(self, kinds: Collection[str]) -> bool:
+        """Whether any of these kinds is one of places, which lie on nodes."""
+        return any(pool.kind in kinds for pool in self.placed)
 
     def find(self, kind: str, node: str) -> Pool | None:
         """The pool that serves ``kind`` for an action placed on ``node``; None where there is none (any more)."""

@@ -64,7 +64,7 @@ class _Pass:
     def __init__(self, policy: DevicePrice, view: PoolView, chunks: ChunkView, age_s: float) -> None:
         self._view = view
         self._kind = kind_of(view.name)
-        self._restore_s = chunks.restore_s
+        self._chunks = chunks
         self._free = list(chunks.free)
         self._warm = dict(chunks.resident)
         self._worth = _Worth(chunks, view.utilisation)
@@ -116,7 +116,8 @@ class _Pass:
         waits = {
             place: max(self._free_s.get(device, math.inf) for device in place.devices) for place in self._places(size)
         }
-        place = min(waits, key=lambda place: (waits[place], place), default=None)
+        allowed = self._chunks.allowed(action, sorted(waits))
+        place = min(allowed, key=lambda place: (waits[place], place), default=None)
         if place is None:
             return
         for chunk in [chunk for chunk in self._free if chunk.meets(place)]:
@@ -152,45 +153,50 @@ class _Pass:
             floor_s = duration_s * (1 + price * units)
             if best is not None and floor_s >= best.cost_s:
                 continue
-            now = self._now(action.service or "", units, duration_s, price) if units <= limit else None
-            later = self._later(action.service or "", units, duration_s, price)
+            now = self._now(action, units, duration_s, price) if units <= limit else None
+            later = self._later(action, units, duration_s, price)
             for option in (now, later):
                 if option is not None and (best is None or option.cost_s < best.cost_s):
                     best = option
         return best
 
-    def _now(self, service: str, units: int, duration_s: float, price: float) -> DeviceOption | None:
+    def _now(self, action: Action, units: int, duration_s: float, price: float) -> DeviceOption | None:
         """Run for ``duration_s`` on a free chunk of ``units``: a warm one, else where a restore costs least."""
-        scale = 1 + price * units
-        place = warm_fit(self._free, units, self._warm.get(service, ()))
+        scale, service = 1 + price * units, action.service or ""
+        free = self._chunks.allowed(action, self._free)
+        place = warm_fit(free, units, self._warm.get(service, ()))
         if place is not None:
             return DeviceOption(duration_s * scale, units, place, None, duration_s)
-        place, move_s = self._cold_place(service, units)
+        place, restore_s, cost_s = self._cold_place(free, service, units)
         if place is None:
             return None
-        cold_s = duration_s + self._restore_s(service, units)
-        return DeviceOption((cold_s + move_s) * scale, units, place, None, cold_s)
+        return DeviceOption((duration_s + cost_s) * scale, units, place, None, duration_s + restore_s)
 
-    def _later(self, service: str, units: int, duration_s: float, price: float) -> DeviceOption | None:
+    def _later(self, action: Action, units: int, duration_s: float, price: float) -> DeviceOption | None:
         """Wait for the first warm chunk of ``units`` of which something is busy."""
-        warm = (chunk for chunk in self._warm.get(service, ()) if chunk.size == units)
+        alike = [chunk for chunk in self._warm.get(action.service or "", ()) if chunk.size == units]
+        warm = self._chunks.allowed(action, alike)
         waits = [(max(self._free_s.get(device, math.inf) for device in chunk.devices), chunk) for chunk in warm]
         wait_s, chunk = min(waits, default=(math.inf, Chunk(0, 0)))
         if wait_s == math.inf:
             return None
         return DeviceOption(wait_s + duration_s * (1 + price * units), units, chunk, wait_s, duration_s)
 
-    def _cold_place(self, service: str, units: int) -> tuple[Chunk | None, float]:
-        """The free place whose eviction hurts least, in the smallest free chunk among equals; what it costs later."""
+    def _cold_place(self, free: Sequence[Chunk], service: str, units: int) -> tuple[Chunk | None, float, float]:
+        """The free place where a restore and what it evicts cost least, in the smallest free chunk among equals.
+
+        Return the seconds of the restore, and of both, as well.
+        """
+        restore_s = self._chunks.restore_at
         places = [
-            (self._worth.of_move(service, place), free.size, place)
-            for free in self._free
-            for place in free.parts(units)
+            (restore_s(service, place) + self._worth.of_move(service, place), chunk.size, place)
+            for chunk in free
+            for place in chunk.parts(units)
         ]
         if not places:
-            return None, 0.0
-        move_s, _, place = min(places)
-        return place, move_s
+            return None, 0.0, 0.0
+        cost_s, _, place = min(places)
+        return place, restore_s(service, place), cost_s
 
     def _durations(self, action: Action) -> list[tuple[int, float]]:
         """Seconds by admissible count, ascending."""

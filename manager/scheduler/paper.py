@@ -93,9 +93,10 @@ def placed(chunks: ChunkView, candidates: Sequence[WaitingView], units: Sequence
     order = sorted(range(len(units)), key=lambda index: (-units[index], index))
     for index in order:
         action, size = candidates[index].action, units[index]
-        warm = chunks.resident.get(action.service or "", ())
-        place = warm_fit(free, size, warm) or best_fit(free, size)
-        assert place is not None, f"{size} devices of {free} were promised to {action.id}"
-        take(free, place)
+        warm, places = chunks.resident.get(action.service or "", ()), chunks.allowed(action, free)
+        place = warm_fit(places, size, warm) or best_fit(places, size)
+        assert place is not None or len(places) < len(free), f"{size} devices of {free} were promised to {action.id}"
+        if place is not None:  # else those of the nodes that are right for it are fewer: the core finds what is left
+            take(free, place)
         starts[action.id] = Start(action_id=action.id, units=size, chunk=place)
     return [starts[candidate.action.id] for candidate in candidates[: len(units)]]

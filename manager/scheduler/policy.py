@@ -46,6 +46,10 @@ def _runs_alone(service: str) -> int:
     return 0
 
 
+def _all_places(action: Action, places: Sequence[Chunk]) -> Sequence[Chunk]:
+    return places
+
+
 def _never_used(service: str) -> float:
     return 0.0
 
@@ -68,6 +72,15 @@ class ChunkView:
     batch_tokens: Callable[[str], int] = _runs_alone
     #: Free places that are kept for actions ahead of the candidates.
     kept: tuple[Chunk, ...] = ()
+    #: Those of some places that lie on a node that is right for an action.
+    allowed: Callable[[Action, Sequence[Chunk]], Sequence[Chunk]] = _all_places
+
+    #: Seconds of a restore on a certain place, where nodes differ; None where they are alike.
+    restore_here: Callable[[str, Chunk], float] | None = None
+
+    def restore_at(self, service: str, place: Chunk) -> float:
+        """Return the seconds to restore a service on a place."""
+        return self.restore_s(service, place.size) if self.restore_here is None else self.restore_here(service, place)
 
     @property
     def open(self) -> Sequence[Chunk]:

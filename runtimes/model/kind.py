@@ -155,7 +155,7 @@ def _spec(section: ModelKeys, place: DeclarationSite) -> Mapping[str, object]:
     path = ((place.models_dir or place.directory) / spec.path.expanduser()).resolve()
     if not place.may_look_at(path):
         place.refuse(("model", "path"), f"{path} is outside of the directories that this gateway serves")
-    elif place.look and (problem := checkpoint_problem(path)) is not None:
+    elif place.look and not place.models_elsewhere and (problem := checkpoint_problem(path)) is not None:
         place.refuse(("model", "path"), problem)
     return {"model": replace(spec, path=path)}
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from manager.action import Action
 from manager.chunk import Chunk
 from manager.config import ServiceSpec
-from manager.errors import ActionFailed, InvalidInput, Reason
+from manager.errors import ActionFailed, InvalidInput, Reason, Unsupported
 from manager.function import FunctionSpec
 from manager.lease import Lease
 from runtimes.model.device.devices import require_torch
@@ -124,6 +124,9 @@ class ModelRuntime:
     def _backend(self, function: FunctionSpec) -> ModelBackend:
         if model_of(function).engine_url:
             return self._external
+        if self.settings.device == "none":
+            told = "this machine serves no models: its devices are switched off (node.devices.kind, --devices)"
+            raise Unsupported(told, component=_COMPONENT)
         if self._torch is None:
             require_torch()
             self._torch = TorchBackend(self.settings, self._fork_server, self._report, self._learn)

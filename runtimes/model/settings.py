@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from manager.setting import Setting
 
-DeviceKind = Literal["cpu", "cuda", "auto"]
+DeviceKind = Literal["cpu", "cuda", "auto", "none"]
 
 GIB = 2**30
 
@@ -18,7 +18,7 @@ GIB = 2**30
 class ModelSettings:
     """How models are held and run on this node."""
 
-    #: ``auto`` takes CUDA devices where NVML finds some and ``cpu`` devices elsewhere.
+    #: ``auto`` takes CUDA devices where NVML finds some and ``cpu`` devices elsewhere, ``none`` no devices.
     device: DeviceKind = "auto"
     #: Number of ``cpu`` devices, or most CUDA devices to use; 0 takes every CUDA device, or one ``cpu`` device.
     devices: int = 0

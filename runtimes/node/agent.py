@@ -89,6 +89,8 @@ class Agent:
         #: Called when the gateway asks the node to drain, with why.
         self.on_drain: Callable[[str], None] = lambda why: None
         work.sandboxes.on_change = self._tell_sandbox
+        if work.models is not None:
+            work.models.on_change = self.say
 
     # --- beginning and end
 
@@ -170,6 +172,8 @@ class Agent:
     async def serve(self, link: NodeLink) -> str:
         """Say what is here, then do what the gateway asks until the link is gone; return why it is."""
         link.send(self.inventory())
+        if self._work.models is not None and (models := self._work.models.facts()).services:
+            link.send(models)
         self._link = self._telling.link = link
         try:
             return await link.run(partial(self._handle, link))

@@ -33,6 +33,7 @@ from runtimes.node.certificate import node_side, shows
 from runtimes.node.journal import BOOT_ID
 from runtimes.node.link import READ_BYTES, LinkClosed, LinkSettings, NodeLink
 from runtimes.node.message import Message
+from runtimes.node.models.served import NodeModels
 from runtimes.node.sandboxes import NodeSandboxes
 
 logger = structlog.get_logger("node")
@@ -81,6 +82,7 @@ class HostWork:
     check: Callable[[FunctionSpec], Awaitable[None]]
     close: Callable[[], Awaitable[None]]
     handlers: Callable[[], Collection[Path]] = lambda: ()
+    models: NodeModels | None = None
 
     async def prepare(self, function: FunctionSpec) -> None:
         await self.check(function)

@@ -29,6 +29,7 @@ from runtimes.node.handlers.archive import HandlerArchives
 from runtimes.node.handlers.remote import RemoteHandlers
 from runtimes.node.link import NodeLink
 from runtimes.node.message import Message
+from runtimes.node.models.remote import RemoteModels
 from runtimes.node.remote_call import NodeKnowledge, RemoteCall
 from runtimes.node.remote_requests import RemoteRequests
 from runtimes.node.spool import records
@@ -72,6 +73,7 @@ class RemoteNode:
         self._requests = RemoteRequests(name)
         self._transfers = RemoteTransfers(name)
         self._handlers = RemoteHandlers(name, self._requests, self._transfers, archives or HandlerArchives())
+        self.models = RemoteModels()
         self._calls: dict[str, RemoteCall] = {}
         #: Ended here; the end is not on record yet.
         self._unrecorded: set[str] = set()
@@ -114,6 +116,7 @@ class RemoteNode:
         )
         self._requests.attach(link)
         self._transfers.attach(link)
+        self.models.attach()
         for name in before.trajectories.keys() - self._known.trajectories.keys():
             self._requests.remember("mark_lost", name)  # before an action comes that would find a new, empty one
         for claim, remote in list(self._calls.items()):
@@ -274,8 +277,8 @@ class RemoteNode:
             self._tell(wire.ResizeAttempt(claim, lease))
 
     async def replicate(self, function: FunctionSpec, service: str, node: str, chunk: Chunk) -> bool:
-        """Return False: nodes that joined serve no models."""
-        return False
+        """Copy a service on the node's devices; return False where it cannot be, or the node was given up."""
+        return await self._requests.replicated(service, function, chunk)
 
     async def open_trajectory(self, trajectory: str, task: str, function: FunctionSpec) -> None:
         """Make the trajectory's environment there; raises CodedError."""
@@ -406,7 +409,7 @@ class RemoteNode:
             case wire.NodeGoodbye():
                 if self._listener is not None:
                     self._listener.goodbye(message.why, message.killed)
-            case _ if not self._transfers.take(message):
+            case _ if not (self._transfers.take(message) or self.models.take(message)):
                 raise wire.ChannelError(f"a {type(message).__name__} from a node")
 
     def _take_begin(self, claim: str) -> None:

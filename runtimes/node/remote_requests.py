@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import structlog
 
-from manager.errors import ActionFailed, Reason
+from manager.chunk import Chunk
+from manager.errors import ActionFailed, CodedError, Reason
 from manager.function import FunctionSpec
 from runtimes.node import wire
 from runtimes.node.link import NodeLink
@@ -110,13 +111,23 @@ class RemoteRequests:
 
     # --- questions
 
-    async def answered(self, verb: str, name: str, *, task: str = "", function: FunctionSpec | None = None) -> bool:
+    async def answered(
+        self, verb: str, name: str, *, task: str = "", function: FunctionSpec | None = None, chunk: Chunk | None = None
+    ) -> bool:
         """Ask, and wait for the answer; raises what the node says, ActionFailed(node_lost) if it is given up."""
-        asked = self._begin(self._request(verb, name, task, function), function)
+        asked = self._begin(self._request(verb, name, task, function, chunk=chunk), function)
         try:
             return await asked.answer
         finally:
             self._asked.pop(asked.request.number, None)
+
+    async def replicated(self, service: str, function: FunctionSpec, chunk: Chunk) -> bool:
+        """Ask for a copy of a service on a chunk; return whether it is there now."""
+        try:
+            return await self.answered("replicate", service, function=function, chunk=chunk)
+        except CodedError as error:
+            logger.warning("a service was not copied", node=self._node, service=service, why=error.message)
+            return False
 
     def remember(self, verb: str, name: str, *, body: bytes = b"") -> asyncio.Future[bool]:
         """Ask for something now, or as soon as there is a link; a failure is logged."""
@@ -140,10 +151,17 @@ class RemoteRequests:
             logger.warning("a request failed", node=self._node, verb=asked.request.verb, why=str(error))
 
     def _request(
-        self, verb: str, name: str, task: str = "", function: FunctionSpec | None = None, body: bytes = b""
+        self,
+        verb: str,
+        name: str,
+        task: str = "",
+        function: FunctionSpec | None = None,
+        body: bytes = b"",
+        chunk: Chunk | None = None,
     ) -> wire.NodeRequest:
         self._number += 1
-        return wire.NodeRequest(self._number, verb, name, task, "" if function is None else self.digest(function), body)
+        digest = "" if function is None else self.digest(function)
+        return wire.NodeRequest(self._number, verb, name, task, digest, body, chunk)
 
     def _begin(self, request: wire.NodeRequest, function: FunctionSpec | None) -> _Asked:
         asked = _Asked(request, function, self._loop.create_future())

@@ -16,14 +16,15 @@ from manager.function import FunctionSpec, SandboxSpec
 from runtimes.node import wire
 from runtimes.node.handlers.store import HandlerStore
 from runtimes.node.message import Message
+from runtimes.node.models.served import NodeModels
 from runtimes.node.sandboxes import NodeSandboxes
 from runtimes.node.wire import COMPONENT
 
 logger = structlog.get_logger("node.requests")
 
-#: The kinds whose functions a node executes for a gateway. The others need what only the gateway has: a model's place
-#: in the scheduler's memory, the gateway's own address towards the world.
-SERVED: tuple[str, ...] = ("exec", "pytest", "handler")
+#: The kinds whose functions a node executes for a gateway. The others need what only the gateway has: its own address
+#: towards the world.
+SERVED: tuple[str, ...] = ("exec", "pytest", "handler", "model")
 
 
 class NodeWork(Protocol):
@@ -34,6 +35,11 @@ class NodeWork(Protocol):
 
     @property
     def sandboxes(self) -> NodeSandboxes: ...
+
+    @property
+    def models(self) -> NodeModels | None:
+        """The model services of this machine; None if it serves none."""
+        ...
 
     async def prepare(self, function: FunctionSpec) -> None:
         """Check that the function can run here; raises CodedError."""
@@ -113,15 +119,21 @@ class NodeRequests:
         function = self._function(asked.function)
         if function.runtime not in self._served:
             raise unserved(function, self._served)
+        if self._work.models is not None:
+            self._work.models.check(function)
         async with self._handlers.held(function):
             await self._work.prepare(function)
+        if self._work.models is not None:
+            await self._work.models.prepared(function)
         return True
 
     async def _has_handler(self, asked: wire.NodeRequest) -> bool:
         return await self._handlers.has(asked.name)
 
     async def _replicate(self, asked: wire.NodeRequest) -> bool:
-        return False  # no model functions are served
+        if asked.chunk is None:
+            return False
+        return await self._work.executor.replicate(self._function(asked.function), asked.name, "", asked.chunk)
 
     async def _mark_lost(self, asked: wire.NodeRequest) -> bool:
         self._work.sandboxes.mark_lost([asked.name])

@@ -25,6 +25,7 @@ from manager.lease import Lease
 from manager.outcome import Outcome
 from runtimes.node.files.messages import FilesAsk, FilesEnded, FilesOpened, FilesPiece, FilesStop, FilesTaken
 from runtimes.node.message import ErrorFacts, Message
+from runtimes.node.models.messages import ModelsChanged
 
 PROTOCOL = 1
 HEADER = struct.Struct(">IB")
@@ -315,6 +316,7 @@ KINDS: Mapping[int, type[Message]] = dict(
             FilesTaken,
             FilesEnded,
             FilesStop,
+            ModelsChanged,
         ),
         1,
     )

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
+import msgspec
 from msgspec import Meta, Struct
 
+from tangram.types.resources import ChunkPair
 from tangram.types.values.scalars import Count, Name
 
 NodeCondition = Literal["joining", "ready", "suspect", "draining", "lost"]
@@ -28,6 +30,9 @@ class NodeStatus(Struct, frozen=True, kw_only=True):
     trajectories: Annotated[Count, Meta(description="Trajectories, and actions of none, that hold memory there")]
     able: Annotated[tuple[str, ...], Meta(description="Functions that it can run")]
     unable: Annotated[Mapping[str, str], Meta(description="Functions that it cannot run, and why")]
+    resident: Annotated[
+        Mapping[str, tuple[ChunkPair, ...]], Meta(description="Model service -> the devices on which it is there")
+    ] = msgspec.field(default_factory=dict)
     peer: Annotated[str, Meta(description="Where it joins from")] = ""
     version: str = ""
     isolation: Annotated[str, Meta(description="What its sandboxes are")] = ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
+import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from tangram.types.values.scalars import Count
@@ -51,6 +52,9 @@ class ServiceInfo(Struct, frozen=True, kw_only=True):
 
     bytes_by_dop: Mapping[str, int]
     restore_s_by_dop: Mapping[str, float]
+    restore_s_by_node: Annotated[
+        Mapping[str, Mapping[str, float]], Meta(description="The same as each node has measured it that can hold it")
+    ] = msgspec.field(default_factory=dict)
 
 
 class HolderInfo(Struct, frozen=True, kw_only=True):

@@ -79,6 +79,12 @@ class ClusterGateway(GatewayProcess):
         with self.client() as client:
             return next((each for each in client.nodes() if each.node == name), None)
 
+    def has(self, name: str) -> NodeStatus:
+        """The node as it is now; one that has not joined is an error."""
+        found = self.node(name)
+        assert found is not None, f"node {name} has not joined"
+        return found
+
     def until_state(self, name: str, *states: str) -> None:
         def reached() -> bool:
             found = self.node(name)
@@ -121,7 +127,9 @@ class DaemonProcess:
         configured = {"sandbox": {"provider": provider, "image": "tangram-base:bookworm", "memory": "128Mi"}}
         (directory / "node.yaml").write_text(yaml.safe_dump({**configured, "node": {"memory": "1Gi"}}))
 
-    def start(self, *, ticket: str | None = None, labels: Mapping[str, str] | None = None) -> None:
+    def start(
+        self, *, ticket: str | None = None, labels: Mapping[str, str] | None = None, devices: str = "none"
+    ) -> None:
         """Join; the first time by a ticket, later by the key that it has."""
         listen, fingerprint = self._gateway.door
         known = (self._directory / "state" / "key").exists()
@@ -130,10 +138,15 @@ class DaemonProcess:
         command = [sys.executable, "-m", "gateway", "node", "join", "--gateway", listen]
         command += ["--fingerprint", fingerprint, "--name", self.name, "--cores", str(self._core % _cores())]
         command += ["--state-dir", str(self._directory / "state"), "--config", str(self._directory / "node.yaml")]
-        command += ["--ticket", ticket] if ticket else []
+        command += ["--devices", devices, *(["--ticket", ticket] if ticket else [])]
         command += ["--labels", ",".join(f"{key}={value}" for key, value in (labels or {"pool": "there"}).items())]
         with (self._directory / "log").open("ab") as log:
             self._process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
 
     def signal(self, number: signal.Signals) -> None:
         assert self._process is not None

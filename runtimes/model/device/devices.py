@@ -70,6 +70,8 @@ def discover(settings: ModelSettings, driver: DeviceDriver | None = None, visibl
     ``visible`` stands for CUDA_VISIBLE_DEVICES, which is honoured. Raises InvalidConfig if CUDA is demanded and
     NVML finds no device, or if a device is divided by MIG.
     """
+    if settings.device == "none":
+        return []
     found = [] if settings.device == "cpu" else _cuda_devices(settings, driver or nvml(), visible)
     if settings.device == "cuda" and not found:
         raise InvalidConfig(

@@ -14,6 +14,7 @@ from manager.executor import Executor
 from manager.function import FunctionSpec, SandboxSpec
 from manager.lease import Lease
 from runtimes.local import LocalExecutor
+from runtimes.node.models.served import NodeModels
 from runtimes.node.sandboxes import NodeSandboxes
 from runtimes.node.wire import TrajectoryFacts
 from runtimes.runtime import Execution, Result
@@ -163,6 +164,7 @@ class MachineWork:
 
     executor: Executor
     sandboxes: NodeSandboxes
+    models: NodeModels | None = None
     prepared: list[str] = field(default_factory=list)
 
     @classmethod

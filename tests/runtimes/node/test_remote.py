@@ -162,7 +162,7 @@ async def test_a_trajectory_that_died_with_a_daemon_is_marked_before_its_next_ac
     assert session.machine.told_lost == ["t"]
 
 
-@pytest.mark.parametrize("runtime", ["model", "api"])
+@pytest.mark.parametrize("runtime", ["api"])
 async def test_functions_that_no_node_can_run_are_refused_by_name(session: Session, runtime: str) -> None:
     function = FunctionSpec(name="judge", runtime=runtime)
     asked = asyncio.create_task(session.node.prepare(function))

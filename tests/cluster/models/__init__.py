@@ -1,0 +1,1 @@
+"""Model functions on nodes that have joined, on ``cpu`` devices and tiny checkpoints."""

@@ -1,0 +1,125 @@
+"""Model functions on real daemons: one service on two nodes, checkpoints that are missing, deaths in the middle."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.conftest import MakeNode
+from tests.cluster.models.conftest import DEVICE, ModelGateway, alive, freeze, model, model_processes
+from tests.cluster.world import until
+from tests.runtimes.model import checkpoints
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cluster")]
+Start = Callable[..., ModelGateway]
+
+
+@pytest.fixture
+def start(tmp_path: Path, start_gateway: object) -> Iterator[Start]:
+    made: list[ModelGateway] = []
+
+    def start(functions: dict[str, Any], **cluster: object) -> ModelGateway:
+        gateway = ModelGateway(tmp_path / "gateway", functions, **cluster)
+        made.append(gateway)
+        gateway.start()
+        return gateway
+
+    yield start
+    for gateway in made:
+        with suppress(Exception):
+            gateway.stop()
+
+
+def test_one_service_serves_on_two_nodes_and_is_copied_to_the_idle_one(
+    start: Start, make_node: MakeNode, teacher: Path
+) -> None:
+    gateway = start({"judge": model(teacher), "write": model(teacher, "generate")})
+    for name in ("n1", "n2"):
+        make_node(gateway, name).start(devices=f"cpu:1:{DEVICE}")
+    for name in ("n1", "n2"):
+        gateway.until_able(name, "judge")
+        gateway.until_able(name, "write")
+    first = gateway.answer("judge")
+    expected = checkpoints.plain_logprobs(teacher, [7, 3, 99])
+    assert first["result"]["logprobs"][0] == pytest.approx(expected, abs=1e-4)
+    until(lambda: all(gateway.has(name).resident for name in ("n1", "n2")), "the service is on both nodes")
+    (service,) = gateway.has("n1").resident
+    assert gateway.has("n1").resident == gateway.has("n2").resident == {service: ((0, 1),)}
+    pool = gateway.pool("gpu")
+    assert (pool["total"], set(pool["regions"])) == (2, {"n1", "n2"})
+    assert [[copy["service"] for copy in device["resident"]] for device in pool["devices"]] == [[service], [service]]
+
+
+def test_a_node_that_has_not_got_the_checkpoint_or_a_device_says_so_and_the_others_serve(
+    start: Start, make_node: MakeNode, teacher: Path, tmp_path: Path
+) -> None:
+    here, away = tmp_path / "shared" / "model", tmp_path / "shared" / "away"
+    shutil.copytree(teacher, here)
+    gateway = start({"judge": model(here)})
+    make_node(gateway, "n1").start(devices=f"cpu:1:{DEVICE}")
+    gateway.until_able("n1", "judge")
+    here.rename(away)
+    make_node(gateway, "n2").start(devices=f"cpu:1:{DEVICE}")
+    make_node(gateway, "n3").start(devices="none")
+    until(lambda: all("judge" in gateway.unable(name) for name in ("n2", "n3")), "both have said why not")
+    away.rename(here)
+    assert str(here) in gateway.unable("n2")["judge"]
+    assert "tangram node join --devices" in gateway.unable("n3")["judge"]
+    asked = [gateway.answer("judge") for _ in range(3)]
+    assert {each["node"] for each in asked} == {"n1"}
+    assert not gateway.has("n2").resident, "nothing is copied to where it cannot be"
+
+
+def test_the_next_gateway_hears_from_the_node_what_is_resident_and_uses_it(
+    start: Start, make_node: MakeNode, teacher: Path
+) -> None:
+    gateway = start({"judge": model(teacher)})
+    make_node(gateway, "n1").start(devices=f"cpu:2:{DEVICE}")
+    gateway.until_able("n1", "judge")
+    assert gateway.answer("judge")["usage"]["restored"] == 1.0
+    until(lambda: len(_chunks(gateway, "n1")) == 2, "the second device has a copy")
+    restores_s = gateway.costs("n1")
+    listen = gateway.door[0]
+    gateway.kill()
+    gateway.listen_at(listen)
+    gateway.start()
+    gateway.until_able("n1", "judge")
+    until(lambda: len(_chunks(gateway, "n1")) == 2, "the node has told it anew")
+    assert gateway.answer("judge")["usage"]["restored"] == 0.0
+    assert (gateway.pool("gpu")["hits"], gateway.pool("gpu")["restores"]) == (1, 0)
+    assert gateway.costs("n1") == restores_s, "and so are the costs, as measured there"
+
+
+@pytest.mark.parametrize("idempotent", [True, False])
+def test_a_daemon_that_is_killed_takes_its_device_processes_along_and_what_may_runs_again(
+    start: Start, make_node: MakeNode, teacher: Path, idempotent: bool
+) -> None:
+    gateway = start({"write": model(teacher, "generate", idempotent=idempotent)})
+    node = make_node(gateway, "n1")
+    node.start(devices=f"cpu:1:{DEVICE}")
+    gateway.until_able("n1", "write")
+    gateway.answer("write", max_new_tokens=4)
+    processes = model_processes(node.pid)
+    assert processes
+    freeze(processes)
+    asked = gateway.ask("write", max_new_tokens=4, seed=1)
+    gateway.until_running(asked)
+    node.kill()
+    until(lambda: not alive(processes), "nothing of the daemon is left")
+    gateway.until_state("n1", "suspect")
+    node.start(devices=f"cpu:1:{DEVICE}")
+    found = gateway.ended(asked)
+    if idempotent:
+        assert (found["state"], found["node"]) == ("succeeded", "n1"), found
+    else:
+        assert (found["state"], found["reason"]) == ("lost", "node_lost"), found
+    assert gateway.answer("write", max_new_tokens=4)["node"] == "n1"
+
+
+def _chunks(gateway: ModelGateway, name: str) -> list[tuple[int, int]]:
+    return [chunk for chunks in gateway.has(name).resident.values() for chunk in chunks]
