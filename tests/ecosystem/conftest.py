@@ -56,10 +56,11 @@ def boxes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         request.getfixturevalue("docker")
     directory = tmp_path_factory.mktemp(f"boxes-{kind}")
     large = {"runtime": "exec", "cost": {"cpu": 1}, "timeout": "5m", "output_limit": "16Mi"}
+    images = {"images": ["swebench/*"]} if kind == "container" else {}
     described = document(
         kind,
         directory / "state",
-        boxes={**large, "sandbox": {**ROOT_INSIDE, "background": "run"}},
+        boxes={**large, "sandbox": {**ROOT_INSIDE, **images, "background": "run"}},
         harbor={**large, "sandbox": {**ROOT_INSIDE, "user": "root"}},
         judge={"runtime": "handler", "handler": "handler:judge", "cost": {"cpu": 1}, "idempotent": True},
     )

@@ -186,8 +186,8 @@ class DockerEngineApi:
         if platform and platform.split("/")[:2] != ["linux", architecture()] and platform != "linux":
             raise Unsupported(f"platform: {platform[:64]!r} is not linux/{architecture()}", component=COMPONENT)
         body = await exchange.read_object(self._services.bounds.body_limit_bytes)
-        container = await self._life.create(body, exchange.query.get("name", ""))
-        await exchange.answer(201, {"Id": container.record.id, "Warnings": []})
+        container, warnings = await self._life.create(body, exchange.query.get("name", ""))
+        await exchange.answer(201, {"Id": container.record.id, "Warnings": list(warnings)})
 
     async def list(self, exchange: EngineExchange, match: re.Match[str]) -> None:
         """Answer with those that run, or with all."""

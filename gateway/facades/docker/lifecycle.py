@@ -85,8 +85,10 @@ class ContainerLife:
 
     # --- making
 
-    async def create(self, body: Mapping[str, object], name: str) -> Container:
-        """Keep a new container; its trajectory begins when it is started.
+    async def create(self, body: Mapping[str, object], name: str) -> tuple[Container, tuple[str, ...]]:
+        """Keep a new container, and return it with what it asked for and does not get.
+
+        Its trajectory begins when it is started.
 
         Raises InvalidInput and Unsupported for what the function does not allow, NotFound for an image that is not
         there (its client pulls it then), Conflict for a name.
@@ -109,7 +111,7 @@ class ContainerLife:
             cwd=wish.cwd, labels=wish.labels, idles=wish.idles, idles_s=wish.idles_s, tty=wish.tty,
             reads_stdin=wish.reads_stdin, auto_remove=wish.auto_remove, created_s=self._services.wall(),
         )  # fmt: skip
-        return await self.containers.add(record)
+        return await self.containers.add(record), wish.warnings
 
     def function(self, name: str) -> FunctionSpec:
         """Return an exec function; raises NotFound, InvalidInput."""

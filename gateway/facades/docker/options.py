@@ -38,6 +38,9 @@ HARMLESS = {
     "Isolation": ("", "default"), "PublishAllPorts": (False,), "OomKillDisable": (False,),
 }  # fmt: skip
 NETWORKS = {"": None, "default": None, "bridge": None, "none": "none", "internal": "internal", "egress": "egress"}
+#: Capabilities that may be asked for and are not given, with a warning: the SWE-bench harness asks for it of every
+#: container, for the few whose tests start a browser.
+UNGIVEN = frozenset({"SYS_ADMIN"})
 SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 SHELLS = frozenset({"bash", "sh", "/bin/bash", "/bin/sh", "/usr/bin/bash", "/usr/bin/sh"})
 ENV_NAME = re.compile(r"[^=\0]+")
@@ -60,6 +63,8 @@ class ContainerWish:
     tty: bool
     reads_stdin: bool
     auto_remove: bool
+    #: What it asked for and does not get, for its client to tell.
+    warnings: tuple[str, ...] = ()
 
 
 def container_wish(body: Mapping[str, object], function: FunctionSpec) -> ContainerWish:
@@ -90,6 +95,7 @@ def container_wish(body: Mapping[str, object], function: FunctionSpec) -> Contai
         tty=tty,
         reads_stdin=reads,
         auto_remove=_get(host, "AutoRemove", bool, False),
+        warnings=_capability_warnings(host),
     )
 
 
@@ -144,7 +150,7 @@ _KNOWN = frozenset(
     {"Image", "Cmd", "Entrypoint", "Env", "WorkingDir", "User", "Labels", "Tty", "OpenStdin", "AttachStdin",
      "AttachStdout", "AttachStderr", "HostConfig", "NetworkingConfig"}
 )  # fmt: skip
-_KNOWN_HOST = frozenset({"AutoRemove", "Memory", "NetworkMode", "RestartPolicy", "PidsLimit", "ShmSize"})
+_KNOWN_HOST = frozenset({"CapAdd", "AutoRemove", "Memory", "NetworkMode", "RestartPolicy", "PidsLimit", "ShmSize"})
 _KNOWN_EXEC = frozenset(
     {"Cmd", "Env", "WorkingDir", "User", "Tty", "AttachStdin", "AttachStdout", "AttachStderr", "Detach", "DetachKeys",
      "ConsoleSize", "Container"}
@@ -184,6 +190,16 @@ def _choice(
         return msgspec.convert(given, SandboxChoice) if given else None
     except msgspec.ValidationError as error:
         raise InvalidInput(f"{error}", component=COMPONENT) from None
+
+
+def _capability_warnings(host: Mapping[str, object]) -> tuple[str, ...]:
+    """Return a warning for each capability that is asked for and not given; raises Unsupported for others."""
+    told = []
+    for name in _words(host, "CapAdd"):
+        if name.upper().removeprefix("CAP_") not in UNGIVEN:
+            raise _unsupported("HostConfig.CapAdd", name, "capabilities are the function's: sandbox.capabilities")
+        told.append(f"HostConfig.CapAdd: {name} is not given; capabilities are the function's: sandbox.capabilities")
+    return tuple(told)
 
 
 def _image(asked: str, spec: SandboxSpec) -> str | None:

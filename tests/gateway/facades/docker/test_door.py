@@ -271,6 +271,7 @@ async def test_a_container_ends_with_its_trajectory(engine: EngineWorld) -> None
 REFUSALS: list[tuple[dict[str, object], int, str]] = [
     ({"HostConfig": {"Binds": ["/a:/b"]}}, 501, "HostConfig.Binds"),
     ({"HostConfig": {"Privileged": True}}, 501, "HostConfig.Privileged"),
+    ({"HostConfig": {"CapAdd": ["SYS_ADMIN", "NET_ADMIN"]}}, 501, "NET_ADMIN"),
     ({"HostConfig": {"NetworkMode": "host"}}, 501, "HostConfig.NetworkMode"),
     ({"HostConfig": {"NetworkMode": "egress"}}, 400, "network"),
     ({"HostConfig": {"Memory": 2**40}}, 400, "memory"),
@@ -294,6 +295,13 @@ async def test_what_a_container_may_not_be_is_refused_by_name(engine: EngineWorl
         assert told[0] == status, told
         assert named in told[1]["message"], told
     assert (await engine.ask("GET", "/containers/json?all=1"))[1] == []
+
+
+async def test_a_capability_that_is_not_given_is_a_warning(engine: EngineWorld) -> None:
+    body = {"Image": IMAGE, "Cmd": ["sleep", "1h"], "HostConfig": {"CapAdd": ["SYS_ADMIN"]}}
+    status, told = await engine.ask("POST", "/v1.41/containers/create", body)
+    assert (status, len(told["Warnings"])) == (201, 1)
+    assert told["Warnings"][0].startswith("HostConfig.CapAdd: SYS_ADMIN is not given")
 
 
 async def test_routes_versions_and_options_that_are_not_done_are_refused_by_name(engine: EngineWorld) -> None:

@@ -38,7 +38,7 @@ async def life(engine: EngineWorld) -> AsyncIterator[ContainerLife]:
 
 
 async def test_what_is_removed_while_its_start_waits_is_not_begun(engine: EngineWorld, life: ContainerLife) -> None:
-    box = await life.create({"Image": IMAGE, "Cmd": ["sleep", "1h"]}, "box")
+    box, _ = await life.create({"Image": IMAGE, "Cmd": ["sleep", "1h"]}, "box")
     async with box.lock:
         start = asyncio.create_task(life.start(box, DEADLINE_S))
         look = asyncio.create_task(life.sandbox(box, DEADLINE_S))
@@ -51,7 +51,7 @@ async def test_what_is_removed_while_its_start_waits_is_not_begun(engine: Engine
 
 
 async def test_what_is_removed_while_it_begins_leaves_nothing(engine: EngineWorld, life: ContainerLife) -> None:
-    box = await life.create({"Image": IMAGE, "Cmd": ["sleep", "1h"]}, "box")
+    box, _ = await life.create({"Image": IMAGE, "Cmd": ["sleep", "1h"]}, "box")
     start = asyncio.create_task(life.start(box, DEADLINE_S))
     await until(lambda: engine.running.app.engine.trajectory(box.record.trajectory) is not None)
     await life.remove(box, force=False)
@@ -137,7 +137,7 @@ class Documents:
 
 
 async def test_every_sleep_can_be_kept_and_what_cannot_be_read_keeps_nobody_out(life: ContainerLife) -> None:
-    slept = await life.create({"Image": IMAGE, "Cmd": ["sleep", "9" * 400]}, "long")
+    slept, _ = await life.create({"Image": IMAGE, "Cmd": ["sleep", "9" * 400]}, "long")
     store: Any = Documents()
     first = Containers(store, SETTINGS)
     await first.add(slept.record)
@@ -150,7 +150,7 @@ async def test_every_sleep_can_be_kept_and_what_cannot_be_read_keeps_nobody_out(
 
 
 async def test_a_name_that_could_not_be_kept_is_free_again(life: ContainerLife) -> None:
-    box = await life.create({"Image": IMAGE, "Cmd": ["sleep", "1"]}, "box")
+    box, _ = await life.create({"Image": IMAGE, "Cmd": ["sleep", "1"]}, "box")
     store: Any = Documents(failures=1)
     containers = Containers(store, SETTINGS)
     with pytest.raises(StorageUnavailable):
