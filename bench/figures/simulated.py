@@ -34,10 +34,12 @@ class Contender:
     strict: bool = False
     #: Whether it learns all durations while it plays.
     learned: bool = False
+    #: Whether it knows the sizes of calls then.
+    sized: bool = False
     physics: Physics | None = None
 
     def play(self, workload: Workload, size: Size) -> SimulationRun:
-        knowledge = Learning() if self.learned else None
+        knowledge = Learning(sized=self.sized) if self.learned else None
         return simulate(workload, self.policy, size, physics=self.physics, knowledge=knowledge, strict=self.strict)
 
 

@@ -46,6 +46,10 @@ PREFILL_S, DECODE_S = 1e-4, 0.02
 MODEL_BYTES = 64 * 10**9
 
 
+#: Ours where a request's function declares its size: the tokens of its prompt, which a caller knows.
+SIZED = "adaptive, learned by size"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
     """A recorded workload at one load."""
@@ -56,6 +60,8 @@ class Recording:
     dops: Sequence[int]
     #: Whether a seed makes a difference: what is thinned out is drawn.
     drawn: bool = False
+    #: Whether its calls have a size.
+    sized: bool = False
 
 
 def trace_figures(report: BenchReport, seeds: Sequence[int]) -> None:
@@ -64,7 +70,11 @@ def trace_figures(report: BenchReport, seeds: Sequence[int]) -> None:
     ratios: dict[str, Row] = {}
     for name, recording in recordings(report).items():
         of = table(
-            seeds if recording.drawn else seeds[:1], recording.make, recording.size, _contenders(), recording.dops
+            seeds if recording.drawn else seeds[:1],
+            recording.make,
+            recording.size,
+            _contenders(sized=recording.sized),
+            recording.dops,
         )
         rows.update({f"{name}, {policy}": row for policy, row in of.items()})
         ratios[name] = over_best_baseline(of)
@@ -76,20 +86,24 @@ def trace_figures(report: BenchReport, seeds: Sequence[int]) -> None:
     report.check("traces_worst_over_best_baseline", worst, 1.03, "lower")
 
 
-def _contenders() -> dict[str, Contender]:
+def _contenders(*, sized: bool) -> dict[str, Contender]:
     known = {"adaptive": Contender(policy="adaptive"), "fixed:1": Contender(policy="fixed:1"), **PAPERS}
-    return known | {
+    learned = {
         f"{name}, learned": replace(one, learned=True) for name, one in known.items() if not name.startswith("fixed")
     }
+    by_size = {SIZED: Contender(policy="adaptive", learned=True, sized=True)} if sized else {}
+    return known | learned | by_size
 
 
 def over_best_baseline(rows: Mapping[str, Row]) -> Row:
-    """How many times the best baseline's mean ours takes; a constant DoP needs to know nothing."""
+    """How many times the best baseline's mean ours takes; a constant DoP needs to know nothing, the paper no size."""
     fixed_s = min(rows["fixed:1"]["mean"], rows["adaptive"]["best_fixed"])
     ratios: Row = {}
     for knowledge, ending in (("known", ""), ("learned", ", learned")):
         paper_s = min(rows[f"{name}{ending}"]["mean"] for name in PAPERS)
         ratios[knowledge] = rows[f"adaptive{ending}"]["mean"] / min(fixed_s, paper_s)
+        if knowledge == "learned" and SIZED in rows:
+            ratios["learned by size"] = rows[SIZED]["mean"] / min(fixed_s, paper_s)
     return ratios
 
 
@@ -254,6 +268,7 @@ def _request_recordings(name: str, recorded: Sequence[RecordedRequest]) -> dict[
             make=lambda seed, load=load: requests(name, recorded, load),  # type: ignore[misc]
             size=Size(nodes=1, cores=0, gpus=REQUEST_DEVICES),
             dops=(1, 2, 4, 8),
+            sized=True,
         )
         for load in LOADS
     }
@@ -274,6 +289,7 @@ def requests(name: str, recorded: Sequence[RecordedRequest], load: float) -> Wor
             t_ori_s=max(LEAST_S, request.seconds),
             elasticity=TENSOR_PARALLEL,
             service="model",
+            size=request.prompt,
         )
         trajectories.append(TracedTrajectory(id=f"r{index}", arrival_s=request.arrival_s / faster, steps=(step,)))
     return Workload(name=name, trajectories=tuple(trajectories), services={"model": service("model", MODEL_BYTES)})

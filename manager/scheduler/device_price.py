@@ -35,7 +35,9 @@ class DeviceOption:
 class DevicePrice:
     """Each action takes the cheapest of: a warm free chunk, a cold start on a free one, a busy warm one later.
 
-    A cold start costs its restore, and those that will follow for what it evicts, less those that its copy will save.
+    While others wait behind it, the last is an answer to a cold start alone: who has a warm free chunk does not leave
+    it idle for a wider one, on the word of an estimate. A cold start costs its restore, and those that will follow for
+    what it evicts, less those that its copy will save.
     What waits for the same service joins its batch, so a start is priced with the batch's duration: beside that of one
     alone a restore would seem dear, and under load all would queue for wide warm chunks, which waste devices.
     Shorter actions of a task take the turns of its longer ones, within an ageing bound.
@@ -146,28 +148,32 @@ class _Pass:
         # n members and those behind wait for the batch: n T + price units T in all, so that each bears an n-th.
         price = self._scale * (max(0, self._behind) + self._coming) / len(batch)
         limit = self._limits.get(action.id, self._view.total)
+        durations, copies = self._durations(action), self._warm.get(action.service or "", ())
+        free = self._chunks.allowed(action, self._free)
+        warm = {units: warm_fit(free, units, copies) for units, _ in durations if units <= limit}
+        may_wait = self._behind <= 0 or not any(warm.values())
         best: DeviceOption | None = None
         # Wide ones first: they are mostly the cheapest, and the others need not be looked at closely then.
-        for units, lone_s in reversed(self._durations(action)):
+        for units, lone_s in reversed(durations):
             duration_s = lone_s * together
             floor_s = duration_s * (1 + price * units)
             if best is not None and floor_s >= best.cost_s:
                 continue
-            now = self._now(action, units, duration_s, price) if units <= limit else None
-            later = self._later(action, units, duration_s, price)
+            now = self._now(action, units, duration_s, price, free, warm[units]) if units <= limit else None
+            later = self._later(action, units, duration_s, price) if may_wait else None
             for option in (now, later):
                 if option is not None and (best is None or option.cost_s < best.cost_s):
                     best = option
         return best
 
-    def _now(self, action: Action, units: int, duration_s: float, price: float) -> DeviceOption | None:
-        """Run for ``duration_s`` on a free chunk of ``units``: a warm one, else where a restore costs least."""
-        scale, service = 1 + price * units, action.service or ""
-        free = self._chunks.allowed(action, self._free)
-        place = warm_fit(free, units, self._warm.get(service, ()))
-        if place is not None:
-            return DeviceOption(duration_s * scale, units, place, None, duration_s)
-        place, restore_s, cost_s = self._cold_place(free, service, units)
+    def _now(
+        self, action: Action, units: int, duration_s: float, price: float, free: Sequence[Chunk], warm: Chunk | None
+    ) -> DeviceOption | None:
+        """Run for ``duration_s`` on the free chunk of ``units`` that is ``warm``, else where a restore costs least."""
+        scale = 1 + price * units
+        if warm is not None:
+            return DeviceOption(duration_s * scale, units, warm, None, duration_s)
+        place, restore_s, cost_s = self._cold_place(free, action.service or "", units)
         if place is None:
             return None
         return DeviceOption((duration_s + cost_s) * scale, units, place, None, duration_s + restore_s)

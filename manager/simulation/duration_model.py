@@ -46,13 +46,17 @@ class Oracle:
 
 
 class Learning:
-    """No profile at all but what the gateway's own history learns, here and in earlier runs that share it."""
+    """No profile at all but what the gateway's own history learns, here and in earlier runs that share it.
 
-    def __init__(self, history: History | None = None) -> None:
+    ``sized``: whether it knows the sizes of calls, as where their functions declare one.
+    """
+
+    def __init__(self, history: History | None = None, *, sized: bool = True) -> None:
         self.history = history or History()
+        self._sized = sized
 
     def of(self, step: TraceStep) -> KnownDuration:
-        learned = self.history.learned(step.function, step.profile_key, step.size)
+        learned = self.history.learned(step.function, step.profile_key, step.size if self._sized else None)
         elasticity = Amdahl(learned.serial_fraction) if step.key is not None else None
         return KnownDuration(learned.t_ori_s, elasticity, learned.batch_marginal, learned.units_max)
 

@@ -12,6 +12,7 @@ from bench.figures.traces import (
     FIRST_MINUTE,
     MINUTES,
     REQUEST_DEVICES,
+    SIZED,
     RecordedFunction,
     agents,
     invocations,
@@ -67,6 +68,7 @@ def test_requests_come_so_fast_that_they_give_the_load(tmp_path: Path) -> None:
     assert [(one.arrival_s, one.prompt, one.generated) for one in recorded] == [(0.0, 1000, 10), (2.0, 1000, 5)]
     played = requests("code", recorded, load=0.5).trajectories
     device_s = sum(each.steps[0].t_ori_s for each in played)
+    assert [each.steps[0].size for each in played] == [1000, 1000], "the prompt is what a caller knows"
     assert device_s / (REQUEST_DEVICES * played[-1].arrival_s) == pytest.approx(0.5)
 
 
@@ -91,3 +93,5 @@ def test_ours_is_held_against_the_best_of_all_baselines_with_the_same_knowledge(
     rows = {name: {"mean": value, "best_fixed": 7.0} for name, value in means.items()}
     rows |= {"paper, learned": {"mean": 6.0}, "paper, greedy, learned": {"mean": 9.0}}
     assert over_best_baseline(rows) == {"known": 1.5, "learned": 1.5}
+    by_size = over_best_baseline({**rows, SIZED: {"mean": 3.0}})
+    assert by_size == {"known": 1.5, "learned": 1.5, "learned by size": 0.5}

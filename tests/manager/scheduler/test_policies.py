@@ -191,6 +191,19 @@ def test_a_warm_chunk_is_worth_waiting_for_that_is_wider_than_what_is_free_or_bu
         assert not decision.starts and decision.holds[0].waits_for == "devices 0..7, warm for s", units
 
 
+def test_a_wider_warm_chunk_is_worth_waiting_for_only_while_nobody_waits_behind() -> None:
+    busy = [replace(running(teacher("r", "s"), 8, ends_in_s=0.5), chunk=Chunk(8, 8))]
+    resident = {"s": (Chunk(0, 1), Chunk(8, 8))}
+
+    def decision(*waiting: Action) -> Decision:
+        return PricePolicy(c=0.01).decide(devices([(0, 1)], waiting, busy, resident=resident, restore_s=40.0))
+
+    alone = decision(teacher("t", "s", 10.0))
+    assert not alone.starts and alone.holds[0].waits_for == "devices 8..15, warm for s"
+    crowded = decision(*(teacher(f"t{index}", "s", 10.0) for index in range(3)))
+    assert [(start.action_id, start.chunk) for start in crowded.starts] == [("t0", (0, 1))]
+
+
 def test_a_hot_service_gets_a_second_copy_when_the_wait_is_long() -> None:
     busy = [replace(running(teacher("r", "s"), 4, ends_in_s=30.0), chunk=Chunk(0, 4))]
     view = devices([(4, 4)], [teacher("t", "s")], busy, resident={"s": ((0, 4),)}, restore_s=1.0)
