@@ -210,6 +210,6 @@ class TaskSteps:
         return step
 
     def _save(self, step: TaskStep) -> None:
-        sample = json.dumps([round(each, 3) for each in step.sample_s], separators=(",", ":"))
+        sample = wire.encode([round(each, 3) for each in step.sample_s]).decode()
         told = (step.opened_s, step.expected, step.ended, step.ended_s, step.most_living, sample)
         self._store.note("save_step", step.task, step.number, *told)
