@@ -147,7 +147,7 @@ async def _open(
     store = Store(spec, wall=wall, lost=lambda: state_dir.lost)
     await store.open()
     closers.push_async_callback(store.close)
-    machines = await machines_of(config, machine.describe(config), store, clock, wall)
+    machines = await machines_of(config, machine.describe(config), paths, store, clock, wall)
     closers.push_async_callback(machines.close)
     saved = await store.document(HISTORY)
     runtimes = make(config, clock)
@@ -381,6 +381,7 @@ class App:
         """
         if keep_environments:
             self.runtimes.environments.keep()
+            self.machines.keep = True
         self.admission.draining = True
         self._stopping.set()
 

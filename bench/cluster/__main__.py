@@ -10,7 +10,7 @@ from pathlib import Path
 
 import uvloop
 
-from bench.cluster import channel, fleet
+from bench.cluster import channel, fleet, local_process
 from bench.report import BenchReport, arguments
 from bench.sandbox import IMAGE
 from gateway.invocations.logs import configure
@@ -30,8 +30,9 @@ def main(argv: list[str] | None = None) -> int:
     uvloop.run(channel.frames(report, 1.0 if given.quick else 5.0))
     if _docker():
         uvloop.run(channel.commands(report, 100 if given.quick else 400))
+        local_process.compare(report, 6 if given.quick else 20)
     else:
-        report.note("no Docker: exec_minus_local_p50_ms and gateway_cpu_over_local were not measured")
+        report.note("no Docker: what commands cost, and cluster.local: process, were not measured")
     uvloop.run(fleet.crowd(report, 200 if given.quick else 1000, 2.0 if given.quick else 10.0))
     uvloop.run(fleet.losses(report, 150 if given.quick else 400))
     report.note("log_line_cpu_us is the channel's part: what the log's store costs is the same for a local action")

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import click
@@ -58,7 +59,13 @@ for verb in (list_nodes, drain_node, issue_ticket, check_nodes):
     "--devices", default="", metavar="KIND[:COUNT[:SIZE]]", help="Model devices: cuda:8, cpu:2:4Gi, auto or none."
 )
 @click.option("--sandboxes", default="auto", type=click.Choice(["auto", "docker", "process"]), help="Of which kind.")
-@click.option("--config", type=click.Path(path_type=Path), help="YAML whose sections sandbox and node count here.")
+@click.option(
+    "--config",
+    "configs",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="YAML whose sections sandbox and node count here; may be given several times.",
+)
 @click.option("--drain-grace", default=600.0, show_default=True, help="Seconds that SIGTERM waits for what runs.")
 @click.option("--unattended", default=600.0, show_default=True, help="Seconds without a gateway until all is ended.")
 @click.option("--log-level", default="info", show_default=True, help="debug, info, warning or error.")
@@ -72,7 +79,7 @@ def join(
     cores: str,
     devices: str,
     sandboxes: str,
-    config: Path | None,
+    configs: tuple[Path, ...],
     drain_grace: float,
     unattended: float,
     log_level: str,
@@ -80,7 +87,8 @@ def join(
     """Join this machine to a gateway, and serve it until SIGTERM.
 
     SIGTERM drains: no new work, and the end when nothing is left. SIGHUP ends the daemon alone: what runs in sandboxes
-    goes on, and the next daemon of the state directory takes it over, as after a kill.
+    goes on, and the next daemon of the state directory takes it over, as after a kill. SIGUSR1 does so too, but ends
+    the trajectories in which nothing runs.
     """
     logs.configure(log_level)
     host, _, port = gateway.rpartition(":")
@@ -88,7 +96,7 @@ def join(
         raise InvalidConfig(f"--gateway: {gateway!r} is not HOST:PORT", component="node")
     for variable in [each for each in os.environ if each.startswith("RAY_")]:
         del os.environ[variable]  # its token is for no sandbox, and for no child of ours
-    loaded = _configuration(config, state_dir.absolute(), name, labels, cores, sandboxes)
+    loaded = _configuration(configs, state_dir.absolute(), name, labels, cores, sandboxes)
     loaded = replace(loaded, node=replace(loaded.node, devices=_devices(devices, loaded.node.devices)))
     settings = DaemonSettings(
         host=host.strip("[]"),
@@ -106,10 +114,10 @@ def join(
 
 
 def _configuration(
-    path: Path | None, state_dir: Path, name: str, labels: str, cores: str, sandboxes: str
+    paths: tuple[Path, ...], state_dir: Path, name: str, labels: str, cores: str, sandboxes: str
 ) -> GatewayConfig:
     """Return what the runtimes of a node are made from; raises InvalidConfig."""
-    found = GatewayConfig() if path is None else load((path,), os.environ, look=False)
+    found = load(paths, os.environ, look=False) if paths else GatewayConfig()
     pairs = [pair.partition("=") for pair in labels.split(",") if pair]
     if any(not key or not mark for key, mark, _ in pairs):
         raise InvalidConfig(f"--labels: {labels!r} is not KEY=VALUE,...", component="node")
@@ -166,4 +174,5 @@ async def _serve(config: GatewayConfig, settings: DaemonSettings) -> None:
     loop.add_signal_handler(signal.SIGTERM, daemon.drain, "SIGTERM")
     loop.add_signal_handler(signal.SIGINT, daemon.stop)
     loop.add_signal_handler(signal.SIGHUP, daemon.leave)
+    loop.add_signal_handler(signal.SIGUSR1, partial(daemon.leave, tidy=True))
     await daemon.run()

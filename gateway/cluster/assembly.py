@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from gateway.cluster.machines import OneMachine
 from gateway.config.load import GatewayConfig
@@ -12,11 +13,19 @@ from manager.config import NodeSpec
 
 
 async def machines_of(
-    config: GatewayConfig, here: NodeSpec, store: Store, clock: Clock, wall: Callable[[], float]
+    config: GatewayConfig,
+    here: NodeSpec,
+    paths: Sequence[Path],
+    store: Store,
+    clock: Clock,
+    wall: Callable[[], float],
 ) -> OneMachine:
-    """Return the machines of a gateway that starts; raises InvalidConfig or StorageUnavailable."""
+    """Return the machines of a gateway that serves the configuration in ``paths``.
+
+    Raises InvalidConfig or StorageUnavailable.
+    """
     if config.cluster is None:
         return OneMachine(here)
     from gateway.cluster.cluster import open_cluster
 
-    return await open_cluster(config.cluster, here, store, config.server, clock, wall)
+    return await open_cluster(config.cluster, here, paths, store, config.server, clock, wall)

@@ -14,6 +14,7 @@ import structlog
 from gateway.cluster.abilities import Abilities
 from gateway.cluster.attempts import FleetReattachment, NodeAttempts
 from gateway.cluster.door import NodeDoor, bind
+from gateway.cluster.local_node import LocalNode
 from gateway.cluster.machines import NodeRecovery, NodeServices
 from gateway.cluster.records import NodeRecords
 from gateway.cluster.state import ClusterNode, ClusterState
@@ -59,6 +60,8 @@ from runtimes.node.wire import Inventory, NodeHello, NodeRefused, NodeWelcome
 _LOOK_S = 0.5
 #: Seconds after which a node that was refused for good may ask again.
 _REFUSED_S = 60.0
+#: Where this machine reaches itself, by the addresses that stand for all of its own.
+_LOOPBACK = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # listened at, if so configured
 
 
 class Voice:
@@ -109,6 +112,7 @@ class Cluster(ClusterState):
         )
         host, _, _ = config.listen.rpartition(":")
         self.address = config.advertise or f"{host}:{self._door.port}"
+        self.near = f"{_LOOPBACK.get(host, host)}:{self._door.port}"
         self.fingerprint = certificate.fingerprint
         self._trajectories: TrajectoryRecovery | None = None
         self._recovery: NodeRecovery | None = None
@@ -140,7 +144,9 @@ class Cluster(ClusterState):
         return prepare
 
     def executor(self, here: Executor, trajectories: TrajectoryRecovery) -> Executor:
-        fleet = FleetExecutor(here, self.here.name, self._member, mark_lost=trajectories.environments.mark_lost)
+        fleet = FleetExecutor(
+            here, self.here.name if self._inline else "", self._member, mark_lost=trajectories.environments.mark_lost
+        )
         self._fleet, self._trajectories = fleet, trajectories
         trajectories.home, fleet.on_told = fleet.home, trajectories.told
         trajectories.here = self.here.name if self._inline else ""
@@ -171,6 +177,8 @@ class Cluster(ClusterState):
         self._again = again
         self._door.open()
         self._log.info("nodes may join", listen=self.address, fingerprint=self._certificate.fingerprint)
+        if self.local is not None:
+            self.local.open()
         if self.ray is not None and self._config.ray is not None:
             self.ray.open(KeeperProcess(self._config.ray, self.ray.hear, clock=self._clock))
 
@@ -184,6 +192,8 @@ class Cluster(ClusterState):
     async def close(self) -> None:
         if not self._closed:
             await self.let_go()
+        if self.local is not None:
+            await self.local.close(keep=self.keep)
         if self.ray is not None:
             await self.ray.close()
         tasks = list(self._tasks)
@@ -224,7 +234,7 @@ class Cluster(ClusterState):
     def _proven_key(self, hello: NodeHello) -> str:
         """Return the key that the node has, or gets, after it has shown who it is; raises Unauthorized."""
         name = check_name(hello.name)
-        if name == self.here.name:
+        if name == self.here.name and self.local is None:
             raise Conflict(f"{name} is the name of the gateway's own machine (node.name)", component="cluster")
         known = self._records.get(name)
         if hello.key and known is not None and hmac.compare_digest(digest_of(hello.key), known.key_digest):
@@ -354,8 +364,10 @@ class Cluster(ClusterState):
         machine = self._machines.pop(name, None)
         self._log.error("a node is counted out", node=name, why=verdict.why, with_what_it_had=verdict.victims)
         known = self._records.get(name)
-        if self.ray is not None and known is not None and known.state == "draining":
-            self.ray.left(name)
+        if known is not None and known.state == "draining":
+            for starter in (self.local, self.ray):
+                if starter is not None:
+                    starter.left(name)
         self._records.moved(name, "lost")
         self.abilities.forget(name)
         if self._services is not None:
@@ -403,7 +415,7 @@ class Cluster(ClusterState):
         """Tell the scheduler what a machine that it knows is able to run by now."""
         if self._engine is None:
             return
-        if name == self.here.name:
+        if self._inline and name == self.here.name:
             self.here = replace(self.here, able=self.abilities.able(name))
             self.engine.tell(NodeJoined(node=self.here))
             return
@@ -435,6 +447,7 @@ def _needs_node(function: FunctionSpec) -> bool:
 async def open_cluster(
     config: ClusterConfig,
     here: NodeSpec,
+    paths: Sequence[Path],
     store: Store,
     server: ServerConfig,
     clock: Clock,
@@ -449,6 +462,9 @@ async def open_cluster(
     directory.mkdir(mode=0o700, exist_ok=True)
     certificate = await asyncio.to_thread(ensure_certificate, directory)
     private = (state_dir, *([] if server.secrets_dir is None else [server.secrets_dir]))
-    return Cluster(
+    cluster = Cluster(
         config, here, records=records, tickets=tickets, certificate=certificate, clock=clock, private=private
     )
+    if config.local == "process":
+        cluster.local = LocalNode(here.name, state_dir, paths, cluster, clock)
+    return cluster

@@ -50,6 +50,8 @@ class OneMachine:
 
     def __init__(self, here: NodeSpec) -> None:
         self.here = here
+        #: Whether idle trajectories are left for the next gateway, once this one ends.
+        self.keep = False
         self._engine: Engine | None = None
         self._services: NodeServices | None = None
 

@@ -6,10 +6,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from gateway.cluster.abilities import Abilities
+from gateway.cluster.local_node import LocalNode
 from gateway.cluster.machines import OneMachine
 from gateway.cluster.ray_nodes import RayNodes
 from gateway.cluster.records import NodeRecords
-from gateway.cluster.tickets import TicketOffice
+from gateway.cluster.tickets import TicketOffice, check_name
 from gateway.config.sections import ClusterConfig
 from manager.clock import Clock
 from manager.config import NodeSpec
@@ -61,11 +62,13 @@ class ClusterState(OneMachine):
         self._roster = Roster(config.times)
         self._machines: dict[str, ClusterNode] = {}
         self._fleet: FleetExecutor | None = None
+        #: What starts this machine's own daemon, if it has one.
+        self.local: LocalNode | None = None
         self.ray: RayNodes | None = None
         if config.ray is not None:
             self.ray = RayNodes(config.ray, self, ticket_ttl_s=config.ticket_ttl_s, clock=clock)
-        #: Where nodes join, as they reach it, and what they know it by.
-        self.address = ""
+        #: Where nodes join, as they reach it and as this machine does, and what they know it by.
+        self.address = self.near = ""
         self.fingerprint = ""
 
     def _step(self, event: RosterEvent) -> object:
@@ -99,7 +102,7 @@ class ClusterState(OneMachine):
             state=member.state.value,
             why=member.why,
             since_s=max(0.0, now_s - member.since_s),
-            local=False,
+            local=name == self.here.name,
             cores=0 if spec is None else spec.cores,
             devices=0 if spec is None else spec.devices,
             memory_bytes=0 if spec is None else spec.memory_bytes,
@@ -127,14 +130,22 @@ class ClusterState(OneMachine):
         return self._status(name)
 
     def ticket(self, name: str) -> NodeTicket:
-        ticket, _ = self._tickets.issue(name)
+        check_name(name)
         if name == self.here.name:
             raise Conflict(f"{name} is the name of the gateway's own machine (node.name)", component="cluster")
+        return self._ticket(name, self.address)
+
+    def local_ticket(self) -> NodeTicket:
+        """Return what admits this machine's own daemon."""
+        return self._ticket(self.here.name, self.near)
+
+    def _ticket(self, name: str, address: str) -> NodeTicket:
+        ticket, _ = self._tickets.issue(name)
         return NodeTicket(
             name=name,
             ticket=ticket,
             expires_in_s=self._config.ticket_ttl_s,
-            gateway=self.address,
+            gateway=address,
             fingerprint=self.fingerprint,
         )
 
@@ -175,7 +186,7 @@ class ClusterState(OneMachine):
         suspects = [member.name for member in self._roster.members() if member.state is NodeState.SUSPECT]
         if suspects:
             found.append(f"nodes that are not heard: {', '.join(suspects[:8])} ({len(suspects)})")
-        return [*found, *([] if self.ray is None else self.ray.warnings())]
+        return [*found, *[each for part in (self.local, self.ray) if part is not None for each in part.warnings()]]
 
     @property
     def serving(self) -> int:

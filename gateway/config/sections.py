@@ -207,7 +207,8 @@ class ClusterConfig:
     )
     advertise: Annotated[str, Setting("the same as nodes reach it; that of listen by default")] = ""
     local: Annotated[
-        Literal["inline", "none"], Setting("inline: this machine serves as one more node; none: it only schedules")
+        Literal["inline", "process", "none"],
+        Setting("this machine serves in the gateway (inline), by a daemon of its own (process), or not at all (none)"),
     ] = "inline"
     ticket_ttl_s: Annotated[float, Setting("life of a ticket that admits a node once", gt=0)] = 120.0
     greeting_s: Annotated[float, Setting("time for a connection to show who it is", gt=0)] = 10.0

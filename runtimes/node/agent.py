@@ -142,6 +142,12 @@ class Agent:
         for facts in self._work.sandboxes.facts():
             await self._work.executor.end_trajectory(facts.trajectory)
 
+    async def end_idle(self) -> None:
+        """Remove every trajectory in which nothing runs."""
+        busy = {attempt.execute.action.trajectory for attempt in self._attempts.values()}
+        idle = [facts.trajectory for facts in self._work.sandboxes.facts() if facts.trajectory not in busy]
+        await asyncio.gather(*map(self._work.executor.end_trajectory, idle))
+
     async def close(self) -> None:
         """Stop. What runs in a sandbox is left as it is, for the next daemon of this directory; idempotent."""
         self._closing = True

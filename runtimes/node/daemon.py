@@ -103,9 +103,9 @@ class Daemon:
         self._link: NodeLink | None = None
         self._stopping = asyncio.Event()
         self._heard_s = self._clock.now()
-        #: Why it drains, and whether what runs is left to the next daemon; empty and False before.
+        #: Why it drains; whether what runs is left to the next daemon, and nothing else. Empty and False before.
         self._draining = ""
-        self._leaving = False
+        self._leaving = self._tidy = False
         self._drainer: asyncio.Future[None] | None = None
         self._ending: asyncio.Future[None] | None = None
         #: Set once it has joined a gateway.
@@ -124,9 +124,9 @@ class Daemon:
             self._agent.say(wire.NodeDraining(why))
         self._drainer = asyncio.ensure_future(self._drain())
 
-    def leave(self) -> None:
-        """End now, and leave all that runs to the next daemon of this state directory."""
-        self._leaving = True
+    def leave(self, *, tidy: bool = False) -> None:
+        """End now, and leave all that runs to the next daemon of this state directory; ``tidy``: and nothing else."""
+        self._leaving, self._tidy = True, tidy
         self.stop()
 
     def stop(self) -> None:
@@ -137,8 +137,10 @@ class Daemon:
     async def _end(self) -> None:
         """Kill what is not left to the next daemon, and say so; then end."""
         try:
-            if not self._leaving and self._agent is not None:
+            if self._agent is not None and not self._leaving:
                 await self._agent.end_all()
+            elif self._agent is not None and self._tidy:
+                await self._agent.end_idle()
             if self._link is not None:
                 self._link.send(wire.NodeGoodbye(self._draining or "the daemon ends", not self._leaving))
                 self._link.close("the daemon ends")

@@ -34,7 +34,7 @@ def start_gateway(tmp_path: Path, provider: str) -> Iterator[StartGateway]:
         return gateway
 
     yield start
-    for gateway in made:
+    for gateway in [each for each in made if each.running]:
         with suppress(Exception), gateway.client() as client:
             for trajectory in client.trajectories():
                 client.end_trajectory(trajectory.trajectory)

@@ -107,6 +107,10 @@ class GatewayProcess:
         assert self._process is not None
         return self._process.pid
 
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
     def kill(self) -> None:
         """kill -9, as a crash would."""
         assert self._process is not None

@@ -1,0 +1,177 @@
+"""This machine as a node whose daemon is a process of its own (``cluster.local: process``).
+
+The daemon is started and watched by the gateway and outlives it, as any node does: what runs in its sandboxes costs the
+gateway's loop nothing, and a gateway that was killed finds it again. One that ends properly has it end too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+import structlog
+
+from manager.clock import Clock
+from manager.errors import InvalidConfig
+from runtimes.node.daemon import LOCK, PID
+from tangram.types.nodes import NodeTicket
+
+#: Its state directory, in the gateway's, and its log there.
+DIRECTORY, LOG = "node", "daemon.log"
+#: Seconds between two looks at it.
+LOOK_S = 0.5
+#: Seconds until one that lives must have joined: it may know this gateway by another address, and is replaced.
+JOIN_S = 15.0
+#: Seconds until one that died is started again, doubled each time.
+AGAIN_S, AGAIN_MAX_S = 0.5, 60.0
+#: One that has served for so long was well: its next death is waited for as its first.
+WELL_S = 60.0
+#: Seconds for it to end with its gateway.
+END_S = 15.0
+#: Ends a daemon and what is idle on its machine; what runs goes on.
+TIDY = signal.SIGUSR1
+
+
+class LocalOffice(Protocol):
+    """What is asked of the cluster about this machine's node."""
+
+    def local_ticket(self) -> NodeTicket: ...
+    def joined(self, name: str) -> bool: ...
+
+
+class LocalNode:
+    """Sees to it that this machine's daemon lives. Use from one event loop."""
+
+    def __init__(self, name: str, state_dir: Path, paths: Sequence[Path], office: LocalOffice, clock: Clock) -> None:
+        """``state_dir`` is the gateway's, ``paths`` the configuration that it serves; raises InvalidConfig without."""
+        if not paths:
+            raise InvalidConfig("cluster.local: process needs a configuration in files", component="cluster")
+        self.name = name
+        self._directory = state_dir.absolute() / DIRECTORY
+        self._paths = tuple(path.absolute() for path in paths)
+        self._office = office
+        self._clock = clock
+        self._process: subprocess.Popen[bytes] | None = None
+        self._deaths = 0
+        #: Since when it is awaited, or has joined, and when the next one may be started.
+        self._since_s = self._again_s = clock.now()
+        self._joined = False
+        self._left = False
+        self._task: asyncio.Future[None] | None = None
+        self._log = structlog.get_logger("gateway.cluster")
+
+    def open(self) -> None:
+        """Start it, unless that of the gateway before lives, and watch it until `close`."""
+        self._task = asyncio.ensure_future(self._watch_for_ever())
+
+    def left(self, node: str) -> None:
+        """A node was drained and is gone; if it is this one, it stays away until the gateway's next start."""
+        self._left = self._left or node == self.name
+
+    def warnings(self) -> list[str]:
+        """Return what should be looked at."""
+        if self._joined or not self._deaths:
+            return []
+        return [f"this machine's daemon ended {self._deaths} times before it joined: {self._directory / LOG} says why"]
+
+    async def close(self, *, keep: bool) -> None:
+        """End it; what runs in its sandboxes goes on for the next one. ``keep``: idle trajectories live on as well."""
+        if self._task is None:
+            return
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        pid = self._living()
+        if pid:
+            self._signal(pid, signal.SIGHUP if keep else TIDY)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(END_S):
+                    while self._living():  # noqa: ASYNC110  # it may be no child of this process: only its lock tells
+                        await asyncio.sleep(LOOK_S / 10)
+        self._reap()
+
+    async def _watch_for_ever(self) -> None:
+        while not self._left:
+            self.look()
+            await asyncio.sleep(LOOK_S)
+
+    def look(self) -> None:
+        """Start it if it does not live and may be started; have one leave that lives and does not join."""
+        now_s = self._clock.now()
+        if self._office.joined(self.name):
+            if not self._joined:
+                self._joined, self._since_s = True, now_s
+            elif now_s - self._since_s > WELL_S:
+                self._deaths = 0
+            return
+        if self._joined:
+            self._joined, self._since_s = False, now_s
+        pid = self._living()
+        if pid and now_s - self._since_s > JOIN_S:
+            self._log.warning("this machine's daemon does not join: another takes its place", daemon=pid)
+            self._signal(pid, signal.SIGHUP)
+            self._since_s = now_s
+        elif not pid and now_s >= self._again_s:
+            self._start(now_s)
+
+    def _start(self, now_s: float) -> None:
+        if self._reap():
+            self._deaths += 1
+        self._since_s = now_s
+        self._again_s = now_s + min(AGAIN_MAX_S, AGAIN_S * 2.0 ** min(self._deaths, 16))
+        try:
+            self._directory.mkdir(mode=0o700, exist_ok=True)
+            with (self._directory / LOG).open("ab") as log:
+                self._process = subprocess.Popen(
+                    self._command(), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                )
+        except OSError as error:
+            self._deaths += 1
+            self._log.error("this machine's daemon cannot be started", why=str(error))
+            return
+        self._log.info("this machine's daemon is started", daemon=self._process.pid, deaths=self._deaths)
+
+    def _command(self) -> list[str]:
+        ticket = self._office.local_ticket()
+        told = {
+            "--gateway": ticket.gateway,
+            "--fingerprint": ticket.fingerprint,
+            "--name": self.name,
+            "--ticket": ticket.ticket,
+            "--state-dir": str(self._directory),
+        }
+        words = [word for pair in told.items() for word in pair]
+        configured = [word for path in self._paths for word in ("--config", str(path))]
+        return [sys.executable, "-m", "gateway", "node", "join", *words, *configured]
+
+    def _reap(self) -> bool:
+        """Return whether one that this gateway had started has ended since the last time."""
+        if self._process is None or self._process.poll() is None:
+            return False
+        self._process = None
+        return True
+
+    def _living(self) -> int:
+        """Return the pid of the daemon, this gateway's own or that of the one before; 0 if none lives."""
+        if self._process is not None and self._process.poll() is None:
+            return self._process.pid
+        with suppress(OSError, ValueError):
+            descriptor = os.open(self._directory / LOCK, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return int((self._directory / PID).read_text(encoding="ascii"))
+            finally:
+                os.close(descriptor)
+        return 0
+
+    def _signal(self, pid: int, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
