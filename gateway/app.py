@@ -249,7 +249,7 @@ class App:
         """Tell the parts of each other."""
         self.invocations.bind(self.engine)
         self.invocations.on_detach.append(reattachment.detached)
-        self.invocations.on_durable.append(reattachment.settled)
+        self.invocations.on_settled.append(reattachment.settled)
         self.invocations.on_end.append(self.callbacks.ended)
         self.invocations.on_end.append(lambda record: self.runtimes.environments.sessions.close(record.id))
         self.registry.on_switch.append(self._switched)

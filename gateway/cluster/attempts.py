@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 
 from gateway.invocations.invocation import LiveInvocation
-from gateway.invocations.reattach import AttemptHolder, Reattachment
+from gateway.invocations.reattach import AttemptHolder, Reattachment, claims_of_try
 from runtimes.node.remote import RemoteNode
 
 
@@ -34,17 +34,40 @@ class NodeAttempts:
         self._node.acknowledge(claims)
 
 
+class NodeReattachment(Reattachment):
+    """What goes on at one node without a gateway: handlers too, as a daemon that is no part of it executes them.
+
+    Not models: which devices they compute on is not on record.
+    """
+
+    def __init__(self, node: RemoteNode) -> None:
+        super().__init__(NodeAttempts(node))
+
+    def _may_hold(self, invocation: LiveInvocation) -> bool:
+        return invocation.inside or (invocation.function is not None and invocation.function.handler is not None)
+
+    def settled(self, invocation: LiveInvocation) -> None:
+        """The node keeps an end until it hears this, whoever waited for it."""
+        self._environments.acknowledge(invocation.record.trajectory, claims_of_try(invocation.record))
+
+
 class FleetReattachment(Reattachment):
     """The same for this machine and every node: an invocation belongs to where its record says that it runs."""
 
-    def __init__(self, environments: AttemptHolder, node: Callable[[str], RemoteNode | None]) -> None:
+    def __init__(
+        self,
+        environments: AttemptHolder,
+        node: Callable[[str], RemoteNode | None],
+        nodes: Callable[[], Iterable[RemoteNode]],
+    ) -> None:
         super().__init__(environments)
         self._node = node
+        self._nodes = nodes
 
     def _elsewhere(self, invocation: LiveInvocation) -> Reattachment | None:
         name = invocation.record.node
         node = None if name is None else self._node(name)
-        return None if node is None else Reattachment(NodeAttempts(node))
+        return None if node is None else NodeReattachment(node)
 
     async def leave(self, invocation: LiveInvocation) -> bool:
         other = self._elsewhere(invocation)
@@ -63,3 +86,6 @@ class FleetReattachment(Reattachment):
             super().settled(invocation)
         else:
             other.settled(invocation)
+        for attempt in range(1, invocation.record.attempt):  # earlier tries, wherever they were
+            for node in self._nodes():
+                node.acknowledge(claims_of_try(invocation.record, attempt))

@@ -12,7 +12,7 @@ from pathlib import Path
 import structlog
 
 from gateway.cluster.abilities import Abilities
-from gateway.cluster.attempts import FleetReattachment, NodeAttempts
+from gateway.cluster.attempts import FleetReattachment, NodeReattachment
 from gateway.cluster.door import NodeDoor, bind
 from gateway.cluster.local_node import LocalNode
 from gateway.cluster.machines import NodeRecovery, NodeServices
@@ -65,7 +65,7 @@ _LOOPBACK = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # listen
 
 
 class Voice:
-    """What one node says of itself, told to the roster: a `runtimes.node.remote.NodeListener`."""
+    """What one node says of itself, told to the roster: a `runtimes.node.listener.NodeListener`."""
 
     def __init__(self, name: str, instance: Callable[[], str], step: Callable[[RosterEvent], object]) -> None:
         self._name = name
@@ -156,7 +156,9 @@ class Cluster(ClusterState):
         return fleet
 
     def reattachment(self, environments: AttemptHolder) -> Reattachment:
-        return FleetReattachment(environments, self._member)
+        return FleetReattachment(
+            environments, self._member, lambda: [machine.remote for machine in self._machines.values()]
+        )
 
     def begin(
         self,
@@ -304,7 +306,7 @@ class Cluster(ClusterState):
                 self._spawn(remote.end_trajectory(trajectory))
             self.engine.tell(NodeJoined(node=machine.spec))
             self._awaited.discard(name)
-            await self._recovery.recover_on(name, Reattachment(NodeAttempts(remote)))
+            await self._recovery.recover_on(name, NodeReattachment(remote))
         else:
             self.engine.tell(NodeJoined(node=machine.spec))
         self._models_changed(name)

@@ -48,8 +48,8 @@ class DurableStarts:
 
     async def execute(self, action: Action, lease: Lease, call: Call) -> Outcome:
         inside = kind_of(call.function).works_in_sandbox
-        if inside:
-            call = replace(call, announce=partial(self._announce, action, call.function))
+        announce = partial(self._announce, action, call.function) if inside else partial(self._outlives, action)
+        call = replace(call, announce=announce)
         once = self._once(action, call.function)
         used = self._quotas.begin(lease)
         if used and call.again is not None:
@@ -74,6 +74,10 @@ class DurableStarts:
         self._invocations.begin(action.id)
         if self._once(action, function):
             await self._store.durable()
+        return self._invocations.outlives_caller(action.id)
+
+    async def _outlives(self, action: Action) -> bool:
+        """It is on record already: whether it goes on without its caller, where it can (on a node)."""
         return self._invocations.outlives_caller(action.id)
 
     def _once(self, action: Action, function: FunctionSpec) -> bool:

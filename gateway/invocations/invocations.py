@@ -93,9 +93,9 @@ class Invocations:
         self._losses = EnvironmentLosses(lambda: self.living, self._stop)
         #: Called with each ended record (callbacks).
         self.on_end: list[Callable[[Record], None]] = []
-        #: Called when one goes on without its caller, and when the end of such a one is durable (takeover).
+        #: Called when one goes on without its caller, and when no later gateway can want its end (takeover).
         self.on_detach: list[Callable[[LiveInvocation], None]] = []
-        self.on_durable: list[Callable[[LiveInvocation], None]] = []
+        self.on_settled: list[Callable[[LiveInvocation], None]] = []
 
     def bind(self, engine: Engine) -> None:
         self._engine = engine
@@ -269,8 +269,7 @@ class Invocations:
         settled = None
         with suppress(CodedError):
             submission = self._submission(invocation, submitted_s=began_s - (record.queue_s or 0.0))
-            node = record.node or ""
-            settled = self.engine.resume(submission, units=record.units, node=node, started_s=began_s)
+            settled = self.engine.resume(submission, units=record.units, node=record.node or "", started_s=began_s)
         if settled is None:
             self._answered(record.action_id)
             invocation.resumed = False
@@ -286,13 +285,14 @@ class Invocations:
         invocation.action = None
         invocation.action_id = action.id
         self._by_action[action.id] = invocation
+        began = partial(self._work_began, record, record.attempt)
         call = Call(
             function=function,
             input=invocation.input,
             log=invocation.log,
             **record.trace,
             context={"invocation_id": record.id},
-            begun=None if invocation.inside else partial(self._work_began, record, record.attempt),
+            begun=None if invocation.inside or invocation.resumed else began,
         )
         return Submission(action=action, call=call)
 
@@ -419,16 +419,16 @@ class Invocations:
         self._keys.leave(invocation)
         self._logs.close(invocation.record.seq)
         if not invocation.record.detached:
-            self._losses.tell(invocation)
+            self._tell(None, invocation)
             return
         # Who waits for durable work is told its end only when a restart could not tell another.
         self._store.committed().add_done_callback(lambda done: self._tell(done, invocation))
 
-    def _tell(self, done: asyncio.Future[None], invocation: LiveInvocation) -> None:
+    def _tell(self, done: asyncio.Future[None] | None, invocation: LiveInvocation) -> None:
         # The store tells of a failing disk itself, and keeps the record for another try.
-        if not done.cancelled() and done.exception() is None:
-            for on_durable in self.on_durable:
-                on_durable(invocation)
+        if done is None or (not done.cancelled() and done.exception() is None):
+            for on_settled in self.on_settled:
+                on_settled(invocation)
         self._losses.tell(invocation)
 
     # Look up, wait, cancel

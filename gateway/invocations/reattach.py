@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from typing import Protocol
 
 from gateway.invocations.invocation import LiveInvocation
-from gateway.invocations.record import Record
+from gateway.invocations.record import Record, action_id_of
 from manager.outcome import State
 from runtimes.sandbox.command import claims_of
 
@@ -56,18 +56,24 @@ class Reattachment:
         """Return whether a living sandbox holds the present try, which the record says has begun."""
         record = invocation.record
         begun = record.detached and record.state is State.RUNNING
-        return begun and invocation.inside and _claims(record) in self._resumable
+        return begun and self._may_hold(invocation) and claims_of_try(record) in self._resumable
+
+    def _may_hold(self, invocation: LiveInvocation) -> bool:
+        """Return whether work of its kind outlives the gateway that began it."""
+        return invocation.inside
 
     def never_started(self, invocation: LiveInvocation) -> bool:
         """Whether the present try is certain not to have begun, whatever the record feared."""
         record = invocation.record
         if not invocation.inside or not record.begun:
             return not record.begun
-        return record.trajectory is not None and self._environments.never_started(record.trajectory, _claims(record))
+        return record.trajectory is not None and self._environments.never_started(
+            record.trajectory, claims_of_try(record)
+        )
 
     def take(self, invocation: LiveInvocation) -> None:
         """It goes on under this gateway."""
-        self._taken.add(_claims(invocation.record))
+        self._taken.add(claims_of_try(invocation.record))
 
     async def end_unclaimed(self) -> None:
         """End what was not taken."""
@@ -76,18 +82,20 @@ class Reattachment:
 
     async def leave(self, invocation: LiveInvocation) -> bool:
         """Leave a running command to the next gateway, as it runs; False where that cannot be."""
-        return invocation.inside and await self._environments.leave(_claims(invocation.record))
+        return self._may_hold(invocation) and await self._environments.leave(claims_of_try(invocation.record))
 
     def detached(self, invocation: LiveInvocation) -> None:
         """It goes on without its caller, and from now on without this gateway too."""
-        if invocation.inside:
-            self._environments.detach(_claims(invocation.record))
+        if self._may_hold(invocation):
+            self._environments.detach(claims_of_try(invocation.record))
 
     def settled(self, invocation: LiveInvocation) -> None:
-        """Its end is durable: no sandbox needs to keep it."""
-        if invocation.inside:
-            self._environments.acknowledge(invocation.record.trajectory, _claims(invocation.record))
+        """No gateway asks for its end again: no sandbox needs to keep it."""
+        if self._may_hold(invocation) and invocation.record.detached:
+            self._environments.acknowledge(invocation.record.trajectory, claims_of_try(invocation.record))
 
 
-def _claims(record: Record) -> str:
-    return claims_of(record.action_id, record.attempt)
+def claims_of_try(record: Record, attempt: int = 0) -> str:
+    """Return what the claims of the present try begin with, or those of an earlier one."""
+    number = attempt or record.attempt
+    return claims_of(action_id_of(record.id, number), number)

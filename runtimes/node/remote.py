@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Coroutine, Mapping
 from dataclasses import replace
-from typing import Protocol
 
 import msgspec
 import structlog
@@ -28,9 +27,10 @@ from runtimes.node.files.remote import RemoteFiles, RemoteTransfers
 from runtimes.node.handlers.archive import HandlerArchives
 from runtimes.node.handlers.remote import RemoteHandlers
 from runtimes.node.link import NodeLink
+from runtimes.node.listener import NodeListener
 from runtimes.node.message import Message
 from runtimes.node.models.remote import RemoteModels
-from runtimes.node.remote_call import NodeKnowledge, RemoteCall
+from runtimes.node.remote_call import NodeKnowledge, RemoteCall, refused
 from runtimes.node.remote_requests import RemoteRequests
 from runtimes.node.spool import records
 from runtimes.node.wire import COMPONENT
@@ -41,22 +41,6 @@ logger = structlog.get_logger("node.remote")
 
 #: Times that an idempotent attempt is begun on the same node, if the daemon loses it each time.
 TRIES_MAX = 3
-
-
-class NodeListener(Protocol):
-    """Who wants to know what a node says of itself."""
-
-    def draining(self, why: str) -> None:
-        """It takes no new work."""
-        ...
-
-    def goodbye(self, why: str, killed: bool) -> None:
-        """Its daemon ends; ``killed``: nothing of what it had is left."""
-        ...
-
-    def sandbox_changed(self, facts: wire.TrajectoryFacts) -> None:
-        """A trajectory has another sandbox there, or none any more."""
-        ...
 
 
 class RemoteNode:
@@ -167,26 +151,24 @@ class RemoteNode:
         """Run the action on the node to its end, or take over what runs of it there."""
         claim = claims_of(action.id, action.attempt)
         try:
-            function = self._handlers.named(call.function)
-            digest = self._requests.digest(function)
+            self._requests.check(call.function)
             if "session" in call.input:  # what is typed goes to the gateway's machine: it would wait for ever
                 told = "nodes that have joined carry no sessions yet; run commands there, or exec without -i and -t"
                 raise Unsupported(told, component=wire.COMPONENT)
-        except (Unsupported, ActionFailed) as error:
-            reason = error.reason if isinstance(error, ActionFailed) else Reason.INVALID_INPUT
-            return Outcome(state=State.FAILED, reason=reason, message=error.message, component=error.component)
+        except Unsupported as error:
+            return refused(error)
         remote = RemoteCall(
             wire.ExecuteAttempt(
                 claim,
                 action if action.elasticity is None else replace(action, elasticity=None),
                 lease,
-                digest,
+                "",
                 wire.pack(call.input),
                 call.traceparent,
                 call.tracestate,
                 dict(call.context),
             ),
-            function,
+            call.function,
             call,
             self._loop.create_future(),
         )
@@ -223,10 +205,15 @@ class RemoteNode:
         largest_bytes = self._link.settings.frame_max_bytes if self._link is not None else 0
         if len(remote.execute.input) > largest_bytes - wire.GREETING_BYTES:
             message = f"an input of {len(remote.execute.input)} bytes is more than a frame of the channel holds"
-            refused = Outcome(state=State.FAILED, reason=Reason.INVALID_INPUT, message=message, component=COMPONENT)
-            self._end(remote, refused)
+            self._end(remote, refused(Unsupported(message, component=COMPONENT)))
             return
-        self._requests.define(remote.function)
+        try:
+            function = self._handlers.named(remote.function)
+            remote.execute.function = self._requests.digest(function)
+        except (Unsupported, ActionFailed) as error:
+            self._end(remote, refused(error))
+            return
+        self._requests.define(function)
         remote.sent, remote.log_bytes = True, 0
         if remote.go is None and self._lives_here(remote.execute.action.trajectory):
             self._find_out(remote)  # nothing is made ready first: told before it is asked, a way to and fro is spared
@@ -463,11 +450,8 @@ class RemoteNode:
             return
         if end.omitted_bytes:
             remote.call.log.omit(end.omitted_bytes)
-        kind = KINDS.get(remote.function.runtime)
         self._unrecorded.add(end.claim)
         self._end(remote, outcome)
-        if kind is None or not kind.works_in_sandbox:
-            self.acknowledge(end.claim)
 
     def _again(self, remote: RemoteCall, outcome: Outcome) -> bool:
         """Begin an idempotent attempt once more that a daemon lost; return whether it was."""

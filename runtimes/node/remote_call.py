@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
+from manager.errors import ActionFailed, CodedError, Reason
 from manager.executor import Call
 from manager.function import FunctionSpec
 from manager.lease import Lease
-from manager.outcome import Outcome
+from manager.outcome import Outcome, State
 from runtimes.node import wire
 
 
@@ -41,3 +42,9 @@ class NodeKnowledge:
     epoch: str = ""
     attempts: dict[str, wire.AttemptFacts] = field(default_factory=dict)
     trajectories: dict[str, wire.TrajectoryFacts] = field(default_factory=dict)
+
+
+def refused(error: CodedError) -> Outcome:
+    """Return the end of an attempt that is not begun."""
+    reason = error.reason if isinstance(error, ActionFailed) else Reason.INVALID_INPUT
+    return Outcome(state=State.FAILED, reason=reason, message=error.message, component=error.component)

@@ -12,7 +12,8 @@ from tangram import Client, handler
 from tangram.errors import TangramError
 from tangram.types import ConfigDiff
 from tests.cluster.conftest import MakeNode, StartGateway
-from tests.cluster.world import ClusterGateway, DaemonProcess, begun, until
+from tests.cluster.world import DEADLINE_S, ClusterGateway, DaemonProcess, begun, until
+from tests.faults.world import HTTP
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cluster")]
 
@@ -45,6 +46,15 @@ def judge(event: dict[str, Any], context: Any) -> dict[str, Any]:
 
 def other_judge(event: dict[str, Any], context: Any) -> dict[str, Any]:
     return {"score": -1}
+
+
+@handler(cost={"cpu": 1}, queue_timeout="5m")
+def flaky(event: dict[str, Any], context: Any) -> int:
+    """Fail twice."""
+    if context.attempt < 3:
+        raise RuntimeError("not yet")
+    attempt: int = context.attempt
+    return attempt
 
 
 @pytest.fixture
@@ -145,12 +155,12 @@ def test_a_node_that_is_frozen_goes_on_with_its_handler_and_its_log_is_whole(
         assert gateway.said(mine) == "begun\n"
 
 
-def test_a_gateway_that_is_killed_finds_its_handlers_on_the_node_and_tells_what_was_lost(
+def test_a_handler_outlives_its_gateway_and_the_next_one_hears_its_end_and_its_whole_log(
     gateway: ClusterGateway, node: DaemonProcess
 ) -> None:
     with gateway.client() as client:
         registered(client)
-        mine = client.submit("judge", {"text": "four", "seconds": 1000}).id
+        mine = client.submit("judge", {"text": "four", "seconds": 10}).id
         begun(gateway, mine)
     (kept,) = node.handlers()
     listen = gateway.door[0]
@@ -158,7 +168,8 @@ def test_a_gateway_that_is_killed_finds_its_handlers_on_the_node_and_tells_what_
     gateway.listen_at(listen)
     gateway.start()
     found = gateway.ended(mine)
-    assert (found["state"], found["reason"]) == ("lost", "gateway_restart"), found
+    assert (found["state"], found["node"], found["attempt"]) == ("succeeded", "n1", 1), found
+    assert gateway.said(mine) == "begun\n"
     with gateway.client() as client:
         assert client.invoke("judge", {"text": "four"}).raise_for_failure().result["score"] == 4
     assert node.handlers() == [kept], "it was not sent again"
@@ -184,3 +195,16 @@ def test_data_beside_the_code_travels_and_more_than_may_is_told_by_name(
         assert client.invoke("small", {}).raise_for_failure().result == 3
     found = gateway.node("n1")
     assert found is not None and "64 MiB" in found.unable["large"] and "small" in found.able
+
+
+def test_a_node_forgets_every_try_of_a_call_once_its_end_is_on_record(
+    gateway: ClusterGateway, node: DaemonProcess
+) -> None:
+    with gateway.client() as client:
+        client.register(flaky, retry={"max_attempts": 3, "backoff": "10ms", "on": ["handler_error"]})
+        found = client.invoke("flaky", {}).raise_for_failure()
+        assert (found.result, found.attempt) == (3, 3)
+    path = f"{gateway.url}/v1/functions"
+    for name, given in (("there", {"command": "true"}), ("flaky", {})):  # without a key: nothing of it is durable
+        assert HTTP.post(f"{path}/{name}/invocations", json=given, timeout=DEADLINE_S).json()["state"] == "succeeded"
+    until(lambda: node.attempts() == [], "the node has forgotten them")

@@ -167,6 +167,10 @@ class DaemonProcess:
     def log(self) -> str:
         return (self._directory / "log").read_text()
 
+    def attempts(self) -> list[str]:
+        """Return the attempts that it has not been told to forget."""
+        return sorted(each.name for each in (self._directory / "state" / "spool").iterdir())
+
     def handlers(self) -> list[tuple[str, int]]:
         """Return the digests of the handlers' files that it keeps, and when each was made."""
         kept = sorted((self._directory / "state" / "handlers").iterdir())

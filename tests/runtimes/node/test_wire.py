@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from manager.action import Action, Amdahl, UnitSet
 from manager.chunk import Chunk
+from manager.config import NodeSpec
 from manager.errors import ActionFailed, InvalidConfig, Reason, Unsupported
 from manager.function import FunctionSpec, PytestSpec, SandboxSpec
 from manager.lease import Grant, Lease
@@ -96,3 +98,30 @@ def test_an_error_is_the_same_error_on_the_other_side(error: ActionFailed | Unsu
 def test_what_does_not_fit_is_refused(data: bytes) -> None:
     with pytest.raises(wire.ChannelError):
         list(wire.FrameReader(2**20).feed(data))
+
+
+def test_an_older_node_that_does_not_say_what_it_executes_executes_commands_and_suites() -> None:
+    spec = NodeSpec(name="n1", numa=((0,),), memory_bytes=1)
+    hello = wire.NodeHello(
+        protocol=1,
+        version="1",
+        name="n1",
+        boot="b",
+        epoch="e",
+        instance="i",
+        ticket="t",
+        key="",
+        spec=spec,
+        labels={},
+        isolation="",
+        sandboxes="plain",
+        serves=("handler",),
+    )
+    told = wire.encode(hello)
+    size_bytes, kind = wire.HEADER.unpack_from(told)
+    fields = msgspec.msgpack.decode(told[wire.HEADER.size :])
+    older = msgspec.msgpack.encode(fields[: fields.index(["handler"])])
+    newer = msgspec.msgpack.encode([*fields, "what a later version says"])
+    assert size_bytes == len(told) - wire.HEADER.size
+    assert wire.decode(kind, older) == msgspec.structs.replace(hello, serves=("exec", "pytest"))
+    assert wire.decode(kind, newer) == hello

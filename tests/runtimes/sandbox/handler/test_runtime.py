@@ -439,6 +439,15 @@ async def test_a_missing_directory_is_refused_at_registration(runtime: HandlerRu
         await runtime.prepare(FunctionSpec(name="reward", runtime="handler", handler=spec))
 
 
+async def test_an_instance_whose_directory_went_is_not_made_of_an_empty_one(
+    runtime: HandlerRuntime, tmp_path: Path
+) -> None:
+    spec = HandlerSpec(module="handler", callable="score", directory=tmp_path / "none", **SCALE)  # type: ignore[arg-type]
+    with pytest.raises(ActionFailed, match="does not exist") as gone:
+        await call(runtime, FunctionSpec(name="reward", runtime="handler", handler=spec))
+    assert gone.value.reason is Reason.ENVIRONMENT_LOST
+
+
 async def test_a_directory_that_the_sandbox_cannot_read_is_named_with_the_remedy(
     runtime: HandlerRuntime, function: Function
 ) -> None:
