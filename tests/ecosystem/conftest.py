@@ -63,12 +63,15 @@ def boxes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         boxes={**large, "sandbox": {**ROOT_INSIDE, **images, "background": "run"}},
         harbor={**large, "sandbox": {**ROOT_INSIDE, "user": "root"}},
         judge={"runtime": "handler", "handler": "handler:judge", "cost": {"cpu": 1}, "idempotent": True},
+        broken_judge={"runtime": "handler", "handler": "handler:broken", "cost": {"cpu": 1}, "idempotent": True},
+        mute_judge={"runtime": "handler", "handler": "handler:mute", "cost": {"cpu": 1}, "idempotent": True},
     )
     described["server"] |= {"body_limit": "128Mi", "auth": "none", "facades": {"swerex": {"function": "boxes"}}}
     described["server"]["facades"]["docker"] = {"socket": str(directory / "docker.sock"), "function": "boxes"}
     process = GatewayProcess(directory, described)
     with (directory / "handler.py").open("a") as file:
         file.write("\n\ndef judge(event, context):\n    return float(event['response'].endswith(event['label']))\n")
+        file.write("\n\ndef mute(event, context):\n    return None\n")
     process.start()
     yield process
     with Client(process.url) as client:

@@ -98,3 +98,16 @@ async def test_harbors_oracle_gets_the_reward_that_its_verifier_writes(
         pytest.skip("Harbor's tasks are images, and process sandboxes have none")
     told = await plug("harbor", "harbor_trials")
     assert told["trials"] == {"good": [{"reward": 1.0}, None], "bad": [{"reward": 0.0}, None]}, told["said"]
+
+
+@pytest.mark.far
+async def test_verls_reward_loop_has_the_rewards_that_functions_give_and_raises_what_is_no_reward(
+    plug: Callable[..., Any], tmp_path: Path
+) -> None:
+    told = await plug("verl", "verl_rewards", str(tmp_path))
+    assert told["judged"] == {"sums": [1.0, 0.0, 1.0, 1.0], "places": [2, -1, 0, 2], "acc": [1.0, 0.0, 1.0, 1.0]}
+    assert told["tested"] == [1.0, 0.0]
+    assert told["worth"] == [-1.0] * 4, "what a failure is worth is said by the user"
+    ends = {name: (told[name]["raised"], told[name]["reason"]) for name in ("broken", "nothing", "unknown", "lost")}
+    reasons = {"broken": "handler_error", "nothing": "no_reward", "unknown": "not_found", "lost": "handler_error"}
+    assert ends == {name: ("InfrastructureFailed", reason) for name, reason in reasons.items()}
