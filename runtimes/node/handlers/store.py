@@ -118,7 +118,7 @@ class HandlerStore:
         self._held[digest] += 1
         try:
             if not await self.has(digest):
-                told = f"the files of function {function.name} are not on the node (any more); it asks for them anew"
+                told = f"the files of function {function.name} are not on the node: they come when it is prepared anew"
                 raise ActionFailed(Reason.ENVIRONMENT_LOST, told, component=COMPONENT, retry_after_s=1.0)
             yield
         finally:
