@@ -33,7 +33,7 @@ async def open_trajectory(services: Services, trajectory: str, asked: Trajectory
     task = wire.name(asked.task, "task")
     await services.engine.open_trajectory(name, task, function)
     if asked.step is not None:
-        services.steps.opened(name, task, asked.step)
+        await services.steps.opened(name, task, asked.step)
     return trajectory_info(services, name)
 
 

@@ -74,10 +74,14 @@ class TaskSteps:
         await self._store.commit()
         return self.info(step)
 
-    def opened(self, trajectory: str, task: str, number: int) -> None:
-        """Count a trajectory as of the step that it was opened under; one that is of a step already stays with it."""
+    async def opened(self, trajectory: str, task: str, number: int) -> None:
+        """Count a trajectory as of the step that it was opened under, durably; raises StorageUnavailable.
+
+        One that is of a step already stays with it.
+        """
         if trajectory not in self._of_trajectory:
             self._join(trajectory, task, number, self._wall())
+            await self._store.commit()
 
     def trajectory_ended(self, trajectory: str) -> None:
         """Count the end of a trajectory, if it is of a step."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -163,6 +165,14 @@ async def test_steps_and_tasks_are_bounded(tmp_path: Path) -> None:
         rows = await gateway.app.store.read("steps", ())
         assert sorted((row["task"], row["number"]) for row in rows) == [("math", 2), ("math", 3), ("search", 1)]
         assert list(await gateway.app.store.read("step_trajectories", ())) == []
+
+
+async def test_a_trajectory_that_was_opened_is_on_disk_with_its_step(gateway: RunningGateway) -> None:
+    await opened(gateway, "t1", 4)
+    database = gateway.app.config.server.state_dir / "tangram.sqlite"
+    with closing(sqlite3.connect(database)) as beside:
+        rows = beside.execute("SELECT trajectory, task, number FROM step_trajectories").fetchall()
+    assert rows == [("t1", "math", 4)], "a gateway that is killed now finds it of its step again"
 
 
 async def test_steps_outlive_the_gateway_and_what_did_not_outlive_it_has_ended(tmp_path: Path) -> None:
