@@ -83,8 +83,7 @@ def client_environment(name: str) -> ClientEnvironment:
                     if packages:
                         _say([*options, *packages])
             except (subprocess.SubprocessError, OSError) as error:
-                told = str(getattr(error, "stderr", "") or error)[-800:]
-                raise ClientFailed(f"the client {name} could not be installed: {told}") from None
+                raise ClientFailed(f"the client {name} could not be installed: {_why(error)}") from None
             (directory / "made").touch()
     return ClientEnvironment(directory)
 
@@ -101,6 +100,14 @@ def _python(lines: list[str]) -> str:
         if subprocess.run([candidate, "-c", "import venv"], capture_output=True, check=False).returncode == 0:
             return candidate
     raise ClientFailed(f"there is no Python {wanted} on this machine")
+
+
+def _why(error: Exception) -> str:
+    """Return what pip said, less its warnings, or that it took too long."""
+    if isinstance(error, subprocess.TimeoutExpired):
+        return f"it was not done after {BUILD_S} s"
+    lines = str(getattr(error, "stderr", "") or error).splitlines()
+    return "\n".join(line for line in lines if not line.startswith("WARNING"))[-800:]
 
 
 def _say(command: list[str]) -> None:
