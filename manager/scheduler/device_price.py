@@ -43,7 +43,7 @@ class DevicePrice:
     Shorter actions of a task take the turns of its longer ones, within an ageing bound.
     """
 
-    c: float = 4.0
+    c: float = 16.0
     a_s: float = 0.2
     age_max_s: float = 120.0
     age_ratio: float = 5.0

@@ -39,6 +39,8 @@ class PricePolicy:
     )
     a_s: Annotated[float, Setting("seconds of arrivals to come that count, for cores", ge=0, le=86400)] = 8.0
     device_a_s: Annotated[float, Setting("the same for devices", ge=0, le=86400)] = 0.2
+    #: What is taken wide on devices stays wide: a copy is warm at one width, and the next to come find it.
+    device_factor: Annotated[float, Setting("how many times dearer a unit-second is on devices", gt=0, le=1e6)] = 4.0
     short_s: Annotated[float, Setting("a rigid action at most this long goes before the others", ge=0)] = 5.0
     age_max_s: Annotated[float, Setting("an action that has waited this long is overtaken no more", ge=0)] = 120.0
     device_age: Annotated[float, Setting("on devices, the same in mean durations; the lesser holds", gt=0)] = 5.0
@@ -49,7 +51,7 @@ class PricePolicy:
         """Short rigid actions first, then the others in FCFS order, each at its cheapest count."""
         if view.chunks is not None:
             return DevicePrice(
-                c=self.c, a_s=self.device_a_s, age_max_s=self.age_max_s, age_ratio=self.device_age
+                c=self.c * self.device_factor, a_s=self.device_a_s, age_max_s=self.age_max_s, age_ratio=self.device_age
             ).decide(view)
         waiting = view.eligible or [candidate.action for candidate in view.candidates]
         if not waiting:

@@ -204,6 +204,17 @@ def test_a_wider_warm_chunk_is_worth_waiting_for_only_while_nobody_waits_behind(
     assert [(start.action_id, start.chunk) for start in crowded.starts] == [("t0", (0, 1))]
 
 
+def test_under_a_queue_a_dearer_device_is_taken_narrower() -> None:
+    resident = {"s": tuple(Chunk(start, size) for size in (1, 8) for start in range(0, 8, size))}
+    waiting = [teacher(f"t{index}", "s", 10.0) for index in range(8)]
+
+    def width(factor: float) -> int:
+        policy = PricePolicy(device_factor=factor)
+        return policy.decide(devices([(0, 8)], waiting, resident=resident, restore_s=40.0)).starts[0].units
+
+    assert (width(0.01), width(4.0)) == (8, 1)
+
+
 def test_a_hot_service_gets_a_second_copy_when_the_wait_is_long() -> None:
     busy = [replace(running(teacher("r", "s"), 4, ends_in_s=30.0), chunk=Chunk(0, 4))]
     view = devices([(4, 4)], [teacher("t", "s")], busy, resident={"s": ((0, 4),)}, restore_s=1.0)
