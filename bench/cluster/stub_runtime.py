@@ -12,6 +12,7 @@ from manager.lease import Lease
 from runtimes.node.wire import TrajectoryFacts
 from runtimes.runtime import Execution, Result
 from runtimes.sandbox.files.files import SandboxFiles
+from runtimes.sandbox.session import SessionTable
 
 LINE = "x" * 59 + "\n"
 
@@ -55,6 +56,7 @@ class NoSandboxes:
     """`runtimes.node.sandboxes.NodeSandboxes` of a machine that has none."""
 
     def __init__(self) -> None:
+        self.sessions = SessionTable()
         self.on_change: Callable[[TrajectoryFacts], None] = lambda facts: None
 
     async def start(self) -> None: ...

@@ -55,6 +55,7 @@ from runtimes.node.roster import (
     Verdict,
 )
 from runtimes.node.wire import Inventory, NodeHello, NodeRefused, NodeWelcome
+from runtimes.sandbox.session import SessionTable
 
 #: Seconds between two looks whether a draining node is empty.
 _LOOK_S = 0.5
@@ -115,6 +116,7 @@ class Cluster(ClusterState):
         self.near = f"{_LOOPBACK.get(host, host)}:{self._door.port}"
         self.fingerprint = certificate.fingerprint
         self._trajectories: TrajectoryRecovery | None = None
+        self._sessions: SessionTable | None = None
         self._recovery: NodeRecovery | None = None
         self._functions: Callable[[], Sequence[FunctionSpec]] = lambda: ()
         self._again: Callable[[], None] = lambda: None
@@ -147,7 +149,7 @@ class Cluster(ClusterState):
         fleet = FleetExecutor(
             here, self.here.name if self._inline else "", self._member, mark_lost=trajectories.environments.mark_lost
         )
-        self._fleet, self._trajectories = fleet, trajectories
+        self._fleet, self._trajectories, self._sessions = fleet, trajectories, trajectories.environments.sessions
         trajectories.home, fleet.on_told = fleet.home, trajectories.told
         trajectories.here = self.here.name if self._inline else ""
         for name in self._awaited:
@@ -323,7 +325,9 @@ class Cluster(ClusterState):
             return "" if machine is None else machine.instance
 
         voice = Voice(spec.name, instance, self._step)
-        machine = ClusterNode(spec, RemoteNode(spec.name, on_event=voice, archives=self._archives))
+        machine = ClusterNode(
+            spec, RemoteNode(spec.name, on_event=voice, archives=self._archives, sessions=self._sessions)
+        )
         machine.remote.models.on_change = partial(self._models_changed, spec.name)
         return machine
 

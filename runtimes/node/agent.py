@@ -7,7 +7,7 @@ spools, and a gateway that comes back asks for what it has not heard.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ import msgspec
 import structlog
 
 from manager.clock import Clock, MonotonicClock
-from manager.errors import ActionFailed, CodedError, Reason, StorageUnavailable, Unsupported
+from manager.errors import ActionFailed, CodedError, Reason, StorageUnavailable
 from manager.executor import Call
 from manager.function import FunctionSpec
 from manager.outcome import Outcome, State
@@ -32,6 +32,7 @@ from runtimes.node.journal import AttemptJournal, JournalSettings, epoch
 from runtimes.node.link import NodeLink
 from runtimes.node.message import Message
 from runtimes.node.requests import SERVED, NodeRequests, NodeWork, unserved
+from runtimes.node.sessions.served import ServedSessions
 from runtimes.node.spool import Spool
 from runtimes.node.telling import Telling, TellingSettings
 from runtimes.node.wire import COMPONENT
@@ -83,7 +84,8 @@ class Agent:
             work, self.served, lambda digest: self._function(digest)[1], self.say, self._handlers
         )
         self._transfers = ServedTransfers(work.sandboxes.files, self._handlers.take)
-        self._telling = Telling(self.settings.logs)
+        self._sessions = ServedSessions(work.sandboxes.sessions, self._session_told)
+        self._telling = Telling(self.settings.logs, self._sessions.owes)
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
         #: Called when the gateway asks the node to drain, with why.
@@ -106,9 +108,10 @@ class Agent:
             if attempt is None:
                 continue
             attempt.begun, attempt.lasting = True, entry.lasting
-            if entry.end is not None:
+            holds = any(each.startswith(claim) for each in held)
+            if entry.end is not None and not (holds and _is_session(entry.execute)):
                 attempt.end = entry.end
-            elif any(each.startswith(claim) for each in held):
+            elif holds:
                 self._run(attempt)
             else:
                 self._conclude(attempt, _lost("the node's daemon ended while it ran, and with it what it had begun"))
@@ -160,6 +163,7 @@ class Agent:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._transfers.close()
+        await self._sessions.close()
         for attempt in self._attempts.values():
             attempt.spool.close()
         self._journal.close()
@@ -185,6 +189,7 @@ class Agent:
             return await link.run(partial(self._handle, link))
         finally:
             self._transfers.detach(link)
+            self._sessions.detach(link)
             if self._link is link:
                 self.detach()
 
@@ -221,7 +226,7 @@ class Agent:
                 self._requests.begin(message)
             case wire.DrainNode():
                 self.on_drain(message.why)
-            case _ if not self._transfers.take(link, message):
+            case _ if not self._transfers.take(link, message) and not self._sessions.take(link, message):
                 raise wire.ChannelError(f"a {type(message).__name__} to a node")
 
     # --- attempts
@@ -269,16 +274,18 @@ class Agent:
         return attempt
 
     def _run(self, attempt: NodeAttempt) -> None:
-        work = self._work_on(attempt)
+        given = wire.unpack_object(attempt.execute.input)
+        self._sessions.begin(attempt.claim, attempt.execute.action, attempt.execute.context, given)
+        work = self._work_on(attempt, given)
         attempt.task = asyncio.create_task(work, name=f"attempt {attempt.claim}")
         self._tasks.add(attempt.task)
         attempt.task.add_done_callback(self._tasks.discard)
 
-    async def _work_on(self, attempt: NodeAttempt) -> None:
+    async def _work_on(self, attempt: NodeAttempt, given: Mapping[str, object]) -> None:
         execute, function = attempt.execute, attempt.function
         call = Call(
             function=function,
-            input=wire.unpack_object(execute.input),
+            input=given,
             log=attempt.spool,
             traceparent=execute.traceparent,
             tracestate=execute.tracestate,
@@ -295,7 +302,7 @@ class Agent:
                     await self._announce(attempt)  # its runtime does not ask
                 outcome = await self._work.executor.execute(execute.action, execute.lease, call)
         except CodedError as error:
-            outcome = _failed(error)
+            outcome = wire.failed(error)
         except asyncio.CancelledError:
             outcome = Outcome(state=State.CANCELLED, reason=Reason.CANCELLED, message="cancelled", component=COMPONENT)
         if not self._closing:
@@ -360,6 +367,7 @@ class Agent:
             )
             end = wire.end_of(attempt.claim, large, attempt.spool.omitted_bytes)
         attempt.end = end
+        self._sessions.ended(attempt.claim)
         self._look(attempt)
         self._written(attempt.spool.flush)
         if attempt.begun:
@@ -367,6 +375,12 @@ class Agent:
         if attempt.disowned:
             self._forget(attempt)
         else:
+            self._telling.more(attempt, at_once=True)
+
+    def _session_told(self, claim: str) -> None:
+        """All of a session's output is told: its end may follow."""
+        attempt = self._attempts.get(claim)
+        if attempt is not None:
             self._telling.more(attempt, at_once=True)
 
     def _said(self, claim: str) -> None:
@@ -403,6 +417,7 @@ class Agent:
 
     def _forget(self, attempt: NodeAttempt) -> None:
         del self._attempts[attempt.claim]
+        self._sessions.forget(attempt.claim)
         self._telling.forget(attempt)
         if attempt.begun:
             self._written(partial(self._journal.acknowledged, attempt.claim))
@@ -457,16 +472,13 @@ def _spool_name(claim: str) -> str:
     return quote(claim.rstrip("/"), safe="")
 
 
+def _is_session(execute: wire.ExecuteAttempt) -> bool:
+    """Return whether its output is a session's, which no spool holds."""
+    return "session" in wire.unpack_object(execute.input)
+
+
 def _as_failure(error: CodedError) -> ActionFailed:
     return ActionFailed(Reason.INTERNAL, error.message, component=error.component, retry_after_s=error.retry_after_s)
-
-
-def _failed(error: CodedError) -> Outcome:
-    if isinstance(error, ActionFailed):
-        reason = error.reason
-    else:
-        reason = Reason.INVALID_INPUT if isinstance(error, Unsupported) else Reason.INTERNAL
-    return Outcome(state=State.FAILED, reason=reason, message=error.message, component=error.component)
 
 
 def _lost(message: str) -> Outcome:

@@ -30,12 +30,14 @@ from runtimes.node.link import NodeLink
 from runtimes.node.listener import NodeListener
 from runtimes.node.message import Message
 from runtimes.node.models.remote import RemoteModels
-from runtimes.node.remote_call import NodeKnowledge, RemoteCall, refused
+from runtimes.node.remote_call import NodeKnowledge, RemoteCall
 from runtimes.node.remote_requests import RemoteRequests
+from runtimes.node.sessions.remote import RemoteSessions
 from runtimes.node.spool import records
 from runtimes.node.wire import COMPONENT
 from runtimes.sandbox.command import claims_of
 from runtimes.sandbox.files.files import SandboxFiles
+from runtimes.sandbox.session import SessionTable
 
 logger = structlog.get_logger("node.remote")
 
@@ -47,9 +49,14 @@ class RemoteNode:
     """A `manager.executor.Executor` for one node. Use from one event loop."""
 
     def __init__(
-        self, name: str, *, on_event: NodeListener | None = None, archives: HandlerArchives | None = None
+        self,
+        name: str,
+        *,
+        on_event: NodeListener | None = None,
+        archives: HandlerArchives | None = None,
+        sessions: SessionTable | None = None,
     ) -> None:
-        """``archives`` has the files of handlers, for all nodes of a gateway."""
+        """``archives`` has the files of handlers, ``sessions`` the gateway's sessions, both for all of its nodes."""
         self.name = name
         self._listener = on_event
         self._loop = asyncio.get_running_loop()
@@ -58,6 +65,7 @@ class RemoteNode:
         self._transfers = RemoteTransfers(name)
         self._handlers = RemoteHandlers(name, self._requests, self._transfers, archives or HandlerArchives())
         self.models = RemoteModels()
+        self._sessions = RemoteSessions(name, sessions or SessionTable())
         self._calls: dict[str, RemoteCall] = {}
         #: Ended here; the end is not on record yet.
         self._unrecorded: set[str] = set()
@@ -101,6 +109,7 @@ class RemoteNode:
         self._requests.attach(link)
         self._transfers.attach(link)
         self.models.attach()
+        self._sessions.attach(link)
         for name in before.trajectories.keys() - self._known.trajectories.keys():
             self._requests.remember("mark_lost", name)  # before an action comes that would find a new, empty one
         for claim, remote in list(self._calls.items()):
@@ -109,7 +118,7 @@ class RemoteNode:
             if claim in self._known.attempts:
                 remote.sent, remote.begun = True, remote.begun or self._known.attempts[claim].begun
                 self._attach_call(claim, remote)
-            elif same or not remote.begun or remote.function.idempotent:
+            elif same or not remote.begun or remote.repeatable:
                 self._send(remote)
             else:
                 self._gone(remote, "the node came back without what had begun on it")
@@ -134,6 +143,7 @@ class RemoteNode:
         self._link = None
         self._requests.detach()
         self._transfers.detach()
+        self._sessions.detach()
 
     def lost(self, why: str) -> None:
         """Give up all that is there: what runs ends ``lost``, what was asked raises ActionFailed(node_lost)."""
@@ -152,11 +162,9 @@ class RemoteNode:
         claim = claims_of(action.id, action.attempt)
         try:
             self._requests.check(call.function)
-            if "session" in call.input:  # what is typed goes to the gateway's machine: it would wait for ever
-                told = "nodes that have joined carry no sessions yet; run commands there, or exec without -i and -t"
-                raise Unsupported(told, component=wire.COMPONENT)
-        except Unsupported as error:
-            return refused(error)
+            session = self._sessions.begin(claim, action, call)
+        except CodedError as error:
+            return wire.failed(error)
         remote = RemoteCall(
             wire.ExecuteAttempt(
                 claim,
@@ -171,6 +179,7 @@ class RemoteNode:
             call.function,
             call,
             self._loop.create_future(),
+            session=session,
         )
         assert claim not in self._calls, f"{claim} is executed twice at once"
         self._calls[claim] = remote
@@ -185,6 +194,7 @@ class RemoteNode:
                     self._kill(claim, remote)
         finally:
             del self._calls[claim]
+            self._sessions.end(claim)
             if remote.asking is not None:
                 remote.asking.cancel()
 
@@ -205,19 +215,20 @@ class RemoteNode:
         largest_bytes = self._link.settings.frame_max_bytes if self._link is not None else 0
         if len(remote.execute.input) > largest_bytes - wire.GREETING_BYTES:
             message = f"an input of {len(remote.execute.input)} bytes is more than a frame of the channel holds"
-            self._end(remote, refused(Unsupported(message, component=COMPONENT)))
+            self._end(remote, wire.failed(Unsupported(message, component=COMPONENT)))
             return
         try:
             function = self._handlers.named(remote.function)
             remote.execute.function = self._requests.digest(function)
         except (Unsupported, ActionFailed) as error:
-            self._end(remote, refused(error))
+            self._end(remote, wire.failed(error))
             return
         self._requests.define(function)
         remote.sent, remote.log_bytes = True, 0
         if remote.go is None and self._lives_here(remote.execute.action.trajectory):
             self._find_out(remote)  # nothing is made ready first: told before it is asked, a way to and fro is spared
         self._tell(remote.execute)
+        self._sessions.follow(remote.execute.claim)
         if remote.go is not None:
             self._tell(remote.go)
         kind = KINDS.get(remote.function.runtime)
@@ -396,7 +407,7 @@ class RemoteNode:
             case wire.NodeGoodbye():
                 if self._listener is not None:
                     self._listener.goodbye(message.why, message.killed)
-            case _ if not (self._transfers.take(message) or self.models.take(message)):
+            case _ if not any(each.take(message) for each in (self._transfers, self.models, self._sessions)):
                 raise wire.ChannelError(f"a {type(message).__name__} from a node")
 
     def _take_begin(self, claim: str) -> None:
@@ -456,7 +467,7 @@ class RemoteNode:
     def _again(self, remote: RemoteCall, outcome: Outcome) -> bool:
         """Begin an idempotent attempt once more that a daemon lost; return whether it was."""
         mislaid = outcome.reason is Reason.NODE_LOST and outcome.component == COMPONENT
-        if not mislaid or not remote.function.idempotent or remote.cancelled or remote.tries >= TRIES_MAX:
+        if not mislaid or not remote.repeatable or remote.cancelled or remote.tries >= TRIES_MAX:
             return False
         remote.tries += 1
         self._tell(wire.AcknowledgeEnd(remote.execute.claim))

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from manager.errors import ActionFailed, CodedError, Reason
 from manager.executor import Call
 from manager.function import FunctionSpec
 from manager.lease import Lease
-from manager.outcome import Outcome, State
+from manager.outcome import Outcome
 from runtimes.node import wire
 
 
@@ -33,6 +32,13 @@ class RemoteCall:
     tries: int = 1
     #: Its lease, once that is another one.
     resized: Lease | None = None
+    #: Whether somebody types to it: then it is never begun again.
+    session: bool = False
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether it may be begun once more where it was lost."""
+        return self.function.idempotent and not self.session
 
 
 @dataclass(slots=True)
@@ -42,9 +48,3 @@ class NodeKnowledge:
     epoch: str = ""
     attempts: dict[str, wire.AttemptFacts] = field(default_factory=dict)
     trajectories: dict[str, wire.TrajectoryFacts] = field(default_factory=dict)
-
-
-def refused(error: CodedError) -> Outcome:
-    """Return the end of an attempt that is not begun."""
-    reason = error.reason if isinstance(error, ActionFailed) else Reason.INVALID_INPUT
-    return Outcome(state=State.FAILED, reason=reason, message=error.message, component=error.component)

@@ -10,6 +10,7 @@ from runtimes.node.wire import TrajectoryFacts
 from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.files.files import LocalFiles, SandboxFiles
 from runtimes.sandbox.record import TASK
+from runtimes.sandbox.session import SessionTable
 
 
 class NodeSandboxes(Protocol):
@@ -17,6 +18,8 @@ class NodeSandboxes(Protocol):
 
     #: Called with what has changed of a trajectory's sandbox.
     on_change: Callable[[TrajectoryFacts], None]
+    #: The sessions in them.
+    sessions: SessionTable
 
     async def start(self) -> None:
         """Adopt what a daemon before left."""
@@ -64,6 +67,7 @@ class EnvironmentSandboxes:
 
     def __init__(self, environments: Environments) -> None:
         self._environments = environments
+        self.sessions = environments.sessions
         self._told: dict[str, TrajectoryFacts] = {}
         self.on_change: Callable[[TrajectoryFacts], None] = lambda facts: None
 

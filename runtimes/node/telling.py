@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -28,8 +29,10 @@ class TellingSettings:
 class Telling:
     """Which attempts have something to say, in the order in which it is said."""
 
-    def __init__(self, settings: TellingSettings) -> None:
+    def __init__(self, settings: TellingSettings, owes: Callable[[str], bool]) -> None:
+        """``owes``: whether there is more than a log to be told before the end of a claim's attempt."""
         self._settings = settings
+        self._owes = owes
         self._loop = asyncio.get_running_loop()
         #: Where it is said; None while there is nobody.
         self.link: NodeLink | None = None
@@ -83,7 +86,7 @@ class Telling:
             attempt.told_bytes += len(piece)
         if attempt.told_bytes < spool.end:
             return bool(piece)
-        if attempt.end is not None and not attempt.end_told:
+        if attempt.end is not None and not attempt.end_told and not self._owes(attempt.claim):
             attempt.end_told = True
             spool.sent(attempt.told_bytes)
             link.send(attempt.end)

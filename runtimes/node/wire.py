@@ -19,13 +19,14 @@ import msgspec
 from manager.action import Action
 from manager.chunk import Chunk
 from manager.config import NodeSpec
-from manager.errors import ActionFailed, CodedError
+from manager.errors import ActionFailed, CodedError, Reason, Unsupported
 from manager.function import FunctionSpec
 from manager.lease import Lease
-from manager.outcome import Outcome
+from manager.outcome import Outcome, State
 from runtimes.node.files.messages import FilesAsk, FilesEnded, FilesOpened, FilesPiece, FilesStop, FilesTaken
 from runtimes.node.message import ErrorFacts, Message
 from runtimes.node.models.messages import ModelsChanged
+from runtimes.node.sessions.messages import SESSION_MESSAGES
 
 PROTOCOL = 1
 HEADER = struct.Struct(">IB")
@@ -317,6 +318,7 @@ KINDS: Mapping[int, type[Message]] = dict(
             FilesEnded,
             FilesStop,
             ModelsChanged,
+            *SESSION_MESSAGES,
         ),
         1,
     )
@@ -443,6 +445,15 @@ def end_of(claim: str, outcome: Outcome, omitted_bytes: int) -> AttemptEnd:
 def outcome_of(end: AttemptEnd) -> Outcome:
     """Return the outcome that an end tells of; raises ChannelError."""
     return replace(end.outcome, result=unpack(end.result), detail=unpack_object(end.detail))
+
+
+def failed(error: CodedError) -> Outcome:
+    """Return an error as the end of an attempt that it kept from running."""
+    if isinstance(error, ActionFailed):
+        reason = error.reason
+    else:
+        reason = Reason.INVALID_INPUT if isinstance(error, Unsupported) else Reason.INTERNAL
+    return Outcome(state=State.FAILED, reason=reason, message=error.message, component=error.component)
 
 
 def facts_of(error: CodedError) -> ErrorFacts:

@@ -10,7 +10,7 @@ import asyncio
 import signal
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, NamedTuple, Protocol
 
 from manager.errors import CapacityExceeded, Conflict, InvalidInput
@@ -49,14 +49,22 @@ class TerminalSize(NamedTuple):
 
 
 class SessionGrip(Protocol):
-    """The grip on a session's command: `runtimes.sandbox.runner.conversation.SessionExchange`."""
+    """The grip on a session's command: `runtimes.sandbox.runner.conversation.SessionExchange`, or on one elsewhere."""
+
+    def require_reached(self) -> None:
+        """Raise CapacityExceeded while the machine on which it runs is not reached."""
+        ...
+
+    def attend(self, *, attended: bool) -> None:
+        """Somebody reads its output from now on, or nobody does."""
+        ...
 
     async def input_room(self) -> int:
         """Return how many bytes it takes now, waiting for some; 0 if it reads no more."""
         ...
 
     async def feed(self, data: bytes) -> None:
-        """Send so many bytes at most; they are on their way before the first wait."""
+        """Send so many bytes at most, and tell the session by `passed` as soon as they can no more be lost."""
         ...
 
     async def end_input(self) -> None: ...
@@ -112,6 +120,16 @@ class InteractiveSession:
         self._opened.set()
         self._changed.set()
         self._await_somebody()
+        if self._attached:
+            grip.attend(attended=True)
+
+    def skip(self, offset: int) -> None:
+        """What it says next begins no earlier: what is between was not heard."""
+        self._output.skip(offset)
+
+    def passed(self, input_offset: int) -> None:
+        """Its command was sent so much of the input."""
+        self.input_offset = input_offset
 
     def said(self, stream: str, data: bytes) -> None:
         """Keep what its command said."""
@@ -134,11 +152,7 @@ class InteractiveSession:
 
         The first piece begins later than ``offset`` if what is between is no longer kept.
         """
-        self._readers += 1
-        reader = self._readers
-        self._attached, self._taken = True, offset
-        self._be_patient()
-        self._changed.set()
+        reader = self.attend(offset)
         try:
             while reader == self._readers:
                 self._taken = max(self._taken, offset)
@@ -160,14 +174,34 @@ class InteractiveSession:
                     yield []
             self._changed.set()  # the one who came sees it too
         finally:
-            if reader == self._readers:
-                self._attached = False
-                if self._held:
-                    self._hold(held=False)
-                self._await_somebody()
+            self.leave(reader)
 
-    async def opened(self, wait_s: float) -> bool:
-        """Return whether its command runs or has ended, after ``wait_s`` at the latest."""
+    def attend(self, offset: int) -> int:
+        """Attach somebody who has read up to an offset, without reading; return what `leave` takes.
+
+        Whoever was attached is detached.
+        """
+        self._readers += 1
+        self._attached, self._taken = True, offset
+        self._be_patient()
+        self._changed.set()
+        if self._grip is not None:
+            self._grip.attend(attended=True)
+        return self._readers
+
+    def leave(self, reader: int) -> None:
+        """Nobody is attached any more, unless another has attached since; idempotent."""
+        if reader != self._readers or not self._attached:
+            return
+        self._attached = False
+        if self._held:
+            self._hold(held=False)
+        if self._grip is not None:
+            self._grip.attend(attended=False)
+        self._await_somebody()
+
+    async def opened(self, wait_s: float | None) -> bool:
+        """Return whether its command runs or has ended, after ``wait_s`` at the latest; None waits for ever."""
         try:
             async with asyncio.timeout(wait_s):
                 await self._opened.wait()
@@ -180,15 +214,41 @@ class InteractiveSession:
 
         What it has already is passed over, so that input may be sent again. It stands earlier than the end of the data
         if the command did not read for a while, and ``end`` is then left out. Raises Conflict if input before it is
-        missing. What comes after the end of the input, or of the command, is dropped.
+        missing, CapacityExceeded if the machine on which it runs is not reached for so long. What comes after the end
+        of the input, or of the command, is dropped.
         """
         try:
             async with asyncio.timeout(INPUT_PATIENCE_S), self._typing:
                 await self._opened.wait()
                 await self._feed(data, self.input_offset if offset is None else offset, end=end)
         except TimeoutError:
-            pass
+            if self._grip is not None:
+                self._grip.require_reached()
+            elif (offset or 0) > self.input_offset:  # it was typed to: a gateway before had reached it
+                told = "the session is not reached (yet): send the same again"
+                raise CapacityExceeded(told, component=COMPONENT, retry_after_s=1.0) from None
         return self.input_offset
+
+    def require_reached(self) -> None:
+        """Raise CapacityExceeded while the machine on which its command runs is not reached."""
+        if self._grip is not None:
+            self._grip.require_reached()
+
+    def relay(self, *, size: TerminalSize | None = None, signal: int | None = None, end: bool = False) -> None:
+        """Do what another gateway's session was told; it is dropped if the command does not run."""
+        if size is not None and self.terminal is not None:
+            self.terminal = size
+            self._steer({"size": list(size)})
+        if signal is not None:
+            self._steer({"signal": signal})
+        if end:
+            self._abandon()
+
+    def wait_for_somebody(self, unattended_s: float) -> None:
+        """Take another bound for the time in which nobody is attached."""
+        self.settings = replace(self.settings, unattended_s=unattended_s)
+        if not self._attached:
+            self._await_somebody()
 
     @property
     def reads(self) -> bool:
@@ -220,21 +280,23 @@ class InteractiveSession:
             raise Conflict("the session waits for its turn, and cannot be steered before", component=COMPONENT)
 
     async def _feed(self, data: bytes, offset: int, *, end: bool) -> None:
-        if offset > self.input_offset:
-            told = f"input from {offset} on came before that from {self.input_offset} on: send that first"
-            raise Conflict(told, component=COMPONENT, detail={"input_offset": self.input_offset})
-        view = memoryview(data)[self.input_offset - offset :]
-        while view and self._grip is not None and self.reads:
+        while self._place_in(offset) < len(data) and self._grip is not None and self.reads:
             room = await self._grip.input_room()
             if room == 0 or self._grip is None:
                 self._input_ended = True
                 return
-            piece, view = bytes(view[:room]), view[room:]
-            self.input_offset += len(piece)
-            await self._grip.feed(piece)
+            place = self._place_in(offset)
+            await self._grip.feed(data[place : place + room])
         if end and self._grip is not None and self.reads:
-            self._input_ended = True
             await self._grip.end_input()
+            self._input_ended = True
+
+    def _place_in(self, offset: int) -> int:
+        """Return how much of the input from an offset on was passed on already; raises Conflict if some is missing."""
+        if offset > self.input_offset:
+            told = f"input from {offset} on came before that from {self.input_offset} on: send that first"
+            raise Conflict(told, component=COMPONENT, detail={"input_offset": self.input_offset})
+        return self.input_offset - offset
 
     def _steer(self, request: Mapping[str, object]) -> None:
         if self._grip is not None:

@@ -126,7 +126,8 @@ class AttendedCommand:
         session = self.session
         with suppress(CodedError):
             while session is not None and session.reads:
-                await session.write(b"", end=True)
+                with suppress(CapacityExceeded):
+                    await session.write(b"", end=True)
 
     async def signal(self, name: str) -> None:
         """Signal what runs in its foreground; raises InvalidInput, Conflict."""

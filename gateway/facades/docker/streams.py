@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from gateway.facades.docker.commands import HEARTBEAT_S, AttendedCommand, ContainerExec, MainCommand, frame
 from gateway.facades.docker.exchange import ClientGone, EngineExchange, EnginePipe
-from manager.errors import CodedError, InvalidInput
+from manager.errors import CapacityExceeded, CodedError, InvalidInput
 
 RAW, MULTIPLEXED = "application/vnd.docker.raw-stream", "application/vnd.docker.multiplexed-stream"
 #: Why a command is ended whose client went away.
@@ -86,7 +86,8 @@ async def type_to(command: AttendedCommand, pipe: EnginePipe) -> None:
                 break
             end = session.input_offset + len(data)
             while session.reads and session.input_offset < end:
-                await session.write(data[len(data) - (end - session.input_offset) :])
+                with suppress(CapacityExceeded):  # its node is not reached now: the input waits, until that is lost
+                    await session.write(data[len(data) - (end - session.input_offset) :])
     if not command.wish.tty:
         await command.end_input()
 

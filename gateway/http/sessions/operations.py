@@ -68,6 +68,7 @@ class SessionOperations:
         """Resize its terminal, or signal what runs in its foreground."""
         session = self._living(await self._invocations.get(request.path_params["id"]))
         asked = wire.read(wire.loads_object(await read_body(request, self._services)), SessionSteering, "$")
+        session.require_reached()
         if asked.terminal is not None:
             await session.resize(TerminalSize(asked.terminal.rows, asked.terminal.columns))
         if asked.signal is not None:

@@ -339,10 +339,17 @@ class SessionExchange(Exchange):
     async def result(self) -> CommandResult:
         return (await asyncio.shield(self.end)).result()
 
+    def require_reached(self) -> None:
+        """It is here."""
+
+    def attend(self, *, attended: bool) -> None:
+        """Who reads is known here already: the session holds it back itself."""
+
     async def input_room(self) -> int:
         return await self.stdin.room()
 
     async def feed(self, data: bytes) -> None:
+        self._session.passed(self._session.input_offset + len(data))  # it is on its way before the first wait
         await self.stdin.send(self.number, data)
 
     async def end_input(self) -> None:

@@ -20,6 +20,7 @@ from runtimes.node.wire import TrajectoryFacts
 from runtimes.runtime import Execution, Result
 from runtimes.sandbox.command import claims_of
 from runtimes.sandbox.files.files import SandboxFiles
+from runtimes.sandbox.session import SessionTable
 
 #: What a command says: (stream, text) in order.
 Words = tuple[tuple[str, str], ...]
@@ -123,6 +124,7 @@ class MachineSandboxes:
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
+        self.sessions = SessionTable()
         self.on_change: Callable[[TrajectoryFacts], None] = lambda facts: None
 
     async def start(self) -> None: ...

@@ -174,13 +174,6 @@ async def test_functions_that_no_node_can_run_are_refused_by_name(session: Sessi
     assert (kept.ends[0].reason, session.machine.begun) == (Reason.INVALID_INPUT, {})
 
 
-async def test_a_session_is_refused_and_never_begun_on_a_node(session: Session) -> None:
-    kept = session.start("a", given={"session": {}, "argv": ["sh"]})
-    await session.play(lambda: settled(session))
-    assert (kept.ends[0].reason, session.machine.begun) == (Reason.INVALID_INPUT, {})
-    assert "no sessions" in kept.ends[0].message
-
-
 async def test_functions_that_a_node_can_run_are_prepared_there(session: Session) -> None:
     asked = asyncio.create_task(session.node.prepare(FUNCTION))
     await session.play(asked.done)

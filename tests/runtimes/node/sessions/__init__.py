@@ -1,0 +1,1 @@
+"""Tests of the sessions between a gateway and a node."""

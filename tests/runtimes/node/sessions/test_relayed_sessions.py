@@ -1,0 +1,277 @@
+"""Sessions on a node over links that are cut: nothing lost or doubled, bounded windows, and nothing sent to nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import aclosing
+
+import pytest
+
+from manager.action import Action
+from manager.errors import CapacityExceeded
+from manager.executor import Call
+from manager.function import FunctionSpec
+from runtimes.node.link import NodeLink
+from runtimes.node.message import Message
+from runtimes.node.sessions.messages import SessionSaid
+from runtimes.node.sessions.remote import RemoteSessions
+from runtimes.node.sessions.served import ServedSessions
+from runtimes.node.wire import KINDS, ChannelError
+from runtimes.sandbox.output_tail import SessionPiece
+from runtimes.sandbox.session import InteractiveSession, SessionSettings, SessionTable, TerminalSize
+from tests.runtimes.node.memory_stream import pair
+
+STUCK_S = 60.0
+SMALL = SessionSettings(output_bytes=64 * 2**10)
+ACTION = Action(id="a", function="shell")
+GIVEN: Mapping[str, object] = {"argv": ["sh"], "session": {"terminal": True, "rows": 30, "columns": 100}}
+SAID = next(kind for kind, message in KINDS.items() if message is SessionSaid)
+
+
+class UnusedLog:
+    def write(self, stream: str, data: str) -> None: ...
+
+    def omit(self, size_bytes: int) -> None: ...
+
+
+class TypedCommand:
+    """The command of a session on the node: what it was typed, and how it was steered."""
+
+    def __init__(self, session: InteractiveSession) -> None:
+        self.session = session
+        self.typed = b""
+        self.input_ended = False
+        self.steered: list[Mapping[str, object]] = []
+        self.held = False
+
+    def require_reached(self) -> None: ...
+
+    def attend(self, *, attended: bool) -> None: ...
+
+    async def input_room(self) -> int:
+        await asyncio.sleep(0)
+        return 100
+
+    async def feed(self, data: bytes) -> None:
+        self.session.passed(self.session.input_offset + len(data))
+        self.typed += data
+
+    async def end_input(self) -> None:
+        self.input_ended = True
+
+    def steer(self, request: Mapping[str, object]) -> None:
+        if "held" in request:
+            self.held = bool(request["held"])
+        else:
+            self.steered.append(request)
+
+
+class RelayedWorld:
+    """Both sides of one session, and the link between them."""
+
+    def __init__(self) -> None:
+        self.here, self.there = SessionTable(SMALL), SessionTable(SMALL)
+        self.remote = RemoteSessions("n1", self.here)
+        self.told: list[str] = []
+        self.served = ServedSessions(self.there, self.told.append)
+        self.frames: list[int] = []
+        self.cut_at: Callable[[int], bool] = lambda frames: False
+        self.links: list[tuple[NodeLink, NodeLink]] = []
+        self._running: set[asyncio.Task[None]] = set()
+        call = Call(function=FunctionSpec(name="shell", runtime="exec"), input=GIVEN, log=UnusedLog())
+        assert self.remote.begin("a.1/", ACTION, call)
+        self.served.begin("a.1/", ACTION, {}, GIVEN)
+        near, far = self.here.get("a"), self.there.get("a")
+        assert near is not None and far is not None
+        self.near, self.far = near, far
+        self.command = TypedCommand(far)
+
+    def link(self) -> None:
+        """Join them (again)."""
+        near, far = pair(self._arrives)
+        self.links.append((near, far))
+        for end, handle in ((near, self._from_node), (far, lambda message: self._to_node(far, message))):
+            task = asyncio.create_task(self._serve(end, handle))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+        self.remote.attach(near)
+
+    def cut(self) -> None:
+        near, _ = self.links[-1]
+        near.close("cut")
+
+    async def relinked(self) -> None:
+        """Join them again whenever they are cut, until cancelled."""
+        while True:
+            near, _ = self.links[-1]
+            await near.wait_closed()
+            self.remote.detach()
+            await asyncio.sleep(0)
+            self.link()
+
+    def end(self) -> None:
+        """The command ends, and both sides hear of it as their attempts do."""
+        self.far.close()
+        self.served.ended("a.1/")
+
+    async def close(self) -> None:
+        self.remote.end("a.1/")
+        self.served.forget("a.1/")
+        await self.served.close()
+        for near, far in self.links:
+            near.close("the end")
+            far.close("the end")
+        await asyncio.gather(*self._running)
+
+    def _arrives(self, kind: int) -> bool:
+        self.frames.append(kind)
+        return not self.cut_at(len(self.frames))
+
+    async def _serve(self, end: NodeLink, handle: Callable[[Message], None]) -> None:
+        await end.run(handle)
+        self.served.detach(end)
+
+    def _from_node(self, message: Message) -> None:
+        if not self.remote.take(message):
+            raise ChannelError("no message of a session")
+
+    def _to_node(self, link: NodeLink, message: Message) -> None:
+        if not self.served.take(link, message):
+            raise ChannelError("no message of a session")
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[RelayedWorld]:
+    made = RelayedWorld()
+    yield made
+    await made.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(STUCK_S):
+        while not condition():  # noqa: ASYNC110  # what is waited for has no event, and every turn may bring it
+            await asyncio.sleep(0)
+
+
+async def heard(session: InteractiveSession, into: list[SessionPiece]) -> None:
+    async for page in session.read(0, STUCK_S):
+        into += page
+
+
+@pytest.mark.parametrize("every", [3, 7, 50])
+async def test_nothing_is_lost_or_doubled_however_often_the_link_is_cut(world: RelayedWorld, every: int) -> None:
+    chance = random.Random(every)
+    lines = [chance.randbytes(chance.choice((1, 50, 9000))) for _ in range(120)]
+    world.cut_at = lambda frames: frames > 20 and chance.randrange(every) == 0
+    world.link()
+    joining = asyncio.create_task(world.relinked())
+    world.far.open(world.command)
+    pieces: list[SessionPiece] = []
+    hearing = asyncio.create_task(heard(world.near, pieces))
+
+    async def type_all() -> None:
+        data = b"".join(lines)
+        while world.near.input_offset < len(data):
+            begin = world.near.input_offset
+            await world.near.write(data[begin : begin + 30_000], begin)
+
+    async def say_all() -> None:
+        for number, line in enumerate(lines):
+            await until(lambda: not world.command.held)
+            world.far.said(("stdout", "stderr")[number % 2], line)
+            await asyncio.sleep(0)
+
+    async with asyncio.timeout(STUCK_S):
+        await asyncio.gather(type_all(), say_all())
+    world.end()
+    await until(lambda: bool(world.told))
+    await until(lambda: world.near.end == world.far.end)
+    joining.cancel()
+    world.remote.end("a.1/")
+    await hearing
+    assert len(world.links) > 1
+    assert world.command.typed == b"".join(lines)
+    assert b"".join(piece.data for piece in pieces) == b"".join(lines)
+    offset = 0
+    for piece in pieces:
+        assert piece.offset == offset
+        offset += len(piece.data)
+
+
+async def test_what_nobody_reads_is_not_sent_and_what_is_kept_of_it_comes_with_the_end(world: RelayedWorld) -> None:
+    world.link()
+    world.far.open(world.command)
+    await until(lambda: world.near.reads and not world.near.start and SAID not in world.frames and bool(world.frames))
+    for _ in range(4 * 2**20 // 10_000):
+        world.far.said("stdout", bytes(10_000))
+        await asyncio.sleep(0)
+    assert (SAID in world.frames, world.command.held) == (False, False)
+    world.end()
+    await until(lambda: bool(world.told) and world.near.end == world.far.end)
+    assert world.near.start == world.far.start
+
+
+async def test_a_slow_reader_stops_the_command_within_the_window_and_misses_nothing(world: RelayedWorld) -> None:
+    world.link()
+    world.far.open(world.command)
+    async with aclosing(world.near.read(0, STUCK_S)) as pages:
+        beginning = asyncio.ensure_future(anext(pages))
+        await until(lambda: world.near.reads and bool(world.frames))
+        world.far.said("stdout", b"first")
+        async with asyncio.timeout(STUCK_S):
+            assert b"".join(piece.data for piece in await beginning) == b"first"
+        read = said = 5
+        while read < 2**20:
+            for _ in range(200):
+                if not world.command.held:
+                    world.far.said("stdout", bytes(1000))
+                    said += 1000
+                await asyncio.sleep(0)
+            assert world.command.held, "the reader takes nothing meanwhile"
+            assert said - read <= SMALL.output_bytes
+            async with asyncio.timeout(STUCK_S):
+                for piece in await anext(pages):
+                    assert piece.offset == read
+                    read += len(piece.data)
+    await until(lambda: not world.command.held)
+
+
+async def test_it_is_steered_once_and_told_what_waited_for_the_link(world: RelayedWorld) -> None:
+    world.link()
+    world.far.open(world.command)
+    assert await world.near.opened(STUCK_S)
+    await world.near.resize(TerminalSize(40, 120))
+    await until(lambda: bool(world.command.steered))
+    world.cut()
+    world.remote.detach()
+    with pytest.raises(CapacityExceeded, match="n1") as refused:
+        world.near.require_reached()
+    assert refused.value.retry_after_s == 1.0
+    await world.near.signal("INT")
+    typing = asyncio.create_task(world.near.write(b"typed", 0, end=True))
+    await asyncio.sleep(0)
+    world.link()
+    assert await typing == 5
+    await until(lambda: len(world.command.steered) == 2)
+    assert world.command.steered == [{"size": [40, 120]}, {"signal": 2}]
+    assert (world.command.typed, world.command.input_ended, world.near.reads) == (b"typed", True, False)
+    assert world.far.terminal == (40, 120)
+
+
+async def test_one_that_nobody_attends_is_ended_by_the_gateways_own_bound(world: RelayedWorld) -> None:
+    world.near.settings = SessionSettings(output_bytes=SMALL.output_bytes, unattended_s=0.01)
+    world.link()
+    world.far.open(world.command)
+    await until(lambda: {"end": 0.0} in world.command.steered)
+    assert world.far.abandoned
+
+
+async def test_a_session_that_the_node_does_not_know_is_told_to_be_over(world: RelayedWorld) -> None:
+    world.served.forget("a.1/")
+    world.link()
+    await until(lambda: len(world.frames) > 1)
+    world.remote.end("a.1/")
+    assert world.near.ended
+    assert await world.near.write(b"late") == 0
