@@ -85,6 +85,15 @@ class ClusterGateway(GatewayProcess):
         assert found is not None, f"node {name} has not joined"
         return found
 
+    def nodes(self) -> list[NodeStatus]:
+        with self.client() as client:
+            return list(client.nodes())
+
+    def ready(self) -> dict[str, Any]:
+        """What /readyz answers."""
+        answer: dict[str, Any] = HTTP.get(f"{self.url}/readyz").json()
+        return answer
+
     def until_state(self, name: str, *states: str) -> None:
         def reached() -> bool:
             found = self.node(name)
@@ -128,10 +137,16 @@ class DaemonProcess:
         (directory / "node.yaml").write_text(yaml.safe_dump({**configured, "node": {"memory": "1Gi"}}))
 
     def start(
-        self, *, ticket: str | None = None, labels: Mapping[str, str] | None = None, devices: str = "none"
+        self,
+        *,
+        ticket: str | None = None,
+        labels: Mapping[str, str] | None = None,
+        devices: str = "none",
+        through: str = "",
     ) -> None:
-        """Join; the first time by a ticket, later by the key that it has."""
+        """Join; the first time by a ticket, later by the key that it has. ``through``: the address of a relay."""
         listen, fingerprint = self._gateway.door
+        listen = through or listen
         known = (self._directory / "state" / "key").exists()
         if ticket is None and not known:
             ticket = self._gateway.ticket(self.name)
