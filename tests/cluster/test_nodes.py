@@ -6,7 +6,7 @@ import pytest
 
 from tangram.errors import TangramError, UnsupportedError
 from tests.cluster.conftest import MakeNode, StartGateway
-from tests.cluster.world import TALE, TOLD, ClusterGateway, begun
+from tests.cluster.world import TALE, TOLD, ClusterGateway, begun, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cluster")]
 
@@ -104,6 +104,7 @@ def test_a_trajectory_on_a_node_is_not_kept_and_forks_begin_on_the_gateways_own_
 ) -> None:
     gateway = start_gateway()
     with gateway.client() as client:
+        until(lambda: client.function("once").status == "ready", "the gateway's own machine is able to run it")
         here = client.trajectory("here", function="once").open()
         here.exec("echo kept > file")
         node = make_node(gateway, "n1")
