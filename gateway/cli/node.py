@@ -97,7 +97,7 @@ def join(
     for variable in [each for each in os.environ if each.startswith("RAY_")]:
         del os.environ[variable]  # its token is for no sandbox, and for no child of ours
     loaded = _configuration(configs, state_dir.absolute(), name, labels, cores, sandboxes)
-    loaded = replace(loaded, node=replace(loaded.node, devices=_devices(devices, loaded.node.devices)))
+    loaded = replace(loaded, node=replace(loaded.node, devices=offered_devices(devices, loaded.node.devices)))
     settings = DaemonSettings(
         host=host.strip("[]"),
         port=int(port),
@@ -135,7 +135,7 @@ def _configuration(
     )
 
 
-def _devices(given: str, configured: DevicesConfig) -> DevicesConfig:
+def offered_devices(given: str, configured: DevicesConfig) -> DevicesConfig:
     """Return the model devices that a node offers: as given, else as configured, else all that NVML finds.
 
     Raises InvalidConfig for what is no ``KIND[:COUNT[:SIZE]]``.

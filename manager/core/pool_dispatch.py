@@ -350,6 +350,9 @@ class PoolDispatch:
         """
         if waiting.group is None:
             return False
+        if isinstance(self._pool, PlacedPool) and start.chunk is not None and option.node:
+            # It needs something else of a node as well: that of the chunk, if it may be there.
+            option = self._selection.options[waiting.group].get(self._pool.node_of(start.chunk), option)
         room = self._state.cap_room(waiting, self._pool.kind)
         allowed = start.units if room is None else _unit_set(waiting.action).at_most(min(start.units, room))
         if allowed is None:

@@ -62,9 +62,13 @@ class Residency:
         return sorted(copy.chunk for copy in self._copies if copy.service == service)
 
     def size_bytes(self, copy: ResidentCopy) -> int:
-        """Bytes on each of its devices; 0 where the service is not described."""
+        """Bytes on each of its devices, no more than these have; 0 where the service is not described.
+
+        Nodes tell what a service takes: one whose files are larger elsewhere is no reason to fail here.
+        """
         spec = self._services.get(copy.service)
-        return 0 if spec is None else spec.bytes_by_dop.get(copy.chunk.size, 0)
+        told = 0 if spec is None else spec.bytes_by_dop.get(copy.chunk.size, 0)
+        return min(told, *[self._capacity.get(device, told) for device in copy.devices])
 
     def restore_s(self, service: str, size: int) -> float:
         """Seconds to restore a service on a chunk of ``size`` devices; 0 where it is not described."""

@@ -163,6 +163,10 @@ class DaemonProcess:
         assert self._process is not None
         return self._process.pid
 
+    def has_begun(self, invocation_id: str) -> bool:
+        """Whether an attempt of it was let go here, which the daemon writes down before it begins."""
+        return invocation_id.encode() in (self._directory / "state" / "journal").read_bytes()
+
     def signal(self, number: signal.Signals) -> None:
         assert self._process is not None
         self._process.send_signal(number)

@@ -72,9 +72,6 @@ class ModelGateway(ClusterGateway):
         found = self.pool("gpu")["services"]
         return {service: each["restore_s_by_node"].get(node) for service, each in found.items()}
 
-    def until_running(self, invocation_id: str) -> None:
-        until(lambda: self.record(invocation_id)["state"] == "running", f"{invocation_id} runs")
-
 
 def model(path: Path, action: str = "logprobs", **keys: object) -> dict[str, Any]:
     """A model function as YAML has it."""
@@ -98,6 +95,11 @@ def freeze(pids: list[int]) -> None:
     """Let them compute no more, so that what they do is met in the middle."""
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
+
+
+def thaw(pids: list[int]) -> None:
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
 
 
 def alive(pids: list[int]) -> list[int]:

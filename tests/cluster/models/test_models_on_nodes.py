@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.conftest import MakeNode
-from tests.cluster.models.conftest import DEVICE, ModelGateway, alive, freeze, model, model_processes
+from tests.cluster.models.conftest import DEVICE, ModelGateway, alive, freeze, model, model_processes, thaw
 from tests.cluster.world import until
 from tests.runtimes.model import checkpoints
 
@@ -108,7 +108,7 @@ def test_a_daemon_that_is_killed_takes_its_device_processes_along_and_what_may_r
     assert processes
     freeze(processes)
     asked = gateway.ask("write", max_new_tokens=4, seed=1)
-    gateway.until_running(asked)
+    until(lambda: node.has_begun(asked), "it has begun")
     node.kill()
     until(lambda: not alive(processes), "nothing of the daemon is left")
     gateway.until_state("n1", "suspect")
@@ -119,6 +119,27 @@ def test_a_daemon_that_is_killed_takes_its_device_processes_along_and_what_may_r
     else:
         assert (found["state"], found["reason"]) == ("lost", "node_lost"), found
     assert gateway.answer("write", max_new_tokens=4)["node"] == "n1"
+
+
+def test_queue_mates_run_as_one_batch_on_two_devices_of_a_node(
+    start: Start, make_node: MakeNode, teacher: Path
+) -> None:
+    gateway = start({"judge": model(teacher, cost={"gpu": 2})})
+    node = make_node(gateway, "n1")
+    node.start(devices=f"cpu:2:{DEVICE}")
+    gateway.until_able("n1", "judge")
+    alone = gateway.answer("judge")["result"]
+    processes = model_processes(node.pid)
+    freeze(processes)
+    first = gateway.ask("judge")
+    until(lambda: node.has_begun(first), "the devices are busy")
+    mates = [gateway.ask("judge") for _ in range(3)]
+    thaw(processes)
+    assert gateway.ended(first)["usage"]["batch"] == 1.0
+    found = [gateway.ended(each) for each in mates]
+    assert {each["node"] for each in found} == {"n1"}
+    assert [(each["usage"]["batch"], each["usage"]["restored"]) for each in found] == [(3.0, 0.0)] * 3
+    assert all(each["result"]["sums"] == pytest.approx(alone["sums"], abs=1e-5) for each in found)
 
 
 def _chunks(gateway: ModelGateway, name: str) -> list[tuple[int, int]]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from manager.action import NodeChoice
+from manager.action import NodeChoice, UnitSet
 from manager.chunk import Chunk
 from manager.config import ManagerSpec, NodeSpec, SchedulerSpec, ServiceSpec
 from manager.core.causes import cause_of
@@ -125,3 +125,35 @@ def test_what_a_node_says_is_resident_decides_and_goes_with_it(drive: Drive) -> 
     driver.step(2, NodeJoined(node=machine("n1", "a")), NodeClosed(node="n0", why="silent"), ask("a2", "a"))
     grant = driver.started["a2"].lease.grants["gpu"]
     assert (driver.started["a2"].lease.node, grant.restore) == ("n1", True)
+
+
+def test_what_needs_cores_as_well_goes_to_the_node_where_its_service_is_warm(drive: Drive) -> None:
+    driver = drive(world(machine("n0", "a"), machine("n1", "a")))
+    both = ask("a1", "a")
+    both = replace(both, action=replace(both.action, cost={"gpu": UnitSet.fixed(1), "cpu": UnitSet.fixed(1)}))
+    driver.step(0, ResidencyReported(node="n1", resident={"a": (Chunk(0, 1),)}), both)
+    grants = driver.started["a1"].lease.grants
+    assert (grants["gpu"].pool, grants["cpu"].pool, grants["gpu"].restore) == ("gpu:n1", "cpu:n1", False)
+
+
+def test_actions_of_several_functions_of_a_service_run_as_one_batch_where_all_of_them_can(drive: Drive) -> None:
+    told = world(machine("n0", "a", "c"), machine("n1", "a", "b"))
+    services = {"a": replace(told.services["a"], batch_tokens=100)}
+    driver = drive(replace(told, services=services))
+    driver.step(0, NodeClosed(node="n0", why="silent"), _batched("a1", "a"))
+    driver.step(1, *[_batched(name, name[0]) for name in ("a2", "b1", "c1")])
+    driver.step(2, Finished(action_id="a1", attempt=1, outcome=DONE))
+    assert [set(driver.started[name].lease.batch) for name in ("a2", "b1")] == [{"a2", "b1"}] * 2
+    assert "c1" not in driver.started, "the open node is not able to run it"
+
+
+def test_a_node_that_tells_of_more_than_its_devices_hold_stops_nobody(drive: Drive) -> None:
+    driver = drive(world(machine("n0", "a", device_bytes=10), machine("n1", "a")))
+    driver.step(0, ResidencyReported(node="n0", resident={"a": (Chunk(0, 1), Chunk(0, 4), Chunk(7, 1))}))
+    driver.step(1, ask("a1", "a"), ask("a2", "a"))
+    assert sorted(places(driver).values()) == ["n0", "n1"]
+
+
+def _batched(id: str, function: str) -> Submitted:
+    one = ask(id, function)
+    return replace(one, action=replace(one.action, service="a", batch_tokens=10))

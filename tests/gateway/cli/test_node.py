@@ -1,0 +1,41 @@
+"""The model devices that a node offers, as its command says."""
+
+from __future__ import annotations
+
+import pytest
+
+from gateway.cli.node import offered_devices
+from gateway.config.sections import DevicesConfig
+from manager.errors import InvalidConfig
+from runtimes.model.device.devices import nvml
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ("cuda", DevicesConfig(kind="cuda")),
+        ("cuda:8", DevicesConfig(kind="cuda", count=8)),
+        ("cpu:2:4Gi", DevicesConfig(kind="cpu", count=2, memory_bytes=4 * 2**30)),
+        ("cpu::64Mi", DevicesConfig(kind="cpu", memory_bytes=64 * 2**20)),
+        ("auto", DevicesConfig()),
+        ("none", DevicesConfig(kind="none")),
+    ],
+)
+def test_devices_are_named_as_kind_count_and_size(given: str, found: DevicesConfig) -> None:
+    assert offered_devices(given, DevicesConfig(kind="cpu", count=1)) == found
+
+
+@pytest.mark.parametrize("given", ["gpu", "cpu:0", "cpu:-1", "cpu:two", "cpu:1:large", ":2"])
+def test_what_is_no_devices_is_refused_with_the_form(given: str) -> None:
+    with pytest.raises(InvalidConfig, match=r"is not KIND\[:COUNT\[:SIZE\]\] such as"):
+        offered_devices(given, DevicesConfig())
+
+
+def test_without_the_option_the_configuration_counts() -> None:
+    configured = DevicesConfig(kind="cpu", count=2)
+    assert offered_devices("", configured) == configured
+
+
+@pytest.mark.skipif(bool(nvml().gpus()), reason="this machine has a GPU, which is then offered")
+def test_a_node_of_which_nothing_is_said_offers_no_cpu_devices() -> None:
+    assert offered_devices("", DevicesConfig()) == DevicesConfig(kind="none")
