@@ -115,12 +115,13 @@ class Preparation:
         name, attempt, failures = function.name, 1, 0
         while (error := await self._error(function)) is not None:
             problem = error.message
+            room = isinstance(error, CapacityExceeded)  # nothing is missing for good: a node that joins makes it
             if self._states[name].problem != problem:
-                self._log.error("a function is unavailable", function=name, why=problem)
+                say = self._log.info if room else self._log.error
+                say("a function waits for a node" if room else "a function is unavailable", function=name, why=problem)
             again, loop = self._again[name], asyncio.get_running_loop()
             again.clear()
             again_s = loop.time() + backoff_s(attempt, AGAIN_S, AGAIN_MAX_S)
-            room = isinstance(error, CapacityExceeded)  # nothing is missing for good: a node that joins makes it
             failures = 0 if room else failures + 1
             self._states[name] = Readiness("unavailable", problem, failures, 0.0 if room else again_s)
             timer = loop.call_at(again_s, again.set)
