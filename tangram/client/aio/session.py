@@ -111,8 +111,11 @@ class AsyncSessionHandle:
         return True
 
     async def close_input(self) -> None:
-        """Say that there is no more input."""
-        await self._client._send(requests.write_session(self.id, b"", self._follower.input_offset, end=True))
+        """Say that there is no more input; a command that waits for its turn is waited for."""
+        reads = True
+        while reads:  # still reading: it has not begun, or not read what came before, for as long as the gateway waits
+            request = requests.write_session(self.id, b"", self._follower.input_offset, end=True)
+            reads = (await self._client._send(request)).reads
 
     async def resize(self, rows: int, columns: int) -> None:
         """Tell its terminal how large it is; raises ConflictError if it has none."""

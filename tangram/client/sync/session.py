@@ -113,8 +113,11 @@ class SessionHandle:
         return True
 
     def close_input(self) -> None:
-        """Say that there is no more input."""
-        self._client._send(requests.write_session(self.id, b"", self._follower.input_offset, end=True))
+        """Say that there is no more input; a command that waits for its turn is waited for."""
+        reads = True
+        while reads:  # still reading: it has not begun, or not read what came before, for as long as the gateway waits
+            request = requests.write_session(self.id, b"", self._follower.input_offset, end=True)
+            reads = (self._client._send(request)).reads
 
     def resize(self, rows: int, columns: int) -> None:
         """Tell its terminal how large it is; raises ConflictError if it has none."""
