@@ -16,8 +16,8 @@ from bench.facades.client_environments import ClientEnvironment, ClientFailed, c
 from tangram import Client
 from tests.e2e.gateway import ROOT, GatewayProcess, document
 
-#: What Harbor's verifier and Inspect's checks do as root.
-ROOT_INSIDE = {"users": ["root"], "capabilities": "default"}
+#: What Harbor's verifier and Inspect's checks do as root, and the user that one of these adds.
+ROOT_INSIDE = {"users": ["root", "inspect-ai-test-exec-as-user"], "capabilities": "default"}
 
 
 @pytest.fixture(scope="session")
