@@ -174,7 +174,7 @@ class Cluster(ClusterState):
         self._fleet.place_of = self._place_of
         for name, known in self._records.all.items():
             if name in self._awaited:
-                self._machines[name] = self._machine(replace(known.spec, able=frozenset()))
+                self._machines[name] = self._machine(replace(known.spec, able=frozenset()), known.epoch)
                 self._step(Expected(name, draining=known.state == "draining"))
 
     def open(self, again: Callable[[], None]) -> None:
@@ -311,6 +311,7 @@ class Cluster(ClusterState):
             await self._recovery.recover_on(name, NodeReattachment(remote))
         else:
             self.engine.tell(NodeJoined(node=machine.spec))
+        self._records.compared(name, inventory.epoch)
         self._models_changed(name)
         self._step(Reconciled(name, hello.instance))
         self._log.info("a node serves", node=name, cores=machine.spec.cores, devices=machine.spec.devices)
@@ -318,7 +319,7 @@ class Cluster(ClusterState):
         await self.abilities.prepare_all(name, tuple(filter(_needs_node, self._functions())))
         self._again()
 
-    def _machine(self, spec: NodeSpec) -> ClusterNode:
+    def _machine(self, spec: NodeSpec, epoch: str = "") -> ClusterNode:
         machine: ClusterNode | None = None
 
         def instance() -> str:
@@ -326,7 +327,7 @@ class Cluster(ClusterState):
 
         voice = Voice(spec.name, instance, self._step)
         machine = ClusterNode(
-            spec, RemoteNode(spec.name, on_event=voice, archives=self._archives, sessions=self._sessions)
+            spec, RemoteNode(spec.name, on_event=voice, archives=self._archives, sessions=self._sessions, epoch=epoch)
         )
         machine.remote.models.on_change = partial(self._models_changed, spec.name)
         return machine

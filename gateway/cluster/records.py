@@ -13,6 +13,8 @@ from gateway.store.store import Store
 from manager.config import NodeSpec
 
 GENERATION = "cluster.generation"
+#: Followed by a node's name: which life of its state directory is known.
+EPOCH = "cluster.epoch."
 #: Whether a node is waited for after a restart: one that was lost is not.
 KnownState = Literal["ready", "draining", "lost"]
 
@@ -26,6 +28,8 @@ class RecordedNode:
     key_digest: str
     state: KnownState
     joined_s: float
+    #: Which life of its state directory this gateway has compared its record with; empty if none yet.
+    epoch: str = ""
 
 
 class NodeRecords:
@@ -45,7 +49,12 @@ class NodeRecords:
         for row in await self._store.read("nodes", ()):
             spec = msgspec.json.decode(row["spec"], type=NodeSpec)
             known = RecordedNode(
-                name=row["name"], spec=spec, key_digest=row["key_digest"], state=row["state"], joined_s=row["joined_s"]
+                name=row["name"],
+                spec=spec,
+                key_digest=row["key_digest"],
+                state=row["state"],
+                joined_s=row["joined_s"],
+                epoch=await self._store.document(EPOCH + row["name"]) or "",
             )
             self._known[known.name] = known
         await self._store.durable()
@@ -60,6 +69,7 @@ class NodeRecords:
     def joined(self, spec: NodeSpec, key_digest: str) -> None:
         """It has joined, or comes with another key."""
         state: KnownState = "ready"
+        known = self._known.get(spec.name)
         self._save(
             RecordedNode(
                 name=spec.name,
@@ -67,8 +77,16 @@ class NodeRecords:
                 key_digest=key_digest,
                 state=state,
                 joined_s=self._wall(),
+                epoch="" if known is None else known.epoch,
             )
         )
+
+    def compared(self, name: str, epoch: str) -> None:
+        """What is on record of this life of a node is decided on: what begins there from now on is of this one."""
+        known = self._known.get(name)
+        if known is not None and known.epoch != epoch:
+            self._known[name] = replace(known, epoch=epoch)
+            self._store.save_document(EPOCH + name, epoch)
 
     def moved(self, name: str, state: KnownState) -> None:
         """It drains, was lost, or serves again."""

@@ -55,8 +55,9 @@ class RemoteNode:
         on_event: NodeListener | None = None,
         archives: HandlerArchives | None = None,
         sessions: SessionTable | None = None,
+        epoch: str = "",
     ) -> None:
-        """``archives`` has the files of handlers, ``sessions`` the gateway's sessions, both for all of its nodes."""
+        """``archives`` and ``sessions`` are the gateway's, ``epoch`` the node's life that the one before knew."""
         self.name = name
         self._listener = on_event
         self._loop = asyncio.get_running_loop()
@@ -71,8 +72,10 @@ class RemoteNode:
         self._unrecorded: set[str] = set()
         #: Claims that nobody wants any more, to be said when there is a link.
         self._unwanted: dict[str, None] = {}
-        self._known = NodeKnowledge()
+        self._known = NodeKnowledge(epoch)
         self._recovering = False
+        #: Whether all that a gateway before has begun there was begun in the present life of the node.
+        self._one_life = True
         self._tasks: set[asyncio.Task[None]] = set()
 
     # --- the link
@@ -97,6 +100,7 @@ class RemoteNode:
         ``recovering``: what this side does not know is of a gateway before, and waits for `end_unclaimed`.
         """
         before, same = self._known, inventory.epoch == self._known.epoch
+        self._one_life = self._one_life and (same or not before.epoch)
         if self._link is not None:
             self._link.close("another link took its place")
         self._link = link
@@ -341,14 +345,14 @@ class RemoteNode:
 
     def never_started(self, claims: str) -> bool:
         """Return whether it is certain that no such attempt has begun there."""
-        if not self._known.epoch or claims in self._calls or claims in self._unrecorded:
+        if not self._known.epoch or not self._one_life or claims in self._calls or claims in self._unrecorded:
             return False
         facts = self._known.attempts.get(claims)
         return facts is None or not facts.begun
 
     async def end_unclaimed(self, taken: Collection[str]) -> None:
         """End the attempts of a gateway before but these: nobody comes for them any more."""
-        self._recovering = False
+        self._recovering, self._one_life = False, True
         for claim in self._known.attempts.keys() - self._calls.keys() - self._unrecorded - set(taken):
             self._unwant(claim)
 

@@ -14,6 +14,7 @@ from manager.function import FunctionSpec
 from manager.lease import Lease
 from manager.outcome import State
 from runtimes.node import wire
+from runtimes.node.remote import RemoteNode
 from tests.runtimes.node.machine import Machine, facts_of_trajectory
 from tests.runtimes.node.memory_stream import pair
 from tests.runtimes.node.session import FUNCTION, STUCK_S, WORDS, Session, said, settled
@@ -206,6 +207,17 @@ async def test_a_new_gateway_ends_what_it_does_not_take(session: Session) -> Non
     session.faults = {session.frames + 1: "gateway"}
     await session.play(lambda: session.agent is not None and not session.agent.busy)
     assert session.machine.killed == ["a.1/"]
+
+
+@pytest.mark.parametrize(("known", "certain"), [("", True), ("this", True), ("another", False)])
+async def test_a_node_says_only_of_its_present_life_what_never_began(known: str, certain: bool) -> None:
+    node = RemoteNode("n1", epoch=known)
+    for _ in range(2):  # a cut before anything is decided makes nothing certain
+        node.attach(pair()[0], wire.Inventory(epoch="this", attempts=[], trajectories=[]), recovering=True)
+        assert node.never_started("a.1/") is certain
+    await node.end_unclaimed(())
+    assert node.never_started("b.1/"), "what comes from now on is of this life"
+    await node.close()
 
 
 async def test_a_frame_of_the_wrong_side_cuts_the_link(session: Session) -> None:
