@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -84,7 +85,7 @@ def served(kind: str, directory: Path) -> Iterator[LocalGateway]:
             client.invoke("shell", {"argv": ["true"]})  # waits until the machine serves
             yield LocalGateway(kind, process.pid, client)
     finally:
-        process.terminate()
+        process.send_signal(signal.SIGINT)
         try:
             process.wait(STOP_S)
         finally:

@@ -78,18 +78,27 @@ def _found(host: str, names: tuple[str, ...]) -> list[tuple[Remains, Remnant]]:
 def _meant(names: tuple[str, ...]) -> set[str]:
     """Return the names, and as paths the directories that they stand for.
 
-    A gateway, or a node, has its sandboxes one level below its own state directory.
+    A gateway, or a node, has its sandboxes one level below its own state directory, and a gateway's own daemon
+    (``cluster.local: process``) has its state directory in the gateway's.
     """
+    from gateway.cluster.local_node import DIRECTORY
+
     meant = set[str]()
     for name in names:
         if "/" not in name and not Path(name).exists():
             meant.add(name)
             continue
         place = Path(name).absolute()
-        below = place / SANDBOXES
-        is_gateways = (below / SERVED).is_file() or (below / SANDBOXES).is_dir()
-        meant |= {str(below)} if is_gateways else {str(place)} if place.exists() else {str(place), str(below)}
+        meant |= _sandboxes(place)
+        if (place / DIRECTORY / SANDBOXES).is_dir():
+            meant |= _sandboxes(place / DIRECTORY)
     return meant
+
+
+def _sandboxes(place: Path) -> set[str]:
+    below = place / SANDBOXES
+    is_gateways = (below / SERVED).is_file() or (below / SANDBOXES).is_dir()
+    return {str(below)} if is_gateways else {str(place)} if place.exists() else {str(place), str(below)}
 
 
 def _removed(remains: Remains, remnant: Remnant) -> str:

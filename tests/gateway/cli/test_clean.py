@@ -59,11 +59,13 @@ async def test_a_process_sandbox_is_kept_while_its_gateway_lives_and_removed_aft
     assert f"tangram-{sandbox.id}" not in entries(tangram)  # its control group
 
 
+@pytest.mark.parametrize("below", ["sandboxes", "node/sandboxes"])
 async def test_the_state_directory_of_a_gateway_or_node_names_what_it_has_below(
-    tangram: Tangram, tmp_path: Path
+    tangram: Tangram, tmp_path: Path, below: str
 ) -> None:
+    """Its own daemon's too, which lies in the gateway's (cluster.local: process)."""
     state_dir = tmp_path / "state"
-    provider = make_provider(ProviderSettings(kind="process", state_dir=state_dir / "sandboxes"))
+    provider = make_provider(ProviderSettings(kind="process", state_dir=state_dir / below))
     sandbox = await left(provider)
     await sandbox.release()
     await provider.close()
