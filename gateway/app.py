@@ -7,7 +7,7 @@ import gc
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -44,7 +44,7 @@ from gateway.invocations.reattach import Reattachment
 from gateway.invocations.restart import Restart
 from gateway.invocations.trajectories import TrajectoryRecovery
 from gateway.leases import Leases
-from gateway.metrics import Metrics
+from gateway.metrics import Metrics, pool_units
 from gateway.registry import Registry
 from gateway.room import Room
 from gateway.runtime_factory import ModelServices, Runtimes, make_runtimes
@@ -254,6 +254,7 @@ class App:
         self.invocations.on_end.append(lambda record: self.runtimes.environments.sessions.close(record.id))
         self.registry.on_switch.append(self._switched)
         self.registry.preparation.on_ready.append(self._ready)
+        self._note_sizes()
         self._models.report_to(self.engine)
         self._watch()
 
@@ -418,7 +419,12 @@ class App:
             services=self._models.services,
         )
         self.engine.tell(changed)
+        self._note_sizes()
         self._log.info("configuration applied", functions=len(config.functions))
+
+    def _note_sizes(self) -> None:
+        for function in self.registry.all():
+            self.history.measured_by(function.name, function.duration.size)
 
     def _ready(self, name: str) -> None:
         """A function may start: the scheduler hears of its service, and what was held back goes to it."""
@@ -453,18 +459,10 @@ class App:
         watch("tangram_living", "Invocations that have not ended", lambda: len(self.invocations.living))
         self.watch.measured_by(self.metrics)
         self.traces.measured_by(self.metrics)
-        self.metrics.watch_units(self._units)
+        self.metrics.watch_units(lambda: pool_units(self.engine.resources()))
         self.metrics.watch_nodes(self.machines.counts)
         self.metrics.watch_replicas(self.engine.replicas)
         self.metrics.watch_learned(lambda: [each.name for each in self.registry.all()], self.history)
-
-    def _units(self) -> Iterator[tuple[str, str, float]]:
-        pools = self.engine.resources()["pools"]
-        assert isinstance(pools, dict)
-        for name, pool in pools.items():
-            for state in ("total", "free"):
-                if state in pool:
-                    yield name, state, float(pool[state])
 
     # Chores
 

@@ -168,3 +168,13 @@ class _Estimates(Collector):
             serial.add_metric((function,), learned.serial_fraction)
             marginal.add_metric((function,), learned.batch_marginal)
         yield from (duration, error, serial, marginal)
+
+
+def pool_units(resources: Mapping[str, object]) -> Iterator[tuple[str, str, float]]:
+    """Yield (pool, state, units) of what `manager.engine.Engine.resources` tells."""
+    pools = resources["pools"]
+    assert isinstance(pools, dict)
+    for name, pool in pools.items():
+        for state in ("total", "free"):
+            if state in pool:
+                yield name, state, float(pool[state])

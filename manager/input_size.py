@@ -34,5 +34,5 @@ def _size(value: object, names: list[str], depth: int) -> float | None:
     if isinstance(value, str):
         return float(len(value))
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return float(min(value, 2 * SIZE_MAX))
+        return float(min(max(value, -SIZE_MAX), 2 * SIZE_MAX))  # their sum must be a number too
     return None

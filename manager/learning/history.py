@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 
 from manager.action import PRIOR_BATCH_MARGINAL
 from manager.batch import Kin, Work
@@ -101,6 +101,8 @@ class History:
 
     def __init__(self) -> None:
         self._profiles: OrderedDict[tuple[str, str], Profile] = OrderedDict()
+        #: By function, the path of its calls' size.
+        self._size_paths: dict[str, str] = {}
 
     def observe(self, settlement: Settlement) -> None:
         """Learn from an action that succeeded."""
@@ -218,17 +220,25 @@ class History:
             if name == function
         }
 
+    def measured_by(self, function: str, path: str) -> None:
+        """Note where a function's calls have their size: what was learned of another place is forgotten."""
+        if self._size_paths.get(function, "") != path:
+            self._forget_sizes(function)
+            self._size_paths[function] = path
+
     def to_json(self) -> dict[str, object]:
+        """Return all of it as JSON, of which lists are its own: write it down at once."""
         return {
             "version": 1,
+            "size_paths": dict(self._size_paths),
             "profiles": [
                 {
                     "function": function,
                     "key": key,
-                    "estimate": asdict(profile.estimate),
-                    "fit": asdict(profile.fit),
+                    "estimate": _shallow(profile.estimate),
+                    "fit": _shallow(profile.fit),
                     **({} if key else {"batches": asdict(profile.batches)}),
-                    **({} if profile.sizes is None else {"sizes": asdict(profile.sizes)}),
+                    **({} if profile.sizes is None else {"sizes": _shallow(profile.sizes)}),
                 }
                 for (function, key), profile in self._profiles.items()
             ],
@@ -241,6 +251,8 @@ class History:
         profiles = data.get("profiles")
         if data.get("version") != 1 or not isinstance(profiles, list):
             return history
+        paths = data.get("size_paths")
+        history._size_paths = {**paths} if isinstance(paths, dict) else {}
         for item in profiles:
             history._profiles[item["function"], item["key"]] = Profile(
                 Estimate(**item["estimate"]),
@@ -273,10 +285,18 @@ class History:
     def _observe_size(self, function: str, key: str, size: float, t_ori_s: float, share: float) -> None:
         """Learn what a call of ``size`` took; a key counts in the unit of size of its function, to borrow its ratio."""
         profile = self._profile(function, key)
-        if profile.sizes is None:
-            whole = self._profile(function, "").sizes
-            profile.sizes = SizeFit.starting_with(size if whole is None else whole.reference)
-        profile.sizes.observe(size, math.log(max(LEAST_S, t_ori_s)), share)
+        whole, own = self._profile(function, "").sizes, profile.sizes
+        strange = own is not None and whole is not None and own.reference != whole.reference and own.best is None
+        fit = SizeFit.starting_with(size if whole is None else whole.reference) if own is None or strange else own
+        profile.sizes = fit
+        fit.observe(size, math.log(max(LEAST_S, t_ori_s)), share)
+        if not key and fit.outdated:
+            self._forget_sizes(function)
+
+    def _forget_sizes(self, function: str) -> None:
+        for (name, _), profile in self._profiles.items():
+            if name == function:
+                profile.sizes = None
 
     def _sizes(self, function: str, key: str) -> Sizes | None:
         own, whole = (self._profiles.get((function, name)) for name in (key, ""))
@@ -306,6 +326,11 @@ class History:
         if len(self._profiles) > _KEYS_MAX:
             self._profiles.popitem(last=False)
         return profile
+
+
+def _shallow(value: Estimate | Fit | SizeFit) -> dict[str, object]:
+    """Return the fields of something flat, which `asdict` would copy number by number."""
+    return {each.name: getattr(value, each.name) for each in fields(value)}
 
 
 def _ran_with(settlement: Settlement) -> Mapping[Kin, int] | None:

@@ -33,8 +33,11 @@ _LEAST_VARIANCE = 1e-4
 _MEAN_OF_NORMAL = math.sqrt(2 / math.pi)
 #: A first size below this is no measure of the others.
 _LEAST_REFERENCE = 1e-6
-#: How far beyond the sizes seen the line is followed.
+#: How far beyond the sizes seen the line is followed, and how far one run moves the largest and the least of these.
 _BEYOND = 2.0
+_REACH = 16.0
+#: A reference that far (in logarithms) from what sizes are by now is outside of the grid's best: learning starts anew.
+_FAR = 8 * math.log(2)
 
 
 class SizeLine(NamedTuple):
@@ -50,8 +53,10 @@ class SizeLine(NamedTuple):
 class SizeFit:
     """What was seen of sizes and durations: for each ratio of the grid, mean and scatter of the implied scale."""
 
-    #: The size that counts as 1: the function's first.
+    #: The size that counts as 1: the function's first, while the others are not far from it.
     reference: float
+    #: Mean of log(size).
+    centre: float = 0.0
     runs: float = 0.0
     least: float = math.inf
     most: float = 0.0
@@ -63,7 +68,13 @@ class SizeFit:
     @classmethod
     def starting_with(cls, size: float) -> SizeFit:
         """A fit whose first size this is."""
-        return cls(reference=size if size >= _LEAST_REFERENCE else 1.0)
+        reference = size if size >= _LEAST_REFERENCE else 1.0
+        return cls(reference=reference, centre=math.log(reference))
+
+    @property
+    def outdated(self) -> bool:
+        """Whether one odd size was taken for the measure of all others: learning has to start anew."""
+        return self.runs >= _RUNS_MIN and abs(self.centre - math.log(self.reference)) > _FAR
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any] | None) -> SizeFit | None:
@@ -75,9 +86,10 @@ class SizeFit:
 
     def observe(self, size: float, log_s: float, share: float) -> None:
         """Learn from a run, alone and with one unit, of which ``share`` counts; ``log_s`` is log(seconds)."""
+        size = min(size, SIZE_MAX)
         weight = max(_NEWEST * share, share / (self.runs + share))
         least = _LEAST_DEVIATION if self.runs >= _RUNS_MIN else _FIRST_DEVIATION
-        for index, scale in enumerate(_log_scales(min(size, SIZE_MAX) / self.reference)):
+        for index, scale in enumerate(_log_scales(size / self.reference)):
             miss = log_s - scale - self.means[index] if self.runs else 0.0
             reach = _CLIP_DEVIATIONS * max(math.sqrt(self.variances[index]), least)
             if self.runs:
@@ -85,8 +97,13 @@ class SizeFit:
             else:
                 self.means[index] = log_s - scale
             self.variances[index] += weight * (min(miss * miss, 4 * reach * reach) - self.variances[index])
+        self.centre += weight * (math.log(max(size, _LEAST_REFERENCE)) - self.centre)
+        if self.runs:
+            self.least = max(min(self.least, size), self.least / _REACH)
+            self.most = min(max(self.most, size), max(_REACH * self.most, self.reference))
+        else:
+            self.least = self.most = size
         self.runs += share
-        self.least, self.most = min(self.least, size), max(self.most, size)
         self.best = self._likeliest()
 
     def _likeliest(self) -> int | None:

@@ -66,3 +66,9 @@ values = st.recursive(
 def test_any_input_has_a_size_within_bounds_or_none(value: object, path: str) -> None:
     size = size_at(value, path)
     assert size is None or 0 <= size <= SIZE_MAX
+
+
+@pytest.mark.parametrize("numbers", [[-1e308, -1e308], [1e308, 1e308], [float("inf"), float("-inf")], [-(10**400)] * 3])
+def test_a_sum_of_absurd_numbers_is_no_size_and_no_fault(numbers: list[float]) -> None:
+    size = size_at({"items": [{"n": each} for each in numbers]}, "items.n")
+    assert size is None or 0 <= size <= SIZE_MAX

@@ -179,3 +179,33 @@ def test_whatever_ran_what_is_foretold_is_a_positive_number(
     assert found is None if not runs else found is not None and 0 < found < math.inf
     json.dumps(history.to_json(), allow_nan=False)
     json.dumps(history.describe("f"), allow_nan=False)
+
+
+@pytest.mark.parametrize("odd", [6e7, 1e15, 0.0])
+def test_an_odd_first_size_is_no_measure_of_the_others(odd: float) -> None:
+    history = History()
+    history.record("f", "", 1, 1.0, size=odd)
+    taught(line, 120, history=history)
+    for size in (10, 50, 200):
+        assert foretold(history, size) == pytest.approx(line(size), rel=0.5)
+
+
+def test_one_absurd_size_moves_the_bounds_of_what_was_seen_little() -> None:
+    history = taught(line, 60)
+    shown = shown_line(history)
+    assert shown is not None
+    history.record("f", "", 1, 1.0, size=1e15)
+    assert foretold(history, 1e15) <= 50 * line(shown["most"])
+
+
+def test_what_was_learned_of_another_field_is_forgotten() -> None:
+    history = History()
+    history.measured_by("f", "max_tokens")
+    taught(line, 60, history=history)
+    copy = History.from_json(json.loads(json.dumps(history.to_json())))
+    for each in (history, copy):
+        each.measured_by("f", "max_tokens")
+        assert shown_line(each) is not None
+        each.measured_by("f", "messages.content")
+        assert shown_line(each) is None
+        assert foretold(each, 5) == foretold(each, 500) == foretold(each, None)
