@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import structlog
+
 from gateway.invocations.logs import InvocationLog
 from gateway.invocations.record import Mode, Record
 from gateway.preparation import Readiness
@@ -15,6 +17,8 @@ from manager.action import Action
 from manager.errors import CodedError, StorageUnavailable
 from manager.function import FunctionSpec
 from runtimes.kinds import kind_of
+
+logger = structlog.get_logger("gateway.invocations")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +148,17 @@ def ended(record: Record) -> LiveInvocation:
     invocation = LiveInvocation(record=record)
     invocation.ended.set()
     return invocation
+
+
+def as_refusal(error: Exception) -> CodedError:
+    """Return why a call was not accepted, without the traceback, which would hold its input and be held by it.
+
+    What is no CodedError is a fault of the gateway, and told to its log.
+    """
+    if not isinstance(error, CodedError):
+        logger.error("a call could not be accepted", exc_info=error)
+        error = CodedError(f"a fault of the gateway: {error!r}", component="invocations")
+    return error.with_traceback(None)
 
 
 def unless_refused(verdict: LiveInvocation | CodedError) -> LiveInvocation | CodedError:

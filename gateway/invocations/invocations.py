@@ -26,6 +26,7 @@ from gateway.invocations.invocation import (
     InvocationRequest,
     LiveInvocation,
     Observer,
+    as_refusal,
     ended,
     unless_refused,
 )
@@ -75,8 +76,7 @@ class Invocations:
         self._server = server
         self._functions = functions
         self._history = history
-        self._store = store
-        self._logs = logs
+        self._store, self._logs = store, logs
         self._admission = admission
         self._held = held
         self._observer = observer
@@ -118,7 +118,7 @@ class Invocations:
 
     async def invoke(self, request: InvocationRequest) -> LiveInvocation:
         """Accept and submit one; the caller attends until `leave`. Raises TangramError when it is refused."""
-        verdict = (await self.invoke_all([request]))[0]
+        (verdict,) = await self.invoke_all([request])
         if isinstance(verdict, CodedError):
             raise verdict
         return verdict
@@ -137,8 +137,8 @@ class Invocations:
                     fresh.append(invocation)
                 invocation.callers += 1
                 verdicts.append(invocation)
-            except CodedError as error:
-                verdicts.append(error.with_traceback(None))  # which would hold the input, and be held by it
+            except Exception as error:  # noqa: BLE001  # a fault in one leaves no other without its scheduler
+                verdicts.append(as_refusal(error))
         if any(request.durable for request in requests):
             await self._make_durable(fresh)
             verdicts = [unless_refused(verdict) for verdict in verdicts]

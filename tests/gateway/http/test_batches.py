@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from gateway.invocations.dead_letters import DeadLetters
+from manager.action import Action
+from manager.formulation import formulate
+from manager.function import FunctionSpec
 from tests.gateway.conftest import RunningGateway
 
 
@@ -26,6 +31,21 @@ async def test_each_call_of_a_batch_has_its_own_verdict(gateway: RunningGateway)
     assert verdicts[0]["invocation"]["result"] == {"n": 1}
     assert verdicts[3]["problem"]["errors"] == {"path": "$.calls[3].colour"}
     assert verdicts[5]["invocation"]["reason"] == "handler_error"
+
+
+async def test_a_fault_in_one_call_of_a_batch_costs_no_other(
+    gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def faulty(function: FunctionSpec, *, input: Mapping[str, object], **more: Any) -> Action:
+        if "absurd" in input:
+            raise OverflowError("intermediate overflow in fsum")
+        return formulate(function, input=input, **more)
+
+    monkeypatch.setattr("gateway.invocations.invocations.formulate", faulty)
+    calls = [{"function": "echo", "input": each} for each in ({"n": 1}, {"absurd": 1}, {"n": 2})]
+    verdicts = (await gateway.http.post("/v1/invocations:batch?wait=all", json={"calls": calls})).json()["results"]
+    assert [verdict["status"] for verdict in verdicts] == [200, 500, 200]
+    assert "a fault of the gateway" in verdicts[1]["problem"]["detail"]
 
 
 @pytest.mark.slow
