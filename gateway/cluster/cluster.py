@@ -473,5 +473,6 @@ async def open_cluster(
         config, here, records=records, tickets=tickets, certificate=certificate, clock=clock, private=private
     )
     if config.local == "process":
-        cluster.local = LocalNode(here.name, state_dir, paths, cluster, clock)
+        lost_after_s = config.times.lost_after_s
+        cluster.local = LocalNode(here.name, state_dir, paths, cluster, clock, lost_after_s=lost_after_s)
     return cluster

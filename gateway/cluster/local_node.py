@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 import structlog
 
@@ -28,14 +28,18 @@ from tangram.types.nodes import NodeTicket
 DIRECTORY, LOG = "node", "daemon.log"
 #: Seconds between two looks at it.
 LOOK_S = 0.5
-#: Seconds until one that lives must have joined: it may know this gateway by another address, and is replaced.
+#: Seconds until one that lives must have joined this gateway for the first time: it may know it by another address.
 JOIN_S = 15.0
+#: Seconds that one which is told to leave has for it.
+LEAVE_S = 15.0
+#: Bytes of its log beyond which the next one begins another, and the one before is kept.
+LOG_BYTES = 8 * 2**20
 #: Seconds until one that died is started again, doubled each time.
 AGAIN_S, AGAIN_MAX_S = 0.5, 60.0
 #: One that has served for so long was well: its next death is waited for as its first.
 WELL_S = 60.0
-#: Seconds for it to end with its gateway.
-END_S = 15.0
+#: Seconds for it to end with its gateway: with the gateway's own drain it is less than a supervisor waits.
+END_S = 8.0
 #: Ends a daemon and what is idle on its machine; what runs goes on.
 TIDY = signal.SIGUSR1
 
@@ -50,8 +54,20 @@ class LocalOffice(Protocol):
 class LocalNode:
     """Sees to it that this machine's daemon lives. Use from one event loop."""
 
-    def __init__(self, name: str, state_dir: Path, paths: Sequence[Path], office: LocalOffice, clock: Clock) -> None:
-        """``state_dir`` is the gateway's, ``paths`` the configuration that it serves; raises InvalidConfig without."""
+    def __init__(
+        self,
+        name: str,
+        state_dir: Path,
+        paths: Sequence[Path],
+        office: LocalOffice,
+        clock: Clock,
+        *,
+        lost_after_s: float,
+    ) -> None:
+        """``state_dir`` is the gateway's, ``paths`` the configuration that it serves; raises InvalidConfig without.
+
+        One that had joined and is silent is replaced after ``lost_after_s``, when it counts as lost anyway.
+        """
         if not paths:
             raise InvalidConfig("cluster.local: process needs a configuration in files", component="cluster")
         self.name = name
@@ -63,8 +79,10 @@ class LocalNode:
         self._deaths = 0
         #: Since when it is awaited, or has joined, and when the next one may be started.
         self._since_s = self._again_s = clock.now()
-        self._joined = False
-        self._left = False
+        self._joined = self._left = False
+        #: How long it may live without having joined, and when it was told to leave for that.
+        self._patience_s, self._lost_after_s = JOIN_S, lost_after_s
+        self._told_s: float | None = None
         self._task: asyncio.Future[None] | None = None
         self._log = structlog.get_logger("gateway.cluster")
 
@@ -95,31 +113,41 @@ class LocalNode:
                 async with asyncio.timeout(END_S):
                     while self._living():  # noqa: ASYNC110  # it may be no child of this process: only its lock tells
                         await asyncio.sleep(LOOK_S / 10)
+            if self._living() == pid:
+                self._signal(pid, signal.SIGKILL)  # as good for what runs in sandboxes
         self._reap()
 
     async def _watch_for_ever(self) -> None:
         while not self._left:
-            self.look()
+            try:
+                self.look()
+            except Exception:  # noqa: BLE001  # a look that fails costs that look, not all that would follow
+                self._log.exception("this machine's daemon could not be looked after")
             await asyncio.sleep(LOOK_S)
 
     def look(self) -> None:
-        """Start it if it does not live and may be started; have one leave that lives and does not join."""
+        """Start it if it does not live and may be started; replace one that lives and does not join."""
         now_s = self._clock.now()
         if self._office.joined(self.name):
             if not self._joined:
-                self._joined, self._since_s = True, now_s
+                self._joined, self._since_s, self._patience_s = True, now_s, self._lost_after_s
             elif now_s - self._since_s > WELL_S:
                 self._deaths = 0
             return
         if self._joined:
             self._joined, self._since_s = False, now_s
         pid = self._living()
-        if pid and now_s - self._since_s > JOIN_S:
+        if not pid:
+            self._told_s = None
+            if now_s >= self._again_s:
+                self._start(now_s)
+        elif self._told_s is not None and now_s - self._told_s > LEAVE_S:
+            self._log.error("this machine's daemon does not leave: it is killed, and what it ran goes on", daemon=pid)
+            self._signal(pid, signal.SIGKILL)
+        elif self._told_s is None and now_s - self._since_s > self._patience_s:
             self._log.warning("this machine's daemon does not join: another takes its place", daemon=pid)
             self._signal(pid, signal.SIGHUP)
-            self._since_s = now_s
-        elif not pid and now_s >= self._again_s:
-            self._start(now_s)
+            self._told_s = now_s
 
     def _start(self, now_s: float) -> None:
         if self._reap():
@@ -128,7 +156,7 @@ class LocalNode:
         self._again_s = now_s + min(AGAIN_MAX_S, AGAIN_S * 2.0 ** min(self._deaths, 16))
         try:
             self._directory.mkdir(mode=0o700, exist_ok=True)
-            with (self._directory / LOG).open("ab") as log:
+            with self._opened_log() as log:
                 self._process = subprocess.Popen(
                     self._command(), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
                 )
@@ -137,6 +165,12 @@ class LocalNode:
             self._log.error("this machine's daemon cannot be started", why=str(error))
             return
         self._log.info("this machine's daemon is started", daemon=self._process.pid, deaths=self._deaths)
+
+    def _opened_log(self) -> BinaryIO:
+        place = self._directory / LOG
+        if place.exists() and place.stat().st_size > LOG_BYTES:
+            place.replace(place.with_suffix(".log.1"))
+        return place.open("ab")
 
     def _command(self) -> list[str]:
         ticket = self._office.local_ticket()
@@ -159,7 +193,10 @@ class LocalNode:
         return True
 
     def _living(self) -> int:
-        """Return the pid of the daemon, this gateway's own or that of the one before; 0 if none lives."""
+        """Return the pid of the daemon, this gateway's own or that of the one before; 0 if none lives here.
+
+        A lock says that one lives, perhaps in another container; a number in a file is believed if that is its process.
+        """
         if self._process is not None and self._process.poll() is None:
             return self._process.pid
         with suppress(OSError, ValueError):
@@ -167,11 +204,13 @@ class LocalNode:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                return int((self._directory / PID).read_text(encoding="ascii"))
+                pid = int((self._directory / PID).read_text(encoding="ascii"))
+                words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                return pid if os.fsencode(self._directory) in words else 0
             finally:
                 os.close(descriptor)
         return 0
 
     def _signal(self, pid: int, number: signal.Signals) -> None:
-        with suppress(ProcessLookupError):
+        with suppress(OSError):
             os.kill(pid, number)
