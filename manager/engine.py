@@ -449,7 +449,10 @@ class Engine:
     def _settle(self, settlement: Settlement) -> None:
         job = self._jobs.pop(settlement.action.id)
         if self._history is not None:
-            self._history.observe(settlement)
+            try:
+                self._history.observe(settlement)
+            except Exception as error:  # what is learned is never worth an end
+                logger.error("action %s: nothing was learned of it", settlement.action.id, exc_info=error)
         for listener in self._listeners:
             listener.settled(settlement)
         if not job.future.done():

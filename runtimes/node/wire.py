@@ -443,8 +443,20 @@ def end_of(claim: str, outcome: Outcome, omitted_bytes: int) -> AttemptEnd:
 
 
 def outcome_of(end: AttemptEnd) -> Outcome:
-    """Return the outcome that an end tells of; raises ChannelError."""
-    return replace(end.outcome, result=unpack(end.result), detail=unpack_object(end.detail))
+    """Return the outcome that an end tells of, without figures that cannot be; raises ChannelError."""
+    told = end.outcome
+    return replace(
+        told,
+        result=unpack(end.result),
+        execution_s=told.execution_s if _can_be(told.execution_s) else 0.0,
+        retry_after_s=told.retry_after_s if _can_be(told.retry_after_s or 0.0) else None,
+        usage={name: value for name, value in told.usage.items() if _can_be(value)},
+        detail=unpack_object(end.detail),
+    )
+
+
+def _can_be(figure: float) -> bool:
+    return 0.0 <= figure <= 1e18  # nan is not; squares and sums of what is are finite
 
 
 def failed(error: CodedError) -> Outcome:

@@ -113,6 +113,19 @@ async def test_submissions_of_one_turn_settle_and_are_heard(rig: EngineRig) -> N
     assert rig.history.learned("f").observations == 5
 
 
+async def test_an_end_of_which_nothing_can_be_learned_settles_as_any(
+    rig: EngineRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(settlement: Settlement) -> None:
+        raise ValueError("math domain error")
+
+    monkeypatch.setattr(rig.history, "observe", fails)
+    for name in ("a", "b"):
+        settlement = await rig.end(rig.submit(action(name))[0])
+        assert settlement.outcome.state is State.SUCCEEDED
+    assert rig.ear.settled_ids == ["a", "b"]
+
+
 async def test_an_executor_that_raises_ends_the_action_as_internal(rig: EngineRig) -> None:
     rig.steps["a"] = ScriptStep(error=RuntimeError("a bug"))
     settlement = await rig.end(rig.submit(action("a"))[0])

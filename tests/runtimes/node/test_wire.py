@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import msgspec
 import pytest
 
@@ -46,6 +49,13 @@ def test_messages_come_out_whole_whatever_the_pieces(piece_bytes: int) -> None:
 
 def test_an_outcome_comes_out_as_it_was() -> None:
     assert wire.outcome_of(wire.end_of("a.1/", OUTCOME, 0)) == OUTCOME
+
+
+@pytest.mark.parametrize("figure", [math.inf, -math.inf, math.nan, -1.0, 1e300])
+def test_figures_that_cannot_be_are_left_out_of_an_end(figure: float) -> None:
+    told = replace(OUTCOME, execution_s=figure, retry_after_s=figure, usage={"mean_units": figure, "cpu_s": 0.25})
+    heard = wire.outcome_of(wire.end_of("a.1/", told, 0))
+    assert heard == replace(OUTCOME, execution_s=0.0, retry_after_s=None, usage={"cpu_s": 0.25})
 
 
 @pytest.mark.parametrize("value", [{"deep": [{"x": "\ud800 alone"}]}, {"large": 2**80}, {}, {"f": 1e300, "n": None}])
