@@ -14,6 +14,7 @@ import structlog
 from gateway.cluster.abilities import Abilities
 from gateway.cluster.attempts import FleetReattachment, NodeReattachment
 from gateway.cluster.door import NodeDoor, bind
+from gateway.cluster.greeting import described
 from gateway.cluster.local_node import LocalNode
 from gateway.cluster.machines import NodeRecovery, NodeServices
 from gateway.cluster.records import NodeRecords
@@ -250,9 +251,8 @@ class Cluster(ClusterState):
         return new_node_key()
 
     def _described(self, hello: NodeHello) -> NodeSpec:
-        """Return the node as the scheduler may use it; raises Conflict if it has changed."""
-        labels = {**hello.spec.labels, **hello.labels}
-        spec = replace(hello.spec, name=hello.name, labels=labels, able=frozenset())
+        """Return the node as the scheduler may use it; raises InvalidConfig, or Conflict if it has changed."""
+        spec = described(hello)
         machine = self._machines.get(spec.name)
         before = spec if machine is None else machine.spec
         if _units(spec) != _units(before):

@@ -9,6 +9,7 @@ from manager.chunk import Chunk, power_at_least
 
 def split(start: int, count: int) -> Iterator[Chunk]:
     """Yield the fewest aligned chunks that make up the interval; ``start`` is aligned for the largest."""
+    assert count >= 0, f"{count} devices"
     while count:
         size = 1 << (count.bit_length() - 1)
         yield Chunk(start, size)
