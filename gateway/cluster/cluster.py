@@ -14,7 +14,7 @@ import structlog
 from gateway.cluster.abilities import Abilities
 from gateway.cluster.attempts import FleetReattachment, NodeReattachment
 from gateway.cluster.door import NodeDoor, bind
-from gateway.cluster.greeting import described
+from gateway.cluster.greeting import described, is_changed
 from gateway.cluster.local_node import LocalNode
 from gateway.cluster.machines import NodeRecovery, NodeServices
 from gateway.cluster.records import NodeRecords
@@ -254,8 +254,7 @@ class Cluster(ClusterState):
         """Return the node as the scheduler may use it; raises InvalidConfig, or Conflict if it has changed."""
         spec = described(hello)
         machine = self._machines.get(spec.name)
-        before = spec if machine is None else machine.spec
-        if _units(spec) != _units(before):
+        if machine is not None and is_changed(spec, machine.spec, awaited=spec.name in self._awaited):
             told = f"{spec.name} has other cores, memory or devices than before: drain it first, or give it a new name"
             raise Conflict(told, component="cluster", retry_after_s=self._config.times.lost_after_s)
         return spec
@@ -439,11 +438,6 @@ class Cluster(ClusterState):
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _units(spec: NodeSpec) -> tuple[object, ...]:
-    """What of a node is leased, which does not change while it is there."""
-    return spec.numa, spec.memory_bytes, spec.devices, spec.device_bytes
 
 
 def _needs_node(function: FunctionSpec) -> bool:

@@ -23,7 +23,20 @@ def described(hello: NodeHello) -> NodeSpec:
         raise _refused(spec, f"it has 0 to {DEVICES_MAX} devices, not {spec.devices}")
     if min(spec.memory_bytes, spec.device_bytes) < 0:
         raise _refused(spec, "its memory, and that of its devices, is not negative")
+    if "model" not in hello.serves:  # it has them, and runs nothing on them
+        spec = replace(spec, devices=0, device_bytes=0)
     return spec
+
+
+def is_changed(spec: NodeSpec, before: NodeSpec, *, awaited: bool) -> bool:
+    """Return whether a node has other units than the scheduler leases, which it may not while it is there.
+
+    Nothing is on the devices of one that is ``awaited``, nor on any where there were none: those may be others.
+    """
+    if (spec.numa, spec.memory_bytes) != (before.numa, before.memory_bytes):
+        return True
+    devices_stay = bool(before.devices) and not awaited
+    return devices_stay and (spec.devices, spec.device_bytes) != (before.devices, before.device_bytes)
 
 
 def _refused(spec: NodeSpec, rule: str) -> InvalidConfig:

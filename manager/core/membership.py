@@ -22,14 +22,26 @@ class Membership:
         self._settling = settling
 
     def join(self, node: NodeSpec) -> None:
-        """Use a node from now on; of one that is there already take up its labels and what it is able to run."""
+        """Use a node from now on; of one that is there already take up its labels and what it is able to run.
+
+        Its devices too, unless one is leased: a node that is awaited may come with others than are on record.
+        """
         state = self._state
         if node.name in state.nodes:
-            state.nodes.describe(node)
+            known = state.nodes[node.name]
+            has = known.spec.devices, known.spec.device_bytes
+            if has != (node.devices, node.device_bytes) and not self._has_device_leased(node.name):
+                state.resources.refit(node, closed=known.closed is not None)
+                has = node.devices, node.device_bytes
+            state.nodes.describe(replace(node, devices=has[0], device_bytes=has[1]))
             state.resources.note_membership()
             return
         state.resources.join(node)
         state.nodes.join(node)
+
+    def _has_device_leased(self, name: str) -> bool:
+        leases = (running.lease for running in self._state.executing.all() if running.lease.node == name)
+        return any(grant.chunk is not None for lease in leases for grant in lease.grants.values())
 
     def close(self, name: str, why: str) -> None:
         """Start and place nothing on a node any more; what runs there goes on."""

@@ -188,13 +188,14 @@ class Nodes:
             self._set_among_alike(node)
 
     def describe(self, spec: NodeSpec) -> None:
-        """Take up what a node is able to run by now, and its labels; what it has stays."""
+        """Take up what a node is able to run by now, its labels and its devices; its cores and memory stay."""
         node = self._nodes[spec.name]
+        told = replace(spec, numa=node.spec.numa, memory_bytes=node.spec.memory_bytes)
         if node.closed is not None:
-            node.spec = replace(node.spec, labels=spec.labels, able=spec.able)
+            node.spec = told
             return
         self._set_apart(node)
-        node.spec = replace(node.spec, labels=spec.labels, able=spec.able)
+        node.spec = told
         self._set_among_alike(node)
 
     def may_start(self, placement: NodeChoice, name: str) -> bool:

@@ -68,6 +68,14 @@ class Resources:
         for pool in self.placed:
             pool.join(node)
 
+    def refit(self, node: NodeSpec, *, closed: bool) -> None:
+        """Take up other places of a node for those that it had, of which nothing is held; ``closed`` ones stay so."""
+        for pool in self.placed:
+            pool.leave(node.name)
+            pool.join(node)
+            if closed:
+                pool.close(node.name)
+
     def leave(self, node: str) -> None:
         """Forget a node's units, of which nothing is held any more."""
         for name in [pool.name for pool in self if pool.node == node]:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.cluster.greeting import CORES_MAX, DEVICES_MAX, described
+from gateway.cluster.greeting import CORES_MAX, DEVICES_MAX, described, is_changed
 from manager.config import NodeSpec
 from manager.errors import InvalidConfig
 from manager.resources.chunks import split
@@ -44,6 +44,28 @@ def test_a_node_has_the_name_and_labels_that_it_greets_with() -> None:
 def test_a_machine_that_cannot_be_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidConfig, match="n1 describes a machine that cannot be"):
         described(greeting(**fields))
+
+
+def test_devices_count_only_where_models_are_served() -> None:
+    spec = described(greeting(serves=("exec", "pytest", "handler")))
+    assert (spec.devices, spec.device_bytes, spec.cores) == (0, 0, 4)
+
+
+@pytest.mark.parametrize(
+    ("before", "awaited", "changed"),
+    [
+        ({}, False, False),
+        ({"devices": 1}, False, True),
+        ({"device_bytes": 7}, False, True),
+        ({"devices": 0, "device_bytes": 0}, False, False),  # an upgraded daemon
+        ({"devices": 0, "device_bytes": 0}, True, False),  # an upgraded gateway
+        ({"devices": 1}, True, False),
+        ({"memory_bytes": 5}, True, True),
+        ({"numa": ((0, 1), (2, 3))}, True, True),
+    ],
+)
+def test_a_node_keeps_what_may_be_leased_of_it(before: dict[str, Any], awaited: bool, changed: bool) -> None:
+    assert is_changed(described(greeting()), described(greeting(**before)), awaited=awaited) is changed
 
 
 def test_no_interval_is_split_that_cannot_be() -> None:

@@ -11,7 +11,16 @@ from manager.action import NodeChoice, UnitSet
 from manager.chunk import Chunk
 from manager.config import ManagerSpec, NodeSpec, SchedulerSpec, ServiceSpec
 from manager.core.causes import cause_of
-from manager.events import Finished, NodeClosed, NodeJoined, NodeLost, Replicate, ResidencyReported, Submitted
+from manager.events import (
+    Finished,
+    NodeClosed,
+    NodeJoined,
+    NodeLost,
+    NodeOpened,
+    Replicate,
+    ResidencyReported,
+    Submitted,
+)
 from manager.scheduler.policy import PolicySpec
 from tests.manager.conftest import DONE, CoreDriver, action, node
 
@@ -157,3 +166,31 @@ def test_a_node_that_tells_of_more_than_its_devices_hold_stops_nobody(drive: Dri
 def _batched(id: str, function: str) -> Submitted:
     one = ask(id, function)
     return replace(one, action=replace(one.action, service="a", batch_tokens=10))
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_an_awaited_node_serves_with_the_devices_that_it_comes_with(drive: Drive, before: int) -> None:
+    """What is on record may be of a gateway that knew of no devices."""
+    driver = drive(world(machine("n0", devices=before), machine("n1", "b")))
+    driver.step(0, NodeClosed(node="n0", why="awaited"), ask("a1", "a", gpus=2))
+    driver.step(1, NodeJoined(node=machine("n0", "a", devices=2)))
+    assert not driver.running(), "it is closed still"
+    driver.step(2, NodeOpened(node="n0"))
+    assert places(driver) == {"a1": "n0"}
+    assert driver.core.state.nodes["n0"].spec.devices == 2
+
+
+def test_a_node_without_devices_any_more_is_counted_on_for_none(drive: Drive) -> None:
+    driver = drive(world(machine("n0", "a", devices=2), machine("n1", "b")))
+    driver.step(0, NodeJoined(node=machine("n0", "a", devices=0)), ask("a1", "a"), ask("b1", "b"))
+    assert places(driver) == {"b1": "n1"}
+    assert driver.core.state.resources["gpu"].total == 1
+
+
+def test_a_node_of_which_a_device_is_leased_keeps_what_it_has(drive: Drive) -> None:
+    driver = drive(world(machine("n0", "a", devices=1)))
+    driver.step(0, ask("a1", "a"))
+    driver.step(1, NodeJoined(node=machine("n0", "a", "b", devices=2)), ask("b1", "b"))
+    assert (driver.running(), driver.core.state.nodes["n0"].spec.devices) == ({"a1"}, 1)
+    driver.step(2, Finished(action_id="a1", attempt=1, outcome=DONE))
+    assert driver.running() == {"b1"}, "and what it is able to run is taken up"
