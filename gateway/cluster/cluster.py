@@ -17,6 +17,7 @@ from gateway.cluster.door import NodeDoor, bind
 from gateway.cluster.greeting import described, is_changed
 from gateway.cluster.local_node import LocalNode
 from gateway.cluster.machines import NodeRecovery, NodeServices
+from gateway.cluster.model_services import DeclaredServices
 from gateway.cluster.records import NodeRecords
 from gateway.cluster.state import ClusterNode, ClusterState
 from gateway.cluster.tickets import TicketOffice, check_name, digest_of, new_node_key, signing_key
@@ -103,6 +104,7 @@ class Cluster(ClusterState):
         super().__init__(config, here, abilities=abilities, records=records, tickets=tickets, clock=clock)
         self._certificate = certificate
         self._archives = HandlerArchives(private)
+        self._declared = DeclaredServices()
         self._awaited = {name for name, known in records.all.items() if known.state != "lost"}
         self._door = NodeDoor(
             bind(config.listen),
@@ -142,6 +144,7 @@ class Cluster(ClusterState):
             self.abilities.join(self.here.name, here)
 
         async def prepare(function: FunctionSpec) -> None:
+            self._declared.declare(function)  # before a node tells what it costs there
             await (self.abilities.prepare(function) if _needs_node(function) else here(function))
 
         return prepare
@@ -336,8 +339,9 @@ class Cluster(ClusterState):
         machine = self._machines.get(name)
         if machine is not None and machine.spec.devices and self._services is not None:
             models = machine.remote.models
-            self._services.learn(name, models.services)
-            self.engine.report_residency(name, models.resident)
+            self._declared.declare(*self._functions())
+            self._services.learn(name, self._declared.services(models.services))
+            self.engine.report_residency(name, self._declared.resident(models.resident, machine.spec.devices))
 
     # -- what the roster decides
 
