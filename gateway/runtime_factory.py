@@ -80,6 +80,8 @@ class ModelServices:
         self._engine: Engine | None = None
         #: By service and node, what it costs there.
         self._by_node: dict[str, dict[str, ServiceSpec]] = {}
+        #: By service, the node that is gone whose costs are kept until another node has told its own.
+        self._gone: dict[str, str] = {}
         runtimes.model.on_footprint = self._keep
 
     @property
@@ -102,16 +104,20 @@ class ModelServices:
 
     def learn(self, node: str, services: Sequence[ServiceSpec]) -> None:
         """Take up what services cost on a node, and tell the engine what is new."""
+        for name in [each.name for each in services if self._gone.get(each.name) == node]:
+            del self._gone[name]  # it is back
         news = [each for each in services if self._by_node.get(each.name, {}).get(node) != each]
         for service in news:
-            self._by_node.setdefault(service.name, {})[node] = service
+            self._set(node, service)
         self._tell([service.name for service in news])
 
     def forget(self, node: str) -> None:
         """A node is gone: its costs count no more, where others have the service."""
-        gone = [name for name, by_node in self._by_node.items() if node in by_node and len(by_node) > 1]
+        had = [name for name, by_node in self._by_node.items() if node in by_node]
+        gone = [name for name in had if len(self._by_node[name]) > 1]
         for name in gone:
             del self._by_node[name][node]
+        self._gone.update((name, node) for name in had if name not in gone)
         self._tell(gone)
 
     def _tell(self, names: Sequence[str]) -> None:
@@ -128,7 +134,12 @@ class ModelServices:
             self._runtimes.model.on_residency(self._runtimes.model.residency())
 
     def _keep(self, service: ServiceSpec) -> None:
-        self._by_node.setdefault(service.name, {})[self._here] = service
+        self._set(self._here, service)
+
+    def _set(self, node: str, service: ServiceSpec) -> None:
+        by_node = self._by_node.setdefault(service.name, {})
+        by_node.pop(self._gone.pop(service.name, ""), None)
+        by_node[node] = service
 
 
 def _on_all(by_node: Mapping[str, ServiceSpec]) -> ServiceSpec:
