@@ -100,7 +100,7 @@ class RemoteNode:
         ``recovering``: what this side does not know is of a gateway before, and waits for `end_unclaimed`.
         """
         before, same = self._known, inventory.epoch == self._known.epoch
-        self._one_life = self._one_life and (same or not before.epoch)
+        self._one_life = self._one_life and (same or not (before.epoch or recovering))
         if self._link is not None:
             self._link.close("another link took its place")
         self._link = link

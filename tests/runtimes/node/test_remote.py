@@ -209,7 +209,7 @@ async def test_a_new_gateway_ends_what_it_does_not_take(session: Session) -> Non
     assert session.machine.killed == ["a.1/"]
 
 
-@pytest.mark.parametrize(("known", "certain"), [("", True), ("this", True), ("another", False)])
+@pytest.mark.parametrize(("known", "certain"), [("", False), ("this", True), ("another", False)])
 async def test_a_node_says_only_of_its_present_life_what_never_began(known: str, certain: bool) -> None:
     node = RemoteNode("n1", epoch=known)
     for _ in range(2):  # a cut before anything is decided makes nothing certain
@@ -217,6 +217,13 @@ async def test_a_node_says_only_of_its_present_life_what_never_began(known: str,
         assert node.never_started("a.1/") is certain
     await node.end_unclaimed(())
     assert node.never_started("b.1/"), "what comes from now on is of this life"
+    await node.close()
+
+
+async def test_a_node_that_joins_for_the_first_time_has_one_life_only() -> None:
+    node = RemoteNode("n1")
+    node.attach(pair()[0], wire.Inventory(epoch="this", attempts=[], trajectories=[]))
+    assert node.never_started("a.1/")
     await node.close()
 
 
