@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
@@ -45,6 +46,8 @@ class TaskSteps:
         #: By task, the one told of last at the end; steps by number, in the order in which they were opened.
         self._steps: dict[str, dict[int, TaskStep]] = {}
         self._of_trajectory: dict[str, TaskStep] = {}
+        #: Invocations that have not ended, by trajectory: it lives with them, before the scheduler knows of it.
+        self._invoked: Counter[str] = Counter()
         self._living: TrajectoryLookup | None = None
 
     async def load(self) -> None:
@@ -59,10 +62,18 @@ class TaskSteps:
         self._bound()
 
     def take_up(self, living: TrajectoryLookup) -> None:
-        """Go on with what an earlier gateway left: a trajectory that did not outlive it has ended."""
+        """Go on with what an earlier gateway left: a trajectory that did not outlive it has ended.
+
+        One whose invocations were recovered goes on, though they wait for their function or for a node.
+        """
         self._living = living
-        for name in [name for name in self._of_trajectory if living.trajectory(name) is None]:
+        for name in [name for name in self._of_trajectory if self._gone(name)]:
             self.trajectory_ended(name)
+
+    def _gone(self, trajectory: str) -> bool:
+        """Whether neither the scheduler knows of it nor any invocation is to begin it."""
+        known = self._living is None or self._living.trajectory(trajectory) is not None
+        return not known and not self._invoked[trajectory]
 
     # What is told
 
@@ -94,6 +105,8 @@ class TaskSteps:
 
     def accepted(self, record: Record) -> None:
         """A call that names a step begins a rollout, or brings its trajectory under the step."""
+        if record.trajectory is not None:
+            self._invoked[record.trajectory] += 1
         number = record.options.get("step")
         if not isinstance(number, int):
             return
@@ -108,6 +121,8 @@ class TaskSteps:
 
     def settled(self, record: Record) -> None:
         """The end of a call of no trajectory is that of a rollout, unless the scheduler never took it."""
+        if record.trajectory is not None:
+            self._leave_invocation(record.trajectory)
         number = record.options.get("step")
         if not isinstance(number, int):
             return
@@ -121,6 +136,11 @@ class TaskSteps:
         if step is not None and since_s is not None and not refused:
             step.end(since_s, self._wall())
             self._save(step)
+
+    def _leave_invocation(self, trajectory: str) -> None:
+        self._invoked[trajectory] -= 1
+        if self._invoked[trajectory] <= 0:
+            del self._invoked[trajectory]
 
     def _forget_unbegun(self, trajectory: str) -> None:
         """Forget a trajectory whose first action was refused: its end will not be told."""

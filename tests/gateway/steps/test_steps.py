@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.gateway.conftest import GatewayBench, RunningGateway, serving
+from tests.gateway.conftest import GatewayBench, RunningGateway, function, serving
+from tests.gateway.test_preparation import SlowToPrepare
 
 
 async def told(gateway: RunningGateway, step: int, expected: int, task: str = "math") -> dict[str, object]:
@@ -29,6 +30,12 @@ async def opened(gateway: RunningGateway, name: str, step: int | None, task: str
     body = {"function": "echo", "task": task} | ({} if step is None else {"step": step})
     answer = await gateway.http.put(f"/v1/trajectories/{name}", json=body)
     assert answer.status_code == 200, answer.text
+
+
+async def submitted(gateway: RunningGateway, trajectory: str, step: int, **given: object) -> str:
+    """The id of an asynchronous call of ``slow`` under a step, which waits until that is ready."""
+    headers = {"X-Task": "math", "X-Trajectory-Id": trajectory, "X-Step": str(step)}
+    return str((await gateway.invoke(given, function="slow", headers=headers, mode="async")).json()["id"])
 
 
 async def test_a_step_counts_the_trajectories_that_were_opened_under_it(gateway: RunningGateway) -> None:
@@ -192,3 +199,18 @@ async def test_steps_outlive_the_gateway_and_what_did_not_outlive_it_has_ended(t
         await gateway.http.get(f"/v1/invocations/{waiting}", params={"wait": "30s"})
         await gateway.http.delete("/v1/trajectories/t1")
         assert await counts(gateway, 4) == (5, 0, 4)
+
+
+async def test_what_waits_for_its_function_when_the_gateway_starts_has_not_ended(tmp_path: Path) -> None:
+    bench = GatewayBench(tmp_path, functions={"slow": function("slow")})
+    async with serving(bench, runtime=SlowToPrepare()) as gateway:
+        waiting = await submitted(gateway, "t1", 4)
+        assert await counts(gateway, 4) == (None, 1, 0)
+    runtime = SlowToPrepare()
+    async with serving(bench, runtime=runtime) as gateway:
+        assert await counts(gateway, 4) == (None, 1, 0), "its function is not ready, so the scheduler has none of it"
+        runtime.gate.set()
+        await gateway.http.get(f"/v1/invocations/{waiting}", params={"wait": "30s"})
+        assert await counts(gateway, 4) == (None, 1, 0)
+        await gateway.http.delete("/v1/trajectories/t1")
+        assert await counts(gateway, 4) == (None, 0, 1)
