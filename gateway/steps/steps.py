@@ -24,6 +24,8 @@ LEARNED_STEPS = 4
 RECENT_MAX, RECENT_S = 12, 1800.0
 #: With these the scheduler refuses what it never took.
 REFUSALS = (Reason.QUOTA, Reason.INVALID_INPUT, Reason.INTERNAL)
+#: Component of a record that ended without a settlement (`Record.end`).
+NOT_OF_SCHEDULER = "gateway"
 
 
 class TrajectoryLookup(Protocol):
@@ -48,6 +50,8 @@ class TaskSteps:
         self._of_trajectory: dict[str, TaskStep] = {}
         #: Invocations that have not ended, by trajectory: it lives with them, before the scheduler knows of it.
         self._invoked: Counter[str] = Counter()
+        #: Trajectories that calls brought under a step, none of which has started.
+        self._unbegun: set[str] = set()
         self._living: TrajectoryLookup | None = None
 
     async def load(self) -> None:
@@ -67,8 +71,17 @@ class TaskSteps:
         One whose invocations were recovered goes on, though they wait for their function or for a node.
         """
         self._living = living
-        for name in [name for name in self._of_trajectory if self._gone(name)]:
-            self.trajectory_ended(name)
+        for name in list(self._of_trajectory):
+            self._end_if_gone(name)
+
+    def _end_if_gone(self, trajectory: str) -> None:
+        """End one whose end nobody will tell; it was no rollout if nothing of it has started."""
+        if not self._gone(trajectory):
+            return
+        if trajectory not in self._unbegun:
+            self.trajectory_ended(trajectory)
+        elif (step := self._leave(trajectory)) is not None:
+            del step.trajectories[trajectory]
 
     def _gone(self, trajectory: str) -> bool:
         """Whether neither the scheduler knows of it nor any invocation is to begin it."""
@@ -88,9 +101,10 @@ class TaskSteps:
     async def opened(self, trajectory: str, task: str, number: int) -> None:
         """Count a trajectory as of the step that it was opened under, durably; raises StorageUnavailable.
 
-        One that is of a step already stays with it.
+        One that is of a step already stays with it, and one that has ended meanwhile is of none.
         """
-        if trajectory not in self._of_trajectory:
+        lives = self._living is not None and self._living.trajectory(trajectory) is not None
+        if lives and trajectory not in self._of_trajectory:
             self._join(trajectory, task, number, self._wall())
             await self._store.commit()
 
@@ -110,27 +124,39 @@ class TaskSteps:
         number = record.options.get("step")
         if not isinstance(number, int):
             return
-        if record.trajectory is None:
+        if record.trajectory is not None:
+            self._bring(record, record.trajectory, number)
+        else:
             step = self._step(record.task, number)
             step.begin(step.calls, record.id, record.accepted_s)
-        elif record.trajectory not in self._of_trajectory:
-            self._join(record.trajectory, record.task, number, record.accepted_s)
+
+    def _bring(self, record: Record, trajectory: str, number: int) -> None:
+        """Bring the trajectory of a call under a step, if it is of none; a restart does that again."""
+        if trajectory not in self._of_trajectory:
+            self._join(trajectory, record.task, number, record.accepted_s)
+        since_s = self._of_trajectory[trajectory].trajectories[trajectory]
+        if since_s == record.accepted_s and record.started_s is None:
+            self._unbegun.add(trajectory)
 
     def moved(self, record: Record) -> None:
-        """Starts change nothing."""
+        """A trajectory begins with the first start of its calls."""
+        if record.trajectory is not None and record.started_s is not None:
+            self._unbegun.discard(record.trajectory)
 
     def settled(self, record: Record) -> None:
-        """The end of a call of no trajectory is that of a rollout, unless the scheduler never took it."""
+        """The end of a call of no trajectory is that of a rollout, unless the scheduler never took it.
+
+        The end of a trajectory is told, unless the scheduler never took any call of it.
+        """
         if record.trajectory is not None:
             self._leave_invocation(record.trajectory)
+            if record.component == NOT_OF_SCHEDULER:
+                self._end_if_gone(record.trajectory)
+            return
         number = record.options.get("step")
         if not isinstance(number, int):
             return
         refused = record.state is State.FAILED and record.started_s is None and record.reason in REFUSALS
-        if record.trajectory is not None:
-            if refused:
-                self._forget_unbegun(record.trajectory)
-            return
         step = self._steps.get(record.task, {}).get(number)
         since_s = None if step is None else step.calls.pop(record.id, None)
         if step is not None and since_s is not None and not refused:
@@ -141,13 +167,6 @@ class TaskSteps:
         self._invoked[trajectory] -= 1
         if self._invoked[trajectory] <= 0:
             del self._invoked[trajectory]
-
-    def _forget_unbegun(self, trajectory: str) -> None:
-        """Forget a trajectory whose first action was refused: its end will not be told."""
-        if self._living is not None and self._living.trajectory(trajectory) is None:
-            step = self._leave(trajectory)
-            if step is not None:
-                del step.trajectories[trajectory]
 
     # What is shown
 
@@ -219,6 +238,7 @@ class TaskSteps:
     def _forget(self, step: TaskStep) -> None:
         for trajectory in step.trajectories:
             del self._of_trajectory[trajectory]
+            self._unbegun.discard(trajectory)
         self._store.note("delete_step_trajectories", step.task, step.number)
         self._store.note("delete_step", step.task, step.number)
 
@@ -228,6 +248,7 @@ class TaskSteps:
         self._store.note("save_step_trajectory", trajectory, task, number, since_s)
 
     def _leave(self, trajectory: str) -> TaskStep | None:
+        self._unbegun.discard(trajectory)
         step = self._of_trajectory.pop(trajectory, None)
         if step is not None:
             self._store.note("delete_step_trajectory", trajectory)

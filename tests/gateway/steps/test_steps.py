@@ -214,3 +214,41 @@ async def test_what_waits_for_its_function_when_the_gateway_starts_has_not_ended
         assert await counts(gateway, 4) == (None, 1, 0)
         await gateway.http.delete("/v1/trajectories/t1")
         assert await counts(gateway, 4) == (None, 0, 1)
+
+
+@pytest.mark.parametrize("cancelled", [True, False])
+async def test_what_ends_before_the_scheduler_hears_of_it_is_no_rollout(tmp_path: Path, cancelled: bool) -> None:
+    slow = function("slow", queue_timeout_s=30.0 if cancelled else 0.05)
+    async with serving(GatewayBench(tmp_path, functions={"slow": slow}), runtime=SlowToPrepare()) as gateway:
+        first, second = await submitted(gateway, "t1", 4), await submitted(gateway, "t1", 4)
+        if cancelled:
+            await gateway.http.post(f"/v1/invocations/{first}/cancel")
+            assert await counts(gateway, 4) == (None, 1, 0), "the other is to begin it"
+            await gateway.http.post(f"/v1/invocations/{second}/cancel")
+        ends = [
+            (await gateway.http.get(f"/v1/invocations/{each}", params={"wait": "30s"})).json()["state"]
+            for each in (first, second)
+        ]
+        assert ends == ["cancelled" if cancelled else "timed_out"] * 2
+        assert await counts(gateway, 4) == (None, 0, 0)
+        assert await gateway.app.store.read("step_trajectories", ()) == []
+
+
+async def test_a_trajectory_that_had_begun_ends_with_a_call_that_waits_for_its_function(tmp_path: Path) -> None:
+    bench = GatewayBench(tmp_path, functions={"slow": function("slow", idempotent=True)})
+    runtime = SlowToPrepare()
+    runtime.gate.set()
+    async with serving(bench, runtime=runtime) as gateway:
+        again = await submitted(gateway, "t1", 4, held=True)
+        await gateway.executing(again)
+    async with serving(bench, runtime=SlowToPrepare()) as gateway:
+        assert await counts(gateway, 4) == (None, 1, 0)
+        await gateway.http.post(f"/v1/invocations/{again}/cancel")
+        assert await counts(gateway, 4) == (None, 0, 1)
+
+
+async def test_a_trajectory_that_ended_while_it_was_opened_is_of_no_step(gateway: RunningGateway) -> None:
+    await gateway.app.steps.opened("gone", "math", 4)
+    assert (await gateway.http.get("/v1/tasks/math/steps")).json() == {"steps": []}
+    await opened(gateway, "t1", 4)
+    assert await counts(gateway, 4) == (None, 1, 0)
