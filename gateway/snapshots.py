@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
+from msgspec.structs import replace as replaced
+
 from gateway import wire
 from gateway.services import Services
 from gateway.trajectories import open_trajectory
@@ -70,15 +72,23 @@ async def fork_trajectory(services: Services, trajectory: str, asked: ForkReques
 async def _open_all(
     services: Services, names: tuple[str, ...], opening: TrajectoryOpening
 ) -> tuple[TrajectoryInfo, ...]:
-    """Open them, or end those that could be opened and raise why another could not."""
+    """Open them, or end those that could be opened and raise why another could not.
+
+    They come under their step when all of them live: those of a fork that is refused were no rollouts.
+    """
+    alone = replaced(opening, step=None)
     gate = asyncio.Semaphore(OPENED_AT_ONCE)
 
     async def open_one(name: str) -> TrajectoryInfo:
         async with gate:
-            return await open_trajectory(services, name, opening)
+            return await open_trajectory(services, name, alone)
 
     opened = await asyncio.gather(*(open_one(name) for name in names), return_exceptions=True)
     failures = [each for each in opened if isinstance(each, BaseException)]
+    if opening.step is not None and not failures:
+        joining = (services.steps.opened(name, opening.task, opening.step) for name in names)
+        joined = await asyncio.gather(*joining, return_exceptions=True)
+        failures = [each for each in joined if each is not None]
     if failures:
         done = [each.trajectory for each in opened if not isinstance(each, BaseException)]
         await asyncio.gather(*(services.engine.end_trajectory(name) for name in done))

@@ -277,6 +277,21 @@ async def test_a_fork_has_no_more_than_its_function_allows(running: RunningGatew
     ]
 
 
+@pytest.mark.parametrize("kind", ["process"], indirect=True)
+async def test_a_fork_comes_under_its_step_when_all_of_it_lives(bench: GatewayBench) -> None:
+    async with serving(replace(bench, scheduler={"trajectories_max": 3})) as gateway:
+        await opened(gateway, "one")
+        asked = {"function": "shell", "task": "math", "step": 4}
+        refused = await gateway.http.post("/v1/trajectories/one/fork", json=asked | {"to": ["two", "three", "four"]})
+        assert refused.status_code == 503, refused.text
+        assert (await gateway.http.get("/v1/tasks/math/steps")).json() == {"steps": []}
+        forked = await gateway.http.post("/v1/trajectories/one/fork", json=asked | {"to": ["two", "three"]})
+        assert forked.status_code == 201, forked.text
+        (step,) = (await gateway.http.get("/v1/tasks/math/steps")).json()["steps"]
+        assert (step["step"], step["living"], step["ended"]) == (4, 2, 0)
+        await clear(gateway)
+
+
 async def test_what_is_unknown_or_lives_already_is_refused_by_name(running: RunningGateway) -> None:
     http = running.http
     for answer in (
