@@ -31,6 +31,8 @@ class TaskStep:
     #: Living trajectories by name, and living calls of none by id, with the instants from which they count.
     trajectories: dict[str, float] = field(default_factory=dict)
     calls: dict[str, float] = field(default_factory=dict)
+    #: When it was last told, or a rollout of it began or ended; not on record, so at the earliest this gateway's start.
+    stirred_s: float = 0.0
 
     @property
     def living(self) -> int:
@@ -38,6 +40,7 @@ class TaskStep:
 
     def expect(self, expected: int, now_s: float) -> None:
         """Note how many rollouts it is to have, for the first time or anew."""
+        self._stir(now_s)
         self.expected = expected
         self._conclude(now_s)
 
@@ -45,12 +48,21 @@ class TaskStep:
         """Count a rollout, one of ``trajectories`` or ``calls``, as living."""
         rollouts[name] = since_s
         self.most_living = max(self.most_living, self.living)
+        self._stir(since_s)
 
     def end(self, since_s: float, now_s: float) -> None:
         """Count one that lived since then as ended."""
         self.ended += 1
+        self._stir(now_s)
         self._keep(max(0.0, now_s - since_s))
         self._conclude(now_s)
+
+    def quiet_s(self, now_s: float) -> float:
+        """Return for how long it was not told, nor anything of it lived; 0 while something does."""
+        return 0.0 if self.living else max(0.0, now_s - self.stirred_s)
+
+    def _stir(self, now_s: float) -> None:
+        self.stirred_s = max(self.stirred_s, now_s)
 
     def _conclude(self, now_s: float) -> None:
         if self.expected is None or self.ended < self.expected:

@@ -20,7 +20,7 @@ from tangram.types.steps import StepInfo
 
 #: Steps of a task, the newest first, whose lifetimes tell of the next one's.
 LEARNED_STEPS = 4
-#: What a screen is shown: so many steps, and none that ended longer ago (seconds): the page's longest timeline.
+#: What a screen is shown: so many steps, none that ended or lay still longer ago (s): the page's longest timeline.
 RECENT_MAX, RECENT_S = 12, 1800.0
 #: With these the scheduler refuses what it never took.
 REFUSALS = (Reason.QUOTA, Reason.INVALID_INPUT, Reason.INTERNAL)
@@ -57,7 +57,7 @@ class TaskSteps:
     async def load(self) -> None:
         """Read what is on record, before any invocation is taken up; raises StorageUnavailable."""
         for row in await self._store.read("steps", ()):
-            step = TaskStep(**(dict(row) | {"sample_s": json.loads(row["sample_s"])}))
+            step = TaskStep(**(dict(row) | {"sample_s": json.loads(row["sample_s"]), "stirred_s": self._wall()}))
             self._steps.setdefault(step.task, {})[step.number] = step
         for row in await self._store.read("step_trajectories", ()):
             step = self._steps[row["task"]][row["number"]]
@@ -180,10 +180,14 @@ class TaskSteps:
         return [self.info(step) for step in steps if step.ended_s is None]
 
     def recent(self) -> list[StepInfo]:
-        """Return the `RECENT_MAX` steps that opened last, of those of all tasks that go on or ended not long ago."""
-        since_s = self._wall() - RECENT_S
+        """Return the `RECENT_MAX` steps that opened last, of those of all tasks that go on or ended not long ago.
+
+        What neither ended nor goes on was abandoned.
+        """
+        now_s = self._wall()
         found = (each for steps in self._steps.values() for each in steps.values())
-        shown = [each for each in found if each.ended_s is None or each.ended_s >= since_s]
+        quiet_s = ((each, each.quiet_s(now_s) if each.ended_s is None else now_s - each.ended_s) for each in found)
+        shown = [each for each, since_s in quiet_s if since_s <= RECENT_S]
         return [self.info(each) for each in heapq.nlargest(RECENT_MAX, shown, key=lambda each: each.opened_s)]
 
     def info(self, step: TaskStep) -> StepInfo:
@@ -200,13 +204,18 @@ class TaskSteps:
         )
 
     def _ends_in_s(self, step: TaskStep) -> float | None:
-        """Return the seconds until its last expected rollout is expected to end; None if nothing tells, or it has."""
+        """Return the seconds until its last expected rollout is expected to end; None if nothing tells, or it has.
+
+        Nor is an end expected of what is abandoned: it has been quiet for longer than any rollout took.
+        """
         if step.expected is None or step.ended_s is not None:
             return None
         now_s = self._wall()
         ages_s = [max(0.0, now_s - since_s) for since_s in (*step.trajectories.values(), *step.calls.values())]
         learned = list(self._learned_from(step))
         ended = [(lifetime_s, each.ended / len(each.sample_s)) for each in learned for lifetime_s in each.sample_s]
+        if ended and step.quiet_s(now_s) > max(lifetime_s for lifetime_s, _ in ended):
+            return None
         at_once = max(each.most_living for each in (step, *learned))
         batch = BatchState(ages_s=ages_s, needed=step.expected - step.ended, at_once=at_once)
         return Lifetimes(ended, ages_s).ends_in_s(batch)
@@ -222,7 +231,8 @@ class TaskSteps:
         steps = self._steps[task] = self._steps.pop(task, {})
         step = steps.get(number)
         if step is None:
-            step = steps[number] = TaskStep(task=task, number=number, opened_s=self._wall())
+            now_s = self._wall()
+            step = steps[number] = TaskStep(task=task, number=number, opened_s=now_s, stirred_s=now_s)
             self._save(step)
             self._bound()
         return step

@@ -252,3 +252,34 @@ async def test_a_trajectory_that_ended_while_it_was_opened_is_of_no_step(gateway
     assert (await gateway.http.get("/v1/tasks/math/steps")).json() == {"steps": []}
     await opened(gateway, "t1", 4)
     assert await counts(gateway, 4) == (None, 1, 0)
+
+
+async def test_a_step_that_was_abandoned_has_no_expected_end_and_leaves_the_screen(tmp_path: Path) -> None:
+    now_s = 1000.0
+
+    async def end_expected(gateway: RunningGateway) -> object:
+        (step,) = (await gateway.http.get("/v1/tasks/math/steps")).json()["steps"]
+        return step["ends_in_s"]
+
+    async with serving(GatewayBench(tmp_path), wall=lambda: now_s) as gateway:
+        await told(gateway, 1, 4)
+        for name in ("a", "b"):
+            await opened(gateway, name, 1)
+        now_s += 60.0
+        await gateway.http.delete("/v1/trajectories/a")
+        now_s += 1900.0
+        assert [each.step for each in gateway.app.steps.recent()] == [1], "one lives"
+        await gateway.http.delete("/v1/trajectories/b")
+        now_s += 1750.0
+        assert await end_expected(gateway) is not None, "others may still begin"
+        assert [each.step for each in gateway.app.steps.recent()] == [1]
+        now_s += 60.0
+        assert gateway.app.steps.recent() == []
+        now_s += 200.0
+        assert await end_expected(gateway) is None, "nothing began for longer than any took"
+        await told(gateway, 1, 4)
+        assert await end_expected(gateway) is not None
+        assert [each.step for each in gateway.app.steps.recent()] == [1]
+        now_s += 1810.0
+    async with serving(GatewayBench(tmp_path), wall=lambda: now_s) as gateway:
+        assert [each.step for each in gateway.app.steps.recent()] == [1], "a gateway counts from its start"
