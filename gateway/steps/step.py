@@ -50,11 +50,12 @@ class TaskStep:
         self.most_living = max(self.most_living, self.living)
         self._stir(since_s)
 
-    def end(self, since_s: float, now_s: float) -> None:
-        """Count one that lived since then as ended."""
+    def end(self, since_s: float, now_s: float, *, seen: bool = True) -> None:
+        """Count one that lived since then as ended; unless its end was ``seen`` nobody knows how long it lived."""
         self.ended += 1
         self._stir(now_s)
-        self._keep(max(0.0, now_s - since_s))
+        if seen:
+            self._keep(max(0.0, now_s - since_s))
         self._conclude(now_s)
 
     def quiet_s(self, now_s: float) -> float:

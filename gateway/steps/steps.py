@@ -53,6 +53,8 @@ class TaskSteps:
         #: Trajectories that calls brought under a step, none of which has started.
         self._unbegun: set[str] = set()
         self._living: TrajectoryLookup | None = None
+        #: Whether ends are those of this gateway's time: until then they were some time while none was up.
+        self._began = False
 
     async def load(self) -> None:
         """Read what is on record, before any invocation is taken up; raises StorageUnavailable."""
@@ -73,6 +75,7 @@ class TaskSteps:
         self._living = living
         for name in list(self._of_trajectory):
             self._end_if_gone(name)
+        self._began = True
 
     def _end_if_gone(self, trajectory: str) -> None:
         """End one whose end nobody will tell; it was no rollout if nothing of it has started."""
@@ -112,8 +115,7 @@ class TaskSteps:
         """Count the end of a trajectory, if it is of a step."""
         step = self._leave(trajectory)
         if step is not None:
-            step.end(step.trajectories.pop(trajectory), self._wall())
-            self._save(step)
+            self._end(step, step.trajectories.pop(trajectory))
 
     # An observer of the invocations (`gateway.invocations.invocation.Observer`)
 
@@ -160,8 +162,7 @@ class TaskSteps:
         step = self._steps.get(record.task, {}).get(number)
         since_s = None if step is None else step.calls.pop(record.id, None)
         if step is not None and since_s is not None and not refused:
-            step.end(since_s, self._wall())
-            self._save(step)
+            self._end(step, since_s)
 
     def _leave_invocation(self, trajectory: str) -> None:
         self._invoked[trajectory] -= 1
@@ -225,6 +226,10 @@ class TaskSteps:
         return told[-LEARNED_STEPS:]
 
     # The steps that there are
+
+    def _end(self, step: TaskStep, since_s: float) -> None:
+        step.end(since_s, self._wall(), seen=self._began)
+        self._save(step)
 
     def _step(self, task: str, number: int) -> TaskStep:
         """Return a step, which is opened if there is none; its task is that told of last."""
