@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -287,9 +287,9 @@ class Engine:
         found = self._seen().state.trajectories.get(name)
         return None if found is None else trajectory_view(self._seen(), found)
 
-    def tasks(self) -> list[dict[str, object]]:
-        """Return what each task waits for, was given and how it fared."""
-        return tasks_view(self._seen())
+    def tasks(self, more: Iterable[str] = ()) -> list[dict[str, object]]:
+        """Return what each task waits for, was given and how it fared; ``more`` names some that may be unseen yet."""
+        return tasks_view(self._seen(), more)
 
     @property
     def policy_faults(self) -> Mapping[str, str]:

@@ -180,6 +180,10 @@ class TaskSteps:
         steps = reversed(self._steps.get(task, {}).values())
         return [self.info(step) for step in steps if step.ended_s is None]
 
+    def tasks(self) -> list[str]:
+        """Return the tasks of which some step has not ended."""
+        return [task for task, steps in self._steps.items() if any(step.ended_s is None for step in steps.values())]
+
     def recent(self) -> list[StepInfo]:
         """Return the `RECENT_MAX` steps that opened last, of those of all tasks that go on or ended not long ago.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import struct
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 
 from manager.config import TaskSpec
@@ -151,11 +151,11 @@ def trajectory_view(core: Core, trajectory: TrajectoryState) -> dict[str, object
     }
 
 
-def tasks_view(core: Core) -> list[dict[str, object]]:
-    """Return every task that is configured or was seen: its share, its bounds, and its account."""
+def tasks_view(core: Core, more: Iterable[str] = ()) -> list[dict[str, object]]:
+    """Return every task that is configured, was seen or is one ``more``: its share, its bounds, and its account."""
     state = core.state
     views: list[dict[str, object]] = []
-    for name in sorted(set(state.tasks) | set(core.accounts)):
+    for name in sorted({*state.tasks, *core.accounts, *more}):
         spec = state.tasks.get(name, TaskSpec())
         account = core.accounts.get(name)
         views.append(

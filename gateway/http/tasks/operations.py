@@ -24,8 +24,9 @@ class TaskOperations:
         self._services = services
 
     async def tasks(self, request: Request) -> Response:
-        """Every task, with its steps that have not ended."""
-        tasks, steps = self._services.engine.tasks(), self._services.steps
+        """Every task, with its steps that have not ended; one that was only told of has an empty account."""
+        steps = self._services.steps
+        tasks = self._services.engine.tasks(steps.tasks())
         shown = [{**each, "steps": steps.unfinished(str(each["task"]))} for each in tasks]
         return respond(convert({"tasks": shown}, TaskList))
 

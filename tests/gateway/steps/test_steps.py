@@ -6,6 +6,7 @@ import shutil
 import sqlite3
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -134,6 +135,20 @@ async def test_tasks_show_their_steps_that_have_not_ended(gateway: RunningGatewa
     tasks = {each["task"]: each for each in (await gateway.http.get("/v1/tasks")).json()["tasks"]}
     assert [each["step"] for each in tasks["math"]["steps"]] == [2]
     assert tasks["default"]["steps"] == []
+
+
+async def test_a_task_shows_its_steps_before_its_first_call(tmp_path: Path) -> None:
+    async def shown(gateway: RunningGateway) -> list[dict[str, Any]]:
+        return list((await gateway.http.get("/v1/tasks")).json()["tasks"])
+
+    async with serving(GatewayBench(tmp_path)) as gateway:
+        await told(gateway, 1, 4)
+        tasks = await shown(gateway)
+        assert [each["task"] for each in tasks] == ["default", "math"]
+        assert [each["step"] for each in tasks[1]["steps"]] == [1]
+        assert (tasks[1]["weight"], tasks[1]["running"], tasks[1]["core_s"]) == (1.0, 0, 0.0)
+    async with serving(GatewayBench(tmp_path)) as gateway:
+        assert [(each["task"], len(each["steps"])) for each in await shown(gateway)] == [("default", 0), ("math", 1)]
 
 
 async def test_the_end_is_told_once_a_step_of_the_task_has_shown_how_long_its_rollouts_take(tmp_path: Path) -> None:
