@@ -45,7 +45,8 @@ class TaskSteps:
         self._store = store
         self._section = section
         self._wall = wall
-        #: By task, the one told of last at the end; steps by number, in the order in which they were opened.
+        #: By task, the one told of last at the end (after a restart, that of the newest step); steps by number, in the
+        #: order in which they were opened.
         self._steps: dict[str, dict[int, TaskStep]] = {}
         self._of_trajectory: dict[str, TaskStep] = {}
         #: Invocations that have not ended, by trajectory: it lives with them, before the scheduler knows of it.
@@ -60,7 +61,8 @@ class TaskSteps:
         """Read what is on record, before any invocation is taken up; raises StorageUnavailable."""
         for row in await self._store.read("steps", ()):
             step = TaskStep(**(dict(row) | {"sample_s": json.loads(row["sample_s"]), "stirred_s": self._wall()}))
-            self._steps.setdefault(step.task, {})[step.number] = step
+            steps = self._steps[step.task] = self._steps.pop(step.task, {})  # they come in the order of their opening
+            steps[step.number] = step
         for row in await self._store.read("step_trajectories", ()):
             step = self._steps[row["task"]][row["number"]]
             step.trajectories[row["trajectory"]] = row["since_s"]

@@ -190,6 +190,16 @@ async def test_steps_and_tasks_are_bounded(tmp_path: Path) -> None:
         assert list(await gateway.app.store.read("step_trajectories", ())) == []
 
 
+async def test_after_a_restart_the_task_with_the_oldest_steps_goes_first(tmp_path: Path) -> None:
+    bench = GatewayBench(tmp_path, server={"steps": {"tasks": 2}})
+    async with serving(bench) as gateway:
+        for task, step in (("math", 1), ("code", 1), ("math", 2)):
+            await told(gateway, step, 1, task=task)
+    async with serving(bench) as gateway:
+        await told(gateway, 1, 1, task="search")
+        assert [len(gateway.app.steps.of(task)) for task in ("math", "code", "search")] == [2, 0, 1]
+
+
 async def test_a_trajectory_that_was_opened_is_on_disk_with_its_step(gateway: RunningGateway) -> None:
     await opened(gateway, "t1", 4)
     database = gateway.app.config.server.state_dir / "tangram.sqlite"
