@@ -164,13 +164,14 @@ def take_snapshot(client: Client, id: str, as_json: bool) -> None:
 @click.argument("to", nargs=-1, required=True)
 @click.option("--function", default="shell", show_default=True, help="The function whose sandbox it is.")
 @click.option("--task", help="The RL task that they belong to, by default the other's.")
+@click.option("--step", type=click.IntRange(min=0), help="The step of the task that they count for.")
 @json_option
 @connected
 def fork_trajectory(
-    client: Client, id: str, to: tuple[str, ...], function: str, task: str | None, as_json: bool
+    client: Client, id: str, to: tuple[str, ...], function: str, task: str | None, step: int | None, as_json: bool
 ) -> None:
     """Open trajectories TO that begin with the files of ID as they are now."""
-    opened = client.trajectory(id, function=function, task=task).fork(to)
+    opened = client.trajectory(id, function=function, task=task).fork(to, step=step)
     if as_json:
         print_json({"opened": [each.id for each in opened]})
         return

@@ -42,3 +42,6 @@ async def test_a_trajectory_is_kept_forked_and_begun_with(served: Served, gatewa
     assert (await served("trajectories", "snapshots", "remove", snapshot))[:2] == (0, f"{snapshot} removed\n")
     assert (await served("trajectories", "snapshots", "remove", snapshot))[0] == 66
     assert (await served("trajectories", "snapshot", "nobody"))[0] == 66
+    assert (await served("trajectories", "fork", "one", "five", "--task", "math", "--step", "4"))[0] == 0
+    (step,) = json.loads((await served("steps", "math", "--json"))[1])
+    assert (step["step"], step["living"]) == (4, 1)
