@@ -279,7 +279,7 @@ class Agent:
         work = self._work_on(attempt, given)
         attempt.task = asyncio.create_task(work, name=f"attempt {attempt.claim}")
         self._tasks.add(attempt.task)
-        attempt.task.add_done_callback(self._tasks.discard)
+        attempt.task.add_done_callback(partial(self._worked, attempt))
 
     async def _work_on(self, attempt: NodeAttempt, given: Mapping[str, object]) -> None:
         execute, function = attempt.execute, attempt.function
@@ -307,6 +307,16 @@ class Agent:
             outcome = Outcome(state=State.CANCELLED, reason=Reason.CANCELLED, message="cancelled", component=COMPONENT)
         if not self._closing:
             self._conclude(attempt, outcome)
+
+    def _worked(self, attempt: NodeAttempt, task: asyncio.Task[None]) -> None:
+        """Its task is over: it has an end, even if it was cancelled before its first step or met a bug."""
+        self._tasks.discard(task)
+        state, reason, message = State.CANCELLED, Reason.CANCELLED, "cancelled"
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("an attempt failed on the node", claim=attempt.claim, exc_info=error)
+            state, reason, message = State.FAILED, Reason.INTERNAL, f"the node failed: {error!r}"
+        if attempt.end is None and not self._closing:
+            self._conclude(attempt, Outcome(state=state, reason=reason, message=message, component=COMPONENT))
 
     async def _announce(self, attempt: NodeAttempt) -> bool:
         """Ask whether it may begin, and write down that it does; every command outlives the daemon.

@@ -1,0 +1,64 @@
+"""An attempt has one end on its node, whatever happens to the task that works on it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from manager.errors import Reason
+from manager.outcome import Outcome, State
+from runtimes.node import wire
+from runtimes.node.agent import Agent
+from runtimes.node.handlers.store import HandlerStore
+from tests.runtimes.node.handlers.test_store import function
+from tests.runtimes.node.machine import Machine, MachineWork
+from tests.runtimes.node.memory_stream import pair
+from tests.runtimes.node.session import STUCK_S
+from tests.runtimes.node.test_wire import ACTION, LEASE
+
+EXECUTE = wire.ExecuteAttempt("a.1/", ACTION, LEASE, "f", wire.pack({}), None, None, {})
+HANDLER = wire.function_bytes(function("0" * 64))
+
+
+@pytest.fixture
+async def agent(tmp_path: Path) -> AsyncIterator[Agent]:
+    agent = Agent(tmp_path, MachineWork.on(Machine()))
+    await agent.start()
+    yield agent
+    await agent.close()
+
+
+async def end_of(agent: Agent, *messages: wire.CancelAttempt) -> Outcome | None:
+    """Have an attempt executed, and told more in the same turn; return how it has ended once its task is over."""
+    link, _ = pair()
+    for message in (wire.DefineFunction("f", HANDLER), EXECUTE, *messages):
+        agent._handle(link, message)
+    attempt = agent._attempts[EXECUTE.claim]
+    assert attempt.task is not None
+    await asyncio.wait([attempt.task], timeout=STUCK_S)
+    return None if attempt.end is None else wire.outcome_of(attempt.end)
+
+
+async def test_a_cancel_in_the_turn_of_its_beginning_is_its_end(agent: Agent) -> None:
+    end = await end_of(agent, wire.CancelAttempt(EXECUTE.claim, False))
+    assert end is not None
+    assert (end.state, end.reason) == (State.CANCELLED, Reason.CANCELLED)
+
+
+async def test_one_that_nobody_wants_any_more_in_that_turn_is_forgotten(agent: Agent) -> None:
+    await end_of(agent, wire.CancelAttempt(EXECUTE.claim, True))
+    assert not agent.busy
+
+
+async def test_a_disk_that_fails_under_it_is_its_end(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refused(store: HandlerStore, digest: str) -> bool:
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(HandlerStore, "has", refused)
+    end = await end_of(agent)
+    assert end is not None
+    assert (end.state, end.reason) == (State.FAILED, Reason.INTERNAL)
+    assert "the disk is gone" in end.message
