@@ -198,7 +198,10 @@ class ServedSessions:
             link.send(told)
         while not (session.ended and served.sent >= session.end):
             if served.attended or session.ended:
+                told = served.sent
                 await self._tell_some(served, link)
+                if session.ended and served.sent == told:
+                    served.sent = session.end  # nothing of the rest is kept
             else:
                 served.changed.clear()
                 await served.changed.wait()

@@ -311,14 +311,19 @@ class SessionExchange(Exchange):
         self.stdin = Stdin(carrier)
         self._carrier = carrier
         self._session = session
+        #: Whether it is yet to tell how it stands.
+        self._awaited = False
 
     def begun(self, number: int, *, claimed: bool) -> None:
         """Its request is sent; one of an earlier gateway is open once it has told how it stands."""
-        self.number = number
+        self.number, self._awaited = number, claimed
         if not claimed:
             self._session.open(self)
 
     def stands(self, standing: SessionStanding) -> None:
+        if not self._awaited:
+            raise wire.ProtocolError("the standing of a session that is known")
+        self._awaited = False
         self.stdin.narrow(standing.waiting)
         self._session.open(self, start=standing.start, input_offset=standing.input)
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -134,14 +134,18 @@ class RunnerEnd(msgspec.Struct, frozen=True, kw_only=True):
         ]
 
 
+#: What a runner counts; it is not trusted to count right.
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+
+
 class SessionStanding(msgspec.Struct, frozen=True, kw_only=True):
     """How a session of an earlier gateway stands, before its output is repeated (STANDING)."""
 
     #: Where the output that is kept begins.
-    start: int
+    start: _Count
     #: Bytes of input that it was sent, and how many of them its command has not taken.
-    input: int
-    waiting: int
+    input: _Count
+    waiting: _Count
 
 
 class RunnerRefusal(msgspec.Struct, frozen=True):

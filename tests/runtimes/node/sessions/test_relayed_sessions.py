@@ -213,6 +213,25 @@ async def test_what_nobody_reads_is_not_sent_and_what_is_kept_of_it_comes_with_t
     assert world.near.start == world.far.start
 
 
+async def test_what_was_said_and_is_not_kept_holds_up_no_end(
+    world: RelayedWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attend, tries = InteractiveSession.attend, 0
+
+    def counted(session: InteractiveSession, offset: int) -> int:
+        nonlocal tries
+        tries += 1
+        assert tries < 100, "it is read for ever"
+        return attend(session, offset)
+
+    monkeypatch.setattr(InteractiveSession, "attend", counted)
+    world.far.open(world.command, start=5000)  # a runner tells where it stands, and is gone before it repeats the rest
+    world.end()
+    world.link()
+    await until(lambda: bool(world.told) or tries >= 100)
+    assert world.told == ["a.1/"]
+
+
 async def test_a_slow_reader_stops_the_command_within_the_window_and_misses_nothing(world: RelayedWorld) -> None:
     world.link()
     world.far.open(world.command)

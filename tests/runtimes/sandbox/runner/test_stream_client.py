@@ -8,18 +8,20 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from manager.errors import ActionFailed, Reason
-from runtimes.sandbox.command import Command
+from runtimes.sandbox.command import Command, ResumableCommand
 from runtimes.sandbox.runner import runner as wire
 from runtimes.sandbox.runner.byte_stream import SocketStream
 from runtimes.sandbox.runner.conversation import MARKER
 from runtimes.sandbox.runner.protocol import encode_json
 from runtimes.sandbox.runner.runner import FrameDecoder, ProtocolError, encode
 from runtimes.sandbox.runner.stream_client import StreamClient
+from runtimes.sandbox.session import InteractiveSession, SessionSettings
 
 DEADLINE_S = 60.0
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -156,6 +158,37 @@ async def test_a_cancelled_command_is_killed_before_it_is_let_go(tmp_path: Path)
         steps.append("let go")
         assert not client.lost.is_set()
     assert steps == ["killed", "let go"]
+
+
+STANDING = {"start": 0, "input": 0, "waiting": 0}
+
+
+@pytest.mark.parametrize(
+    ("claimed", "told"),
+    [
+        (False, [STANDING]),
+        (True, [STANDING, STANDING]),
+        *((True, [{**STANDING, key: value}]) for key in STANDING for value in (-1, 2**63)),
+    ],
+)
+async def test_a_session_stands_where_it_was_claimed_once_and_nowhere_else(
+    tmp_path: Path, claimed: bool, told: list[dict[str, int]]
+) -> None:
+    async def stand(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        _, number, _ = await next_frame(reader)
+        writer.writelines(encode_json(wire.STANDING, number, standing) for standing in told)
+        writer.write(encode(wire.EXIT, number, b'{"code": 0}'))
+        await reader.read()
+
+    session = InteractiveSession(SessionSettings(), None)
+    async with speaking(tmp_path, stand) as client:
+        client.greeted = msgspec.structs.replace(client.greeted, can=frozenset({"session"}))
+        if claimed:
+            client.resumable["a/"] = ResumableCommand(0.0, running=True)
+        with pytest.raises(ActionFailed, match="protocol"):
+            await client.run(Command(shell="x", claim="a/", session=session))
+        assert client.distrusted
+    assert session.start == 0
 
 
 async def test_more_output_than_was_allowed_is_not_kept(tmp_path: Path) -> None:
