@@ -25,7 +25,7 @@ from gateway.applied import AppliedConfigs, KeptFunctions
 from gateway.cluster.assembly import machines_of
 from gateway.cluster.machines import OneMachine
 from gateway.config.load import GatewayConfig
-from gateway.config.uploads import HandlerUploads
+from gateway.config.uploads import UPLOADS, HandlerUploads
 from gateway.dashboard.activity import ActionEnds, Activity, Observers
 from gateway.dashboard.watch import Watch
 from gateway.facades.listeners import FacadeListeners
@@ -158,7 +158,7 @@ async def _open(
     prepare = machines.preparing(models.prepare)
     applied = AppliedConfigs(store)
     await applied.load()
-    kept = KeptFunctions(applied, HandlerUploads(server.state_dir / "handlers"))
+    kept = KeptFunctions(applied, HandlerUploads(server.state_dir / UPLOADS))
     registry = Registry(config, prepare=prepare, nodes=lambda: (machines.here,), paths=paths, env=env, kept=kept)
     registry.check()
     await registry.take_up()

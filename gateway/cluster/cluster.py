@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from gateway.cluster.records import NodeRecords
 from gateway.cluster.state import ClusterNode, ClusterState
 from gateway.cluster.tickets import TicketOffice, check_name, digest_of, new_node_key, signing_key
 from gateway.config.sections import ClusterConfig, ServerConfig
+from gateway.config.uploads import UPLOADS
 from gateway.invocations.reattach import AttemptHolder, Reattachment
 from gateway.invocations.trajectories import TrajectoryRecovery
 from gateway.preparation import Prepare
@@ -97,13 +98,13 @@ class Cluster(ClusterState):
         tickets: TicketOffice,
         certificate: NodeCertificate,
         clock: Clock,
-        private: Collection[Path] = (),
+        archives: HandlerArchives,
     ) -> None:
-        """``private`` directories are never sent to a node with a handler's files."""
+        """``archives`` has the files of handlers for the nodes that execute them."""
         abilities = Abilities(self._able_changed)
         super().__init__(config, here, abilities=abilities, records=records, tickets=tickets, clock=clock)
         self._certificate = certificate
-        self._archives = HandlerArchives(private)
+        self._archives = archives
         self._declared = DeclaredServices()
         self._awaited = {name for name, known in records.all.items() if known.state != "lost"}
         self._door = NodeDoor(
@@ -467,8 +468,9 @@ async def open_cluster(
     directory.mkdir(mode=0o700, exist_ok=True)
     certificate = await asyncio.to_thread(ensure_certificate, directory)
     private = (state_dir, *([] if server.secrets_dir is None else [server.secrets_dir]))
+    archives = HandlerArchives(private, state_dir / UPLOADS)
     cluster = Cluster(
-        config, here, records=records, tickets=tickets, certificate=certificate, clock=clock, private=private
+        config, here, records=records, tickets=tickets, certificate=certificate, clock=clock, archives=archives
     )
     if config.local == "process":
         lost_after_s = config.times.lost_after_s

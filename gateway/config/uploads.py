@@ -13,6 +13,8 @@ from manager.errors import CapacityExceeded, InvalidConfig, exhaustion
 #: Bounds of one handler's files, and of how many handlers' files there may be before a restart removes the unused.
 FILES_MAX, BYTES_MAX, KEPT_MAX = 200, 4 * 2**20, 1000
 COMPONENT = "registry"
+#: In the state directory: what was registered with its sources.
+UPLOADS = "handlers"
 
 
 class HandlerUploads:

@@ -46,9 +46,13 @@ class HandlerArchive(NamedTuple):
 class HandlerArchives:
     """The archives of a gateway's handlers. Use from one event loop."""
 
-    def __init__(self, excluded: Collection[Path] = ()) -> None:
-        """Nothing of the ``excluded`` directories ever travels, such as the gateway's own state."""
+    def __init__(self, excluded: Collection[Path] = (), uploads: Path | None = None) -> None:
+        """Nothing of the ``excluded`` directories ever travels, such as the gateway's own state.
+
+        But each directory in ``uploads``, in which the gateway keeps handlers that it was sent, does.
+        """
         self._excluded = frozenset(path.resolve() for path in excluded)
+        self._uploads = None if uploads is None else uploads.resolve()
         #: By directory, the one used last at the end.
         self._kept: dict[Path, tuple[list[_Found], HandlerArchive]] = {}
         self._one = asyncio.Lock()
@@ -60,7 +64,7 @@ class HandlerArchives:
         """
         async with self._one:
             try:
-                found = await asyncio.to_thread(_found, directory, self._excluded)
+                found = await asyncio.to_thread(self._found, directory)
                 kept = self._kept.pop(directory, None)
                 if kept is None or kept[0] != found:
                     kept = found, await asyncio.to_thread(_packed, directory, found)
@@ -71,6 +75,15 @@ class HandlerArchives:
             while sum(len(archive.data) for _, archive in self._kept.values()) > KEPT_MAX_BYTES:
                 del self._kept[next(iter(self._kept))]
             return kept[1]
+
+    def _found(self, directory: Path) -> list[_Found]:
+        root = directory.resolve(strict=True)
+        if root.parent != self._uploads and not self._excluded.isdisjoint((root, *root.parents)):
+            told = (
+                f"{directory} lies where nothing travels from, as the gateway's state does: keep the handler elsewhere"
+            )
+            raise InvalidConfig(told, component=COMPONENT)
+        return _found(directory, self._excluded)
 
 
 def digest_of(directory: Path) -> str:
@@ -95,11 +108,11 @@ def _packed(directory: Path, found: list[_Found]) -> HandlerArchive:
     return HandlerArchive(digest.hexdigest(), out.getvalue())
 
 
-def _found(directory: Path, excluded: Collection[Path]) -> list[_Found]:
+def _found(directory: Path, excluded: frozenset[Path]) -> list[_Found]:
     """Return what travels, in order of the names.
 
     That is every Python file, and whatever else all users of the machine may read, as a sandbox's own user must; but
-    nothing hidden, no link that leads out of the directory, and nothing that Python compiles.
+    nothing hidden, nothing that Python compiles, and no link to what does not travel itself. Raises InvalidConfig.
     """
     root = directory.resolve(strict=True)
     found: list[_Found] = []
@@ -112,26 +125,48 @@ def _found(directory: Path, excluded: Collection[Path]) -> list[_Found]:
     return sorted(found)
 
 
-def _walked(root: Path, excluded: Collection[Path]) -> Iterator[_Found]:
+def _walked(root: Path, excluded: frozenset[Path]) -> Iterator[_Found]:
     closed: set[Path] = set()  # directories that not everybody may enter
     for place, folders, names in os.walk(root):
         folder = Path(place)
-        folders[:] = [
-            name for name in folders if name[0] != "." and name != "__pycache__" and folder / name not in excluded
-        ]
+        folders[:] = [name for name in folders if not _stays(name) and folder / name not in excluded]
         if folder in closed:
             closed |= {folder / name for name in folders}
         else:
             closed |= {folder / name for name in folders if not (folder / name).stat().st_mode & stat.S_IXOTH}
         for name in names:
             path = folder / name
-            within = Path(os.path.realpath(path)).is_relative_to(root)
-            if name[0] == "." or not within or not path.is_file():
+            real = Path(os.path.realpath(path))
+            if _stays(name) or not path.is_file() or (real != path and not _within(root, real, excluded)):
                 continue
             known = path.stat()
-            if name.endswith(".py") or (known.st_mode & stat.S_IROTH and folder not in closed):
+            python = name.endswith(".py") and real.name.endswith(".py")
+            entered = folder not in closed and (real == path or _entered(root, real))
+            if python or (known.st_mode & stat.S_IROTH and entered):
                 relative = str(path.relative_to(root))
                 yield _Found(relative, path, known.st_size, known.st_mtime_ns, bool(known.st_mode & stat.S_IXUSR))
+
+
+def _stays(name: str) -> bool:
+    """Return whether nothing of this name travels."""
+    return name[0] == "." or name == "__pycache__"
+
+
+def _within(root: Path, real: Path, excluded: frozenset[Path]) -> bool:
+    """Return whether a file that a link leads to lies where files travel from."""
+    if not real.is_relative_to(root) or any(map(_stays, real.relative_to(root).parts)):
+        return False
+    return excluded.isdisjoint(_between(root, real))
+
+
+def _between(root: Path, real: Path) -> list[Path]:
+    """Return the directories in which a file lies, below the root."""
+    return [each for each in real.parents if each != root and each.is_relative_to(root)]
+
+
+def _entered(root: Path, real: Path) -> bool:
+    """Return whether everybody may enter each directory between the root and a file in it."""
+    return all(each.stat().st_mode & stat.S_IXOTH for each in _between(root, real))
 
 
 def _too_much(directory: Path) -> InvalidConfig:

@@ -79,6 +79,41 @@ async def test_what_is_hidden_private_elsewhere_or_compiled_stays(tmp_path: Path
     assert names(archive) == ["data/words.py", "handler.py", "in.txt", "pkg/a.txt", "private/secret.py", "words.txt"]
 
 
+async def test_no_link_takes_along_what_would_stay(tmp_path: Path) -> None:
+    source = write(tmp_path / "source", handler="", private__tool="", state__log="")
+    stays = ("state/secret.txt", ".env", ".git/config", "private/notes.txt", "key.pem", "__pycache__/handler.pyc")
+    for number, name in enumerate(stays):
+        file = source / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("secret")
+        (source / f"link{number}.txt").symlink_to(name)
+        (source / f"link{number}.py").symlink_to(name)
+    (source / "key.pem").chmod(0o600)
+    (source / "private").chmod(0o700)
+    (source / "tool.py").symlink_to("private/tool.py")
+    (source / "tool.txt").symlink_to("private/tool.py")
+    archive = await HandlerArchives([source / "state"]).of(source)
+    assert names(archive) == ["handler.py", "private/tool.py", "tool.py"]
+
+
+async def test_a_directory_within_one_that_never_travels_is_refused(tmp_path: Path) -> None:
+    source = write(tmp_path / "state" / "deep", handler="")
+    (tmp_path / "link").symlink_to(source)
+    for directory in (source, tmp_path / "link"):
+        for excluded in (source, tmp_path / "state"):
+            with pytest.raises(InvalidConfig, match="elsewhere"):
+                await HandlerArchives([excluded]).of(directory)
+
+
+async def test_a_handler_that_the_gateway_was_sent_travels_from_where_it_is_kept(tmp_path: Path) -> None:
+    source = write(tmp_path / "state" / "handlers" / "0123", handler="")
+    (source / "link.py").symlink_to("handler.py")
+    archives = HandlerArchives([tmp_path / "state"], tmp_path / "state" / "handlers")
+    assert names(await archives.of(source)) == ["handler.py", "link.py"]
+    with pytest.raises(InvalidConfig, match="elsewhere"):
+        await archives.of(tmp_path / "state" / "handlers")
+
+
 async def test_a_changed_file_is_seen_and_an_unchanged_directory_packed_once(tmp_path: Path) -> None:
     source, archives = write(tmp_path / "source", handler="x = 1"), HandlerArchives()
     first = await archives.of(source)
