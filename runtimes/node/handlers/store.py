@@ -10,8 +10,8 @@ import shutil
 import tarfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -93,11 +93,11 @@ class HandlerStore:
         place, part = self._place(digest), self._directory / f".{secrets.token_hex(8)}"
         async with self._receiving:
             try:
-                await asyncio.to_thread(part.mkdir, mode=0o755)
+                await _to_its_end(asyncio.to_thread(part.mkdir, mode=0o755))
                 size_bytes = await _received(part, chunks)
                 async with self._changing:
                     in_use = {path.parent.name for path in self._in_use()} | set(self._held)
-                    await asyncio.to_thread(self._keep, part, place, in_use)
+                    await _to_its_end(asyncio.to_thread(self._keep, part, place, in_use))
                     self._whole.add(digest)
             except (Refused, tarfile.TarError) as error:
                 raise InvalidInput(f"what was sent is no handler: {error}", component=COMPONENT) from None
@@ -169,6 +169,20 @@ async def _received(part: Path, chunks: AsyncIterator[bytes]) -> int:
                 raise TooLarge(told, component=COMPONENT)
             file.write(chunk)
     return size_bytes
+
+
+async def _to_its_end(work: Coroutine[None, None, None]) -> None:
+    """Do it; who is cancelled goes once it is done, as a thread is not stopped with who waits for it."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        while not task.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([task])
+        if not task.cancelled():
+            task.exception()  # seen: nobody comes back for it
+        raise
 
 
 def _is_whole(place: Path, digest: str) -> bool:

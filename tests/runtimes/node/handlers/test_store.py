@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import tarfile
+import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -14,6 +16,9 @@ from manager.function import FunctionSpec, HandlerSpec
 from runtimes.node.handlers.archive import ARCHIVE_MAX_BYTES, HandlerArchive, HandlerArchives
 from runtimes.node.handlers.store import HandlerStore, HandlerStoreSettings
 from runtimes.node.wire import ChannelError
+from runtimes.sandbox.files.trees import unpack_tree
+
+STUCK_S = 60.0
 
 
 def function(directory: Path | str) -> FunctionSpec:
@@ -106,6 +111,37 @@ async def test_a_sender_that_fails_in_the_middle_leaves_nothing_and_the_next_one
         await here.take(sent.digest, broken())
     assert kept(tmp_path) == []
     await here.take(sent.digest, pieces(sent.data))
+    assert await here.has(sent.digest)
+
+
+async def test_a_receiver_that_is_cancelled_leaves_nothing_half_unpacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent, here = await archive(tmp_path, "x = 1"), store(tmp_path)
+    loop, unpacking, go_on = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+    failed: list[BaseException] = []
+
+    def slow(source: Path, target: Path, limit_bytes: int) -> int:
+        loop.call_soon_threadsafe(unpacking.set)
+        assert go_on.wait(STUCK_S)
+        try:
+            return unpack_tree(source, target, limit_bytes)
+        except BaseException as error:
+            failed.append(error)
+            raise
+
+    monkeypatch.setattr("runtimes.node.handlers.store.unpack_tree", slow)
+    taking = asyncio.create_task(here.take(sent.digest, pieces(sent.data)))
+    async with asyncio.timeout(STUCK_S):
+        await unpacking.wait()
+        for _ in range(2):  # whoever cancels it may do so again
+            taking.cancel()
+            await asyncio.sleep(0)
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await taking
+    assert not failed
+    assert kept(tmp_path) == [sent.digest]
     assert await here.has(sent.digest)
 
 
