@@ -46,6 +46,14 @@ class NodeReattachment(Reattachment):
     def _may_hold(self, invocation: LiveInvocation) -> bool:
         return invocation.inside or (invocation.function is not None and invocation.function.handler is not None)
 
+    def never_started(self, invocation: LiveInvocation) -> bool:
+        """The node knows it of all that it executes, in a trajectory or not: it writes down what begins."""
+        record = invocation.record
+        if super().never_started(invocation):
+            return True
+        known = self._may_hold(invocation)
+        return known and self._environments.never_started(record.trajectory or "", claims_of_try(record))
+
     def settled(self, invocation: LiveInvocation) -> None:
         """The node keeps an end until it hears this, whoever waited for it."""
         self._environments.acknowledge(invocation.record.trajectory, claims_of_try(invocation.record))

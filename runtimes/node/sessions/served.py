@@ -198,9 +198,9 @@ class ServedSessions:
             link.send(told)
         while not (session.ended and served.sent >= session.end):
             if served.attended or session.ended:
-                told = served.sent
+                before = served.sent
                 await self._tell_some(served, link)
-                if session.ended and served.sent == told:
+                if session.ended and served.sent == before:
                     served.sent = session.end  # nothing of the rest is kept
             else:
                 served.changed.clear()
