@@ -98,18 +98,16 @@ class RemoteNode:
         """Go on over this link: compare what both sides have, and say what the other has not heard.
 
         ``recovering``: what this side does not know is of a gateway before, and waits for `end_unclaimed`.
+        Raises ChannelError for an inventory beyond all bounds.
         """
+        known = NodeKnowledge.of(inventory)
         before, same = self._known, inventory.epoch == self._known.epoch
         self._one_life = self._one_life and (same or not (before.epoch or recovering))
         if self._link is not None:
             self._link.close("another link took its place")
         self._link = link
         self._recovering = self._recovering or recovering
-        self._known = NodeKnowledge(
-            inventory.epoch,
-            {facts.claim: facts for facts in inventory.attempts},
-            {facts.trajectory: facts for facts in inventory.trajectories},
-        )
+        self._known = known
         self._requests.attach(link)
         self._transfers.attach(link)
         self.models.attach()
@@ -479,10 +477,7 @@ class RemoteNode:
         return True
 
     def _take_sandbox(self, facts: wire.TrajectoryFacts) -> None:
-        if facts.sandbox:
-            self._known.trajectories[facts.trajectory] = facts
-        else:
-            self._known.trajectories.pop(facts.trajectory, None)
+        self._known.take(facts)
         if self._listener is not None:
             self._listener.sandbox_changed(facts)
 

@@ -11,6 +11,9 @@ from manager.lease import Lease
 from manager.outcome import Outcome
 from runtimes.node import wire
 
+#: Of one node: as many as a gateway has in all by default (``scheduler.trajectories_max``), more than a machine runs.
+TRAJECTORIES_MAX = 65536
+
 
 @dataclass(slots=True, eq=False)
 class RemoteCall:
@@ -48,3 +51,24 @@ class NodeKnowledge:
     epoch: str = ""
     attempts: dict[str, wire.AttemptFacts] = field(default_factory=dict)
     trajectories: dict[str, wire.TrajectoryFacts] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, inventory: wire.Inventory) -> NodeKnowledge:
+        """Return what an inventory tells; raises ChannelError for more than a node may have."""
+        known = cls(inventory.epoch, {facts.claim: facts for facts in inventory.attempts})
+        for facts in inventory.trajectories:
+            known.trajectories[facts.trajectory] = facts
+        known._check()
+        return known
+
+    def take(self, facts: wire.TrajectoryFacts) -> None:
+        """Note that a trajectory has a sandbox, or none any more; raises ChannelError for one too many."""
+        if not facts.sandbox:
+            self.trajectories.pop(facts.trajectory, None)
+            return
+        self.trajectories[facts.trajectory] = facts
+        self._check()
+
+    def _check(self) -> None:
+        if len(self.trajectories) > TRAJECTORIES_MAX:
+            raise wire.ChannelError(f"a node that tells of more than {TRAJECTORIES_MAX} trajectories")

@@ -57,7 +57,7 @@ async def test_what_its_node_says_has_not_begun_has_not_whatever_the_record_fear
     invocation, node = running(function, trajectory, begun=True), RemoteNode("n1", epoch=life)
     known = [] if there == "absent" else [facts(claims_of_try(invocation.record), begun=there == "begun")]
     node.attach(pair()[0], wire.Inventory(epoch="this", attempts=known, trajectories=[]), recovering=True)
-    certain = there != "begun" and life != "another" and function is not MODEL
+    certain = there != "begun" and life == "this" and function is not MODEL
     assert NodeReattachment(node).never_started(invocation) is certain
     await node.close()
 

@@ -112,6 +112,8 @@ class Session:
         self.faults: dict[int, str] = {}
         self._due: list[str] = []
         self._recovering = False
+        #: The node's life that the gateways have on record.
+        self._epoch = ""
         self.joined = asyncio.Event()
         self.links = 0
 
@@ -162,6 +164,7 @@ class Session:
             self.node.attach(near, inventory, recovering=self._recovering)
             if self._recovering:
                 await self._recover()
+            self._epoch = inventory.epoch  # as `gateway.cluster.records.NodeRecords.compared`
             self.joined.set()
             listening = asyncio.create_task(self.node.serve(near))
             watching = asyncio.create_task(_until(until))
@@ -205,7 +208,7 @@ class Session:
                 kept.task.cancel()
         await self.node.close()
         await asyncio.gather(*(kept.task for kept in self.actions.values() if kept.task), return_exceptions=True)
-        self.node, self._recovering = RemoteNode("n1"), True
+        self.node, self._recovering = RemoteNode("n1", epoch=self._epoch), True
 
     async def _recover(self) -> None:
         """Decide on what the gateway before left, as `gateway.invocations.restart` does."""
@@ -215,7 +218,8 @@ class Session:
             if kept.begun and kept.claim in self.node.resumable():
                 kept.log.restore()
             else:
-                assert self.node.never_started(kept.claim), f"{kept.claim} can neither be resumed nor begun"
+                certain = not kept.begun or self.node.never_started(kept.claim)
+                assert certain, f"{kept.claim} can neither be resumed nor begun"
                 kept.begun = False
         resumed = {kept.claim for kept in taken if kept.begun}
         await self.node.end_unclaimed(resumed)

@@ -7,13 +7,14 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from manager.errors import ActionFailed, Reason, Unsupported
 from manager.function import FunctionSpec
 from manager.lease import Lease
 from manager.outcome import State
-from runtimes.node import wire
+from runtimes.node import remote_call, wire
 from runtimes.node.remote import RemoteNode
 from tests.runtimes.node.machine import Machine, facts_of_trajectory
 from tests.runtimes.node.memory_stream import pair
@@ -224,6 +225,22 @@ async def test_a_node_that_joins_for_the_first_time_has_one_life_only() -> None:
     node = RemoteNode("n1")
     node.attach(pair()[0], wire.Inventory(epoch="this", attempts=[], trajectories=[]))
     assert node.never_started("a.1/")
+    await node.close()
+
+
+async def test_a_node_that_tells_of_too_many_trajectories_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_call, "TRAJECTORIES_MAX", 2)
+    facts = [facts_of_trajectory(f"t{number}", "task") for number in range(3)]
+    node, (near, far) = RemoteNode("n1"), pair()
+    with pytest.raises(wire.ChannelError, match="more than 2 trajectories"):
+        node.attach(near, wire.Inventory(epoch="e", attempts=[], trajectories=facts))
+    assert (node.attached, node.trajectories()) == (False, {})
+    node.attach(near, wire.Inventory(epoch="e", attempts=[], trajectories=facts[:2]))
+    for each in (facts[1], msgspec.structs.replace(facts[0], sandbox=""), facts[2], facts[0]):
+        far.send(wire.SandboxChanged(each))
+    async with asyncio.timeout(STUCK_S):
+        assert "more than 2 trajectories" in await node.serve(near)
+    assert not node.attached
     await node.close()
 
 
