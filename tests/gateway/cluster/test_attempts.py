@@ -15,7 +15,7 @@ from manager.outcome import State
 from runtimes.node import wire
 from runtimes.node.remote import RemoteNode
 from tests.runtimes.node.handlers.test_store import function as handler
-from tests.runtimes.node.memory_stream import pair
+from tests.runtimes.node.memory_stream import close_all, pair
 
 HANDLER = handler(Path("/f"))
 COMMAND = FunctionSpec(name="shell", runtime="exec")
@@ -60,6 +60,7 @@ async def test_what_its_node_says_has_not_begun_has_not_whatever_the_record_fear
     certain = there != "begun" and life == "this" and function is not MODEL
     assert NodeReattachment(node).never_started(invocation) is certain
     await node.close()
+    await close_all()
 
 
 async def test_what_the_record_says_has_not_begun_needs_no_node() -> None:
