@@ -111,6 +111,14 @@ export function colours() {
 }
 export function forgetColours() { palette = null; }
 
+// A text of a canvas, cut to what there is room for.
+export function fit(c, text, width) {
+  if (c.measureText(text).width <= width) return text;
+  let cut = text;
+  while (cut && c.measureText(`${cut}…`).width > width) cut = cut.slice(0, -1);
+  return cut ? `${cut}…` : "";
+}
+
 export const STATES = {queued: "◌", running: "▶", succeeded: "✓", failed: "✕", timed_out: "✕", cancelled: "–", lost: "✕"};
 export const stateSign = (state) =>
   h("span", {class: `st st-${state}`, title: state, "aria-label": state}, STATES[state] || "?");

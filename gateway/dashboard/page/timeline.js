@@ -1,20 +1,24 @@
 // The timeline on a canvas: a row a unit, a bar an action, its height its width, a cross where it failed.
 
-import {clock, colours, count, duration, h, hue, letters, link, panel} from "./dom.js";
+import {clock, colours, count, duration, fit, h, hue, letters, link, panel} from "./dom.js";
 import {store} from "./net.js";
-import {stepsByTask, stepText} from "./steps.js";
+import {expectedSpan, stepRows, stepsByTask, stepBand, stepText} from "./steps.js";
 
 const LABEL = 92, AXIS = 20, GAP = 8;
-const MIN_LETTERS = 24;
+const MIN_LETTERS = 24, STEP_ROW = 15;
+// Room to the right of now, as a share of the span to its left: a margin, or more from when an expected end is near
+// until none is.
+const MARGIN = 0.1, NEAR = 0.25, ROOM = 1 / 3;
 
-// A row for the steps of each task. Then of each pool: one a unit where units have numbers, else as many as run side by
-// side at most.
+// The steps of each task, side by side where they overlap. Then of each pool a row a unit where units have numbers, else
+// as many as run side by side at most.
 function lanes(pools, steps, rowHeight) {
-  const found = [];
+  const found = [], tall = Math.max(rowHeight, STEP_ROW);
   let top = AXIS;
   for (const [name, told] of stepsByTask(steps)) {
-    found.push({name, steps: told, top, rows: 1, height: rowHeight, rowHeight});
-    top += rowHeight + GAP;
+    const rows = stepRows(told);
+    found.push({name, steps: told, top, rows, height: rows * tall, rowHeight: tall});
+    top += rows * tall + GAP;
   }
   for (const [name, pool] of Object.entries(pools)) {
     const numbered = !pool.timed && Boolean(pool.cells) && (pool.kind === "cpu" || pool.devices);
@@ -32,6 +36,8 @@ export class Timeline {
     this.canvas = h("canvas", {class: "tl", tabIndex: 0, role: "img", "aria-label": "Timeline of actions"});
     this.span_ms = 1000 * (options.span || 120);
     this.end_ms = options.end || null; // null: follows now
+    this.ahead = options.ahead || 0; // what of the span is shown again after its end, while it is held
+    this.near = false; // an expected end is within reach
     this.filter = null;
     this.picked = null;
     this.hits = [];
@@ -42,7 +48,24 @@ export class Timeline {
 
   get now() { return this.end_ms ?? store.now(); }
 
+  // Milliseconds shown after `now`. They change only when an expected end comes near and when none is any more: nothing
+  // else moves the picture.
+  get room_ms() {
+    if (this.end_ms !== null) return this.ahead * this.span_ms;
+    const wanted = expectedSpan(store.d.steps, store.now());
+    this.near = wanted !== null && wanted <= this.span_ms * (this.near ? ROOM : NEAR);
+    return this.span_ms * (this.near ? ROOM : MARGIN);
+  }
+
   follow() { this.end_ms = null; this.onview(); }
+
+  hold(at) {
+    if (this.end_ms === null) this.ahead = this.room_ms / this.span_ms; // not a pixel moves
+    this.end_ms = at;
+    this.onview();
+  }
+
+  holdOrFollow(at) { at >= store.now() ? this.follow() : this.hold(at); }
 
   draw() {
     const began = performance.now();
@@ -57,21 +80,24 @@ export class Timeline {
     c.setTransform(scale, 0, 0, scale, 0, 0);
     c.clearRect(0, 0, width, height);
     c.font = "11px system-ui, sans-serif"; c.textBaseline = "middle";
-    const end = this.now, start = end - this.span_ms, per_ms = (width - LABEL) / this.span_ms;
+    const now = store.now(), start = this.now - this.span_ms, end = this.now + this.room_ms, per_ms = (width - LABEL) / (end - start);
     const x = (at) => LABEL + (at - start) * per_ms;
-    this.x0 = start; this.per_ms = per_ms;
+    this.x0 = start; this.per_ms = per_ms; this.nowX = x(now);
     this.grid(c, tone, rows, start, end, x, width, height);
     const byLane = new Map(rows.filter((lane) => !lane.steps).map((lane) => [lane.name, {lane, bars: []}]));
     for (const bar of store.bars.values()) {
-      const until = bar.end ?? end;
+      const until = bar.end ?? now;
       if (until < start || bar.start > end) continue;
       for (const [pool, first, units] of bar.places) byLane.get(pool)?.bars.push([bar, first, units, until]);
     }
     this.hits = [];
     c.save(); c.beginPath(); c.rect(LABEL, 0, width - LABEL, height); c.clip();
     this.bands = [];
-    for (const lane of rows) if (lane.steps) this.steps(c, tone, lane, x, width);
     for (const {lane, bars} of byLane.values()) this.lane(c, tone, lane, bars, x, width);
+    c.fillStyle = tone.text; c.fillRect(Math.round(this.nowX) - 1, AXIS - 3, 2, height);
+    for (const lane of rows) {
+      if (lane.steps) this.bands.push(...[...lane.steps].reverse().map((step) => stepBand(c, tone, lane, step, x, LABEL, width)).filter(Boolean));
+    }
     if (store.restarted_ms && store.restarted_ms > start) {
       c.strokeStyle = tone.fail; c.setLineDash([4, 3]); c.beginPath();
       c.moveTo(x(store.restarted_ms), AXIS); c.lineTo(x(store.restarted_ms), height); c.stroke(); c.setLineDash([]);
@@ -83,23 +109,27 @@ export class Timeline {
   }
 
   grid(c, tone, rows, start, end, x, width, height) {
+    const seen = Math.max(0, Math.min(width, this.nowX) - LABEL); // what is not yet is not idle
     for (const lane of rows) {
-      c.fillStyle = tone.sunk; c.fillRect(LABEL, lane.top, width - LABEL, lane.height);
+      c.fillStyle = tone.sunk; c.fillRect(LABEL, lane.top, seen, lane.height);
       c.fillStyle = tone.text; c.fillText(fit(c, lane.name, LABEL - 10), 0, lane.top + Math.min(lane.height / 2, 8));
-      if (lane.rows > 3) { c.fillStyle = tone.dim; c.fillText(`${lane.rows} ${lane.pool.kind}`, 0, lane.top + 22); }
+      if (lane.rows > 3 && lane.pool) { c.fillStyle = tone.dim; c.fillText(`${lane.rows} ${lane.pool.kind}`, 0, lane.top + 22); }
     }
     const steps = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600].map((s) => s * 1000);
-    const step = steps.find((each) => this.span_ms / each <= (width - LABEL) / 80) || steps.at(-1);
+    const step = steps.find((each) => (end - start) / each <= (width - LABEL) / 80) || steps.at(-1);
     c.strokeStyle = tone.line; c.fillStyle = tone.dim; c.lineWidth = 1;
-    const live = this.end_ms === null;
-    const base = live ? end : Math.ceil(start / step) * step;
-    for (let at = live ? end : base; live ? at > start : at < end; at += live ? -step : step) {
+    const live = this.end_ms === null, origin = live ? this.now : 0, nowWide = c.measureText("now").width;
+    for (let at = origin + Math.ceil((start - origin) / step) * step; at < end; at += step) {
       const px = Math.round(x(at)) + 0.5;
       c.beginPath(); c.moveTo(px, AXIS); c.lineTo(px, height); c.stroke();
-      const text = live ? (at === end ? "now" : `-${duration(end - at)}`) : clock(at);
-      const wide = c.measureText(text).width;
-      c.fillText(text, Math.min(px - wide / 2, width - wide), 9);
+      const text = live ? `${at < origin ? "-" : "+"}${duration(Math.abs(at - origin))}` : clock(at);
+      const wide = c.measureText(text).width, left = Math.max(LABEL, Math.min(px - wide / 2, width - wide));
+      if (left > this.nowX + nowWide || left + wide < this.nowX - nowWide) c.fillText(text, left, 9);
     }
+    if (this.nowX < LABEL || this.nowX > width) return;
+    c.fillStyle = tone.text; c.font = "600 11px system-ui, sans-serif";
+    c.fillText("now", Math.min(this.nowX - nowWide / 2, width - nowWide - 2), 9);
+    c.font = "11px system-ui, sans-serif";
   }
 
   lane(c, tone, lane, bars, x, width) {
@@ -155,25 +185,6 @@ export class Timeline {
     c.lineWidth = 1;
   }
 
-  // A band for each step of a task, from its opening to its end or now: how far it is, and when it is expected to end.
-  steps(c, tone, lane, x, width) {
-    const tall = lane.height - 1, now = store.now();
-    for (const step of [...lane.steps].reverse()) {
-      const until = step.end ?? now, left = Math.max(LABEL, x(step.opened)), right = Math.min(width, x(until));
-      if (x(until) < LABEL || left > width) continue;
-      const wide = Math.max(2, right - left), share = step.expected === null ? 1 : Math.min(1, step.ended / step.expected);
-      c.globalAlpha = 0.3; c.fillStyle = tone.plum; c.fillRect(left, lane.top, wide, tall);
-      c.globalAlpha = 0.75; c.fillRect(left, lane.top + tall - 3, wide * share, 3);
-      c.globalAlpha = 1; c.strokeStyle = tone.plum; c.lineWidth = 1; c.strokeRect(left + 0.5, lane.top + 0.5, wide - 1, tall - 1);
-      // What goes on is told whole, over what ended before it if its band is too short yet.
-      const text = step.end === null ? stepText(step) : fit(c, stepText(step), wide - 8), long = c.measureText(text).width;
-      const at = Math.max(LABEL + 4, Math.min(left + 4, width - long - 4));
-      if (at < left) { c.globalAlpha = 0.85; c.fillStyle = tone.panel; c.fillRect(at - 4, lane.top, left - at + 4, tall); c.globalAlpha = 1; }
-      c.fillStyle = tone.text; c.fillText(text, at, lane.top + tall / 2 - 1);
-      this.bands.push([step, text]);
-    }
-  }
-
   // A quota: a tick for each call, refused or failed ones as crosses above it.
   calls(c, tone, lane, bars, x) {
     for (const [bar, , units] of bars) {
@@ -201,15 +212,14 @@ export class Timeline {
     let drag = null;
     canvas.addEventListener("pointermove", (event) => {
       if (drag) {
-        this.end_ms = drag.end - (event.offsetX - drag.x) / this.per_ms;
-        if (this.end_ms >= store.now()) this.end_ms = null;
-        return this.onview();
+        return this.holdOrFollow(drag.end - (event.offsetX - drag.x) / this.per_ms);
       }
       const bar = this.at(event.offsetX, event.offsetY);
       canvas.style.cursor = bar ? "pointer" : "crosshair";
       this.picked = bar?.trajectory || null;
-      if (!bar) { tip.style.display = "none"; return; }
-      tip.replaceChildren(...describe(bar));
+      const band = bar ? null : this.bands.find(({left, top, right, bottom}) => event.offsetX >= left && event.offsetX <= right && event.offsetY >= top && event.offsetY <= bottom);
+      if (!bar && !band) { tip.style.display = "none"; return; }
+      tip.replaceChildren(...(bar ? describe(bar) : [h("b", null, band.step.task), h("div", null, stepText(band.step)), h("div", null, `opened ${clock(band.step.opened)}`)]));
       tip.style.display = "block";
       tip.style.left = `${Math.min(event.clientX + 14, innerWidth - 330)}px`;
       tip.style.top = `${Math.min(event.clientY + 14, innerHeight - 150)}px`;
@@ -232,8 +242,8 @@ export class Timeline {
   zoom(factor, px) {
     const span = Math.min(1800e3, Math.max(2e3, this.span_ms * factor));
     if (this.end_ms !== null && px !== undefined) {
-      const at = this.x0 + (px - LABEL) / this.per_ms, share = (at - this.x0) / this.span_ms;
-      this.end_ms = at - share * span + span;
+      const at = this.x0 + (px - LABEL) / this.per_ms; // stays under the pointer
+      this.end_ms = at + (this.end_ms - at) * span / this.span_ms;
     }
     this.span_ms = span;
     this.onview();
@@ -255,13 +265,6 @@ export function describe(bar) {
 
 const failedBar = (bar) => Boolean(bar.reason) && bar.reason !== "cancelled";
 
-function fit(c, text, width) {
-  if (c.measureText(text).width <= width) return text;
-  let cut = text;
-  while (cut && c.measureText(`${cut}…`).width > width) cut = cut.slice(0, -1);
-  return cut ? `${cut}…` : "";
-}
-
 export function barTable(bars) {
   return h("div", {class: "scroll"}, h("table", null, h("thead", null, h("tr", null,
     ...["Function", "Task", "Trajectory", "Start", "Queue", "Overhead", "Execution", "End"].map((each) => h("th", null, each)))),
@@ -274,7 +277,8 @@ export function barTable(bars) {
 // The view.
 export function timelineView(view, go, params) {
   const end = params.get("end") ? Date.parse(params.get("end")) : null;
-  const timeline = new Timeline({rowHeight: 18, span: Number(params.get("span")) || 120, end: Number.isNaN(end) ? null : end,
+  const span = Number(params.get("span")) || 120, ahead = Math.min(1, Math.max(0, Number(params.get("ahead")) / span || 0));
+  const timeline = new Timeline({rowHeight: 18, span, end: Number.isNaN(end) ? null : end, ahead,
     onopen: (bar) => go(`/ui/invocations/${bar.id}`)});
   let words = params.get("q") || "";
   const input = h("input", {class: "filter", placeholder: "Dim all but… fn:shell task:swe failed", value: words, "aria-label": "Filter of the timeline"});
@@ -286,7 +290,8 @@ export function timelineView(view, go, params) {
     const on = asTable.getAttribute("aria-pressed") !== "true";
     asTable.setAttribute("aria-pressed", String(on));
     const bars = [...store.bars.values()].filter((bar) => (bar.end ?? Infinity) > timeline.now - timeline.span_ms && (!timeline.filter || timeline.filter(bar)));
-    table.replaceChildren(...(on ? [barTable(bars.slice(-200).reverse())] : []));
+    const steps = [...stepsByTask(store.d.steps)].flatMap(([task, each]) => each.map((step) => h("li", null, `${task}, ${stepText(step)}`)));
+    table.replaceChildren(...(on ? [h("ul", null, ...steps), barTable(bars.slice(-200).reverse())] : []));
   }}, "as table");
   const legend = h("span", {class: "leg"});
   const setFilter = () => {
@@ -296,7 +301,10 @@ export function timelineView(view, go, params) {
   input.addEventListener("input", () => { words = input.value; setFilter(); remember(); });
   const remember = () => {
     const found = new URLSearchParams({span: String(Math.round(timeline.span_ms / 1000))});
-    if (timeline.end_ms !== null) found.set("end", new Date(timeline.end_ms).toISOString());
+    if (timeline.end_ms !== null) {
+      found.set("end", new Date(timeline.end_ms).toISOString());
+      if (timeline.ahead) found.set("ahead", String(Number((timeline.room_ms / 1000).toFixed(1))));
+    }
     if (words) found.set("q", words);
     history.replaceState(null, "", `/ui/timeline?${found}`);
     const behind = timeline.end_ms === null ? 0 : store.now() - timeline.end_ms;
@@ -310,10 +318,10 @@ export function timelineView(view, go, params) {
     h("section", {class: "panel"}, timeline.canvas, empty), table);
   remember();
   const reduced = matchMedia("(prefers-reduced-motion: reduce)").matches;
-  let frame = 0, paused = false, handle = 0;
+  let handle = 0;
   const loop = () => {
     handle = reduced ? setTimeout(loop, 500) : requestAnimationFrame(loop);
-    if (!paused && !document.hidden) timeline.draw();
+    if (!document.hidden) timeline.draw();
   };
   loop();
   window.tangramTimeline = timeline;
@@ -330,9 +338,9 @@ export function timelineView(view, go, params) {
     end: () => { reduced ? clearTimeout(handle) : cancelAnimationFrame(handle); document.getElementById("tip").style.display = "none"; },
     keys: {
       "+": () => timeline.zoom(1 / 1.4), "-": () => timeline.zoom(1.4), 0: () => { timeline.span_ms = 120e3; timeline.follow(); },
-      f: () => timeline.follow(), " ": () => { paused = !paused; if (paused && timeline.end_ms === null) timeline.end_ms = store.now(); else timeline.follow(); remember(); paused = false; },
-      ArrowLeft: () => { timeline.end_ms = timeline.now - timeline.span_ms / 4; remember(); },
-      ArrowRight: () => { timeline.end_ms = timeline.now + timeline.span_ms / 4; if (timeline.end_ms >= store.now()) timeline.end_ms = null; remember(); },
+      f: () => timeline.follow(), " ": () => timeline.end_ms === null ? timeline.hold(store.now()) : timeline.follow(),
+      ArrowLeft: () => timeline.hold(timeline.now - timeline.span_ms / 4),
+      ArrowRight: () => timeline.holdOrFollow(timeline.now + timeline.span_ms / 4),
     },
   };
 }

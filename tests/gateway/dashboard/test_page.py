@@ -90,15 +90,48 @@ async def test_a_step_of_a_task_is_seen_with_its_expected_end(tmp_path: Path, sh
                 await shown.page.goto(address(gateway, "/ui/tasks"))
                 await shown.says(".step", "step 6: 0 of 2, 2 living")
                 assert "ends in" not in (await shown.find(".step").inner_text()), "nothing tells it"
-                later_s += 600.0
+                later_s += 300.0
                 for name in ("t1", "t2"):
                     await gateway.http.delete(f"/v1/trajectories/{name}")
-        await shown.says(".step", re.compile(r"^step 7: 0 of 2, 2 living, ends in ~(9|10) min"))
+        await shown.says(".step", re.compile(r"^step 7: 0 of 2, 2 living, ends in ~(4|5) min"))
         await shown.page.goto(address(gateway, "/ui/timeline?span=1800"))
-        told = "(window.tangramTimeline?.bands || []).map(([step, text]) => `${step.end === null} ${text}`).join(' | ')"
+        bands = "(window.tangramTimeline?.bands || [])"
+        told = f"{bands}.map(({{step, text}}) => `${{step.end === null}} ${{text}}`).join(' | ')"
         await shown.holds(f"/^false step 6: .*true step 7: 0 of 2, 2 living, ends in/.test({told})")
         await gateway.http.delete("/v1/trajectories/t1")
         await shown.holds(f"/step 7: 1 of 2, 1 living/.test({told})")
+        reaches = "({step, left, right, expected}) => step.end === null && left < t.nowX && t.nowX + 50 < expected"
+        whole = f"{reaches} && expected === right && right < t.canvas.clientWidth"
+        assert await shown.page.evaluate(f"(t => t.bands.some({whole}))(window.tangramTimeline)"), "its end is in sight"
+
+
+async def test_what_is_to_come_has_room_and_a_held_view_keeps_it(tmp_path: Path, shown: ShownPage) -> None:
+    picture = "(({x0, per_ms}) => [x0, per_ms])(window.tangramTimeline)"
+    now = "(t => [t.nowX - 92, t.canvas.clientWidth - t.nowX])(window.tangramTimeline)"
+    async with serving(bench(tmp_path)) as gateway:
+        await shown.page.goto(address(gateway, "/ui/timeline?span=60"))
+        await shown.holds("window.tangramTimeline?.frames > 1")
+        past, ahead = await shown.page.evaluate(now)
+        assert ahead == pytest.approx(past / 10, abs=2.0), "a margin, where nothing is expected"
+        await shown.page.keyboard.press(" ")
+        await shown.sees("button", "behind, follow")
+        x0, per_ms = await shown.page.evaluate(picture)
+        assert per_ms * 60e3 == pytest.approx(past, abs=2.0), "to hold it moves nothing"
+        assert "ahead=6" in shown.page.url
+        held = shown.page.url
+        await shown.page.goto(address(gateway))
+        await shown.page.goto(held)
+        await shown.holds("window.tangramTimeline?.frames > 1")
+        assert await shown.page.evaluate(picture) == pytest.approx([x0, per_ms]), "a colleague sees the same picture"
+        await shown.page.mouse.move(700, 200)
+        under = "(t => t.x0 + (700 - t.canvas.getBoundingClientRect().left - 92) / t.per_ms)(window.tangramTimeline)"
+        before = await shown.page.evaluate(under)
+        await shown.page.mouse.wheel(0, -100)
+        await shown.holds(f"window.tangramTimeline.per_ms > {1.1 * per_ms}")
+        assert await shown.page.evaluate(under) == pytest.approx(before, abs=20), "it zooms at the pointer"
+        await shown.page.keyboard.press("f")
+        await shown.sees("button", "following")
+        assert "ahead" not in shown.page.url
 
 
 async def test_an_invocation_is_found_opened_cancelled_and_run_again(tmp_path: Path, shown: ShownPage) -> None:
