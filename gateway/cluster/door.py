@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import socket
 import ssl
 from collections.abc import Awaitable, Callable
@@ -16,6 +17,8 @@ from runtimes.node.link import LinkSettings, NodeLink
 #: Seconds until the next try where the process has no descriptor left.
 _FULL_S = 0.2
 _BACKLOG = 1024
+#: Bits of an IPv6 address that tell one network from another: a host has as many of the rest as it wants.
+_NETWORK_BITS = 64
 
 
 def bind(address: str) -> socket.socket:
@@ -39,7 +42,11 @@ def bind(address: str) -> socket.socket:
 
 
 class NodeDoor:
-    """Accepts connections and hands over each as a link; whoever says nothing for ``greeting_s`` is cut."""
+    """Accepts connections and hands over each as a link.
+
+    Whoever has not shown who he is within ``greeting_s`` is cut, however he spends it. While ``greetings_max`` are at
+    it, one that comes is cut at once, unless another address has more of these places: that one gives up its oldest.
+    """
 
     def __init__(
         self,
@@ -61,7 +68,9 @@ class NodeDoor:
         self._tasks: set[asyncio.Task[None]] = set()
         self._accepting: asyncio.Task[None] | None = None
         self._log = structlog.get_logger("gateway.cluster")
-        #: Connections that have not shown who they are, and those that were cut because there were too many.
+        #: By address, the connections that have not shown who they are, the oldest first.
+        self._strangers: dict[str, dict[asyncio.Task[None], None]] = {}
+        #: How many these are, and how many were cut because there were too many.
         self.greeting = 0
         self.cut = 0
 
@@ -85,47 +94,74 @@ class NodeDoor:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                connection, _ = await loop.sock_accept(self._listener)
+                connection, place = await loop.sock_accept(self._listener)
             except OSError as error:
                 self._log.warning("no connection of a node can be accepted", why=str(error))
                 await asyncio.sleep(_FULL_S)
                 continue
-            if self.greeting >= self._greetings_max:
+            address = _network(str(place[0]))
+            if self.greeting >= self._greetings_max and not self._made_room(address):
                 self.cut += 1
                 connection.close()
+                await asyncio.sleep(0)  # a crowd that waits to be accepted keeps nobody else from his turn
                 continue
+            task = asyncio.create_task(self._serve(connection, address))
+            self._strangers.setdefault(address, {})[task] = None
             self.greeting += 1
-            task = asyncio.create_task(self._serve(connection))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _serve(self, connection: socket.socket) -> None:
-        greeted = False
+    def _made_room(self, address: str) -> bool:
+        """Cut the oldest of the address that has the most, if that leaves it no fewer than the one that comes has."""
+        most = max(self._strangers, key=lambda each: len(self._strangers[each]))
+        if len(self._strangers[most]) <= len(self._strangers.get(address, ())) + 1:
+            return False
+        oldest = next(iter(self._strangers[most]))
+        self._is_known(oldest, most)
+        oldest.cancel()
+        self.cut += 1
+        return True
+
+    def _is_known(self, task: asyncio.Task[None], address: str) -> None:
+        """A connection takes no place of a stranger any more; idempotent."""
+        strangers = self._strangers.get(address, {})
+        if task in strangers:
+            del strangers[task]
+            self.greeting -= 1
+            if not strangers:
+                del self._strangers[address]
+
+    async def _serve(self, connection: socket.socket, address: str) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        link: NodeLink | None = None
+        limit = asyncio.timeout(self._greeting_s)
 
         def has_greeted() -> None:
-            nonlocal greeted
-            if not greeted:
-                greeted = True
-                self.greeting -= 1
+            self._is_known(task, address)
+            limit.reschedule(None)
 
-        link: NodeLink | None = None
         try:
-            link = await self._linked(connection)
-            if link is not None:
-                await self._greet(link, has_greeted)
+            async with limit:
+                link = await self._linked(connection)
+                if link is not None:
+                    await self._greet(link, has_greeted)
         except CodedError as error:
             self._log.info("a connection at the nodes' door was refused", why=error.message)
         except Exception:  # noqa: BLE001  # one connection must not end the door
-            self._log.exception("a node's connection failed")
+            if limit.expired():
+                self._log.info("a connection at the nodes' door has not shown who it is", peer=address)
+            else:
+                self._log.exception("a node's connection failed")
         finally:
-            has_greeted()
+            self._is_known(task, address)
             if link is None:
                 connection.close()
             else:
                 link.close("the gateway is done with it")
 
     async def _linked(self, connection: socket.socket) -> NodeLink | None:
-        """Return the link over a connection; None if no TLS came about in time."""
+        """Return the link over a connection; None if no TLS came about."""
         loop = asyncio.get_running_loop()
         connection.setblocking(False)
         with suppress(OSError):
@@ -133,10 +169,21 @@ class NodeDoor:
         reader = asyncio.StreamReader(loop=loop)
         protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
         try:
-            async with asyncio.timeout(self._greeting_s):
-                transport, _ = await loop.connect_accepted_socket(
-                    lambda: protocol, connection, ssl=self._context, ssl_handshake_timeout=self._greeting_s
-                )
-        except (OSError, TimeoutError, ssl.SSLError):
+            transport, _ = await loop.connect_accepted_socket(
+                lambda: protocol, connection, ssl=self._context, ssl_handshake_timeout=self._greeting_s
+            )
+        except (OSError, ssl.SSLError):
             return None
         return NodeLink(reader, asyncio.StreamWriter(transport, protocol, reader, loop), self._settings)
+
+
+def _network(address: str) -> str:
+    """Return what is counted as one place of strangers: an address, or a network of IPv6."""
+    try:
+        parsed = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if isinstance(parsed, ipaddress.IPv6Address):
+        mapped = parsed.ipv4_mapped
+        return str(mapped or ipaddress.ip_network((parsed, _NETWORK_BITS), strict=False))
+    return address

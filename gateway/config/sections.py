@@ -212,7 +212,12 @@ class ClusterConfig:
     ] = "inline"
     ticket_ttl_s: Annotated[float, Setting("life of a ticket that admits a node once", gt=0)] = 120.0
     greeting_s: Annotated[float, Setting("time for a connection to show who it is", gt=0)] = 10.0
-    greetings_max: Annotated[int, Setting("most connections that have not shown it yet; others are cut", ge=1)] = 64
+    greetings_max: Annotated[
+        int,
+        Setting(
+            "most connections that have not shown it yet; others are cut, those of the busiest address first", ge=1
+        ),
+    ] = 64
     link: Annotated[LinkSettings, Setting(inline=True)] = field(default_factory=LinkSettings)
     times: Annotated[RosterSettings, Setting(inline=True)] = field(default_factory=RosterSettings)
     ray: Annotated[RaySettings | None, Setting("a Ray cluster whose machines become nodes by themselves")] = None

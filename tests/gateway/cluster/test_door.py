@@ -56,9 +56,13 @@ async def opened(
         await door.close()
 
 
-async def dialled(door: NodeDoor, context: ssl.SSLContext | None) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def dialled(
+    door: NodeDoor, context: ssl.SSLContext | None, source: str = "127.0.0.1"
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     named = None if context is None else ""
-    return await asyncio.open_connection("127.0.0.1", door.port, ssl=context, server_hostname=named)
+    return await asyncio.open_connection(
+        "127.0.0.1", door.port, ssl=context, server_hostname=named, local_addr=(source, 0)
+    )
 
 
 async def cut(reader: asyncio.StreamReader) -> bool:
@@ -90,6 +94,52 @@ async def test_one_that_says_nothing_is_cut_after_its_time_and_makes_room(certif
         reader, writer = await dialled(door, None)
         assert await cut(reader)
         writer.close()
+
+
+async def test_an_address_that_has_most_places_makes_room_for_another_one_and_not_for_itself(
+    certificate: NodeCertificate,
+) -> None:
+    porter = Porter()
+    async with opened(certificate, porter, greetings_max=4) as door:
+        crowd = [await dialled(door, None, "127.0.0.2") for _ in range(4)]
+        late, writer = await dialled(door, None, "127.0.0.2")
+        assert await cut(late)
+        writer.close()
+        others = [await dialled(door, None, "127.0.0.3") for _ in range(2)]
+        for reader, _ in crowd[:2]:
+            assert await cut(reader), "its oldest go first"
+        assert (door.greeting, door.cut) == (4, 3)
+        even, writer = await dialled(door, None, "127.0.0.3")
+        assert await cut(even), "both have the same share now"
+        writer.close()
+        link = NodeLink(*await dialled(door, node_side()))
+        link.send(hello(PROTOCOL))
+        async with asyncio.timeout(DEADLINE_S):
+            await porter.met.get()
+        assert (door.greeting, door.cut) == (3, 5)
+        for _, writer in (*crowd, *others):
+            writer.close()
+        link.close("the test is over")
+
+
+async def test_one_that_spells_its_greeting_byte_by_byte_has_no_more_time_than_others(
+    certificate: NodeCertificate,
+) -> None:
+    porter = Porter()
+    async with opened(certificate, porter, greeting_s=0.5) as door:
+        reader, writer = await dialled(door, node_side())
+        over = asyncio.ensure_future(cut(reader))
+        for byte in encode(hello(PROTOCOL))[:-1]:
+            writer.write(bytes([byte]))
+            done, _ = await asyncio.wait({over}, timeout=0.02)
+            if done:
+                break
+        assert await over
+        writer.close()
+        assert porter.met.empty()
+        async with asyncio.timeout(DEADLINE_S):
+            while door.greeting:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", b"\0" * 4096])
