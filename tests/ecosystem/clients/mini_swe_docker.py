@@ -1,4 +1,7 @@
-"""mini-swe-agent's own DockerEnvironment, over whichever engine ``DOCKER_HOST`` names: ``IMAGE COMMANDS``."""
+"""mini-swe-agent's own DockerEnvironment, over whichever engine ``DOCKER_HOST`` names: ``IMAGE COMMANDS``.
+
+With ``THOUGHT_S COMMAND_S`` it does nothing but so many commands of that length, each after a thought of that length.
+"""
 
 import json
 import statistics
@@ -11,6 +14,7 @@ from minisweagent.environments import get_environment
 from minisweagent.models.test_models import DeterministicModel, make_output
 
 image, count = sys.argv[1], int(sys.argv[2])
+thought_s, command_s = (float(each) for each in (sys.argv[3:5] or ("0", "0")))
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; cat patch"
 
 
@@ -24,6 +28,15 @@ def end(env):
 
 
 env = environment(env={"PAGER": "cat"})
+if thought_s:
+    began = time.perf_counter()
+    for _ in range(count):
+        time.sleep(thought_s)
+        assert env.execute({"command": f"sleep {command_s}"})["returncode"] == 0
+    lived_s = time.perf_counter() - began
+    end(env)
+    print(json.dumps({"lived_s": lived_s}))
+    sys.exit(0)
 commands = ["echo 1 > patch; echo $PAGER; echo err >&2", "exit 7", "kill -9 $$", SUBMIT]
 outputs = [make_output("", [{"command": command}], cost=0.0) for command in commands]
 agent = DefaultAgent(
