@@ -49,6 +49,7 @@ from gateway.registry import Registry
 from gateway.room import Room
 from gateway.runtime_factory import ModelServices, Runtimes, make_runtimes
 from gateway.services import Services
+from gateway.snapshot_catalogue import SnapshotCatalogue
 from gateway.steps.steps import TaskSteps
 from gateway.store.retention import prune_for_ever
 from gateway.store.state_dir import StateDirectory
@@ -312,8 +313,7 @@ class App:
             put=self.registry.put,
             remove=self.registry.remove,
             sandboxes=lambda: self.runtimes.provider.info,
-            snapshots=self.runtimes.provider.snapshots,
-            snapshot=self.runtimes.environments.snapshot,
+            snapshots=SnapshotCatalogue(self.runtimes.environments, self.machines),
             turns=self._turns,
             images=self.runtimes.provider.images,
             models=self.runtimes.model.resources,

@@ -25,6 +25,7 @@ FACES: Mapping[str, Face] = {
     "invalid_config": Face(422, "INVALID_ARGUMENT", "The configuration cannot be used"),
     "not_found": Face(404, "NOT_FOUND", "No such thing"),
     "trajectory_ended": Face(410, "FAILED_PRECONDITION", "The trajectory has ended"),
+    "snapshot_lost": Face(410, "FAILED_PRECONDITION", "The snapshot was lost"),
     "conflict": Face(409, "FAILED_PRECONDITION", "Not in this state"),
     "idempotency_key_reused": Face(422, "ALREADY_EXISTS", "The key was used with another body"),
     "too_large": Face(413, "RESOURCE_EXHAUSTED", "Too large"),

@@ -18,6 +18,7 @@ from gateway.invocations.logs import Logs
 from gateway.leases import Leases
 from gateway.metrics import Metrics
 from gateway.preparation import Readiness
+from gateway.snapshot_catalogue import SnapshotCatalogue
 from gateway.steps.steps import TaskSteps
 from gateway.store.store import Store
 from gateway.turns import TrajectoryTurns
@@ -29,8 +30,6 @@ from runtimes.sandbox.images import ImageKeeper
 from runtimes.sandbox.promises import ProviderInfo
 from runtimes.sandbox.sandbox import Sandbox
 from runtimes.sandbox.session import SessionTable
-from runtimes.sandbox.snapshots.record import SnapshotRecord
-from runtimes.sandbox.snapshots.store import SnapshotStore
 from tangram.types import ConfigDiff, FunctionUpload, RevisionChange
 
 
@@ -102,9 +101,8 @@ class Services:
     remove: Callable[[str], Awaitable[ConfigDiff]]
     #: What the sandboxes are and how isolated, in plain words.
     sandboxes: Callable[[], ProviderInfo]
-    #: Snapshots of trajectories, what takes one (`runtimes.sandbox.environments.Environments.snapshot`), and when.
-    snapshots: SnapshotStore
-    snapshot: Callable[[str], Awaitable[SnapshotRecord]]
+    #: Snapshots of trajectories, and when one is taken.
+    snapshots: SnapshotCatalogue
     turns: TrajectoryTurns
     #: The images of the sandboxes' engine; None where sandboxes have none.
     images: ImageKeeper | None

@@ -8,10 +8,10 @@ from contextlib import suppress
 from msgspec.structs import replace as replaced
 
 from gateway import wire
+from gateway.cluster.snapshots import NodeSnapshot
 from gateway.services import Services
 from gateway.trajectories import open_trajectory
 from manager.errors import ActionFailed, CodedError, Conflict, NotFound, Reason
-from runtimes.sandbox.snapshots.record import SnapshotRecord
 from tangram.types import ForkAnswer, ForkRequest, SnapshotInfo, SnapshotList, TrajectoryInfo, TrajectoryOpening
 
 COMPONENT = "snapshots"
@@ -22,21 +22,20 @@ OPENED_AT_ONCE = 16
 async def take_snapshot(services: Services, trajectory: str) -> SnapshotInfo:
     """Keep the files of a trajectory's sandbox, as they are when all that was asked of it before has ended.
 
-    Raises NotFound without such a trajectory or its sandbox, Conflict if it ends meanwhile or its files are lost or on
-    their way, a typed error if it lives on another node, and as `SnapshotStore.take`.
+    It stays where the trajectory lives. Raises NotFound without such a trajectory or its sandbox, Conflict if it ends
+    meanwhile or its files are lost or on their way, CapacityExceeded while its node is not reached, and as
+    `SnapshotCatalogue.take`.
     """
     name = wire.name(trajectory, "trajectory")
 
-    async def take() -> SnapshotRecord:
-        services.require_here(name)
+    async def take() -> NodeSnapshot:
         try:
-            return await services.snapshot(name)
+            return await services.snapshots.take(name)
         except ActionFailed as error:
-            if error.reason is not Reason.ENVIRONMENT_LOST:
+            if error.reason not in (Reason.ENVIRONMENT_LOST, Reason.NODE_LOST):
                 raise
             raise Conflict(error.message, component=error.component, detail=error.detail) from None
 
-    services.require_here(name)
     return snapshot_info(services, await services.turns.take(services.engine, name, "snapshot", take))
 
 
@@ -60,8 +59,8 @@ async def fork_trajectory(services: Services, trajectory: str, asked: ForkReques
     task = asked.task or str(found["task"])
     opening = TrajectoryOpening(function=asked.function, task=task, step=asked.step, snapshot=taken.snapshot)
     try:
-        async with services.snapshots.held(taken.snapshot):  # which may wait long for memory, and be the least used
-            opened = await _open_all(services, asked.to, opening)
+        # Which may wait long for memory, and be the least used.
+        opened = await services.snapshots.begin(taken.snapshot, lambda: _open_all(services, asked.to, opening))
     except BaseException:
         with suppress(CodedError):  # nobody was told of it
             await services.snapshots.remove(taken.snapshot)
@@ -98,16 +97,22 @@ async def _open_all(
 
 def list_snapshots(services: Services) -> SnapshotList:
     """Return every snapshot, the oldest first, and the bounds."""
-    store = services.snapshots
+    catalogue = services.snapshots
+    used = catalogue.in_use()
     return SnapshotList(
-        snapshots=tuple(snapshot_info(services, each) for each in store.all()),
-        count_max=store.settings.count_max,
-        total_max_bytes=store.settings.total_max_bytes,
+        snapshots=tuple(_info(each, each.record.id in used) for each in catalogue.all()),
+        count_max=catalogue.settings.count_max,
+        total_max_bytes=catalogue.settings.total_max_bytes,
     )
 
 
-def snapshot_info(services: Services, record: SnapshotRecord) -> SnapshotInfo:
+def snapshot_info(services: Services, found: NodeSnapshot) -> SnapshotInfo:
     """Return a snapshot as it is told."""
+    return _info(found, found.record.id in services.snapshots.in_use())
+
+
+def _info(found: NodeSnapshot, in_use: bool) -> SnapshotInfo:
+    record = found.record
     return SnapshotInfo(
         snapshot=record.id,
         trajectory=record.trajectory,
@@ -117,5 +122,7 @@ def snapshot_info(services: Services, record: SnapshotRecord) -> SnapshotInfo:
         size_bytes=record.size_bytes,
         made_at=wire.instant(record.made_s),
         used_at=wire.instant(record.used_s),
-        in_use=bool(services.snapshots.user(record.id)),
+        in_use=in_use,
+        node=found.node,
+        lost=found.lost or None,
     )

@@ -18,8 +18,9 @@ from tangram.types import LivingSandbox, SandboxChoice, TrajectoryInfo, Trajecto
 async def open_trajectory(services: Services, trajectory: str, asked: TrajectoryOpening) -> TrajectoryInfo:
     """Make the trajectory's sandbox as it was chosen, or find that it lives so already; return the trajectory.
 
-    Raises NotFound for the function or the snapshot, InvalidInput with the field that the function does not allow,
-    Conflict if the trajectory lives in another sandbox, and what the engine raises.
+    Raises NotFound for the function or the snapshot, SnapshotLost if that is lost with its node, InvalidInput with the
+    field that the function does not allow, Conflict if the trajectory lives in another sandbox, and what the engine
+    raises.
     """
     name = wire.name(trajectory, "trajectory")
     function = services.functions.get(wire.name(asked.function, "function"))
@@ -31,7 +32,10 @@ async def open_trajectory(services: Services, trajectory: str, asked: Trajectory
     if asked.sandbox is not None and asked.sandbox.image is not None and services.images is not None:
         await services.images.require(asked.sandbox.image)  # before it holds memory or a core
     task = wire.name(asked.task, "task")
-    await services.engine.open_trajectory(name, task, function)
+    if asked.snapshot is None:
+        await services.engine.open_trajectory(name, task, function)
+    else:
+        await services.snapshots.begin(asked.snapshot, lambda: services.engine.open_trajectory(name, task, function))
     if asked.step is not None:
         await services.steps.opened(name, task, asked.step)
     return trajectory_info(services, name)
@@ -45,9 +49,9 @@ def with_choice(function: FunctionSpec, asked: SandboxChoice) -> FunctionSpec:
 
 
 def _begun_with(services: Services, function: FunctionSpec, asked: TrajectoryOpening) -> FunctionSpec:
-    """Return the function with a sandbox that begins with a snapshot, on this machine, where that is.
+    """Return the function with a sandbox that begins with a snapshot, on the machine that has it.
 
-    Raises NotFound, InvalidInput or Conflict.
+    Raises as `SnapshotCatalogue.get`, InvalidInput or Conflict.
     """
     if asked.sandbox is not None:
         told = "$.sandbox: what begins with a snapshot has the choices of the trajectory it was taken of; leave it out"
@@ -55,8 +59,8 @@ def _begun_with(services: Services, function: FunctionSpec, asked: TrajectoryOpe
     if function.sandbox is None:
         raise _no_choice(function, "snapshot")
     snapshot = services.snapshots.get(asked.snapshot or "")
-    sandbox = forked(function.sandbox, snapshot, images=services.sandboxes().kind == "container")
-    return replace(function, sandbox=sandbox, on_node=services.machines.here.name)
+    sandbox = forked(function.sandbox, snapshot.record, images=snapshot.record.provider == "container")
+    return replace(function, sandbox=sandbox, on_node=snapshot.node)
 
 
 def _no_choice(function: FunctionSpec, field: str) -> InvalidInput:

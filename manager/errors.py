@@ -86,6 +86,12 @@ class TrajectoryHasEnded(CodedError):
     code = "trajectory_ended"
 
 
+class SnapshotLost(CodedError):
+    """The node that has the snapshot is gone, and with it the files; it is there again if the node comes back."""
+
+    code = "snapshot_lost"
+
+
 class KeyReused(CodedError):
     """An Idempotency-Key came again with another body."""
 

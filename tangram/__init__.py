@@ -33,6 +33,7 @@ _HOMES = {
         "MethodNotAllowedError",
         "NotFoundError",
         "QuotaExceededError",
+        "SnapshotLostError",
         "StorageUnavailableError",
         "TangramError",
         "TooLargeError",

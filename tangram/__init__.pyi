@@ -24,6 +24,7 @@ from tangram.errors import (
     MethodNotAllowedError as MethodNotAllowedError,
     NotFoundError as NotFoundError,
     QuotaExceededError as QuotaExceededError,
+    SnapshotLostError as SnapshotLostError,
     StorageUnavailableError as StorageUnavailableError,
     TangramError as TangramError,
     TooLargeError as TooLargeError,

@@ -77,6 +77,12 @@ class TrajectoryEndedError(TangramError):
     code = "trajectory_ended"
 
 
+class SnapshotLostError(TangramError):
+    """The node that has the snapshot is gone, and with it the files."""
+
+    code = "snapshot_lost"
+
+
 class KeyReusedError(TangramError):
     """An idempotency key came again with another input."""
 

@@ -25,6 +25,7 @@ from runtimes.model.device.devices import nvml
 from runtimes.node.daemon import Daemon, DaemonSettings, HostWork
 from runtimes.node.models.served import NodeModels
 from runtimes.node.sandboxes import EnvironmentSandboxes
+from runtimes.node.snapshots.served import ServedSnapshots
 from tangram.types.values.quantities import size_bytes
 
 
@@ -168,6 +169,7 @@ async def _serve(config: GatewayConfig, settings: DaemonSettings) -> None:
         close=runtimes.close,
         handlers=runtimes.handlers_in_use,
         models=NodeModels(runtimes.model, settings.spec.devices),
+        snapshots=ServedSnapshots(runtimes.environments),
     )
     daemon = Daemon(replace(settings, isolation=info.isolation, sandboxes=info.kind), work)
     loop = asyncio.get_running_loop()

@@ -28,4 +28,5 @@ async def machines_of(
         return OneMachine(here)
     from gateway.cluster.cluster import open_cluster
 
-    return await open_cluster(config.cluster, here, paths, store, config.server, clock, wall)
+    age_s = config.sandbox.provider.snapshots.age_s
+    return await open_cluster(config.cluster, here, paths, store, config.server, clock, wall, age_s)

@@ -19,6 +19,7 @@ from gateway.cluster.local_node import LocalNode
 from gateway.cluster.machines import NodeRecovery, NodeServices
 from gateway.cluster.model_services import DeclaredServices
 from gateway.cluster.records import NodeRecords
+from gateway.cluster.snapshots import NodeSnapshots
 from gateway.cluster.state import ClusterNode, ClusterState
 from gateway.cluster.tickets import TicketOffice, check_name, digest_of, new_node_key, signing_key
 from gateway.config.sections import ClusterConfig, ServerConfig
@@ -99,12 +100,15 @@ class Cluster(ClusterState):
         certificate: NodeCertificate,
         clock: Clock,
         archives: HandlerArchives,
+        snapshots: NodeSnapshots,
     ) -> None:
         """``archives`` has the files of handlers for the nodes that execute them."""
         abilities = Abilities(self._able_changed)
         super().__init__(config, here, abilities=abilities, records=records, tickets=tickets, clock=clock)
         self._certificate = certificate
         self._archives = archives
+        self._snapshots = self.snapshots = snapshots
+        snapshots.member = self._member
         self._declared = DeclaredServices()
         self._awaited = {name for name, known in records.all.items() if known.state != "lost"}
         self._door = NodeDoor(
@@ -157,6 +161,7 @@ class Cluster(ClusterState):
         self._fleet, self._trajectories, self._sessions = fleet, trajectories, trajectories.environments.sessions
         trajectories.home, fleet.on_told = fleet.home, trajectories.told
         trajectories.here = self.here.name if self._inline else ""
+        self._snapshots.users = trajectories.snapshots_in_use
         for name in self._awaited:
             for trajectory in trajectories.on_node(name):
                 fleet.settle_in(trajectory, name)
@@ -283,6 +288,7 @@ class Cluster(ClusterState):
         within_s, largest_bytes = config.times.lost_after_s, config.link.frame_max_bytes
         inventory = await link.receive(Inventory, within_s, frame_max_bytes=largest_bytes)
         machine.remote.serves(hello.serves)
+        machine.remote.snapshots.serves(hello.able)
         machine.remote.attach(link, inventory, recovering=name in self._awaited)
         serving = asyncio.create_task(machine.remote.serve(link))
         reconciling = asyncio.create_task(self._reconcile(machine, hello, inventory))
@@ -315,6 +321,8 @@ class Cluster(ClusterState):
         else:
             self.engine.tell(NodeJoined(node=machine.spec))
         self._records.compared(name, inventory.epoch)
+        self._trajectories.choose_on(name, remote.choose)
+        await self._snapshots.compare(remote)
         self._models_changed(name)
         self._step(Reconciled(name, hello.instance))
         self._log.info("a node serves", node=name, cores=machine.spec.cores, devices=machine.spec.devices)
@@ -381,6 +389,7 @@ class Cluster(ClusterState):
                     starter.left(name)
         self._records.moved(name, "lost")
         self.abilities.forget(name)
+        self._snapshots.lose(name, verdict.why)
         if self._services is not None:
             self._services.forget(name)
         assert self._trajectories is not None and self._fleet is not None
@@ -458,6 +467,7 @@ async def open_cluster(
     server: ServerConfig,
     clock: Clock,
     wall: Callable[[], float],
+    snapshot_age_s: float,
 ) -> Cluster:
     """Return the cluster of a gateway that starts; raises InvalidConfig or StorageUnavailable."""
     state_dir = server.state_dir
@@ -469,8 +479,17 @@ async def open_cluster(
     certificate = await asyncio.to_thread(ensure_certificate, directory)
     private = (state_dir, *([] if server.secrets_dir is None else [server.secrets_dir]))
     archives = HandlerArchives(private, state_dir / UPLOADS)
+    snapshots = NodeSnapshots(store, config.snapshots, age_s=snapshot_age_s, wall=wall)
+    await snapshots.open(records.all)
     cluster = Cluster(
-        config, here, records=records, tickets=tickets, certificate=certificate, clock=clock, archives=archives
+        config,
+        here,
+        records=records,
+        tickets=tickets,
+        certificate=certificate,
+        clock=clock,
+        archives=archives,
+        snapshots=snapshots,
     )
     if config.local == "process":
         lost_after_s = config.times.lost_after_s

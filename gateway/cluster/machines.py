@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
+from gateway.cluster.snapshots import NodeSnapshots
 from gateway.invocations.reattach import AttemptHolder, Reattachment
 from gateway.invocations.record import Record
 from gateway.invocations.trajectories import TrajectoryRecovery
@@ -16,6 +17,7 @@ from manager.errors import NotFound, Unsupported
 from manager.executor import Executor
 from manager.function import FunctionSpec
 from manager.outcome import State
+from runtimes.node.remote import RemoteNode
 from runtimes.sandbox.files.files import SandboxFiles
 from tangram.types import LivingSandbox
 from tangram.types.nodes import NodeStatus, NodeStatusList, NodeTicket
@@ -52,6 +54,8 @@ class OneMachine:
         self.here = here
         #: Whether idle trajectories are left for the next gateway, once this one ends.
         self.keep = False
+        #: The snapshots of other machines; None if none can join.
+        self.snapshots: NodeSnapshots | None = None
         self._engine: Engine | None = None
         self._services: NodeServices | None = None
 
@@ -125,6 +129,14 @@ class OneMachine:
 
     def elsewhere(self, trajectory: str) -> str:
         """Return the node on which a trajectory lives; empty if that is this machine, or none."""
+        return ""
+
+    def remote_of(self, trajectory: str) -> RemoteNode | None:
+        """Return the other machine that a trajectory lives on; None if it lives here, or nowhere."""
+        return None
+
+    def leaving(self, node: str) -> str:
+        """Return why another machine takes no new work and will leave; empty if it does not."""
         return ""
 
     def files(self, trajectory: str) -> SandboxFiles | None:

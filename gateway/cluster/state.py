@@ -150,7 +150,7 @@ class ClusterState(OneMachine):
         )
 
     def living(self, trajectory: str) -> LivingSandbox | None:
-        remote = self._remote_of(trajectory)
+        remote = self.remote_of(trajectory)
         facts = None if remote is None else remote.trajectories().get(trajectory)
         if facts is None:
             return None
@@ -163,11 +163,11 @@ class ClusterState(OneMachine):
         )
 
     def elsewhere(self, trajectory: str) -> str:
-        remote = self._remote_of(trajectory)
+        remote = self.remote_of(trajectory)
         return "" if remote is None else remote.name
 
     def files(self, trajectory: str) -> SandboxFiles | None:
-        remote = self._remote_of(trajectory)
+        remote = self.remote_of(trajectory)
         if remote is None:
             return None
         if not remote.attached:
@@ -175,8 +175,12 @@ class ClusterState(OneMachine):
             raise CapacityExceeded(told, component="cluster", retry_after_s=self._config.link.silent_s)
         return remote.files(trajectory)
 
-    def _remote_of(self, trajectory: str) -> RemoteNode | None:
+    def remote_of(self, trajectory: str) -> RemoteNode | None:
         return None if self._fleet is None else self._member(self._fleet.home(trajectory))
+
+    def leaving(self, node: str) -> str:
+        member = self._roster.get(node)
+        return "it drains" if member is not None and member.draining else ""
 
     def warnings(self) -> list[str]:
         found = []

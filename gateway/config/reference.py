@@ -77,6 +77,7 @@ CHAPTERS = (
     ("CpuConfig", "node.cpu"),
     ("DevicesConfig", "node.devices"),
     ("ClusterConfig", "cluster"),
+    ("NodeSnapshotSettings", "cluster.snapshots"),
     ("RaySettings", "cluster.ray"),
     ("SandboxConfig", "sandbox"),
     ("IdSettings", "sandbox.ids"),

@@ -21,6 +21,7 @@ from runtimes.node.roster import RosterSettings
 from runtimes.sandbox.handler.requirements import RequirementSettings
 from runtimes.sandbox.provider import ProviderSettings
 from runtimes.sandbox.session import SessionSettings
+from runtimes.sandbox.snapshots.record import NodeSnapshotSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,6 +221,9 @@ class ClusterConfig:
     ] = 64
     link: Annotated[LinkSettings, Setting(inline=True)] = field(default_factory=LinkSettings)
     times: Annotated[RosterSettings, Setting(inline=True)] = field(default_factory=RosterSettings)
+    snapshots: Annotated[
+        NodeSnapshotSettings, Setting("bounds of the snapshots of trajectories on all nodes together")
+    ] = field(default_factory=NodeSnapshotSettings)
     ray: Annotated[RaySettings | None, Setting("a Ray cluster whose machines become nodes by themselves")] = None
 
 

@@ -50,6 +50,7 @@ KIND_BY_CODE: Mapping[str, FaultKind] = {
     "invalid_config": FaultKind.INTERNAL,
     "not_found": FaultKind.NOT_FOUND,
     "trajectory_ended": FaultKind.CONFLICT,
+    "snapshot_lost": FaultKind.CONFLICT,
     "conflict": FaultKind.CONFLICT,
     "idempotency_key_reused": FaultKind.CONFLICT,
     "too_large": FaultKind.TOO_LARGE,

@@ -27,6 +27,8 @@ class TrajectoryRecovery:
         #: This machine's name, if there are others on which the scheduler could place what lives here.
         self.here = ""
         self._open: dict[str, OpenTrajectory] = {}
+        #: The snapshots that trajectories began with.
+        self._began_with: dict[str, str] = {}
 
     def opened(self, name: str, task: str, function: FunctionSpec) -> bool:
         """It has, or is about to get, an environment; whether that is news, to be made durable first."""
@@ -36,11 +38,14 @@ class TrajectoryRecovery:
         memory_bytes = 0 if function.sandbox is None else spec.memory_bytes
         chosen = msgspec.json.encode(spec).decode() if spec.chosen else ""
         self._open[name] = OpenTrajectory(task, memory_bytes, spec.idle_ttl_s, chosen, self.home(name))
+        if spec.snapshot:
+            self._began_with[name] = spec.snapshot
         self._store.save_trajectory(name, self._open[name])
         return True
 
     def ended(self, name: str) -> None:
         """Its environment was removed."""
+        self._began_with.pop(name, None)
         if self._open.pop(name, None) is not None:
             self._store.save_trajectory(name, None)
 
@@ -48,11 +53,23 @@ class TrajectoryRecovery:
         """Return the trajectories that have an environment on another machine."""
         return [name for name, known in self._open.items() if known.node == node]
 
+    def choose_on(self, node: str, choose: Callable[[str, SandboxSpec], None]) -> None:
+        """Tell another machine what its trajectories have chosen, for when their sandboxes are made anew."""
+        for name in self.on_node(node):
+            if self._open[name].sandbox:
+                choose(name, _chosen(self._open[name]))
+
+    def snapshots_in_use(self) -> Mapping[str, str]:
+        """Return the snapshots that living trajectories began with, and one trajectory of each."""
+        return {snapshot: name for name, snapshot in self._began_with.items()}
+
     def lose(self, names: Collection[str]) -> None:
         """Their environments are lost with their node; the next action of each is to be told, by whichever gateway."""
         for name in names:
+            began_with = self._began_with.pop(name, "")
             if (known := self._open.pop(name, None)) is not None:
-                self._store.save_trajectory(name, replace(known, node=""))
+                chosen = "" if began_with else known.sandbox  # that snapshot was on the node, too
+                self._store.save_trajectory(name, replace(known, node="", sandbox=chosen))
 
     def told(self, name: str) -> None:
         """The loss of its environment was told."""
@@ -75,7 +92,10 @@ class TrajectoryRecovery:
                 self._store.save_trajectory(name, self._open[name])
         for name, known in self._open.items():
             if known.sandbox:
-                self.environments.choose(name, msgspec.json.decode(known.sandbox, type=SandboxSpec))
+                spec = _chosen(known)
+                self.environments.choose(name, spec)
+                if spec.snapshot:
+                    self._began_with[name] = spec.snapshot
         away = {name for name, known in self._open.items() if known.node in nodes}
         lost = self._open.keys() - living.keys() - away
         self.environments.mark_lost(lost)
@@ -87,3 +107,7 @@ class TrajectoryRecovery:
             engine.adopt_trajectory(
                 name, known.task, memory_bytes=known.memory_bytes, ttl_s=known.ttl_s, node=known.node or self.here
             )
+
+
+def _chosen(known: OpenTrajectory) -> SandboxSpec:
+    return msgspec.json.decode(known.sandbox, type=SandboxSpec)

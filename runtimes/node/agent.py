@@ -83,6 +83,8 @@ class Agent:
         self._requests = NodeRequests(
             work, self.served, lambda digest: self._function(digest)[1], self.say, self._handlers
         )
+        #: What it knows to do beside executing functions.
+        self.able = self._requests.able
         self._transfers = ServedTransfers(work.sandboxes.files, self._handlers.take)
         self._sessions = ServedSessions(work.sandboxes.sessions, self._session_told)
         self._telling = Telling(self.settings.logs, self._sessions.owes)
@@ -196,6 +198,7 @@ class Agent:
     def detach(self) -> None:
         """There is no gateway; everything goes on."""
         self._link = self._telling.link = None
+        self._requests.detach()
         for attempt in self._attempts.values():
             attempt.attached = attempt.end_told = False
             if not attempt.begun and attempt.go.done():

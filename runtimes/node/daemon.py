@@ -35,6 +35,7 @@ from runtimes.node.link import READ_BYTES, LinkClosed, LinkSettings, NodeLink
 from runtimes.node.message import Message
 from runtimes.node.models.served import NodeModels
 from runtimes.node.sandboxes import NodeSandboxes
+from runtimes.node.snapshots.served import ServedSnapshots
 
 logger = structlog.get_logger("node")
 
@@ -83,6 +84,7 @@ class HostWork:
     close: Callable[[], Awaitable[None]]
     handlers: Callable[[], Collection[Path]] = lambda: ()
     models: NodeModels | None = None
+    snapshots: ServedSnapshots | None = None
 
     async def prepare(self, function: FunctionSpec) -> None:
         await self.check(function)
@@ -252,6 +254,7 @@ class Daemon:
             sandboxes=settings.sandboxes,
             draining=bool(self._draining),
             serves=tuple(sorted(agent.served)),
+            able=agent.able,
         )
 
     async def _welcomed(self, link: NodeLink) -> wire.NodeWelcome:

@@ -33,6 +33,7 @@ from runtimes.node.models.remote import RemoteModels
 from runtimes.node.remote_call import NodeKnowledge, RemoteCall
 from runtimes.node.remote_requests import RemoteRequests
 from runtimes.node.sessions.remote import RemoteSessions
+from runtimes.node.snapshots.remote import RemoteSnapshots
 from runtimes.node.spool import records
 from runtimes.node.wire import COMPONENT
 from runtimes.sandbox.command import claims_of
@@ -66,12 +67,14 @@ class RemoteNode:
         self._transfers = RemoteTransfers(name)
         self._handlers = RemoteHandlers(name, self._requests, self._transfers, archives or HandlerArchives())
         self.models = RemoteModels()
+        self.snapshots = RemoteSnapshots(name, self._requests)
         self._sessions = RemoteSessions(name, sessions or SessionTable())
         self._calls: dict[str, RemoteCall] = {}
         #: Ended here; the end is not on record yet.
         self._unrecorded: set[str] = set()
         #: Claims that nobody wants any more, to be said when there is a link.
         self._unwanted: dict[str, None] = {}
+        self._parts = (self._transfers, self.models, self._sessions, self.snapshots)
         self._known = NodeKnowledge(epoch)
         self._recovering = False
         #: Whether all that a gateway before has begun there was begun in the present life of the node.
@@ -409,7 +412,7 @@ class RemoteNode:
             case wire.NodeGoodbye():
                 if self._listener is not None:
                     self._listener.goodbye(message.why, message.killed)
-            case _ if not any(each.take(message) for each in (self._transfers, self.models, self._sessions)):
+            case _ if not any(part.take(message) for part in self._parts):
                 raise wire.ChannelError(f"a {type(message).__name__} from a node")
 
     def _take_begin(self, claim: str) -> None:

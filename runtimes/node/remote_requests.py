@@ -112,10 +112,17 @@ class RemoteRequests:
     # --- questions
 
     async def answered(
-        self, verb: str, name: str, *, task: str = "", function: FunctionSpec | None = None, chunk: Chunk | None = None
+        self,
+        verb: str,
+        name: str,
+        *,
+        task: str = "",
+        function: FunctionSpec | None = None,
+        body: bytes = b"",
+        chunk: Chunk | None = None,
     ) -> bool:
         """Ask, and wait for the answer; raises what the node says, ActionFailed(node_lost) if it is given up."""
-        asked = self._begin(self._request(verb, name, task, function, chunk=chunk), function)
+        asked = self._begin(self._request(verb, name, task, function, body, chunk), function)
         try:
             return await asked.answer
         finally:

@@ -18,6 +18,8 @@ from runtimes.node.handlers.store import HandlerStore
 from runtimes.node.message import Message
 from runtimes.node.models.served import NodeModels
 from runtimes.node.sandboxes import NodeSandboxes
+from runtimes.node.snapshots.messages import ABILITY
+from runtimes.node.snapshots.served import ServedSnapshots
 from runtimes.node.wire import COMPONENT
 
 logger = structlog.get_logger("node.requests")
@@ -39,6 +41,11 @@ class NodeWork(Protocol):
     @property
     def models(self) -> NodeModels | None:
         """The model services of this machine; None if it serves none."""
+        ...
+
+    @property
+    def snapshots(self) -> ServedSnapshots | None:
+        """The snapshots of this machine's trajectories; None if it keeps none."""
         ...
 
     async def prepare(self, function: FunctionSpec) -> None:
@@ -67,6 +74,18 @@ class NodeRequests:
         self._say = say
         self._handlers = handlers
         self._under_way: dict[int, asyncio.Task[None]] = {}
+        if work.snapshots is not None:
+            work.snapshots.on_change = say
+
+    @property
+    def able(self) -> tuple[str, ...]:
+        """Return what a gateway may ask beyond what every node answers."""
+        return () if self._work.snapshots is None else (ABILITY,)
+
+    def detach(self) -> None:
+        """There is no link."""
+        if self._work.snapshots is not None:
+            self._work.snapshots.detach()
 
     @property
     def tasks(self) -> Collection[asyncio.Task[None]]:
@@ -101,6 +120,9 @@ class NodeRequests:
             "choose": self._choose,
             "has_handler": self._has_handler,
         }
+        if self._work.snapshots is not None:
+            of_snapshots = {"snapshot": self._snapshot, "snapshots": self._snapshots, "drop_snapshot": self._drop}
+            verbs = {**verbs, **of_snapshots}
         if asked.verb not in verbs:
             raise Unsupported(f"this node knows no request {asked.verb!r}; upgrade it", component=COMPONENT)
         return await verbs[asked.verb](asked)
@@ -129,6 +151,21 @@ class NodeRequests:
 
     async def _has_handler(self, asked: wire.NodeRequest) -> bool:
         return await self._handlers.has(asked.name)
+
+    async def _snapshot(self, asked: wire.NodeRequest) -> bool:
+        assert self._work.snapshots is not None
+        await self._work.snapshots.take(asked.name, asked.body)
+        return True
+
+    async def _snapshots(self, asked: wire.NodeRequest) -> bool:
+        assert self._work.snapshots is not None
+        self._work.snapshots.tell()
+        return True
+
+    async def _drop(self, asked: wire.NodeRequest) -> bool:
+        assert self._work.snapshots is not None
+        await self._work.snapshots.drop(asked.name)
+        return True
 
     async def _replicate(self, asked: wire.NodeRequest) -> bool:
         if asked.chunk is None:

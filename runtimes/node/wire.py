@@ -23,10 +23,11 @@ from manager.errors import ActionFailed, CodedError, Reason, Unsupported
 from manager.function import FunctionSpec
 from manager.lease import Lease
 from manager.outcome import Outcome, State
-from runtimes.node.files.messages import FilesAsk, FilesEnded, FilesOpened, FilesPiece, FilesStop, FilesTaken
+from runtimes.node.files.messages import FILES_MESSAGES
 from runtimes.node.message import ErrorFacts, Message
 from runtimes.node.models.messages import ModelsChanged
 from runtimes.node.sessions.messages import SESSION_MESSAGES
+from runtimes.node.snapshots.messages import SnapshotsKept
 
 PROTOCOL = 1
 HEADER = struct.Struct(">IB")
@@ -72,6 +73,8 @@ class NodeHello(Message, kw_only=True):
     draining: bool = False
     #: The kinds of functions that it executes. Daemons of before it was said know these two.
     serves: tuple[str, ...] = ("exec", "pytest")
+    #: What else it knows to do, beyond what the first daemons did.
+    able: tuple[str, ...] = ()
 
 
 class NodeWelcome(Message, kw_only=True):
@@ -242,7 +245,8 @@ class NodeRequest(Message):
 
     number: int
     #: ``open``, ``end``, ``prepare``, ``replicate``, ``mark_lost``, ``choose``, ``has_handler`` (whether the files of
-    #: this digest are there: answered by ``done``), all in `runtimes.node.requests`.
+    #: this digest are there: answered by ``done``), all in `runtimes.node.requests`, and those of
+    #: `runtimes.node.snapshots.messages`.
     verb: str
     name: str = ""
     task: str = ""
@@ -311,14 +315,10 @@ KINDS: Mapping[int, type[Message]] = dict(
             DrainNode,
             NodeDraining,
             NodeGoodbye,
-            FilesAsk,
-            FilesOpened,
-            FilesPiece,
-            FilesTaken,
-            FilesEnded,
-            FilesStop,
+            *FILES_MESSAGES,
             ModelsChanged,
             *SESSION_MESSAGES,
+            SnapshotsKept,
         ),
         1,
     )

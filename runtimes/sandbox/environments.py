@@ -247,10 +247,11 @@ class Environments:
 
     # --- snapshots
 
-    async def snapshot(self, trajectory: str) -> SnapshotRecord:
+    async def snapshot(self, trajectory: str, *, id: str = "", spared: Collection[str] = ()) -> SnapshotRecord:
         """Keep the files of the trajectory's sandbox as they are now, for others to begin with.
 
-        Raises NotFound if it has none, and as `SnapshotStore.take` and `Sandbox.snapshot`. No command of it may run.
+        ``id`` and ``spared`` as for `SnapshotStore.take`. Raises NotFound if it has none, and as `SnapshotStore.take`
+        and `Sandbox.snapshot`. No command of it may run.
         """
         environment = self._environments.get(trajectory)
         if environment is None or environment.sandbox is None:
@@ -259,7 +260,8 @@ class Environments:
         # What the function itself has in its environment may be secrets, and is given to a fork anew.
         env = {} if environment.spec is None else chosen_env(environment.spec)
         spec, task = replace(sandbox.spec, env=env), sandbox.labels.get(TASK, "")
-        return await self.provider.snapshots.take(trajectory, task, spec, sandbox.snapshot)
+        taking = self.provider.snapshots.take(trajectory, task, spec, sandbox.snapshot, id=id, spared=spared)
+        return await taking
 
     def _snapshots_in_use(self) -> dict[str, str]:
         """Return the snapshots with which trajectories began, which they need again if their sandbox dies."""

@@ -30,6 +30,7 @@ BY_CODE: Mapping[str, int] = {
     "action_failed": 70,
     "method_not_allowed": 64,
     "trajectory_ended": 66,
+    "snapshot_lost": 71,
     "connection_failed": 69,
     "unreadable_answer": 69,
     "internal": INTERNAL,

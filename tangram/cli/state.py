@@ -198,13 +198,14 @@ def list_snapshots(client: Client, as_json: bool) -> None:
             each.snapshot,
             each.trajectory,
             each.task,
+            f"{each.node} (lost)" if each.lost else each.node,
             show_size(each.size_bytes),
             f"{each.made_at:%Y-%m-%d %H:%M:%S}",
             "yes" if each.in_use else "",
         )
         for each in found
     ]
-    show(table(("SNAPSHOT", "TRAJECTORY", "TASK", "SIZE", "TAKEN", "IN USE"), rows))
+    show(table(("SNAPSHOT", "TRAJECTORY", "TASK", "NODE", "SIZE", "TAKEN", "IN USE"), rows))
 
 
 @snapshots.command("remove")

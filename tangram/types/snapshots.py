@@ -23,13 +23,17 @@ class SnapshotInfo(Struct, frozen=True, kw_only=True):
     made_at: Instant
     used_at: Annotated[Instant, Meta(description="When a sandbox began with it last, or it was taken")]
     in_use: Annotated[bool, Meta(description="Whether a living trajectory began with it: then it is not removed")]
+    node: Annotated[str, Meta(description="The machine that has it; what begins with it begins there")] = ""
+    lost: Annotated[str | None, Meta(description="Why it cannot be had before its node is back, or null")] = None
 
 
 class SnapshotList(Struct, frozen=True, kw_only=True):
     """The snapshots, the oldest first."""
 
     snapshots: tuple[SnapshotInfo, ...]
-    count_max: Annotated[Count, Meta(description="Most of them; beyond it those used least recently are removed")]
+    count_max: Annotated[
+        Count, Meta(description="Most on the gateway's machine; beyond it those used least recently go")
+    ]
     total_max_bytes: Annotated[Count, Meta(description="Most bytes of all of them; likewise")]
 
 

@@ -80,3 +80,7 @@ class FilesStop(Message):
     """Nobody wants more of it, or there is no more to give; to the node, which says nothing of it any more."""
 
     transfer: int
+
+
+#: In the order of their kinds; what was released keeps its place.
+FILES_MESSAGES: tuple[type[Message], ...] = (FilesAsk, FilesOpened, FilesPiece, FilesTaken, FilesEnded, FilesStop)

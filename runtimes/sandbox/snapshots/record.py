@@ -36,6 +36,18 @@ class SnapshotSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSnapshotSettings:
+    """How many snapshots all nodes together keep; those of each are its own `sandbox.snapshots`."""
+
+    count_max: Annotated[
+        int, Setting("most snapshots on all nodes; beyond it those used least recently are removed", ge=1)
+    ] = 4096
+    total_max_bytes: Annotated[
+        int, Setting("most bytes of all of them on the nodes' disks; likewise", key="total_max", ge=1)
+    ] = 2**40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotRecord:
     """One snapshot."""
 

@@ -7,7 +7,7 @@ import secrets
 import shutil
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -50,10 +50,14 @@ class SnapshotStore:
         #: Being taken, and being removed.
         self._taking: set[str] = set()
         self._leaving: set[str] = set()
+        #: Being taken, and nobody wants them any more.
+        self._unwanted: set[str] = set()
         #: How many sandboxes are being made from each.
         self._held: Counter[str] = Counter()
         #: Tells which snapshots living trajectories began with, and one trajectory of each.
         self.users: Callable[[], Mapping[str, str]] = dict[str, str]
+        #: Called when one that could be used has come, was used or has gone.
+        self.on_change: Callable[[], None] = lambda: None
 
     @property
     def ids(self) -> set[str]:
@@ -81,44 +85,64 @@ class SnapshotStore:
             raise Unsupported(told, component=COMPONENT)
         return record
 
-    async def take(self, trajectory: str, task: str, spec: SandboxSpec, write: Write) -> SnapshotRecord:
+    async def take(
+        self, trajectory: str, task: str, spec: SandboxSpec, write: Write, *, id: str = "", spared: Collection[str] = ()
+    ) -> SnapshotRecord:
         """Take a snapshot with what ``write`` writes, and make room for it.
 
-        Raises CapacityExceeded if those in use leave no room, TooLarge if it alone is larger than all may be, and what
-        ``write`` raises.
+        ``id`` is its own if somebody else names it: then it is taken once, however often that is asked. Those in
+        ``spared`` are not removed to make room. Raises CapacityExceeded if those in use leave no room, TooLarge if it
+        alone is larger than all may be, Conflict if it was given up meanwhile, and what ``write`` raises.
         """
-        async with self._gate:
-            now_s, id = self._wall(), secrets.token_hex(6)
-            record = SnapshotRecord(
-                id=id,
-                trajectory=trajectory,
-                task=task,
-                provider=self._provider(),
-                spec=spec,
-                made_s=now_s,
-                used_s=now_s,
-            )
-            self._taking.add(id)
+        id = id or secrets.token_hex(6)
+        if (known := self._records.get(id)) is not None and known.ready:
+            return known
+        if known is not None and id not in self._taking:
+            await self._forget(id)  # half taken when an earlier life of this machine ended
+        self._taking.add(id)
+        try:
+            async with self._gate:
+                record = await self._take(id, trajectory, task, spec, write, spared)
+            if id in self._unwanted:
+                await self._forget(id)
+                raise Conflict(f"snapshot {id!r} was given up while it was taken", component=COMPONENT)
+            return record
+        finally:
+            self._taking.discard(id)
+            self._unwanted.discard(id)
+
+    async def _take(
+        self, id: str, trajectory: str, task: str, spec: SandboxSpec, write: Write, spared: Collection[str]
+    ) -> SnapshotRecord:
+        now_s = self._wall()
+        record = SnapshotRecord(
+            id=id,
+            trajectory=trajectory,
+            task=task,
+            provider=self._provider(),
+            spec=spec,
+            made_s=now_s,
+            used_s=now_s,
+        )
+        self._records[id] = record
+        try:
+            await self._make_room(spared)
+            await asyncio.to_thread(record.write, self._root)
+            size_bytes = await write(id, self._root / id, self.settings.total_max_bytes)
+            if size_bytes > self.settings.total_max_bytes:
+                raise self.too_large(size_bytes)
+            self._records[id] = replace(record, size_bytes=size_bytes)
+            await self._make_room(spared)
+            record = replace(record, size_bytes=size_bytes, ready=True)
+            await asyncio.to_thread(record.write, self._root)
             self._records[id] = record
-            try:
-                await self._make_room(id)
-                await asyncio.to_thread(record.write, self._root)
-                size_bytes = await write(id, self._root / id, self.settings.total_max_bytes)
-                if size_bytes > self.settings.total_max_bytes:
-                    raise self.too_large(size_bytes)
-                self._records[id] = replace(record, size_bytes=size_bytes)
-                await self._make_room(id)
-                record = replace(record, size_bytes=size_bytes, ready=True)
-                await asyncio.to_thread(record.write, self._root)
-                self._records[id] = record
-            except BaseException as error:
-                await asyncio.shield(self._forget(id))
-                if short := exhaustion(error, COMPONENT):
-                    raise short from None
-                raise
-            finally:
-                self._taking.discard(id)
+        except BaseException as error:
+            await asyncio.shield(self._forget(id))
+            if short := exhaustion(error, COMPONENT):
+                raise short from None
+            raise
         logger.info("snapshot taken", snapshot=id, trajectory=trajectory, size_bytes=record.size_bytes)
+        self.on_change()
         return record
 
     def too_large(self, size_bytes: int) -> TooLarge:
@@ -138,6 +162,7 @@ class SnapshotStore:
                 record = self._records[id] = replace(self._records[id], used_s=self._wall())
                 with suppress(OSError):
                     await asyncio.to_thread(record.write, self._root)
+                self.on_change()
         finally:
             self._held[id] -= 1
 
@@ -149,6 +174,22 @@ class SnapshotStore:
         if user := self.user(id):
             raise Conflict(f"snapshot {id!r} is in use by {user}: end that first", component=COMPONENT)
         await self._forget(id)
+
+    async def give_up(self, id: str) -> None:
+        """Let nothing begin with a snapshot any more, and remove it once nothing needs it; idempotent.
+
+        One that is being taken is removed as soon as it is taken.
+        """
+        record = self._records.get(id)
+        if id in self._taking:
+            self._unwanted.add(id)
+        elif record is not None and self.user(id):
+            self._records[id] = replace(record, ready=False)  # `prune` removes it, or that of the next life does
+            with suppress(OSError):
+                await asyncio.to_thread(self._records[id].write, self._root)
+            self.on_change()
+        elif record is not None:
+            await self._forget(id)
 
     async def prune(self) -> int:
         """Remove what was not used for too long, and what an earlier gateway left half taken; return how many."""
@@ -168,7 +209,7 @@ class SnapshotStore:
             logger.warning("a snapshot was removed by somebody else", snapshot=id)
             await self._forget(id)
 
-    async def _make_room(self, taken: str) -> None:
+    async def _make_room(self, spared: Collection[str]) -> None:
         """Remove what was used least recently until the others and the one that is being taken are within the bounds.
 
         Raises CapacityExceeded if what is in use leaves no room.
@@ -176,7 +217,7 @@ class SnapshotStore:
         for id in [each.id for each in sorted(self._records.values(), key=lambda each: each.used_s)]:
             if self._fits():
                 return
-            if id in self._records and id not in self._taking and not self.user(id):
+            if id in self._records and id not in self._taking and id not in spared and not self.user(id):
                 logger.info("snapshot removed, as it was used least recently", snapshot=id)
                 await self._forget(id)
         if not self._fits():
@@ -203,3 +244,5 @@ class SnapshotStore:
             self._records[id] = replace(record, ready=False)
         finally:
             self._leaving.discard(id)
+            if record.ready:
+                self.on_change()

@@ -82,7 +82,7 @@ class AsyncTrajectory:
     async def snapshot(self) -> SnapshotInfo:
         """Keep its files as they are when all that was asked of it before has ended, for others to begin with.
 
-        Raises ConflictError while files are on their way, UnsupportedError if it lives on another node.
+        Raises ConflictError while files are on their way, CapacityExceededError while its node is not reached.
         """
         self._living()
         return await self._client._send(snapshot_requests.take_snapshot(self.id))

@@ -16,6 +16,7 @@ from manager.lease import Lease
 from runtimes.local import LocalExecutor
 from runtimes.node.models.served import NodeModels
 from runtimes.node.sandboxes import NodeSandboxes
+from runtimes.node.snapshots.served import ServedSnapshots
 from runtimes.node.wire import TrajectoryFacts
 from runtimes.runtime import Execution, Result
 from runtimes.sandbox.command import claims_of
@@ -167,6 +168,7 @@ class MachineWork:
     executor: Executor
     sandboxes: NodeSandboxes
     models: NodeModels | None = None
+    snapshots: ServedSnapshots | None = None
     prepared: list[str] = field(default_factory=list)
 
     @classmethod

@@ -117,3 +117,65 @@ async def test_one_that_cannot_be_removed_is_tried_again_and_used_no_more(tmp_pa
     assert snapshots.all() == [] and snapshots.ids == {record.id}
     assert await snapshots.prune() == 1
     assert snapshots.ids == set() and entries(tmp_path) == []
+
+
+async def test_one_that_somebody_else_names_is_taken_once_and_those_spared_make_no_room(tmp_path: Path) -> None:
+    clock = TimeOfDay()
+    snapshots = store(tmp_path, clock, count_max=2)
+    changes: list[list[str]] = []
+    snapshots.on_change = lambda: changes.append([each.id for each in snapshots.all()])
+    first = await taken(snapshots)
+    clock.now_s += 1.0
+    written: list[str] = []
+
+    async def write(id: str, place: Path, limit_bytes: int) -> int:
+        written.append(id)
+        return 1
+
+    for _ in range(2):
+        record = await snapshots.take("t", "task", SPEC, write, id="0" * 12)
+        assert record.id == "0" * 12
+    assert written == ["0" * 12]
+    third = await snapshots.take("t", "task", SPEC, write, spared=[first.id])
+    assert {each.id for each in snapshots.all()} == {first.id, third.id} == set(entries(tmp_path))
+    assert changes[-1] == [first.id, third.id]
+    with pytest.raises(CapacityExceeded):
+        await snapshots.take("t", "task", SPEC, write, spared=[first.id, third.id])
+
+
+async def test_one_that_is_given_up_goes_when_nothing_needs_it_or_in_the_next_life(tmp_path: Path) -> None:
+    clock = TimeOfDay()
+    snapshots = store(tmp_path, clock)
+    free, needed = await taken(snapshots), await taken(snapshots)
+    snapshots.users = lambda: {needed.id: "living"}
+    for id in (free.id, needed.id, "f" * 12):
+        await snapshots.give_up(id)
+    assert snapshots.all() == [] and entries(tmp_path) == [needed.id]
+    with pytest.raises(NotFound):
+        snapshots.get(needed.id)
+    again = store(tmp_path, clock)
+    assert again.all() == [] and await again.prune() == 1
+    snapshots.users = dict
+    assert await snapshots.prune() == 1
+    assert entries(tmp_path) == []
+
+
+async def test_one_that_is_given_up_while_it_is_taken_is_none(tmp_path: Path) -> None:
+    snapshots = store(tmp_path, TimeOfDay(), at_once=1)
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    async def write(id: str, place: Path, limit_bytes: int) -> int:
+        begun.set()
+        await go_on.wait()
+        return 1
+
+    running = asyncio.create_task(snapshots.take("t", "task", SPEC, write, id="0" * 12))
+    waiting = asyncio.create_task(snapshots.take("t", "task", SPEC, write, id="1" * 12))
+    await begun.wait()
+    await snapshots.give_up("0" * 12)
+    await snapshots.give_up("1" * 12)
+    go_on.set()
+    for taking in (running, waiting):
+        with pytest.raises(Conflict, match="given up"):
+            await taking
+    assert snapshots.all() == [] and entries(tmp_path) == []

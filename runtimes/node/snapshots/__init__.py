@@ -1,0 +1,1 @@
+"""Snapshots of trajectories on nodes: taken and kept there, on record at the gateway."""
