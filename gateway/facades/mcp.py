@@ -47,7 +47,7 @@ from gateway.http.messages import JSON, read_body, record_headers
 from gateway.invocations.invocation import InvocationRequest, LiveInvocation
 from gateway.invocations.record import Record
 from gateway.services import Services
-from manager.errors import CodedError, TrajectoryHasEnded
+from manager.errors import CodedError, InvalidInput, TrajectoryHasEnded
 from manager.function import FunctionSpec
 from runtimes.kinds import input_schema, kind_of
 
@@ -56,8 +56,8 @@ CLIENT_S = 300.0
 SESSION, TRAJECTORY, VERSION = "mcp-session-id", "x-trajectory-id", "mcp-protocol-version"
 #: Of a schema's top level, which interfaces of models refuse there. What they say is checked all the same.
 COMBINED = frozenset({"oneOf", "anyOf", "allOf", "not", "if", "then", "else"})
-#: How an action ends that was not run, and may be sent again: an error, which no model is to see.
-NOT_RUN = frozenset({FaultKind.INPUT, FaultKind.BUSY})
+#: Where arguments stand in the path of what does not fit: a model's own mistake, which it is told (SEP-1303).
+ARGUMENTS = "$"
 
 
 class Mcp(Facade):
@@ -187,14 +187,19 @@ class Mcp(Facade):
             raise RpcRefused(INVALID_REQUEST, "tools/call needs Mcp-Session-Id (see initialize)", status=400)
         if session is not None and call.trajectory is None:
             call = replace(call, trajectory=session.name, living=session.begun)
-        record = await self._run(request, message, session, call)
+        try:
+            record = await self._run(request, message, session, call)
+        except InvalidInput as error:
+            if not str(error.detail.get("path", "")).startswith(ARGUMENTS):
+                raise
+            self.services.metrics.refused(self.name, error.code)
+            told = {"content": text_content([f"{function.name}: {error.code}: {error.message}"]), "isError": True}
+            return _tool_result(request, message, told)
         fault = fault_of_end(record)
-        if fault is not None and fault.kind in NOT_RUN:
+        if fault is not None and fault.kind is FaultKind.BUSY:
+            # It was not run, and may be sent again: an error, which no model is to see.
             return self._error(request, message, fault, fault.said(self.dialect).code)
-        result = _call_result(function, record, fault)
-        if _is_single(request):
-            result = single_result(result, cacheable=False)
-        return _result(message, result, record_headers(record))
+        return _tool_result(request, message, _call_result(function, record, fault), record_headers(record))
 
     async def _run(
         self, request: Request, message: RpcMessage, session: McpSession | None, call: InvocationRequest
@@ -303,6 +308,12 @@ def _text(function: FunctionSpec, value: object) -> str:
     ending = value.get("exit_code")
     shown.append(f"[signal {value.get('signal')}]" if ending is None else f"[exit code {ending}]")
     return "\n".join(text.removesuffix("\n") for text in shown if text)
+
+
+def _tool_result(
+    request: Request, message: RpcMessage, result: dict[str, object], headers: Mapping[str, str] | None = None
+) -> Response:
+    return _result(message, single_result(result, cacheable=False) if _is_single(request) else result, headers)
 
 
 def _told(fault: Fault) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""boto3, as it is on the registry, invokes functions here; its five tries run a call once."""
+"""boto3 and the AWS command line, as they are on the registry, invoke functions; five tries run a call once."""
 
 from __future__ import annotations
 
@@ -46,3 +46,18 @@ async def test_boto3_is_served_and_its_tries_join_one_invocation(
     assert told["events"] == 200, "with four places in the queue"
     assert told["slow"] == {"n": 1}
     assert len(slow) == 1
+
+
+async def test_the_aws_command_line_is_served(tmp_path: Path, client: Callable[[str], ClientEnvironment]) -> None:
+    async with doors(tmp_path / "gateway", {"lambda": {}}, step_of, auth="token", token="s3cret") as running:
+        address = f"http://127.0.0.1:{running.app.http_port}/lambda"
+        told = await client("awscli").run("aws_command", address, "s3cret", str(tmp_path))
+        await until(lambda: not running.app.invocations.living)
+    assert told["invoke"] == [0, 200, {"a": 1}]
+    assert told["failed"] == [0, "Unhandled"]
+    assert told["event"] == [0, 202]
+    assert told["missing"] == [255, True]
+    assert {"echo", "reward", "once"} <= set(told["functions"])
+    assert told["function"] == "Active"
+    refused, complaint = told["refused"]
+    assert refused and "/2015-03-31/functions/{name}/configuration" in complaint, "what is not served is told by name"

@@ -1,4 +1,4 @@
-"""The Python SDK of MCP, as it is on the registry, uses functions as tools in both eras of the protocol."""
+"""The Python SDK of MCP and LangChain's adapters, as they are on the registry, use functions as tools."""
 
 from __future__ import annotations
 
@@ -31,3 +31,20 @@ async def test_the_sdk_of_mcp_is_served_in_both_eras_and_leaves_nothing(
     assert told["client"] == ["2025-11-25", "kept\n"], "led to a session, in which its sandbox lives on"
     assert told["pinned"] == ["2026-07-28", "kept\n"]
     assert told["many"] == 1
+
+
+async def test_langchains_adapters_make_them_tools_of_their_own(
+    tmp_path: Path, client: Callable[[str], ClientEnvironment]
+) -> None:
+    tools = {"mcp": {"functions": ["shell", "echo"]}}
+    async with doors(tmp_path, tools, step_of, auth="token", token="s3cret") as running:
+        url = f"http://127.0.0.1:{running.app.http_port}/mcp"
+        told = await client("langchain").run("langchain_tools", url, "s3cret")
+        await until(lambda: not running.app.invocations.living)
+        left = {each["trajectory"] for each in running.app.engine.trajectories(50, None)["trajectories"]}
+    assert (told["tools"], told["asks"]) == (["echo", "shell"], "string")
+    assert told["kept"] == ["success", "kept\n[exit code 3]", 3]
+    assert (told["failed"], told["refused"]) == (["error", True], "error"), "the model reads both, and goes on"
+    assert told["apart"] == "", "a session for each call"
+    assert (told["pinned"], told["many"]) == ("kept\n", ["kept\n"])
+    assert left == {"pinned", *(f"t{number}" for number in range(8))}

@@ -164,9 +164,21 @@ async def test_a_call_that_was_not_run_is_an_error_which_no_model_is_to_see(door
     await talk.open()
     busy = (await talk.call("echo", {"reason": "quota"}))["error"]
     assert (busy["code"], busy["data"]["code"]) == (-32000, "quota")
-    odd = (await talk.call("typed", {"n": "x"}))["error"]
-    assert odd["code"] == -32602
-    assert "n" in odd["data"]["path"]
+
+
+async def test_arguments_that_do_not_fit_are_told_to_the_model_which_may_send_better_ones(
+    door: RunningGateway,
+) -> None:
+    talk = Talk(door)
+    await talk.open()
+    told = (await talk.call("typed", {"n": "x"}))["result"]
+    alone = (await single(door, "tools/call", {"name": "typed", "arguments": {"n": "x"}}, x_trajectory_id="t")).json()
+    assert alone["result"]["resultType"] == "complete"
+    for each in (told, alone["result"]):
+        assert each["isError"] is True
+        assert each["content"][0]["text"].startswith("typed: invalid_input: $.n: ")
+    assert not door.app.invocations.living
+    assert (await talk.call("typed", {"n": 1}))["result"]["isError"] is False
 
 
 @pytest.mark.parametrize(
