@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ async def test_the_sdk_of_mcp_is_served_in_both_eras_and_leaves_nothing(
 ) -> None:
     tools = {"mcp": {"functions": ["shell", "echo"]}}
     async with doors(tmp_path, tools, step_of, auth="token", token="s3cret") as running:
-        told = await client("mcp").run("mcp_sdk", f"http://127.0.0.1:{running.app.http_port}/mcp", "s3cret")
+        told = await client("mcp").run("tools/mcp_sdk", f"http://127.0.0.1:{running.app.http_port}/mcp", "s3cret")
         await until(lambda: not running.app.invocations.living)
         assert await running.app.engine.end_trajectory("pinned")
         assert running.app.engine.trajectories(10, None)["trajectories"] == []
@@ -39,12 +40,12 @@ async def test_langchains_adapters_make_them_tools_of_their_own(
     tools = {"mcp": {"functions": ["shell", "echo"]}}
     async with doors(tmp_path, tools, step_of, auth="token", token="s3cret") as running:
         url = f"http://127.0.0.1:{running.app.http_port}/mcp"
-        told = await client("langchain").run("langchain_tools", url, "s3cret")
+        told = await client("langchain").run("tools/langchain_tools", url, "s3cret")
         await until(lambda: not running.app.invocations.living)
-        left = {each["trajectory"] for each in running.app.engine.trajectories(50, None)["trajectories"]}
+        left: Any = running.app.engine.trajectories(50, None)["trajectories"]
     assert (told["tools"], told["asks"]) == (["echo", "shell"], "string")
     assert told["kept"] == ["success", "kept\n[exit code 3]", 3]
     assert (told["failed"], told["refused"]) == (["error", True], "error"), "the model reads both, and goes on"
     assert told["apart"] == "", "a session for each call"
     assert (told["pinned"], told["many"]) == ("kept\n", ["kept\n"])
-    assert left == {"pinned", *(f"t{number}" for number in range(8))}
+    assert {each["trajectory"] for each in left} == {"pinned", *(f"t{number}" for number in range(8))}

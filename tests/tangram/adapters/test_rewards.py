@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tangram import AsyncClient
-from tangram.adapters import CommandTimedOut, InfrastructureFailed, rewards, slime, trl, verl_reward
+from tangram.adapters import CommandTimedOut, InfrastructureFailed, areal, rewards, slime, trl, verl_reward
 from tangram.adapters.rewards import GatewayRewards, bare
 from tangram.testing import ScriptedCall, ScriptedFailure, ScriptedGateway, refusal
 
@@ -129,3 +129,25 @@ async def test_verl_awaits_a_score_and_fills_the_solution_in(scripted: ScriptedG
     assert await score("code", "x = 1", None, row) == 1.0
     assert scripted.calls[-1].input["tests"] == {"s.py": "# x = 1"}
     assert scripted.calls[-1].input["targets"] == ["a x = 1"]
+
+
+async def test_areal_awaits_a_reward_where_its_own_wrapper_stood(scripted: ScriptedGateway) -> None:
+    asked = areal.GatewayReward("judge", task="t")
+    assert await asked("p", "4", [1], [2], answer="4", index=7) == 1.0
+    assert scripted.calls[-1].input == {"prompt": "p", "response": "4", "label": "4"}
+    with pytest.raises(InfrastructureFailed, match="no reward"):
+        await asked("p", "silent", [1], [2], label="4")
+    told = areal.GatewayReward("judge", lambda prompt, text, row: {"response": text, "label": row["gold"]})
+    assert await told("p", "4", [1], [2], gold=5) == 0.0
+
+
+def test_areal_asks_from_a_process_of_its_wrapper_and_its_next_try_joins(
+    scripted: ScriptedGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match="TANGRAM_REWARD_FUNCTION"):
+        areal.reward("p", "4", [1], [2], solution="4")
+    monkeypatch.setenv("TANGRAM_REWARD_FUNCTION", "judge")
+    monkeypatch.setenv("TANGRAM_REWARD_FAILED_AS", '{"timeout": 0.25}')
+    assert [areal.reward("p", "4", [1], [2], solution="4") for _ in range(2)] == [1.0, 1.0]
+    assert areal.reward("p", "timeout", [1], [2]) == 0.25
+    assert [call.input["response"] for call in scripted.calls] == ["4", "timeout"], "two tries, one invocation"
