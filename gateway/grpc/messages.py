@@ -2,19 +2,47 @@
 
 from __future__ import annotations
 
+from typing import Any, TypeVar
+
+from google.protobuf.message import DecodeError
 from grpclib.const import Status
 from grpclib.exceptions import GRPCError
+from grpclib.server import Stream
 
 from gateway import wire
 from gateway.errors import face, reason_face
 from gateway.grpc.generated import tangram_pb2 as pb
-from gateway.invocations.invocation import InvocationRequest
+from gateway.invocations.invocation import InvocationRequest, LiveInvocation
 from gateway.invocations.record import Mode, Record
 from gateway.store.store import LogRow
 from manager.errors import CodedError, InvalidInput
 from tangram.types import ForkRequest, SnapshotInfo, StepExpectation, StepInfo, TrajectoryInfo, TrajectoryOpening
 from tangram.types.steps import StepPath
 from tangram.types.values import quantities
+
+Received = TypeVar("Received")
+
+
+async def read_message(stream: Stream[Received, Any]) -> Received | None:
+    """Return the next message, None after the last; raises InvalidInput for one that cannot be read."""
+    try:
+        return await stream.recv_message()
+    except DecodeError as error:
+        raise InvalidInput(f"the message cannot be read: {error}", component="grpc") from None
+
+
+async def read_request(stream: Stream[Received, Any]) -> Received:
+    """Return the first message of a call; raises InvalidInput when there is none, or none that can be read."""
+    message = await read_message(stream)
+    if message is None:
+        raise InvalidInput("the request holds no message", component="grpc")
+    return message
+
+
+async def tell_replay(stream: Stream[Any, Any], started: LiveInvocation, call: InvocationRequest) -> None:
+    """Say at once that a call with a known key ran nothing."""
+    if started.replays(call):
+        await stream.send_initial_metadata(metadata={"tangram-idempotent-replay": "true"})
 
 
 def read_opening(message: pb.OpenTrajectoryRequest) -> TrajectoryOpening:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
@@ -26,11 +27,13 @@ from manager.errors import CodedError, InvalidInput, TooLarge, Unsupported
 
 #: What a message may hold beside the body of an invocation.
 ENVELOPE_BYTES = 64 * 1024
-#: What precedes a message, and the first byte of that of a compressed one.
-PREFIX_BYTES, COMPRESSED = 5, b"\x01"
+#: The first byte of what precedes a compressed message.
+COMPRESSED = b"\x01"
 HEALTH = "/grpc.health.v1.Health/"
 #: The one method that changes the gateway for everybody.
 APPLY = "/tangram.v1.Gateway/ApplyConfig"
+#: The one method whose client and command may both be silent for as long as they like.
+SESSION = "/tangram.v1.Gateway/Session"
 
 
 class GrpcServer:
@@ -67,39 +70,42 @@ class GrpcServer:
             except CodedError as error:
                 self._services.metrics.refused("grpc", error.code)
                 raise status_error(error) from None
-        event.method_func = partial(_bounded, event.method_func, self._services)
+        lasting = event.method_name == SESSION
+        event.method_func = partial(_bounded, event.method_func, self._services, lasting)
 
 
-async def _bounded(method: Any, services: Services, stream: Stream[Any, Any]) -> None:
+async def _bounded(method: Any, services: Services, lasting: bool, stream: Stream[Any, Any]) -> None:
     """Refuse a message that is too large before any of it is read, that comes too slowly, or that nobody can read.
 
     grpclib has no such bounds. It reads five bytes that tell a message's form and length, and then so many through
     ``recv_data``: the one place where a message can be refused early is there, on the stream it keeps in ``_stream``.
-    Nor has it one for a peer that asks and does not read: ``send_data`` would wait for it as long as it likes.
+    Nor has it one for a peer that asks and does not read: ``send_data`` would wait for it as long as it likes. A
+    ``lasting`` call does: its next message may come at any time, and what it does not read holds back who writes it.
     """
     raw = stream._stream
     receive, send = raw.recv_data, raw.send_data
-    stall_s = services.logs.spec.stall_s
+    stall_s = None if lasting else services.logs.spec.stall_s
+    reads = 0
 
     async def recv_data(size: int) -> bytes:
+        nonlocal reads
+        reads += 1
+        if lasting and reads > 2 and reads % 2:  # between two messages
+            return _uncompressed(await _received(receive, size))
         if size > services.bounds.body_limit_bytes + ENVELOPE_BYTES:
             raise TooLarge(f"the message is larger than {services.bounds.body_limit_bytes} bytes", component="grpc")
         services.held.check(size)
         services.held.take(size)
         try:
             async with asyncio.timeout(services.bounds.body_timeout_s):
-                data = await receive(size)
+                data = await _received(receive, size)
         except TimeoutError:
             raise TooSlow(
                 f"the message took longer than {services.bounds.body_timeout_s:g} s", component="grpc"
             ) from None
-        except AssertionError:  # grpclib's word for a client that stopped in the middle
-            raise InvalidInput("the message broke off", component="grpc") from None
         finally:
             services.held.give(size)
-        if size == PREFIX_BYTES and data[:1] == COMPRESSED:
-            raise Unsupported("compressed messages are not read here: send them as they are", component="grpc")
-        return data
+        return _uncompressed(data) if reads % 2 else data
 
     async def send_data(data: bytes, end_stream: bool = False) -> None:
         try:
@@ -115,3 +121,18 @@ async def _bounded(method: Any, services: Services, stream: Stream[Any, Any]) ->
         await method(stream)
     except CodedError as error:
         raise status_error(error) from None
+
+
+async def _received(receive: Callable[[int], Awaitable[bytes]], size: int) -> bytes:
+    """Return so many bytes, or none after the last message; raises InvalidInput if a message broke off."""
+    try:
+        return await receive(size)
+    except AssertionError:  # grpclib's word for a client that stopped in the middle
+        raise InvalidInput("the message broke off", component="grpc") from None
+
+
+def _uncompressed(prefix: bytes) -> bytes:
+    """Return what precedes a message; raises Unsupported for that of a compressed one."""
+    if prefix[:1] == COMPRESSED:
+        raise Unsupported("compressed messages are not read here: send them as they are", component="grpc")
+    return prefix

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from traceback import clear_frames
-from typing import Any, TypeVar
+from typing import Any
 
 import structlog
-from google.protobuf.message import DecodeError
 from grpclib.const import Status
 from grpclib.exceptions import GRPCError
 from grpclib.server import Stream
@@ -25,14 +24,17 @@ from gateway.grpc.messages import (
     read_expectation,
     read_fork,
     read_opening,
+    read_request,
     read_step,
     seconds,
     snapshot_message,
     status_error,
     step_message,
+    tell_replay,
     trailers,
     trajectory_message,
 )
+from gateway.grpc.sessions import SessionCall
 from gateway.invocations.invocation import InvocationRequest, LiveInvocation
 from gateway.invocations.logs import PAGE_RECORDS
 from gateway.invocations.record import Mode, Record
@@ -40,9 +42,8 @@ from gateway.services import Services
 from gateway.snapshots import fork_trajectory, list_snapshots, take_snapshot
 from gateway.store.store import LogRow
 from gateway.trajectories import open_trajectory
-from manager.errors import CodedError, InvalidInput, NotFound, exhaustion
+from manager.errors import CodedError, NotFound, exhaustion
 
-Received = TypeVar("Received")
 #: Seconds that a cancel waits for the processes to be gone before it answers.
 CANCEL_WAIT_S = 5.0
 
@@ -59,7 +60,7 @@ class GatewayService(GatewayBase):
         async with self._answering(stream):
             call = await self._call(stream, Mode.SYNC)
             async with self._attended(call) as started:
-                await _tell_replay(stream, started, call)
+                await tell_replay(stream, started, call)
                 await self._invocations.wait(started)
             if started.refusal is not None:
                 raise started.refusal
@@ -76,7 +77,7 @@ class GatewayService(GatewayBase):
             call = await self._call(stream, Mode.STREAM)
             async with self._attended(call) as started:
                 record = started.record
-                await _tell_replay(stream, started, call)
+                await tell_replay(stream, started, call)
                 await stream.send_message(pb.InvokeEvent(accepted=self._shown(record)))
                 async for page in self._services.logs.follow(record.seq, 0):
                     for message in _page(page):
@@ -87,18 +88,18 @@ class GatewayService(GatewayBase):
         async with self._answering(stream):
             call = await self._call(stream, Mode.ASYNC)
             started = await self._invocations.invoke(call)
-            await _tell_replay(stream, started, call)
+            await tell_replay(stream, started, call)
             await stream.send_message(self._shown(started.record))
 
     async def Get(self, stream: Stream[pb.GetRequest, pb.Invocation]) -> None:  # noqa: N802
         async with self._answering(stream):
-            request = await _request(stream)
+            request = await read_request(stream)
             found = await self._invocations.get(request.id)
             await stream.send_message(self._shown(found.record))
 
     async def Wait(self, stream: Stream[pb.WaitRequest, pb.Invocation]) -> None:  # noqa: N802
         async with self._answering(stream):
-            request = await _request(stream)
+            request = await read_request(stream)
             found = await self._invocations.get(request.id)
             limit_s = self._services.bounds.wait_max_s
             await self._invocations.wait(found, min(limit_s, seconds(request.timeout_s, "timeout_s") or limit_s))
@@ -106,14 +107,14 @@ class GatewayService(GatewayBase):
 
     async def Cancel(self, stream: Stream[pb.CancelRequest, pb.Invocation]) -> None:  # noqa: N802
         async with self._answering(stream):
-            request = await _request(stream)
+            request = await read_request(stream)
             found = await self._invocations.cancel(request.id)
             await self._invocations.wait(found, CANCEL_WAIT_S)
             await stream.send_message(self._shown(found.record))
 
     async def TailLogs(self, stream: Stream[pb.TailLogsRequest, pb.LogRecord]) -> None:  # noqa: N802
         async with self._answering(stream):
-            request = await _request(stream)
+            request = await read_request(stream)
             record = (await self._invocations.get(request.id)).record
             position: int = request.offset
             async for page in self._pages(record.seq, position, request.follow):
@@ -127,7 +128,7 @@ class GatewayService(GatewayBase):
         self, stream: Stream[pb.ListFunctionsRequest, pb.ListFunctionsResponse]
     ) -> None:
         async with self._answering(stream):
-            await _request(stream)
+            await read_request(stream)
             known = self._services.functions
             functions = [
                 pb.Function(
@@ -145,13 +146,13 @@ class GatewayService(GatewayBase):
 
     async def ApplyConfig(self, stream: Stream[pb.ApplyConfigRequest, pb.ApplyConfigResponse]) -> None:  # noqa: N802
         async with self._answering(stream):
-            request = await _request(stream)
+            request = await read_request(stream)
             differences = await self._services.configure(request.document, request.dry_run, request.prune)
             await stream.send_message(pb.ApplyConfigResponse(json=wire.encode(differences)))
 
     async def OpenTrajectory(self, stream: Stream[pb.OpenTrajectoryRequest, pb.Trajectory]) -> None:  # noqa: N802
         async with self._answering(stream):
-            request = await _request(stream)
+            request = await read_request(stream)
             info = await open_trajectory(self._services, request.trajectory, read_opening(request))
             await stream.send_message(trajectory_message(info))
 
@@ -159,21 +160,21 @@ class GatewayService(GatewayBase):
         self, stream: Stream[pb.EndTrajectoryRequest, pb.EndTrajectoryResponse]
     ) -> None:
         async with self._answering(stream):
-            name = wire.name((await _request(stream)).trajectory, "trajectory")
+            name = wire.name((await read_request(stream)).trajectory, "trajectory")
             if not await self._services.engine.end_trajectory(name):
                 raise NotFound(f"no trajectory {name!r}")
             await stream.send_message(pb.EndTrajectoryResponse())
 
     async def TakeSnapshot(self, stream: Stream[pb.TakeSnapshotRequest, pb.Snapshot]) -> None:  # noqa: N802
         async with self._answering(stream):
-            taken = await take_snapshot(self._services, (await _request(stream)).trajectory)
+            taken = await take_snapshot(self._services, (await read_request(stream)).trajectory)
             await stream.send_message(snapshot_message(taken))
 
     async def ForkTrajectory(  # noqa: N802
         self, stream: Stream[pb.ForkTrajectoryRequest, pb.ForkTrajectoryResponse]
     ) -> None:
         async with self._answering(stream):
-            request = await _request(stream)
+            request = await read_request(stream)
             forked = await fork_trajectory(self._services, request.trajectory, read_fork(request))
             opened = [trajectory_message(each) for each in forked.trajectories]
             taken = snapshot_message(forked.snapshot)
@@ -183,7 +184,7 @@ class GatewayService(GatewayBase):
         self, stream: Stream[pb.ListSnapshotsRequest, pb.ListSnapshotsResponse]
     ) -> None:
         async with self._answering(stream):
-            await _request(stream)
+            await read_request(stream)
             found = [snapshot_message(each) for each in list_snapshots(self._services).snapshots]
             await stream.send_message(pb.ListSnapshotsResponse(snapshots=found))
 
@@ -191,27 +192,31 @@ class GatewayService(GatewayBase):
         self, stream: Stream[pb.RemoveSnapshotRequest, pb.RemoveSnapshotResponse]
     ) -> None:
         async with self._answering(stream):
-            await self._services.snapshots.remove((await _request(stream)).snapshot)
+            await self._services.snapshots.remove((await read_request(stream)).snapshot)
             await stream.send_message(pb.RemoveSnapshotResponse())
 
     async def TellStep(self, stream: Stream[pb.TellStepRequest, pb.Step]) -> None:  # noqa: N802
         async with self._answering(stream):
-            request = await _request(stream)
+            request = await read_request(stream)
             meant, told = read_step(request), read_expectation(request)
             step = await self._services.steps.tell(meant.task, meant.step, told.expected)
             await stream.send_message(step_message(step))
 
     async def ListSteps(self, stream: Stream[pb.ListStepsRequest, pb.ListStepsResponse]) -> None:  # noqa: N802
         async with self._answering(stream):
-            task = wire.name((await _request(stream)).task or "default", "task")
+            task = wire.name((await read_request(stream)).task or "default", "task")
             found = [step_message(each) for each in self._services.steps.of(task)]
             await stream.send_message(pb.ListStepsResponse(steps=found))
+
+    async def Session(self, stream: Stream[pb.SessionRequest, pb.SessionEvent]) -> None:  # noqa: N802
+        async with self._answering(stream):
+            await SessionCall(self._services, stream).serve()
 
     def _shown(self, record: Record) -> pb.Invocation:
         return invocation(self._invocations.shown(record))
 
     async def _call(self, stream: Stream[pb.InvokeRequest, Any], mode: Mode) -> InvocationRequest:
-        return read_call(await _request(stream), mode)
+        return read_call(await read_request(stream), mode)
 
     @asynccontextmanager
     async def _attended(self, call: InvocationRequest) -> AsyncIterator[LiveInvocation]:
@@ -251,23 +256,6 @@ class GatewayService(GatewayBase):
             self._log.exception("a call failed", error=str(error))
             self._services.metrics.refused("grpc", "internal")
             raise GRPCError(Status.INTERNAL, "internal: a fault of the gateway: its log tells more") from error
-
-
-async def _request(stream: Stream[Received, Any]) -> Received:
-    """The one message of a unary request; raises InvalidInput when there is none, or none that can be read."""
-    try:
-        message = await stream.recv_message()
-    except DecodeError as error:
-        raise InvalidInput(f"the message cannot be read: {error}", component="grpc") from None
-    if message is None:
-        raise InvalidInput("the request holds no message", component="grpc")
-    return message
-
-
-async def _tell_replay(stream: Stream[Any, Any], started: LiveInvocation, call: InvocationRequest) -> None:
-    """Say at once that a call with a known key ran nothing."""
-    if started.replays(call):
-        await stream.send_initial_metadata(metadata={"tangram-idempotent-replay": "true"})
 
 
 def _page(page: list[LogRow]) -> list[pb.LogRecord]:

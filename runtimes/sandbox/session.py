@@ -209,16 +209,16 @@ class InteractiveSession:
             return False
         return True
 
-    async def write(self, data: bytes, offset: int | None = None, *, end: bool = False) -> int:
+    async def write(self, data: bytes, offset: int | None = None, *, end: bool = False, patient: bool = False) -> int:
         """Pass on input that begins at ``offset`` (by default where it stands); return where it stands then.
 
         What it has already is passed over, so that input may be sent again. It stands earlier than the end of the data
-        if the command did not read for a while, and ``end`` is then left out. Raises Conflict if input before it is
-        missing, CapacityExceeded if the machine on which it runs is not reached for so long. What comes after the end
-        of the input, or of the command, is dropped.
+        if the command did not read for a while, and ``end`` is then left out; who is ``patient`` waits for as long as
+        the command lives. Raises Conflict if input before it is missing, CapacityExceeded if the machine on which it
+        runs is not reached for so long. What comes after the end of the input, or of the command, is dropped.
         """
         try:
-            async with asyncio.timeout(INPUT_PATIENCE_S), self._typing:
+            async with asyncio.timeout(None if patient else INPUT_PATIENCE_S), self._typing:
                 await self._opened.wait()
                 await self._feed(data, self.input_offset if offset is None else offset, end=end)
         except TimeoutError:

@@ -82,6 +82,10 @@ class GatewayBase(abc.ABC):
     async def ListSteps(self, stream: 'grpclib.server.Stream[gateway.grpc.generated.tangram_pb2.ListStepsRequest, gateway.grpc.generated.tangram_pb2.ListStepsResponse]') -> None:
         pass
 
+    @abc.abstractmethod
+    async def Session(self, stream: 'grpclib.server.Stream[gateway.grpc.generated.tangram_pb2.SessionRequest, gateway.grpc.generated.tangram_pb2.SessionEvent]') -> None:
+        pass
+
     def __mapping__(self) -> typing.Dict[str, grpclib.const.Handler]:
         return {
             '/tangram.v1.Gateway/Invoke': grpclib.const.Handler(
@@ -185,6 +189,12 @@ class GatewayBase(abc.ABC):
                 grpclib.const.Cardinality.UNARY_UNARY,
                 gateway.grpc.generated.tangram_pb2.ListStepsRequest,
                 gateway.grpc.generated.tangram_pb2.ListStepsResponse,
+            ),
+            '/tangram.v1.Gateway/Session': grpclib.const.Handler(
+                self.Session,
+                grpclib.const.Cardinality.STREAM_STREAM,
+                gateway.grpc.generated.tangram_pb2.SessionRequest,
+                gateway.grpc.generated.tangram_pb2.SessionEvent,
             ),
         }
 
@@ -293,4 +303,10 @@ class GatewayStub:
             '/tangram.v1.Gateway/ListSteps',
             gateway.grpc.generated.tangram_pb2.ListStepsRequest,
             gateway.grpc.generated.tangram_pb2.ListStepsResponse,
+        )
+        self.Session = grpclib.client.StreamStreamMethod(
+            channel,
+            '/tangram.v1.Gateway/Session',
+            gateway.grpc.generated.tangram_pb2.SessionRequest,
+            gateway.grpc.generated.tangram_pb2.SessionEvent,
         )

@@ -315,3 +315,154 @@ class ListStepsResponse(_message.Message):
     STEPS_FIELD_NUMBER: _ClassVar[int]
     steps: _containers.RepeatedCompositeFieldContainer[Step]
     def __init__(self, steps: _Optional[_Iterable[_Union[Step, _Mapping]]] = ...) -> None: ...
+
+class SessionRequest(_message.Message):
+    __slots__ = ("open", "attach", "input", "resize", "signal")
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    ATTACH_FIELD_NUMBER: _ClassVar[int]
+    INPUT_FIELD_NUMBER: _ClassVar[int]
+    RESIZE_FIELD_NUMBER: _ClassVar[int]
+    SIGNAL_FIELD_NUMBER: _ClassVar[int]
+    open: OpenSession
+    attach: AttachSession
+    input: SessionInput
+    resize: SessionTerminal
+    signal: str
+    def __init__(self, open: _Optional[_Union[OpenSession, _Mapping]] = ..., attach: _Optional[_Union[AttachSession, _Mapping]] = ..., input: _Optional[_Union[SessionInput, _Mapping]] = ..., resize: _Optional[_Union[SessionTerminal, _Mapping]] = ..., signal: _Optional[str] = ...) -> None: ...
+
+class OpenSession(_message.Message):
+    __slots__ = ("trajectory", "argv", "function", "cwd", "env", "user", "terminal", "task", "step", "parent", "idempotency_key", "timeout_s", "max_age_s", "traceparent", "tracestate", "living")
+    class EnvEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    TRAJECTORY_FIELD_NUMBER: _ClassVar[int]
+    ARGV_FIELD_NUMBER: _ClassVar[int]
+    FUNCTION_FIELD_NUMBER: _ClassVar[int]
+    CWD_FIELD_NUMBER: _ClassVar[int]
+    ENV_FIELD_NUMBER: _ClassVar[int]
+    USER_FIELD_NUMBER: _ClassVar[int]
+    TERMINAL_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    IDEMPOTENCY_KEY_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    MAX_AGE_S_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    TRACESTATE_FIELD_NUMBER: _ClassVar[int]
+    LIVING_FIELD_NUMBER: _ClassVar[int]
+    trajectory: str
+    argv: _containers.RepeatedScalarFieldContainer[str]
+    function: str
+    cwd: str
+    env: _containers.ScalarMap[str, str]
+    user: str
+    terminal: SessionTerminal
+    task: str
+    step: int
+    parent: str
+    idempotency_key: str
+    timeout_s: float
+    max_age_s: float
+    traceparent: str
+    tracestate: str
+    living: bool
+    def __init__(self, trajectory: _Optional[str] = ..., argv: _Optional[_Iterable[str]] = ..., function: _Optional[str] = ..., cwd: _Optional[str] = ..., env: _Optional[_Mapping[str, str]] = ..., user: _Optional[str] = ..., terminal: _Optional[_Union[SessionTerminal, _Mapping]] = ..., task: _Optional[str] = ..., step: _Optional[int] = ..., parent: _Optional[str] = ..., idempotency_key: _Optional[str] = ..., timeout_s: _Optional[float] = ..., max_age_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., living: _Optional[bool] = ...) -> None: ...
+
+class SessionTerminal(_message.Message):
+    __slots__ = ("rows", "columns")
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    rows: int
+    columns: int
+    def __init__(self, rows: _Optional[int] = ..., columns: _Optional[int] = ...) -> None: ...
+
+class AttachSession(_message.Message):
+    __slots__ = ("id", "offset")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    offset: int
+    def __init__(self, id: _Optional[str] = ..., offset: _Optional[int] = ...) -> None: ...
+
+class SessionInput(_message.Message):
+    __slots__ = ("data", "offset", "end")
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    offset: int
+    end: bool
+    def __init__(self, data: _Optional[bytes] = ..., offset: _Optional[int] = ..., end: _Optional[bool] = ...) -> None: ...
+
+class SessionEvent(_message.Message):
+    __slots__ = ("accepted", "attached", "output", "fed", "heartbeat", "detached", "ended")
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    ATTACHED_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    FED_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    DETACHED_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    accepted: Invocation
+    attached: SessionAttached
+    output: SessionOutput
+    fed: SessionFed
+    heartbeat: SessionHeartbeat
+    detached: SessionDetached
+    ended: SessionEnd
+    def __init__(self, accepted: _Optional[_Union[Invocation, _Mapping]] = ..., attached: _Optional[_Union[SessionAttached, _Mapping]] = ..., output: _Optional[_Union[SessionOutput, _Mapping]] = ..., fed: _Optional[_Union[SessionFed, _Mapping]] = ..., heartbeat: _Optional[_Union[SessionHeartbeat, _Mapping]] = ..., detached: _Optional[_Union[SessionDetached, _Mapping]] = ..., ended: _Optional[_Union[SessionEnd, _Mapping]] = ...) -> None: ...
+
+class SessionAttached(_message.Message):
+    __slots__ = ("offset", "input_offset")
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    INPUT_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    offset: int
+    input_offset: int
+    def __init__(self, offset: _Optional[int] = ..., input_offset: _Optional[int] = ...) -> None: ...
+
+class SessionOutput(_message.Message):
+    __slots__ = ("stream", "offset", "data")
+    STREAM_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    stream: str
+    offset: int
+    data: bytes
+    def __init__(self, stream: _Optional[str] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class SessionFed(_message.Message):
+    __slots__ = ("input_offset", "reads")
+    INPUT_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    READS_FIELD_NUMBER: _ClassVar[int]
+    input_offset: int
+    reads: bool
+    def __init__(self, input_offset: _Optional[int] = ..., reads: _Optional[bool] = ...) -> None: ...
+
+class SessionHeartbeat(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SessionDetached(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SessionEnd(_message.Message):
+    __slots__ = ("offset", "state", "reason", "message", "exit_code", "signal")
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    EXIT_CODE_FIELD_NUMBER: _ClassVar[int]
+    SIGNAL_FIELD_NUMBER: _ClassVar[int]
+    offset: int
+    state: str
+    reason: str
+    message: str
+    exit_code: int
+    signal: int
+    def __init__(self, offset: _Optional[int] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., exit_code: _Optional[int] = ..., signal: _Optional[int] = ...) -> None: ...

@@ -12,11 +12,10 @@ from starlette.types import Receive, Scope, Send
 from gateway import wire
 from gateway.http.stream import NDJSON
 from gateway.invocations.invocation import LiveInvocation
-from gateway.invocations.record import Record
+from gateway.sessions.opening import session_end
 from runtimes.sandbox.session import InteractiveSession
 from tangram.types import (
     SessionAttached,
-    SessionEnd,
     SessionOutput,
     SessionRecord,
     SessionSilence,
@@ -77,21 +76,6 @@ class SessionStream(Response):
                 if not page:
                     await _tell(send, SessionSilence(stream="heartbeat"))
         return session.ended
-
-
-def session_end(record: Record, offset: int) -> SessionEnd:
-    """Return how an ended invocation that was a session ended."""
-    result = {} if record.result is None else wire.loads_object(record.result)
-    exit_code, signal = result.get("exit_code"), result.get("signal")
-    return SessionEnd(
-        stream="eof",
-        offset=offset,
-        state=wire.state(record.state),
-        reason=wire.reason(record.reason),
-        message=record.message,
-        exit_code=exit_code if isinstance(exit_code, int) else None,
-        signal=signal if isinstance(signal, int) else None,
-    )
 
 
 async def _tell(send: Send, record: SessionRecord) -> None:

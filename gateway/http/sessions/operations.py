@@ -18,8 +18,8 @@ from gateway.http.trajectories import BYTES, TRAJECTORY_ID
 from gateway.invocations.invocation import LiveInvocation
 from gateway.invocations.record import Mode
 from gateway.services import Services
-from manager.errors import Conflict, InvalidInput
-from runtimes.sandbox.exec.runtime import terminal_of
+from gateway.sessions.opening import open_session, session_input, session_of
+from manager.errors import Conflict
 from runtimes.sandbox.session import InteractiveSession, TerminalSize
 from tangram.types import Invocation, SessionFed, SessionOpening, SessionRecord, SessionSteering
 from tangram.types.requests import CallHeaders, SessionReadQuery, SessionWriteQuery
@@ -36,16 +36,10 @@ class SessionOperations:
         """Begin a command in the trajectory's sandbox that somebody types to; it goes on without its caller."""
         trajectory = wire.name(request.path_params["id"], "trajectory")
         asked = wire.read(wire.loads_object(await read_body(request, self._services)), SessionOpening, "$")
-        if self._services.functions.get(asked.function).runtime != "exec":
-            told = f"$.function: {asked.function!r} is no exec function, and others have no sessions"
-            raise InvalidInput(told, component="http", detail={"path": "$.function"})
-        self._services.sessions.check()
-        given = _input(asked)
-        terminal_of(given)
-        call = read_call(read_headers(request, CallHeaders), asked.function, wire.dumps(given), Mode.SYNC)
+        given = session_input(self._services, asked)
+        call = read_call(read_headers(request, CallHeaders), asked.function, given, Mode.SYNC)
         call = replace(call, trajectory=trajectory, detached=True)
-        invocation = await self._invocations.invoke(call)
-        self._invocations.leave(invocation)
+        invocation = await open_session(self._services, call)
         shown = self._invocations.shown(invocation.record)
         return record_response(shown, 201, replayed=invocation.replays(call))
 
@@ -53,7 +47,7 @@ class SessionOperations:
         """Send what the session says, from a byte on, to its end; whoever was attached is detached."""
         asked = read_query(request, SessionReadQuery)
         invocation = await self._invocations.get(request.path_params["id"])
-        session = self._session(invocation)
+        session = session_of(self._services, invocation)
         return SessionStream(invocation, session, asked.offset, self._services.logs.spec.heartbeat_s)
 
     async def write(self, request: Request) -> Response:
@@ -75,19 +69,8 @@ class SessionOperations:
             await session.signal(asked.signal)
         return Response(status_code=204)
 
-    def _session(self, invocation: LiveInvocation) -> InteractiveSession | None:
-        """Return the session of an invocation, None if it has ended and is forgotten; raises Conflict if it is none."""
-        record = invocation.record
-        given = wire.loads_object(record.input or b"{}")
-        if "session" not in given or record.trajectory is None:
-            told = "it is no session: begin one by POST /v1/trajectories/{id}/sessions"
-            raise Conflict(told, component="http", invocation_id=record.id)
-        if record.terminal:
-            return self._services.sessions.get(record.id)
-        return self._services.sessions.living(record.id, terminal_of(given))
-
     def _living(self, invocation: LiveInvocation) -> InteractiveSession:
-        session = self._session(invocation)
+        session = session_of(self._services, invocation)
         if session is None or session.ended:
             raise Conflict("the session has ended", component="http", invocation_id=invocation.record.id)
         return session
@@ -153,16 +136,3 @@ class SessionOperations:
             answers={201: json_answer("It is accepted", Invocation, links("/id", "id", *next_ones))},
             problems=(404, 409, 410, 413, 422, 429),
         )
-
-
-def _input(asked: SessionOpening) -> dict[str, object]:
-    """Return the opening as the input of an exec function."""
-    given: dict[str, object] = {
-        "argv": list(asked.argv),
-        "cwd": asked.cwd,
-        "env": None if asked.env is None else dict(asked.env),
-        "user": asked.user,
-    }
-    terminal = asked.terminal
-    size = {} if terminal is None else {"terminal": True, "rows": terminal.rows, "columns": terminal.columns}
-    return {**{name: value for name, value in given.items() if value is not None}, "session": size}

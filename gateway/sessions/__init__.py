@@ -1,0 +1,1 @@
+"""Interactive sessions, as the doors share them."""
