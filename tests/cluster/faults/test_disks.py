@@ -1,0 +1,79 @@
+"""A node whose disk is full: what cannot begin says why, nothing else notices, and it serves again with room."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.conftest import MakeNode, StartGateway
+from tests.cluster.world import TALE, TOLD, begun
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cluster")]
+MountDisk = Callable[[Path], None]
+
+
+@pytest.fixture
+def mount_disk() -> Iterator[MountDisk]:
+    """Mounts a file system of a few megabytes at a new directory; skipped where that cannot be done."""
+    mounted: list[Path] = []
+
+    def mount(place: Path) -> None:
+        place.mkdir()
+        words = ["mount", "-t", "tmpfs", "-o", "size=8m", "none", str(place)]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
+        mounted.append(place)
+
+    yield mount
+    for place in mounted:
+        subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+def fill(place: Path) -> Path:
+    """Take the rest of the disk; return the file that does."""
+    filler = place / "filler"
+    with filler.open("wb", buffering=0) as file:
+        for size in (65536, 4096, 1):
+            try:
+                while True:
+                    file.write(b"x" * size)
+            except OSError as error:
+                assert error.errno == errno.ENOSPC
+    return filler
+
+
+def test_a_node_whose_disk_is_full_begins_nothing_says_why_and_serves_again_once_there_is_room(
+    mount_disk: MountDisk, start_gateway: StartGateway, make_node: MakeNode, tmp_path: Path
+) -> None:
+    gateway = start_gateway()
+    node = make_node(gateway, "n1")
+    mount_disk(tmp_path / "n1" / "state")
+    node.start()
+    gateway.until_state("n1", "ready")
+    assert gateway.ended(gateway.submit("there", "echo made > file", trajectory="idle"))["state"] == "succeeded"
+    mine = gateway.submit("there", TALE, trajectory="t")
+    begun(gateway, mine)
+    filler = fill(tmp_path / "n1" / "state")
+    late = gateway.ended(gateway.submit("there", "echo late", trajectory="fresh"))
+    assert (late["state"], late["reason"], late["node"]) == ("failed", "environment_lost", "n1"), late
+    assert "No space left" in late["message"] and late["retry_after_s"], late
+    here = gateway.ended(gateway.submit("again", "echo here"))
+    assert (here["state"], here["node"]) == ("succeeded", "local"), "what needs no such node goes on"
+    found = gateway.ended(mine)
+    assert (found["state"], found["attempt"]) == ("succeeded", 1), "what had begun goes on"
+    assert found["result"]["stdout"] == TOLD
+    assert (gateway.has("n1").state, gateway.has("n1").losses) == ("ready", 0)
+    filler.unlink()
+    for trajectory, command, told in (
+        ("idle", "cat file", "made\n"),
+        ("t", "cat runs", "run\n"),
+        ("fresh", "echo a", "a\n"),
+    ):
+        after = gateway.ended(gateway.submit("there", command, trajectory=trajectory))
+        assert (after["state"], after["node"], after["result"]["stdout"]) == ("succeeded", "n1", told), after
+        assert gateway.said(after["id"]) == told
