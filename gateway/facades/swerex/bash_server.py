@@ -103,8 +103,16 @@ class Said:
 
     def take(self) -> str:
         """Return all of it, which is then told."""
-        note = "\n[%d characters are left out here]\n" % self.left_out if self.left_out else ""
-        text = "".join(self.first) + note + "".join(self.last) + self.tail
+        first, last = "".join(self.first), "".join(self.last) + self.tail
+        text = first + last
+        if self.left_out or len(text) > self.limit:
+            # A part may be as long as all that bash said at once. The note takes at most 60 characters.
+            half = max(0, self.limit - 60) // 2
+            if not self.left_out:
+                first = last = text
+            first, last = first[:half], last[max(0, len(last) - half) :]
+            out = self.left_out + len(text) - len(first) - len(last)
+            text = first + "\n[%d characters are left out here]\n" % out + last
         self.first, self.sizes, self.tail, self.left_out = [], [0, 0], "", 0
         self.last.clear()
         return text
