@@ -203,19 +203,17 @@ class Action:
     attempt: int = 1
     #: The minimum of its cost, which the scheduler asks for again and again.
     demand: Demand = field(init=False, repr=False)
+    #: The kind whose policy chooses its units: the key, else the first of the cost; empty if it has none.
+    chooser: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "demand", demand_of(self.cost))  # frozen from here on
+        object.__setattr__(self, "chooser", self.key if self.key is not None else next(iter(self.cost), ""))
 
     @property
     def units(self) -> UnitSet | None:
         """Return the unit set of the key resource, or of a rigid action's first resource (docs/SCHEDULING.md R2)."""
         return self.cost.get(self.chooser)
-
-    @property
-    def chooser(self) -> str:
-        """Return the kind whose policy chooses its units: the key, else the first of the cost; empty if it has none."""
-        return self.key if self.key is not None else next(iter(self.cost), "")
 
     def malleable_in(self, kind: str) -> bool:
         """Return whether its units of ``kind`` may change while it runs."""

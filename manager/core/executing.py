@@ -65,18 +65,14 @@ class HeldView(RunningView):
     _running: Running
 
     def __init__(self, executing: Executing, running: Running, pool: Pool) -> None:
-        grants = running.lease.grants.values()
-        values = {
-            "_executing": executing,
-            "_pool": pool,
-            "_running": running,
-            "action": running.action,
-            "started_s": running.started_s,
-            "chunk": pool.chunk_of(running.id) if isinstance(pool, PlacedPool) else None,
-            "workers": max((grant.workers for grant in grants if grant.pool == pool.name), default=0),
-        }
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+        put = object.__setattr__  # what policies see is frozen
+        put(self, "_executing", executing)
+        put(self, "_pool", pool)
+        put(self, "_running", running)
+        put(self, "action", running.action)
+        put(self, "started_s", running.started_s)
+        put(self, "chunk", pool.chunk_of(running.id))
+        put(self, "workers", running.lease.grants[pool.kind].workers)
 
     @property
     def units(self) -> int:
@@ -276,10 +272,7 @@ class Executing:
     def view(self, pool: Pool, now_s: float) -> RunningSet:
         """Return the running actions of a pool, as its policy sees them until the next call."""
         self.viewed_s = now_s
-        views = self._views.get(pool.name)
-        if views is None:
-            views = self._views[pool.name] = RunningSet(pool.kind)
-        return views
+        return self._view_of(pool)
 
     def check(self) -> None:
         """Assert that pools hold units for running actions and batches only."""
@@ -313,7 +306,13 @@ class Executing:
     def _hold(self, pool: Pool, running: Running) -> None:
         """Note who holds units of a pool from now on."""
         self._holders[pool.name][running.id] = running
-        self.view(pool, self.viewed_s).add(running.id, HeldView(self, running, pool))
+        self._view_of(pool).add(running.id, HeldView(self, running, pool))
+
+    def _view_of(self, pool: Pool) -> RunningSet:
+        views = self._views.get(pool.name)
+        if views is None:
+            views = self._views[pool.name] = RunningSet(pool.kind)
+        return views
 
     def _enter(self, waiting: Waiting, lease: Lease, started_s: float) -> Running:
         assert waiting.id not in self._running, f"{waiting.id} runs already"
@@ -381,7 +380,7 @@ class Executing:
 
     def _observe(self, pool: Pool, now_s: float) -> None:
         total = pool.total
-        self.load(pool.name).observe(now_s, pool.used / total if total else 0.0)
+        self._loads[pool.name].observe(now_s, (total - pool.idle) / total if total else 0.0)
 
     def _pool(self, kind: str, node: str) -> Pool:
         pool = self._resources.find(kind, node)

@@ -17,7 +17,7 @@ from manager.core.state import SchedulerState
 from manager.core.waiting.queue import Key, QueueGroup, Waiting
 from manager.resources.nodes import Nodes
 from manager.resources.placed import PlacedPool
-from manager.resources.pool import Pool, PoolRequest
+from manager.resources.pool import Headroom, Pool, PoolRequest
 from manager.scheduler.drawn import Drawn
 from manager.scheduler.policy import ChunkView, CrowdView, Decision, PoolView, Start, WaitingView
 
@@ -66,6 +66,8 @@ class PoolDispatch:
         self._look_again = look_again
         self._dispatcher = dispatcher
         self._pool = pool
+        #: The pool, if it has places.
+        self._placed = pool if isinstance(pool, PlacedPool) else None
         self._candidates = {candidate.waiting.id: candidate for candidate in candidates}
         self._selection = selection
         #: Those that the pool could serve.
@@ -134,11 +136,11 @@ class PoolDispatch:
             backlog=sum(self._share(group) for group in self._groups),
             eligible=self._show_eligible(),
             rigid=None if state.spec.strict else Drawn(self._show_rigid),
-            crowd=None if state.spec.strict or isinstance(pool, PlacedPool) else self._show_crowd(),
+            crowd=None if state.spec.strict or self._placed is not None else self._show_crowd(),
             turns=None if state.spec.strict else self._show_turns(),
             arrival_rate=load.arrivals.at(now_s),
             utilisation=load.utilisation(now_s),
-            chunks=self._show_chunks(pool) if isinstance(pool, PlacedPool) else None,
+            chunks=None if self._placed is None else self._show_chunks(self._placed),
             worker_cost_s=state.option(pool.kind, "worker_cost_s", 0.0),
         )
 
@@ -259,7 +261,8 @@ class PoolDispatch:
             running = holders.get(resize.action_id)
             if running is None or not running.action.malleable_in(kind):
                 raise BrokenPromise(f"{resize} names no running action that is malleable here")
-            _require(resize.units in running.action.cost[kind], resize, "is not in the unit set")
+            if resize.units not in running.action.cost[kind]:
+                raise BrokenPromise(f"{resize} is not in the unit set")
             balance -= resize.units - pool.held[running.id]
             if resize.units < pool.held[running.id]:
                 self._dispatcher.resize(running, kind, resize.units)
@@ -270,7 +273,8 @@ class PoolDispatch:
             self._reconsider(balance)
         for running, units in grows:
             held = pool.held[running.id]
-            _require(units - held <= pool.free, decision, f"grows {running.id} beyond what is free")
+            if units - held > pool.free:
+                raise BrokenPromise(f"{decision} grows {running.id} beyond what is free")
             room = self._state.cap_room(running, kind)
             allowed = units if room is None else running.action.cost[kind].at_most(min(units, held + room))
             if allowed is not None and allowed > held:
@@ -284,22 +288,26 @@ class PoolDispatch:
         """
         started = False
         others = []
+        kept = self._kept(self._pool)
         for start in starts:
             candidate = self._candidates.pop(start.action_id, None)
             if candidate is None:
                 others.append(start)
                 continue
-            _require(start.units in candidate.choice, start, "is not in the unit set")
-            start = _within_cap(start, candidate)
-            within = balance > self._free or start.units <= self._limit(candidate, self._free + self._reserved)
-            _require(within, start, "is above its limit")
-            if isinstance(self._pool, PlacedPool) and start.units > balance + self._reserved:
+            if start.units not in candidate.choice:
+                raise BrokenPromise(f"{start} is not in the unit set")
+            if candidate.cap is not None:
+                start = _within_cap(start, candidate, candidate.cap)
+            if balance <= self._free and start.units > self._limit(candidate, self._free + self._reserved):
+                raise BrokenPromise(f"{start} is above its limit")
+            if self._placed is not None and start.units > balance + self._reserved:
                 # A free place of that size is in sight, but some of its devices are promised to others by count.
                 self._missed.append(candidate)
                 continue
             balance -= start.units
-            _require(balance >= -self._reserved, start, f"is beyond the {self._free} units to share")
-            if self._start(candidate.waiting, candidate.option, start, kept=self._kept(self._pool)):
+            if balance < -self._reserved:
+                raise BrokenPromise(f"{start} is beyond the {self._free} units to share")
+            if self._start(candidate.waiting, candidate.option, start, kept=kept):
                 started = True
             else:
                 self._missed.append(candidate)
@@ -307,7 +315,8 @@ class PoolDispatch:
             waiting = self._eligible.get(start.action_id)
             if waiting is None:
                 raise BrokenPromise(f"{start} names neither a candidate nor an eligible action")
-            _require(start.units in _unit_set(waiting.action), start, "is not in the unit set")
+            if start.units not in _unit_set(waiting.action):
+                raise BrokenPromise(f"{start} is not in the unit set")
             option = None if waiting.group is None else self._place(waiting.group)
             if option is not None:
                 started |= self._start(waiting, option, start)
@@ -320,7 +329,7 @@ class PoolDispatch:
         fit here, if the policy was shown less than there is (a reservation of somebody behind, a narrower start).
         If the pool has places, others may find that the shape that they need was left free.
         """
-        if isinstance(self._pool, PlacedPool):
+        if self._placed is not None:
             self._look_again(group for group in self._groups if group.live)
         beaten = [one for one in self._candidates.values() if one.choice.minimum > balance]
         for candidate in (*beaten, *self._missed):
@@ -350,9 +359,9 @@ class PoolDispatch:
         """
         if waiting.group is None:
             return False
-        if isinstance(self._pool, PlacedPool) and start.chunk is not None and option.node:
+        if self._placed is not None and start.chunk is not None and option.node:
             # It needs something else of a node as well: that of the chunk, if it may be there.
-            option = self._selection.options[waiting.group].get(self._pool.node_of(start.chunk), option)
+            option = self._selection.options[waiting.group].get(self._placed.node_of(start.chunk), option)
         room = self._state.cap_room(waiting, self._pool.kind)
         allowed = start.units if room is None else _unit_set(waiting.action).at_most(min(start.units, room))
         if allowed is None:
@@ -372,13 +381,13 @@ class PoolDispatch:
             return False
         self._dispatcher.start(waiting, option.node, requests, workers=start.workers)
         for pool, _ in requests:
-            if isinstance(pool, PlacedPool) and pool is not self._pool:  # it may have left others the place they need
+            if pool is not self._pool and isinstance(pool, PlacedPool):  # it may have left others the place they need
                 self._look_again(group for group in self._state.groups_at(pool) if group.live)
         return True
 
     def _shaped(self, waiting: Waiting, option: StartOption, units: int, start: Start, kept: Sequence[Chunk]) -> int:
         """Return the widest count up to ``units`` that has a place, if the pool has places and none was named."""
-        if not isinstance(self._pool, PlacedPool) or start.chunk is not None:
+        if self._placed is None or start.chunk is not None:
             return units
         counts = [count for count in _unit_set(waiting.action) if count <= units]
         for count in reversed(counts):
@@ -393,17 +402,9 @@ class PoolDispatch:
         return f"policy {policy} failed on {pool.name} at {state.now_s:.6f}: {error}; fixed decides in its place"
 
 
-def _require(holds: bool, wish: object, broken: str) -> None:
-    """Raise BrokenPromise unless a promise of the policy holds."""
-    if not holds:
-        raise BrokenPromise(f"{wish} {broken}")
-
-
-def _within_cap(start: Start, candidate: Candidate) -> Start:
+def _within_cap(start: Start, candidate: Candidate, cap: Headroom) -> Start:
     """Return a start with no more units than the cap of the action's task leaves beside those promised to others."""
-    if candidate.cap is None:
-        return start
-    most = candidate.choice.at_most(candidate.choice.minimum + candidate.cap.free)
+    most = candidate.choice.at_most(candidate.choice.minimum + cap.free)
     assert most is not None, f"{candidate.waiting.id} was promised its minimum"
     return start if start.units <= most else replace(start, units=most)
 

@@ -127,14 +127,14 @@ class Pool(ABC):
         """Whether ``units`` could ever be granted, were nothing else held."""
         return units <= self.total
 
+    def chunk_of(self, holder: str) -> Chunk | None:
+        """Return the place of a holder's units, in the pool's indices; None where units have no places."""
+        return None
+
     @property
     def held(self) -> Mapping[str, int]:
         """Units by holder."""
         return self._held
-
-    @property
-    def used(self) -> int:
-        return self.total - self.idle
 
     def check(self) -> None:
         """Assert what always holds."""
