@@ -16,7 +16,7 @@ and a task that serves its short ones first would stand before all others for ev
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import repeat
@@ -117,11 +117,11 @@ class FairShare:
     def __init__(self, instantaneous: frozenset[str]) -> None:
         #: Kinds that are consumed at the start whatever the duration: quotas.
         self._instantaneous = instantaneous
-        self._clocks: dict[str, _Clock] = {}
+        self._clocks = defaultdict[str, _Clock](_Clock)
         #: Stamps of the actions that wait.
         self._waiting: dict[str, float] = {}
-        #: What each of them was charged, over the weight.
-        self._charges: dict[str, float] = {}
+        #: The turns that each of them has one of, and what it was charged, over the weight.
+        self._charges: dict[str, tuple[TaskTurns, float]] = {}
         #: Actions that are charged what was guessed, until what they used is known: no children, no second attempts.
         self._guessed: set[str] = set()
         self._turns: dict[TaskDemand, TaskTurns] = {}
@@ -136,21 +136,25 @@ class FairShare:
 
     def stamp(self, action: Action, weight: float) -> float:
         """Return the virtual start time of a new action, and charge its task for it."""
-        stamp = 0.0
-        flows = []
+        waiting, stamp, most = self._waiting, 0.0, 0.0
+        shares = []
         for kind, _ in action.demand:
-            flow = self._flow(action.task, kind)
-            flows.append((flow, self.charge(action, kind)))
-            stamp = max(stamp, self._clock(kind).now(self._waiting), flow.finish, flow.last_stamp(self._waiting))
-        for flow, charge in flows:
+            flow, clock = self._flow(action.task, kind), self._clocks[kind]
+            shares.append((flow, clock, self.charge(action, kind) / weight))
+            stamp = max(stamp, clock.now(waiting), flow.finish, flow.last_stamp(waiting))
+        waiting[action.id] = stamp
+        for flow, clock, charge in shares:
             flow.stamps.append((stamp, action.id))
-            flow.finish = stamp + charge / weight
-        self._waiting[action.id] = stamp
+            flow.finish = stamp + charge
+            clock.add(stamp, action.id)
+            most = max(most, charge)
         self._guessed.add(action.id)
-        charge = self._charges[action.id] = max((charge for _, charge in flows), default=0.0) / weight
-        self._turns.setdefault(_demand_of(action), TaskTurns()).add(stamp, charge)
-        for kind, _ in action.demand:
-            self._clock(kind).add(stamp, action.id)
+        demand = _demand_of(action)
+        turns = self._turns.get(demand)
+        if turns is None:
+            turns = self._turns[demand] = TaskTurns()
+        turns.add(stamp, most)
+        self._charges[action.id] = turns, most
         return stamp
 
     def starts(self, action: Action) -> None:
@@ -158,12 +162,15 @@ class FairShare:
         stamp = self._waiting.pop(action.id, None)
         if stamp is None:
             return
-        demand, charge = _demand_of(action), self._charges.pop(action.id)
-        self._turns[demand].start(charge)
-        self._forget_turns(demand)
-        for flow in self._flows_of(action):
-            flow.started = max(flow.started, stamp)
-            flow.last_stamp(self._waiting)
+        turns, charge = self._charges.pop(action.id)
+        turns.start(charge)
+        if not turns:
+            del self._turns[_demand_of(action)]
+        for kind, _ in action.demand:
+            flow = self._flows.get((action.task, kind))
+            if flow is not None:
+                flow.started = max(flow.started, stamp)
+                flow.last_stamp(self._waiting)
 
     def leaves(self, action: Action, weight: float) -> None:
         """Note that an action ended without a start: it gives up the last turn of its task, which owes nothing for it.
@@ -172,35 +179,21 @@ class FairShare:
         """
         if self._waiting.pop(action.id, None) is None:
             return
-        demand = _demand_of(action)
-        del self._charges[action.id]
+        turns, _ = self._charges.pop(action.id)
+        turns.leave()
+        if not turns:
+            del self._turns[_demand_of(action)]
         self._guessed.discard(action.id)
-        self._turns[demand].leave()
-        self._forget_turns(demand)
-        for kind in demand[1]:
+        for kind, _ in action.demand:
             flow = self._flows.get((action.task, kind))
             if flow is not None:
                 flow.finish -= self.charge(action, kind) / weight
                 flow.last_stamp(self._waiting)
 
-    def _forget_turns(self, demand: TaskDemand) -> None:
-        if not self._turns[demand]:
-            del self._turns[demand]
-
-    def _flows_of(self, action: Action) -> Iterator[_Flow]:
-        found = (self._flows.get((action.task, kind)) for kind, _ in action.demand)
-        return (flow for flow in found if flow is not None)
-
     def turns(self, demands: Iterable[TaskDemand]) -> Iterator[str]:
         """Yield the task of each turn to come, in order, of what waits with these demands."""
         stamps = (zip(self._turns.get(demand, ()), repeat(demand[0])) for demand in demands)
         return (task for _, task in heapq.merge(*stamps))
-
-    def _clock(self, kind: str) -> _Clock:
-        clock = self._clocks.get(kind)
-        if clock is None:
-            clock = self._clocks[kind] = _Clock()
-        return clock
 
     def correct(self, action: Action, weight: float, used: Mapping[str, float]) -> None:
         """Charge what was really used, in unit-seconds by kind, instead of what was guessed, if anything was.
@@ -214,7 +207,7 @@ class FairShare:
             if flow is None:
                 continue
             if not guessed:
-                flow.finish = max(flow.finish, self._clock(kind).now(self._waiting)) + amount / weight
+                flow.finish = max(flow.finish, self._clocks[kind].now(self._waiting)) + amount / weight
             elif kind not in self._instantaneous:
                 flow.finish += (amount - self.charge(action, kind)) / weight
 
