@@ -15,7 +15,7 @@ and the number of groups, not with the length of the queue.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from manager.action import ANYWHERE, UnitSet
@@ -68,11 +68,11 @@ class StartOption:
         return any(headroom.rivals > 0 and headroom.free > 0 for headroom, _ in self.headrooms)
 
     @property
-    def spare(self) -> tuple[int, int]:
-        """Return how much would be left: the measure by which an unpinned action chooses its node."""
+    def shortage(self) -> tuple[int, int]:
+        """Return how little is left, as negative numbers: what is least is where an unpinned action goes."""
         free = [headroom.free for headroom, _ in self.headrooms]
         memory_bytes = free.pop() if self.memory_bytes else 0
-        return min(free, default=0), memory_bytes
+        return -min(free, default=0), -memory_bytes
 
 
 class RoomiestFirst:
@@ -83,32 +83,27 @@ class RoomiestFirst:
     """
 
     def __init__(self, options: Iterable[StartOption]) -> None:
-        self._heap = [(_shortage(option), number, option) for number, option in enumerate(options)]
+        self._heap = [(option.shortage, number, option) for number, option in enumerate(options)]
         heapq.heapify(self._heap)
 
-    def first(self, allowed: Callable[[StartOption], bool]) -> StartOption | None:
-        """Return the first that fits and is allowed; None if there is none."""
+    def first(self, allowed: Callable[[StartOption], bool] | None = None) -> StartOption | None:
+        """Return the first that fits and, if it is asked, is ``allowed``; None if there is none."""
         heap = self._heap
         passed_over = []
         found = None
         while heap and found is None:
-            shortage, number, option = heap[0]
+            known, number, option = heap[0]
             if not option.fits():
                 heapq.heappop(heap)
-            elif shortage != _shortage(option):
-                heapq.heapreplace(heap, (_shortage(option), number, option))
-            elif allowed(option):
+            elif len(heap) > 1 and known != (shortage := option.shortage):
+                heapq.heapreplace(heap, (shortage, number, option))
+            elif allowed is None or allowed(option):
                 found = option
             else:
                 passed_over.append(heapq.heappop(heap))
         for each in passed_over:
             heapq.heappush(heap, each)
         return found
-
-
-def _shortage(option: StartOption) -> tuple[int, int]:
-    units, memory_bytes = option.spare
-    return -units, -memory_bytes
 
 
 @dataclass(slots=True)
@@ -141,6 +136,21 @@ class CandidateSelection:
     capped: set[QueueGroup] = field(default_factory=set)
 
 
+@dataclass(slots=True, eq=False)
+class _Contender:
+    """One group in a walk, with what its actions have in common."""
+
+    group: QueueGroup
+    #: Those that were not considered yet, in order of service.
+    rest: Iterator[tuple[Key, int, Waiting]]
+    options: Collection[StartOption]
+    roomiest: RoomiestFirst
+    #: What is left of the caps that hold for each, with what it takes of them.
+    caps: Sequence[tuple[Headroom, int]]
+    #: Whether nothing more of it can start.
+    beaten: bool = False
+
+
 class Selector:
     """One walk over some groups."""
 
@@ -167,49 +177,50 @@ class Selector:
         #: By node, what those later actions may still take.
         self._kept: dict[str, Headroom] = {}
         self._found = CandidateSelection()
-        #: Groups of which nothing more can start.
-        self._beaten: set[QueueGroup] = set()
-        self._roomiest: dict[QueueGroup, RoomiestFirst] = {}
 
     def walk(self, groups: Iterable[QueueGroup]) -> CandidateSelection:
         """Return the candidates in order of service."""
-        heap: list[tuple[Key, int, Waiting, Iterator[Waiting], QueueGroup]] = []
+        heap: list[tuple[Key, int, Waiting, _Contender]] = []
         for group in groups:
-            options = self._found.options[group] = self._options(group)
-            for option in options.values():
-                option.compete(1)
-            rest = iter(group)
-            first = next(rest, None)
+            contender = self._contender(group)
+            first = next(contender.rest, None)
             if first is not None:
-                heapq.heappush(heap, (first.key, first.seq, first, rest, group))
+                heap.append((*first, contender))
+        heapq.heapify(heap)
         while heap:
-            _, _, waiting, rest, group = heap[0]
-            more = self._consider(waiting, group)
+            _, _, waiting, contender = heap[0]
+            more = self._consider(waiting, contender)
             if self._strict and not more:
                 break
-            following = next(rest, None) if more else None
+            following = next(contender.rest, None) if more else None
             if following is None:
                 heapq.heappop(heap)
             else:
-                heapq.heapreplace(heap, (following.key, following.seq, following, rest, group))
+                heapq.heapreplace(heap, (*following, contender))
         return self._found
 
-    def _consider(self, waiting: Waiting, group: QueueGroup) -> bool:
+    def _contender(self, group: QueueGroup) -> _Contender:
+        found = self._found.options[group] = self._options(group)
+        options = found.values()
+        for option in options:
+            option.compete(1)
+        return _Contender(group, group.items(), options, RoomiestFirst(options), self._caps_of(group))
+
+    def _consider(self, waiting: Waiting, contender: _Contender) -> bool:
         """Take or reserve for one action; return whether its group has more to say."""
-        caps = self._caps_of(group)
-        options = self._found.options[group]
+        caps, options = contender.caps, contender.options
         if caps and any(cap.free < units for cap, units in caps):
             for cap, units in caps:
                 cap.reserve(units)
-            self._found.capped.add(group)
-            self._give_up(group)
+            self._found.capped.add(contender.group)
+            self._give_up(contender)
             return False
-        chosen = None if group in self._beaten else self._choose(waiting, group)
+        chosen = None if contender.beaten else self._choose(waiting, contender)
         if chosen is None:
-            self._give_up(group)
-            for option in options.values():
+            self._give_up(contender)
+            for option in options:
                 self._reserve(waiting, option)
-            return not self._strict and any(option.contended for option in options.values())
+            return not self._strict and any(option.contended for option in options)
         chosen.take()
         if chosen.memory_bytes and self._memory_waits_from is not None:
             self._kept_of(chosen.node).take(chosen.memory_bytes)
@@ -218,19 +229,17 @@ class Selector:
         self._found.candidates.append(self._candidate(waiting, chosen))
         return True
 
-    def _give_up(self, group: QueueGroup) -> None:
+    def _give_up(self, contender: _Contender) -> None:
         """Note that nothing more of the group can start: headrooms only shrink."""
-        if group not in self._beaten:
-            self._beaten.add(group)
-            for option in self._found.options[group].values():
+        if not contender.beaten:
+            contender.beaten = True
+            for option in contender.options:
                 option.compete(-1)
 
-    def _choose(self, waiting: Waiting, group: QueueGroup) -> StartOption | None:
-        roomiest = self._roomiest.get(group)
-        if roomiest is None:
-            roomiest = self._roomiest[group] = RoomiestFirst(self._found.options[group].values())
-        late = self._is_late(waiting)
-        return roomiest.first(lambda option: not (late and self._exceeds_kept(option)))
+    def _choose(self, waiting: Waiting, contender: _Contender) -> StartOption | None:
+        if self._is_late(waiting):
+            return contender.roomiest.first(lambda option: not self._exceeds_kept(option))
+        return contender.roomiest.first()
 
     def _candidate(self, waiting: Waiting, option: StartOption) -> Candidate:
         action = waiting.action

@@ -22,7 +22,7 @@ def test_the_roomiest_option_that_fits_and_is_allowed_comes_first(seed: int) -> 
     for _ in range(60):
         barred = chance.choice(options) if chance.random() < 0.5 else None
         fitting = [option for option in options if option.fits() and option is not barred]
-        best = max(fitting, key=lambda option: option.spare, default=None)
+        best = min(fitting, key=lambda option: option.shortage, default=None)
         assert roomiest.first(lambda option, barred=barred: option is not barred) is best  # type: ignore[misc]
         found += best is not None
         if best is not None and chance.random() < 0.7:
