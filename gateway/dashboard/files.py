@@ -1,6 +1,7 @@
 """The page: one document with its style and its scripts in it, made once, named by what is in it.
 
-One request brings all of it: on a loaded machine each further one costs a browser a tenth of a second. The modules of
+One request brings all that is seen: on a loaded machine each further one costs a browser a tenth of a second. The
+worker that tabs share comes after it, as a script of its own, which it has to be. The modules of
 `page/` stay files of their own for who writes them; here each becomes a function that returns what it exports.
 """
 
@@ -14,7 +15,8 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 
-INDEX, STYLE, MAIN = "index.html", "app.css", "app.js"
+INDEX, STYLE, MAIN, WORKER = "index.html", "app.css", "app.js", "worker.js"
+QUOTE = '"'
 _STYLE_TAG = '<link rel="stylesheet" href="app.css">'
 _SCRIPT_TAG = '<script type="module" src="app.js"></script>'
 _IMPORT = re.compile(r'^import \{([^}]*)\} from "\./(\w+\.js)";$', re.MULTILINE)
@@ -22,12 +24,19 @@ _EXPORT = re.compile(r"^export ((?:async function\*?|function|const|class) (\w+)
 
 
 @dataclass(frozen=True, slots=True)
-class PageDocument:
-    """The document as it is sent."""
+class PageFile:
+    """A file as it is sent."""
 
     data: bytes
     packed: bytes
     etag: str
+
+
+@dataclass(frozen=True, slots=True)
+class PageDocument(PageFile):
+    """The document, and the worker that it starts."""
+
+    worker: PageFile
     #: What may run in it and dress it, by digest: the values of `script-src` and `style-src`.
     script: str
     style: str
@@ -42,7 +51,12 @@ def the_page() -> PageDocument:
         for each in folder.iterdir()
         if each.name.endswith((".html", ".js", ".css"))
     }
+    worker = _file(bundled(sources, WORKER))
+    # Named by what is in it: tabs with another page share another worker.
     style, script = sources[STYLE], bundled(sources, MAIN)
+    address = f'"/ui/{WORKER}"'
+    assert script.count(address) == 1, f"the scripts name {address} once"
+    script = script.replace(address, f'"/ui/{WORKER}?{worker.etag.strip(QUOTE)}"')
     text = sources[INDEX]
     for tag, found in (
         (_STYLE_TAG, f"<style>{style}</style>"),
@@ -50,9 +64,14 @@ def the_page() -> PageDocument:
     ):
         assert text.count(tag) == 1, f"{INDEX} names {tag} once"
         text = text.replace(tag, found)
+    page = _file(text)
+    return PageDocument(page.data, page.packed, page.etag, worker, _digest(script), _digest(style))
+
+
+def _file(text: str) -> PageFile:
     data = text.encode()
-    etag = f'"{hashlib.sha256(data).hexdigest()[:16]}"'
-    return PageDocument(data, gzip.compress(data, 9, mtime=0), etag, _digest(script), _digest(style))
+    digest = hashlib.sha256(data).hexdigest()[:16]
+    return PageFile(data, gzip.compress(data, 9, mtime=0), f"{QUOTE}{digest}{QUOTE}")
 
 
 def bundled(sources: dict[str, str], main: str) -> str:

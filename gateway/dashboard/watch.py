@@ -191,13 +191,16 @@ class Watch:
         self._number += 1
         told: dict[str, object] = {"now": round(now_s * 1000), **({"d": changes} if changes else {})}
         bars: dict[str, object] = {"s": started, "e": finished, "left_out": max(0, len(begun) - BEGUN_MAX)}
+        names: dict[str, object] = {}
         if self._named < len(self._names.listed):
-            bars["names"] = [self._named, self._names.listed[self._named :]]
+            names["names"] = [self._named, self._names.listed[self._named :]]
             self._named = len(self._names.listed)
         name = f"{self.epoch}.{self._number}"
-        has_bars = bool(begun or ended or "names" in bars)
-        bare = _event("tick", told, name)
-        self._keep(_Tick(self._number, bare, _event("tick", {**told, "bars": bars}, name) if has_bars else bare))
+        bare = _event("tick", told | names, name)
+        has_bars = bool(begun or ended or names)
+        self._keep(
+            _Tick(self._number, bare, _event("tick", {**told, "bars": bars | names}, name) if has_bars else bare)
+        )
         self._wake()
 
     def _keep(self, tick: _Tick) -> None:
@@ -233,6 +236,8 @@ class Watch:
                     "left_out": 0,
                     "names": [0, self._names.listed],
                 }
+            else:
+                told["names"] = [0, self._names.listed]  # in their order functions have their colours
             data = self._packed(view, _event("state", told, f"{self.epoch}.{self._number}"))
             self._whole[view] = self._number, data
         return data

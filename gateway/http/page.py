@@ -10,15 +10,16 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from gateway.access.auth import PageSession
-from gateway.dashboard.files import the_page
+from gateway.dashboard.files import WORKER, the_page
 from gateway.http.door import Door, cookie_name
 
 #: Where the views are.
 UI = "/ui/"
-#: Nothing is run that is not the page's own script to the letter; nothing is loaded, sent to or framed elsewhere.
+#: Nothing is run that is not the page's own script to the letter, or the worker that it starts; nothing is loaded, sent
+#: to or framed elsewhere.
 _POLICY = (
     f"default-src 'none'; script-src {the_page().script}; style-src {the_page().style}; connect-src 'self'; "
-    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    "worker-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 _HEADERS = {
     "Content-Security-Policy": _POLICY,
@@ -27,6 +28,8 @@ _HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
+#: A worker may ask its own gateway, and nothing else.
+_WORKER_POLICY = "default-src 'none'; connect-src 'self'"
 _LINKS = {
     "/v1/functions": "registered functions",
     "/v1/invocations": "invocations, newest first",
@@ -66,12 +69,16 @@ class LandingPage:
         return answer
 
     async def file(self, request: Request) -> Response:
-        """Every view is the same page."""
-        page = the_page()
-        headers = {**_HEADERS, "ETag": page.etag, "Cache-Control": "no-cache", "Vary": "Accept-Encoding"}
-        if request.headers.get("if-none-match") == page.etag:
+        """Every view is the same page; beside it is only its worker."""
+        is_worker = request.url.path == UI + WORKER
+        sent = the_page().worker if is_worker else the_page()
+        headers = {**_HEADERS, "ETag": sent.etag, "Cache-Control": "no-cache", "Vary": "Accept-Encoding"}
+        if is_worker:
+            headers["Content-Security-Policy"] = _WORKER_POLICY
+        if request.headers.get("if-none-match") == sent.etag:
             return Response(status_code=304, headers=headers)
         packed = "gzip" in request.headers.get("accept-encoding", "")
         if packed:
             headers["Content-Encoding"] = "gzip"
-        return Response(page.packed if packed else page.data, media_type="text/html", headers=headers)
+        kind = "text/javascript" if is_worker else "text/html"
+        return Response(sent.packed if packed else sent.data, media_type=kind, headers=headers)

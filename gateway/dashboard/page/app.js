@@ -2,7 +2,7 @@
 
 import {clock, duration, fill, forgetColours, h, setFunctions} from "./dom.js";
 import {functionsView, functionView} from "./functions.js";
-import {ask, retryNow, setToken, start, stop, store, token} from "./net.js";
+import {ask, retryNow, setToken, start, stop, store, token, wantBars} from "./net.js";
 import {nowView} from "./now.js";
 import {configView, deadView, nodesView, tasksView, trajectoriesView, trajectoryView} from "./places.js";
 import {listView, oneView} from "./records.js";
@@ -28,6 +28,7 @@ function route() {
   fill(view);
   document.title = `${found[1]} · Tangram`;
   for (const each of nav.children) { const on = each.dataset.v === found[0]; each.classList.toggle("on", on); on ? each.setAttribute("aria-current", "page") : each.removeAttribute("aria-current"); if (on) each.scrollIntoView({block: "nearest", inline: "nearest"}); }
+  wantBars(found[0] === "now" || found[0] === "timeline");
   view.dataset.view = id && found[4] ? `${found[0]}-one` : found[0];
   if (store.status === "unauthorised") return showDoor();
   if (!store.d.verdict && (!patient || found[0] === "now" || found[0] === "timeline")) { // the first state is on its way, with the colours
@@ -140,5 +141,5 @@ document.addEventListener("visibilitychange", () => {
   else if (store.status !== "unauthorised") { start(); current?.tick?.(); }
 });
 
-start();
 route();
+start();

@@ -1,4 +1,6 @@
-// What is asked of the gateway, and its stream: one connection, told small changes, resumed after a cut.
+// What is asked of the gateway, and what its stream of small changes tells.
+
+import {follows, parsed, Stream} from "./stream.js";
 
 export class Refused extends Error {
   constructor(status, body) {
@@ -46,7 +48,6 @@ export async function* lines(path, signal) {
   }
 }
 
-const RETRY_S = [1, 2, 4, 8, 15];
 const BARS_MAX = 20000, SPARK_MAX = 240;
 
 // Everything that the stream has told, and how it stands with it.
@@ -59,57 +60,86 @@ export const store = {
   unauthorised(body) { this.status = "unauthorised"; this.reason = body.detail || ""; stop(); this.tell("status"); },
 };
 
-let controller = null, timer = 0, tries = 0, last = null, wanted = false;
+// The stream of this tab's own tells the beginning. Then the worker's, which all tabs of the browser with this token
+// share, takes over once it leaves nothing out; where there is no worker, or it falls silent, the tab's own goes on.
+const WORKER = "/ui/worker.js", PING_MS = 15000, SILENT_MS = 3 * PING_MS, BARS_KEPT_MS = 300000, WORKERS_MAX = 3;
+let own = null, port = null, joined = false, heard_ms = 0, workers = 0, last = null, wanted = false, bars_wanted = false, barsTimer = 0;
 
-export function start() { wanted = true; tries = 0; connect(); }
-export function stop() { wanted = false; clearTimeout(timer); controller?.abort(); controller = null; }
-export function retryNow() { tries = 0; clearTimeout(timer); controller?.abort(); controller = null; wanted = true; connect(); }
+export function start() { if (!wanted) { wanted = true; startOwn(last); } }
+export function stop() {
+  wanted = joined = false;
+  own?.stop(); own = null;
+  port?.postMessage({kind: "leave"});
+}
+export function retryNow() {
+  if (!wanted) start();
+  else if (own) own.retryNow();
+  else port?.postMessage({kind: "retry"});
+}
 
-async function connect() {
-  if (controller) return;
-  const mine = controller = new AbortController();
-  try {
-    const since = last ? `&since=${last}` : "";
-    const response = await fetch(`/v1/watch?bars=true${since}`, {headers: headers(), signal: mine.signal, cache: "no-store"});
-    if (response.status === 401 || response.status === 403) return store.unauthorised(await response.json().catch(() => ({})));
-    if (!response.ok) throw new Refused(response.status, await response.json().catch(() => ({})));
-    await read(response.body.pipeThrough(new TextDecoderStream()).getReader());
-  } catch (error) {
-    if (mine.signal.aborted) return;
-    store.reason = store.reason || error.message;
+// Bars are told while a timeline is looked at, and some minutes more: who looks elsewhere and comes back misses none.
+export function wantBars(on) {
+  clearTimeout(barsTimer);
+  if (!on) { if (bars_wanted) barsTimer = setTimeout(() => setBars(false), BARS_KEPT_MS); return; }
+  if (!bars_wanted) setBars(true);
+}
+function setBars(on) {
+  bars_wanted = on;
+  if (joined) port.postMessage({kind: "bars", bars: on});
+  if (!wanted) return;
+  if (on) startOwn(null); // with the bars of the last minutes
+  else own?.want(false);
+}
+
+function startOwn(since) {
+  own?.stop();
+  const mine = own = new Stream(token(), (told) => { if (own === mine) heard(told); });
+  own.start(since, bars_wanted);
+}
+
+function heard({event, status, reason, retry_at}) {
+  if (event) take(event);
+  else if (status === "unauthorised") store.unauthorised({detail: reason});
+  else if (status) { Object.assign(store, {status, retry_at, reason: reason || store.reason}); store.tell("status"); }
+  if (own && event && last && !joined) join();
+}
+
+function join() {
+  if (!port && (typeof SharedWorker === "undefined" || workers >= WORKERS_MAX)) return;
+  if (!port) {
+    try {
+      const worker = new SharedWorker(WORKER, {name: String(PING_MS)});
+      workers += 1;
+      worker.onerror = withoutWorker;
+      port = worker.port;
+      port.onmessage = ({data}) => fromWorker(data);
+    } catch { workers = WORKERS_MAX; return; }
   }
-  if (controller === mine) controller = null;
-  if (wanted) lost();
+  joined = true; heard_ms = Date.now();
+  port.postMessage({kind: "join", token: token(), since: last, bars: bars_wanted});
 }
 
-function lost() {
-  const wait_s = RETRY_S[Math.min(tries, RETRY_S.length - 1)];
-  tries += 1;
-  store.status = "lost";
-  store.retry_at = Date.now() + 1000 * wait_s;
-  store.tell("status");
-  clearTimeout(timer);
-  timer = setTimeout(connect, 1000 * wait_s);
+function fromWorker(told) {
+  heard_ms = Date.now();
+  if (told.ping) return port?.postMessage({kind: "pong"});
+  if (!joined) return; // said before it heard that this tab left
+  if (own && told.event && follows(told.at, last) && (told.bars || !bars_wanted)) { own.stop(); own = null; workers = 0; }
+  if (!own) heard(told);
 }
 
-async function read(reader) {
-  let rest = "";
-  for (;;) {
-    const {done, value} = await reader.read();
-    if (done) return;
-    const parts = (rest + value).split("\n\n");
-    rest = parts.pop();
-    for (const each of parts) take(each);
-  }
+function withoutWorker() {
+  port?.postMessage({kind: "leave"});
+  port?.close();
+  port = null; joined = false;
+  if (wanted && !own) startOwn(last);
 }
+setInterval(() => joined && Date.now() - heard_ms > SILENT_MS && withoutWorker(), 5000);
+addEventListener("pagehide", stop);
+addEventListener("pageshow", (event) => event.persisted && start());
 
 function take(text) {
-  let id = null, kind = "", data = "";
-  for (const line of text.split("\n")) {
-    if (line.startsWith("id: ")) id = line.slice(4);
-    else if (line.startsWith("event: ")) kind = line.slice(7);
-    else if (line.startsWith("data: ")) data = line.slice(6);
-  }
+  const {id, kind, data} = parsed(text);
+  if (kind === "tick" && id && last && follows(id, last) && Number(id.split(".")[1]) <= Number(last.split(".")[1])) return; // told already
   if (id) last = id;
   handle(kind, JSON.parse(data));
 }
@@ -139,8 +169,8 @@ export function handle(kind, told) {
     if (told.d) merge(store.d, told.d);
     bars(told.bars);
   }
+  if (told.names) named(told.names);
   if (kind === "state" || kind === "tick") {
-    tries = 0;
     if (store.status !== "live") { store.status = "live"; store.reason = ""; store.tell("status"); }
     note("run", store.d.run); note("wait", store.d.wait); note("bad", store.d.failed_15min);
     if (kind === "tick" || !told.spark) note("end", store.d.rate?.[1]);
@@ -167,9 +197,11 @@ function merge(state, changes) {
   }
 }
 
+function named([first, names]) { names.forEach((name, at) => { store.names[first + at] = name; }); }
+
 function bars(told) {
   if (!told) return;
-  if (told.names) { const [first, names] = told.names; names.forEach((name, at) => { store.names[first + at] = name; }); }
+  if (told.names) named(told.names);
   store.skipped += told.left_out || 0;
   const name = (number) => store.names[number] ?? "other";
   for (const [number, id, fn, task, trajectory, start, queue, places] of told.s || []) {

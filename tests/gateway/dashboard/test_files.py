@@ -27,9 +27,20 @@ async def test_one_answer_brings_the_page_and_what_it_may_run_is_named_by_digest
     assert bare.content == index.content == gzip.decompress(the_page().packed)
 
 
+async def test_the_worker_of_the_page_may_ask_its_own_gateway_and_nothing_else(gateway: RunningGateway) -> None:
+    (address,) = re.findall(r'"(/ui/worker\.js\?[0-9a-f]{16})"', the_page().data.decode())
+    worker = await gateway.http.get(address)
+    assert worker.headers["content-type"].startswith("text/javascript")
+    assert worker.headers["content-security-policy"] == "default-src 'none'; connect-src 'self'"
+    assert worker.headers["x-content-type-options"] == "nosniff"
+    assert worker.content == the_page().worker.data and b"<!doctype" not in worker.content
+    same = await gateway.http.get(address, headers={"If-None-Match": worker.headers["etag"]})
+    assert (same.status_code, same.content) == (304, b"")
+
+
 def test_the_page_is_small_and_names_nothing_foreign() -> None:
     page = the_page()
-    assert len(page.data) <= 135_000 and len(page.packed) <= 42_000
+    assert len(page.data) <= 138_000 and len(page.packed) <= 42_000
     text = page.data.decode()
     assert [each for each in re.findall(r"https?://[^\"'\s)]+", text) if "www.w3.org/2000/svg" not in each] == []
     assert "innerHTML" not in text and "eval(" not in text and " style=" not in text

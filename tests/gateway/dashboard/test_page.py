@@ -365,15 +365,3 @@ async def test_a_narrow_screen_a_dark_one_and_the_keyboard(tmp_path: Path, shown
         await shown.sees("tbody tr.on")
         await shown.page.keyboard.press("Enter")
         await shown.sees("h1 .st")
-
-
-async def test_many_viewers_see_the_same(tmp_path: Path, shown: ShownPage) -> None:
-    async with loaded(tmp_path, LoadedRollout()) as gateway:
-        for _ in range(3):
-            page = await shown.page.context.new_page()
-            await page.goto(address(gateway))
-        await shown.page.goto(address(gateway))
-        await shown.sees(".verdict .badge")
-        await until(lambda: gateway.app.watch.viewers == 4)
-        await asyncio.gather(*[each.close() for each in shown.page.context.pages[1:]])
-        await until(lambda: gateway.app.watch.viewers == 1)

@@ -92,10 +92,13 @@ async def test_a_viewer_is_told_the_state_and_then_what_changes(gateway: Running
 
 async def test_who_watches_without_bars_is_not_told_any(gateway: RunningGateway) -> None:
     async with asyncio.timeout(DEADLINE_S), watched(gateway) as stream:
-        assert "bars" not in (await anext(stream))[2] | (await anext(stream))[2]
+        told = (await anext(stream))[2] | (await anext(stream))[2]
+        assert "bars" not in told
         await gateway.invoke({})
         _, kind, tick = await anext(stream)
         assert kind == "tick" and "bars" not in tick
+        first, named = tick["names"]
+        assert first == len(told["names"][1]) and "echo" in named, "it knows in which order functions came"
 
 
 async def test_who_comes_back_is_told_the_rest_and_after_a_restart_everything(gateway: RunningGateway) -> None:
