@@ -1,6 +1,8 @@
 """Fits of what a run's shape costs: how much its width saves, and how much each further member of a batch adds.
 
-Each tries a grid of values and takes the one under which the runs agree best on T_ori. Widths and batch sizes come
+Each tries a grid of values. Of a batch marginal it takes the one under which the runs agree best on T_ori, of a serial
+fraction the mean of all, weighted by how well the runs agree under each and by a prior that expects little of more
+units: some runs that happened to be short while wide are no proof of a gain. Widths and batch sizes come
 together (an idle machine gives wide chunks to lone requests, a full one narrow chunks to large batches), so the two
 are told apart in one order: the batch marginal from runs at the same width, where the width's factor is a constant
 whatever it is, and then the serial fraction from what the known marginal has taken out.
@@ -12,14 +14,21 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 from manager.batch import Work
 
 #: Values that are tried, and how fast old evidence fades. A serial fraction above 1 says that more units are slower.
 _GRID = tuple(step / 20 for step in range(21))
-_SERIALS = (*_GRID, 1.1, 1.25, 1.5, 2.0)
+_SERIALS = (0.0, 0.01, 0.02, 0.035, 0.05, 0.075, *_GRID[2:], 1.1, 1.25, 1.5, 2.0)
 _FADE = 0.98
+#: Before any run half of all functions are taken to have a serial fraction below this, and few a large one.
+_MEDIAN_SERIAL = 0.05
+#: What is known of scatter before any run: squared deviation of one run's logarithm, 10 %. Two runs always agree.
+_FIRST_SQUARE = 0.01
+#: Equal elasticities share their tables, so what is found is rounded to so many places.
+_PLACES = 2
 #: What a further member of a batch costs hangs on the model and the device, which change rarely.
 _BATCH_FADE = 0.995
 #: Batch sizes tell something once the squared deviations of their logarithms sum up to this (faded).
@@ -43,9 +52,15 @@ class Fit:
     width_squares: float = 0.0
     #: The most units that a run had.
     widest: float = 0.0
+    #: What is expected by now; None while the widths hardly differ.
+    serial_fraction: float | None = None
 
-    def observe(self, units: float, duration_s: float, share: float = 1.0) -> None:
-        """A run of which only ``share`` counts."""
+    def observe(self, units: float, duration_s: float, share: float = 1.0, group: float = 0.0) -> None:
+        """A run of which only ``share`` counts.
+
+        ``group``: the serial fraction of the function as a whole, which a key is expected to be near; 0 where the fit
+        is of the function itself.
+        """
         log = math.log(max(LEAST_S, duration_s))
         width = math.log(units)
         fade = _FADE**share
@@ -56,6 +71,7 @@ class Fit:
         implied = [log - speed for speed in _log_speeds(units)]
         self.sums = [total * fade + share * one for total, one in zip(self.sums, implied, strict=True)]
         self.squares = [total * fade + share * one * one for total, one in zip(self.squares, implied, strict=True)]
+        self.serial_fraction = self._expected(group)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Fit:
@@ -63,17 +79,39 @@ class Fit:
         made = cls(**data)
         return made if len(made.sums) == len(made.squares) == len(_SERIALS) else cls()
 
-    @property
-    def serial_fraction(self) -> float | None:
-        """The value under which all widths agree best on T_ori; None while the widths hardly differ."""
+    def _expected(self, group: float) -> float | None:
+        """The mean of all values, each weighted by its prior and by how well the runs agree on T_ori under it.
+
+        A duration is linear in the serial fraction, so the mean gives the expected duration at every width, and what
+        is not sure counts as far as it is.
+        """
         if self.weight < 1.9 or self._variance(self.widths, self.width_squares) < 0.05:
             return None
-        scatter = [self._variance(total, square) for total, square in zip(self.sums, self.squares, strict=True)]
-        return _SERIALS[min(range(len(_SERIALS)), key=lambda index: (scatter[index], index))]
+        logs = [
+            math.log(prior) - 0.5 * self.weight * math.log(_FIRST_SQUARE + self.weight * self._variance(total, square))
+            for prior, total, square in zip(_priors(group), self.sums, self.squares, strict=True)
+        ]
+        most = max(logs)
+        chances = [math.exp(log - most) for log in logs]
+        mean = sum(chance * serial for chance, serial in zip(chances, _SERIALS, strict=True)) / sum(chances)
+        return round(mean, _PLACES)
 
     def _variance(self, total: float, square: float) -> float:
         mean = total / self.weight
         return max(0.0, square / self.weight - mean * mean)
+
+
+@lru_cache(maxsize=1024)
+def _priors(group: float) -> tuple[float, ...]:
+    """How likely each value of the grid is before any run: alike up to that of its group, above it ever less.
+
+    The density falls with the square, so half lie within the median of the group's, and a large one is soon believed.
+    """
+    between = [(one + next_) / 2 for one, next_ in pairwise(_SERIALS)]
+    lengths = [end - start for start, end in pairwise((0.0, *between, _SERIALS[-1]))]
+    return tuple(
+        length / (max(serial, group) + _MEDIAN_SERIAL) ** 2 for serial, length in zip(_SERIALS, lengths, strict=True)
+    )
 
 
 @lru_cache(maxsize=1024)

@@ -155,7 +155,8 @@ class History:
         if share == 1.0 or fit.marginal is not None:  # a guessed marginal would pass for a gain of width
             for name in names:
                 usual_s = duration_s / factor / self._relative(function, name, size)
-                self._profile(function, name).fit.observe(units, usual_s, share)
+                group = self._profile(function, "").fit.serial_fraction if name else None
+                self._profile(function, name).fit.observe(units, usual_s, share, group or 0.0)
         serial = self.serial_fraction(function, key)
         t_ori_s = duration_s / factor / ((1.0 - serial) / units + serial)
         for name in names:
@@ -193,7 +194,7 @@ class History:
         """
         own, whole = (self._profiles.get((function, name)) for name in (key, ""))
         if own is not None and own.fit.weight:
-            return max(FIRST_UNITS, math.ceil(WIDENING * own.fit.widest))
+            return math.ceil(WIDENING * own.fit.widest)
         widest = whole.fit.widest if whole is not None else 0.0
         return max(FIRST_UNITS, math.ceil(math.sqrt(FIRST_UNITS * WIDENING * widest)))
 

@@ -55,6 +55,47 @@ def test_a_suite_that_is_slower_with_more_units_is_learned_as_such() -> None:
     assert history.learned("f", "k").serial_fraction > 1.0
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_what_widths_seem_to_gain_by_chance_is_discounted(seed: int) -> None:
+    """Heavy-tailed durations at two widths say little: neither that all scales, nor that nothing does."""
+    chance = random.Random(seed)
+    history = History()
+    for _ in range(8):
+        for units in (1, 4):
+            history.record("f", "", units, seconds(1.0, 0.1, units) * math.exp(chance.gauss(0.0, 1.0)))
+    assert 0.02 <= history.learned("f").serial_fraction <= 0.6
+
+
+def test_many_runs_speak_for_themselves_though_they_scatter() -> None:
+    chance = random.Random(2)
+    history = History()
+    for _ in range(200):
+        for units in (1, 4, 16):
+            history.record("f", "", units, seconds(1.0, 0.5, units) * math.exp(chance.gauss(0.0, 0.3)))
+    assert history.learned("f").serial_fraction == pytest.approx(0.5, abs=0.15)
+
+
+def test_a_key_with_few_runs_is_taken_to_be_near_its_function() -> None:
+    def of_key(function_serial: float) -> float:
+        history = taught(function_serial)
+        for units, seconds_taken in ((1, 10.0), (2, 6.5)):  # 0.3 by itself, on two runs
+            history.record("f", "new", units, seconds_taken * chance.uniform(0.8, 1.2))
+        return history.learned("f", "new").serial_fraction
+
+    chance = random.Random(3)
+    assert of_key(0.05) + 0.1 <= of_key(0.6)
+
+
+def test_what_ran_on_one_unit_goes_on_by_doubling() -> None:
+    """On devices a first run of unknown duration is narrow: the widths between it and a wide one are tried as well."""
+    history = History()
+    widths = []
+    for units in (1, 2, 4):
+        history.record("f", "", units, seconds(8.0, 0.1, units))
+        widths.append(history.learned("f").units_max)
+    assert widths == [2, 4, 8]
+
+
 def test_first_runs_are_narrow_and_widen_by_steps() -> None:
     history = History()
     widths = []
