@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from bench.figures.regimes import device_figures, idle_figures, overload_figures, step_figures, wide_figures
 from bench.figures.simulated import (
@@ -22,7 +23,7 @@ from bench.figures.simulated import (
     stronger_paper_s,
     table,
 )
-from bench.figures.traces import trace_figures
+from bench.figures.traces import SAMPLE, trace_figures
 from bench.figures.weights import weight_figures
 from bench.report import BenchReport, parser
 from manager.simulation.baselines import POD_START_S, PODS_PER_NODE_S
@@ -178,7 +179,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = parser("figures")
     flags.add_argument("--seeds", default="", help="comma-separated, instead of the built-in ones")
     flags.add_argument("--only", default="", help=f"parts of the whole, joined by , or |: {', '.join(PARTS)}")
+    flags.add_argument("--sample", type=int, default=SAMPLE, help="calls of each recording that `traces` plays")
     options = flags.parse_args(argv)
+    if options.sample < 1:
+        flags.error(f"--sample: {options.sample} calls are none to play")
     seeds = tuple(int(seed) for seed in options.seeds.split(",") if seed) or SEEDS
     report = BenchReport("figures")
     if options.quick:
@@ -193,8 +197,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     unknown = [name for name in chosen if name not in PARTS]
     if unknown:
         flags.error(f"--only: no part is named {', '.join(unknown)}; known are {', '.join(PARTS)}")
+    parts: dict[str, Callable[[BenchReport, Sequence[int]], None]] = {**PARTS}
+    parts["traces"] = partial(trace_figures, sample=options.sample)
     for name in chosen:
-        PARTS[name](report, seeds)
+        parts[name](report, seeds)
     report.note(
         "The paper reports 3.1x to 27.7x over Kubernetes and up to 101.8x over ServerlessLLM. Ratios at light load "
         "follow from elasticity and reproduce; the largest ones measure how badly a baseline collapses once it is "

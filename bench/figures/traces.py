@@ -31,7 +31,10 @@ MOONCAKE = "traces/mooncake_synthetic_trace.jsonl.gz"
 #: Work that comes in over what cores or devices do at one unit an action.
 LOADS = (0.86, 1.1)
 
-#: Minutes of the day of functions that are played, and the part of their invocations.
+#: Calls of a recording that are played where nothing else is asked for: the first ones. Agents are played whole.
+SAMPLE = 1500
+
+#: The minute of the day from which functions are played, for how many at most, and the part of their invocations.
 FIRST_MINUTE, MINUTES, KEPT = 600, 40, 0.06
 #: Percentiles of a function's durations, as its columns have them.
 SHARES = (0.0, 0.01, 0.25, 0.5, 0.75, 0.99, 1.0)
@@ -40,8 +43,8 @@ LEAST_S = 0.001
 #: Where functions are taken to be elastic: most cores of one, and its serial fraction.
 ELASTIC_UNITS, SERIAL = 8, (0.02, 0.10)
 
-#: Requests of a recording that are played, the devices that serve them, and what one device needs for a token.
-REQUESTS, REQUEST_DEVICES = 1500, 16
+#: The devices that serve requests to a model, and what one of them needs for a token.
+REQUEST_DEVICES = 16
 PREFILL_S, DECODE_S = 1e-4, 0.02
 MODEL_BYTES = 64 * 10**9
 
@@ -64,11 +67,14 @@ class Recording:
     sized: bool = False
 
 
-def trace_figures(report: BenchReport, seeds: Sequence[int]) -> None:
-    """Our default policies on each recording against the best of constant DoPs, FCFS and both readings of the paper."""
+def trace_figures(report: BenchReport, seeds: Sequence[int], sample: int = SAMPLE) -> None:
+    """Our default policies on each recording against the best of constant DoPs, FCFS and both readings of the paper.
+
+    Of each the first ``sample`` calls are played, which the report says.
+    """
     rows: dict[str, Row] = {}
     ratios: dict[str, Row] = {}
-    for name, recording in recordings(report).items():
+    for name, recording in recordings(report, sample).items():
         of = table(
             seeds if recording.drawn else seeds[:1],
             recording.make,
@@ -107,8 +113,11 @@ def over_best_baseline(rows: Mapping[str, Row]) -> Row:
     return ratios
 
 
-def recordings(report: BenchReport) -> dict[str, Recording]:
-    """Every recording that this machine has, at each load; what is missing is noted, and so is what is assumed."""
+def recordings(report: BenchReport, sample: int = SAMPLE) -> dict[str, Recording]:
+    """The first ``sample`` calls of every recording that this machine has, at each load.
+
+    What is missing is noted, and so is what is played of the others.
+    """
     found: dict[str, Recording] = {}
     for name, add in (
         (FUNCTIONS, _functions),
@@ -120,7 +129,9 @@ def recordings(report: BenchReport) -> dict[str, Recording]:
         if path is None:
             report.note(f"not played, as {VARIABLE} names no directory with recorded inputs: {name}")
             continue
-        found.update(add(path))
+        added, played = add(path, sample)
+        report.note(f"played of {name}: {played}")
+        found.update(added)
     return found
 
 
@@ -166,29 +177,42 @@ def _table(path: Path) -> Iterator[dict[str, str]]:
         yield from csv.DictReader(file)
 
 
-def _functions(path: Path) -> dict[str, Recording]:
+def _functions(path: Path, sample: int) -> tuple[dict[str, Recording], str]:
     functions = read_functions(path)
+    minutes = minutes_of(functions, sample)
     found = {}
     for load in LOADS:
-        size = Size(nodes=1, cores=max(1, round(_core_s(functions) / (60.0 * MINUTES * load))))
+        size = Size(nodes=1, cores=max(1, round(_core_s(functions, minutes) / (60.0 * minutes * load))))
         for elastic in (False, True):
             found[f"functions{', elastic' if elastic else ''}, load {load}"] = Recording(
-                make=lambda seed, elastic=elastic: invocations(functions, seed, elastic=elastic),  # type: ignore[misc]
+                make=lambda seed, elastic=elastic: invocations(functions, seed, minutes, elastic=elastic),  # type: ignore[misc]
                 size=size,
                 dops=(1, 2, 4, 8) if elastic else (1,),
                 drawn=True,
             )
-    return found
+    return found, f"{KEPT:.0%} of the invocations of {minutes} minutes, drawn"
 
 
-def _core_s(functions: Sequence[RecordedFunction]) -> float:
+def minutes_of(functions: Sequence[RecordedFunction], sample: int) -> int:
+    """Minutes, `MINUTES` at most, in which ``sample`` of the invocations that are kept are to be expected."""
+    expected = 0.0
+    for minute in range(MINUTES):
+        expected += KEPT * sum(one.counts[FIRST_MINUTE + minute] for one in functions)
+        if expected >= sample:
+            return minute + 1
+    return MINUTES
+
+
+def _core_s(functions: Sequence[RecordedFunction], minutes: int) -> float:
     """Return the core-seconds that are to be expected of what is played."""
-    played = slice(FIRST_MINUTE, FIRST_MINUTE + MINUTES)
+    played = slice(FIRST_MINUTE, FIRST_MINUTE + minutes)
     shares = [(index + 0.5) / 1000 for index in range(1000)]
     return KEPT * sum(sum(one.counts[played]) * mean(one.at(share) for share in shares) for one in functions)
 
 
-def invocations(functions: Sequence[RecordedFunction], seed: int, *, elastic: bool = False) -> Workload:
+def invocations(
+    functions: Sequence[RecordedFunction], seed: int, minutes: int = MINUTES, *, elastic: bool = False
+) -> Workload:
     """Some minutes of the day, a part of the invocations, each at a moment of its minute; one core each or elastic."""
     chance = random.Random(seed)
     found: list[TracedTrajectory] = []
@@ -198,7 +222,7 @@ def invocations(functions: Sequence[RecordedFunction], seed: int, *, elastic: bo
         if elastic:
             units = UnitSet.span(1, ELASTIC_UNITS)
             step = replace(step, cost={"cpu": units}, key="cpu", elasticity=Amdahl(serial), malleable=True)
-        for minute in range(MINUTES):
+        for minute in range(minutes):
             for _ in range(function.counts[FIRST_MINUTE + minute]):
                 arrival_s, seconds = 60.0 * (minute + chance.random()), function.at(chance.random())
                 if chance.random() < KEPT:
@@ -226,8 +250,8 @@ class RecordedRequest:
         return PREFILL_S * self.prompt + DECODE_S * self.generated
 
 
-def read_code_requests(path: Path) -> list[RecordedRequest]:
-    """The first requests of the recording of a code model."""
+def read_code_requests(path: Path, sample: int = SAMPLE) -> list[RecordedRequest]:
+    """The first ``sample`` requests of the recording of a code model."""
     found: list[RecordedRequest] = []
     first: datetime | None = None
     for row in _table(path):
@@ -235,13 +259,13 @@ def read_code_requests(path: Path) -> list[RecordedRequest]:
         first = first or instant
         arrival_s = (instant - first).total_seconds()
         found.append(RecordedRequest(arrival_s, int(row["ContextTokens"]), int(row["GeneratedTokens"])))
-        if len(found) == REQUESTS:
+        if len(found) == sample:
             break
     return found
 
 
-def read_mooncake(path: Path) -> list[RecordedRequest]:
-    """The first requests of the Mooncake recording."""
+def read_mooncake(path: Path, sample: int = SAMPLE) -> list[RecordedRequest]:
+    """The first ``sample`` requests of the Mooncake recording."""
     found = []
     with gzip.open(path, "rt", encoding="utf-8") as file:
         for line in file:
@@ -249,21 +273,21 @@ def read_mooncake(path: Path) -> list[RecordedRequest]:
             found.append(
                 RecordedRequest(request["timestamp"] / 1000, request["input_length"], request["output_length"])
             )
-            if len(found) == REQUESTS:
+            if len(found) == sample:
                 break
     return found
 
 
-def _code_requests(path: Path) -> dict[str, Recording]:
-    return _request_recordings("code model", read_code_requests(path))
+def _code_requests(path: Path, sample: int) -> tuple[dict[str, Recording], str]:
+    return _request_recordings("code model", read_code_requests(path, sample))
 
 
-def _mooncake(path: Path) -> dict[str, Recording]:
-    return _request_recordings("mooncake", read_mooncake(path))
+def _mooncake(path: Path, sample: int) -> tuple[dict[str, Recording], str]:
+    return _request_recordings("mooncake", read_mooncake(path, sample))
 
 
-def _request_recordings(name: str, recorded: Sequence[RecordedRequest]) -> dict[str, Recording]:
-    return {
+def _request_recordings(name: str, recorded: Sequence[RecordedRequest]) -> tuple[dict[str, Recording], str]:
+    found = {
         f"{name}, load {load}": Recording(
             make=lambda seed, load=load: requests(name, recorded, load),  # type: ignore[misc]
             size=Size(nodes=1, cores=0, gpus=REQUEST_DEVICES),
@@ -272,6 +296,7 @@ def _request_recordings(name: str, recorded: Sequence[RecordedRequest]) -> dict[
         )
         for load in LOADS
     }
+    return found, f"the first {len(recorded)} requests"
 
 
 def requests(name: str, recorded: Sequence[RecordedRequest], load: float) -> Workload:
@@ -298,17 +323,19 @@ def requests(name: str, recorded: Sequence[RecordedRequest], load: float) -> Wor
 # -- agents
 
 
-def _agent_steps(path: Path) -> dict[str, Recording]:
+def _agent_steps(path: Path, sample: int) -> tuple[dict[str, Recording], str]:
+    """All agents: they are begun at once, and fewer would leave no cores to share."""
     work = agents(path)
     busy_s = sum(step.t_ori_s for each in work.trajectories for step in each.steps)
     lives_s = [sum(step.think_s + step.t_ori_s for step in each.steps) for each in work.trajectories]
     at_once = busy_s / (sum(lives_s) / len(lives_s))
-    return {
+    found = {
         f"agents, load {load}": Recording(
             make=lambda seed: work, size=Size(nodes=1, cores=max(1, round(at_once / load))), dops=(1,)
         )
         for load in LOADS
     }
+    return found, f"all of its {len(work.trajectories)} agents"
 
 
 def agents(path: Path) -> Workload:

@@ -9,21 +9,26 @@ from pathlib import Path
 import pytest
 
 from bench.figures.traces import (
+    CODE_REQUESTS,
     FIRST_MINUTE,
+    FUNCTIONS,
     MINUTES,
+    MOONCAKE,
     REQUEST_DEVICES,
     SIZED,
     RecordedFunction,
     agents,
     invocations,
+    minutes_of,
     over_best_baseline,
     read_code_requests,
     read_functions,
     read_mooncake,
+    recordings,
     requests,
     trace_figures,
 )
-from bench.inputs import VARIABLE
+from bench.inputs import STEPS, VARIABLE
 from bench.report import BenchReport
 
 DURATIONS = ",".join(f"percentile_Average_{share}" for share in (0, 1, 25, 50, 75, 99, 100))
@@ -70,6 +75,44 @@ def test_requests_come_so_fast_that_they_give_the_load(tmp_path: Path) -> None:
     device_s = sum(each.steps[0].t_ori_s for each in played)
     assert [each.steps[0].size for each in played] == [1000, 1000], "the prompt is what a caller knows"
     assert device_s / (REQUEST_DEVICES * played[-1].arrival_s) == pytest.approx(0.5)
+
+
+def test_a_sample_is_the_first_calls_of_a_recording(tmp_path: Path) -> None:
+    lines = b"".join(b'{"timestamp": %d, "input_length": 7, "output_length": 3}\n' % (1000 * at) for at in range(9))
+    path = tmp_path / "mooncake.jsonl.gz"
+    path.write_bytes(gzip.compress(lines))
+    assert [one.arrival_s for one in read_mooncake(path, 4)] == [0.0, 1.0, 2.0, 3.0]
+    counts = (0,) * FIRST_MINUTE + (100,) * MINUTES
+    functions = [RecordedFunction("f", counts, (1.0,) * 7)]
+    assert minutes_of(functions, sample=17) == 3, "6 of each minute's are kept"
+    assert minutes_of(functions, sample=10**6) == MINUTES
+    last_s = max(each.arrival_s for each in invocations(functions, 1, 3).trajectories)
+    assert 60.0 < last_s < 180.0
+
+
+def test_the_report_says_what_was_played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recordings in the form in which they lie in a directory of recorded inputs, small."""
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    (tmp_path / FUNCTIONS).mkdir(parents=True)
+    minutes = ",".join(f"minute_{minute}" for minute in range(1, 1441))
+    counts = ",".join("100" if minute >= FIRST_MINUTE else "0" for minute in range(1440))
+    (tmp_path / FUNCTIONS / "200_inv.csv").write_text(f"HashFunction,HashApp,HashOwner,{minutes}\nf,a,o,{counts}\n")
+    (tmp_path / FUNCTIONS / "200_run.csv").write_text(f"HashFunction,{DURATIONS}\nf,1,1,1,1,1,1,1\n")
+    rows = [f"2023-11-16 18:17:0{second}.5000000,1000,10" for second in range(5)]
+    (tmp_path / CODE_REQUESTS).write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
+    lines = b"".join(b'{"timestamp": %d, "input_length": 7, "output_length": 3}\n' % (1000 * at) for at in range(5))
+    (tmp_path / MOONCAKE).write_bytes(gzip.compress(lines))
+    step = {"traj": "a", "run": "r", "t_llm_end": 10.0, "t_obs": 11.0}
+    (tmp_path / STEPS).write_bytes(gzip.compress(json.dumps(step).encode()))
+    report = BenchReport("figures")
+    found = recordings(report, sample=3)
+    assert {len(found[f"{name}, load 1.1"].make(1).trajectories) for name in ("code model", "mooncake")} == {3}
+    assert [note.partition(": ")[2] for note in report.notes] == [
+        "6% of the invocations of 1 minutes, drawn",
+        "the first 3 requests",
+        "the first 3 requests",
+        "all of its 1 agents",
+    ]
 
 
 def test_mooncake_is_read(tmp_path: Path) -> None:
