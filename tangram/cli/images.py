@@ -8,12 +8,10 @@ import click
 
 from tangram import Client
 from tangram.cli.options import connected, json_option
-from tangram.cli.printing.output import print_json, say, show, table
+from tangram.cli.printing.output import print_json, show, table
+from tangram.cli.printing.progress import transfers
 from tangram.types import ImageInfo
 from tangram.types.values.quantities import show_size
-
-#: Seconds between two words about pulls that last.
-WORD_S = 10.0
 
 
 @click.group()
@@ -37,11 +35,13 @@ def list_images(client: Client, as_json: bool) -> None:
 def pull_images(client: Client, names: tuple[str, ...], no_wait: bool, as_json: bool) -> int:
     """Pull images ahead of a run; the status is 1 if one could not be."""
     found = client.pull_images(names)
-    while not no_wait and any(each.state == "pulling" for each in found):
-        found = client.pull_images([each.image for each in found if each.state != "failed"], wait_s=WORD_S) or found
-        for each in found if not as_json else ():
-            if each.state == "pulling":
-                say(f"{each.image}: {show_size(each.done_bytes)} of {show_size(each.total_bytes)}")
+    with transfers() as (look_s, tell):
+        while not no_wait and any(each.state == "pulling" for each in found):
+            wanted = [each.image for each in found if each.state != "failed"]
+            found = client.pull_images(wanted, wait_s=look_s) or found
+            for each in found if not as_json else ():
+                if each.state == "pulling":
+                    tell(each.image, each.done_bytes, each.total_bytes)
     _show(client.images() if no_wait else [each for each in client.images() if _named(each.image, names)], as_json)
     return int(any(each.state == "failed" and _named(each.image, names) for each in client.images()))
 

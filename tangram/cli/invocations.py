@@ -37,7 +37,7 @@ _raw = click.option(
 @click.option("--timeout", "timeout_s", type=Duration(), help="Bound of the execution, at most the function's.")
 @click.option("--key", help="Idempotency key: the same key and input run once.")
 @click.option("-f", "--follow", is_flag=True, help="Show the log on standard error while it runs.")
-@click.option("--async", "detach", is_flag=True, help="Do not wait: print the id on standard output.")
+@click.option("--async", "--no-wait", "detach", is_flag=True, help="Do not wait: print the id on standard output.")
 @_raw
 @json_option
 @connected

@@ -155,7 +155,7 @@ export function oneView(view, go, params, id) {
     });
     fillIfNew(facts, {...record, queue_ms: 0, overhead_ms: 0, execution_ms: 0}, () => {
       const rows = [["Task", link(`/ui/invocations?q=${encodeURIComponent(`task:${record.task}`)}`, record.task)], ["Trajectory", record.trajectory ? link(`/ui/trajectories/${record.trajectory}`, record.trajectory) : "–"],
-        ["Accepted", stamp(record.accepted_at)], ["Started", stamp(record.started_at)], ["Ended", stamp(record.ended_at)], ["Where", record.node || "–"], ["Units", Object.entries(record.units).map(([kind, many]) => `${many} ${kind}`).join(", ") || "–"],
+        ["Accepted", stamp(record.accepted_at, ended)], ["Started", stamp(record.started_at, ended)], ["Ended", stamp(record.ended_at, ended)], ["Where", record.node || "–"], ["Units", Object.entries(record.units).map(([kind, many]) => `${many} ${kind}`).join(", ") || "–"],
         ["Try", String(record.attempt)], ["Mode", record.mode], ...Object.entries(record.usage).map(([name, value]) => [name, String(Math.round(value * 1000) / 1000)]),
         ...(record.parent ? [["Parent", link(`/ui/invocations/${record.parent}`, record.parent)]] : []), ...(record.callback ? [["Callback", record.callback]] : [])];
       const tries = record.attempts.map((each) => h("p", {class: "dim"}, `try ${each.attempt}: ${each.state} ${each.reason || ""} ${each.message} after ${duration((each.overhead_ms || 0) + (each.execution_ms || 0))}`));
@@ -172,7 +172,8 @@ export function oneView(view, go, params, id) {
     "[": () => go(strip.dataset.before || location.pathname), "]": () => go(strip.dataset.after || location.pathname), f: () => log.follow()}};
 }
 
-const stamp = (text) => text ? h("span", {title: text}, `${clock(Date.parse(text))}, ${age(Date.parse(text), store.now())}`) : "–";
+// What lives says how long it takes beside it: an age would stand still there.
+const stamp = (text, ended) => text ? h("span", {title: text}, ended ? `${clock(Date.parse(text))}, ${age(Date.parse(text), store.now())}` : clock(Date.parse(text))) : "–";
 
 export function json(value) {
   const text = JSON.stringify(value, null, 2) ?? "null";
