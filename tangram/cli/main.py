@@ -47,7 +47,7 @@ VERBS: Mapping[str, Verb] = {
     "completion": Verb("tangram.cli.completion:completion", "Print what makes bash, zsh or fish complete the verbs."),
     "token": Verb("tangram.cli.token:token", "Print the token of your gateway on this machine, for curl."),
     "diff": Verb("tangram.cli.config:diff", "What `apply` would change in a running gateway."),
-    "apply": Verb("tangram.cli.config:apply", "Replace functions, tasks and resources of a running gateway."),
+    "apply": Verb("tangram.cli.config:apply", "Add and change functions, tasks and resources of a running gateway."),
 }
 
 
