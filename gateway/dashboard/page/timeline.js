@@ -289,14 +289,21 @@ export function timelineView(view, go, params) {
   const asTable = h("button", {"aria-pressed": "false", onclick: () => {
     const on = asTable.getAttribute("aria-pressed") !== "true";
     asTable.setAttribute("aria-pressed", String(on));
-    const bars = [...store.bars.values()].filter((bar) => (bar.end ?? Infinity) > timeline.now - timeline.span_ms && (!timeline.filter || timeline.filter(bar)));
-    const steps = [...stepsByTask(store.d.steps)].flatMap(([task, each]) => each.map((step) => h("li", null, `${task}, ${stepText(step)}`)));
-    table.replaceChildren(...(on ? [h("ul", null, ...steps), barTable(bars.slice(-200).reverse())] : []));
+    list();
   }}, "as table");
+  // The bars of the picture that the filter lets through, newest first, as it goes on; still while the pointer is on it.
+  const list = () => {
+    if (asTable.getAttribute("aria-pressed") !== "true") return table.replaceChildren();
+    const seen = (bar) => bar.start < timeline.now && (bar.end ?? Infinity) > timeline.now - timeline.span_ms;
+    const bars = [...store.bars.values()].filter((bar) => seen(bar) && (!timeline.filter || timeline.filter(bar))).slice(-200).reverse();
+    const steps = [...stepsByTask(store.d.steps)].flatMap(([task, each]) => each.map((step) => `${task}, ${stepText(step)}`));
+    table.replaceChildren(h("ul", null, ...steps.map((step) => h("li", null, step))), barTable(bars));
+  };
   const legend = h("span", {class: "leg"});
   const setFilter = () => {
     const test = barFilter(input.value);
     timeline.filter = test;
+    list();
   };
   input.addEventListener("input", () => { words = input.value; setFilter(); remember(); });
   const remember = () => {
@@ -334,7 +341,7 @@ export function timelineView(view, go, params) {
     empty.textContent = store.bars.size ? (store.skipped ? `${count(store.skipped)} starts were more than are told one by one` : "") : "No action has run in the last two minutes.";
   };
   return {
-    tick: legendNow,
+    tick: () => { legendNow(); if (!table.matches(":focus-within, :hover")) list(); },
     end: () => { reduced ? clearTimeout(handle) : cancelAnimationFrame(handle); document.getElementById("tip").style.display = "none"; },
     keys: {
       "+": () => timeline.zoom(1 / 1.4), "-": () => timeline.zoom(1.4), 0: () => { timeline.span_ms = 120e3; timeline.follow(); },
