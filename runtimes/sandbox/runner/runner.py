@@ -12,8 +12,9 @@ A command outlives its gateway if it was asked to, for ``unattended_s`` at most:
 the next gateway claims it by the name that it was given, or says that it need not be kept.
 
 Commands run as the sandbox's user, never as the runner: the child takes on the user's ids before it becomes the
-command, and keeps no privilege to return to. The runner's real and saved ids stay its own, it ignores every signal
-that can be ignored, and the kernel calls it undumpable: nobody inside can end, trace or read it.
+command, and keeps no privilege to return to. The runner's saved ids stay its own, and its real ones but for the moment
+in which the first process of a namespace starts a command; it ignores every signal that can be ignored, and the kernel
+calls it undumpable: nobody inside can end, trace or read it.
 """
 
 # pathlib, contextlib and typing would cost every sandbox their import.
@@ -1054,8 +1055,9 @@ class NotStarted(Exception):
 class Launcher:
     """Starts commands as their users, with a worse score for the kernel's memory killer than ours."""
 
-    def __init__(self, workplace: Workplace) -> None:
+    def __init__(self, workplace: Workplace, *, own_kernel: bool) -> None:
         self.workplace = workplace
+        self.lends_ids = os.getpid() == 1 and not own_kernel  # see `_spawn_as`
         self.shell = "/bin/bash" if os.access("/bin/bash", os.X_OK) else "/bin/sh"
         self.environment = dict(os.environ)
         self.null = os.open("/dev/null", os.O_RDWR)
@@ -1150,12 +1152,11 @@ class Launcher:
                     raise RequestDenied("invalid_input", f"working directory: {_sentence(error)}", kind) from None
                 try:
                     program = _which(argv[0], environment.get("PATH", DEFAULT_PATH))
-                    if identity.foreign or terminal:
+                    if terminal or (identity.foreign and not self.lends_ids):
                         return _fork(identity, program, argv, environment, fds, terminal=terminal)
-                    actions = [(os.POSIX_SPAWN_DUP2, fd, target) for target, fd in enumerate(fds)]
-                    return os.posix_spawn(
-                        program, argv, environment, file_actions=actions, setsid=True, setsigdef=IGNORED
-                    )
+                    if identity.foreign:
+                        return _spawn_as(identity, program, argv, environment, fds)
+                    return _spawn(program, argv, environment, fds)
                 except (ValueError, TypeError, UnicodeError) as error:
                     raise RequestDenied("invalid_input", f"the command cannot be executed: {error}") from None
                 except OSError as error:
@@ -1315,13 +1316,13 @@ class Claims:
 class Jobs:
     """The commands: started, fed, listened to and ended."""
 
-    def __init__(self, poller: Poller, workplace: Workplace, link: GatewayLink) -> None:
+    def __init__(self, poller: Poller, workplace: Workplace, link: GatewayLink, *, own_kernel: bool) -> None:
         self.poller = poller
         self.workplace = workplace
         self.link = link
         self.running: dict[int, Job] = {}
         self.claims = Claims()
-        self.launcher = Launcher(workplace)
+        self.launcher = Launcher(workplace, own_kernel=own_kernel)
         self.tree = ProcessTree(workplace, self.running)
         self.orphan_pipes: dict[int, None] = {}  # output of what outlived its command, read and dropped
         self.memory_kills = _kernel_number(MEMORY_EVENTS, b"oom_kill")
@@ -1628,6 +1629,32 @@ class Jobs:
         return {"out_of_memory": True, "peak_bytes": max(job.peak_kib * 1024, _kernel_number(MEMORY_PEAKS))}
 
 
+def _spawn(program: str, argv: list[str], environment: dict[str, str], fds: tuple[int, int, int]) -> int:
+    """Start a program with the ids that we have; raises what ``execve`` raises."""
+    actions = [(os.POSIX_SPAWN_DUP2, fd, target) for target, fd in enumerate(fds)]
+    return os.posix_spawn(program, argv, environment, file_actions=actions, setsid=True, setsigdef=IGNORED)
+
+
+def _spawn_as(
+    identity: Identity, program: str, argv: list[str], environment: dict[str, str], fds: tuple[int, int, int]
+) -> int:
+    """Start a program as another user, whose rights to files we have already; raises what ``execve`` raises.
+
+    A fork of our own pages takes three times as long. Here our real ids are the user's for a moment as well, and the
+    saved ones lead us back. The program has no way back: as it starts, the kernel makes its saved ids equal the
+    effective ones and takes all capabilities. Processes of that user could signal us meanwhile, so this is for the
+    first process of a namespace alone: the kernel keeps from it what it ignores, and SIGKILL and SIGSTOP too, if they
+    come from inside. To be traced and read it stays undumpable.
+    """
+    try:
+        os.setresgid(identity.gid, identity.gid, 0)
+        os.setresuid(identity.uid, identity.uid, 0)
+        return _spawn(program, argv, environment, fds)
+    finally:
+        os.setresuid(0, identity.uid, 0)
+        os.setresgid(0, identity.gid, 0)
+
+
 def _fork(
     identity: Identity,
     program: str,
@@ -1805,7 +1832,8 @@ class Runner:
         self.poller = Poller()
         self.workplace = Workplace()
         self.link = GatewayLink(self, self.poller, directory)
-        self.jobs = Jobs(self.poller, self.workplace, self.link)
+        # One that is spoken to through the engine may have a kernel that is not Linux, and other rules for signals.
+        self.jobs = Jobs(self.poller, self.workplace, self.link, own_kernel=directory is None)
         self.files = Files(self.workplace, self.link)
         self.sequence = 0  # the gateway's own, over all of its connections
         self.taken: int | None = None  # the last of its numbers under which a command came

@@ -129,6 +129,41 @@ class TestEscape:
         await sh(sandbox, "kill -9 1; kill -STOP 1; kill -TERM 1; kill -9 -1", user=user)
         await assert_well(sandbox)
 
+    async def test_the_start_of_a_command_is_no_moment_to_end_or_stop_the_runner(
+        self, provider: Provider, sandbox: Sandbox
+    ) -> None:
+        """Of the first process of a namespace the real ids are the user's while it starts a command."""
+        if provider.info.kind == "plain" and not provider.info.limits["processes_hidden"]:
+            pytest.skip("this machine's process sandboxes share the host's processes")
+        storm = "while :; do kill -9 $PPID; kill -STOP $PPID; kill -ABRT $PPID; done"
+        attackers = [asyncio.create_task(sandbox.run(Command(shell=storm, output_limit_bytes=0))) for _ in range(2)]
+        try:
+            for _ in range(100):
+                assert (await sh(sandbox, "true")).exit_code == 0
+        finally:
+            for attacker in attackers:
+                attacker.cancel()
+            await asyncio.gather(*attackers, return_exceptions=True)
+        await assert_well(sandbox)
+
+    async def test_a_command_has_its_users_ids_alone_and_no_way_back(
+        self, provider: Provider, sandbox: Sandbox
+    ) -> None:
+        if provider.info.kind == "plain" and not provider.info.limits["processes_hidden"]:
+            pytest.skip("this machine's process sandboxes share the host's processes")
+        look = (
+            "import os\n"
+            "ids = [os.getresuid(), os.getresgid()]\n"
+            "print([len({*each}) for each in ids], 0 in (*ids[0], *ids[1], *os.getgroups()))\n"
+            "held = ('CapPrm', 'CapEff', 'CapAmb')\n"
+            "print({line.split()[1] for line in open('/proc/self/status') if line[:6] in held})\n"
+            "for change in (os.setuid, os.seteuid, os.setgid, os.setegid):\n"
+            "  try: change(0); print('root again')\n"
+            "  except OSError: print('refused')\n"
+        )
+        told = (await python(sandbox, look)).stdout.decode()
+        assert told == "[1, 1] False\n{'0000000000000000'}\n" + "refused\n" * 4
+
     @pytest.mark.parametrize("user", ["", "root"])
     async def test_the_runner_cannot_be_traced_or_read(self, provider: Provider, sandbox: Sandbox, user: str) -> None:
         if provider.info.kind == "plain" and not provider.info.limits["processes_hidden"]:
