@@ -18,6 +18,7 @@ from typing import ClassVar
 
 import msgspec
 import orjson
+import structlog
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Scope
@@ -51,10 +52,11 @@ from gateway.http.messages import body_chunks
 from gateway.http.trajectories import placed_path
 from gateway.invocations.record import Record
 from gateway.services import Services
-from manager.errors import Forbidden, InvalidInput, NotFound, Reason
+from manager.errors import CodedError, Forbidden, InvalidInput, NotFound, Reason
 from manager.function import FunctionSpec
 from runtimes.sandbox.files.files import SandboxFiles
 
+logger = structlog.get_logger("gateway.facades")
 #: Seconds after which the client's HTTP library gives up, whatever the action's own time-out is.
 CLIENT_S = 300.0
 #: Seconds that a command in a session is given less than its action has: the action itself must not be ended.
@@ -255,9 +257,13 @@ class Swerex(Facade):
         limit_bytes = self.services.bounds.file_limit_bytes
         chunks = body_chunks(request, self.services, limit_bytes)
         await files.write(placed_path(name, files.workdir), chunks, mode=0o600)
-        record = await self._act(request, place, _script(UNPACK, {"body": name, "mark": f"--{boundary}"}), None)
-        self._check(record)
-        told = self._told(record)
+        try:
+            record = await self._act(request, place, _script(UNPACK, {"body": name, "mark": f"--{boundary}"}), None)
+            self._check(record)
+            told = self._told(record)
+        except Exception:  # refused, withdrawn, ended, or its client went away: nothing has taken it apart
+            await self._remove(request, place, (name, f"{name}.part"))
+            raise
         if told["end"] == "shape":
             named = orjson.dumps({name: told[name] for name in told if name != "end"}).decode()
             raise InvalidInput(f"the body's parts do not fit; {named}"[:500], component=self.name)
@@ -335,6 +341,15 @@ class Swerex(Facade):
         call = self.call(request, place.function.name, input, timeout_s=timeout_s)
         call = replace(call, trajectory=place.trajectory, key=None)
         return (await self.calls.run(request, [call], self.until_s(CLIENT_S)))[0].record
+
+    async def _remove(self, request: Request, place: RuntimePlace, names: Sequence[str]) -> None:
+        """Have files removed by an action of the trajectory, if it still lives; nobody waits for its end."""
+        call = self.call(request, place.function.name, {"argv": ["rm", "-f", "--", *names]})
+        call = replace(call, trajectory=place.trajectory, key=None, living=True, detached=True)
+        try:
+            await self.calls.accept(call, self.until_s(CLIENT_S))
+        except CodedError as error:
+            logger.warning("what an upload left stays", trajectory=place.trajectory, files=names, why=error.message)
 
     async def _session(
         self, request: Request, place: RuntimePlace, session: str, asked: Mapping[str, object]

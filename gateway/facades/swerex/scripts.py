@@ -97,6 +97,7 @@ else:
 """
 
 #: Takes a multipart body apart that lies in a file, and puts its file where its fields say, as SWE-ReX's server does.
+#: The body loses its name at once, so that nothing of it is left whatever ends the action.
 UNPACK = r"""
 import json, mmap, os, re, shutil, sys, zipfile
 asked = json.loads(sys.stdin.buffer.read(int(sys.argv[1])))
@@ -116,6 +117,7 @@ def parts(body, mark):
 def place():
     part = asked["body"] + ".part"
     with open(asked["body"], "rb") as file:
+        os.unlink(asked["body"])
         body = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         found = {name: (start, end) for name, start, end in parts(body, asked["mark"].encode())}
         missing = [name for name in ("file", "target_path") if name not in found]
@@ -125,29 +127,31 @@ def place():
         if unknown:
             return {"end": "shape", "unknown": unknown}
         text = {name: body[slice(*found[name])].decode() for name in found if name != "file"}
+        unzip = text.get("unzip", "false").lower() in ("true", "1", "on", "yes", "t", "y")
+        target = text["target_path"]
         start, end = found["file"]
-        with open(part, "wb") as sink:
-            while start < end:
-                sink.write(body[start:min(end, start + 2**20)])
-                start += 2**20
-    target = text["target_path"]
-    try:
-        os.makedirs(os.path.dirname(target) or ".", exist_ok=True)
-        if text.get("unzip", "false").lower() in ("true", "1", "on", "yes", "t", "y"):
-            with zipfile.ZipFile(part) as zipped:
-                zipped.extractall(target)
-        else:
-            shutil.move(part, target)
-    finally:
-        if os.path.exists(part):
-            os.unlink(part)
+        with open(part, "w+b") as sink:
+            try:
+                if unzip:
+                    os.unlink(part)
+                while start < end:
+                    sink.write(body[start:min(end, start + 2**20)])
+                    start += 2**20
+                sink.flush()
+                os.makedirs(os.path.dirname(target) or ".", exist_ok=True)
+                if unzip:
+                    with zipfile.ZipFile(sink) as zipped:
+                        zipped.extractall(target)
+                else:
+                    shutil.move(part, os.path.join(target, "temp_file_transfer") if os.path.isdir(target) else target)
+            finally:
+                if os.path.lexists(part):
+                    os.unlink(part)
     return {"end": "done"}
 try:
     told = place()
 except Exception as error:
     told = {"end": "raised", "class": "%s.%s" % (type(error).__module__, type(error).__name__), "message": str(error)}
-finally:
-    os.unlink(asked["body"])
 sys.stderr.write(json.dumps(told))
 """
 

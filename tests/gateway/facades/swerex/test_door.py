@@ -236,7 +236,33 @@ async def test_a_file_and_a_tree_are_uploaded(runtime: RuntimeClient) -> None:
     assert bad.json()["swerexception"]["class_path"] == "zipfile.BadZipFile"
     shapeless = await upload(runtime, {"unzip": "true"}, b"")
     assert (shapeless.status_code, "target_path" in shapeless.json()["detail"]) == (422, True)
-    assert (await runtime.ask("execute", command=["ls", "-A"]))["stdout"] == "new\ntree\n", "nothing of ours is left"
+    assert (await upload(runtime, {"target_path": "new", "unzip": "no"}, b"into")).json() == {}
+    left = await runtime.ask("execute", command=["ls", "-A", ".", "new"])
+    assert left["stdout"] == ".:\nnew\ntree\n\nnew:\none\ntemp_file_transfer\n", "nothing of ours is left"
+
+
+@pytest.mark.parametrize("unzip", ["true", "false"])
+async def test_an_upload_that_ends_before_it_was_taken_apart_leaves_nothing(runtime: RuntimeClient, unzip: str) -> None:
+    """Its bytes are in the sandbox when the action that takes them apart waits for its turn."""
+    await runtime.ask("execute", command=["true"])
+    hold = asyncio.create_task(runtime.ask("execute", command="while [ ! -e go ]; do sleep 0.01; done", shell=True))
+    await until(lambda: states(runtime) == ["running"])
+    going = asyncio.create_task(upload(runtime, {"target_path": "x", "unzip": unzip}, b"not taken apart"))
+    await until(lambda: states(runtime) == ["running", "queued"])
+    place = "/v1/trajectories/one/files"
+    listed = (await runtime.running.http.get(place, params={"path": ".", "list": "true"})).json()["files"]
+    assert sum(".swerex-" in entry["path"] for entry in listed) == 1
+    _, waiting = runtime.running.app.invocations.living
+    await runtime.running.http.post(f"/v1/invocations/{waiting.record.id}/cancel")
+    assert (await going).status_code == 511
+    await runtime.running.http.put(place, params={"path": "go"}, content=b"")
+    await hold
+    assert (await runtime.ask("execute", command=["ls", "-A"]))["stdout"] == "go\n"
+
+
+def states(runtime: RuntimeClient) -> list[str]:
+    """Return how the calls stand that have not ended, in the order of their acceptance."""
+    return [str(each.record.state) for each in runtime.running.app.invocations.living]
 
 
 async def upload(runtime: RuntimeClient, fields: Mapping[str, str], data: bytes) -> httpx.Response:
