@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 
 from manager.errors import TooLarge
 from runtimes.sandbox.session import InteractiveSession
+from tangram.types.values.quantities import show_size
 
 #: Bytes of one argument or variable from which on the kernel refuses it, and characters of a piece, however long each.
 ARGUMENT_MAX_BYTES = 128 * 2**10
@@ -78,6 +79,11 @@ class CommandResult:
     duration_s: float = 0.0
     cpu_s: float = 0.0
     peak_memory_bytes: int = 0
+
+
+def memory_ended(what: str, peak_bytes: int) -> str:
+    """Return what is told of something that was ended for its memory: how much it was, and which setting bounds it."""
+    return f"{what} ran out of memory (peak {show_size(peak_bytes)}); sandbox.memory bounds it"
 
 
 def fitting(command: Command) -> Command:

@@ -21,7 +21,7 @@ from manager.executor import Call, LogSink
 from manager.function import AUTO, Background, FunctionSpec, SandboxSpec
 from manager.lease import Lease
 from runtimes.runtime import Execution, Result
-from runtimes.sandbox.command import ARGUMENT_MAX_BYTES, Command, CommandResult, OnOutput, claims_of
+from runtimes.sandbox.command import ARGUMENT_MAX_BYTES, Command, CommandResult, OnOutput, claims_of, memory_ended
 from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.runner.protocol import unmade
 from runtimes.sandbox.sandbox import Sandbox
@@ -358,10 +358,10 @@ def conclude(result: CommandResult, command: Command) -> Result:
     }
     peak = {"peak_memory_bytes": result.peak_memory_bytes}
     if result.timed_out:
-        message = f"the command ran longer than {command.timeout_s:g} s and was ended"
+        message = f"the command ran longer than its timeout, {command.timeout_s:g} s, and was ended"
         raise ActionFailed(Reason.TIMEOUT, message, component=COMPONENT, result=value, detail=peak)
     if result.out_of_memory:
-        message = f"the sandbox ran out of memory (peak {result.peak_memory_bytes} bytes)"
+        message = memory_ended("the sandbox", result.peak_memory_bytes)
         raise ActionFailed(Reason.OUT_OF_MEMORY, message, component=COMPONENT, result=value, detail=peak)
     return Result(value=value, usage={"cpu_s": result.cpu_s, **peak})
 

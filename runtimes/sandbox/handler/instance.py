@@ -19,7 +19,7 @@ from manager.executor import LogSink
 from manager.function import Background, FunctionSpec, HandlerSpec, SandboxSpec
 from runtimes.api.secrets import Secrets
 from runtimes.runtime import Execution, Result
-from runtimes.sandbox.command import Command, CommandResult
+from runtimes.sandbox.command import Command, CommandResult, memory_ended
 from runtimes.sandbox.environments import PURPOSE, EnvironmentSettings
 from runtimes.sandbox.handler import worker
 from runtimes.sandbox.handler.requirements import RequirementSettings
@@ -304,8 +304,8 @@ class Instance:
         missing = f"[... {self._tail_missing} bytes are missing here ...]\n" if self._tail_missing else ""
         detail = {"output": missing + self._tail.decode("utf-8", "replace")}
         if ended.out_of_memory:
-            peak = f"the handler's process ran out of memory (peak {ended.peak_memory_bytes} bytes)"
-            return ActionFailed(Reason.OUT_OF_MEMORY, peak, component=COMPONENT, detail=detail)
+            told = memory_ended("the handler's process", ended.peak_memory_bytes)
+            return ActionFailed(Reason.OUT_OF_MEMORY, told, component=COMPONENT, detail=detail)
         if ended.signal == 9:
             return ActionFailed(
                 Reason.ENVIRONMENT_LOST, "the handler's process was killed", component=COMPONENT, detail=detail

@@ -25,6 +25,7 @@ import re
 import shlex
 import shutil
 import signal
+import struct
 import sys
 import tempfile
 import threading
@@ -34,24 +35,13 @@ from pathlib import Path
 from typing import Any
 
 MODULE = "tangram_pytest"
-IDS_PER_LINE = 500
+IDS_PER_LINE, MESSAGE_MAX_CHARS = 500, 4000
 ALTERED_MAX = NOTICED_MAX = 10
-MESSAGE_MAX_CHARS = 4000
 #: Seconds between the exception that ends an overlong test and the end of its process.
 TEST_GRACE_S = 5.0
+WORKER_MESSAGE_MAX_BYTES = 64 * 2**20  # all the ids of a suite are one
 #: ``--dist loadgroup`` puts the group's name behind the id.
 _GROUP = re.compile(r"@[^\]@]*$")
-#: The first process: it forgets what the user's files and the environment would put in the way of Python's own modules,
-#: and becomes the interpreter that it was given, which runs this source.
-START = """
-import json, os, sys
-kept = {name: os.environ.pop(name, None) for name in ("PYTHONPATH", "PYTHONNOUSERSITE", "PYTHONSTARTUP")}
-os.environ["PYTHONNOUSERSITE"] = "1"
-paths = [os.getcwd(), *(os.path.abspath(place) for place in (kept["PYTHONPATH"] or "").split(":") if place)]
-os.environ["TANGRAM_PROJECT"] = json.dumps({"paths": paths, "environment": kept})
-clean = "import sys; sys.path[:] = [place for place in sys.path if place]; exec(sys.argv[1])"
-os.execvp(sys.argv[2], [sys.argv[2], "-c", clean, sys.argv[1]])
-"""
 #: What tells the processes of a run where the project's modules are, and what their environment was.
 PROJECT = "TANGRAM_PROJECT"
 #: The functions that make a verdict of what a test does; whoever changes one of them changes what is told.
@@ -73,9 +63,6 @@ WORKER = "import sys; sys.path[:] = [place for place in sys.path if place]; exec
 SKIPPED_FOLDERS = frozenset({".git", ".hg", "node_modules", "site-packages"})
 #: Compiled tests, by their names or because pytest compiled them.
 _TESTS = re.compile(r"^(test_|conftest\.)|_test\.|-pytest-")
-_NO_PYTEST = (
-    "no pytest: install it in the image, for process sandboxes for the host's python3, or name one by sandbox.path"
-)
 
 
 class Reporter:
@@ -350,7 +337,7 @@ def main() -> None:
     try:
         pytest = _pytest_of(project)
     except ImportError:
-        reporter.send(absent=_NO_PYTEST)
+        reporter.send(absent="no pytest")
         return
     try:
         directory = _own_directory(told["source"])
@@ -409,10 +396,24 @@ def _run(pytest: Any, reporter: Reporter, told: dict[str, Any], project: dict[st
         os.environ.setdefault("PYTHONHASHSEED", "0")  # else workers may disagree on the ids of parameters from sets
         os.environ[PROJECT] = json.dumps(project)
         _hide()
+        _check_messages()
     plugin._project.update(project)
     plugin.import_plugins(project)
     status: int = pytest.main([*arguments, *told["args"], *paths])
     return status
+
+
+def _check_messages() -> None:
+    """Take a worker that says what is no message for one that has crashed, rather than await what it announces."""
+    message = importlib.import_module("execnet.gateway_base").Message
+
+    def from_io(io: Any) -> Any:
+        kind, channel, length = struct.unpack("!bii", io.read(9) or b"\xff" * 9)
+        if not (0 <= kind < len(message._types) and 0 <= length <= WORKER_MESSAGE_MAX_BYTES):
+            raise EOFError("a worker said what is no message")
+        return message(kind, channel, io.read(length))
+
+    message.from_io = staticmethod(from_io)
 
 
 def _hide() -> None:

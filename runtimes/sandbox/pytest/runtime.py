@@ -16,7 +16,7 @@ from manager.errors import ActionFailed, CodedError, InvalidInput, NotFound, Rea
 from manager.function import FunctionSpec
 from manager.lease import Lease
 from runtimes.runtime import Execution, Result
-from runtimes.sandbox.command import Command, CommandResult, claims_of
+from runtimes.sandbox.command import Command, CommandResult, claims_of, memory_ended
 from runtimes.sandbox.disk.bound import WalkBound
 from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.exec.runtime import LogLines, Stage, begin
@@ -33,6 +33,18 @@ from runtimes.sandbox.sandbox import Sandbox
 Check = Literal["swept", "clean_start", "tests_given", "tests_locked", "tree_options_ignored", "report_whole"]
 
 _SOURCE = Path(plugin.__file__).read_text(encoding="utf-8")
+#: The first process: it forgets what the user's files and the environment would put in the way of Python's own modules,
+#: and becomes the interpreter that it was given, which runs this source.
+START = """
+import json, os, sys
+kept = {name: os.environ.pop(name, None) for name in ("PYTHONPATH", "PYTHONNOUSERSITE", "PYTHONSTARTUP")}
+os.environ["PYTHONNOUSERSITE"] = "1"
+paths = [os.getcwd(), *(os.path.abspath(place) for place in (kept["PYTHONPATH"] or "").split(":") if place)]
+os.environ["TANGRAM_PROJECT"] = json.dumps({"paths": paths, "environment": kept})
+clean = "import sys; sys.path[:] = [place for place in sys.path if place]; exec(sys.argv[1])"
+os.execvp(sys.argv[2], [sys.argv[2], "-c", clean, sys.argv[1]])
+"""
+_INSTALL = "install it in the image, for process sandboxes for the host's python3, or name one by sandbox.path"
 _TAIL_BYTES = 4000
 #: Seconds by which two clocks may disagree on whether the timeout is reached.
 _CLOCK_S = 0.02
@@ -183,9 +195,9 @@ class _Run:
         if ended.timed_out:
             raise self._timed_out()
         if self._report.absent:
-            raise self._failed(Reason.INVALID_INPUT, f"the sandbox has {self._report.absent}")
+            raise self._failed(Reason.INVALID_INPUT, f"the sandbox has {self._report.absent}: {_INSTALL}")
         if ended.out_of_memory and self._report.end is None:
-            raise self._failed(Reason.OUT_OF_MEMORY, f"the sandbox ran out of memory (peak {self._peak_bytes} bytes)")
+            raise self._failed(Reason.OUT_OF_MEMORY, memory_ended("the sandbox", self._peak_bytes))
         if not self._report.started and not self._refused and not self._report.doubts:
             raise self._failed(Reason.INVALID_INPUT, f"pytest could not be started: {self._said()}")
         if ended.out_of_memory:
@@ -295,7 +307,7 @@ class _Run:
             "test_timeout_s": plan.test_timeout_s,
         }
         return Command(
-            argv=(self._settings.python, "-I", "-S", "-c", plugin.START, _SOURCE, self._settings.python),
+            argv=(self._settings.python, "-I", "-S", "-c", START, _SOURCE, self._settings.python),
             cwd=plan.cwd,
             env=plan.env,
             stdin=json.dumps(told).encode(),
@@ -354,7 +366,8 @@ class _Run:
     def _timed_out(self) -> ActionFailed:
         running = ", ".join(sorted(self._report.running)) or "none"
         limit_s = self._execution.action.timeout_s
-        return self._failed(Reason.TIMEOUT, f"the suite ran longer than {limit_s:g} s; tests under way: {running}")
+        told = f"the suite ran longer than its timeout, {limit_s:g} s; tests under way: {running}"
+        return self._failed(Reason.TIMEOUT, told)
 
     def _failed(self, reason: Reason, message: str, detail: Mapping[str, object] | None = None) -> ActionFailed:
         value = self._value(None)
