@@ -15,7 +15,7 @@ from pathlib import Path
 from bench.facades.client_environments import client_environment
 from bench.facades.docker_socket import docker_engine
 from bench.facades.overheads import overheads
-from bench.facades.serving import TOKEN, ServedDoors, served
+from bench.facades.serving import SERVER, TOKEN, ServedDoors, served
 from bench.facades.teachers import teachers
 from bench.gateway import process
 from bench.inputs import PROGRAMS as RECORDED
@@ -27,14 +27,9 @@ PROGRAMS, QUICK_PROGRAMS = 480, 64
 ROUNDS, QUICK_ROUNDS = 10, 2
 RUNNER = "from bench.facades.plain_runner import main; main()"
 DONE = "\nprint('tangram-done')\n"
-CONFIG = """
-version: 1
-server:
-  token: bench
-  state_dir: {directory}/state
-  port: 0
-  grpc_port: 0
-  drain_grace: 100ms
+CONFIG = (
+    SERVER
+    + """\
   facades: {{sandboxfusion: {{languages: {{python: run_program}}}}, lambda: {{}}}}
 sandbox: {{provider: process}}
 functions:
@@ -43,6 +38,7 @@ functions:
      max_queued: 16, idempotent: true}}
   slow: {{runtime: exec, cost: {{cpu: 1}}, timeout: 30s}}
 """
+)
 
 
 def asked_programs(count: int) -> list[dict[str, object]]:

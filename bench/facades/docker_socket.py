@@ -13,7 +13,7 @@ from typing import Any
 
 from bench.facades.client_environments import client_environment
 from bench.facades.overheads import TRUE, overhead
-from bench.facades.serving import ServedDoors, served
+from bench.facades.serving import SERVER, ServedDoors, served
 from bench.gateway import timed
 from bench.report import BenchReport, Figure, median
 
@@ -25,19 +25,15 @@ COMMANDS, WARM, LIMIT_S = 40, 3, 60.0
 THOUGHTS, THOUGHT_S, COMMAND_S = 8, 1.0, 0.05
 HEAD = "Host: engine\r\nConnection: Upgrade\r\nUpgrade: tcp\r\nContent-Length: 2\r\nContent-Type: application/json"
 HAS_ENGINE = ENGINE.is_socket()
-CONFIG = """
-version: 1
-server:
-  token: bench
-  state_dir: {directory}/state
-  port: 0
-  grpc_port: 0
-  drain_grace: 100ms
+CONFIG = (
+    SERVER
+    + """\
   facades: {{docker: {{socket: {directory}/docker.sock, function: box}}}}
 sandbox: {{provider: container, image: "tangram-base:bookworm"}}
 functions:
   box: {{runtime: exec, cost: {{cpu: 1}}, timeout: 5m}}
 """
+)
 
 
 def asked(path: Path, method: str, target: str, body: object = None) -> dict[str, object]:

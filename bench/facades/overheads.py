@@ -7,20 +7,15 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.facades.serving import ServedDoors, dumped, served
+from bench.facades.serving import SERVER, ServedDoors, dumped, served
 from bench.gateway import BenchConnection, timed
 from bench.report import Figure, median
 
 EACH, WARM = 20, 5
 HANDLER = "def grade(event, context):\n    return 1.0\n"
-CONFIG = """
-version: 1
-server:
-  token: bench
-  state_dir: {directory}/state
-  port: 0
-  grpc_port: 0
-  drain_grace: 100ms
+CONFIG = (
+    SERVER
+    + """\
   facades:
     rewards: {{}}
     sandboxfusion: {{languages: {{python: shell}}}}
@@ -32,6 +27,7 @@ functions:
   grade: {{runtime: handler, handler: "noop:grade", cost: {{cpu: 1}}, scale: {{min: 1, max: 1}}, idempotent: true}}
   shell: {{runtime: exec, cost: {{cpu: 1}}, timeout: 30s, idempotent: true}}
 """
+)
 NATIVE_GRADE, NATIVE_SHELL = "/v1/functions/grade/invocations", "/v1/functions/shell/invocations"
 TRUE = dumped({"argv": ["true"]})
 

@@ -15,6 +15,16 @@ import httpx
 from bench.gateway import GATEWAY, BenchConnection, process
 
 TOKEN = "bench"
+#: What every configuration of doors begins with; ``facades`` comes next.
+SERVER = """
+version: 1
+server:
+  token: bench
+  state_dir: {directory}/state
+  port: 0
+  grpc_port: 0
+  drain_grace: 100ms
+"""
 #: Seconds for any one answer.
 ANSWER_S = 120.0
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from bench.facades.client_environments import ROOT
 from bench.facades.overheads import DoorPair, compared
-from bench.facades.serving import ServedDoors, dumped, served
+from bench.facades.serving import SERVER, ServedDoors, dumped, served
 from bench.report import BenchReport, Figure
 
 #: Sequences, in batches, of so many tokens each; the vocabulary of `scripts.make_checkpoint`.
@@ -23,14 +23,9 @@ SEQUENCES, BATCH, LENGTHS, VOCABULARY = 50, 10, (2, 64), 1024
 #: How many of the likeliest tokens are asked for besides the actual one.
 TOPS = (1, 8)
 MAKE_S, STEPS = 300, 40
-CONFIG = """
-version: 1
-server:
-  token: bench
-  state_dir: {directory}/state
-  port: 0
-  grpc_port: 0
-  drain_grace: 100ms
+CONFIG = (
+    SERVER
+    + """\
   facades: {{models: {{}}}}
 sandbox: {{provider: process}}
 node: {{devices: {{kind: cpu, count: 1, memory: 64Mi}}}}
@@ -38,6 +33,7 @@ models: {{host_memory: 64Mi}}
 functions:
   teacher: {{runtime: model, model: {{path: {directory}/teacher, action: logprobs, max_tokens: 64}}, timeout: 1m}}
 """
+)
 Rows = Sequence[Sequence[int]]
 #: What a dialect tells of sequences: for each, the log-probability of each token after its first.
 Told = list[list[float]]

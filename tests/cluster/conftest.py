@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster.relay import NodeRelay
 from tests.cluster.world import ClusterGateway, DaemonProcess, document, stopped
 
 StartGateway = Callable[..., ClusterGateway]
 MakeNode = Callable[..., DaemonProcess]
+MakeRelay = Callable[[ClusterGateway], NodeRelay]
 
 
 @pytest.fixture(params=[pytest.param("container", marks=pytest.mark.docker)])
@@ -52,3 +54,17 @@ def make_node(tmp_path: Path, provider: str, start_gateway: StartGateway) -> Ite
 
     yield make
     stopped(*made)
+
+
+@pytest.fixture
+def make_relay() -> Iterator[MakeRelay]:
+    """Makes a relay to a gateway; all are closed at the end."""
+    made: list[NodeRelay] = []
+
+    def make(gateway: ClusterGateway) -> NodeRelay:
+        made.append(NodeRelay(gateway.door[0]))
+        return made[-1]
+
+    yield make
+    for relay in made:
+        relay.close()

@@ -15,14 +15,12 @@ import pytest
 from tangram import Client, ConflictError, NotFoundError, SnapshotLostError
 from tangram.errors import CapacityExceededError, TangramError
 from tangram.types.snapshots import SnapshotInfo
-from tests.cluster.conftest import MakeNode, StartGateway
-from tests.cluster.relay import NodeRelay
+from tests.cluster.conftest import MakeNode, MakeRelay, StartGateway
 from tests.cluster.world import DEADLINE_S, ClusterGateway, DaemonProcess, until
 from tests.e2e.gateway import ROOT
 from tests.gateway.http.test_snapshots import images
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cluster")]
-MakeRelay = Callable[[ClusterGateway], NodeRelay]
 
 
 @pytest.fixture(params=["process", pytest.param("container", marks=pytest.mark.docker)])
@@ -31,20 +29,6 @@ def provider(request: pytest.FixtureRequest) -> str:
     if request.param == "container":
         request.getfixturevalue("docker")
     return str(request.param)
-
-
-@pytest.fixture
-def make_relay() -> Iterator[MakeRelay]:
-    """Makes a relay to a gateway; all are closed at the end."""
-    made: list[NodeRelay] = []
-
-    def make(gateway: ClusterGateway) -> NodeRelay:
-        made.append(NodeRelay(gateway.door[0]))
-        return made[-1]
-
-    yield make
-    for relay in made:
-        relay.close()
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import resource
@@ -21,37 +20,18 @@ from gateway.room import DESCRIPTORS_MAX
 from tangram import Client
 from tests.e2e.gateway import ROOT, GatewayProcess
 from tests.faults.world import HTTP, Deeds, Submitter, at_rest, faulty, record, runner_pids, until
+from tests.small_disk import fill, small_disk_at
 
-DISK = "size=6m"
 #: Calls that no such file system could hold.
 CALLS_MAX = 400
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of a few megabytes."""
+    """A file system of a few megabytes, where the gateway's state is."""
     place = tmp_path / "state"
-    place.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", DISK, "none", place], capture_output=True, text=True, check=False
-    )
-    if done.returncode != 0:
-        pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
-    yield place
-    subprocess.run(["umount", "--lazy", place], check=True)
-
-
-def fill(place: Path) -> Path:
-    """A file that takes the rest of the disk."""
-    filler = place / "filler"
-    with filler.open("wb", buffering=0) as file:
-        for size in (65536, 4096, 1):
-            try:
-                while True:
-                    file.write(b"x" * size)
-            except OSError as error:
-                assert error.errno == errno.ENOSPC
-    return filler
+    with small_disk_at(place, "6m"):
+        yield place
 
 
 def submit(gateway: GatewayProcess, name: str) -> httpx.Response:

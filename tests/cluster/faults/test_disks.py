@@ -2,57 +2,32 @@
 
 from __future__ import annotations
 
-import errno
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.conftest import MakeNode, StartGateway
 from tests.cluster.world import TALE, TOLD, begun
+from tests.small_disk import fill, small_disk_at
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cluster")]
-MountDisk = Callable[[Path], None]
 
 
 @pytest.fixture
-def mount_disk() -> Iterator[MountDisk]:
-    """Mounts a file system of a few megabytes at a new directory; skipped where that cannot be done."""
-    mounted: list[Path] = []
-
-    def mount(place: Path) -> None:
-        place.mkdir()
-        words = ["mount", "-t", "tmpfs", "-o", "size=8m", "none", str(place)]
-        done = subprocess.run(words, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
-        mounted.append(place)
-
-    yield mount
-    for place in mounted:
-        subprocess.run(["umount", "--lazy", str(place)], check=True)
-
-
-def fill(place: Path) -> Path:
-    """Take the rest of the disk; return the file that does."""
-    filler = place / "filler"
-    with filler.open("wb", buffering=0) as file:
-        for size in (65536, 4096, 1):
-            try:
-                while True:
-                    file.write(b"x" * size)
-            except OSError as error:
-                assert error.errno == errno.ENOSPC
-    return filler
+def mounted() -> Iterator[ExitStack]:
+    """What is mounted until the nodes have stopped."""
+    with ExitStack() as stack:
+        yield stack
 
 
 def test_a_node_whose_disk_is_full_begins_nothing_says_why_and_serves_again_once_there_is_room(
-    mount_disk: MountDisk, start_gateway: StartGateway, make_node: MakeNode, tmp_path: Path
+    mounted: ExitStack, start_gateway: StartGateway, make_node: MakeNode, tmp_path: Path
 ) -> None:
     gateway = start_gateway()
     node = make_node(gateway, "n1")
-    mount_disk(tmp_path / "n1" / "state")
+    mounted.enter_context(small_disk_at(tmp_path / "n1" / "state", "8m"))
     node.start()
     gateway.until_state("n1", "ready")
     assert gateway.ended(gateway.submit("there", "echo made > file", trajectory="idle"))["state"] == "succeeded"

@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
 import pytest
 
-from tests.cluster.conftest import MakeNode, StartGateway
-from tests.cluster.relay import Direction, NodeRelay
+from tests.cluster.conftest import MakeNode, MakeRelay, StartGateway
+from tests.cluster.relay import Direction
 from tests.cluster.world import ClusterGateway, begun, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cluster")]
-MakeRelay = Callable[[ClusterGateway], NodeRelay]
 LINES, CUTS_MIN = 400, 4
 #: Ends after some eight seconds.
 TALE = f'i=0; while [ $i -lt {LINES} ]; do i=$((i+1)); echo "line $i"; sleep 0.02; done; echo run >> runs; cat runs'
 TOLD = "".join(f"line {number}\n" for number in range(1, LINES + 1)) + "run\n"
-
-
-@pytest.fixture
-def make_relay() -> Iterator[MakeRelay]:
-    """Makes a relay to a gateway; all are closed at the end."""
-    made: list[NodeRelay] = []
-
-    def make(gateway: ClusterGateway) -> NodeRelay:
-        made.append(NodeRelay(gateway.door[0]))
-        return made[-1]
-
-    yield make
-    for relay in made:
-        relay.close()
 
 
 def ran_once(gateway: ClusterGateway, invocation_id: str, node: str) -> None:

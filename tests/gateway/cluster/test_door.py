@@ -14,6 +14,7 @@ from manager.errors import InvalidConfig
 from runtimes.node.certificate import NodeCertificate, ensure_certificate, node_side, server_side
 from runtimes.node.link import LinkSettings, NodeLink
 from runtimes.node.wire import PROTOCOL, Beat, NodeHello, NodeRefused, encode
+from tests.gateway.conftest import until
 from tests.runtimes.node.session import hello
 
 DEADLINE_S = 60.0
@@ -137,9 +138,7 @@ async def test_one_that_spells_its_greeting_byte_by_byte_has_no_more_time_than_o
         assert await over
         writer.close()
         assert porter.met.empty()
-        async with asyncio.timeout(DEADLINE_S):
-            while door.greeting:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: not door.greeting)
 
 
 @pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", b"\0" * 4096])
