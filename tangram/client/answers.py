@@ -9,10 +9,12 @@ from typing import Any, TypeVar
 import httpx
 import msgspec
 
+from tangram.client.address import SERVER
 from tangram.client.results import InvocationResult, result_of
 from tangram.errors import ConnectionFailed, TangramError, UnreadableAnswerError, from_problem
 from tangram.types import Problem
 from tangram.types.invocations import REPLAY
+from tangram.types.local_tokens import served_by_us
 
 _T = TypeVar("_T")
 _QUOTED = 200
@@ -66,11 +68,19 @@ def connection_lost(what: str, error: httpx.TransportError) -> ConnectionFailed:
     """Return the exception of a broken connection.
 
     ``detail["sent"]`` says whether the request may have arrived; ``detail["tls"]`` that one of the two does not trust
-    the other, which no further try mends.
+    the other, which no further try mends. Where nobody answered at all, the message says what may mend that.
     """
     sent = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout | httpx.ProxyError)
     told = {"sent": sent, "tls": True} if _is_distrust(error) else {"sent": sent}
-    return ConnectionFailed(f"{what}: {str(error) or type(error).__name__}", detail=told)
+    remedy = _remedy() if isinstance(error, httpx.ConnectError) and "tls" not in told else ""
+    return ConnectionFailed(f"{what}: {str(error) or type(error).__name__}{remedy}", detail=told)
+
+
+def _remedy() -> str:
+    """Return where gateways of this user are, or that none is seen."""
+    found = [f"http://{address}" for address in served_by_us()]
+    where = f"yours serves at {' and '.join(found)}" if found else "is `tangram serve` running?"
+    return f"; {where} (--server or {SERVER} names the address)"
 
 
 def _is_distrust(error: BaseException | None) -> bool:

@@ -60,6 +60,15 @@ def find_token(host: str, port: int, names: tuple[str, ...] = (ADMIN, INVOKE)) -
     return None
 
 
+def served_by_us() -> list[str]:
+    """Return the loopback addresses (``127.0.0.1:8080``, ``[::1]:8080``) at which gateways of this user serve now."""
+    with suppress(OSError):
+        named = sorted(each.name.rpartition(":") for each in links_dir().iterdir())
+        serving = [(host, port) for host, _, port in named if port.isdigit() and find_token(host, int(port))]
+        return [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in serving]
+    return []
+
+
 def _read(file: Path, user: int) -> str | None:
     """The token in a file that is this user's, and nobody else's to read; None for any other."""
     try:

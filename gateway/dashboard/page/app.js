@@ -9,7 +9,7 @@ import {listView, oneView} from "./records.js";
 import {timelineView} from "./timeline.js";
 
 const VIEWS = [["now", "Now", "n", nowView], ["timeline", "Timeline", "t", timelineView], ["invocations", "Invocations", "i", listView, oneView], ["functions", "Functions", "u", functionsView, functionView],
-  ["trajectories", "Trajectories", "r", trajectoriesView, trajectoryView], ["tasks", "Tasks", "k", tasksView], ["nodes", "Nodes", "o", nodesView], ["dead", "Dead letters", "d", deadView], ["config", "Configuration", "", configView]];
+  ["trajectories", "Trajectories", "r", trajectoriesView, trajectoryView], ["tasks", "Tasks", "s", tasksView], ["nodes", "Nodes", "o", nodesView], ["dead", "Dead letters", "d", deadView], ["config", "Configuration", "", configView]];
 const view = document.getElementById("view"), banner = document.getElementById("banner"), livetext = document.getElementById("livetext"), live = document.getElementById("live");
 const nav = document.getElementById("nav"), find = document.getElementById("find");
 let current = null, told = "";
@@ -99,7 +99,7 @@ document.addEventListener("click", (event) => {
 });
 addEventListener("popstate", route);
 
-const HELP = [["n t i u r k o d", "the views"], ["/", "find"], ["j k ↑ ↓ enter", "move in a list, open"], ["esc", "back"], ["[ ]", "previous and next of the trajectory"], ["c", "cancel (asks)"], ["y", "copy the link"],
+const HELP = [[VIEWS.map(([, , key]) => key).join(" "), "the views"], ["/", "find"], ["j k ↑ ↓ enter", "move in a list, open"], ["esc", "back"], ["[ ]", "previous and next of the trajectory"], ["c", "cancel (asks)"], ["y", "copy the link"],
   ["space + - 0 f ← →", "timeline: hold, zoom, fit, follow, move"], ["l f", "log: go there, follow"], ["?", "this"]];
 addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey) return;

@@ -20,6 +20,8 @@ from tests.gateway.dashboard.shown import ShownPage
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 HELD = {"held": True, "command": "wait"}
 HOSTILE = "<img src=x onerror=\"document.title='owned'\">"
+VIEW_KEYS = {"n": "Now", "t": "Timeline", "i": "Invocations", "u": "Functions", "r": "Trajectories", "s": "Tasks"}
+VIEW_KEYS |= {"o": "Nodes", "d": "Dead letters"}
 
 
 def address(gateway: RunningGateway, path: str = "/ui/now") -> str:
@@ -248,7 +250,7 @@ async def test_trajectories_tasks_nodes_and_the_configuration_are_there(tmp_path
         await (await shown.sees("button", "sub/")).click()
         await (await shown.sees("button", "it.txt")).click()
         await shown.says("pre.json", "found")
-        await shown.page.keyboard.press("k")
+        await shown.page.keyboard.press("s")
         await shown.says("table", "mine")
         await shown.page.keyboard.press("o")
         await shown.says("main", "node-a")
@@ -353,9 +355,12 @@ async def test_a_narrow_screen_a_dark_one_and_the_keyboard(tmp_path: Path, shown
             assert await shown.page.evaluate("document.documentElement.scrollWidth <= innerWidth"), name
         await shown.page.emulate_media(color_scheme="dark")
         await shown.holds("document.documentElement.dataset.theme == 'dark'")
-        for key, name in {"n": "Now", "i": "Invocations", "u": "Functions", "d": "Dead letters"}.items():
-            await shown.page.keyboard.press(key)
-            await shown.says("#nav a.on", name)
+        for key, name in VIEW_KEYS.items():
+            for start in ("i", "u", "r", "d", "n"):  # also from lists, which have keys of their own
+                await shown.page.keyboard.press(start)
+                await shown.says("#nav a.on", VIEW_KEYS[start])
+                await shown.page.keyboard.press(key)
+                await shown.says("#nav a.on", name)
         await shown.page.keyboard.press("?")
         await shown.says("#ask", "previous and next of the trajectory")
         await shown.page.keyboard.press("Escape")

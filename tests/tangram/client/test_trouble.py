@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import ssl
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import httpx
 import msgspec
@@ -11,6 +13,7 @@ import pytest
 
 from tangram import Client, ConnectionFailed, QuotaExceededError, Retries, UnreadableAnswerError
 from tangram.testing import ScriptedGateway, broken, refusal
+from tangram.types.local_tokens import ADMIN, links_dir
 
 QUICK = Retries(max_attempts=3, wait_max_s=5.0)
 
@@ -182,3 +185,23 @@ def test_who_is_not_trusted_is_not_asked_again() -> None:
     with Client(transport=httpx.MockTransport(distrusted)) as client, pytest.raises(ConnectionFailed) as caught:
         client.queue()
     assert (len(asked), caught.value.detail["tls"]) == (1, True)
+
+
+def test_where_nobody_answers_the_remedy_is_named_with_the_gateways_that_serve_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "links"))
+    with Client("http://127.0.0.1:9", retries=Retries(outage_s=0.0)) as client:
+        with pytest.raises(ConnectionFailed, match=r"is `tangram serve` running.*TANGRAM_SERVER"):
+            client.queue()
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+            (tmp_path / "state").mkdir()
+            token = tmp_path / "state" / ADMIN
+            token.touch(mode=0o600)
+            token.write_text("s3cret")
+            links_dir().mkdir(parents=True)
+            (links_dir() / f"127.0.0.1:{port}").symlink_to(tmp_path / "state")
+            (links_dir() / "127.0.0.1:1").symlink_to(tmp_path / "state")
+            with pytest.raises(ConnectionFailed, match=rf"; yours serves at http://127\.0\.0\.1:{port} \("):
+                client.queue()

@@ -5,31 +5,20 @@ from __future__ import annotations
 import asyncio
 import re
 import textwrap
-from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.inputs import OWN_PATH
-from bench.rollouts import unplugged
 from manager.action import UnitSet
 from manager.errors import ActionFailed, Reason
-from manager.function import FunctionSpec, PytestSpec, SandboxSpec
+from manager.function import PytestSpec
 from manager.outcome import State
 from runtimes.local import LocalExecutor
-from runtimes.runtime import Result
-from runtimes.sandbox.environments import Environments, EnvironmentSettings
-from runtimes.sandbox.provider import ProviderSettings, make_provider
 from runtimes.sandbox.pytest.plan import PytestSettings
 from runtimes.sandbox.pytest.runtime import PytestRuntime
-from tests.runtimes.recorder import RecordingLog, assert_as_declared, execution_of
-
-SPEC = SandboxSpec(memory_bytes=512 * 2**20)
-#: Without plugins that these suites do not need: to load them takes many times as long as to run the suites.
-ARGS = ("-p", "no:cacheprovider", *unplugged())
-FUNCTION = FunctionSpec(name="unit_tests", runtime="pytest", timeout_s=60.0, pytest=PytestSpec(args=ARGS))
+from tests.runtimes.recorder import execution_of
+from tests.runtimes.sandbox.pytest.conftest import ARGS, FUNCTION, SPEC, SuiteBench
 
 CALC = "def add(a, b):\n    return a {sign} b\n"
 SUITE = {
@@ -46,50 +35,6 @@ LISTS: dict[str, Any] = {
     "fail_to_pass": ["tests/test_calc.py::test_add"],
     "pass_to_pass": ["tests/test_calc.py::test_zero", "tests/test_calc.py::TestMore::test_left"],
 }
-
-
-class SuiteBench:
-    """A trajectory with a project in its sandbox, on which suites are run."""
-
-    def __init__(self, environments: Environments) -> None:
-        self.environments = environments
-        self.runtime = PytestRuntime(environments)
-        self.log = RecordingLog()
-
-    async def write(self, files: Mapping[str, str]) -> None:
-        sandbox = await self.environments.ensure("t1", SPEC)
-        for path, text in files.items():
-            await sandbox.write_file(path, textwrap.dedent(text).encode())
-
-    async def run(
-        self,
-        files: Mapping[str, str] | None = None,
-        *,
-        cores: tuple[int, ...] = (0,),
-        function: FunctionSpec = FUNCTION,
-        **input: object,
-    ) -> dict[str, Any]:
-        await self.write(files or {})
-        execution, self.log = execution_of(function, input, trajectory="t1", cores=cores)
-        result: Result = await self.runtime.execute(execution)
-        assert_as_declared(function, result.value)
-        assert isinstance(result.value, dict)
-        assert result.usage["workers"] == result.value["workers"]
-        return result.value
-
-    async def failure(self, **arguments: Any) -> ActionFailed:
-        with pytest.raises(ActionFailed) as failure:
-            await self.run(**arguments)
-        return failure.value
-
-
-@pytest.fixture
-async def bench(tmp_path: Path) -> AsyncIterator[SuiteBench]:
-    provider = make_provider(ProviderSettings(kind="process", state_dir=tmp_path, path=OWN_PATH))
-    environments = Environments(provider, EnvironmentSettings(default=SPEC))
-    yield SuiteBench(environments)
-    await environments.close()
-    await provider.close()
 
 
 async def test_a_fix_turns_the_reward_from_zero_to_one(bench: SuiteBench) -> None:
@@ -400,30 +345,6 @@ async def test_what_a_suite_prints_cannot_pass_for_a_verdict(bench: SuiteBench) 
         args=["-s"],
     )
     assert value["tests"] == {"test_forged.py::test_real": "failed"}
-
-
-@pytest.mark.parametrize("written", [b'{"test": "forged"}\n', b"[" * 60_000, b"\x04\x00\x00\x00\x01\x7f\xff\xff\xff"])
-@pytest.mark.parametrize("when", ["imported", "called"])
-async def test_what_a_suite_writes_between_processes_is_a_crash_and_no_wait(
-    bench: SuiteBench, written: bytes, when: str
-) -> None:
-    """Descriptors that a worker has: on one it speaks with the process that begins it, in messages of its own."""
-    said = f"""
-        import os
-        for fd in range(3, 64):
-            try:
-                os.write(fd, {written!r})
-            except OSError:
-                pass
-    """
-    calc = textwrap.dedent(said) + "def add(a, b): return 99\n"
-    if when == "called":
-        calc = "def add(a, b):\n" + textwrap.indent(textwrap.dedent(said), "    ") + "    return 99\n"
-    test = "from calc import add\ndef test_one(): assert add(1, 1) == 2\ndef test_two(): assert add(1, 2) == 3\n"
-    wanted = ["test_calc.py::test_one", "test_calc.py::test_two"]
-    value = await bench.run({"calc.py": calc, "test_calc.py": test}, cores=(0, 1), fail_to_pass=wanted)
-    assert (value["reward"], value["resolved"]) == (0.0, False)
-    assert value["note"]
 
 
 async def test_a_file_called_pytest_does_not_pass_for_pytest(bench: SuiteBench) -> None:

@@ -1,0 +1,33 @@
+"""A suite that interferes with the workers of pytest-xdist: it costs itself its reward, and nobody any time."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+
+from tests.runtimes.sandbox.pytest.conftest import SuiteBench
+
+
+@pytest.mark.parametrize("written", [b'{"test": "forged"}\n', b"[" * 60_000, b"\x04\x00\x00\x00\x01\x7f\xff\xff\xff"])
+@pytest.mark.parametrize("when", ["imported", "called"])
+async def test_what_a_suite_writes_between_processes_is_a_crash_and_no_wait(
+    bench: SuiteBench, written: bytes, when: str
+) -> None:
+    """Descriptors that a worker has: on one it speaks with the process that begins it, in messages of its own."""
+    said = f"""
+        import os
+        for fd in range(3, 64):
+            try:
+                os.write(fd, {written!r})
+            except OSError:
+                pass
+    """
+    calc = textwrap.dedent(said) + "def add(a, b): return 99\n"
+    if when == "called":
+        calc = "def add(a, b):\n" + textwrap.indent(textwrap.dedent(said), "    ") + "    return 99\n"
+    test = "from calc import add\ndef test_one(): assert add(1, 1) == 2\ndef test_two(): assert add(1, 2) == 3\n"
+    wanted = ["test_calc.py::test_one", "test_calc.py::test_two"]
+    value = await bench.run({"calc.py": calc, "test_calc.py": test}, cores=(0, 1), fail_to_pass=wanted)
+    assert (value["reward"], value["resolved"]) == (0.0, False)
+    assert value["note"]
