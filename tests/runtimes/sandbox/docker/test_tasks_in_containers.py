@@ -13,7 +13,8 @@ from runtimes.sandbox.handler.instance import HandlerSettings
 from runtimes.sandbox.handler.runtime import HandlerRuntime
 from runtimes.sandbox.sandbox import Provider
 from tests.runtimes.recorder import execution_of
-from tests.runtimes.sandbox.pytest.test_runtime import CALC, CRASH, LISTS, SUITE, SuiteBench
+from tests.runtimes.sandbox.pytest.conftest import SuiteBench
+from tests.runtimes.sandbox.pytest.test_runtime import CALC, CRASH, LISTS, SUITE
 
 pytestmark = pytest.mark.docker
 
