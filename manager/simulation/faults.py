@@ -58,7 +58,7 @@ class FaultTally:
     nodes_lost: int = 0
     #: Trajectories that lost their sandbox and began again.
     trajectories: int = 0
-    #: Actions that were ended by the loss of their node, and those among them that ran again by themselves.
+    #: Actions that were ended by the loss of their node or their trajectory's, and tries that ran again by themselves.
     actions: int = 0
     again: int = 0
     #: Unit-seconds by kind of what was lost while it ran.

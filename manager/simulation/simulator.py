@@ -191,7 +191,8 @@ class Simulation:
     def _finish(self) -> None:
         self._core.check()
         expected = sum(len(trajectory.steps) for trajectory in self._trajectories)
-        assert self._left == 0 and len(self._records) >= expected, f"{len(self._records)} of {expected} completed"
+        assert self._left == 0, f"{self._left} of {len(self._trajectories)} trajectories have not ended"
+        assert len(self._records) >= expected, f"{len(self._records)} of {expected} actions completed"
         assert self._tally.trajectories or len(self._records) == expected, "an action was completed twice"
         assert self._ledger.empty and not self._running, "something is leased after the end"
 
@@ -223,7 +224,9 @@ class Simulation:
         return events
 
     def _is_current(self, event: Finished) -> bool:
-        """Whether the end was not moved by a resize since."""
+        """Whether the end was not moved by a resize since, nor the action killed; that it was killed is told once."""
+        if event.outcome.state is State.CANCELLED:
+            return True
         running = self._running.get(event.action_id)
         if running is None or event.attempt != running.action.attempt:
             return False
@@ -333,6 +336,7 @@ class Simulation:
         running = PlayedAction(action, step, lease, workers, ready_s - self._now_s, ready_s, self._now_s, ready_s)
         running.resized_s = self._now_s
         self._running[action.id] = running
+        self._tally.again += action.attempt > 1
         self._slow(running)
 
     def _ready_s(self, action: Action, lease: Lease) -> float:
@@ -419,7 +423,7 @@ class Simulation:
     def _settle(self, settlement: Settlement) -> None:
         """Record it, and let its trajectory think on."""
         action = settlement.action
-        if settlement.outcome.state is State.LOST and self._tally.nodes_lost:
+        if settlement.outcome.state in (State.LOST, State.CANCELLED) and self._tally.nodes_lost:
             self._settle_lost(settlement)
             return
         if settlement.outcome.reason is Reason.QUEUE_TIMEOUT and self._tally.nodes_lost:
@@ -451,11 +455,19 @@ class Simulation:
             self._push(self._now_s, TrajectoryEnded(trajectory=self._name(index)))
 
     def _abort(self, action_id: str) -> None:
-        """Its node is lost: what it did there is wasted."""
+        """Its node is lost, or its trajectory's: what it did is wasted.
+
+        Where its own node lives it holds its units until it is known to be dead, as a runtime would say.
+        """
         running = self._running.pop(action_id)
         self._ledger.settle(action_id, self._now_s)
+        killed = Finished(
+            action_id=action_id,
+            outcome=Outcome(state=State.CANCELLED, reason=Reason.CANCELLED),
+            attempt=running.action.attempt,
+        )
+        self._push(max(self._now_s, self._silent.get(running.lease.node, 0.0)), killed)
         self._tally.actions += 1
-        self._tally.again += running.step.service is not None
         if running.lease.batch and running.lease.batch[0] != action_id:
             return  # its batch's units are its leader's
         for kind, grant in running.lease.grants.items():
@@ -467,7 +479,8 @@ class Simulation:
         action = settlement.action
         index, number = self._places.pop(action.id)
         trajectory = self._trajectories[index]
-        if settlement.outcome.reason is Reason.ENVIRONMENT_LOST or settlement.outcome.detail.get(FILES_LOST):
+        bereft = settlement.outcome.state is State.CANCELLED or settlement.outcome.detail.get(FILES_LOST)
+        if bereft or settlement.outcome.reason is Reason.ENVIRONMENT_LOST:
             self._begin_again(index)
             self._push(self._now_s + trajectory.steps[0].think_s, (index, 0))
         else:

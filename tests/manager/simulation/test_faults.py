@@ -11,11 +11,13 @@ from manager.action import UnitSet
 from manager.config import ManagerSpec
 from manager.errors import InvalidInput, Unsatisfiable
 from manager.events import NodeClosed, NodeJoined, NodeLost, NodeOpened
+from manager.resources.quota import QuotaSpec
 from manager.simulation.cluster import cluster
 from manager.simulation.faults import LOST_S, NodeFault, Scenario, fault_events, read_fault
 from manager.simulation.simulate import Size, preset, simulate
 from manager.simulation.simulator import Simulation, SimulationRun
 from manager.simulation.trace import TracedTrajectory, TraceStep
+from manager.simulation.workloads import TENSOR_PARALLEL, service
 
 TWO = cluster(cores=4, nodes=2)
 
@@ -104,6 +106,55 @@ def test_a_model_call_runs_again_by_itself() -> None:
     run = simulate(workload, "price", size, scenario=scenario)
     assert run.faults.again == run.faults.actions > 0
     assert run.faults.trajectories == 0 and len(run.records) == workload.actions
+
+
+@pytest.mark.parametrize("text", ["lose:2@12+5", "lose:2@12"])
+def test_a_call_that_runs_elsewhere_is_stopped_with_its_trajectory_and_begins_again_with_it(text: str) -> None:
+    """The search holds no node; the sandbox that its trajectory has on one is lost while it runs."""
+    search = TraceStep(think_s=1.0, function="search", cost={"search": UnitSet(1, 1)}, t_ori_s=20.0)
+    mixed = replace(rollout("a", 5.0), memory_bytes=0, steps=(*rollout("a", 5.0).steps, search))
+    spec = cluster(cores=6, nodes=3, resources={"search": QuotaSpec(limit=1, period_s=1.0)})
+    run = play(spec, [mixed], text, seed=2)
+    assert [(record.trajectory, record.function) for record in run.records] == [
+        ("a", "shell"),
+        ("a#1", "shell"),
+        ("a#1", "search"),
+    ]
+    assert (run.faults.trajectories, run.faults.actions, run.faults.again) == (1, 1, 0)
+    assert run.faults.wasted == {"search": pytest.approx(5.0)}
+    assert run.makespan_s == pytest.approx(12 + 1 + 5 + 1 + 20)
+
+
+def test_a_member_of_a_batch_that_loses_its_trajectory_leaves_the_others_their_devices() -> None:
+    """Its sandbox is on a node of cores that is lost, the batch on a node of devices that lives."""
+    judge = TraceStep(
+        think_s=1.0,
+        function="judge",
+        cost={"gpu": UnitSet(8, 8)},
+        key="gpu",
+        t_ori_s=40.0,
+        elasticity=TENSOR_PARALLEL,
+        service="judge",
+        batch_tokens=10,
+    )
+    shell = rollout("a", 5.0).steps
+    both = [replace(rollout(name), steps=(*shell, judge), memory_bytes=0) for name in ("a", "b")]
+    spec = cluster(cores=2, nodes=2, devices=8, services={"judge": service("judge", 10**9)})
+    run = play(spec, both, "lose:1@9+1", seed=1)
+    lost = {record.trajectory for record in run.records} - {"a", "b"}
+    assert len(lost) == 1 and run.faults.actions == run.faults.trajectories == 1
+    assert sorted(record.function for record in run.records) == ["judge", "judge", "shell", "shell", "shell"]
+
+
+@pytest.mark.parametrize("text", ["upgrade:1@20+10", "lose:4@60+30", "cut:4@40+90"])
+def test_searches_of_lost_trajectories_keep_nobody_from_the_end(text: str) -> None:
+    workload = preset("mopd+search", 40, seed=0)
+    scenario = Scenario(faults=(read_fault(text),), seed=0)
+    run = simulate(workload, "adaptive", Size(nodes=3, cores=48, gpus=16), scenario=scenario)
+    assert run.faults.trajectories > 0
+    assert {record.trajectory.partition("#")[0] for record in run.records} == {
+        each.id for each in workload.trajectories
+    }
 
 
 def test_work_for_which_no_node_is_left_is_said_and_not_waited_for() -> None:
