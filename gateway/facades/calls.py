@@ -107,8 +107,16 @@ class ForeignCalls:
     async def accept(self, call: InvocationRequest, until_s: float) -> LiveInvocation:
         """Return an asynchronous call, accepted; raises CapacityExceeded at ``until_s``, CodedError."""
         invocation = await self._admit(call, until_s)
-        self._invocations.leave(invocation)
+        self.leave(invocation)
         return invocation
+
+    async def attend(self, call: InvocationRequest, until_s: float) -> LiveInvocation:
+        """Return a call, accepted, that lasts no longer than its caller, who must `leave` it; raises as `accept`."""
+        return await self._admit(call, until_s)
+
+    def leave(self, invocation: LiveInvocation) -> None:
+        """Its caller is gone; one that has not ended, and is not to go on alone, ends."""
+        self._invocations.leave(invocation)
 
     async def _run(self, calls: Sequence[InvocationRequest], until_s: float) -> list[LiveInvocation]:
         now = asyncio.get_running_loop().time

@@ -88,3 +88,25 @@ def test_a_container_outlives_a_gateway_that_is_killed(cli: DockerCommandLine) -
     assert cli("exec", "kept", "cat", "file").stdout == "before\n"
     cli("rm", "-f", "kept")
     assert cli("ps", "-aq").stdout == ""
+
+
+def test_a_command_ends_with_the_gateway_whose_client_heard_it(cli: DockerCommandLine) -> None:
+    """Nobody hears it any more: it holds up no other, and is not there beside the next."""
+    cli("run", "-d", "--name", "kept", IMAGE, "sleep", "infinity")
+    cli("run", "-d", "--name", "main", IMAGE, "sh", "-c", "echo up; exec sleep 600")
+    words = ["docker", "exec", "kept", "sh", "-c", "echo up; exec sleep 601"]
+    env = {"PATH": os.environ["PATH"], "HOME": str(cli.socket.parent), "DOCKER_HOST": f"unix://{cli.socket}"}
+    with subprocess.Popen(words, env=env, stdout=subprocess.PIPE, text=True) as heard:
+        assert heard.stdout is not None
+        assert heard.stdout.readline() == "up\n"
+        cli.process.kill()
+        cli.process.start()
+        assert heard.wait(LIMIT_S) != 0
+    with Client(cli.process.url) as client:
+        assert [each.function for each in client.list(state="running")] == []
+    assert cli("exec", "kept", "pgrep", "-fc", "sleep 601", check=False).stdout == "0\n"
+    assert cli("inspect", "-f", "{{.State.Status}} {{.State.ExitCode}}", "main").stdout == "exited 255\n"
+    cli("start", "main")
+    assert cli("inspect", "-f", "{{.State.Status}}", "main").stdout == "running\n"
+    cli("rm", "-f", "kept", "main")
+    assert cli("ps", "-aq").stdout == ""

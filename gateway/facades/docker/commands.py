@@ -144,15 +144,12 @@ class AttendedCommand:
     async def _run(self, slots: asyncio.Semaphore, until_s: float) -> None:
         try:
             async with slots:
-                invocation = await self._admitted(until_s)
-                if self.session is None:
-                    self.session = self._session(invocation)
-                self.begun.set()
-                while not await self.session.opened(HEARTBEAT_S):
-                    pass
-                self.opened.set()
-                await invocation.has_ended(None)
-                self._conclude(invocation)
+                invocation = await self._calls.attend(self._call(), until_s)
+                try:
+                    self.invocation_id = invocation.record.id
+                    await self._followed(invocation)
+                finally:
+                    self._calls.leave(invocation)
         except asyncio.CancelledError:
             self.error = Conflict(self._cancelled or "the gateway ends", component=COMPONENT)
         except CodedError as error:
@@ -167,25 +164,24 @@ class AttendedCommand:
         for event in (self.ended, self.begun, self.opened):
             event.set()
 
-    async def _admitted(self, until_s: float) -> LiveInvocation:
+    def _call(self) -> InvocationRequest:
+        """Return what is asked of the gateway: an action that ends with it, as whoever hears this command does."""
         record, given = self.record, self.wish.input()
-        body = wire.dumps(given)
-        call = InvocationRequest(
-            function=record.function, input=given, body=body, task=record.task, trajectory=record.trajectory,
-            living=True, detached=True,
+        return InvocationRequest(
+            function=record.function, input=given, body=wire.dumps(given), task=record.task,
+            trajectory=record.trajectory, living=True,
         )  # fmt: skip
-        invocation = await self._calls.accept(call, until_s)
-        self.invocation_id = invocation.record.id
-        return invocation
 
-    def _session(self, invocation: LiveInvocation) -> InteractiveSession:
+    async def _followed(self, invocation: LiveInvocation) -> None:
+        """Return when it has ended; raises CapacityExceeded if it could have no session."""
         terminal = TerminalSize(self.wish.rows or 24, self.wish.columns or 80) if self.wish.tty else None
-        try:
-            return self._services.sessions.living(invocation.record.id, terminal)
-        except CodedError:
-            invocation.record.detached = False
-            self._services.invocations.leave(invocation)
-            raise
+        self.session = self._services.sessions.living(invocation.record.id, terminal)
+        self.begun.set()
+        while not await self.session.opened(HEARTBEAT_S):
+            pass
+        self.opened.set()
+        await invocation.has_ended(None)
+        self._conclude(invocation)
 
     def _conclude(self, invocation: LiveInvocation) -> None:
         """Read how it ended: an exit status where the command has one, an error where the gateway has."""

@@ -27,8 +27,9 @@ HEADERS_BYTES = 64 * 1024
 UNREAD_MAX_BYTES = 2**20
 #: Seconds between two looks at whether a client that ended its input is still there.
 LOOK_S = 0.5
-#: Looks at whether a client has read the head of its stream, and seconds between two.
-TAKEN_LOOKS, TAKEN_EVERY_S = 2000, 0.0005
+#: Looks at whether a client has read the head of its stream: the first between two turns of the loop, as it comes at
+#: once where a core is free for it, and seconds between two of the others.
+TAKEN_TURNS, TAKEN_LOOKS, TAKEN_EVERY_S = 20, 500, 0.002
 #: Query parameters of one request at most.
 QUERY_MAX = 64
 #: The versions of the engine's API that are spoken.
@@ -78,8 +79,9 @@ class EnginePeer:
             raise ClientGone
         try:
             self._writer.write(data)
-            async with asyncio.timeout(self.bounds.stall_s):
-                await self._writer.drain()
+            if self._writer.transport.get_write_buffer_size():
+                async with asyncio.timeout(self.bounds.stall_s):
+                    await self._writer.drain()
         except (OSError, TimeoutError):
             raise ClientGone from None
 
@@ -94,9 +96,9 @@ class EnginePeer:
                 await self.send(h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue"))
             self.http.receive_data(await self.read())
 
-    async def send(self, event: h11.Event) -> None:
-        """Send an event; raises ClientGone."""
-        data = self.http.send(event)
+    async def send(self, *events: h11.Event) -> None:
+        """Send events with one write, which wakes the client once; raises ClientGone."""
+        data = b"".join([self.http.send(event) or b"" for event in events])
         if data:
             await self.write(data)
 
@@ -106,28 +108,32 @@ class EnginePeer:
         docker-py reads an answer's headers through a buffer, and loses what else is in it.
         """
         descriptor = self._writer.get_extra_info("socket").fileno()
-        for _ in range(TAKEN_LOOKS):
+        for look in range(TAKEN_LOOKS):
             try:
                 if not int.from_bytes(fcntl.ioctl(descriptor, termios.TIOCOUTQ, bytes(4)), sys.byteorder):
                     return
             except OSError:
                 raise ClientGone from None
-            await asyncio.sleep(TAKEN_EVERY_S)
+            await asyncio.sleep(0 if look < TAKEN_TURNS else TAKEN_EVERY_S)
 
     async def next_cycle(self) -> bool:
         """Read what is left of a request that was answered; return whether another may come."""
-        left_bytes = UNREAD_MAX_BYTES
         try:
-            async with asyncio.timeout(self.bounds.stall_s):
-                while self.http.their_state is h11.SEND_BODY and left_bytes > 0:
-                    event = await self.event()
-                    left_bytes -= len(event.data) if isinstance(event, h11.Data) else 0
+            if self.http.their_state is h11.SEND_BODY:
+                async with asyncio.timeout(self.bounds.stall_s):
+                    await self._pass_over()
         except TimeoutError:
             return False
         if self.http.our_state is not h11.DONE or self.http.their_state is not h11.DONE:
             return False
         self.http.start_next_cycle()
         return True
+
+    async def _pass_over(self) -> None:
+        left_bytes = UNREAD_MAX_BYTES
+        while self.http.their_state is h11.SEND_BODY and left_bytes > 0:
+            event = await self.event()
+            left_bytes -= len(event.data) if isinstance(event, h11.Data) else 0
 
     def hung_up(self) -> bool:
         """Return whether the client closed both directions, which a half-closed one has not."""
@@ -194,23 +200,17 @@ class EngineExchange:
             shown["Content-Length"] = str(len(body))
             if body:
                 shown.setdefault("Content-Type", JSON)
-        await self._begin(status, shown)
-        if body and self.method != "HEAD":
-            await self.peer.send(h11.Data(data=body))
-        await self.peer.send(h11.EndOfMessage())
+        await self._send_whole(status, shown, body)
 
     async def answer_text(self, text: str, headers: Mapping[str, str]) -> None:
         """Answer 200 with plain text."""
         kind = {"Content-Type": "text/plain; charset=utf-8", "Content-Length": str(len(text))}
-        await self._begin(200, {**headers, **kind})
-        if self.method != "HEAD":
-            await self.peer.send(h11.Data(data=text.encode()))
-        await self.peer.send(h11.EndOfMessage())
+        await self._send_whole(200, {**headers, **kind}, text.encode())
 
     @asynccontextmanager
     async def streamed(self, media_type: str, headers: Mapping[str, str] | None = None) -> AsyncIterator[ChunkSender]:
         """Answer 200 with what is sent within the block, as it is sent."""
-        await self._begin(200, {**(headers or {}), "Content-Type": media_type})
+        await self.peer.send(self._head(200, {**(headers or {}), "Content-Type": media_type}))
         yield ChunkSender(self.peer)
         await self.peer.send(h11.EndOfMessage())
 
@@ -227,10 +227,14 @@ class EngineExchange:
         await self.peer.taken()
         return EnginePipe(self.peer, self.peer.http.trailing_data[0])
 
-    async def _begin(self, status: int, headers: Mapping[str, str]) -> None:
+    async def _send_whole(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
+        said = (h11.Data(data=body),) if body and self.method != "HEAD" else ()
+        await self.peer.send(self._head(status, headers), *said, h11.EndOfMessage())
+
+    def _head(self, status: int, headers: Mapping[str, str]) -> h11.Response:
         self.started = True
         shown = list((_ENGINE | dict(headers)).items())
-        await self.peer.send(h11.Response(status_code=status, headers=shown, reason=_PHRASES.get(status, b"Unknown")))
+        return h11.Response(status_code=status, headers=shown, reason=_PHRASES.get(status, b"Unknown"))
 
 
 class ChunkSender:

@@ -177,6 +177,7 @@ class ContainerLife:
                 self._arm(container)
             else:
                 self._begin_main(container)
+            await self._services.store.commit()  # who is told that it runs finds it so at the next gateway
             return True
 
     def _begin_main(self, container: Container) -> None:
@@ -313,6 +314,7 @@ class ContainerLife:
                     await sandbox.sweep()
             if container.running:
                 self._ended(container, main.exit_code or exit_code if living and main else exit_code, "")
+                await self._services.store.commit()
 
     async def remove(self, container: Container, *, force: bool) -> None:
         """Remove it with its trajectory; raises Conflict for one that runs, unless it is forced."""
