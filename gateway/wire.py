@@ -15,6 +15,8 @@ from manager.errors import InvalidInput, Reason
 from manager.outcome import State
 from tangram import types
 from tangram.types.values import quantities
+from tangram.types.values.scalars import NAME_WORDS
+from tangram.types.values.wording import explained
 
 T = TypeVar("T")
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
@@ -108,20 +110,16 @@ def read(value: object, kind: type[T], what: str = "") -> T:
     try:
         return msgspec.convert(value, kind, strict=False)
     except msgspec.ValidationError as error:
-        told, _, place = str(error).partition(" - at `")
-        field = _FIELD.search(told)
-        place = place.removesuffix("`").removeprefix("$") + ("" if field is None else f".{field[1]}")
-        path = (what + place).removeprefix(".")
-        raise InvalidInput(f"{path}: {told}", detail={"path": path}) from None
+        said, place = explained(error)
+        field = _FIELD.search(said)
+        path = (what + place + ("" if field is None else f".{field[1]}")).removeprefix(".")
+        raise InvalidInput(f"{path}: {said}", detail={"path": path}) from None
 
 
 def name(text: str, what: str) -> str:
     """Return a name that a caller chose (trajectory, task, invocation); raises InvalidInput for odd characters."""
     if not quantities.is_name(text):
-        raise InvalidInput(
-            f"{what} {text[:64]!r} must be 1 to 128 letters, digits or . _ : @ - and start with a letter or digit",
-            detail={"path": what},
-        )
+        raise InvalidInput(f"{what} {text[:64]!r} must be {NAME_WORDS}", detail={"path": what})
     return text
 
 

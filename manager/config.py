@@ -12,7 +12,13 @@ from manager.scheduler.policy import PolicySpec
 from manager.setting import Setting
 
 #: Name of a resource, a policy or a node.
-ResourceName = Annotated[str, Setting(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}$")]
+ResourceName = Annotated[
+    str,
+    Setting(
+        pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}$",
+        words="1 to 128 letters, digits or . _ - that start with a letter, a digit or _",
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,7 +49,8 @@ AllowedPlace = Annotated[
     Setting(
         pattern=r"^(\[[0-9A-Fa-f:.]+(/[0-9]{1,3})?\](:[0-9]{1,5})?|[0-9A-Fa-f.]*:[0-9A-Fa-f]*:[0-9A-Fa-f:.]*(/[0-9]{1,3})?"
         r"|[0-9]{1,3}(\.[0-9]{1,3}){3}(/[0-9]{1,2})?(:[0-9]{1,5})?"
-        r"|([A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?\.)*[A-Za-z]([A-Za-z0-9-]*[A-Za-z0-9])?(:[0-9]{1,5})?)$"
+        r"|([A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?\.)*[A-Za-z]([A-Za-z0-9-]*[A-Za-z0-9])?(:[0-9]{1,5})?)$",
+        words="a host, an address or a block of them, with :port if wanted: pypi.org:443, 10.0.0.0/8, [fd00::1]:80",
     ),
 ]
 
@@ -78,6 +79,10 @@ class TrajectoryChoices:
     warm: Annotated[int, Setting("choices of which up to warm.max are kept ready too, the last claimed", ge=0)] = 4
 
 
+#: What the sandbox's own runner needs; with less no command begins.
+MEMORY_MIN_BYTES = 16 * 2**20
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxSpec:
     """A function's sandbox; what is left out comes from the server's ``sandbox`` section."""
@@ -88,7 +93,9 @@ class SandboxSpec:
         Setting("images that a trajectory may name instead, for example swebench/*; * and ? stand for any text"),
     ] = ()
     trajectory: Annotated[TrajectoryChoices, Setting("what else a trajectory may choose")] = TrajectoryChoices()
-    memory_bytes: Annotated[int, Setting("bytes, held for the life of the trajectory")] = 512 * 2**20
+    memory_bytes: Annotated[int, Setting("bytes, held for the life of the trajectory", ge=MEMORY_MIN_BYTES)] = (
+        512 * 2**20
+    )
     network: Annotated[Network, Setting("what it may reach")] = Network.NONE
     allow: Annotated[
         tuple[AllowedPlace, ...],
@@ -118,8 +125,19 @@ class SandboxSpec:
     pids: Annotated[int, Setting("most processes and threads", ge=1)] = 256
     disk_bytes: Annotated[int, Setting("bytes it may write")] = 2 * 2**30
     shm_bytes: Annotated[int, Setting("bytes of /dev/shm")] = 64 * 2**20
-    workdir: Annotated[str, Setting("working directory, absolute", pattern=r"^/")] = "/workspace"
-    env: Annotated[Mapping[str, str], Setting("environment variables")] = field(default_factory=dict)
+    workdir: Annotated[str, Setting("working directory, absolute", pattern=r"^/", words="an absolute path")] = (
+        "/workspace"
+    )
+    env: Annotated[
+        Mapping[
+            Annotated[
+                str,
+                Setting(pattern=r"^[^=\x00]{1,255}$", words="the name of a variable, without = and at most 255 long"),
+            ],
+            Annotated[str, Setting(pattern=r"^[^\x00]*$", words="text without NUL")],
+        ],
+        Setting("environment variables"),
+    ] = field(default_factory=dict)
     isolation: Annotated[Isolation, Setting("container refuses to run without one")] = Isolation.ANY
     background: Annotated[Background, Setting("its processes between two actions")] = Background.FREEZE
     idle_ttl_s: Annotated[float, Setting("a trajectory ends after this time without an action")] = 1800.0
@@ -273,6 +291,7 @@ class DurationSpec:
             "path of an input field on whose size the duration hangs: a number, a text's characters or a list's "
             "elements, for example max_tokens or messages.content",
             pattern=r"^([^.]+(\.[^.]+)*)?$",
+            words="names of fields with a dot between them",
         ),
     ] = ""
     initial_s: Annotated[float | None, Setting("with one unit")] = None

@@ -25,11 +25,17 @@ class Setting:
     gt: float | None = None
     le: float | None = None
     pattern: str | None = None
+    #: What fits the pattern, in words that go on after "must be".
+    words: str = ""
     min_length: int | None = None
     #: Whether a number may be written where text is wanted: a user's id.
     number_too: bool = False
     #: Whether the keys of the field's own settings stand beside the others, without a key for the field itself.
     inline: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.pattern is None) == bool(self.words):
+            raise TypeError("a pattern and its words are given together")
 
 
 @cache

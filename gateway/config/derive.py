@@ -12,7 +12,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, create_model
 
 from manager.setting import Setting, settings_of
-from tangram.types.values import quantities
+from tangram.types.values import quantities, wording
 
 #: How a number is written, by the unit of its field's name.
 _UNITS = ("s", "bytes")
@@ -55,6 +55,13 @@ Bytes = Annotated[
         }
     ),
 ]
+
+
+def _at_least_bytes(least: int, value: int) -> int:
+    """Refuse fewer bytes; the least is told as sizes are written."""
+    if value < least:
+        raise ValueError(f"must be at least {quantities.show_size(least)}")
+    return value
 
 
 def section_of(noun: type, **forms: Any) -> Any:
@@ -152,12 +159,17 @@ def _form(hint: Any, unit: str, bounds: Mapping[str, Any] = MappingProxyType({})
         form = dict.__class_getitem__(tuple(_form(each, unit) for each in args))
     elif isinstance(hint, type) and is_dataclass(hint):
         form = section_of(hint)
-    elif hint in (float, int):
-        form = Seconds if hint is float else Bytes
+    elif hint is float:
+        form = Seconds
+    elif hint is int:
+        return Annotated[Bytes, AfterValidator(partial(_at_least_bytes, bounds.get("ge", 0)))]
     return Annotated[form, Field(**bounds)] if bounds and hint is not type(None) else form
 
 
 def _bounds(said: tuple[object, ...]) -> dict[str, Any]:
     settings = [each for each in said if isinstance(each, Setting)]
+    for each in settings:
+        if each.pattern is not None:
+            wording.declare(each.pattern, each.words)
     found = {name: bound for each in settings for name in _BOUNDS if (bound := getattr(each, name)) is not None}
     return {**found, "coerce_numbers_to_str": True} if any(each.number_too for each in settings) else found

@@ -20,6 +20,7 @@ from gateway.config.yaml import ConfigProblem, KeyPath, Position, walk_up
 from manager.config import TaskSpec
 from runtimes.model.settings import ModelSettings
 from tangram.types.values import quantities
+from tangram.types.values.wording import mismatch
 
 #: Kinds that the machine itself has; a cost may name them without a declaration.
 MACHINE_KINDS = ("cpu", "gpu")
@@ -137,7 +138,7 @@ def _message(detail: ErrorDetails, value: object, inner: KeyPath, path: KeyPath)
         case "value_error":
             return str(context["error"])
         case "string_pattern_mismatch":
-            return f"must match {context['pattern']}"
+            return mismatch(str(context["pattern"]))
         case _:
             return detail["msg"].replace("Input should", "should")
 

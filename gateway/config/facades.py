@@ -102,7 +102,12 @@ class DockerFacade:
     """The Docker Engine API on a unix socket, for the docker CLI and docker-py: a container is a trajectory."""
 
     socket: Annotated[
-        str, Setting("where it listens, absolute; only the gateway's own user can open it", pattern=r"^/.*[^/]$")
+        str,
+        Setting(
+            "where it listens, absolute; only the gateway's own user can open it",
+            pattern=r"^/.*[^/]$",
+            words="an absolute path",
+        ),
     ]
     function: Annotated[
         str,

@@ -26,6 +26,7 @@ from gateway.services import Services
 from manager.errors import InvalidInput
 from manager.function import FunctionSpec
 from tangram.types.requests import CallHeaders
+from tangram.types.values.wording import explained
 
 T = TypeVar("T", bound=msgspec.Struct)
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -119,9 +120,9 @@ def read_shape(given: Mapping[str, object], kind: type[T]) -> T:
     try:
         return msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
-        told, _, place = str(error).partition(" - at `")
-        path = place.removesuffix("`") or "$"
-        raise InvalidInput(f"{path}: {told}", component="facades", detail={"path": path}) from None
+        said, place = explained(error)
+        path = f"${place}"
+        raise InvalidInput(f"{path}: {said}", component="facades", detail={"path": path}) from None
 
 
 def result_of(record: Record) -> object:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jsonschema import Draft202012Validator
-from jsonschema.exceptions import best_match
+from jsonschema.exceptions import ValidationError, best_match
 
 from manager.errors import InvalidInput
 from manager.function import FunctionSpec
@@ -28,7 +28,7 @@ class Inputs:
         error = None if validator is None else best_match(validator.iter_errors(input))
         if error is not None:
             raise InvalidInput(
-                f"{error.json_path}: {error.message[:500]}", component="gateway", detail={"path": error.json_path}
+                f"{error.json_path}: {_said(error)}", component="gateway", detail={"path": error.json_path}
             )
 
     def _validator(self, function: FunctionSpec) -> Any:
@@ -40,3 +40,11 @@ class Inputs:
             schema = input_schema(function)
             self._compiled[key] = None if schema is None else Draft202012Validator(schema)
         return self._compiled[key]
+
+
+def _said(error: ValidationError) -> str:
+    """Return what does not fit; where exactly one of some fields is needed, which they are."""
+    choices: Any = error.validator_value if error.validator == "oneOf" else ()
+    if choices and all(each.keys() == {"required"} and len(each["required"]) == 1 for each in choices):
+        return f"needs exactly one of {', '.join(each['required'][0] for each in choices)}"
+    return error.message[:500]

@@ -27,7 +27,9 @@ class EngineSection:
     Where the engine computes was decided when it was started; the chunk of its action says when it may be awake.
     """
 
-    url: Annotated[str, Setting("base URL", pattern=r"^https?://")]
+    url: Annotated[
+        str, Setting("base URL", pattern=r"^https?://", words="an address that begins with http:// or https://")
+    ]
     sleep: Annotated[str, Setting("path posted to evict the model")] = ""
     wake: Annotated[str, Setting("path posted to restore the model")] = ""
 

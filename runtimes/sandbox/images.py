@@ -33,7 +33,14 @@ class RegistryLogin:
     """Who pulls from a registry."""
 
     username: Annotated[str, Setting("user name")]
-    password: Annotated[str, Setting("password or token; a reference: ${secret:NAME}", pattern=r"^\$\{secret:[^}]+\}$")]
+    password: Annotated[
+        str,
+        Setting(
+            "password or token; a reference: ${secret:NAME}",
+            pattern=r"^\$\{secret:[^}]+\}$",
+            words="a reference to a secret, ${secret:NAME}",
+        ),
+    ]
 
 
 @dataclass(slots=True, kw_only=True)

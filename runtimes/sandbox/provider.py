@@ -29,7 +29,9 @@ from runtimes.sandbox.snapshots.record import SnapshotSettings
 
 logger = structlog.get_logger("sandbox")
 
-NameServer = Annotated[str, Setting(pattern=r"^([0-9]{1,3}(\.[0-9]{1,3}){3}|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*)$")]
+NameServer = Annotated[
+    str, Setting(pattern=r"^([0-9]{1,3}(\.[0-9]{1,3}){3}|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*)$", words="an IP address")
+]
 
 COMPONENT = "sandbox"
 Kind = Literal["container", "process", "plain"]
@@ -57,6 +59,7 @@ class DockerSettings:
         Setting(
             "unix:///path, tcp://host:port or ssh://user@host; by default DOCKER_HOST or the usual socket",
             pattern=r"^((unix|tcp|ssh)://.+)?$",
+            words="unix:///path, tcp://host:port or ssh://user@host",
         ),
     ] = ""
     transport: Annotated[
@@ -151,6 +154,7 @@ class ProviderSettings:
         Setting(
             "PATH of process sandboxes; a directory outside /usr is shown read-only with what lies beside it",
             pattern=r"^/[^:]*(:/[^:]*)*$",
+            words="absolute paths with : between them",
         ),
     ] = DEFAULT_PATH
     ids: Annotated[IdSettings, Setting("user ids of process sandboxes")] = field(default_factory=IdSettings)

@@ -15,7 +15,7 @@ from tangram.cli.printing.output import say
 from tangram.cli.printing.terminal import LocalTerminal, Relay
 from tangram.client.sync.session import SessionHandle
 from tangram.client.sync.trajectory import Trajectory
-from tangram.errors import InvalidInputError
+from tangram.errors import NotFoundError
 from tangram.types import SessionEnd
 
 #: What a shell is if nobody says: bash where there is one.
@@ -118,7 +118,7 @@ def exec_(
 def _rollout(client: Client, name: str, function: str, task: str | None, *, new: bool) -> Trajectory:
     """Return a trajectory that lives; raises NotFoundError."""
     if not new and not any(each.trajectory == name for each in client.trajectories()):
-        raise InvalidInputError(f"no trajectory {name!r} lives; --new makes its sandbox", component="cli")
+        raise NotFoundError(f"no trajectory {name!r} lives; --new makes its sandbox", component="cli")
     return client.trajectory(name, function=function, task=task)
 
 

@@ -68,8 +68,12 @@ def connection_lost(what: str, error: httpx.TransportError) -> ConnectionFailed:
     """Return the exception of a broken connection.
 
     ``detail["sent"]`` says whether the request may have arrived; ``detail["tls"]`` that one of the two does not trust
-    the other, which no further try mends. Where nobody answered at all, the message says what may mend that.
+    the other, ``detail["foreign"]`` that what answered speaks no HTTP: no further try mends either. Where no gateway
+    answered at all, the message says what may mend that.
     """
+    if _is_foreign(error):
+        message = f"{what}: what answers there speaks no HTTP (a gateway's port of gRPC does not){_remedy()}"
+        return ConnectionFailed(message, detail={"sent": False, "foreign": True})
     sent = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout | httpx.ProxyError)
     told = {"sent": sent, "tls": True} if _is_distrust(error) else {"sent": sent}
     remedy = _remedy() if isinstance(error, httpx.ConnectError) and "tls" not in told else ""
@@ -81,6 +85,11 @@ def _remedy() -> str:
     found = [f"http://{address}" for address in served_by_us()]
     where = f"yours serves at {' and '.join(found)}" if found else "is `tangram serve` running?"
     return f"; {where} (--server or {SERVER} names the address)"
+
+
+def _is_foreign(error: httpx.TransportError) -> bool:
+    """Whether the first line of the answer was none of HTTP/1.1; a peer that hung up said nothing."""
+    return isinstance(error, httpx.RemoteProtocolError) and str(error).startswith("illegal ")
 
 
 def _is_distrust(error: BaseException | None) -> bool:

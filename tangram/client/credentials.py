@@ -6,6 +6,7 @@ from collections.abc import Generator
 
 import httpx
 
+from tangram.client.headers import given_headers
 from tangram.types.local_tokens import ADMIN, INVOKE, find_token
 
 
@@ -37,7 +38,7 @@ class Bearer(httpx.Auth):
 
 def _add(request: httpx.Request, token: str | None) -> None:
     if token:
-        request.headers["Authorization"] = f"Bearer {token}"
+        request.headers.update(given_headers({"Authorization": f"Bearer {token}"}))
 
 
 def find_token_of(url: httpx.URL, names: tuple[str, ...] = (ADMIN, INVOKE)) -> str | None:

@@ -14,6 +14,7 @@ import httpx
 import msgspec
 
 from tangram.client.answers import error_of, is_answered, read_invocation, reader
+from tangram.client.headers import given_headers
 from tangram.client.results import InvocationResult, result_of
 from tangram.errors import InvalidInputError, TangramError, from_problem
 from tangram.types import (
@@ -37,14 +38,14 @@ from tangram.types import (
     QueuePage,
     ResourcesInfo,
     SandboxChoice,
-    SessionFed,
     TrajectoryInfo,
     TrajectoryOpening,
     TrajectoryPage,
 )
+from tangram.types.values.wording import explained
 
 _T = TypeVar("_T")
-_JSON = {"Content-Type": "application/json"}
+JSON_BODY = {"Content-Type": "application/json"}
 #: Only in a trajectory that lives: if it has ended, the request is refused instead of beginning a new one.
 LIVING = {"X-Trajectory-Expect": "living"}
 
@@ -72,8 +73,8 @@ class BatchCall:
             task=self.task,
             step=self.step,
             trajectory=self.trajectory,
-            timeout=_duration(self.timeout_s),
-            max_age=_duration(self.max_age_s),
+            timeout=duration_text(self.timeout_s),
+            max_age=duration_text(self.max_age_s),
             key=self.key or secrets.token_urlsafe(16),
         )
 
@@ -129,15 +130,15 @@ def invoke(
         "X-Trajectory-Id": trajectory,
         "X-Parent-Id": parent,
         "Idempotency-Key": key,
-        "X-Timeout": _duration(timeout_s),
+        "X-Timeout": duration_text(timeout_s),
         "X-Callback-Url": callback_url,
     }
     return ApiRequest(
         method="POST",
         path=f"{_function_path(function)}/invocations",
         read=read_invocation,
-        params=_given({"mode": mode, "wait": _duration(wait_s)}),
-        headers=_JSON | _given(headers) | (LIVING if living else {}),
+        params=present({"mode": mode, "wait": duration_text(wait_s)}),
+        headers=JSON_BODY | given_headers(headers) | (LIVING if living else {}),
         content=msgspec.json.encode(input),
         repeatable=key is not None,
         patient=mode == "sync",
@@ -153,8 +154,8 @@ def batch(
         method="POST",
         path="/v1/invocations:batch",
         read=lambda response: [_verdict(each) for each in read(response).results],
-        params=_given({"wait": wait, "timeout": _duration(timeout_s)}),
-        headers=_JSON,
+        params=present({"wait": wait, "timeout": duration_text(timeout_s)}),
+        headers=JSON_BODY,
         content=msgspec.json.encode(BatchRequest(calls=tuple(call.item() for call in calls))),
         patient=wait != "none",
     )
@@ -171,23 +172,23 @@ def get_invocation(id: str, wait_s: float | None = None) -> ApiRequest[Invocatio
     """Return the request of a record, which may wait for its end."""
     return ApiRequest(
         method="GET",
-        path=_invocation_path(id),
+        path=invocation_path(id),
         read=read_invocation,
-        params=_given({"wait": _duration(wait_s)}),
+        params=present({"wait": duration_text(wait_s)}),
     )
 
 
 def cancel_invocation(id: str) -> ApiRequest[InvocationResult]:
-    return ApiRequest(method="POST", path=f"{_invocation_path(id)}/cancel", read=read_invocation)
+    return ApiRequest(method="POST", path=f"{invocation_path(id)}/cancel", read=read_invocation)
 
 
 def list_invocations(filters: Mapping[str, str | None], limit: int, cursor: str | None) -> ApiRequest[InvocationPage]:
     params = {**filters, "limit": str(limit), "cursor": cursor}
-    return get("/v1/invocations", InvocationPage, _given(params))
+    return get("/v1/invocations", InvocationPage, present(params))
 
 
 def log_path(id: str) -> str:
-    return f"{_invocation_path(id)}/logs"
+    return f"{invocation_path(id)}/logs"
 
 
 def redrive(id: str) -> ApiRequest[InvocationResult]:
@@ -197,7 +198,7 @@ def redrive(id: str) -> ApiRequest[InvocationResult]:
 
 def purge(id: str | None, function: str | None = None) -> ApiRequest[Purged]:
     """Return the request that takes one dead letter, or all (of one function), off the list."""
-    params = _given({"function": function})
+    params = present({"function": function})
     return ApiRequest(method="DELETE", path=_dead_letters_path(id), read=reader(Purged), params=params)
 
 
@@ -220,7 +221,7 @@ def apply(
         path="/v1/config",
         read=reader(ConfigDiff),
         params=({"dry_run": "true"} if dry_run else {}) | ({"prune": "true"} if prune else {}),
-        headers=_JSON,
+        headers=JSON_BODY,
         content=b"" if sent is None else msgspec.json.encode(sent),
     )
 
@@ -238,7 +239,7 @@ def put_function(
         path=_function_path(name),
         read=reader(ConfigDiff),
         params={"dry_run": "true"} if dry_run else {},
-        headers=_JSON,
+        headers=JSON_BODY,
         content=content,
     )
 
@@ -261,8 +262,8 @@ def pull_images(images: Sequence[str], wait_s: float | None = None) -> ApiReques
         method="PUT",
         path="/v1/images",
         read=reader(ImageList),
-        params=_given({"wait": _duration(wait_s)}),
-        headers=_JSON,
+        params=present({"wait": duration_text(wait_s)}),
+        headers=JSON_BODY,
         content=msgspec.json.encode(ImagesWanted(images=tuple(images))),
     )
 
@@ -272,7 +273,7 @@ def get_queue(limit: int) -> ApiRequest[QueuePage]:
 
 
 def list_trajectories(cursor: str | None) -> ApiRequest[TrajectoryPage]:
-    return get("/v1/trajectories", TrajectoryPage, _given({"cursor": cursor}))
+    return get("/v1/trajectories", TrajectoryPage, present({"cursor": cursor}))
 
 
 def open_trajectory(
@@ -288,67 +289,11 @@ def open_trajectory(
     opening = TrajectoryOpening(function=function, task=task, step=step, sandbox=sandbox, snapshot=snapshot)
     return ApiRequest(
         method="PUT",
-        path=_trajectory_path(id),
+        path=trajectory_path(id),
         read=reader(TrajectoryInfo),
-        headers=_JSON,
+        headers=JSON_BODY,
         content=msgspec.json.encode(_said(opening)),
         patient=snapshot is not None or (sandbox is not None and sandbox.image is not None),
-    )
-
-
-def open_session(
-    trajectory: str,
-    function: str,
-    command: str | Sequence[str],
-    more: Mapping[str, object],
-    terminal: tuple[int, int] | None,
-    *,
-    task: str | None,
-    timeout_s: float | None,
-    living: bool,
-) -> ApiRequest[InvocationResult]:
-    """Return the request that begins a session; it carries a key, so that it can be sent again."""
-    argv = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
-    given = {name: value for name, value in more.items() if value is not None}
-    size = None if terminal is None else {"rows": terminal[0], "columns": terminal[1]}
-    key = secrets.token_urlsafe(16)
-    headers = {"X-Task": task, "X-Timeout": _duration(timeout_s), "Idempotency-Key": key}
-    return ApiRequest(
-        method="POST",
-        path=f"{_trajectory_path(trajectory)}/sessions",
-        read=read_invocation,
-        headers=_JSON | _given(headers) | (LIVING if living else {}),
-        content=msgspec.json.encode({**given, "argv": argv, "function": function, "terminal": size}),
-    )
-
-
-def session_path(id: str) -> str:
-    return f"{_invocation_path(id)}/session"
-
-
-def write_session(id: str, data: bytes, offset: int | None, *, end: bool = False) -> ApiRequest[SessionFed]:
-    """Return the request that passes input on; it can be sent again if it says where its input belongs."""
-    return ApiRequest(
-        method="POST",
-        path=f"{session_path(id)}/input",
-        read=reader(SessionFed),
-        params=_given({"offset": None if offset is None else str(offset), "end": "true" if end else None}),
-        headers={"Content-Type": "application/octet-stream"},
-        content=data,
-        repeatable=offset is not None,
-    )
-
-
-def steer_session(id: str, *, size: tuple[int, int] | None = None, signal: str | None = None) -> ApiRequest[None]:
-    """Return the request that resizes a session's terminal, or signals what runs in it."""
-    terminal = None if size is None else {"rows": size[0], "columns": size[1]}
-    return ApiRequest(
-        method="POST",
-        path=f"{session_path(id)}/control",
-        read=lambda response: None,
-        headers=_JSON,
-        content=msgspec.json.encode({"terminal": terminal, "signal": signal}),
-        repeatable=signal is None,
     )
 
 
@@ -357,7 +302,7 @@ def remove_function(name: str) -> ApiRequest[ConfigDiff]:
 
 
 def end_trajectory(id: str) -> ApiRequest[None]:
-    return ApiRequest(method="DELETE", path=_trajectory_path(id), read=lambda response: None)
+    return ApiRequest(method="DELETE", path=trajectory_path(id), read=lambda response: None)
 
 
 def upload(
@@ -368,7 +313,7 @@ def upload(
         method="PUT",
         path=_files_path(id),
         read=lambda response: None,
-        params=_given({"path": path, "mode": None if mode is None else f"{mode:03o}", "user": user}),
+        params=present({"path": path, "mode": None if mode is None else f"{mode:03o}", "user": user}),
         headers={"Content-Type": "application/octet-stream"} | (LIVING if living else {}),
         content=data,
     )
@@ -380,9 +325,9 @@ def upload_archive(
     """Return the request that unpacks a tar below a directory."""
     return ApiRequest(
         method="PUT",
-        path=f"{_trajectory_path(id)}/archive",
+        path=f"{trajectory_path(id)}/archive",
         read=lambda response: None,
-        params=_given({"path": path, "user": user}),
+        params=present({"path": path, "user": user}),
         headers={"Content-Type": "application/octet-stream"} | (LIVING if living else {}),
         content=data,
         patient=True,
@@ -392,9 +337,9 @@ def upload_archive(
 def download_archive(id: str, path: str, *, user: str | None = None, living: bool = False) -> ApiRequest[bytes]:
     return ApiRequest(
         method="GET",
-        path=f"{_trajectory_path(id)}/archive",
+        path=f"{trajectory_path(id)}/archive",
         read=lambda response: response.content,
-        params=_given({"path": path, "user": user}),
+        params=present({"path": path, "user": user}),
         headers=LIVING if living else {},
         patient=True,
     )
@@ -405,7 +350,7 @@ def download(id: str, path: str, *, user: str | None = None, living: bool = Fals
         method="GET",
         path=_files_path(id),
         read=lambda response: response.content,
-        params=_given({"path": path, "user": user}),
+        params=present({"path": path, "user": user}),
         headers=LIVING if living else {},
     )
 
@@ -418,7 +363,7 @@ def list_files(
         method="GET",
         path=_files_path(id),
         read=lambda response: read(response).files,
-        params=_given({"path": path, "list": "true", "user": user}),
+        params=present({"path": path, "list": "true", "user": user}),
         headers=LIVING if living else {},
     )
 
@@ -454,7 +399,7 @@ def _function_path(name: str) -> str:
     return f"/v1/functions/{quote(name, safe='')}"
 
 
-def _invocation_path(id: str) -> str:
+def invocation_path(id: str) -> str:
     return f"/v1/invocations/{quote(id, safe='')}"
 
 
@@ -462,15 +407,15 @@ def _dead_letters_path(id: str | None) -> str:
     return "/v1/dead-letters" if id is None else f"/v1/dead-letters/{quote(id, safe='')}"
 
 
-def _trajectory_path(id: str) -> str:
+def trajectory_path(id: str) -> str:
     return f"/v1/trajectories/{quote(id, safe='')}"
 
 
 def _files_path(id: str) -> str:
-    return f"{_trajectory_path(id)}/files"
+    return f"{trajectory_path(id)}/files"
 
 
-def _duration(seconds: float | None) -> str | None:
+def duration_text(seconds: float | None) -> str | None:
     return None if seconds is None else f"{seconds:.3f}s"
 
 
@@ -481,7 +426,8 @@ def sandbox_choice(given: Mapping[str, Any] | SandboxChoice | None) -> SandboxCh
     try:
         return msgspec.convert(given, SandboxChoice)
     except msgspec.ValidationError as error:
-        raise InvalidInputError(f"sandbox: {error}") from None
+        said, place = explained(error)
+        raise InvalidInputError(f"sandbox{place}: {said}") from None
 
 
 def _said(value: msgspec.Struct) -> object:
@@ -494,5 +440,5 @@ def _said(value: msgspec.Struct) -> object:
     }
 
 
-def _given(values: Mapping[str, str | None]) -> dict[str, str]:
+def present(values: Mapping[str, str | None]) -> dict[str, str]:
     return {name: value for name, value in values.items() if value is not None}

@@ -56,7 +56,7 @@ class Retries:
         ``failing_s`` is how long it has failed. Refusals ran nothing. A lost connection may have, so only a
         ``repeatable`` request is sent again.
         """
-        if error.detail.get("tls"):
+        if error.detail.get("tls") or error.detail.get("foreign"):
             return None
         lost = isinstance(error, ConnectionFailed)
         outage = lost or isinstance(error, OUTAGES)

@@ -8,11 +8,9 @@ from urllib.parse import quote
 import msgspec
 
 from tangram.client.answers import reader
-from tangram.client.requests import ApiRequest, get
+from tangram.client.requests import JSON_BODY, ApiRequest, get
 from tangram.errors import InvalidInputError
 from tangram.types import ForkAnswer, ForkRequest, SnapshotInfo, SnapshotList
-
-_JSON = {"Content-Type": "application/json"}
 
 
 def take_snapshot(trajectory: str) -> ApiRequest[SnapshotInfo]:
@@ -36,7 +34,7 @@ def fork(
         method="POST",
         path=f"/v1/trajectories/{quote(trajectory, safe='')}/fork",
         read=reader(ForkAnswer),
-        headers=_JSON,
+        headers=JSON_BODY,
         content=msgspec.json.encode(ForkRequest(function=function, to=tuple(to), task=task, step=step)),
         repeatable=False,
         patient=True,

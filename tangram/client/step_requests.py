@@ -7,10 +7,8 @@ from urllib.parse import quote
 import msgspec
 
 from tangram.client.answers import reader
-from tangram.client.requests import ApiRequest, get
+from tangram.client.requests import JSON_BODY, ApiRequest, get
 from tangram.types import StepExpectation, StepInfo, StepList, TaskList
-
-_JSON = {"Content-Type": "application/json"}
 
 
 def list_tasks() -> ApiRequest[TaskList]:
@@ -25,7 +23,7 @@ def tell_step(task: str, step: int, expected: int) -> ApiRequest[StepInfo]:
     """Return the request that tells of a step; it may be sent again."""
     content = msgspec.json.encode(StepExpectation(expected=expected))
     path = f"{_steps_path(task)}/{step}"
-    return ApiRequest(method="PUT", path=path, read=reader(StepInfo), headers=_JSON, content=content)
+    return ApiRequest(method="PUT", path=path, read=reader(StepInfo), headers=JSON_BODY, content=content)
 
 
 def _steps_path(task: str) -> str:

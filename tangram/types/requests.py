@@ -19,30 +19,39 @@ from tangram.types.values.scalars import (
     Mode,
     Name,
     Reason,
+    SandboxUser,
     State,
     Timeout,
     Wait,
 )
+from tangram.types.values.wording import worded
 
 Expectation = Literal["living"]
 LIVING = "living: if the trajectory has ended the request is refused with 410, where otherwise a new one would begin"
 #: Number of a log record.
 Position = Annotated[int, Meta(ge=0, le=2**53)]
 #: The same as an event source sends it, which is empty before the first.
-EventId = Annotated[str, Meta(pattern="^[0-9]{0,15}$")]
+EventId = Annotated[str, worded("^[0-9]{0,15}$", "the number of a record")]
 #: An instant of RFC 3339 with its zone; a day that the month lacks is taken for one of the next.
 INSTANT_PATTERN = (
     r"(19[7-9][0-9]|2[0-9]{3})-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])"
     r"T([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,6})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
 )
 #: An instant, or a duration before now.
-Moment = Annotated[str, Meta(pattern=f"^({WAIT_PATTERN}|{INSTANT_PATTERN})$", examples=["15m", "2026-11-22T08:53:10Z"])]
+Moment = Annotated[
+    str,
+    worded(
+        f"^({WAIT_PATTERN}|{INSTANT_PATTERN})$",
+        "a duration before now, for example 15m, or an instant with its zone, for example 2026-11-22T08:53:10Z",
+        examples=["15m", "2026-11-22T08:53:10Z"],
+    ),
+]
 #: HTTP or HTTPS, with a host and without credentials.
 CallbackUrl = Annotated[
     str, Meta(extra_json_schema={"pattern": r"^https?://[a-z0-9][a-z0-9.-]*(:[0-9]{1,4})?(/[!-~]*)?$"})
 ]
 #: A place in the order of service.
-QueueCursor = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+QueueCursor = Annotated[str, worded("^[0-9a-f]{64}$", "the next_cursor of the page before")]
 
 
 class CallHeaders(
@@ -151,7 +160,7 @@ class WatchQuery(Struct, frozen=True, kw_only=True):
 
     bars: Annotated[bool, Meta(description="With the bars of the timeline")] = False
     since: Annotated[
-        Annotated[str, Meta(pattern="^[0-9a-f]{8}\\.[0-9]{1,15}$")] | None,
+        Annotated[str, worded("^[0-9a-f]{8}\\.[0-9]{1,15}$", "the id of an event of this stream")] | None,
         Meta(description="The id of the last event that was received: goes on behind it, if it is kept"),
     ] = None
 
@@ -194,8 +203,9 @@ class TrajectoryQuery(Struct, frozen=True, kw_only=True):
 #: At most 4095 bytes: characters of one byte, or so few of others that they cannot be more.
 SandboxPath = Annotated[
     str,
-    Meta(
-        pattern=r"^([\x01-\x7f]{1,4095}|[^\x00]{1,1023})$",
+    worded(
+        r"^([\x01-\x7f]{1,4095}|[^\x00]{1,1023})$",
+        "a path of at most 4095 bytes without NUL",
         description="Path in the sandbox; a relative one begins at the sandbox's own working directory",
     ),
 ]
@@ -207,10 +217,8 @@ class FileHeaders(Struct, frozen=True, kw_only=True, rename={"expect": "X-Trajec
     expect: Annotated[Expectation | None, Meta(description=LIVING)] = None
 
 
-#: A user inside a sandbox: name or id.
-SandboxUser = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$")]
 WHOSE = "Whose rights it has, one of sandbox.users; the sandbox's user without"
-FileMode = Annotated[str, Meta(pattern="^[0-7]{3,4}$")]
+FileMode = Annotated[str, worded("^[0-7]{3,4}$", "three or four octal digits, for example 755")]
 
 
 class FileWriteQuery(Struct, frozen=True, kw_only=True):

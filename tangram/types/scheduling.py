@@ -9,7 +9,8 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from tangram.types.steps import StepInfo, StepNumber
 from tangram.types.values.quantities import DURATION_PATTERN, IMAGE_PATTERN, SIZE_PATTERN
-from tangram.types.values.scalars import Count, Name
+from tangram.types.values.scalars import Count, Name, SandboxUser
+from tangram.types.values.wording import worded
 
 
 class WaitCause(Struct, frozen=True, kw_only=True):
@@ -92,15 +93,24 @@ class TaskList(Struct, frozen=True, kw_only=True):
 
 
 #: A size as text, or a whole number of bytes.
-Size = Annotated[str, Meta(pattern=f"^{SIZE_PATTERN}$", examples=["512Mi"])] | Count
+Size = Annotated[str, worded(f"^{SIZE_PATTERN}$", "a size, for example 512Mi or 16Gi", examples=["512Mi"])] | Count
 #: A duration as text, or seconds.
-Span = Annotated[str, Meta(pattern=f"^{DURATION_PATTERN}$", examples=["30m"])] | Annotated[float, Meta(gt=0)]
-Image = Annotated[str, Meta(pattern=f"^{IMAGE_PATTERN}$", examples=["debian:bookworm"])]
-Workdir = Annotated[str, Meta(pattern=r"^/[^\x00]{1,1023}$", examples=["/workspace"])]
-User = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$")]
+Span = (
+    Annotated[
+        str, worded(f"^{DURATION_PATTERN}$", "a duration with its unit, for example 30s or 10m", examples=["30m"])
+    ]
+    | Annotated[float, Meta(gt=0)]
+)
+Image = Annotated[
+    str,
+    worded(f"^{IMAGE_PATTERN}$", "the name of an image, for example debian:bookworm", examples=["debian:bookworm"]),
+]
+Workdir = Annotated[str, worded(r"^/[^\x00]{1,1023}$", "an absolute path", examples=["/workspace"])]
 #: As the gateway has chosen it.
-SnapshotId = Annotated[str, Meta(pattern="^[0-9a-f]{12}$", examples=["3f9a61c0d2e4"])]
-EnvName = Annotated[str, Meta(pattern="^[A-Za-z_][A-Za-z0-9_]{0,254}$")]
+SnapshotId = Annotated[
+    str, worded("^[0-9a-f]{12}$", "the id of a snapshot: 12 hexadecimal digits", examples=["3f9a61c0d2e4"])
+]
+EnvName = Annotated[str, worded("^[A-Za-z_][A-Za-z0-9_]{0,254}$", "the name of a variable")]
 
 
 class SandboxChoice(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -114,7 +124,7 @@ class SandboxChoice(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     workdir: Annotated[
         Workdir | None, Meta(description="Working directory, absolute, in no directory of the system")
     ] = None
-    user: Annotated[User | None, Meta(description="User name or id, of sandbox.users")] = None
+    user: Annotated[SandboxUser | None, Meta(description="User name or id, of sandbox.users")] = None
     memory: Annotated[Size | None, Meta(description="Bytes, at most the function's or sandbox.trajectory.memory")] = (
         None
     )

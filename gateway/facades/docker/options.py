@@ -18,6 +18,7 @@ from manager.errors import InvalidInput, Unsupported
 from manager.function import FunctionSpec, SandboxSpec
 from runtimes.sandbox.choice import ABOVE_SYSTEM, SYSTEM
 from tangram.types import SandboxChoice
+from tangram.types.values.wording import explained
 
 COMPONENT = "docker"
 #: Labels by which a container says what the engine's API has no field for.
@@ -189,7 +190,8 @@ def _choice(
     try:
         return msgspec.convert(given, SandboxChoice) if given else None
     except msgspec.ValidationError as error:
-        raise InvalidInput(f"{error}", component=COMPONENT) from None
+        said, place = explained(error)
+        raise InvalidInput(f"{place.removeprefix('.')}: {said}", component=COMPONENT) from None
 
 
 def _capability_warnings(host: Mapping[str, object]) -> tuple[str, ...]:
@@ -299,4 +301,5 @@ def _get(given: Mapping[str, object], name: str, kind: Any, default: object) -> 
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise InvalidInput(f"{name}: {error}", component=COMPONENT, detail={"path": name}) from None
+        said, place = explained(error)
+        raise InvalidInput(f"{name}{place}: {said}", component=COMPONENT, detail={"path": name}) from None

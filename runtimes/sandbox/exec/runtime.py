@@ -26,6 +26,7 @@ from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.runner.protocol import unmade
 from runtimes.sandbox.sandbox import Sandbox
 from runtimes.sandbox.session import TerminalSize
+from tangram.types.values.wording import explained
 
 logger = structlog.get_logger("sandbox")
 
@@ -269,8 +270,8 @@ def checked(
     try:
         return msgspec.convert(value, wanted)
     except msgspec.ValidationError as error:
-        said, _, path = str(error).partition(" - at `")
-        raise invalid(path.rstrip("`").partition("[")[0], f"is not as declared: {said}", component) from None
+        said, place = explained(error)
+        raise invalid(f"${place}".partition("[")[0], f"is not as declared: {said}", component) from None
 
 
 def invalid(path: str, message: str, component: str = COMPONENT) -> ActionFailed:

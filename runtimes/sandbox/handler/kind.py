@@ -46,6 +46,7 @@ class HandlerKeys:
         Setting(
             "module:callable beside the YAML file, called as callable(event, context)",
             pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$",
+            words="module:callable, for example reward:score",
         ),
     ]
     requirements: Annotated[

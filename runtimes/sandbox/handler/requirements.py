@@ -33,6 +33,7 @@ class RequirementSettings:
             "the package index, as pip takes it; ${secret:NAME} stands for a secret. pip reaches it from a sandbox "
             "with network: egress",
             pattern=r"^(https?://\S+)?$",
+            words="an address that begins with http:// or https://",
         ),
     ] = ""
     find_links: Annotated[

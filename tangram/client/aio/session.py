@@ -7,7 +7,7 @@ from typing import Protocol, TypeVar
 
 import httpx
 
-from tangram.client import requests
+from tangram.client import requests, session_requests
 from tangram.client.aio.connections import AsyncLink
 from tangram.client.aio.running import pause
 from tangram.client.answers import connection_lost, error_of
@@ -79,7 +79,7 @@ class AsyncSessionHandle:
     async def _pieces(self) -> AsyncIterator[SessionOutput]:
         """Yield what one connection brings."""
         link, follower = self._client._link(), self._follower
-        path, params = requests.session_path(self.id), {"offset": str(follower.offset)}
+        path, params = session_requests.session_path(self.id), {"offset": str(follower.offset)}
         try:
             async with link.lasting, link.http.stream("GET", path, params=params) as response:
                 if not response.is_success:
@@ -103,7 +103,7 @@ class AsyncSessionHandle:
         rest = data.encode() if isinstance(data, str) else data
         while rest:
             offset = self._follower.input_offset
-            fed = await self._client._send(requests.write_session(self.id, rest[:INPUT_PIECE_BYTES], offset))
+            fed = await self._client._send(session_requests.write_session(self.id, rest[:INPUT_PIECE_BYTES], offset))
             rest = rest[INPUT_PIECE_BYTES if offset is None else fed.input_offset - offset :]
             self._follower.input_offset = fed.input_offset
             if not fed.reads:
@@ -114,16 +114,16 @@ class AsyncSessionHandle:
         """Say that there is no more input; a command that waits for its turn is waited for."""
         reads = True
         while reads:  # still reading: it has not begun, or not read what came before, for as long as the gateway waits
-            request = requests.write_session(self.id, b"", self._follower.input_offset, end=True)
+            request = session_requests.write_session(self.id, b"", self._follower.input_offset, end=True)
             reads = (await self._client._send(request)).reads
 
     async def resize(self, rows: int, columns: int) -> None:
         """Tell its terminal how large it is; raises ConflictError if it has none."""
-        await self._client._send(requests.steer_session(self.id, size=(rows, columns)))
+        await self._client._send(session_requests.steer_session(self.id, size=(rows, columns)))
 
     async def signal(self, name: str) -> None:
         """Signal what runs in its foreground: INT, TERM, KILL, HUP, QUIT, USR1, USR2, TSTP or CONT."""
-        await self._client._send(requests.steer_session(self.id, signal=name))
+        await self._client._send(session_requests.steer_session(self.id, signal=name))
 
     async def cancel(self) -> None:
         """End it with everything that it started; raises ConflictError if it has ended."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from tangram.client import requests, snapshot_requests
+from tangram.client import requests, session_requests, snapshot_requests
 from tangram.client.aio.session import AsyncSessionHandle, AsyncSessionSender
 from tangram.client.heartbeats import Heartbeats
 from tangram.client.requests import ApiRequest
@@ -143,7 +143,7 @@ class AsyncTrajectory:
 
         It is an action of the trajectory, so it waits for the one before, and the next one waits for its end.
         """
-        request = requests.open_session(
+        request = session_requests.open_session(
             self.id,
             self._function,
             command,

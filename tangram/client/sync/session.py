@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 
 import httpx
 
-from tangram.client import requests
+from tangram.client import requests, session_requests
 from tangram.client.answers import connection_lost, error_of
 from tangram.client.requests import ApiRequest
 from tangram.client.retries import Retries
@@ -81,7 +81,7 @@ class SessionHandle:
     def _pieces(self) -> Iterator[SessionOutput]:
         """Yield what one connection brings."""
         link, follower = self._client._link(), self._follower
-        path, params = requests.session_path(self.id), {"offset": str(follower.offset)}
+        path, params = session_requests.session_path(self.id), {"offset": str(follower.offset)}
         try:
             with link.lasting, link.http.stream("GET", path, params=params) as response:
                 if not response.is_success:
@@ -105,7 +105,7 @@ class SessionHandle:
         rest = data.encode() if isinstance(data, str) else data
         while rest:
             offset = self._follower.input_offset
-            fed = self._client._send(requests.write_session(self.id, rest[:INPUT_PIECE_BYTES], offset))
+            fed = self._client._send(session_requests.write_session(self.id, rest[:INPUT_PIECE_BYTES], offset))
             rest = rest[INPUT_PIECE_BYTES if offset is None else fed.input_offset - offset :]
             self._follower.input_offset = fed.input_offset
             if not fed.reads:
@@ -116,16 +116,16 @@ class SessionHandle:
         """Say that there is no more input; a command that waits for its turn is waited for."""
         reads = True
         while reads:  # still reading: it has not begun, or not read what came before, for as long as the gateway waits
-            request = requests.write_session(self.id, b"", self._follower.input_offset, end=True)
+            request = session_requests.write_session(self.id, b"", self._follower.input_offset, end=True)
             reads = (self._client._send(request)).reads
 
     def resize(self, rows: int, columns: int) -> None:
         """Tell its terminal how large it is; raises ConflictError if it has none."""
-        self._client._send(requests.steer_session(self.id, size=(rows, columns)))
+        self._client._send(session_requests.steer_session(self.id, size=(rows, columns)))
 
     def signal(self, name: str) -> None:
         """Signal what runs in its foreground: INT, TERM, KILL, HUP, QUIT, USR1, USR2, TSTP or CONT."""
-        self._client._send(requests.steer_session(self.id, signal=name))
+        self._client._send(session_requests.steer_session(self.id, signal=name))
 
     def cancel(self) -> None:
         """End it with everything that it started; raises ConflictError if it has ended."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import ssl
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import httpx
 import msgspec
 import pytest
 
-from tangram import Client, ConnectionFailed, QuotaExceededError, Retries, UnreadableAnswerError
+from tangram import Client, ConnectionFailed, InvalidInputError, QuotaExceededError, Retries, UnreadableAnswerError
 from tangram.testing import ScriptedGateway, broken, refusal
 from tangram.types.local_tokens import ADMIN, links_dir
 
@@ -171,6 +172,34 @@ def test_a_wait_for_a_gateway_that_cannot_be_reached_is_told_once(caplog: pytest
         client.queue()
     (told,) = [record.getMessage() for record in caplog.records if record.name == "tangram.client"]
     assert "trying again for 60 s" in told
+
+
+def test_what_answers_and_speaks_no_http_is_not_asked_again() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as peer:
+        asked = []
+
+        def answer() -> None:
+            connection, _ = peer.accept()
+            with connection:
+                asked.append(connection.recv(4096))
+                connection.sendall(b"\x00\x00\x12\x04\x00\x00\x00\x00\x00" + bytes(18))
+
+        speaker = threading.Thread(target=answer)
+        speaker.start()
+        with Client(f"http://127.0.0.1:{peer.getsockname()[1]}") as client, pytest.raises(ConnectionFailed) as caught:
+            client.queue()
+        speaker.join(30)
+    assert len(asked) == 1
+    assert "speaks no HTTP" in caught.value.message
+    assert "--server or TANGRAM_SERVER names the address" in caught.value.message
+
+
+@pytest.mark.parametrize("told", [{"task": "é"}, {"key": "a\nb"}, {"trajectory": "\x7f"}])
+def test_what_no_header_carries_is_refused_before_it_is_sent(told: dict[str, str]) -> None:
+    gateway = ScriptedGateway({"f": {}})
+    with Client(transport=gateway) as client, pytest.raises(InvalidInputError, match="no header carries"):
+        client.invoke("f", {}, **told)  # type: ignore[arg-type]  # each is text
+    assert gateway.requests == []
 
 
 def test_who_is_not_trusted_is_not_asked_again() -> None:
