@@ -10,6 +10,7 @@ from pathlib import Path
 import structlog
 
 from gateway.config.sections import ServerConfig
+from runtimes.sandbox.disk.room import shortage_of
 
 logger = structlog.get_logger("gateway.room")
 
@@ -51,17 +52,11 @@ class Room:
     def shortage(self) -> str | None:
         """Return what there is too little of now, None if there is enough."""
         try:
-            status = os.statvfs(self.state_dir)
             # With a descriptor the table has room for: a full one is seen before a client meets it.
             os.close(os.open("/", os.O_RDONLY | os.O_CLOEXEC))
         except OSError as error:
             return f"server.state_dir {self.state_dir}: {error}"
-        free_bytes = status.f_bavail * status.f_frsize
-        if free_bytes < self.free_min_bytes:
-            return f"{free_bytes} bytes are free in {self.state_dir}, less than server.free_min ({self.free_min_bytes})"
-        if status.f_files and not status.f_favail:
-            return f"no file can be made in {self.state_dir}: its file system has no free inode"
-        return None
+        return shortage_of(self.state_dir, self.free_min_bytes) or None
 
 
 def raise_descriptors() -> int:

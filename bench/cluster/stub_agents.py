@@ -17,6 +17,7 @@ from manager.config import NodeSpec
 from manager.errors import CodedError, Unsupported
 from runtimes.node import wire
 from runtimes.node.certificate import node_side
+from runtimes.node.errors import facts_of
 from runtimes.node.link import LinkSettings, NodeLink
 from runtimes.node.message import Message
 
@@ -67,7 +68,7 @@ class StubAgent:
     def handle(self, message: Message) -> None:
         """Answer a request: it cannot be done here."""
         if isinstance(message, wire.NodeRequest) and self.link is not None:
-            self.link.send(wire.NodeAnswer(message.number, wire.facts_of(Unsupported("a stub", component="bench"))))
+            self.link.send(wire.NodeAnswer(message.number, facts_of(Unsupported("a stub", component="bench"))))
 
 
 async def join_all(tickets: dict[str, str], place: tuple[str, int]) -> None:

@@ -22,7 +22,9 @@ from gateway.runtime_factory import make_runtimes
 from manager.clock import MonotonicClock
 from manager.errors import InvalidConfig
 from runtimes.model.device.devices import nvml
+from runtimes.node.agent import AgentSettings
 from runtimes.node.daemon import Daemon, DaemonSettings, HostWork
+from runtimes.node.fitness.served import FitnessSettings
 from runtimes.node.models.served import NodeModels
 from runtimes.node.sandboxes import EnvironmentSandboxes
 from runtimes.node.snapshots.served import ServedSnapshots
@@ -65,7 +67,7 @@ for verb in (list_nodes, drain_node, issue_ticket, check_nodes):
     "configs",
     multiple=True,
     type=click.Path(path_type=Path),
-    help="YAML whose sections sandbox and node count here; may be given several times.",
+    help="YAML whose sections sandbox and node count here, and server.free_min; may be given several times.",
 )
 @click.option("--drain-grace", default=600.0, show_default=True, help="Seconds that SIGTERM waits for what runs.")
 @click.option("--unattended", default=600.0, show_default=True, help="Seconds without a gateway until all is ended.")
@@ -108,6 +110,7 @@ def join(
         spec=machine.describe(loaded),
         drain_grace_s=drain_grace,
         unattended_s=unattended,
+        agent=AgentSettings(fitness=FitnessSettings(free_min_bytes=loaded.server.free_min_bytes)),
     )
     import uvloop
 

@@ -102,6 +102,7 @@ def problems_of(node: NodeStatus) -> Sequence[str]:
     """Return what is not as it should be with one machine."""
     remedies = {
         "joining": "wait; if it stays so, look into its log",
+        "unfit": "mend that; it serves again by itself",
         "suspect": "look whether its daemon runs and reaches the gateway (cluster.advertise)",
         "draining": "it leaves when it is empty",
         "lost": "start `tangram node join` there again, with its state directory or a new ticket",

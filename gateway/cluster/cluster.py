@@ -22,6 +22,7 @@ from gateway.cluster.records import NodeRecords
 from gateway.cluster.snapshots import NodeSnapshots
 from gateway.cluster.state import ClusterNode, ClusterState
 from gateway.cluster.tickets import TicketOffice, check_name, digest_of, new_node_key, signing_key
+from gateway.cluster.voice import Voice
 from gateway.config.sections import ClusterConfig, ServerConfig
 from gateway.config.uploads import UPLOADS
 from gateway.invocations.reattach import AttemptHolder, Reattachment
@@ -37,21 +38,21 @@ from manager.executor import Executor
 from manager.function import FunctionSpec
 from runtimes.fleet import FleetExecutor
 from runtimes.node.certificate import NodeCertificate, ensure_certificate, server_side
+from runtimes.node.fitness.messages import FITNESS
+from runtimes.node.fitness.remote import WHY_MAX
 from runtimes.node.handlers.archive import HandlerArchives
 from runtimes.node.link import NodeLink
+from runtimes.node.node_state import HEARD, NodeState
 from runtimes.node.ray.process import KeeperProcess
 from runtimes.node.remote import RemoteNode
 from runtimes.node.roster import (
     CountedOut,
-    DrainAsked,
     Emptied,
     Expected,
     Greeted,
     LinkLost,
-    NodeState,
     Reconciled,
     RosterEvent,
-    SaidGoodbye,
     Serves,
     Shut,
     Ticked,
@@ -67,24 +68,6 @@ _LOOK_S = 0.5
 _REFUSED_S = 60.0
 #: Where this machine reaches itself, by the addresses that stand for all of its own.
 _LOOPBACK = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # listened at, if so configured
-
-
-class Voice:
-    """What one node says of itself, told to the roster: a `runtimes.node.listener.NodeListener`."""
-
-    def __init__(self, name: str, instance: Callable[[], str], step: Callable[[RosterEvent], object]) -> None:
-        self._name = name
-        self._instance = instance
-        self._step = step
-
-    def draining(self, why: str) -> None:
-        self._step(DrainAsked(self._name, why))
-
-    def goodbye(self, why: str, killed: bool) -> None:
-        self._step(SaidGoodbye(self._name, self._instance(), why, killed))
-
-    def sandbox_changed(self, facts: object) -> None:
-        """Its next action is told by the node itself."""
 
 
 class Cluster(ClusterState):
@@ -270,7 +253,7 @@ class Cluster(ClusterState):
 
     def _admitted(self, hello: NodeHello) -> bool:
         """Ask the roster; return whether the node must end all that it has first. Raises Conflict for a refusal."""
-        for verdict in self._step(Greeted(hello.name, hello.instance, hello.draining)):
+        for verdict in self._step(Greeted(hello.name, hello.instance, hello.draining, hello.unfit[:WHY_MAX])):
             if isinstance(verdict, TurnedAway):
                 raise Conflict(verdict.why, component="cluster", retry_after_s=verdict.retry_after_s)
         member = self._roster.get(hello.name)
@@ -282,7 +265,12 @@ class Cluster(ClusterState):
         await self._records.durable()
         beat_s, silent_s = config.link.beat_s, config.link.silent_s
         welcome = NodeWelcome(
-            generation=self._records.generation, key=key, beat_s=beat_s, silent_s=silent_s, fence=fence
+            generation=self._records.generation,
+            key=key,
+            beat_s=beat_s,
+            silent_s=silent_s,
+            fence=fence,
+            hears=(FITNESS,),
         )
         link.send(welcome)
         within_s, largest_bytes = config.times.lost_after_s, config.link.frame_max_bytes
@@ -440,7 +428,7 @@ class Cluster(ClusterState):
             self.engine.tell(NodeJoined(node=self.here))
             return
         machine, member = self._machines.get(name), self._roster.get(name)
-        if machine is not None and member is not None and member.state in (NodeState.READY, NodeState.DRAINING):
+        if machine is not None and member is not None and member.state in HEARD - {NodeState.JOINING}:
             machine.spec = replace(machine.spec, able=self.abilities.able(name))
             self.engine.tell(NodeJoined(node=machine.spec))
 

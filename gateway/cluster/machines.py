@@ -150,7 +150,7 @@ class OneMachine:
     def counts(self) -> Iterator[tuple[str, str, float]]:
         """Yield (node, what, number) for the metrics."""
         for status in self.info().nodes:
-            yield status.node, "up", float(status.state in ("ready", "draining"))
+            yield status.node, "up", float(status.state in ("ready", "unfit", "draining"))
             yield status.node, "running", float(status.running)
             yield status.node, "trajectories", float(status.trajectories)
             yield status.node, "losses", float(status.losses)

@@ -17,8 +17,9 @@ from manager.config import NodeSpec
 from manager.errors import CapacityExceeded, Conflict, NotFound, Unsupported
 from runtimes.fleet import FleetExecutor
 from runtimes.node.link import NodeLink
+from runtimes.node.node_state import HEARD, NodeState
 from runtimes.node.remote import RemoteNode
-from runtimes.node.roster import DrainAsked, NodeState, RaySaid, Roster, RosterEvent
+from runtimes.node.roster import DrainAsked, RaySaid, Roster, RosterEvent
 from runtimes.node.wire import NodeHello
 from runtimes.sandbox.files.files import SandboxFiles
 from tangram.types import LivingSandbox
@@ -190,6 +191,10 @@ class ClusterState(OneMachine):
         suspects = [member.name for member in self._roster.members() if member.state is NodeState.SUSPECT]
         if suspects:
             found.append(f"nodes that are not heard: {', '.join(suspects[:8])} ({len(suspects)})")
+        unfit = [member for member in self._roster.members() if member.state is NodeState.UNFIT]
+        if unfit:
+            told = "; ".join(f"{member.name}: {member.why}" for member in unfit[:8])
+            found.append(f"nodes on which nothing can begin ({len(unfit)}): {told}")
         return [*found, *[each for part in (self.local, self.ray) if part is not None for each in part.warnings()]]
 
     @property
@@ -202,7 +207,7 @@ class ClusterState(OneMachine):
     def joined(self, name: str) -> bool:
         """Return whether a node is heard now."""
         member = self._roster.get(name)
-        return member is not None and member.state in (NodeState.JOINING, NodeState.READY, NodeState.DRAINING)
+        return member is not None and member.state in HEARD
 
     def ray_drains(self, name: str, why: str) -> None:
         """Ray takes a node's machine away soon."""

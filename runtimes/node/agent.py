@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Annotated
-from urllib.parse import quote
 
 import msgspec
 import structlog
@@ -25,8 +24,11 @@ from manager.outcome import Outcome, State
 from manager.setting import Setting
 from runtimes.kinds import KINDS
 from runtimes.node import wire
-from runtimes.node.attempt import NodeAttempt
+from runtimes.node.attempt import NodeAttempt, is_session, spool_name
+from runtimes.node.errors import as_failure, error_of, failed, mislaid
 from runtimes.node.files.served import ServedTransfers
+from runtimes.node.fitness.messages import FITNESS, FitnessChanged
+from runtimes.node.fitness.served import FitnessSettings, NodeFitness
 from runtimes.node.handlers.store import HandlerStore, HandlerStoreSettings
 from runtimes.node.journal import AttemptJournal, JournalSettings, epoch
 from runtimes.node.link import NodeLink
@@ -52,6 +54,7 @@ class AgentSettings:
     logs: TellingSettings = field(default_factory=TellingSettings)
     journal: JournalSettings = field(default_factory=JournalSettings)
     handlers: HandlerStoreSettings = field(default_factory=HandlerStoreSettings)
+    fitness: FitnessSettings = field(default_factory=FitnessSettings)
 
 
 class Agent:
@@ -71,6 +74,7 @@ class Agent:
         (directory / SPOOLS).mkdir(parents=True, exist_ok=True)
         self.epoch = epoch(directory)
         self._journal = AttemptJournal(directory, self.settings.journal)
+        self.fitness = NodeFitness(directory, self.settings.fitness)
         self._work = work
         self._clock = clock or MonotonicClock()
         self._loop = asyncio.get_running_loop()
@@ -111,18 +115,19 @@ class Agent:
                 continue
             attempt.begun, attempt.lasting = True, entry.lasting
             holds = any(each.startswith(claim) for each in held)
-            if entry.end is not None and not (holds and _is_session(entry.execute)):
+            if entry.end is not None and not (holds and is_session(entry.execute)):
                 attempt.end = entry.end
             elif holds:
                 self._run(attempt)
             else:
-                self._conclude(attempt, _lost("the node's daemon ended while it ran, and with it what it had begun"))
+                self._conclude(attempt, mislaid("the node's daemon ended while it ran, and with it what it had begun"))
         await self._work.sandboxes.end_unclaimed(self._attempts)
-        known = {_spool_name(claim) for claim in self._attempts}
+        known = {spool_name(claim) for claim in self._attempts}
         for stale in (self._directory / SPOOLS).iterdir():
             if stale.name not in known:
                 stale.unlink(missing_ok=True)
         self._spawn(self._telling.talk_for_ever())
+        self._spawn(self.fitness.watch_for_ever())
 
     @property
     def busy(self) -> bool:
@@ -181,9 +186,15 @@ class Agent:
             trajectories=self._work.sandboxes.facts(),
         )
 
-    async def serve(self, link: NodeLink) -> str:
-        """Say what is here, then do what the gateway asks until the link is gone; return why it is."""
+    async def serve(self, link: NodeLink, hears: Collection[str] = ()) -> str:
+        """Say what is here, then do what the gateway asks until the link is gone; return why it is.
+
+        ``hears``: what the gateway understands beyond what every one does.
+        """
         link.send(self.inventory())
+        self.fitness.on_change = self.say if FITNESS in hears else lambda changed: None
+        if FITNESS in hears:
+            link.send(FitnessChanged(self.fitness.why))
         if self._work.models is not None and (models := self._work.models.facts()).services:
             link.send(models)
         self._link = self._telling.link = link
@@ -265,9 +276,11 @@ class Agent:
         try:
             if len(self._attempts) >= self.settings.attempts_max:
                 raise StorageUnavailable(f"the node has {self.settings.attempts_max} attempts", component=COMPONENT)
-            place = self._directory / SPOOLS / _spool_name(execute.claim)
+            place = self._directory / SPOOLS / spool_name(execute.claim)
             spool = Spool(place, function.log_limit_bytes, partial(self._said, execute.claim))
         except (OSError, StorageUnavailable) as error:
+            if isinstance(error, OSError):
+                self.fitness.refused(error)
             message = f"the node cannot take it: {error}"
             refused = Outcome(state=State.FAILED, reason=Reason.ENVIRONMENT_LOST, message=message, component=COMPONENT)
             self.say(wire.end_of(execute.claim, refused, 0))
@@ -305,7 +318,7 @@ class Agent:
                     await self._announce(attempt)  # its runtime does not ask
                 outcome = await self._work.executor.execute(execute.action, execute.lease, call)
         except CodedError as error:
-            outcome = wire.failed(error)
+            outcome = failed(error)
         except asyncio.CancelledError:
             outcome = Outcome(state=State.CANCELLED, reason=Reason.CANCELLED, message="cancelled", component=COMPONENT)
         if not self._closing:
@@ -336,11 +349,11 @@ class Agent:
         go = attempt.go.result()
         attempt.asking = False
         if go.refusal is not None:
-            error = wire.error_of(go.refusal)
-            raise error if isinstance(error, ActionFailed) else _as_failure(error)
+            raise as_failure(error_of(go.refusal))
         try:
             self._journal.begun(attempt.execute, attempt.function_bytes, lasting=go.lasting)
         except OSError as error:
+            self.fitness.refused(error)
             message = f"the node cannot write down that it begins: {error}"
             raise ActionFailed(Reason.ENVIRONMENT_LOST, message, component=COMPONENT, retry_after_s=5.0) from error
         attempt.begun, attempt.lasting = True, go.lasting
@@ -445,6 +458,7 @@ class Agent:
             write()
         except OSError as error:
             logger.error("the node's disk refuses", why=str(error))
+            self.fitness.refused(error)
 
     # --- telling
 
@@ -479,20 +493,3 @@ class Agent:
 
 class _Kind(msgspec.Struct):
     runtime: str
-
-
-def _spool_name(claim: str) -> str:
-    return quote(claim.rstrip("/"), safe="")
-
-
-def _is_session(execute: wire.ExecuteAttempt) -> bool:
-    """Return whether its output is a session's, which no spool holds."""
-    return "session" in wire.unpack_object(execute.input)
-
-
-def _as_failure(error: CodedError) -> ActionFailed:
-    return ActionFailed(Reason.INTERNAL, error.message, component=error.component, retry_after_s=error.retry_after_s)
-
-
-def _lost(message: str) -> Outcome:
-    return Outcome(state=State.LOST, reason=Reason.NODE_LOST, message=message, component=COMPONENT)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from urllib.parse import quote
 
 from manager.function import FunctionSpec
 from runtimes.node.spool import Spool
-from runtimes.node.wire import AttemptEnd, AttemptFacts, AttemptGo, ExecuteAttempt
+from runtimes.node.wire import AttemptEnd, AttemptFacts, AttemptGo, ExecuteAttempt, unpack_object
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -52,3 +53,13 @@ class NodeAttempt:
             ended=self.end is not None,
             ran_s=0.0 if self.began_s is None else now_s - self.began_s,
         )
+
+
+def spool_name(claim: str) -> str:
+    """Return the name of the file that keeps its log."""
+    return quote(claim.rstrip("/"), safe="")
+
+
+def is_session(execute: ExecuteAttempt) -> bool:
+    """Return whether its output is a session's, which no spool holds."""
+    return "session" in unpack_object(execute.input)

@@ -218,7 +218,7 @@ class Daemon:
             logger.info("joined", gateway=link.peer, generation=welcome.generation)
             if self._draining:
                 link.send(wire.NodeDraining(self._draining))
-            why = await agent.serve(link)
+            why = await agent.serve(link, welcome.hears)
             logger.info("the link is gone", why=why)
         finally:
             if self._link is link:
@@ -255,6 +255,7 @@ class Daemon:
             draining=bool(self._draining),
             serves=tuple(sorted(agent.served)),
             able=agent.able,
+            unfit=agent.fitness.why,
         )
 
     async def _welcomed(self, link: NodeLink) -> wire.NodeWelcome:

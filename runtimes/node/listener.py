@@ -18,6 +18,10 @@ class NodeListener(Protocol):
         """Its daemon ends; ``killed``: nothing of what it had is left."""
         ...
 
+    def fitness(self, why: str) -> None:
+        """Nothing can begin there, and why; empty: anything can."""
+        ...
+
     def sandbox_changed(self, facts: wire.TrajectoryFacts) -> None:
         """A trajectory has another sandbox there, or none any more."""
         ...

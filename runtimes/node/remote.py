@@ -23,7 +23,9 @@ from manager.lease import Lease
 from manager.outcome import Outcome, State
 from runtimes.kinds import KINDS
 from runtimes.node import wire
+from runtimes.node.errors import facts_of, failed
 from runtimes.node.files.remote import RemoteFiles, RemoteTransfers
+from runtimes.node.fitness.remote import RemoteFitness
 from runtimes.node.handlers.archive import HandlerArchives
 from runtimes.node.handlers.remote import RemoteHandlers
 from runtimes.node.link import NodeLink
@@ -74,7 +76,8 @@ class RemoteNode:
         self._unrecorded: set[str] = set()
         #: Claims that nobody wants any more, to be said when there is a link.
         self._unwanted: dict[str, None] = {}
-        self._parts = (self._transfers, self.models, self._sessions, self.snapshots)
+        fitness = RemoteFitness(lambda why: None if on_event is None else on_event.fitness(why))
+        self._parts = (self._transfers, self.models, self._sessions, self.snapshots, fitness)
         self._known = NodeKnowledge(epoch)
         self._recovering = False
         #: Whether all that a gateway before has begun there was begun in the present life of the node.
@@ -169,7 +172,7 @@ class RemoteNode:
             self._requests.check(call.function)
             session = self._sessions.begin(claim, action, call)
         except CodedError as error:
-            return wire.failed(error)
+            return failed(error)
         remote = RemoteCall(
             wire.ExecuteAttempt(
                 claim,
@@ -220,13 +223,13 @@ class RemoteNode:
         largest_bytes = self._link.settings.frame_max_bytes if self._link is not None else 0
         if len(remote.execute.input) > largest_bytes - wire.GREETING_BYTES:
             message = f"an input of {len(remote.execute.input)} bytes is more than a frame of the channel holds"
-            self._end(remote, wire.failed(Unsupported(message, component=COMPONENT)))
+            self._end(remote, failed(Unsupported(message, component=COMPONENT)))
             return
         try:
             function = self._handlers.named(remote.function)
             remote.execute.function = self._requests.digest(function)
         except (Unsupported, ActionFailed) as error:
-            self._end(remote, wire.failed(error))
+            self._end(remote, failed(error))
             return
         self._requests.define(function)
         remote.sent, remote.log_bytes = True, 0
@@ -440,7 +443,7 @@ class RemoteNode:
             if remote.call.announce is not None:
                 lasting = await remote.call.announce()
         except CodedError as error:
-            refusal = wire.facts_of(error)
+            refusal = facts_of(error)
         remote.go = wire.AttemptGo(claim, lasting, refusal)
         remote.begun = refusal is None
         self._tell(remote.go)

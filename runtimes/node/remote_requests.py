@@ -14,6 +14,7 @@ from manager.chunk import Chunk
 from manager.errors import ActionFailed, CodedError, Reason
 from manager.function import FunctionSpec
 from runtimes.node import wire
+from runtimes.node.errors import error_of
 from runtimes.node.link import NodeLink
 from runtimes.node.requests import SERVED, unserved
 from runtimes.node.wire import COMPONENT
@@ -150,7 +151,7 @@ class RemoteRequests:
         if answer.error is None:
             asked.answer.set_result(answer.done)
         else:
-            asked.answer.set_exception(wire.error_of(answer.error))
+            asked.answer.set_exception(error_of(answer.error))
 
     def _done(self, asked: _Asked, answer: asyncio.Future[bool]) -> None:
         self._asked.pop(asked.request.number, None)

@@ -14,6 +14,7 @@ from manager.errors import CodedError, Unsupported
 from manager.executor import Executor
 from manager.function import FunctionSpec, SandboxSpec
 from runtimes.node import wire
+from runtimes.node.errors import facts_of
 from runtimes.node.handlers.store import HandlerStore
 from runtimes.node.message import Message
 from runtimes.node.models.served import NodeModels
@@ -104,10 +105,10 @@ class NodeRequests:
         try:
             done = await self._do(asked)
         except CodedError as error:
-            failure = wire.facts_of(error)
+            failure = facts_of(error)
         except Exception as error:  # told to the gateway: a bug here ends no daemon
             logger.exception("a request failed", verb=asked.verb, name=asked.name)
-            failure = wire.facts_of(CodedError(f"the node failed: {error!r}", component=COMPONENT))
+            failure = facts_of(CodedError(f"the node failed: {error!r}", component=COMPONENT))
         self._say(wire.NodeAnswer(asked.number, failure, done))
 
     async def _do(self, asked: wire.NodeRequest) -> bool:

@@ -10,31 +10,10 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Annotated
 
 from manager.setting import Setting
-
-
-class NodeState(StrEnum):
-    """What the gateway makes of a node."""
-
-    JOINING = "joining"  #: greeted, not yet reconciled
-    READY = "ready"  #: serves
-    SUSPECT = "suspect"  #: not heard: what runs there runs on, nothing new starts
-    DRAINING = "draining"  #: takes nothing new, and goes when it is empty
-    LOST = "lost"  #: counted out, with everything on it
-
-
-#: The moves that a node may make; ``lost`` is final for a daemon, and its name may be used again.
-LEGAL_NODE_MOVES: dict[NodeState, frozenset[NodeState]] = {
-    NodeState.JOINING: frozenset({NodeState.READY, NodeState.DRAINING, NodeState.SUSPECT, NodeState.LOST}),
-    NodeState.READY: frozenset({NodeState.SUSPECT, NodeState.DRAINING, NodeState.LOST}),
-    NodeState.SUSPECT: frozenset({NodeState.JOINING, NodeState.LOST}),
-    NodeState.DRAINING: frozenset({NodeState.SUSPECT, NodeState.READY, NodeState.LOST}),
-    NodeState.LOST: frozenset({NodeState.JOINING}),
-}
-
+from runtimes.node.node_state import HEARD, LEGAL_NODE_MOVES, NodeState
 
 #: Seconds after which a daemon whose name is taken may ask again: the other one may be dying.
 _AGAIN_S = 3.0
@@ -65,8 +44,18 @@ class Greeted:
 
     node: str
     instance: str
-    #: Whether it drains already.
+    #: Whether it drains already, and why nothing can begin there (empty: anything can).
     draining: bool = False
+    unfit: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FoundUnfit:
+    """A node says that nothing can begin there, and why; or, if that is empty, that anything can (again)."""
+
+    node: str
+    instance: str
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +133,17 @@ class Ticked:
 
 
 RosterEvent = (
-    Greeted | Reconciled | LinkLost | Expected | DrainAsked | DrainEnded | Emptied | SaidGoodbye | RaySaid | Ticked
+    Greeted
+    | Reconciled
+    | FoundUnfit
+    | LinkLost
+    | Expected
+    | DrainAsked
+    | DrainEnded
+    | Emptied
+    | SaidGoodbye
+    | RaySaid
+    | Ticked
 )
 
 
@@ -210,6 +209,8 @@ class Member:
     draining: bool = False
     drain_since_s: float = 0.0
     drain_why: str = ""
+    #: Why nothing can begin there, as it says itself; empty if anything can.
+    unfit: str = ""
     #: When it was last heard; what the clock of its loss runs from.
     heard_s: float = 0.0
     #: Whether it must end whatever it has before it may join.
@@ -285,6 +286,8 @@ class Roster:
         match event:
             case Reconciled() if member.state is NodeState.JOINING and member.instance == event.instance:
                 return self._serve(member)
+            case FoundUnfit() if member.instance == event.instance:
+                return self._fit(member, event.why)
             case LinkLost() if member.instance == event.instance:
                 return self._doubt(member, event.why)
             case DrainAsked():
@@ -310,7 +313,7 @@ class Roster:
             left_s = member.refused_until_s - self._now_s
             why = f"it was lost {len(member.losses)} times of late"
             return [TurnedAway(event.node, event.instance, why, left_s)]
-        elif member.state in (NodeState.JOINING, NodeState.READY, NodeState.DRAINING):
+        elif member.state in HEARD:
             if event.instance != member.instance:
                 why = f"a living daemon has joined under the name {event.node}"
                 return [TurnedAway(event.node, event.instance, why, _AGAIN_S)]
@@ -320,7 +323,7 @@ class Roster:
 
     def _admit(self, member: Member, event: Greeted) -> list[Verdict]:
         fence = member.fenced
-        member.instance, member.doomed = event.instance, ""
+        member.instance, member.doomed, member.unfit = event.instance, "", event.unfit
         if member.state is NodeState.LOST:
             member.heard_s = self._now_s
         if event.draining and not member.draining:
@@ -343,8 +346,22 @@ class Roster:
         if member.draining:
             self._move(member, NodeState.DRAINING, member.drain_why)
             return [Serves(member.name), Shut(member.name, f"draining: {member.drain_why}")]
+        return [Serves(member.name), *self._settle(member)]
+
+    def _settle(self, member: Member) -> list[Verdict]:
+        """It serves, as far as it is fit."""
+        if member.unfit:
+            self._move(member, NodeState.UNFIT, member.unfit)
+            return [Shut(member.name, f"unfit: {member.unfit}")]
         self._move(member, NodeState.READY, "")
-        return [Serves(member.name)]
+        return []
+
+    def _fit(self, member: Member, why: str) -> list[Verdict]:
+        changed, member.unfit = member.unfit != why, why
+        if not changed or member.state not in (NodeState.READY, NodeState.UNFIT):
+            return []  # it counts once it serves again
+        shut = self._settle(member)
+        return shut or [Serves(member.name)]
 
     def _doubt(self, member: Member, why: str) -> list[Verdict]:
         if member.state is NodeState.SUSPECT:
@@ -357,7 +374,7 @@ class Roster:
     def _drain(self, member: Member, why: str) -> list[Verdict]:
         if not member.draining:
             member.draining, member.drain_since_s, member.drain_why = True, self._now_s, why
-        if member.state is not NodeState.READY:
+        if member.state not in (NodeState.READY, NodeState.UNFIT):
             return []
         self._move(member, NodeState.DRAINING, why)
         return [Shut(member.name, f"draining: {why}")]
@@ -366,8 +383,7 @@ class Roster:
         member.draining = False
         if member.state is not NodeState.DRAINING:
             return []
-        self._move(member, NodeState.READY, "")
-        return [Serves(member.name)]
+        return self._settle(member) or [Serves(member.name)]
 
     def _goodbye(self, member: Member, event: SaidGoodbye) -> list[Verdict]:
         if event.killed:

@@ -19,11 +19,12 @@ import msgspec
 from manager.action import Action
 from manager.chunk import Chunk
 from manager.config import NodeSpec
-from manager.errors import ActionFailed, CodedError, Reason, Unsupported
+from manager.errors import CodedError
 from manager.function import FunctionSpec
 from manager.lease import Lease
-from manager.outcome import Outcome, State
+from manager.outcome import Outcome
 from runtimes.node.files.messages import FILES_MESSAGES
+from runtimes.node.fitness.messages import FitnessChanged
 from runtimes.node.message import ErrorFacts, Message
 from runtimes.node.models.messages import ModelsChanged
 from runtimes.node.sessions.messages import SESSION_MESSAGES
@@ -75,6 +76,8 @@ class NodeHello(Message, kw_only=True):
     serves: tuple[str, ...] = ("exec", "pytest")
     #: What else it knows to do, beyond what the first daemons did.
     able: tuple[str, ...] = ()
+    #: Why nothing can begin there now; empty if anything can.
+    unfit: str = ""
 
 
 class NodeWelcome(Message, kw_only=True):
@@ -89,6 +92,8 @@ class NodeWelcome(Message, kw_only=True):
     silent_s: float
     #: Whether the node was given up: it ends and removes all that it has before it says what that is.
     fence: bool = False
+    #: What else it understands, beyond what the first gateways did: a node says nothing that would end its link.
+    hears: tuple[str, ...] = ()
 
 
 class NodeRefused(Message, kw_only=True):
@@ -319,6 +324,7 @@ KINDS: Mapping[int, type[Message]] = dict(
             ModelsChanged,
             *SESSION_MESSAGES,
             SnapshotsKept,
+            FitnessChanged,
         ),
         1,
     )
@@ -457,43 +463,3 @@ def outcome_of(end: AttemptEnd) -> Outcome:
 
 def _can_be(figure: float) -> bool:
     return 0.0 <= figure <= 1e18  # nan is not; squares and sums of what is are finite
-
-
-def failed(error: CodedError) -> Outcome:
-    """Return an error as the end of an attempt that it kept from running."""
-    if isinstance(error, ActionFailed):
-        reason = error.reason
-    else:
-        reason = Reason.INVALID_INPUT if isinstance(error, Unsupported) else Reason.INTERNAL
-    return Outcome(state=State.FAILED, reason=reason, message=error.message, component=error.component)
-
-
-def facts_of(error: CodedError) -> ErrorFacts:
-    """Return an error as it travels."""
-    reason, result = (error.reason, error.result) if isinstance(error, ActionFailed) else (None, None)
-    return ErrorFacts(
-        code=error.code,
-        message=unicode(error.message),
-        component=error.component,
-        reason=reason,
-        retry_after_s=error.retry_after_s,
-        detail=pack(dict(error.detail)),
-        result=pack(result),
-    )
-
-
-def error_of(facts: ErrorFacts) -> CodedError:
-    """Return the error that travelled; one of a code that is not known here is a plain CodedError."""
-    detail = unpack_object(facts.detail)
-    if facts.reason is not None:
-        return ActionFailed(
-            facts.reason,
-            facts.message,
-            component=facts.component,
-            result=unpack(facts.result),
-            retry_after_s=facts.retry_after_s,
-            detail=detail,
-        )
-    kinds = {kind.code: kind for kind in CodedError.__subclasses__() if kind.__module__ == CodedError.__module__}
-    kind = kinds.get(facts.code, CodedError)
-    return kind(facts.message, component=facts.component, retry_after_s=facts.retry_after_s, detail=detail)

@@ -133,8 +133,16 @@ class DaemonProcess:
         self._process: subprocess.Popen[bytes] | None = None
         #: Kept, as a gateway that is started again listens on the same port only if it is told to.
         directory.mkdir(parents=True)
-        configured = {"sandbox": {"provider": provider, "image": "tangram-base:bookworm", "memory": "128Mi"}}
-        (directory / "node.yaml").write_text(yaml.safe_dump({**configured, "node": {"memory": "1Gi"}}))
+        self._configured: dict[str, object] = {
+            "sandbox": {"provider": provider, "image": "tangram-base:bookworm", "memory": "128Mi"},
+            "node": {"memory": "1Gi"},
+        }
+        self.configure()
+
+    def configure(self, **sections: object) -> None:
+        """Have further sections in its configuration from its next start on."""
+        self._configured |= sections
+        (self._directory / "node.yaml").write_text(yaml.safe_dump(self._configured))
 
     def start(
         self,

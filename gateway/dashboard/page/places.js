@@ -86,7 +86,7 @@ export function tasksView(view) {
   return {tick: () => { fillIfNew(rows, [store.d.tasks, store.d.steps, stepsTick()], () => taskRows(store.d.tasks || {}, store.d.steps)); again(); }};
 }
 
-const NODE_SIGNS = {ready: "✓", joining: "◌", suspect: "?", draining: "–", lost: "✕"};
+const NODE_SIGNS = {ready: "✓", joining: "◌", unfit: "!", suspect: "?", draining: "–", lost: "✕"};
 
 export function nodesView(view) {
   const nodes = h("div"), pools = h("div"), sandboxes = h("div"), told = h("div"), storm = h("div");

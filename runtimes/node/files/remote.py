@@ -13,6 +13,7 @@ import msgspec
 
 from manager.errors import CapacityExceeded, CodedError
 from runtimes.node import wire
+from runtimes.node.errors import error_of
 from runtimes.node.files.flow import Inflow, Outflow
 from runtimes.node.files.messages import FilesAsk, FilesEnded, FilesOpened, FilesPiece, FilesStop, FilesTaken, FilesVerb
 from runtimes.node.link import NodeLink
@@ -85,7 +86,7 @@ class RemoteTransfers:
                     transfer.ended.set_result(message)
             case FilesEnded(error=error):
                 assert error is not None
-                transfer.fail(wire.error_of(error))
+                transfer.fail(error_of(error))
         return True
 
     @asynccontextmanager

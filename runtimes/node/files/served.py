@@ -11,6 +11,7 @@ import structlog
 
 from manager.errors import CapacityExceeded, CodedError, NotFound, TooLarge
 from runtimes.node import wire
+from runtimes.node.errors import facts_of
 from runtimes.node.files.flow import Inflow, Outflow
 from runtimes.node.files.messages import FilesAsk, FilesEnded, FilesOpened, FilesPiece, FilesStop, FilesTaken, FilesVerb
 from runtimes.node.link import NodeLink
@@ -81,7 +82,7 @@ class ServedTransfers:
             raise ChannelError(f"transfer {ask.transfer} was asked for twice")
         if len(self._transfers) >= link.settings.transfers_max:
             told = f"the node has {len(self._transfers)} transfers of files under way"
-            refusal = wire.facts_of(CapacityExceeded(told, component=COMPONENT, retry_after_s=1.0))
+            refusal = facts_of(CapacityExceeded(told, component=COMPONENT, retry_after_s=1.0))
             link.send(FilesEnded(ask.transfer, refusal, 0, b""))
             return
         transfer = _ServedTransfer(ask, link, Inflow(ask.transfer, link), Outflow(ask.transfer, link))
@@ -103,10 +104,10 @@ class ServedTransfers:
             else:
                 size_bytes, entries = await self._with_sandbox(transfer)
         except CodedError as error:
-            failure = wire.facts_of(error)
+            failure = facts_of(error)
         except Exception as error:  # told to the gateway: a bug here ends no daemon
             logger.exception("a transfer failed", verb=ask.verb, trajectory=ask.trajectory, path=ask.path)
-            failure = wire.facts_of(CodedError(f"the node failed: {error!r}", component=COMPONENT))
+            failure = facts_of(CodedError(f"the node failed: {error!r}", component=COMPONENT))
         self._transfers.pop(ask.transfer, None)
         transfer.link.send(FilesEnded(ask.transfer, failure, size_bytes, entries))
 

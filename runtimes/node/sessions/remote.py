@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from manager.action import Action
 from manager.errors import CapacityExceeded
 from manager.executor import Call
-from runtimes.node import wire
+from runtimes.node.errors import error_of
 from runtimes.node.link import NodeLink
 from runtimes.node.message import Message
 from runtimes.node.sessions.messages import (
@@ -150,7 +150,7 @@ class RemoteSession:
         finally:
             del self._typing[number]
         if told.error is not None:
-            raise wire.error_of(told.error)
+            raise error_of(told.error)
         self._refused = not told.reads
         self._session.passed(told.input_offset)
 

@@ -11,7 +11,7 @@ import structlog
 
 from manager.action import Action
 from manager.errors import CapacityExceeded, CodedError
-from runtimes.node import wire
+from runtimes.node.errors import facts_of
 from runtimes.node.link import NodeLink
 from runtimes.node.message import Message
 from runtimes.node.sessions.messages import (
@@ -255,7 +255,7 @@ class ServedSessions:
                 raise CapacityExceeded(told, component=COMPONENT, retry_after_s=1.0)
             await session.write(typed.data, typed.offset, end=typed.end)
         except CodedError as error:
-            failure = wire.facts_of(error)
+            failure = facts_of(error)
         finally:
             link = served.inputs.pop(key)
         link.send(

@@ -33,6 +33,7 @@ class StandInDoor:
         self.node = RemoteNode("n1", on_event=self)
         self.hellos: list[wire.NodeHello] = []
         self.drains: list[str] = []
+        self.fitnesses: list[str] = []
         self.goodbyes: list[tuple[str, bool]] = []
         self.inventories: list[wire.Inventory] = []
         #: What is said to a hello.
@@ -44,6 +45,10 @@ class StandInDoor:
 
     def draining(self, why: str) -> None:
         self.drains.append(why)
+        self.changed.set()
+
+    def fitness(self, why: str) -> None:
+        self.fitnesses.append(why)
         self.changed.set()
 
     def goodbye(self, why: str, killed: bool) -> None:

@@ -10,17 +10,17 @@ import random
 
 import pytest
 
+from runtimes.node.node_state import LEGAL_NODE_MOVES, NodeState
 from runtimes.node.roster import (
-    LEGAL_NODE_MOVES,
     Admitted,
     CountedOut,
     DrainAsked,
     DrainEnded,
     Emptied,
     Expected,
+    FoundUnfit,
     Greeted,
     LinkLost,
-    NodeState,
     RaySaid,
     Reconciled,
     Roster,
@@ -223,6 +223,39 @@ def test_there_are_no_more_nodes_than_the_bound_and_the_longest_lost_is_forgotte
     assert [member.name for member in roster.members()] == ["b", "c"]
 
 
+def test_a_node_that_finds_itself_unfit_is_closed_with_its_reason_and_open_again_by_its_own_word() -> None:
+    roster = joined("n")
+    assert roster.step(1, FoundUnfit("n", "n-1", "its disk is full")) == [Shut("n", "unfit: its disk is full")]
+    member = roster.get("n")
+    assert member is not None and (member.state, member.why) == (NodeState.UNFIT, "its disk is full")
+    assert roster.step(2, FoundUnfit("n", "n-1", "its disk is full")) == [], "told again"
+    assert roster.next_s() is None, "time alone does nothing to it"
+    assert roster.step(3, FoundUnfit("n", "n-1", "")) == [Serves("n")]
+    assert state(roster) is NodeState.READY
+
+
+def test_one_that_is_unfit_when_it_joins_never_opens_until_it_is_fit() -> None:
+    roster = Roster()
+    roster.step(0, Greeted("n", "i", unfit="full"))
+    assert roster.step(1, Reconciled("n", "i")) == [Serves("n"), Shut("n", "unfit: full")]
+    assert state(roster) is NodeState.UNFIT
+    roster.step(2, LinkLost("n", "i", "cut"))
+    assert roster.step(3, FoundUnfit("n", "i", "")) == [], "it is not heard: it says so again when it joins"
+    roster.step(4, Greeted("n", "i"))
+    assert roster.step(5, Reconciled("n", "i")) == [Serves("n")]
+
+
+def test_an_unfit_node_drains_and_what_it_finds_meanwhile_counts_when_it_is_to_stay_after_all() -> None:
+    roster = joined("n")
+    roster.step(1, FoundUnfit("n", "n-1", "full"))
+    assert kinds(roster.step(2, DrainAsked("n", "asked"))) == [Shut]
+    assert state(roster) is NodeState.DRAINING
+    assert roster.step(3, DrainEnded("n")) == [Shut("n", "unfit: full")]
+    roster.step(4, DrainAsked("n", "asked"))
+    assert roster.step(5, FoundUnfit("n", "n-1", "")) == [], "it drains"
+    assert roster.step(6, DrainEnded("n")) == [Serves("n")]
+
+
 # -- any history
 
 
@@ -259,9 +292,10 @@ class NodeHistory:
         return chance.choice(
             (
                 Greeted(name, fresh, draining=chance.random() < 0.1),
-                Greeted(name, fresh),
+                Greeted(name, fresh, unfit=chance.choice(("", "", "full"))),
                 Reconciled(name, instance),
                 Reconciled(name, instance),
+                FoundUnfit(name, instance, chance.choice(("", "full"))),
                 LinkLost(name, instance, "cut"),
                 Expected(name),
                 DrainAsked(name, "asked"),
@@ -275,14 +309,14 @@ class NodeHistory:
 
     def tell(self, event: RosterEvent) -> None:
         before = {member.name: member.state for member in self.roster.members()}
-        beats = {name for name, was in before.items() if was in (NodeState.READY, NodeState.DRAINING)}
+        beats = {name for name, was in before.items() if was in (NodeState.READY, NodeState.UNFIT, NodeState.DRAINING)}
         verdicts = self.roster.step(self.now_s, event)
         for verdict in verdicts:
             self.check(verdict, event, before)
         after = {member.name: member.state for member in self.roster.members()}
         assert self.open == {name for name, now in after.items() if now is NodeState.READY}, (event, verdicts)
-        if isinstance(event, RaySaid) and before.get(event.node) is NodeState.READY:
-            assert event.node in beats and after[event.node] is NodeState.READY, "Ray ended a node that beats"
+        if isinstance(event, RaySaid) and before.get(event.node) in (NodeState.READY, NodeState.UNFIT):
+            assert event.node in beats and after[event.node] is before[event.node], "Ray ended a node that beats"
         if len(verdicts) <= 1:  # one step, one move
             for name, now in after.items():
                 was = before.get(name, NodeState.LOST)

@@ -11,7 +11,7 @@ import pytest
 from manager.action import Action, Amdahl, UnitSet
 from manager.chunk import Chunk
 from manager.config import NodeSpec
-from manager.errors import ActionFailed, InvalidConfig, Reason, Unsupported
+from manager.errors import Reason
 from manager.function import FunctionSpec, PytestSpec, SandboxSpec
 from manager.lease import Grant, Lease
 from manager.outcome import Outcome, State
@@ -75,23 +75,6 @@ def test_a_function_travels_without_what_only_the_scheduler_reads() -> None:
     there = wire.read_function(wire.function_bytes(function), FunctionSpec)
     assert (there.sandbox, there.pytest, there.cost) == (function.sandbox, function.pytest, function.cost)
     assert there.elasticity is None
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        Unsupported("not here", component="sandbox", detail={"image": "x"}),
-        InvalidConfig("no such image", component="docker", retry_after_s=3.0),
-        ActionFailed(Reason.TIMEOUT, "too long", component="executor", result={"x": 1}, detail={"y": 2}),
-    ],
-)
-def test_an_error_is_the_same_error_on_the_other_side(error: ActionFailed | Unsupported | InvalidConfig) -> None:
-    there = wire.error_of(wire.facts_of(error))
-    assert type(there) is type(error)
-    assert (there.message, there.component, there.detail) == (error.message, error.component, error.detail)
-    assert there.retry_after_s == error.retry_after_s
-    if isinstance(error, ActionFailed) and isinstance(there, ActionFailed):
-        assert (there.reason, there.result) == (error.reason, error.result)
 
 
 @pytest.mark.parametrize(

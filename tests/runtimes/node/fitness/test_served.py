@@ -1,0 +1,112 @@
+"""A node finds its disk short before a write fails, and by one that does; and fit again once it takes something."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from runtimes.node import wire
+from runtimes.node.agent import Agent, AgentSettings
+from runtimes.node.fitness.messages import FITNESS, FitnessChanged
+from runtimes.node.fitness.served import FitnessSettings, NodeFitness
+from tests.runtimes.node.machine import Machine, MachineWork
+from tests.runtimes.node.memory_stream import pair
+from tests.runtimes.node.session import STUCK_S
+from tests.small_disk import fill, small_disk_at
+
+SIZE = 4 * 2**20
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own."""
+    with small_disk_at(tmp_path / "disk", str(SIZE)):
+        yield tmp_path / "disk"
+
+
+def test_too_little_room_is_found_before_a_write_fails_and_enough_again_once_there_is_some_more(disk: Path) -> None:
+    told: list[str] = []
+    fitness = NodeFitness(disk, FitnessSettings(free_min_bytes=2 * 2**20))
+    fitness.on_change = lambda changed: told.append(changed.why)
+    fitness.look()
+    assert (fitness.why, told) == ("", [])
+    filler = disk / "filler"
+    filler.write_bytes(bytes(SIZE - 2**20))
+    fitness.look()
+    fitness.look()
+    assert len(told) == 1 and "server.free_min" in told[0]
+    filler.write_bytes(bytes(SIZE - 2 * 2**20))
+    fitness.look()
+    assert fitness.why, "just at the bound it would come and go"
+    filler.unlink()
+    fitness.look()
+    assert (fitness.why, told[1:]) == ("", [""])
+
+
+def test_a_disk_that_refuses_is_unfit_until_it_takes_a_write_of_ours_and_nothing_of_that_is_left(disk: Path) -> None:
+    fitness = NodeFitness(disk, FitnessSettings(free_min_bytes=0))
+    filler = fill(disk)
+    fitness.look()
+    assert not fitness.why, "it asks for no room, and nothing was refused"
+    fitness.refused(OSError(errno.ENOSPC, "No space left on device"))
+    assert "No space left" in fitness.why
+    filler.unlink()
+    fitness.look()
+    assert fitness.why == "" and list(disk.iterdir()) == []
+
+
+def test_a_refusal_that_is_over_already_closes_nothing(tmp_path: Path) -> None:
+    fitness = NodeFitness(tmp_path, FitnessSettings(free_min_bytes=0))
+    fitness.refused(OSError(errno.EIO, "once"))
+    assert fitness.why == ""
+
+
+async def test_only_a_gateway_that_hears_of_it_is_told_at_the_join_and_whenever_it_turns(disk: Path) -> None:
+    settings = AgentSettings(fitness=FitnessSettings(free_min_bytes=2 * 2**20, look_s=0.001))
+    agent = Agent(disk, MachineWork.on(Machine()), settings)
+    await agent.start()
+    try:
+        for hears in ((), (FITNESS,)):
+            kinds: list[int] = []
+            turned = asyncio.Event()
+
+            def arrives(kind: int, kinds: list[int] = kinds, turned: asyncio.Event = turned) -> bool:
+                kinds.append(kind)
+                turned.set()
+                return True
+
+            near, far = pair(arrives)
+            serving = asyncio.create_task(agent.serve(far, hears))
+            async with asyncio.timeout(STUCK_S):
+                await near.receive(wire.Inventory, STUCK_S)
+                if hears:
+                    assert await near.receive(FitnessChanged, STUCK_S) == FitnessChanged("")
+                filler = disk / "filler"
+                filler.write_bytes(bytes(SIZE - 2**20))
+                if hears:
+                    assert "server.free_min" in (await near.receive(FitnessChanged, STUCK_S)).why
+                    filler.unlink()
+                    assert await near.receive(FitnessChanged, STUCK_S) == FitnessChanged("")
+                else:
+                    await _unfit(agent)
+                    filler.unlink()
+                    await _fit(agent)
+                    assert len(kinds) == 1, "an older gateway would cut the link"
+            near.close("done")
+            await serving
+    finally:
+        await agent.close()
+
+
+async def _unfit(agent: Agent) -> None:
+    while not agent.fitness.why:  # noqa: ASYNC110  # the looks themselves are awaited
+        await asyncio.sleep(0)
+
+
+async def _fit(agent: Agent) -> None:
+    while agent.fitness.why:  # noqa: ASYNC110  # the looks themselves are awaited
+        await asyncio.sleep(0)
