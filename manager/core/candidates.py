@@ -25,7 +25,7 @@ from manager.resources.pool import Headroom, Pool
 from manager.resources.resources import Resources
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class StartOption:
     """One way to place a group's actions: a node and the pools there."""
 
@@ -37,6 +37,8 @@ class StartOption:
     headrooms: tuple[tuple[Headroom, int], ...]
     #: Without a node: those whose places are right for it; empty for all.
     among: frozenset[str] = frozenset()
+    #: Whether several of the group can be started in one go: nobody's place or batch depends on who started before.
+    together: bool = True
 
     def fits(self, beside: Headroom | None = None) -> bool:
         """Return whether the minimum of everything is left, what is left of the pool ``beside`` not counted."""
@@ -284,7 +286,8 @@ class Selector:
         memory_bytes = group.signature.memory_bytes
         if memory_bytes:
             headrooms.append((self._memory_of(node), memory_bytes))
-        return StartOption(node, tuple(needs), memory_bytes, tuple(headrooms), among)
+        together = not (group.signature.batch_service or self._resources.any_placed(group.demand))
+        return StartOption(node, tuple(needs), memory_bytes, tuple(headrooms), among, together)
 
     def _headroom(self, pool: Pool) -> Headroom:
         headroom = self._found.headrooms.get(pool.name)

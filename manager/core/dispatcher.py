@@ -24,35 +24,38 @@ class Dispatcher:
         self._state = state
 
     def start(
-        self, waiting: Waiting, node: str, requests: Sequence[tuple[Pool, PoolRequest]], workers: int = 0
+        self, alike: Sequence[Waiting], node: str, requests: Sequence[tuple[Pool, PoolRequest]], workers: int = 0
     ) -> None:
-        """Lease a waiting action what it requests of each pool, together with those that join its batch.
+        """Lease waiting actions of one group what each requests of each pool.
 
-        ``workers`` are started for its key resource, if it is malleable.
+        One that may have a batch is started alone, together with those that join it. ``workers`` are started for the
+        key resource of a malleable one.
         """
         queue, executing, now_s = self._state.queue, self._state.executing, self._state.now_s
-        mates = self._batch_mates(waiting, requests)
-        queue.leave(waiting)
-        members = [executing.start(waiting, node, requests, workers, now_s)]
+        mates = self._batch_mates(alike[0], requests)
+        queue.leave(alike)
+        members = executing.start(alike, node, requests, workers, now_s)
+        if not mates:
+            self._execute(members)
+            return
         for mate in mates:
             queue.withdraw(mate)
             members.append(executing.join(mate, members[0], now_s))
-        if mates:
-            executing.seal(members)
+        executing.seal(members)
         for member in members:
-            self._execute(member)
+            self._execute([member])
 
     def resume(
         self, waiting: Waiting, node: str, requests: Sequence[tuple[Pool, PoolRequest]], started_s: float
     ) -> None:
         """Lease an action that runs already what it was granted at its start."""
-        self._execute(self._state.executing.resume(waiting, node, requests, started_s, self._state.now_s))
+        self._execute([self._state.executing.resume(waiting, node, requests, started_s, self._state.now_s)])
 
     def lend(self, child: Waiting, parent: Running) -> None:
         """Start a child on the units of its waiting parent."""
         running = self._state.executing.borrow(child, parent, self._state.now_s)
         self._state.queue.withdraw(child)
-        self._execute(running)
+        self._execute([running])
 
     def resize(self, running: Running, kind: str, units: int) -> None:
         """Change the units of a running action."""
@@ -60,15 +63,17 @@ class Dispatcher:
         running.resize_after_s = self._state.now_s + self._state.option(kind, "resize_interval_s", 0.0)
         self._state.commands.append(Resize(action=running.action, lease=lease))
 
-    def _execute(self, running: Running) -> None:
-        state, action = self._state, running.action
-        if state.holds:
-            state.holds.pop(running.id, None)
-        if running.child:
-            state.children.leave(running.waited)
-        state.fair.starts(action)
-        queue_s = max(0.0, running.started_s - action.submitted_s)
-        state.commands.append(Execute(action=action, lease=running.lease, queue_s=queue_s))
+    def _execute(self, alike: Sequence[Running]) -> None:
+        """Have actions of one group executed."""
+        state = self._state
+        state.fair.starts([running.action for running in alike])
+        for running in alike:
+            if state.holds:
+                state.holds.pop(running.id, None)
+            if running.child:
+                state.children.leave(running.waited)
+            queue_s = max(0.0, running.started_s - running.action.submitted_s)
+            state.commands.append(Execute(action=running.action, lease=running.lease, queue_s=queue_s))
 
     def _batch_mates(self, waiting: Waiting, requests: Sequence[tuple[Pool, PoolRequest]]) -> list[Waiting]:
         """Return waiting actions of the same service that join the batch, first come first, up to its tokens."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from manager.action import Action
@@ -145,7 +145,7 @@ class Executing:
         """Return what an action that runs already needs of each pool to run on; None if it cannot be had."""
         requests: list[tuple[Pool, PoolRequest]] = []
         for kind, count in units.items():
-            pool, request = self._resources.find(kind, node), PoolRequest(holder=action.id, units=count, node=node)
+            pool, request = self._resources.find(kind, node), PoolRequest(units=count, node=node)
             if pool is None or not (isinstance(pool, TimedPool) or pool.accepts(request)):
                 return None
             requests.append((pool, request))
@@ -162,27 +162,43 @@ class Executing:
         now_s: float,
     ) -> Running:
         """Acquire everything for an action that runs since ``started_s``; what it consumed then is not any more."""
-        grants = {pool.kind: pool.resume(request, started_s, now_s) for pool, request in requests}
-        return self._lease(waiting, node, grants, [pool for pool, _ in requests], started_s, now_s)
+        grants = {pool.kind: pool.resume(waiting.id, request, started_s, now_s) for pool, request in requests}
+        running = self._lease(waiting, node, grants, started_s)
+        self._note([running], [pool for pool, _ in requests], now_s)
+        return running
 
     def start(
-        self, waiting: Waiting, node: str, requests: Sequence[tuple[Pool, PoolRequest]], workers: int, now_s: float
-    ) -> Running:
-        """Acquire everything for one action; all of it must fit. ``workers`` are for a malleable one's key resource."""
-        grants: dict[str, Grant] = {}
-        for pool, request in requests:
-            grant = pool.acquire(request, now_s)
-            if workers >= request.units and waiting.action.malleable_in(pool.kind):
-                grant = replace(grant, workers=workers)
-            grants[pool.kind] = grant
-        return self._lease(waiting, node, grants, [pool for pool, _ in requests], now_s, now_s)
+        self,
+        alike: Sequence[Waiting],
+        node: str,
+        requests: Sequence[tuple[Pool, PoolRequest]],
+        workers: int,
+        now_s: float,
+    ) -> list[Running]:
+        """Acquire everything for actions of one group that request the same; all of it must fit.
+
+        ``workers`` are for a malleable one's key resource.
+        """
+        started = []
+        for waiting in alike:
+            grants: dict[str, Grant] = {}
+            for pool, request in requests:
+                grant = pool.acquire(waiting.id, request, now_s)
+                if workers >= request.units and waiting.action.malleable_in(pool.kind):
+                    grant = replace(grant, workers=workers)
+                grants[pool.kind] = grant
+            started.append(self._lease(waiting, node, grants, now_s))
+        self._note(started, [pool for pool, _ in requests], now_s)
+        return started
 
     def join(self, waiting: Waiting, leader: Running, now_s: float) -> Running:
         """Start an action on the units of ``leader``, in one batch."""
         self._batches.setdefault(leader.id, {leader.id}).add(waiting.id)
         self._leader[waiting.id] = leader.id
         grants = {kind: replace(grant, restore=False, evict=()) for kind, grant in leader.lease.grants.items()}
-        return self._enter(waiting, Lease(action_id=waiting.id, node=leader.lease.node, grants=grants), now_s)
+        running = self._enter(waiting, Lease(action_id=waiting.id, node=leader.lease.node, grants=grants), now_s)
+        self._note([running], (), now_s)
+        return running
 
     def seal(self, members: Sequence[Running]) -> None:
         """Write the batch into the leases of its members, leader first, and when it is expected to end."""
@@ -212,9 +228,10 @@ class Executing:
                 grant = parent.lease.grants[kind]
                 grants[kind] = replace(grant, units=count, cores=grant.cores[:count])
             else:
-                grants[kind] = pool.acquire(PoolRequest(child.id, count, child.action.service, node=node), now_s)
+                grants[kind] = pool.acquire(child.id, PoolRequest(count, child.action.service, node=node), now_s)
                 acquired.append(pool)
-        running = self._lease(child, node, grants, acquired, now_s, now_s)
+        running = self._lease(child, node, grants, now_s)
+        self._note([running], acquired, now_s)
         running.borrowed = frozenset(kind for kind, (_, _, lent) in plan.items() if lent)
         running.lender, parent.borrower = parent, running
         return running
@@ -282,31 +299,30 @@ class Executing:
             above = sum(one.units - one.action.cost[pool.kind].minimum for one in views.malleable)
             assert len(views) == len(pool.held) and views.slack == above, f"{pool.name}: {above} above the minima"
 
-    def _lease(
-        self,
-        waiting: Waiting,
-        node: str,
-        grants: dict[str, Grant],
-        pools: Sequence[Pool],
-        started_s: float,
-        now_s: float,
-    ) -> Running:
-        """Make a lease of what an action was granted, in part by ``pools``, and hold its memory."""
+    def _lease(self, waiting: Waiting, node: str, grants: dict[str, Grant], started_s: float) -> Running:
+        """Make a lease of what an action was granted, and hold its memory."""
         memory_bytes = _own_memory(waiting.action) if node else 0
         if memory_bytes:
             self._nodes[node].hold(waiting.id, memory_bytes)
         where = node or next((grant.pool.partition(":")[2] for grant in grants.values() if grant.chunk), "")
         lease = Lease(action_id=waiting.id, node=where, grants=grants, memory_bytes=memory_bytes)
-        running = self._enter(waiting, lease, started_s)
-        for pool in pools:
-            self._hold(pool, running)
-            self._observe(pool, now_s)
-        return running
+        return self._enter(waiting, lease, started_s)
 
-    def _hold(self, pool: Pool, running: Running) -> None:
+    def _note(self, alike: Sequence[Running], pools: Iterable[Pool], now_s: float) -> None:
+        """Count what actions of one task with equal grants hold from now on, of ``pools`` each by itself."""
+        first = alike[0]
+        for kind, grant in first.lease.grants.items():
+            self._count_task(first, kind, grant.units * len(alike))
+        for pool in pools:
+            self._hold(pool, alike)
+            self._observe(pool, now_s)
+
+    def _hold(self, pool: Pool, new: Iterable[Running]) -> None:
         """Note who holds units of a pool from now on."""
-        self._holders[pool.name][running.id] = running
-        self._view_of(pool).add(running.id, HeldView(self, running, pool))
+        holders, views = self._holders[pool.name], self._view_of(pool)
+        for running in new:
+            holders[running.id] = running
+            views.add(running.id, HeldView(self, running, pool))
 
     def _view_of(self, pool: Pool) -> RunningSet:
         views = self._views.get(pool.name)
@@ -319,8 +335,6 @@ class Executing:
         service = waiting.action.service
         since_s = started_s if service is None else started_s + self._restore_s(service, lease)
         running = self._running[waiting.id] = Running(waiting, lease, started_s, since_s)
-        for kind, grant in lease.grants.items():
-            self._count_task(running, kind, grant.units)
         return running
 
     def _restore_s(self, service: str, lease: Lease) -> float:
@@ -348,7 +362,7 @@ class Executing:
             if pool is None:
                 return None
             lent = grant is not None and grant.pool == pool.name and pool.lendable and grant.units >= units.minimum
-            request = PoolRequest(holder=child.id, units=units.minimum, service=action.service, node=lease.node)
+            request = PoolRequest(units=units.minimum, service=action.service, node=lease.node)
             if not lent and not pool.accepts(request):
                 return None
             plan[kind] = (pool, units.minimum, lent)
@@ -362,7 +376,7 @@ class Executing:
             pool = self._pool(kind, running.lease.node)
             if heir is not None and kind in heir.borrowed:
                 pool.bequeath(holder, heir.id, heir.lease.grants[kind])
-                self._hold(pool, heir)
+                self._hold(pool, [heir])
             else:
                 pool.release(holder, now_s)
             del self._holders[pool.name][holder]

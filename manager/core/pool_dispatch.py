@@ -111,7 +111,7 @@ class PoolDispatch:
         if self._candidates and not executing.holders(name):
             # An idle pool with startable work would stay idle for ever: nothing happens that requests again.
             first = next(iter(self._candidates.values()))
-            self._start(first.waiting, first.option, Start(action_id=first.waiting.id, units=first.choice.minimum))
+            self._start([first.waiting], first.option, Start(action_id=first.waiting.id, units=first.choice.minimum))
 
     def _decide(self) -> Decision:
         try:
@@ -287,30 +287,29 @@ class PoolDispatch:
         Return whether anything was started, and what is left of the units that the policy was shown.
         """
         started = False
-        others = []
+        mine, others = [], []
         kept = self._kept(self._pool)
         for start in starts:
             candidate = self._candidates.pop(start.action_id, None)
             if candidate is None:
                 others.append(start)
-                continue
-            if start.units not in candidate.choice:
-                raise BrokenPromise(f"{start} is not in the unit set")
-            if candidate.cap is not None:
-                start = _within_cap(start, candidate, candidate.cap)
-            if balance <= self._free and start.units > self._limit(candidate, self._free + self._reserved):
-                raise BrokenPromise(f"{start} is above its limit")
+            else:
+                mine.append((start, candidate))
+        for start, alike in _alike(mine):
+            first = alike[0]
+            if start.units != first.choice.minimum:
+                start = self._admissible(start, first, balance)
             if self._placed is not None and start.units > balance + self._reserved:
                 # A free place of that size is in sight, but some of its devices are promised to others by count.
-                self._missed.append(candidate)
+                self._missed += alike
                 continue
-            balance -= start.units
+            balance -= start.units * len(alike)
             if balance < -self._reserved:
                 raise BrokenPromise(f"{start} is beyond the {self._free} units to share")
-            if self._start(candidate.waiting, candidate.option, start, kept=kept):
-                started = True
-            else:
-                self._missed.append(candidate)
+            count = self._start([candidate.waiting for candidate in alike], first.option, start, kept=kept)
+            started = started or count > 0
+            if count < len(alike):
+                self._missed += alike
         for start in others:
             waiting = self._eligible.get(start.action_id)
             if waiting is None:
@@ -319,8 +318,18 @@ class PoolDispatch:
                 raise BrokenPromise(f"{start} is not in the unit set")
             option = None if waiting.group is None else self._place(waiting.group)
             if option is not None:
-                started |= self._start(waiting, option, start)
+                started |= self._start([waiting], option, start) > 0
         return started, balance
+
+    def _admissible(self, start: Start, candidate: Candidate, balance: int) -> Start:
+        """Return a start above the minimum, with no more units than the cap of its task leaves; raise if it may not."""
+        if start.units not in candidate.choice:
+            raise BrokenPromise(f"{start} is not in the unit set")
+        if candidate.cap is not None:
+            start = _within_cap(start, candidate, candidate.cap)
+        if balance <= self._free and start.units > self._limit(candidate, self._free + self._reserved):
+            raise BrokenPromise(f"{start} is above its limit")
+        return start
 
     def _reconsider(self, balance: int) -> None:
         """Ask for another round for candidates whose promise was given to an earlier one that started wider.
@@ -352,38 +361,45 @@ class PoolDispatch:
         headroom = self._selection.headrooms.get(pool.name)
         return () if headroom is None else headroom.kept
 
-    def _start(self, waiting: Waiting, option: StartOption, start: Start, *, kept: Sequence[Chunk] = ()) -> bool:
-        """Start an action, unless a start of this very turn took what it needs (a batch, a place, a resource).
+    def _start(self, alike: Sequence[Waiting], option: StartOption, start: Start, *, kept: Sequence[Chunk] = ()) -> int:
+        """Start actions alike, unless a start of this very turn took what they need (a batch, a place, a resource).
 
-        ``kept``: places of this pool that it leaves to others. In other pools nobody but their own policies reorders.
+        Return how many of them have started. ``kept``: places of this pool that they leave to others. In other pools
+        nobody but their own policies reorders.
         """
-        if waiting.group is None:
-            return False
+        alike = [waiting for waiting in alike if waiting.group is not None]
+        if not alike:
+            return 0
+        waiting, count = alike[0], len(alike)
         if self._placed is not None and start.chunk is not None and option.node:
             # It needs something else of a node as well: that of the chunk, if it may be there.
+            assert waiting.group is not None
             option = self._selection.options[waiting.group].get(self._placed.node_of(start.chunk), option)
         room = self._state.cap_room(waiting, self._pool.kind)
         allowed = start.units if room is None else _unit_set(waiting.action).at_most(min(start.units, room))
         if allowed is None:
-            return False
+            return 0
         requests = []
         for pool, minimum in option.needs:
             if pool is self._pool:
                 units, chunk, others = self._shaped(waiting, option, allowed, start, kept), start.chunk, kept
             else:
                 units, chunk, others = minimum, None, self._kept(pool)
-            service = waiting.action.service
-            request = PoolRequest(waiting.id, units, service, chunk, option.node, others, option.among)
+            request = PoolRequest(units, waiting.action.service, chunk, option.node, others, option.among)
             if not pool.accepts(request):
-                return False
+                return 0
+            if count > 1:
+                count = min(count, pool.free // units)
             requests.append((pool, request))
-        if option.memory_bytes and self._state.nodes[option.node].free_bytes < option.memory_bytes:
-            return False
-        self._dispatcher.start(waiting, option.node, requests, workers=start.workers)
+        if option.memory_bytes:
+            count = min(count, self._state.nodes[option.node].free_bytes // option.memory_bytes)
+        if not count:
+            return 0
+        self._dispatcher.start(alike[:count], option.node, requests, workers=start.workers)
         for pool, _ in requests:
             if pool is not self._pool and isinstance(pool, PlacedPool):  # it may have left others the place they need
                 self._look_again(group for group in self._state.groups_at(pool) if group.live)
-        return True
+        return count
 
     def _shaped(self, waiting: Waiting, option: StartOption, units: int, start: Start, kept: Sequence[Chunk]) -> int:
         """Return the widest count up to ``units`` that has a place, if the pool has places and none was named."""
@@ -391,7 +407,7 @@ class PoolDispatch:
             return units
         counts = [count for count in _unit_set(waiting.action) if count <= units]
         for count in reversed(counts):
-            if self._pool.accepts(PoolRequest(waiting.id, count, node=option.node, kept=kept, among=option.among)):
+            if self._pool.accepts(PoolRequest(count, node=option.node, kept=kept, among=option.among)):
                 return count
         return counts[0]
 
@@ -400,6 +416,27 @@ class PoolDispatch:
         state, pool = self._state, self._pool
         policy = state.policy(pool).name
         return f"policy {policy} failed on {pool.name} at {state.now_s:.6f}: {error}; fixed decides in its place"
+
+
+def _alike(starts: Iterable[tuple[Start, Candidate]]) -> Iterator[tuple[Start, list[Candidate]]]:
+    """Yield the starts in order, those in a row together that are alike: of one group, at its minimum.
+
+    What is the same for all of these is looked up, checked and counted once.
+    """
+    together = False
+    start: Start | None = None
+    alike: list[Candidate] = []
+    for next_, candidate in starts:
+        if start is not None:
+            same = (candidate.option, next_.units, next_.workers) == (alike[0].option, start.units, start.workers)
+            if together and same:
+                alike.append(candidate)
+                continue
+            yield start, alike
+        start, alike = next_, [candidate]
+        together = candidate.option.together and candidate.cap is None and start.units == candidate.choice.minimum
+    if start is not None:
+        yield start, alike
 
 
 def _within_cap(start: Start, candidate: Candidate, cap: Headroom) -> Start:

@@ -41,7 +41,7 @@ class SchedulingPass:
         for candidate in selection.candidates:
             by_pool.setdefault(candidate.pool, []).append(candidate)
         for candidate in by_pool.pop("", []):
-            self.dispatcher.start(candidate.waiting, candidate.option.node, ())
+            self.dispatcher.start([candidate.waiting], candidate.option.node, ())
         groups_of: dict[str, list[QueueGroup]] = {}
         for group in groups:
             for name in state.pools_of(group):

@@ -41,9 +41,9 @@ class ConcurrencyPool(DeclaredPool[ConcurrencySpec]):
     def free(self) -> int:
         return max(0, self.spec.limit - self._used)
 
-    def acquire(self, ask: PoolRequest, now_s: float) -> Grant:
+    def acquire(self, holder: str, ask: PoolRequest, now_s: float) -> Grant:
         assert ask.units <= self.free, f"{self.name}: {ask.units} units wanted, {self.free} free"
-        self._enter(ask.holder, ask.units)
+        self._enter(holder, ask.units)
         self._used += ask.units
         return Grant(pool=self.name, units=ask.units)
 

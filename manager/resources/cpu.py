@@ -34,9 +34,9 @@ class CpuPool(Pool):
     def accepts(self, ask: PoolRequest) -> bool:
         return ask.units <= self.idle  # what runs already on a closed node may be resumed there
 
-    def acquire(self, ask: PoolRequest, now_s: float) -> Grant:
-        self._enter(ask.holder, ask.units)
-        return self._grant(ask.holder, self._cores.allocate(ask.units))
+    def acquire(self, holder: str, ask: PoolRequest, now_s: float) -> Grant:
+        self._enter(holder, ask.units)
+        return self._grant(holder, self._cores.allocate(ask.units))
 
     def release(self, holder: str, now_s: float) -> None:
         self._leave(holder)

@@ -195,13 +195,13 @@ class GpuPool(PlacedPool):
     def node_of(self, chunk: Chunk) -> str:
         return self._names[bisect_right(self._starts, chunk.start) - 1]
 
-    def acquire(self, ask: PoolRequest, now_s: float) -> Grant:
+    def acquire(self, holder: str, ask: PoolRequest, now_s: float) -> Grant:
         size = power_at_least(ask.units)
         chunk = self._chosen(ask, size) or self._place(ask, size)
         self._chunks.allocate(chunk)
-        self._enter(ask.holder, size)
+        self._enter(holder, size)
         self._replicated = False
-        self._by_holder[ask.holder] = chunk
+        self._by_holder[holder] = chunk
         self._told.get(self.node_of(chunk), ([], set()))[1].difference_update(chunk.devices)
         if ask.service is not None:
             self._demand.use(ask.service, now_s)

@@ -41,9 +41,8 @@ class Headroom:
 
 
 class PoolRequest(NamedTuple):
-    """What an action wants of a pool at its start."""
+    """What an action wants of a pool at its start; those that are alike want the same."""
 
-    holder: str
     units: int
     service: str | None = None
     #: The chunk that the policy chose, in the pool's indices.
@@ -97,12 +96,12 @@ class Pool(ABC):
         return self.free
 
     @abstractmethod
-    def acquire(self, ask: PoolRequest, now_s: float) -> Grant:
+    def acquire(self, holder: str, ask: PoolRequest, now_s: float) -> Grant:
         """Give ``ask.units`` to a new holder; they must fit."""
 
-    def resume(self, ask: PoolRequest, started_s: float, now_s: float) -> Grant:
+    def resume(self, holder: str, ask: PoolRequest, started_s: float, now_s: float) -> Grant:
         """Give ``ask.units`` to a holder that was started earlier, under another core; they must fit."""
-        return self.acquire(ask, now_s)
+        return self.acquire(holder, ask, now_s)
 
     @abstractmethod
     def release(self, holder: str, now_s: float) -> None:

@@ -98,16 +98,16 @@ class QuotaPool(DeclaredPool[QuotaSpec], TimedPool):
             return paced_s
         return max(paced_s, window_s) if self._in_window >= self.spec.limit else paced_s
 
-    def acquire(self, ask: PoolRequest, now_s: float) -> Grant:
+    def acquire(self, holder: str, ask: PoolRequest, now_s: float) -> Grant:
         assert ask.units <= self.free, f"{self.name}: {ask.units} units wanted, {self.free} free"
-        self._enter(ask.holder, ask.units)
+        self._enter(holder, ask.units)
         self._in_window += ask.units
         self._tokens -= ask.units
         return Grant(pool=self.name, units=ask.units)
 
-    def resume(self, ask: PoolRequest, started_s: float, now_s: float) -> Grant:
+    def resume(self, holder: str, ask: PoolRequest, started_s: float, now_s: float) -> Grant:
         """What it consumed at its start is not consumed again."""
-        self._enter(ask.holder, ask.units)
+        self._enter(holder, ask.units)
         taken_up = min(ask.units, self._orphaned)
         if taken_up:
             self._orphaned -= taken_up

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 
@@ -157,19 +157,28 @@ class FairShare:
         self._charges[action.id] = turns, most
         return stamp
 
-    def starts(self, action: Action) -> None:
-        """Note that an action was started, which takes the first turn of its task; virtual time may pass its stamp."""
-        stamp = self._waiting.pop(action.id, None)
-        if stamp is None:
+    def starts(self, alike: Sequence[Action]) -> None:
+        """Note that actions of one task that need the same kinds were started; virtual time may pass their stamps.
+
+        Each takes the first turn of its task.
+        """
+        stamps = []
+        turns = None
+        for action in alike:
+            stamp = self._waiting.pop(action.id, None)
+            if stamp is not None:
+                stamps.append(stamp)
+                turns, charge = self._charges.pop(action.id)
+                turns.start(charge)
+        if turns is None:
             return
-        turns, charge = self._charges.pop(action.id)
-        turns.start(charge)
+        action, latest = alike[0], max(stamps)
         if not turns:
             del self._turns[_demand_of(action)]
         for kind, _ in action.demand:
             flow = self._flows.get((action.task, kind))
             if flow is not None:
-                flow.started = max(flow.started, stamp)
+                flow.started = max(flow.started, latest)
                 flow.last_stamp(self._waiting)
 
     def leaves(self, action: Action, weight: float) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import itemgetter
@@ -94,7 +94,7 @@ class InOrder(Generic[Rank]):
             insort(self._items, item, lo=self._first, key=_place)
 
     def clean(self, group: QueueGroup, live: int) -> bool:
-        """Take in that one has left, so that ``live`` of this order are in the group; whether the list is new."""
+        """Take in that some have left, so that ``live`` of this order are in the group; whether the list is new."""
         while self._first < len(self._items) and self._items[self._first][2].group is not group:
             self._first += 1
         if len(self._items) <= 32 + 2 * live:
@@ -167,14 +167,16 @@ class QueueGroup:
             if waiting.action.key != kind:
                 rigid.add(waiting.key, waiting)
 
-    def remove(self, waiting: Waiting) -> None:
-        assert waiting.group is self, f"{waiting.id} is not in this group"
-        waiting.group = None
-        self.live -= 1
-        self.keyed[waiting.action.key] -= 1
+    def remove(self, leaving: Sequence[Waiting]) -> None:
+        for waiting in leaving:
+            assert waiting.group is self, f"{waiting.id} is not in this group"
+            waiting.group = None
+            self.keyed[waiting.action.key] -= 1
+        self.live -= len(leaving)
         self._by_service.clean(self, self.live)
         if self._by_length is not None:
-            self._seconds -= _expected_s(waiting)
+            for waiting in leaving:
+                self._seconds -= _expected_s(waiting)
             if self._by_length.clean(self, self.live):  # so that what is rounded does not pile up
                 self._seconds = sum(seconds for seconds, _, _ in self._by_length.items(self))
         for kind, rigid in self._rigid.items():
@@ -303,14 +305,15 @@ class Queue:
         group.add(waiting)
         self._arrived[group] = self._arrived.get(group, 0) + 1
 
-    def leave(self, waiting: Waiting) -> None:
-        """Remove an action that starts on what it had reserved."""
-        del self._waiting[waiting.id]
-        _decrement(self._by_task, waiting.action.task)
-        _decrement(self._by_function, waiting.action.function)
-        group = waiting.group
+    def leave(self, alike: Sequence[Waiting]) -> None:
+        """Remove actions of one group, or one of none, that start on what they had reserved."""
+        for waiting in alike:
+            del self._waiting[waiting.id]
+            _decrement(self._by_task, waiting.action.task)
+            _decrement(self._by_function, waiting.action.function)
+        group = alike[0].group
         if group is not None:
-            group.remove(waiting)
+            group.remove(alike)
             if not group.live:
                 self._forget(group)
 
@@ -318,7 +321,7 @@ class Queue:
         """Remove an action that leaves what it had reserved to others."""
         if waiting.group is not None:
             self._forsaken.add(waiting.group)
-        self.leave(waiting)
+        self.leave([waiting])
 
     def take_arrived(self) -> dict[QueueGroup, int]:
         """Return how many actions were offered since the last call, by group."""

@@ -34,8 +34,8 @@ def finish(id: str) -> Finished:
 def test_a_pool_announces_that_units_returned_and_nothing_when_they_are_taken() -> None:
     resources = Resources([CpuPool(node()), ConcurrencyPool("parser", ConcurrencySpec(limit=2))])
     assert resources.take_changed() == {"cpu:n0", "parser"}, "they have come"
-    resources["cpu:n0"].acquire(PoolRequest("a", 2), 0.0)
-    resources["parser"].acquire(PoolRequest("a", 1), 0.0)
+    resources["cpu:n0"].acquire("a", PoolRequest(units=2), 0.0)
+    resources["parser"].acquire("a", PoolRequest(units=1), 0.0)
     resources["cpu:n0"].resize("a", 3)
     assert resources.take_changed() == set()
     resources["cpu:n0"].resize("a", 1)
@@ -49,7 +49,7 @@ def test_a_quota_announces_the_instant_at_which_units_return() -> None:
     pool = QuotaPool("search", QuotaSpec(limit=1, period_s=2.0))
     resources = Resources([pool])
     pool.advance(0.0)
-    pool.acquire(PoolRequest("a", 1), 0.0)
+    pool.acquire("a", PoolRequest(units=1), 0.0)
     pool.release("a", 0.0)
     resources.take_changed()
     pool.advance(1.9)

@@ -9,7 +9,7 @@ from manager.resources.pool import PoolRequest
 def test_a_lower_concurrency_limit_takes_nothing_away() -> None:
     pool = ConcurrencyPool("p", ConcurrencySpec(limit=3))
     for holder in "abc":
-        pool.acquire(PoolRequest(holder=holder, units=1), 0.0)
+        pool.acquire(holder, PoolRequest(units=1), 0.0)
     pool.reconfigure(ConcurrencySpec(limit=1))
     pool.release("a", 0.0)
     pool.release("b", 0.0)

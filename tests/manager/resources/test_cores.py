@@ -40,5 +40,5 @@ def test_no_core_is_ever_held_twice(moves: list[tuple[str, int]]) -> None:
             after = set(pool.resize(holder, units).cores)
             assert len(before & after) == min(held, units), "a resize keeps as many cores as it can"
         elif not held and 0 < units <= pool.free:
-            assert len(pool.acquire(PoolRequest(holder=holder, units=units), 0.0).cores) == units
+            assert len(pool.acquire(holder, PoolRequest(units=units), 0.0).cores) == units
         pool.check()

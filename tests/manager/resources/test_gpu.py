@@ -53,25 +53,25 @@ def test_chunks_split_and_merge_back_to_what_they_were(moves: list[tuple[int, in
 
 def test_the_smallest_chunk_that_fits_is_split() -> None:
     gpus = pool(8, 2)
-    assert gpus.acquire(PoolRequest(holder="x", units=1, service="a"), 0.0).pool == "gpu:n1"
+    assert gpus.acquire("x", PoolRequest(units=1, service="a"), 0.0).pool == "gpu:n1"
 
 
 def test_a_resident_service_is_found_and_needs_no_restore() -> None:
     gpus = pool(4)
-    first = gpus.acquire(PoolRequest(holder="x", units=1, service="a"), 0.0)
-    gpus.acquire(PoolRequest(holder="y", units=1, service="b"), 0.0)
+    first = gpus.acquire("x", PoolRequest(units=1, service="a"), 0.0)
+    gpus.acquire("y", PoolRequest(units=1, service="b"), 0.0)
     gpus.release("x", 1.0)
     gpus.release("y", 1.0)
-    again = gpus.acquire(PoolRequest(holder="z", units=1, service="a"), 2.0)
+    again = gpus.acquire("z", PoolRequest(units=1, service="a"), 2.0)
     assert (first.restore, again.restore, again.chunk) == (True, False, first.chunk)
 
 
 def test_the_least_recently_used_service_is_evicted_and_others_stay() -> None:
     gpus = pool(1)
     for holder, service in (("x", "a"), ("y", "c"), ("z", "a")):
-        gpus.acquire(PoolRequest(holder=holder, units=1, service=service), 0.0)
+        gpus.acquire(holder, PoolRequest(units=1, service=service), 0.0)
         gpus.release(holder, 0.0)
-    grant = gpus.acquire(PoolRequest(holder="w", units=1, service="b"), 1.0)
+    grant = gpus.acquire("w", PoolRequest(units=1, service="b"), 1.0)
     assert (grant.restore, grant.evict) == (True, ("c", "a")), "60 bytes need the room of both"
     gpus.check()
 
@@ -79,14 +79,14 @@ def test_the_least_recently_used_service_is_evicted_and_others_stay() -> None:
 def test_several_services_share_a_device_while_they_fit() -> None:
     gpus = pool(1)
     for holder, service in (("x", "a"), ("y", "c")):
-        assert gpus.acquire(PoolRequest(holder=holder, units=1, service=service), 0.0).evict == ()
+        assert gpus.acquire(holder, PoolRequest(units=1, service=service), 0.0).evict == ()
         gpus.release(holder, 0.0)
-    assert not gpus.acquire(PoolRequest(holder="z", units=1, service="a"), 0.0).restore
+    assert not gpus.acquire("z", PoolRequest(units=1, service="a"), 0.0).restore
 
 
 def test_what_a_node_reports_is_believed() -> None:
     gpus = pool(2)
-    gpus.acquire(PoolRequest(holder="x", units=1, service="a"), 0.0)
+    gpus.acquire("x", PoolRequest(units=1, service="a"), 0.0)
     gpus.release("x", 0.0)
     gpus.report("n0", {"b": [Chunk(1, 1)]})
     assert gpus.chunk_view(0.0).resident == {"b": ((1, 1),)}
@@ -94,14 +94,14 @@ def test_what_a_node_reports_is_believed() -> None:
 
 def test_a_report_does_not_touch_chunks_in_use() -> None:
     gpus = pool(2)
-    gpus.acquire(PoolRequest(holder="x", units=1, service="a"), 0.0)
+    gpus.acquire("x", PoolRequest(units=1, service="a"), 0.0)
     gpus.report("n0", {})
     assert gpus.chunk_view(0.0).resident == {"a": ((0, 1),)}
 
 
 def test_what_was_reported_of_a_chunk_in_use_is_believed_once_it_is_free() -> None:
     gpus = pool(2)
-    gpus.acquire(PoolRequest(holder="x", units=1, service="a"), 0.0)
+    gpus.acquire("x", PoolRequest(units=1, service="a"), 0.0)
     gpus.report("n0", {})
     gpus.release("x", 1.0)
     assert gpus.chunk_view(0.0).resident == {}, "its process was lost under it"
@@ -109,10 +109,10 @@ def test_what_was_reported_of_a_chunk_in_use_is_believed_once_it_is_free() -> No
 
 def test_what_was_reported_before_a_chunk_was_taken_is_old_news_when_it_is_free() -> None:
     gpus = pool(2)
-    gpus.acquire(PoolRequest(holder="x", units=1, service="c"), 0.0)
+    gpus.acquire("x", PoolRequest(units=1, service="c"), 0.0)
     (replica,) = gpus.replicate(0.0)
     gpus.report("n0", {"c": [Chunk(0, 1)]})
-    gpus.acquire(PoolRequest(holder="y", units=1, service="b", chunk=Chunk(1, 1)), 1.0)
+    gpus.acquire("y", PoolRequest(units=1, service="b", chunk=Chunk(1, 1)), 1.0)
     gpus.replicated(replica, True)
     gpus.release("y", 2.0)
     assert "b" in gpus.chunk_view(0.0).resident
@@ -121,7 +121,7 @@ def test_what_was_reported_before_a_chunk_was_taken_is_old_news_when_it_is_free(
 def test_a_copy_that_reaches_further_than_the_news_is_believed_when_all_of_it_is_free() -> None:
     gpus = pool(2)
     for holder, device in (("x", 0), ("y", 1)):
-        gpus.acquire(PoolRequest(holder=holder, units=1, service="c", chunk=Chunk(device, 1)), 0.0)
+        gpus.acquire(holder, PoolRequest(units=1, service="c", chunk=Chunk(device, 1)), 0.0)
     gpus.report("n0", {"a": [Chunk(0, 2)]})
     gpus.release("x", 1.0)
     assert "a" not in gpus.chunk_view(0.0).resident
@@ -131,48 +131,48 @@ def test_a_copy_that_reaches_further_than_the_news_is_believed_when_all_of_it_is
 
 def test_no_chunk_crosses_a_node_and_its_grant_counts_devices_there() -> None:
     gpus = pool(2, 4)
-    grant = gpus.acquire(PoolRequest(holder="x", units=4, service="a"), 0.0)
+    grant = gpus.acquire("x", PoolRequest(units=4, service="a"), 0.0)
     assert (grant.pool, grant.chunk) == ("gpu:n1", (0, 4))
-    assert not gpus.accepts(PoolRequest(holder="y", units=4, service="a"))
+    assert not gpus.accepts(PoolRequest(units=4, service="a"))
     gpus.check()
 
 
 def test_a_copy_that_reaches_a_busy_device_gives_way_to_what_is_reported_beside_it() -> None:
     gpus = pool(2)
-    gpus.acquire(PoolRequest(holder="x", units=2, service="a"), 0.0)
+    gpus.acquire("x", PoolRequest(units=2, service="a"), 0.0)
     gpus.release("x", 0.0)
-    gpus.acquire(PoolRequest(holder="y", units=1, service="c", chunk=Chunk(1, 1)), 0.0)
+    gpus.acquire("y", PoolRequest(units=1, service="c", chunk=Chunk(1, 1)), 0.0)
     gpus.report("n0", {"b": [Chunk(0, 1)], "c": [Chunk(0, 1)]})
     gpus.check()
-    assert gpus.acquire(PoolRequest(holder="z", units=1, service="b", chunk=Chunk(0, 1)), 0.0).restore is False
+    assert gpus.acquire("z", PoolRequest(units=1, service="b", chunk=Chunk(0, 1)), 0.0).restore is False
 
 
 def test_a_service_that_grew_takes_the_place_of_the_least_recently_used() -> None:
     gpus = pool(1)
     for holder, service in (("x", "b"), ("y", "c")):
-        gpus.acquire(PoolRequest(holder=holder, units=1, service=service), 0.0)
+        gpus.acquire(holder, PoolRequest(units=1, service=service), 0.0)
         gpus.release(holder, 1.0)
     gpus.learn({"c": ServiceSpec(name="c", bytes_by_dop={1: 70}, restore_s_by_dop={1: 1.0})})
     gpus.check()
     assert set(gpus.chunk_view(0.0).resident) == {"c"}
     gpus.learn({"new": ServiceSpec(name="new", bytes_by_dop={1: 50}, restore_s_by_dop={1: 1.0})})
-    assert gpus.acquire(PoolRequest(holder="z", units=1, service="new"), 2.0).evict == ("c",)
+    assert gpus.acquire("z", PoolRequest(units=1, service="new"), 2.0).evict == ("c",)
 
 
 def test_what_a_restore_would_evict_is_told_beforehand() -> None:
     gpus = pool(2)
     for holder, service, chunk in (("x", "a", Chunk(0, 1)), ("y", "c", Chunk(0, 1)), ("z", "c", Chunk(1, 1))):
-        gpus.acquire(PoolRequest(holder=holder, units=1, service=service, chunk=chunk), 1.0)
+        gpus.acquire(holder, PoolRequest(units=1, service=service, chunk=chunk), 1.0)
         gpus.release(holder, 1.0)
     view = gpus.chunk_view(1.0)
     assert (view.evicts("b", Chunk(0, 1)), view.evicts("b", Chunk(1, 1))) == ([("a", 1)], [])
-    assert gpus.acquire(PoolRequest(holder="w", units=1, service="b", chunk=Chunk(0, 1)), 1.0).evict == ("a",)
+    assert gpus.acquire("w", PoolRequest(units=1, service="b", chunk=Chunk(0, 1)), 1.0).evict == ("a",)
 
 
 def test_uses_are_counted_by_service_and_fade() -> None:
     gpus = pool(2)
     for holder, service in (("x", "a"), ("y", "a"), ("z", "c")):
-        gpus.acquire(PoolRequest(holder=holder, units=1, service=service), 1.0)
+        gpus.acquire(holder, PoolRequest(units=1, service=service), 1.0)
         gpus.release(holder, 1.0)
     now, later = gpus.chunk_view(1.0), gpus.chunk_view(31.0)
     assert (now.recent("a"), now.recent("c"), now.recent("b")) == (2.0, 1.0, 0.0)

@@ -22,7 +22,7 @@ def test_no_window_exceeds_the_limit_and_no_instant_the_burst(limit: int, burst:
         now_s += gap_s
         pool.advance(now_s)
         while pool.free:
-            pool.acquire(PoolRequest(holder=f"{index}.{len(starts)}", units=1), now_s)
+            pool.acquire(f"{index}.{len(starts)}", PoolRequest(units=1), now_s)
             pool.release(f"{index}.{len(starts)}", now_s)
             starts.append(now_s)
     for start_s in starts:
@@ -39,7 +39,7 @@ def test_something_is_free_at_the_instant_that_was_promised(limit: int, burst: i
         assert instant_s is not None
         while pool.free:
             holder = f"{index}.{pool.free}"
-            pool.acquire(PoolRequest(holder=holder, units=1), instant_s)
+            pool.acquire(holder, PoolRequest(units=1), instant_s)
             pool.release(holder, instant_s)
         instant_s = pool.next_return_s()
         assert instant_s is not None
@@ -50,7 +50,7 @@ def test_something_is_free_at_the_instant_that_was_promised(limit: int, burst: i
 def test_a_quota_unit_returns_a_period_after_its_action_has_ended() -> None:
     pool = QuotaPool("q", QuotaSpec(limit=1, period_s=2.0))
     pool.advance(1.0)
-    pool.acquire(PoolRequest(holder="a", units=1), 1.0)
+    pool.acquire("a", PoolRequest(units=1), 1.0)
     pool.advance(3.5)
     assert (pool.free, pool.next_return_s()) == (0, None), "its call may arrive at any time until it has ended"
     pool.release("a", 3.5)
@@ -84,7 +84,7 @@ def test_no_window_of_arrivals_exceeds_the_limit_wherever_in_its_call_each_is(
                 pool.advance(now_s)
                 pool.release(ending[1], now_s)
             pool.advance(now_s)
-        pool.acquire(PoolRequest(holder=str(index), units=1), now_s)
+        pool.acquire(str(index), PoolRequest(units=1), now_s)
         ends.append((now_s + takes_s, str(index)))
         arrivals.append(now_s + share * takes_s)
     for start_s in arrivals:
@@ -96,7 +96,7 @@ def test_a_window_goes_on_under_another_core_and_what_is_taken_up_counts_once() 
     pool.advance(100.0)
     pool.restore([(95.0, 2)], 2, 100.0)
     assert pool.free == 1
-    pool.resume(PoolRequest(holder="old", units=1), 90.0, 100.0)
+    pool.resume("old", PoolRequest(units=1), 90.0, 100.0)
     pool.check()
     assert pool.free == 1, "it was counted already"
     pool.advance(105.0)
@@ -119,7 +119,7 @@ def test_a_further_try_takes_a_unit_of_its_own_before_anybody_who_has_not_begun(
     pool = QuotaPool("q", QuotaSpec(limit=2, period_s=2.0))
     pool.advance(0.0)
     for holder in "ab":
-        pool.acquire(PoolRequest(holder=holder, units=1), 0.0)
+        pool.acquire(holder, PoolRequest(units=1), 0.0)
     pool.advance(0.5)
     pool.want_again("a", 1)
     assert (pool.grant_again(), pool.free, pool.next_return_s()) == ([], 0, 2.5)
@@ -140,7 +140,7 @@ def test_a_further_try_takes_a_unit_of_its_own_before_anybody_who_has_not_begun(
 def test_one_that_ends_while_it_waits_for_another_try_keeps_nothing() -> None:
     pool = QuotaPool("q", QuotaSpec(limit=1, period_s=1.0))
     pool.advance(0.0)
-    pool.acquire(PoolRequest(holder="a", units=1), 0.0)
+    pool.acquire("a", PoolRequest(units=1), 0.0)
     pool.want_again("a", 1)
     pool.release("a", 0.5)
     pool.check()
@@ -169,7 +169,7 @@ def test_no_window_of_arrivals_exceeds_the_limit_with_tries(
         until(now_s + gap_s)
         if not pool.free:
             continue
-        pool.acquire(PoolRequest(holder=str(number), units=1), now_s)
+        pool.acquire(str(number), PoolRequest(units=1), now_s)
         for index, took_s in enumerate(tries):
             if index:
                 pool.want_again(str(number), 1)

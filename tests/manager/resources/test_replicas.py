@@ -35,7 +35,7 @@ def pool(devices: Iterable[int] = (2,), services: Iterable[ServiceSpec] = SERVIC
 
 def run(gpus: GpuPool, holder: str, name: str, chunk: Chunk = FIRST, now_s: float = 0.0) -> bool:
     """Begin an action; whether its service was in place."""
-    return not gpus.acquire(PoolRequest(holder=holder, units=chunk.size, service=name, chunk=chunk), now_s).restore
+    return not gpus.acquire(holder, PoolRequest(units=chunk.size, service=name, chunk=chunk), now_s).restore
 
 
 def copied(gpus: GpuPool, now_s: float = 0.0) -> list[tuple[str, str, Chunk]]:

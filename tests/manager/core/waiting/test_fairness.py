@@ -31,7 +31,7 @@ def test_who_comes_late_is_stamped_now_and_not_for_the_past() -> None:
     busy = [action(f"b{index}", task="busy", t_ori_s=10.0) for index in range(5)]
     stamps = [fair.stamp(one, 1.0) for one in busy]
     for started in busy[:3]:
-        fair.starts(started)
+        fair.starts([started])
     assert fair.stamp(action("l", task="late"), 1.0) == stamps[3]
 
 
@@ -39,7 +39,7 @@ def test_what_overtakes_the_queue_does_not_move_its_clock() -> None:
     fair = FairShare(frozenset())
     backlog = [action(f"b{index}", task="busy", t_ori_s=10.0) for index in range(5)]
     stamps = [fair.stamp(one, 1.0) for one in backlog]
-    fair.starts(backlog[4])
+    fair.starts([backlog[4]])
     assert fair.stamp(action("l", task="late"), 1.0) == stamps[0]
 
 
@@ -48,7 +48,7 @@ def test_where_nothing_waits_nobody_is_ahead() -> None:
     busy = [action(f"b{index}", task="busy", t_ori_s=10.0) for index in range(3)]
     latest = [fair.stamp(one, 1.0) for one in busy][-1]
     for started in busy:
-        fair.starts(started)
+        fair.starts([started])
     assert fair.stamp(action("l", task="late"), 1.0) == latest
 
 
@@ -94,10 +94,10 @@ def test_who_passes_others_of_its_task_takes_the_first_turn_and_pays_for_itself(
     for one in (*red, *blue):
         fair.stamp(one, 1.0)
     assert turns(fair, "blue", "red") == "blue red blue red blue red"  # red at 0, 8, 16; blue at 0, 5, 10
-    fair.starts(red[2])  # a charge of 2 where one of 8 was due
+    fair.starts([red[2]])  # a charge of 2 where one of 8 was due
     assert turns(fair, "blue", "red") == "blue red blue blue red"  # red at 2, 10
-    fair.starts(red[0])
-    fair.starts(red[1])
+    fair.starts([red[0]])
+    fair.starts([red[1]])
     assert turns(fair, "blue", "red") == "blue blue blue"
 
 
@@ -117,7 +117,7 @@ def test_a_task_owes_nothing_for_what_it_takes_back() -> None:
     fair = FairShare(frozenset())
     ran = action("ran", task="red", t_ori_s=3.0)
     fair.stamp(ran, 1.0)
-    fair.starts(ran)
+    fair.starts([ran])
     backlog = [action(f"r{index}", task="red", t_ori_s=100.0) for index in range(9)]
     fair.stamp(action("b", task="blue", t_ori_s=1.0), 1.0)
     for one in backlog:
@@ -141,7 +141,7 @@ def test_what_nobody_guessed_is_charged_as_it_was_used() -> None:
     fair = FairShare(frozenset())
     first = action("a", t_ori_s=10.0)
     fair.stamp(first, 1.0)
-    fair.starts(first)
+    fair.starts([first])
     fair.correct(first, 1.0, {"cpu": 4.0})  # lost with its node, and queued again
     fair.correct(first, 1.0, {"cpu": 10.0})
     fair.correct(action("child", t_ori_s=7.0), 1.0, {"cpu": 7.0})
@@ -153,7 +153,7 @@ def test_a_batch_is_charged_once() -> None:
     batch = [action(f"a{index}", t_ori_s=10.0) for index in range(4)]
     stamps = [fair.stamp(one, 1.0) for one in batch]
     for one in batch:
-        fair.starts(one)
+        fair.starts([one])
     fair.correct(batch[0], 1.0, {"cpu": 12.0})
     for one in batch[1:]:
         fair.correct(one, 1.0, {})

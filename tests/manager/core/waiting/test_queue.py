@@ -33,7 +33,7 @@ def test_a_group_is_served_by_stamp_then_submission_whatever_comes_and_goes() ->
     entries = [admit(waiting, action(f"a{seq}"), chance.randint(0, 9), seq) for seq in range(500)]
     gone = set(chance.sample(range(500), 400))
     for index in sorted(gone, key=lambda index: chance.random()):
-        waiting.leave(entries[index])
+        waiting.leave([entries[index]])
         waiting.check()
     (group,) = waiting.groups()
     left = sorted((entry for entry in entries if entry.seq not in gone), key=lambda entry: entry.order)
@@ -53,7 +53,7 @@ def test_a_group_lies_in_the_order_of_expected_seconds_too_whatever_comes_and_go
     entries += [admit(waiting, action(f"a{seq}", t_ori_s=chance.choice(lengths)), seq=seq) for seq in range(100, 400)]
     gone = set(chance.sample(range(400), 350))
     for index in sorted(gone, key=lambda index: chance.random()):
-        waiting.leave(entries[index])
+        waiting.leave([entries[index]])
         waiting.check()
     left = [entry for entry in entries if entry.seq not in gone]
     left.sort(key=lambda entry: (1.0 if entry.action.t_ori_s is None else entry.action.t_ori_s, entry.seq))
@@ -76,7 +76,7 @@ def test_those_without_a_choice_of_units_lie_by_themselves_in_order_of_service()
     entries += [admitted(seq) for seq in range(100, 400)]
     gone = set(chance.sample(range(400), 350))
     for index in sorted(gone, key=lambda index: chance.random()):
-        waiting.leave(entries[index])
+        waiting.leave([entries[index]])
         waiting.check()
     left = [one for one in entries if one.seq not in gone]
     assert [item[2] for item in group.rigid("cpu")] == [one for one in left if one.action.key is None]
@@ -89,7 +89,7 @@ def test_an_action_that_is_queued_again_finds_its_old_place() -> None:
     first, again, last = (admit(waiting, action(name), seq=seq) for seq, name in enumerate("abc"))
     (group,) = waiting.groups()
     assert [item[2].id for item in group.shortest()] == ["a", "b", "c"]
-    waiting.leave(again)
+    waiting.leave([again])
     twice = Waiting(again.action, again.key, again.seq)
     waiting.admit(twice, 0.0)
     waiting.offer(twice)
@@ -101,7 +101,7 @@ def test_a_group_disappears_with_its_last_action() -> None:
     waiting = queue()
     entry = admit(waiting, action("a"))
     assert [group.live for group in waiting.groups()] == [1]
-    waiting.leave(entry)
+    waiting.leave([entry])
     assert waiting.groups() == [] and len(waiting) == 0
     waiting.check()
 
@@ -111,7 +111,7 @@ def test_what_was_offered_and_what_was_withdrawn_is_told_once() -> None:
     starts, gives_up = admit(waiting, action("a"), seq=1), admit(waiting, action("b"), seq=2)
     (group,) = waiting.groups()
     assert waiting.take_arrived() == {group: 2} and waiting.take_arrived() == {}
-    waiting.leave(starts)
+    waiting.leave([starts])
     assert waiting.take_forsaken() == set(), "it starts on what it had reserved"
     waiting.withdraw(gives_up)
     assert waiting.take_forsaken() == {group} and waiting.take_forsaken() == set()
@@ -133,7 +133,7 @@ def test_who_leaves_makes_room_for_another() -> None:
     waiting = queue(1)
     entry = admit(waiting, action("a"))
     assert waiting.refusal(action("b")) is not None
-    waiting.leave(entry)
+    waiting.leave([entry])
     assert waiting.refusal(action("b")) is None
 
 
@@ -142,9 +142,9 @@ def test_patience_ends_in_the_order_of_deadlines_and_who_left_is_forgotten() -> 
     patient = admit(waiting, action("patient", queue_timeout_s=9.0), seq=1)
     hasty = admit(waiting, action("hasty", queue_timeout_s=2.0), seq=2)
     gone = admit(waiting, action("gone", queue_timeout_s=1.0), seq=3)
-    waiting.leave(gone)
+    waiting.leave([gone])
     assert waiting.next_deadline_s() == 2.0
     assert waiting.expired(5.0) == [hasty]
-    waiting.leave(hasty)
+    waiting.leave([hasty])
     assert waiting.next_deadline_s() == 9.0
     assert waiting.expired(9.0) == [patient]
