@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import posixpath
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from typing import Annotated, TypedDict
 
 from msgspec import Meta
@@ -15,6 +17,8 @@ from runtimes.sandbox.exec.runtime import Directory, Env, checked, invalid, trac
 from runtimes.sandbox.pytest.report import SuiteRequest
 
 COMPONENT = "pytest"
+#: Modules beside tests that hold none.
+_NO_SUITES = ("conftest.py", "__init__.py")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +40,15 @@ class PytestSettings:
 
 
 class PytestInput(TypedDict, total=False):
-    """Which tests to run; all that pytest collects by default."""
+    """Which tests to run; by default those of ``tests``, or all that pytest collects."""
 
-    targets: Annotated[list[str], Meta(description="Files, directories and test ids that pytest is given")]
+    targets: Annotated[
+        list[str],
+        Meta(
+            description="Files, directories and test ids that pytest is given; without any, and without lists, the "
+            "files of tests, so that nobody else's count"
+        ),
+    ]
     fail_to_pass: Annotated[list[str], Meta(description="Test ids that must pass for a reward of 1")]
     pass_to_pass: Annotated[list[str], Meta(description="Test ids that must still pass for it")]
     tests: Annotated[
@@ -100,6 +110,8 @@ def plan_of(execution: Execution, settings: PytestSettings) -> SuitePlan:
         raise invalid("$.cwd", "must be a string without NUL", COMPONENT)
     tests = given.get("tests", {})
     _check_tests(tests, given.get("paths", []), spec)
+    if not request.targets and not request.listed:
+        request = replace(request, targets=_suites(tests))
     return SuitePlan(
         request=request,
         spec=spec,
@@ -112,6 +124,13 @@ def plan_of(execution: Execution, settings: PytestSettings) -> SuitePlan:
         dist=spec.dist,
         test_timeout_s=given.get("test_timeout_s", 0.0),
     )
+
+
+def _suites(tests: Mapping[str, str]) -> tuple[str, ...]:
+    """Return which files of the tests hold any: those that pytest would collect, or else every module."""
+    modules = [path for path in tests if path.endswith(".py") and posixpath.basename(path) not in _NO_SUITES]
+    named = [path for path in modules if fnmatch(posixpath.basename(path), "test_*.py") or path.endswith("_test.py")]
+    return tuple(named or modules)
 
 
 def _check_tests(tests: Mapping[str, str], paths: Sequence[str], spec: PytestSpec) -> None:

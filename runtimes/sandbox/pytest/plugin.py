@@ -1,18 +1,13 @@
-"""Runs pytest inside a sandbox and reports every verdict as it is known. Standard library and pytest, Python 3.7 on.
+"""A plugin of pytest that reports every verdict as it is known. Standard library and pytest, Python 3.7 on.
 
-Run as ``python3 -I -S -c START SOURCE``; standard input holds one JSON object {"nonce", "source", "paths", "wanted",
-"prefixes", "done", "workers", "dist", "args", "test_timeout_s", "own_options"}. Standard output becomes the report, one
-JSON line each:
+`launch` begins pytest with it, in the controlling process and in each worker. The report has one JSON line each of
 
-    {"start": {"pytest", "xdist", "workers", "noticed"}}   {"selected": [id, ...]}   {"run": id}
-    {"test": id, "verdict"}   {"broken": path, "message"}   {"absent": why}   {"altered": [name]}   {"turned": id}
-    {"crashed": worker's error}   {"blocked": why}   {"end": exit status}
+    {"selected": [id, ...]}   {"run": id}   {"test": id, "verdict"}   {"broken": path, "message"}
+    {"altered": [name]}   {"turned": id}   {"foreign": id, "by": file}   {"crashed": worker's error}
 
-each with the nonce. What the suite prints goes to standard error. Nothing of the project is imported before pytest and
-the plugins of the installation are: not from the working directory, PYTHONPATH or the user's own site directory, and no
-entry point of theirs. Then the project's code runs in this process, or in its workers. It is the gateway that judges,
-outside the sandbox: it takes each verdict once, and whatever does not fit together is worth nothing. What that cannot
-hold is code that lies in the process of the test which judges it (docs/SANDBOXES.md).
+The project's code runs in the same process, or in its workers. It is the gateway that judges, outside the sandbox: it
+takes each verdict once, and whatever does not fit together is worth nothing. What that cannot hold is code that lies in
+the process of the test which judges it (docs/SANDBOXES.md).
 """
 
 from __future__ import annotations
@@ -23,23 +18,19 @@ import json
 import os
 import re
 import shlex
-import shutil
 import signal
-import struct
 import sys
-import tempfile
 import threading
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-MODULE = "tangram_pytest"
-IDS_PER_LINE, MESSAGE_MAX_CHARS = 500, 4000
-ALTERED_MAX = NOTICED_MAX = 10
+MODULE, ENDS = "tangram_pytest", "tangram_ends"
+PASSING = ("passed", "xfailed", "xpassed", "skipped")  # of which none becomes a test that failed
+IDS_PER_LINE, MESSAGE_MAX_CHARS, ALTERED_MAX = 500, 4000, 10
 #: Seconds between the exception that ends an overlong test and the end of its process.
 TEST_GRACE_S = 5.0
-WORKER_MESSAGE_MAX_BYTES = 64 * 2**20  # all the ids of a suite are one
 #: ``--dist loadgroup`` puts the group's name behind the id.
 _GROUP = re.compile(r"@[^\]@]*$")
 #: What tells the processes of a run where the project's modules are, and what their environment was.
@@ -55,8 +46,6 @@ JUDGES = (
     ("_pytest.outcomes", ("fail", "skip", "exit", "xfail")),
     ("unittest.case", ("TestCase", "_Outcome", "_AssertRaisesContext")),
 )
-#: Names under which a file of the project passes for a module of Python's or of ours.
-NOT_THE_PROJECTS = ("pytest", "_pytest", "pluggy", "xdist", "execnet", "sitecustomize", "usercustomize", MODULE)
 #: A worker is a process of the same kind, and takes its first modules from the installation too.
 WORKER = "import sys; sys.path[:] = [place for place in sys.path if place]; exec(sys.argv[-1])"
 #: Trees in which nobody edits Python.
@@ -68,15 +57,11 @@ _TESTS = re.compile(r"^(test_|conftest\.)|_test\.|-pytest-")
 class Reporter:
     """Writes the report, and keeps the running verdict of each test."""
 
-    def __init__(self, fd: int, nonce: str) -> None:
-        self._fd = fd
-        self._nonce = nonce
+    def __init__(self, send: Callable[..., None]) -> None:
+        #: Writes one line of the report.
+        self.send = send
         self._verdicts: dict[str, str] = {}
-
-    def send(self, **record: Any) -> None:
-        data = memoryview((json.dumps({"nonce": self._nonce, **record}) + "\n").encode())
-        while data:
-            data = data[os.write(self._fd, data) :]
+        self._told: dict[str, str] = {}
 
     def selected(self, ids: list[str]) -> None:
         for start in range(0, len(ids), IDS_PER_LINE):
@@ -92,7 +77,14 @@ class Reporter:
         if verdict is not None and self._verdicts.get(id) != "error":
             self._verdicts[id] = "failed" if self._verdicts.get(id) == "failed" and verdict != "error" else verdict
         if report.when not in ("setup", "call"):
-            self.send(test=id, verdict=self._verdicts.pop(id, "error"))
+            self._told[id] = self._verdicts.pop(id, "error")
+            self.send(test=id, verdict=self._told[id])
+
+    def turned(self, failed: Iterable[str]) -> None:
+        """Tell of tests that failed and were reported otherwise."""
+        for id in failed:
+            if self._told.get(id) in PASSING:
+                self.send(turned=id)
 
 
 class TestSelection:
@@ -143,6 +135,7 @@ _project: dict[str, Any] = {}
 _has_workers = False
 _judges: dict[str, Any] = {}
 _altered: list[str] = []
+_ends: Any = None
 _reporter: Reporter | None = None
 _selection = TestSelection((), (), ())
 _grouped = False
@@ -153,8 +146,10 @@ _started_in = ""
 
 def pytest_load_initial_conftests() -> None:
     """Let the project in: the plugins of the installation are loaded, and no conftest is yet."""
+    global _ends
     if not _project:
         _project.update(json.loads(os.environ.pop(PROJECT)))  # a worker
+    _ends = importlib.import_module(ENDS).TestEnds(_project["paths"], _project["given"])
     _judges.update(judges())
     sys.path[:0] = _project["paths"]
     if not _has_workers:
@@ -221,36 +216,62 @@ def pytest_runtest_logfinish() -> None:
 
 def pytest_runtest_makereport(item: Any, call: Any) -> Iterator[None]:
     """Take what the test raised for its end, whatever the project's hooks have made of it."""
+    name = name_of(item.nodeid)
+    if call.when == "setup":
+        _ends.failed.discard(name)
+    by = _ends.look(name, item, call)
     made: Any = yield
+    by = by or _ends.look(name, item, call)
     report = made.get_result()
-    if call.excinfo is not None and report.outcome == "passed" and not hasattr(report, "wasxfail"):
-        report.outcome, report.tangram_turned = "failed", True
-        report.longrepr = report.longrepr or str(call.excinfo.value)
+    if by:
+        report.__dict__.pop("wasxfail", None)
+        report.outcome, report.tangram_foreign = "failed", by
+        report.longrepr = f"{by} is no test, and ended this one by a skip or an expected failure"
+    report.tangram_failed = name in _ends.failed
 
 
 pytest_runtest_makereport.pytest_impl = {"hookwrapper": True, "tryfirst": True}  # type: ignore[attr-defined]
 
 
+def pytest_make_collect_report(collector: Any) -> Iterator[None]:
+    """Take a module for broken that what it imports has skipped."""
+    made: Any = yield
+    report = made.get_result()
+    excinfo = getattr(getattr(report, "call", None), "excinfo", None)
+    by = excinfo is not None and _ends.ended_by(excinfo.value, str(getattr(collector, "fspath", "")))
+    if by:
+        report.outcome, report.longrepr = "failed", f"{by} is no test, and skipped those that import it"
+
+
+pytest_make_collect_report.pytest_impl = {"hookwrapper": True, "tryfirst": True}  # type: ignore[attr-defined]
+
+
 def pytest_runtest_logreport(report: Any) -> None:
     if report.when == "teardown" and not _has_workers:
         look_at_judges()
-    if _reporter is not None:
-        if getattr(report, "tangram_turned", False):
-            _reporter.send(turned=name_of(report.nodeid))
-        _reporter.phase(name_of(report.nodeid), report)
+    if _reporter is None:
+        return
+    name = name_of(report.nodeid)
+    if _has_workers:
+        (_ends.failed.add if getattr(report, "tangram_failed", False) else _ends.failed.discard)(name)
+    if hasattr(report, "tangram_foreign"):
+        _reporter.send(foreign=name, by=report.tangram_foreign)
+    _reporter.phase(name, report)
+    if report.when == "teardown" and name in _ends.failed:
+        _reporter.turned([name])
 
 
 def pytest_sessionfinish(session: Any) -> None:
     look_at_judges()
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["tangram_altered"] = _altered
+        session.config.workeroutput["tangram_failed"] = sorted(_ends.failed)
 
 
 def judges() -> dict[str, Any]:
     """Return the functions that make verdicts, each with its code, by name; ours are among them."""
     found: dict[str, Any] = {}
-    ours = sys.modules.get(MODULE)
-    for module, names in (*JUDGES, (MODULE, tuple(vars(ours)) if ours is not None else ())):
+    for module, names in (*JUDGES, *((name, made_in(name)) for name in (MODULE, ENDS))):
         for name in names:
             thing = getattr(sys.modules.get(module), name, None)
             for key, value in vars(thing).items() if isinstance(thing, type) else [("", thing)]:
@@ -258,6 +279,12 @@ def judges() -> dict[str, Any]:
                 if isinstance(function, types.FunctionType):
                     found[f"{module}.{name}.{key}".rstrip(".")] = function, function.__code__
     return found
+
+
+def made_in(module: str) -> tuple[str, ...]:
+    """Return the names of what a module of ours defines, and does not import."""
+    things = vars(sys.modules[module]) if module in sys.modules else {}
+    return tuple(name for name, thing in things.items() if getattr(thing, "__module__", "") == module)
 
 
 def look_at_judges() -> None:
@@ -295,9 +322,11 @@ class ControllerHooks:
     def pytest_testnodedown(self, node: Any, error: Any) -> None:
         if error and _reporter is not None:
             _reporter.send(crashed=str(error)[:MESSAGE_MAX_CHARS])
-        altered = (getattr(node, "workeroutput", None) or {}).get("tangram_altered")
-        if altered and _reporter is not None:
-            _reporter.send(altered=altered[:ALTERED_MAX])
+        output = getattr(node, "workeroutput", None) or {}
+        if output.get("tangram_altered") and _reporter is not None:
+            _reporter.send(altered=output["tangram_altered"][:ALTERED_MAX])
+        if _reporter is not None:
+            _reporter.turned(output.get("tangram_failed", ()))
 
     def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
         if _reporter is not None and not self._told:
@@ -322,141 +351,6 @@ def _on_alarm(*_: object) -> None:
     pytest.fail(f"the test ran longer than {_test_timeout_s:g} s")
 
 
-# --- the controlling process
-
-
-def main() -> None:
-    with open(0, "rb", closefd=False) as incoming:
-        told = json.load(incoming)
-    reporter = Reporter(os.dup(1), told["nonce"])
-    os.dup2(2, 1)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    project = json.loads(os.environ.pop(PROJECT))
-    try:
-        pytest = _pytest_of(project)
-    except ImportError:
-        reporter.send(absent="no pytest")
-        return
-    try:
-        directory = _own_directory(told["source"])
-    except OSError as error:
-        reporter.send(blocked=f"no temporary file can be made: {error}")
-        return
-    try:
-        status = int(_run(pytest, reporter, told, project, directory))
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    reporter.send(end=status)
-    os._exit(status)  # a thread that a test left behind must not keep the answer waiting
-
-
-def _own_directory(source: str) -> str:
-    """Return a new directory with this source as a module, and without options; raises OSError."""
-    directory = tempfile.mkdtemp(prefix="tangram-")
-    Path(directory, MODULE + ".py").write_text(source, encoding="utf-8")
-    Path(directory, "pytest.ini").write_text("[pytest]\n", encoding="ascii")
-    return directory
-
-
-def _pytest_of(project: dict[str, Any]) -> Any:
-    """Return pytest as it is installed, or else from the caller's PYTHONPATH; raises ImportError."""
-    try:
-        return importlib.import_module("pytest")
-    except ImportError:
-        sys.path += project["paths"][1:]
-        return importlib.import_module("pytest")
-
-
-def _run(pytest: Any, reporter: Reporter, told: dict[str, Any], project: dict[str, Any], directory: str) -> int:
-    sys.path.insert(0, directory)  # before xdist, whose workers begin with what it finds there
-    paths = [path for path in told["paths"] if Path(path).exists()]
-    xdist = _xdist_version()
-    workers = told["workers"] if xdist else 1
-    noticed = noticed_in(project["paths"])
-    reporter.send(start={"pytest": pytest.__version__, "xdist": xdist, "workers": workers, "noticed": noticed})
-    if told["paths"] and not paths:
-        return 5  # pytest's own status for no tests
-    drop_bytecode(paths)
-    plugin: Any = importlib.import_module(MODULE)
-    plugin._reporter, plugin._has_workers = reporter, workers > 1
-    plugin._selection = plugin.TestSelection(told["wanted"], told["prefixes"], told["done"])
-    plugin._test_timeout_s = told["test_timeout_s"]
-    arguments = ["-p", MODULE]
-    if xdist:
-        # Also where one process is enough: the project's own addopts may ask for more.
-        arguments += ["-n", str(workers), "--dist", _dist(told["dist"], xdist)] if workers > 1 else ["-n", "0"]
-    if told["own_options"]:
-        arguments += ["-c", str(Path(directory) / "pytest.ini"), "--rootdir", str(Path.cwd()), "--noconftest"]
-    project["plugins"] = named_plugins(told["args"])
-    if workers > 1:
-        os.environ.setdefault("PYTHONHASHSEED", "0")  # else workers may disagree on the ids of parameters from sets
-        os.environ[PROJECT] = json.dumps(project)
-        _hide()
-        _check_messages()
-    plugin._project.update(project)
-    plugin.import_plugins(project)
-    status: int = pytest.main([*arguments, *told["args"], *paths])
-    return status
-
-
-def _check_messages() -> None:
-    """Take a worker that says what is no message for one that has crashed, rather than await what it announces."""
-    message = importlib.import_module("execnet.gateway_base").Message
-
-    def from_io(io: Any) -> Any:
-        kind, channel, length = struct.unpack("!bii", io.read(9) or b"\xff" * 9)
-        if not (0 <= kind < len(message._types) and 0 <= length <= WORKER_MESSAGE_MAX_BYTES):
-            raise EOFError("a worker said what is no message")
-        return message(kind, channel, io.read(length))
-
-    message.from_io = staticmethod(from_io)
-
-
-def _hide() -> None:
-    """Keep the workers' hands off this process, which runs no tests: nobody but root may trace it or open its files."""
-    importlib.import_module("ctypes").CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE
-
-
-def named_plugins(arguments: list[str]) -> list[str]:
-    """Return the plugins that the caller names, which may be modules of the project."""
-    named = [arguments[at + 1] for at, option in enumerate(arguments[:-1]) if option == "-p"]
-    named += [argument[2:] for argument in arguments if argument.startswith("-p") and len(argument) > 2]
-    named += os.environ.get("PYTEST_PLUGINS", "").split(",")
-    return [name for name in named if name and not name.startswith("no:")]
-
-
-def import_plugins(project: dict[str, Any]) -> None:
-    """Import the plugins that the caller names, those of the installation first."""
-    kept = list(sys.path)
-    sys.path += project["paths"]
-    for name in project["plugins"]:
-        try:
-            importlib.import_module(name)
-        except ImportError:
-            continue  # an entry point's name, or pytest says what is wrong with it
-    sys.path[:] = kept
-
-
-def noticed_in(places: Iterable[str]) -> list[str]:
-    """Return what of the project would pass for a part of the installation, and is not taken for one."""
-    installed = {*NOT_THE_PROJECTS, *getattr(sys, "stdlib_module_names", sys.builtin_module_names)}
-    found = []
-    for place in places:
-        for name in sorted(path.name for path in Path(place).glob("*")):
-            stem = name[:-3] if name.endswith(".py") else ""
-            points = Path(place, name, "entry_points.txt")  # of a distribution, with its plugins if it has any
-            plugin = points.is_file() and b"[pytest11]" in points.read_bytes()
-            if stem in installed or name.endswith(".pth") or plugin:
-                found.append(f"{name} of the project was kept from pytest and its plugins")
-    user = Path("~/.local/lib/python{}.{}/site-packages".format(*sys.version_info)).expanduser()
-    found += [f"{path.name} of the user's own site directory was passed over" for path in sorted(user.glob("*.p*"))]
-    return found[:NOTICED_MAX]
-
-
 def drop_bytecode(paths: Iterable[str]) -> None:
     """Delete compiled files beneath the working directory: those of tests, and those older than their source.
 
@@ -479,22 +373,17 @@ def drop_bytecode(paths: Iterable[str]) -> None:
                 continue
 
 
-def _xdist_version() -> str:
-    if os.environ.get("PYTEST_DISABLE_PLUGIN_AUTOLOAD"):
-        return ""
-    try:
-        return str(getattr(importlib.import_module("xdist"), "__version__", "0"))
-    except ImportError:
-        return ""
+def import_plugins(project: dict[str, Any]) -> None:
+    """Import the plugins that the caller names, those of the installation first."""
+    kept = list(sys.path)
+    sys.path += project["paths"]
+    for name in project["plugins"]:
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            continue  # an entry point's name, or pytest says what is wrong with it
+    sys.path[:] = kept
 
 
-def _dist(wanted: str, version: str) -> str:
-    """Return the wanted distribution, if this xdist knows it: ``worksteal`` is as old as 3.2."""
-    numbers = [int(word) for word in re.findall(r"\d+", version)[:2]]
-    return "load" if wanted == "worksteal" and numbers < [3, 2] else wanted
-
-
-if __name__ == "__main__":
-    main()
-elif PROJECT in os.environ:
+if PROJECT in os.environ:
     import_plugins(json.loads(os.environ[PROJECT]))  # a worker

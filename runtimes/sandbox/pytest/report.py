@@ -71,6 +71,8 @@ class SuiteReport:
     crashed: bool = False
     #: What the suite's process saw before it let the project in.
     noticed: tuple[str, ...] = ()
+    #: Test -> the file of the tested code that has skipped it, or called its failure expected: it failed.
+    foreign: dict[str, str] = field(default_factory=dict)
     #: Why the report is not to be believed: what does not fit together, or what the project has changed.
     doubts: list[str] = field(default_factory=list)
     _rest: bytes = b""
@@ -135,6 +137,8 @@ class SuiteReport:
                 self.doubt(f"the project altered {name}, which makes the verdicts")
             case {"turned": str(id)}:
                 self.doubt(f"a hook of the project turned the failure of {id} into a pass")
+            case {"foreign": str(id), "by": str(path)} if len(self.foreign) < TESTS_MAX:
+                self.foreign[id] = path
             case {"broken": str(path), "message": str(message)}:
                 self.broken[path] = message
             case {"crashed": str()}:
@@ -206,6 +210,14 @@ def notes(request: SuiteRequest, report: SuiteReport, result: Mapping[str, objec
     failed = [id for id in request.listed if tests[id] not in (*PASSING, "missing")]
     if failed:
         said.append(f"{len(failed)} listed test(s) did not pass: {_some(failed)}")
+    others = [id for id, verdict in tests.items() if verdict in ("failed", "error")] if not request.listed else []
+    if others:
+        said.append(f"{len(others)} test(s) did not pass: {_some(others)}")
+    if report.foreign:
+        told = (
+            f"{len(report.foreign)} test(s) count as failed, as what they test skipped them or expected their failure"
+        )
+        said.append(f"{told} ({_some(dict.fromkeys(report.foreign.values()))}): {_some(report.foreign)}")
     if report.broken:
         said.append(f"{len(report.broken)} file(s) could not be collected: {_some(report.broken)}")
     if not tests:

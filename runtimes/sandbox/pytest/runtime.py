@@ -20,7 +20,7 @@ from runtimes.sandbox.command import Command, CommandResult, claims_of, memory_e
 from runtimes.sandbox.disk.bound import WalkBound
 from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.exec.runtime import LogLines, Stage, begin
-from runtimes.sandbox.pytest import plugin
+from runtimes.sandbox.pytest import ends, launch, plugin
 from runtimes.sandbox.pytest.fresh import ChangeTransfer
 from runtimes.sandbox.pytest.plan import COMPONENT, PytestSettings, SuitePlan, plan_of
 from runtimes.sandbox.pytest.report import SuiteReport, SuiteRequest, judge, notes, nothing_judged
@@ -32,7 +32,12 @@ from runtimes.sandbox.sandbox import Sandbox
 #: the report fits together.
 Check = Literal["swept", "clean_start", "tests_given", "tests_locked", "tree_options_ignored", "report_whole"]
 
-_SOURCE = Path(plugin.__file__).read_text(encoding="utf-8")
+_SOURCE = Path(launch.__file__).read_text(encoding="utf-8")
+#: The modules that it finds in a directory of its own.
+_MODULES = {
+    name: Path(str(module.__file__)).read_text(encoding="utf-8")
+    for name, module in ((launch.MODULE, plugin), (launch.ENDS, ends))
+}
 #: The first process: it forgets what the user's files and the environment would put in the way of Python's own modules,
 #: and becomes the interpreter that it was given, which runs this source.
 START = """
@@ -294,8 +299,9 @@ class _Run:
         plan, request = self._plan, self._plan.request
         told = {
             "nonce": self._report.nonce,
-            "source": _SOURCE,
+            "modules": _MODULES,
             "paths": request.paths,
+            "given": list(plan.tests),
             # Without ids or prefixes everything collected is run.
             "wanted": request.listed,
             "prefixes": request.targets,

@@ -1,0 +1,188 @@
+"""Begins pytest inside a sandbox, clear of the project's code. Standard library and pytest, Python 3.7 on.
+
+Run as ``python3 -I -S -c START SOURCE``; standard input holds one JSON object {"nonce", "modules", "paths", "given",
+"wanted", "prefixes", "done", "workers", "dist", "args", "test_timeout_s", "own_options"}, of which ``modules`` are the
+sources of `plugin` and of what it imports. Standard output becomes the report (`plugin`), to which this process adds
+
+    {"start": {"pytest", "xdist", "workers", "noticed"}}   {"absent": why}   {"blocked": why}   {"end": exit status}
+
+What the suite prints goes to standard error. Nothing of the project is imported before pytest and the plugins of the
+installation are: not from the working directory, PYTHONPATH or the user's own site directory, and no entry point of
+theirs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import shutil
+import struct
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+#: The modules that lie in a directory of their own.
+MODULE, ENDS = "tangram_pytest", "tangram_ends"
+#: What tells the processes of a run where the project's modules are, and what their environment was.
+PROJECT = "TANGRAM_PROJECT"
+NOTICED_MAX = 10
+WORKER_MESSAGE_MAX_BYTES = 64 * 2**20  # all the ids of a suite are one
+#: Names under which a file of the project passes for a module of Python's or of ours.
+NOT_THE_PROJECTS = ("pytest", "_pytest", "pluggy", "xdist", "execnet", "sitecustomize", "usercustomize", MODULE, ENDS)
+
+Send = Callable[..., None]
+
+
+def main() -> None:
+    with open(0, "rb", closefd=False) as incoming:
+        told = json.load(incoming)
+    send = sender(os.dup(1), told["nonce"])
+    os.dup2(2, 1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    project = json.loads(os.environ.pop(PROJECT))
+    try:
+        pytest = _pytest_of(project)
+    except ImportError:
+        send(absent="no pytest")
+        return
+    try:
+        directory = _own_directory(told["modules"])
+    except OSError as error:
+        send(blocked=f"no temporary file can be made: {error}")
+        return
+    try:
+        status = int(_run(pytest, send, told, project, directory))
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    send(end=status)
+    os._exit(status)  # a thread that a test left behind must not keep the answer waiting
+
+
+def sender(fd: int, nonce: str) -> Send:
+    """Return what writes one line of the report."""
+
+    def send(**record: Any) -> None:
+        data = memoryview((json.dumps({"nonce": nonce, **record}) + "\n").encode())
+        while data:
+            data = data[os.write(fd, data) :]
+
+    return send
+
+
+def _own_directory(modules: dict[str, str]) -> str:
+    """Return a new directory with our modules, and without options; raises OSError."""
+    directory = tempfile.mkdtemp(prefix="tangram-")
+    for name, source in modules.items():
+        Path(directory, name + ".py").write_text(source, encoding="utf-8")
+    Path(directory, "pytest.ini").write_text("[pytest]\n", encoding="ascii")
+    return directory
+
+
+def _pytest_of(project: dict[str, Any]) -> Any:
+    """Return pytest as it is installed, or else from the caller's PYTHONPATH; raises ImportError."""
+    try:
+        return importlib.import_module("pytest")
+    except ImportError:
+        sys.path += project["paths"][1:]
+        return importlib.import_module("pytest")
+
+
+def _run(pytest: Any, send: Send, told: dict[str, Any], project: dict[str, Any], directory: str) -> int:
+    sys.path.insert(0, directory)  # before xdist, whose workers begin with what it finds there
+    paths = [path for path in told["paths"] if Path(path).exists()]
+    xdist = _xdist_version()
+    workers = told["workers"] if xdist else 1
+    noticed = noticed_in(project["paths"])
+    send(start={"pytest": pytest.__version__, "xdist": xdist, "workers": workers, "noticed": noticed})
+    if told["paths"] and not paths:
+        return 5  # pytest's own status for no tests
+    plugin: Any = importlib.import_module(MODULE)
+    plugin.drop_bytecode(paths)
+    plugin._reporter, plugin._has_workers = plugin.Reporter(send), workers > 1
+    plugin._selection = plugin.TestSelection(told["wanted"], told["prefixes"], told["done"])
+    plugin._test_timeout_s = told["test_timeout_s"]
+    arguments = ["-p", MODULE]
+    if xdist:
+        # Also where one process is enough: the project's own addopts may ask for more.
+        arguments += ["-n", str(workers), "--dist", _dist(told["dist"], xdist)] if workers > 1 else ["-n", "0"]
+    if told["own_options"]:
+        arguments += ["-c", str(Path(directory) / "pytest.ini"), "--rootdir", str(Path.cwd()), "--noconftest"]
+    project["plugins"], project["given"] = named_plugins(told["args"]), told["given"]
+    if workers > 1:
+        os.environ.setdefault("PYTHONHASHSEED", "0")  # else workers may disagree on the ids of parameters from sets
+        os.environ[PROJECT] = json.dumps(project)
+        _hide()
+        _check_messages()
+    plugin._project.update(project)
+    plugin.import_plugins(project)
+    status: int = pytest.main([*arguments, *told["args"], *paths])
+    return status
+
+
+def _check_messages() -> None:
+    """Take a worker that says what is no message for one that has crashed, rather than await what it announces."""
+    message = importlib.import_module("execnet.gateway_base").Message
+
+    def from_io(io: Any) -> Any:
+        kind, channel, length = struct.unpack("!bii", io.read(9) or b"\xff" * 9)
+        if not (0 <= kind < len(message._types) and 0 <= length <= WORKER_MESSAGE_MAX_BYTES):
+            raise EOFError("a worker said what is no message")
+        return message(kind, channel, io.read(length))
+
+    message.from_io = staticmethod(from_io)
+
+
+def _hide() -> None:
+    """Keep the workers' hands off this process, which runs no tests: nobody but root may trace it or open its files."""
+    importlib.import_module("ctypes").CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE
+
+
+def named_plugins(arguments: list[str]) -> list[str]:
+    """Return the plugins that the caller names, which may be modules of the project."""
+    named = [arguments[at + 1] for at, option in enumerate(arguments[:-1]) if option == "-p"]
+    named += [argument[2:] for argument in arguments if argument.startswith("-p") and len(argument) > 2]
+    named += os.environ.get("PYTEST_PLUGINS", "").split(",")
+    return [name for name in named if name and not name.startswith("no:")]
+
+
+def noticed_in(places: Iterable[str]) -> list[str]:
+    """Return what of the project would pass for a part of the installation, and is not taken for one."""
+    installed = {*NOT_THE_PROJECTS, *getattr(sys, "stdlib_module_names", sys.builtin_module_names)}
+    found = []
+    for place in places:
+        for name in sorted(path.name for path in Path(place).glob("*")):
+            stem = name[:-3] if name.endswith(".py") else ""
+            points = Path(place, name, "entry_points.txt")  # of a distribution, with its plugins if it has any
+            plugin = points.is_file() and b"[pytest11]" in points.read_bytes()
+            if stem in installed or name.endswith(".pth") or plugin:
+                found.append(f"{name} of the project was kept from pytest and its plugins")
+    user = Path("~/.local/lib/python{}.{}/site-packages".format(*sys.version_info)).expanduser()
+    found += [f"{path.name} of the user's own site directory was passed over" for path in sorted(user.glob("*.p*"))]
+    return found[:NOTICED_MAX]
+
+
+def _xdist_version() -> str:
+    if os.environ.get("PYTEST_DISABLE_PLUGIN_AUTOLOAD"):
+        return ""
+    try:
+        return str(getattr(importlib.import_module("xdist"), "__version__", "0"))
+    except ImportError:
+        return ""
+
+
+def _dist(wanted: str, version: str) -> str:
+    """Return the wanted distribution, if this xdist knows it: ``worksteal`` is as old as 3.2."""
+    numbers = [int(word) for word in re.findall(r"\d+", version)[:2]]
+    return "load" if wanted == "worksteal" and numbers < [3, 2] else wanted
+
+
+if __name__ == "__main__":
+    main()
