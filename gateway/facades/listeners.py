@@ -29,13 +29,15 @@ class FacadeListeners:
         #: What makes the doors' calls; None until `open`.
         self.calls: ForeignCalls | None = None
         self.ports: dict[str, int] = {}
+        self._docker: DockerDoor | None = None
         closers.push_async_callback(self.close)
         for name, port in server.facades.ports.items():
             listener: socket.socket = closers.enter_context(listen(server.host, port, silent_s))
             self._doors[name] = HttpDoor(listener, connections_max, server)
             self.ports[name] = listener.getsockname()[1]
         docker = server.facades.docker
-        self._docker = None if docker is None else DockerDoor(docker, server, connections_max, closers)
+        if docker is not None:
+            self._docker = DockerDoor(docker, server, connections_max, closers)
         #: Where each door is: a path at the gateway's own port, a port of its own, or a socket's path.
         self.addresses: dict[str, str | int] = dict.fromkeys(dict(server.facades.opened()), "/") | self.ports
         if docker is not None:

@@ -204,14 +204,16 @@ class Sandbox:
             raise await self._explained(failure) from None
         finally:
             self._under_way.pop(command.claim, None)
-        if result.exit_code == 0:
+        return self.with_shortage(result)
+
+    def with_shortage(self, result: CommandResult) -> CommandResult:
+        """Return how a command ended, with what the kernel says of memory if it failed. Each kill is told once."""
+        kills = 0 if result.exit_code == 0 else self._control.oom_kills()
+        if kills <= self._record.oom_told:
             return result
-        kills = self._control.oom_kills()
-        if kills > self._record.oom_told:
-            with suppress(OSError):  # a full disk: the action has ended all the same
-                self._note(replace(self._record, oom_told=kills))
-            return out_of_memory(result, self._control.peak_memory_bytes())
-        return result
+        with suppress(OSError):  # a full disk: the action has ended all the same
+            self._note(replace(self._record, oom_told=kills))
+        return out_of_memory(result, self._control.peak_memory_bytes())
 
     def keep(self, claims: str, *, detached: bool) -> None:
         """Say whether commands with such claims are kept for the next gateway; resumable ones are ended if not."""

@@ -257,7 +257,7 @@ class Instance:
                         self._on_message(orjson.loads(frame))
                 else:
                     self._raw(data)
-            self._fail(self._post_mortem(await self._process.wait()))
+            self._fail(self._post_mortem(self._sandbox.with_shortage(await self._process.wait())))
         except ActionFailed as error:
             self._fail(error)
         except (ProtocolError, ValueError, KeyError, TypeError, AttributeError):

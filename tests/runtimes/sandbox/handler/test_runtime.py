@@ -135,6 +135,17 @@ async def test_an_exception_is_a_handler_error_with_its_traceback(runtime: Handl
     assert runtime.instances() == {"reward": 1}
 
 
+async def test_a_handler_that_takes_more_than_its_memory_is_told_so(
+    runtime: HandlerRuntime, function: Function, provider: Provider
+) -> None:
+    if not provider.info.limits["memory"]:
+        pytest.skip("this machine's process sandboxes have no bound of memory")
+    hungry = function("def score(event, context): return len(bytearray(2**30))")
+    with pytest.raises(ActionFailed, match=r"ran out of memory .*; sandbox\.memory bounds it") as failure:
+        await call(runtime, hungry)
+    assert failure.value.reason is Reason.OUT_OF_MEMORY
+
+
 @pytest.mark.parametrize("value", ["{1, 2}", "float('nan')", "b'x'", "'\\ud800'", "(lambda x: x.append(x) or x)([])"])
 async def test_a_result_that_is_no_json_is_a_clear_handler_error(
     runtime: HandlerRuntime, function: Function, value: str
