@@ -459,7 +459,7 @@ async def open_cluster(
 ) -> Cluster:
     """Return the cluster of a gateway that starts; raises InvalidConfig or StorageUnavailable."""
     state_dir = server.state_dir
-    records = NodeRecords(store, wall)
+    records = NodeRecords(store, wall, nodes_max=config.times.nodes_max)
     await records.open()
     tickets = TicketOffice(signing_key(state_dir), records.generation, config.ticket_ttl_s, wall=wall)
     directory = state_dir / "cluster"

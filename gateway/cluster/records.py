@@ -35,9 +35,11 @@ class RecordedNode:
 class NodeRecords:
     """The nodes on record. Changes are noted at once and durable with the next commit."""
 
-    def __init__(self, store: Store, wall: Callable[[], float] = time.time) -> None:
+    def __init__(self, store: Store, wall: Callable[[], float] = time.time, *, nodes_max: int = 1024) -> None:
+        """``nodes_max``: beyond so many, those that were lost go, the one that joined longest ago first."""
         self._store = store
         self._wall = wall
+        self._nodes_max = nodes_max
         self._known: dict[str, RecordedNode] = {}
         self.generation = 0
 
@@ -57,6 +59,10 @@ class NodeRecords:
                 epoch=await self._store.document(EPOCH + row["name"]) or "",
             )
             self._known[known.name] = known
+        self._keep_bound()
+        for row in await self._store.read("document_names", (EPOCH,)):
+            if str(row["name"]).removeprefix(EPOCH) not in self._known:
+                self._store.save_document(row["name"], None)
         await self._store.durable()
 
     def get(self, name: str) -> RecordedNode | None:
@@ -80,6 +86,7 @@ class NodeRecords:
                 epoch="" if known is None else known.epoch,
             )
         )
+        self._keep_bound()
 
     def compared(self, name: str, epoch: str) -> None:
         """What is on record of this life of a node is decided on: what begins there from now on is of this one."""
@@ -98,6 +105,14 @@ class NodeRecords:
         """It may come again by a new ticket only."""
         if self._known.pop(name, None) is not None:
             self._store.note("delete_node", name)
+            self._store.save_document(EPOCH + name, None)
+
+    def _keep_bound(self) -> None:
+        lost = sorted(
+            (known for known in self._known.values() if known.state == "lost"), key=lambda each: each.joined_s
+        )
+        for known in lost[: max(0, len(self._known) - self._nodes_max)]:
+            self.forget(known.name)
 
     async def durable(self) -> None:
         """Wait until what was noted is on disk."""

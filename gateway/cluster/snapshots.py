@@ -71,8 +71,12 @@ class NodeSnapshots:
 
     async def open(self, nodes: Iterable[str]) -> None:
         """Read what is on record of these nodes; raises StorageUnavailable."""
-        for node in nodes:
-            body = await self._store.document(DOCUMENT + node)
+        known = set(nodes)
+        for name in [str(row["name"]) for row in await self._store.read("document_names", (DOCUMENT,))]:
+            if name.removeprefix(DOCUMENT) not in known:
+                self._store.save_document(name, None)  # of a node that may come again by a new ticket only
+                continue
+            body = await self._store.document(name)
             for each in msgspec.json.decode(body, type=list[NodeSnapshot]) if body else ():
                 self._kept[each.record.id] = each
 
@@ -263,4 +267,5 @@ class NodeSnapshots:
         return remote.snapshots.drop(id)
 
     def _save(self, node: str) -> None:
-        self._store.save_document(DOCUMENT + node, msgspec.json.encode(self._on(node)).decode())
+        kept = self._on(node)
+        self._store.save_document(DOCUMENT + node, msgspec.json.encode(kept).decode() if kept else None)

@@ -106,6 +106,13 @@ FROM log_records WHERE seq = ? GROUP BY stream;
 -- name: counts
 SELECT state, count(*) FROM invocations GROUP BY state;
 
+-- name: remove_document
+DELETE FROM documents WHERE name = ?;
+
+-- Those whose names begin so.
+-- name: document_names
+SELECT name FROM documents WHERE substr(name, 1, length(?1)) = ?1;
+
 -- name: document
 SELECT body FROM documents WHERE name = ?;
 

@@ -103,7 +103,7 @@ class _Batch:
     inputs: dict[int, bytes] = field(default_factory=dict)
     keys: dict[str, tuple[str, bytes, int, float]] = field(default_factory=dict)
     logs: list[LogRow] = field(default_factory=list)
-    documents: dict[str, str] = field(default_factory=dict)
+    documents: dict[str, str | None] = field(default_factory=dict)
     trajectories: dict[str, OpenTrajectory | None] = field(default_factory=dict)
     notes: list[tuple[str, tuple[object, ...]]] = field(default_factory=list)
     waiters: list[asyncio.Future[None]] = field(default_factory=list)
@@ -244,8 +244,8 @@ class Store:
         self._arm()
         return True
 
-    def save_document(self, name: str, body: str) -> None:
-        """Note a small document (learned history)."""
+    def save_document(self, name: str, body: str | None) -> None:
+        """Note a small document (learned history); None: it goes."""
         self._batch.documents[name] = body
         self._arm()
 
@@ -343,7 +343,8 @@ class Store:
                 "save_input": batch.inputs.items(),
                 "save_key": batch.keys.values(),
                 "save_log": [(log.seq, log.position, log.time_s, log.stream, log.data) for log in batch.logs],
-                "save_document": batch.documents.items(),
+                "save_document": [each for each in batch.documents.items() if each[1] is not None],
+                "remove_document": [each[:1] for each in batch.documents.items() if each[1] is None],
             }
             for statement, values in tables.items():
                 if values:  # each statement takes a turn with the event loop's thread
@@ -388,8 +389,7 @@ class Store:
 
     async def key(self, key: str) -> tuple[bytes, int] | None:
         """Digest and place of a living idempotency key."""
-        rows = await self.read("key", (key, self._wall()))
-        return (rows[0]["digest"], rows[0]["seq"]) if rows else None
+        return next(((row["digest"], row["seq"]) for row in await self.read("key", (key, self._wall()))), None)
 
     async def logs(self, seq: int, position: int, limit: int) -> list[LogRow]:
         """Log records from ``position`` on."""

@@ -302,12 +302,12 @@ class RemoteNode:
         if self._link is not None:
             self._link.close("the gateway ends")
         self.detach()
-        tasks = list(self._tasks)
-        for task in tasks:
+        for task in (tasks := list(self._tasks)):
             task.cancel()
         for remote in self._calls.values():
             remote.end.cancel()
         self._requests.close()
+        self.models.close()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     # --- functions and sandboxes

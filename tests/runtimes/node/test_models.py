@@ -17,6 +17,7 @@ from runtimes.node.message import Message
 from runtimes.node.models.messages import ModelsChanged
 from runtimes.node.models.remote import RemoteModels
 from runtimes.node.models.served import NodeModels
+from tests.runtimes.node.session import STUCK_S
 
 JUDGE = FunctionSpec(
     name="judge", runtime="model", model=ModelSpec(path=Path("/models/judge"), action=ModelAction.SCORE)
@@ -48,16 +49,20 @@ def test_a_model_function_travels_with_its_path() -> None:
     assert wire.read_function(wire.function_bytes(JUDGE), FunctionSpec) == JUDGE
 
 
-def test_costs_and_residency_arrive_as_they_were_told() -> None:
+async def test_costs_and_residency_arrive_as_they_were_told() -> None:
     told: list[Message] = []
     devices = ScriptedDevices()
-    models, remote = NodeModels(devices, 2), RemoteModels()
+    models, remote = NodeModels(devices, 2), RemoteModels(every_s=0.0)
+    arrived = asyncio.Event()
+    remote.on_change = lambda: arrived.set() if remote.resident else None
     models.on_change = told.append
-    asyncio.run(models.prepared(JUDGE))
+    await models.prepared(JUDGE)
     devices.restore(Chunk(0, 1), Chunk(1, 1))
     for message in told:
         (kind, body) = wire.HEADER.unpack_from(frame := wire.encode(message))[1], frame[wire.HEADER.size :]
         assert remote.take(wire.decode(kind, body))
+    async with asyncio.timeout(STUCK_S):
+        await arrived.wait()
     assert list(remote.services) == [COSTS]
     assert remote.resident == {COSTS.name: (Chunk(0, 1), Chunk(1, 1))}
 
@@ -71,7 +76,30 @@ def test_what_has_not_changed_is_not_told_again() -> None:
     assert len(told) == 1
 
 
-def test_another_link_begins_with_nothing() -> None:
+async def test_a_node_that_tells_without_end_is_taken_up_now_and_then_and_its_last_word_counts() -> None:
+    remote, changes = RemoteModels(every_s=0.01), 0
+    last = asyncio.Event()
+
+    def changed() -> None:
+        nonlocal changes
+        changes += 1
+        if remote.resident == {COSTS.name: (Chunk(999, 1),)}:
+            last.set()
+
+    remote.on_change = changed
+    for number in range(1000):
+        remote.take(ModelsChanged(services=[COSTS], resident={COSTS.name: [Chunk(number, 1)]}))
+    assert changes == 1 and remote.resident == {COSTS.name: (Chunk(0, 1),)}, "the first at once"
+    async with asyncio.timeout(STUCK_S):
+        await last.wait()
+    assert changes == 2
+    remote.take(ModelsChanged(services=[], resident={}))
+    remote.attach()
+    assert remote.resident == {}
+    remote.close()
+
+
+async def test_another_link_begins_with_nothing() -> None:
     """It may be that of the next daemon, whose devices are empty."""
     remote, changes = RemoteModels(), []
     remote.on_change = lambda: changes.append(dict(remote.resident))
