@@ -27,26 +27,37 @@ class Residency:
     def __init__(self, services: Mapping[str, ServiceSpec]) -> None:
         self._services = dict(services)
         self._capacity: dict[int, int] = {}
-        #: Every resident copy and the order of its last use; the first is the least recent.
-        self._copies: dict[ResidentCopy, None] = {}
+        #: Every resident copy and its place in the order of use; the lowest was used least recently.
+        self._copies: dict[ResidentCopy, int] = {}
         self._on_device: dict[int, dict[ResidentCopy, None]] = {}
+        self._used_bytes: dict[int, int] = {}
+        #: The places that were given last, to what was used and to what never was.
+        self._latest = self._earliest = 0
 
     def add_device(self, device: int, capacity_bytes: int) -> None:
         self._capacity[device] = capacity_bytes
         self._on_device[device] = {}
+        self._used_bytes[device] = 0
 
     def learn(self, services: Mapping[str, ServiceSpec]) -> None:
         """Take up new descriptions; where one has grown, the least recently used copies no longer count as resident."""
         self._services.update(services)
         for device, capacity in self._capacity.items():
-            for copy in [copy for copy in self._copies if device in copy.devices]:
-                if self._used(device) > capacity:
-                    self.evict(copy)
+            self._used_bytes[device] = sum(self.size_bytes(copy) for copy in self._on_device[device])
+            if self._used_bytes[device] > capacity:
+                self._evict_until(device, capacity)
+
+    def _evict_until(self, device: int, capacity: int) -> None:
+        """Have the copies on a device that were used least recently go, until the others fit."""
+        for copy in sorted(self._on_device[device], key=self._copies.__getitem__):
+            if self._used_bytes[device] <= capacity:
+                return
+            self.evict(copy)
 
     def remove_device(self, device: int) -> None:
         for copy in tuple(self._on_device[device]):
             self.evict(copy)
-        del self._on_device[device], self._capacity[device]
+        del self._on_device[device], self._capacity[device], self._used_bytes[device]
 
     def __contains__(self, copy: ResidentCopy) -> bool:
         return copy in self._copies
@@ -104,8 +115,8 @@ class Residency:
         if all(missing <= 0 for missing in short.values()):
             return victims
         touching = {other for device in copy.devices for other in self._on_device[device]}
-        for other in self._copies:
-            if other in touching and any(short.get(device, 0) > 0 for device in other.devices):
+        for other in sorted(touching, key=self._copies.__getitem__):
+            if any(short.get(device, 0) > 0 for device in other.devices):
                 victims.append(other)
                 for device in other.devices:
                     if device in short:
@@ -120,20 +131,25 @@ class Residency:
 
     def restore(self, copy: ResidentCopy) -> None:
         """Note that ``copy`` is resident, as the most recently used one."""
-        self._copies.pop(copy, None)
-        self._copies[copy] = None
-        for device in copy.devices:
-            self._on_device[device][copy] = None
+        self._latest += 1
+        self._place(copy, self._latest)
 
     def add_unused(self, copy: ResidentCopy) -> None:
         """Note that ``copy`` is resident, to go before every one that was used."""
-        self._copies = {copy: None, **self._copies}
-        for device in copy.devices:
-            self._on_device[device][copy] = None
+        self._earliest -= 1
+        self._place(copy, self._earliest)
+
+    def _place(self, copy: ResidentCopy, place: int) -> None:
+        if copy not in self._copies:
+            size_bytes = self.size_bytes(copy)
+            for device in copy.devices:
+                self._on_device[device][copy] = None
+                self._used_bytes[device] += size_bytes
+        self._copies[copy] = place
 
     def widths(self) -> dict[str, int]:
         """Each resident service with the size of its most recently used chunk."""
-        return {copy.service: copy.chunk.size for copy in self._copies}
+        return {copy.service: copy.chunk.size for copy in sorted(self._copies, key=self._copies.__getitem__)}
 
     def spare_bytes(self) -> int:
         """Free bytes of all devices beyond what one copy of each known service that is nowhere will need."""
@@ -149,8 +165,10 @@ class Residency:
 
     def evict(self, copy: ResidentCopy) -> None:
         del self._copies[copy]
+        size_bytes = self.size_bytes(copy)
         for device in copy.devices:
             del self._on_device[device][copy]
+            self._used_bytes[device] -= size_bytes
 
     def on(self, devices: Iterable[int]) -> tuple[ResidentCopy, ...]:
         """The copies that touch any of these devices."""
@@ -194,13 +212,14 @@ class Residency:
 
     def check(self) -> None:
         for device, capacity in self._capacity.items():
-            assert self._used(device) <= capacity, f"device {device} holds {self._used(device)} of {capacity} bytes"
+            used = sum(self.size_bytes(copy) for copy in self._on_device[device])
+            assert used == self._used(device) <= capacity, f"device {device} holds {used} of {capacity} bytes"
 
     def _room_bytes(self, device: int) -> int:
         return self._capacity[device] - self._used(device)
 
     def _used(self, device: int) -> int:
-        return sum(self.size_bytes(copy) for copy in self._on_device[device])
+        return self._used_bytes[device]
 
 
 def _by_dop(seconds: Mapping[int, float]) -> dict[str, float]:
