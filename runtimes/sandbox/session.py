@@ -25,6 +25,8 @@ SIGNALS: Mapping[str, int] = {
 }
 #: Seconds for which input waits for a command that does not read it; the caller then sends the rest again.
 INPUT_PATIENCE_S = 20.0
+#: Seconds in which a machine that is reached says how far input came that nobody waits for any more.
+SETTLE_S = 5.0
 #: Bytes, about, that a reader is handed at once.
 PAGE_BYTES = 64 * 2**10
 
@@ -57,6 +59,10 @@ class SessionGrip(Protocol):
 
     def attend(self, *, attended: bool) -> None:
         """Somebody reads its output from now on, or nobody does."""
+        ...
+
+    async def settle(self) -> None:
+        """Return once it is certain how much of the input was passed on, and `InteractiveSession.passed` told."""
         ...
 
     async def input_room(self) -> int:
@@ -217,13 +223,19 @@ class InteractiveSession:
         the command lives. Raises Conflict if input before it is missing, CapacityExceeded if the machine on which it
         runs is not reached for so long. What comes after the end of the input, or of the command, is dropped.
         """
+        its_turn = False
         try:
             async with asyncio.timeout(None if patient else INPUT_PATIENCE_S), self._typing:
+                its_turn = True
                 await self._opened.wait()
+                if self._grip is not None:
+                    await self._grip.settle()
                 await self._feed(data, self.input_offset if offset is None else offset, end=end)
         except TimeoutError:
             if self._grip is not None:
                 self._grip.require_reached()
+                if its_turn:
+                    await self._settle(self._grip)
             elif (offset or 0) > self.input_offset:  # it was typed to: a gateway before had reached it
                 told = "the session is not reached (yet): send the same again"
                 raise CapacityExceeded(told, component=COMPONENT, retry_after_s=1.0) from None
@@ -290,6 +302,16 @@ class InteractiveSession:
         if end and self._grip is not None and self.reads:
             await self._grip.end_input()
             self._input_ended = True
+
+    async def _settle(self, grip: SessionGrip) -> None:
+        """Find out how far the input came; raises CapacityExceeded if the machine on which it runs is not reached."""
+        try:
+            async with asyncio.timeout(SETTLE_S):
+                await grip.settle()
+        except TimeoutError:
+            grip.require_reached()
+            told = "the machine of the session does not say how far the input came: send the same again"
+            raise CapacityExceeded(told, component=COMPONENT, retry_after_s=1.0) from None
 
     def _place_in(self, offset: int) -> int:
         """Return how much of the input from an offset on was passed on already; raises Conflict if some is missing."""

@@ -43,6 +43,9 @@ class TypeToSession(Message, kw_only=True):
     data: bytes
     #: Whether there is no more.
     end: bool
+    #: Whether nobody waits for it any more: no more of it is passed on, and the answer says how far it came. It bears
+    #: the number of what it withdraws, and no data.
+    withdrawn: bool = False
 
 
 class SteerSession(Message, kw_only=True):

@@ -50,7 +50,10 @@ class RemoteSession:
         self._open = self._held = self._attended = self._refused = False
         #: Up to where the node was told that its output was taken.
         self._taken = 0
+        #: What the node has not answered yet, by number: whoever waits for it, or gave up.
         self._typing: dict[int, tuple[TypeToSession, asyncio.Future[SessionTyped]]] = {}
+        self._settled = asyncio.Event()
+        self._settled.set()
         self._steers: dict[int, SteerSession] = {}
 
     # --- the link
@@ -85,6 +88,8 @@ class RemoteSession:
                         claim=self._claim, number=message.number, input_offset=message.offset, reads=False, error=None
                     )
                 )
+        self._typing.clear()
+        self._settled.set()
 
     def opened(self, told: SessionOpened) -> None:
         """Its command runs, or runs still."""
@@ -107,10 +112,17 @@ class RemoteSession:
         self._tell_taken()
 
     def typed(self, told: SessionTyped) -> None:
-        """The node has passed something on."""
-        _, typed = self._typing.get(told.number, (None, None))
-        if typed is not None and not typed.done():
+        """The node has passed something on, whether somebody still waits for that or not."""
+        message, typed = self._typing.pop(told.number, (None, None))
+        if message is None or typed is None:
+            return
+        if told.error is None or message.withdrawn:
+            self._refused = not told.reads
+            self._session.passed(told.input_offset)
+        if not typed.done():
             typed.set_result(told)
+        if not self._typing:
+            self._settled.set()
 
     def steered(self, number: int) -> None:
         """The node has done it."""
@@ -128,6 +140,9 @@ class RemoteSession:
         self._taken = self._session.end
         self._send(SessionRoom(self._claim, self._taken, attended))
 
+    async def settle(self) -> None:
+        await self._settled.wait()
+
     async def input_room(self) -> int:
         return 0 if self._refused else PIECE_BYTES
 
@@ -144,15 +159,26 @@ class RemoteSession:
         message = TypeToSession(claim=self._claim, number=number, offset=offset, data=data, end=end)
         typed: asyncio.Future[SessionTyped] = asyncio.get_running_loop().create_future()
         self._typing[number] = (message, typed)
+        self._settled.clear()
+        self._send(message)
         try:
-            self._send(message)
             told = await typed
-        finally:
-            del self._typing[number]
+        except asyncio.CancelledError:
+            self._withdraw(number)
+            raise
         if told.error is not None:
             raise error_of(told.error)
-        self._refused = not told.reads
-        self._session.passed(told.input_offset)
+
+    def _withdraw(self, number: int) -> None:
+        """Nobody waits for it any more: the node passes no more of it on, and says how far it came."""
+        if number not in self._typing:
+            return  # it was answered in the same turn
+        message, typed = self._typing[number]
+        gone = TypeToSession(
+            claim=self._claim, number=number, offset=message.offset, data=b"", end=False, withdrawn=True
+        )
+        self._typing[number] = (gone, typed)
+        self._send(gone)
 
     def steer(self, request: Mapping[str, object]) -> None:
         if "held" in request:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -13,7 +13,7 @@ from manager.action import Action
 from manager.errors import CapacityExceeded, CodedError
 from runtimes.node.errors import facts_of
 from runtimes.node.link import NodeLink
-from runtimes.node.message import Message
+from runtimes.node.message import ErrorFacts, Message
 from runtimes.node.sessions.messages import (
     AttachSession,
     SessionOpened,
@@ -43,6 +43,14 @@ LOOK_S = 30.0
 
 
 @dataclass(slots=True, eq=False)
+class ServedInput:
+    """Input that is being passed on, and where that is answered."""
+
+    link: NodeLink
+    task: asyncio.Task[None] | None = None
+
+
+@dataclass(slots=True, eq=False)
 class ServedSession:
     """One session of an attempt, and what of it the gateway has heard."""
 
@@ -60,8 +68,8 @@ class ServedSession:
     #: Whether all of it was told on this link.
     told: bool = False
     steered: int = 0
-    #: What is being passed on, by who sent it and its number, and where that is answered.
-    inputs: dict[tuple[str, int], NodeLink] = field(default_factory=dict)
+    #: What is being passed on, by who sent it and its number.
+    inputs: dict[tuple[str, int], ServedInput] = field(default_factory=dict)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     telling: asyncio.Task[None] | None = None
 
@@ -175,7 +183,8 @@ class ServedSessions:
         if not asked.attended:
             served.session.leave(reader)
         self._stop(served)
-        served.link, served.telling = link, self._spawn(self._tell(served, link))
+        served.link = link
+        served.telling = self._spawn(self._tell(served, link, self._withdraw_of_others(served)))
 
     def _stop(self, served: ServedSession) -> None:
         """Tell no more of it on its link."""
@@ -183,10 +192,22 @@ class ServedSessions:
             served.telling.cancel()
         served.link = served.telling = None
 
-    async def _tell(self, served: ServedSession, link: NodeLink) -> None:
-        """Say that it runs, then what it says while there is room, and at its end the rest and that this was all."""
+    def _withdraw_of_others(self, served: ServedSession) -> list[asyncio.Task[None]]:
+        """Pass no more on of what another side than the present one has typed; return what still ends of that."""
+        others = [given for (life, _), given in served.inputs.items() if life != served.life]
+        tasks = [given.task for given in others if given.task is not None]
+        for task in tasks:
+            task.cancel()
+        return tasks
+
+    async def _tell(self, served: ServedSession, link: NodeLink, ending: Collection[asyncio.Task[None]]) -> None:
+        """Say that it runs, then what it says while there is room, and at its end the rest and that this was all.
+
+        Where its input stands is told once what is ``ending`` has ended.
+        """
         session = served.session
         await session.opened(None)
+        await asyncio.gather(*ending, return_exceptions=True)
         if session.end or not session.ended:  # else it has never begun
             told = SessionOpened(
                 claim=served.claim,
@@ -239,34 +260,47 @@ class ServedSessions:
             link.send(
                 SessionTyped(claim=typed.claim, number=typed.number, input_offset=typed.offset, reads=False, error=None)
             )
+            return
+        key = (served.life, typed.number)
+        given = served.inputs.get(key)
+        if given is not None:
+            given.link = link  # one that was sent again after a cut is answered on the new link
+            if typed.withdrawn and given.task is not None:
+                given.task.cancel()
         else:
-            key = (served.life, typed.number)
-            under_way = key in served.inputs
-            served.inputs[key] = link  # one that was sent again after a cut is answered on the new link
-            if not under_way:
-                self._spawn(self._pass_on(served, key, typed))
+            given = served.inputs[key] = ServedInput(link)
+            given.task = self._spawn(self._pass_on(served, key, typed))
+            given.task.add_done_callback(lambda _: self._answer_typed(served, key, typed.number, None))
 
     async def _pass_on(self, served: ServedSession, key: tuple[str, int], typed: TypeToSession) -> None:
         """Pass input on once its turn has come, and answer how far it came."""
-        session, failure = served.session, None
+        failure = None
         try:
             if len(served.inputs) > INPUTS_MAX:
                 told = f"{INPUTS_MAX} inputs of the session wait for its command to read"
                 raise CapacityExceeded(told, component=COMPONENT, retry_after_s=1.0)
-            await session.write(typed.data, typed.offset, end=typed.end)
+            if not typed.withdrawn:
+                await served.session.write(typed.data, typed.offset, end=typed.end)
         except CodedError as error:
             failure = facts_of(error)
-        finally:
-            link = served.inputs.pop(key)
-        link.send(
-            SessionTyped(
-                claim=typed.claim,
-                number=typed.number,
-                input_offset=session.input_offset,
-                reads=session.reads,
-                error=failure,
+        self._answer_typed(served, key, typed.number, failure)
+
+    def _answer_typed(
+        self, served: ServedSession, key: tuple[str, int], number: int, failure: ErrorFacts | None
+    ) -> None:
+        """Say how far an input came, once: it is over, or was withdrawn before its first step."""
+        given = served.inputs.pop(key, None)
+        if given is not None:
+            session = served.session
+            given.link.send(
+                SessionTyped(
+                    claim=served.claim,
+                    number=number,
+                    input_offset=session.input_offset,
+                    reads=session.reads,
+                    error=failure,
+                )
             )
-        )
 
     async def _steer(self, served: ServedSession, link: NodeLink, steer: SteerSession) -> None:
         """Do it as soon as it runs, unless it was done on an earlier link."""

@@ -350,6 +350,9 @@ class SessionExchange(Exchange):
     def attend(self, *, attended: bool) -> None:
         """Who reads is known here already: the session holds it back itself."""
 
+    async def settle(self) -> None:
+        """What was passed on is told at once."""
+
     async def input_room(self) -> int:
         return await self.stdin.room()
 

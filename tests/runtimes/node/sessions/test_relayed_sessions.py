@@ -45,13 +45,20 @@ class TypedCommand:
         self.input_ended = False
         self.steered: list[Mapping[str, object]] = []
         self.held = False
+        #: Once it has taken so much, it reads on only after `reads_on`.
+        self.stops_at = 2**40
+        self.reads_on = asyncio.Event()
 
     def require_reached(self) -> None: ...
+
+    async def settle(self) -> None: ...
 
     def attend(self, *, attended: bool) -> None: ...
 
     async def input_room(self) -> int:
         await asyncio.sleep(0)
+        if len(self.typed) >= self.stops_at:
+            await self.reads_on.wait()
         return 100
 
     async def feed(self, data: bytes) -> None:
@@ -198,6 +205,90 @@ async def test_nothing_is_lost_or_doubled_however_often_the_link_is_cut(world: R
     for piece in pieces:
         assert piece.offset == offset
         offset += len(piece.data)
+
+
+async def gives_up(world: RelayedWorld, data: bytes) -> None:
+    """Type something whose command stops reading in the middle, and go away meanwhile."""
+    typing = asyncio.create_task(world.near.write(data))
+    await until(lambda: len(world.command.typed) >= world.command.stops_at)
+    typing.cancel()
+    await asyncio.gather(typing, return_exceptions=True)
+
+
+#: Frames of such a session without a cut, at least; asserted, so that the test below cuts it all over.
+GIVEN_UP_FRAMES_MIN = 7
+
+
+async def given_up(cut_at: int) -> int:
+    """Play one whose caller gives up, and another goes on; cut it at a frame; return how many there were."""
+    world = RelayedWorld()
+    world.cut_at = lambda frames: frames == cut_at
+    world.link()
+    joining = asyncio.create_task(world.relinked())
+    try:
+        world.far.open(world.command)
+        world.command.stops_at = 200
+        async with asyncio.timeout(STUCK_S):
+            await gives_up(world, b"a" * 1000)
+            stands = await world.near.write(b"")
+            world.command.reads_on.set()
+            assert await world.near.write(b"b" * 500) == stands + 500
+        assert stands == 200, "what nobody waits for goes no further"
+        assert world.command.typed == b"a" * 200 + b"b" * 500
+    finally:
+        joining.cancel()
+        await world.close()
+    return len(world.frames)
+
+
+async def test_what_its_caller_gave_up_goes_no_further_and_what_comes_next_is_whole_wherever_it_is_cut() -> None:
+    frames = await given_up(0)
+    assert frames >= GIVEN_UP_FRAMES_MIN
+    for place in range(1, frames + 1):
+        await given_up(place)
+
+
+async def test_a_slow_commands_caller_is_told_how_far_it_came_and_not_less(
+    world: RelayedWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.link()
+    world.far.open(world.command)
+    world.command.stops_at = 200
+    typing = asyncio.create_task(world.near.write(b"a" * 1000))
+    await until(lambda: len(world.command.typed) == 200)
+    monkeypatch.setattr("runtimes.sandbox.session.INPUT_PATIENCE_S", 0.001)
+    assert await world.near.write(b"b" * 10) == 0, "its turn has not come"
+    typing.cancel()
+    assert await world.near.write(b"") == 200
+    assert await world.near.write(b"b" * 10) == 200, "the command does not read, and nobody is told that it did"
+    world.command.reads_on.set()
+    monkeypatch.undo()
+    assert await world.near.write(b"c" * 10) == 210
+    assert world.command.typed == b"a" * 200 + b"c" * 10
+
+
+async def test_what_a_gateway_before_was_typing_goes_no_further_once_the_next_is_told_where_it_stands(
+    world: RelayedWorld,
+) -> None:
+    world.link()
+    world.far.open(world.command)
+    world.command.stops_at = 200
+    typing = asyncio.create_task(world.near.write(b"a" * 1000))
+    await until(lambda: len(world.command.typed) == 200)
+    world.cut()
+    typing.cancel()
+    world.here = SessionTable(SMALL)
+    world.remote = RemoteSessions("n1", world.here)
+    call = Call(function=FunctionSpec(name="shell", runtime="exec"), input=GIVEN, log=UnusedLog())
+    assert world.remote.begin("a.1/", ACTION, call)
+    after = world.here.get("a")
+    assert after is not None
+    world.link()
+    assert await after.opened(STUCK_S)
+    assert after.input_offset == 200
+    world.command.reads_on.set()
+    assert await after.write(b"b" * 500) == 700
+    assert world.command.typed == b"a" * 200 + b"b" * 500
 
 
 async def test_what_nobody_reads_is_not_sent_and_what_is_kept_of_it_comes_with_the_end(world: RelayedWorld) -> None:
