@@ -207,6 +207,6 @@ def test_a_report_costs_what_it_says_however_much_the_device_and_the_pool_hold(m
         gpus.report("n0", {f"s{number + copies}": [Chunk(each, 1) for each in range(4)] for number in range(copies)})
         monkeypatch.undo()
         gpus.check()
-        assert gpus.acquire(PoolRequest(holder="x", units=1, service=f"s{copies}"), 0.0).restore is False
+        assert gpus.acquire("x", PoolRequest(units=1, service=f"s{copies}"), 0.0).restore is False
         costs.append(sized / copies)
     assert costs[0] == costs[1] > 0, "four times as many copies cost four times as much"
