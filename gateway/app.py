@@ -36,6 +36,7 @@ from gateway.http.server import listen
 from gateway.http.stream import GIVE_UP_STALLS
 from gateway.invocations.admission import Admission, HeldInputs
 from gateway.invocations.callbacks import CallbackSender
+from gateway.invocations.dead_letters import DeadLetters
 from gateway.invocations.durable_starts import DurableStarts
 from gateway.invocations.invocations import Invocations
 from gateway.invocations.logs import Logs
@@ -296,6 +297,7 @@ class App:
             held=self.held,
             admission=self.admission,
             invocations=self.invocations,
+            dead_letters=DeadLetters(self.invocations, self.store),
             logs=self.logs,
             store=self.store,
             engine=self.engine,

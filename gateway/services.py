@@ -13,6 +13,7 @@ from gateway.dashboard.activity import Activity
 from gateway.dashboard.watch import Watch
 from gateway.invocations.admission import Admission, HeldInputs
 from gateway.invocations.callbacks import CallbackSender
+from gateway.invocations.dead_letters import DeadLetters
 from gateway.invocations.invocations import Invocations
 from gateway.invocations.logs import Logs
 from gateway.leases import Leases
@@ -75,6 +76,7 @@ class Services:
     held: HeldInputs
     admission: Admission
     invocations: Invocations
+    dead_letters: DeadLetters
     logs: Logs
     store: Store
     engine: Engine

@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, TypeVar
 
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from grpclib.const import Status
 from grpclib.exceptions import GRPCError
 from grpclib.server import Stream
 
 from gateway import wire
-from gateway.errors import face, reason_face
+from gateway.errors import face, problem, reason_face
 from gateway.grpc.generated import tangram_pb2 as pb
 from gateway.invocations.invocation import InvocationRequest, LiveInvocation
 from gateway.invocations.record import Mode, Record
+from gateway.operations.batches import ReadCall
 from gateway.store.store import LogRow
 from manager.errors import CodedError, InvalidInput
-from tangram.types import ForkRequest, SnapshotInfo, StepExpectation, StepInfo, TrajectoryInfo, TrajectoryOpening
+from tangram.types import (
+    ForkRequest,
+    FunctionInfo,
+    FunctionUpload,
+    SnapshotInfo,
+    StepExpectation,
+    StepInfo,
+    TrajectoryInfo,
+    TrajectoryOpening,
+)
+from tangram.types.nodes import NodeStatus
+from tangram.types.requests import InvocationQuery
 from tangram.types.steps import StepPath
 from tangram.types.values import quantities
+
+#: Largest piece of a file in one message of an upload.
+PIECE_MAX_BYTES = 2**20
+#: Largest particulars of an error that go with it: clients bound all metadata, by 8 KiB at the least.
+ERRORS_MAX_BYTES = 2048
 
 Received = TypeVar("Received")
 
@@ -43,6 +61,24 @@ async def tell_replay(stream: Stream[Any, Any], started: LiveInvocation, call: I
     """Say at once that a call with a known key ran nothing."""
     if started.replays(call):
         await stream.send_initial_metadata(metadata={"tangram-idempotent-replay": "true"})
+
+
+def given(message: Message, *names: str) -> dict[str, object]:
+    """Return the fields that say something: an empty one leaves the choice to whoever reads them."""
+    return {name: value for name in names if (value := getattr(message, name))}
+
+
+def read_listing(message: pb.ListInvocationsRequest) -> InvocationQuery:
+    """Which records are to be listed; raises InvalidInput."""
+    chosen = given(message, "function", "task", "trajectory", "parent", "state", "reason", "since", "until", "order")
+    page = given(message, "cursor", "limit") | ({"dead": message.dead} if message.HasField("dead") else {})
+    return wire.read(chosen | page, InvocationQuery)
+
+
+def read_upload(message: pb.PutFunctionRequest) -> FunctionUpload:
+    """One function with its files; raises InvalidInput."""
+    definition = wire.loads_object(message.definition_json)
+    return wire.read({"definition": definition, "sources": dict(message.sources)}, FunctionUpload)
 
 
 def read_opening(message: pb.OpenTrajectoryRequest) -> TrajectoryOpening:
@@ -107,6 +143,8 @@ def read_call(message: pb.InvokeRequest, mode: Mode) -> InvocationRequest:
         timeout_s=seconds(message.timeout_s, "timeout_s"),
         max_age_s=seconds(message.max_age_s, "max_age_s"),
         key=_key(message.idempotency_key),
+        callback_url=message.callback_url or None,
+        living=message.living,
         detached=message.detached,
         **wire.trace(message.traceparent, message.tracestate),
     )
@@ -121,8 +159,8 @@ def seconds(value: float, what: str) -> float | None:
     return value
 
 
-def invocation(record: Record) -> pb.Invocation:
-    """The record as a message."""
+def invocation(record: Record, *, payload: bool = True) -> pb.Invocation:
+    """The record as a message, without its result where there is to be no ``payload``."""
     return pb.Invocation(
         id=record.id,
         function=record.function,
@@ -132,7 +170,7 @@ def invocation(record: Record) -> pb.Invocation:
         reason="" if record.reason is None else record.reason.value,
         message=record.message,
         component=record.component,
-        result_json=record.result or b"",
+        result_json=(record.result or b"") if payload else b"",
         queue_ms=(record.queue_s or 0.0) * 1000,
         overhead_ms=(record.overhead_s or 0.0) * 1000,
         execution_ms=(record.execution_s or 0.0) * 1000,
@@ -141,6 +179,39 @@ def invocation(record: Record) -> pb.Invocation:
         attempt=record.attempt,
         record_json=wire.encode(record.as_wire(payload=False)),
     )
+
+
+def verdict(index: int, told: LiveInvocation | CodedError, call: ReadCall, shown: Record | None) -> pb.BatchVerdict:
+    """What became of one call of a batch; ``shown`` is its record as it is told, if it was accepted."""
+    if shown is not None:
+        replayed = isinstance(told, LiveInvocation) and isinstance(call, InvocationRequest) and told.replays(call)
+        return pb.BatchVerdict(index=index, invocation=invocation(shown), replayed=replayed)
+    assert isinstance(told, CodedError)
+    refusal = pb.BatchProblem(
+        status=Status[face(told).grpc].value,
+        code=told.code,
+        message=told.message,
+        component=told.component,
+        retry_after_s=told.retry_after_s or 0.0,
+        json=wire.encode(problem(told)),
+    )
+    return pb.BatchVerdict(index=index, problem=refusal)
+
+
+def function_message(told: FunctionInfo) -> pb.Function:
+    """A function as it is told."""
+    return pb.Function(
+        name=told.name,
+        runtime=told.runtime,
+        revision=told.revision,
+        description=told.description,
+        json=wire.encode(told),
+    )
+
+
+def node_message(told: NodeStatus) -> pb.Node:
+    """A machine as it is told."""
+    return pb.Node(node=told.node, state=told.state, json=wire.encode(told))
 
 
 def log_record(row: LogRow) -> pb.LogRecord:
@@ -167,6 +238,10 @@ def trailers(error: CodedError) -> dict[str, str]:
         found["tangram-invocation-id"] = error.invocation_id
     if error.retry_after_s is not None:
         found["retry-after-s"] = f"{error.retry_after_s:g}"
+    if error.detail:
+        errors = json.dumps(dict(error.detail), default=str)  # ASCII, as metadata must be
+        if len(errors) <= ERRORS_MAX_BYTES:
+            found["tangram-errors"] = errors
     return found
 
 

@@ -6,7 +6,6 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import replace
 from typing import NamedTuple
 
 from grpclib.server import Stream
@@ -88,8 +87,9 @@ class SessionCall:
             traceparent=asked.traceparent,
             tracestate=asked.tracestate,
             detached=True,
+            living=asked.living,
         )
-        call = replace(read_call(request, Mode.SYNC), living=asked.living)
+        call = read_call(request, Mode.SYNC)
         invocation = await open_session(self._services, call)
         await tell_replay(self._stream, invocation, call)
         shown = self._services.invocations.shown(invocation.record)

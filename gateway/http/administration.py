@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from msgspec import UNSET, UnsetType, convert
 from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway import wire
-from gateway.functions import function_info
 from gateway.http.call import read_query
 from gateway.http.messages import read_body, respond
 from gateway.http.operation import (
@@ -20,8 +16,9 @@ from gateway.http.operation import (
     json_answer,
     links,
 )
+from gateway.operations.lists import list_functions, list_queue
+from gateway.operations.state import READY, get_function, get_readiness, get_resources
 from gateway.services import Services
-from manager.function import FunctionSpec
 from tangram.types import (
     ActivityInfo,
     ConfigDiff,
@@ -32,7 +29,6 @@ from tangram.types import (
     Health,
     QueuePage,
     ResourcesInfo,
-    SandboxesInfo,
 )
 from tangram.types.requests import ConfigQuery, FunctionQuery, QueueQuery
 from tangram.types.values.scalars import JsonObject, Name
@@ -47,14 +43,10 @@ class AdministrationOperations:
         self._services = services
 
     async def functions(self, request: Request) -> Response:
-        known = self._services.functions
-        found = tuple([self._info(spec) for spec in known.all()])
-        return respond(FunctionList(functions=found))
+        return respond(FunctionList(functions=list_functions(self._services)))
 
     async def function(self, request: Request) -> Response:
-        name = wire.name(request.path_params["name"], "function")
-        known = self._services.functions
-        return respond(self._info(known.get(name), self._services.learned(name)))
+        return respond(get_function(self._services, request.path_params["name"]))
 
     async def put_function(self, request: Request) -> Response:
         """Add or change one function, with the files of a handler; nothing in flight is dropped."""
@@ -68,11 +60,6 @@ class AdministrationOperations:
         name = wire.name(request.path_params["name"], "function")
         return respond(await self._services.remove(name))
 
-    def _info(self, spec: FunctionSpec, learned: Mapping[str, object] | UnsetType = UNSET) -> FunctionInfo:
-        known = self._services.functions
-        changes = () if learned is UNSET else known.changes(spec.name)
-        return function_info(spec, learned, known.readiness(spec.name), known.source(spec.name), changes)
-
     async def put_config(self, request: Request) -> Response:
         """Add and change functions and tasks: new invocations see the new ones, nothing in flight is dropped."""
         asked = read_query(request, ConfigQuery)
@@ -80,15 +67,11 @@ class AdministrationOperations:
         return respond(await self._services.configure(document, asked.dry_run, asked.prune))
 
     async def resources(self, request: Request) -> Response:
-        """Pools and who holds what, in plain words what the sandboxes are, and the model processes."""
-        sandboxes = convert(self._services.sandboxes(), SandboxesInfo, from_attributes=True)
-        found = {**self._services.engine.resources(), "sandboxes": sandboxes, "models": self._services.models()}
-        return respond(convert(found, ResourcesInfo))
+        return respond(get_resources(self._services))
 
     async def queue(self, request: Request) -> Response:
         """A page of what waits; a cursor stays good when the action that it names has left."""
-        asked = read_query(request, QueueQuery)
-        return respond(convert(self._services.engine.queue(asked.limit, asked.cursor), QueuePage))
+        return respond(list_queue(self._services, read_query(request, QueueQuery)))
 
     async def activity(self, request: Request) -> Response:
         return respond(self._services.activity.info())
@@ -99,17 +82,8 @@ class AdministrationOperations:
 
     async def ready(self, request: Request) -> Response:
         """Whether work is taken now, and if not, why."""
-        why = self._services.unready()
-        known = self._services.functions
-        states = {spec.name: known.readiness(spec.name) for spec in known.all()}
-        found = Health(
-            status="ready" if why is None else why,
-            warnings=(*self._services.warnings(), *self._services.sandboxes().weakenings),
-            record=self._services.record() or UNSET,
-            preparing=tuple(name for name, each in states.items() if each.status == "preparing"),
-            unavailable=tuple(name for name, each in states.items() if each.status == "unavailable"),
-        )
-        return respond(found, 200 if why is None else 503)
+        found = get_readiness(self._services)
+        return respond(found, 200 if found.status == READY else 503)
 
     async def metrics(self, request: Request) -> Response:
         return Response(self._services.metrics.text(), media_type=TEXT_PLAIN)

@@ -12,7 +12,8 @@ from starlette.types import Receive, Scope, Send
 from gateway.http.call import read_query
 from gateway.http.messages import body_chunks, respond
 from gateway.http.operation import BINARY, Operation, ResponseSpec, json_answer
-from gateway.http.trajectories import BYTES, TRAJECTORY_ID, as_files_are, files_of, placed_path
+from gateway.http.trajectories import BYTES, TRAJECTORY_ID, asked_files
+from gateway.operations.files import read_archive, write_archive
 from gateway.services import Services
 from tangram.types import FileWritten
 from tangram.types.requests import ArchiveReadQuery, ArchiveWriteQuery, FileHeaders
@@ -48,21 +49,15 @@ class ArchiveOperations:
 
     async def put(self, request: Request) -> Response:
         """Unpack a tar below a directory of the sandbox."""
-        files, asked = files_of(self._services, request), read_query(request, ArchiveWriteQuery)
-        path, limit_bytes = placed_path(asked.path, files.workdir), self._services.bounds.file_limit_bytes
-        chunks = body_chunks(request, self._services, limit_bytes)
-        with as_files_are():
-            size_bytes = await files.unpack(path, chunks, user=asked.user or "", limit_bytes=limit_bytes)
-        return respond(FileWritten(path=path, size_bytes=size_bytes), 201)
+        files, asked = asked_files(self._services, request), read_query(request, ArchiveWriteQuery)
+        chunks = body_chunks(request, self._services, self._services.bounds.file_limit_bytes)
+        return respond(await write_archive(self._services, files, chunks, asked), 201)
 
     async def get(self, request: Request) -> Response:
         """Pack a file or a directory of the sandbox into a tar."""
-        files, asked = files_of(self._services, request), read_query(request, ArchiveReadQuery)
-        path, limit_bytes = placed_path(asked.path, files.workdir), self._services.bounds.file_limit_bytes
+        files, asked = asked_files(self._services, request), read_query(request, ArchiveReadQuery)
         async with AsyncExitStack() as opening:
-            with as_files_are():
-                archive = files.pack(path, user=asked.user or "", limit_bytes=limit_bytes, base=asked.base)
-                chunks = await opening.enter_async_context(archive)
+            chunks = await opening.enter_async_context(read_archive(self._services, files, asked))
             return ArchiveResponse(chunks, opening.pop_all())
 
     def operations(self) -> list[Operation]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -18,15 +17,13 @@ from gateway.http.operation import (
     json_answer,
     links,
 )
-from gateway.invocations.dead_letters import DeadLetters
-from gateway.invocations.invocation import InvocationRequest, LiveInvocation
+from gateway.invocations.invocation import InvocationRequest
+from gateway.operations.batches import ReadCall, Verdict, check_batch, invoke_batch
 from gateway.services import Services
-from manager.errors import CodedError, InvalidInput, TooLarge
+from manager.errors import CodedError, InvalidInput
 from tangram.types import UNSET, BatchAnswer, BatchRequest, BatchVerdict, Invocation, Purged
 from tangram.types.requests import BatchQuery, PurgeQuery
 from tangram.types.values.scalars import Name
-
-Verdict = LiveInvocation | CodedError
 
 
 class BatchOperations:
@@ -34,7 +31,6 @@ class BatchOperations:
 
     def __init__(self, services: Services) -> None:
         self._services = services
-        self._dead_letters = DeadLetters(services.invocations, services.store)
 
     async def batch(self, request: HttpRequest) -> Response:
         """Accept many asynchronous calls with one commit; each has its own verdict, in the order of the calls."""
@@ -42,36 +38,18 @@ class BatchOperations:
         limit_s = self._services.bounds.wait_max_s
         timeout_s = limit_s if asked.timeout is None else min(limit_s, wire.duration_s(asked.timeout, "timeout"))
         calls = self._calls(wire.loads_object(await read_body(request, self._services)))
-        readable = [call for call in calls if isinstance(call, InvocationRequest)]
-        accepted = iter(await self._services.invocations.invoke_all(readable))
-        verdicts = [next(accepted) if isinstance(call, InvocationRequest) else call for call in calls]
-        if asked.wait != "none":
-            until = asyncio.FIRST_COMPLETED if asked.wait == "any" else asyncio.ALL_COMPLETED
-            await self._wait(verdicts, until, timeout_s)
+        verdicts = await invoke_batch(self._services, calls, asked.wait, timeout_s)
         answers = [self._verdict(call, verdict) for call, verdict in zip(calls, verdicts, strict=True)]
         return respond(BatchAnswer(results=tuple(answers)))
 
-    def _calls(self, body: Mapping[str, object]) -> list[InvocationRequest | CodedError]:
+    def _calls(self, body: Mapping[str, object]) -> list[ReadCall]:
         calls = body.get("calls")
         if not isinstance(calls, list):
             raise InvalidInput("calls must be a list", detail={"path": "$.calls"})
-        if len(calls) > self._services.bounds.batch_max:
-            raise TooLarge(f"{len(calls)} calls are more than {self._services.bounds.batch_max}", component="http")
+        check_batch(self._services, len(calls))
         return [_read_call(call, f"$.calls[{index}]") for index, call in enumerate(calls)]
 
-    async def _wait(self, verdicts: Sequence[Verdict], until: str, timeout_s: float) -> None:
-        waits = {
-            asyncio.ensure_future(verdict.ended.wait())
-            for verdict in verdicts
-            if isinstance(verdict, LiveInvocation) and not verdict.ended.is_set()
-        }
-        already = any(isinstance(verdict, LiveInvocation) and verdict.ended.is_set() for verdict in verdicts)
-        if waits and not (already and until == asyncio.FIRST_COMPLETED):
-            await asyncio.wait(waits, timeout=timeout_s, return_when=until)
-        for wait in waits:
-            wait.cancel()
-
-    def _verdict(self, call: InvocationRequest | CodedError, verdict: Verdict) -> BatchVerdict:
+    def _verdict(self, call: ReadCall, verdict: Verdict) -> BatchVerdict:
         if isinstance(verdict, CodedError):
             body = problem(verdict)
             return BatchVerdict(status=body.status, problem=body)
@@ -85,18 +63,18 @@ class BatchOperations:
 
     async def redrive(self, request: HttpRequest) -> Response:
         """Send a dead letter again."""
-        invocation = await self._dead_letters.redrive(request.path_params["id"])
+        invocation = await self._services.dead_letters.redrive(request.path_params["id"])
         return record_response(self._services.invocations.shown(invocation.record), 202)
 
     async def purge(self, request: HttpRequest) -> Response:
         """Take a dead letter off the list."""
-        await self._dead_letters.purge(request.path_params["id"])
+        await self._services.dead_letters.purge(request.path_params["id"])
         return respond(Purged(purged=1))
 
     async def purge_all(self, request: HttpRequest) -> Response:
         """Take all dead letters, or those of one function, off the list."""
         asked = read_query(request, PurgeQuery)
-        return respond(Purged(purged=await self._dead_letters.purge_all(asked.function)))
+        return respond(Purged(purged=await self._services.dead_letters.purge_all(asked.function)))
 
     def operations(self) -> list[Operation]:
         """The rows of the table."""
@@ -155,7 +133,7 @@ class BatchOperations:
         ]
 
 
-def _read_call(call: object, path: str) -> InvocationRequest | CodedError:
+def _read_call(call: object, path: str) -> ReadCall:
     """Return one call of a batch, or why it cannot be read."""
     try:
         return read_item(call, path)

@@ -30,12 +30,10 @@ from gateway.http.operation import (
 )
 from gateway.http.stream import LogStream, accepts_events
 from gateway.invocations.invocation import LiveInvocation
-from gateway.invocations.record import Mode, Record, cursor_of, seq_of
+from gateway.invocations.record import Mode, Record, cursor_of
+from gateway.operations.lists import list_invocations
 from gateway.services import Services
-from gateway.store.listing import Filter
 from gateway.store.store import LogRow
-from manager.errors import Reason
-from manager.outcome import State
 from tangram.types import Invocation, InvocationPage, LogAccepted, LogEnd, LogRecord, LogResult
 from tangram.types.requests import CallHeaders, InvocationQuery, InvokeQuery, LogHeaders, LogQuery, WaitQuery
 from tangram.types.values.scalars import JsonObject, Name
@@ -95,8 +93,7 @@ class InvocationOperations:
 
     async def find(self, request: Request) -> Response:
         """Records by filter, newest first unless asked otherwise, page by page."""
-        chosen = _filter(read_query(request, InvocationQuery), self._services.wall())
-        found = await self._invocations.find(chosen)
+        found = await list_invocations(self._services, read_query(request, InvocationQuery))
         page = tuple([self._invocations.shown(record).as_wire(payload=False) for record in found.records])
         return respond(InvocationPage(invocations=page, next_cursor=cursor_of(found.before)))
 
@@ -250,20 +247,3 @@ def _offset(asked: LogQuery, headers: LogHeaders) -> int:
     if asked.offset is not None:
         return asked.offset
     return int(headers.last_event_id) + 1 if headers.last_event_id else 0
-
-
-def _filter(asked: InvocationQuery, now_s: float) -> Filter:
-    return Filter(
-        function=asked.function,
-        task=asked.task,
-        trajectory=asked.trajectory,
-        parent=asked.parent,
-        state=None if asked.state is None else State(asked.state),
-        reason=None if asked.reason is None else Reason(asked.reason),
-        since_s=None if asked.since is None else wire.moment_s(asked.since, "since", now_s),
-        until_s=None if asked.until is None else wire.moment_s(asked.until, "until", now_s),
-        oldest=asked.order == "oldest",
-        dead=asked.dead,
-        before=None if asked.cursor is None else seq_of(asked.cursor),
-        limit=asked.limit,
-    )

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import posixpath
-from collections.abc import Iterator
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack
 from dataclasses import replace
 
-from msgspec import convert
 from msgspec.structs import replace as replaced
 from starlette.requests import Request
 from starlette.responses import Response
@@ -24,12 +21,21 @@ from gateway.http.operation import (
     json_answer,
     links,
 )
+from gateway.operations.files import (
+    files_of,
+    fitting_path,
+    list_files,
+    placed_path,
+    read_file,
+    write_file,
+)
+from gateway.operations.lists import list_trajectories
 from gateway.services import Services
-from gateway.trajectories import leased, open_trajectory, trajectory_info
-from manager.errors import ActionFailed, Conflict, InvalidInput, NotFound, Reason
-from runtimes.sandbox.command import FileStat, FileStream
+from gateway.trajectories import open_trajectory, trajectory_info
+from manager.errors import NotFound
+from runtimes.sandbox.command import FileStream
 from runtimes.sandbox.files.files import SandboxFiles
-from tangram.types import FileEntry, FileList, FileWritten, TrajectoryInfo, TrajectoryOpening, TrajectoryPage
+from tangram.types import FileList, FileWritten, TrajectoryInfo, TrajectoryOpening, TrajectoryPage
 from tangram.types.requests import (
     FileHeaders,
     FileReadAtQuery,
@@ -43,7 +49,6 @@ from tangram.types.requests import (
 from tangram.types.values.scalars import Name
 
 TRAJECTORY_ID = PathParameter(name="id", about="Name of a trajectory, chosen by its caller", shape=Name)
-PATH_BYTES_MAX = 4095
 FILE_PATH = PathParameter(name="path", about="Path in the sandbox, from its root", shape=SandboxPath)
 BYTES = "application/octet-stream"
 
@@ -88,9 +93,7 @@ class TrajectoryOperations:
         return respond(trajectory_info(self._services, wire.name(request.path_params["id"], "trajectory")))
 
     async def find(self, request: Request) -> Response:
-        asked = read_query(request, TrajectoryQuery)
-        page = convert(self._services.engine.trajectories(asked.limit, asked.cursor), TrajectoryPage)
-        return respond(replaced(page, trajectories=tuple([leased(self._services, each) for each in page.trajectories])))
+        return respond(list_trajectories(self._services, read_query(request, TrajectoryQuery)))
 
     async def delete(self, request: Request) -> Response:
         """End it: its actions are cancelled, its sandbox removed, its memory given back."""
@@ -101,29 +104,21 @@ class TrajectoryOperations:
 
     async def put_file(self, request: Request) -> Response:
         """Write a file into the sandbox, as it comes."""
-        files = files_of(self._services, request)
+        files = asked_files(self._services, request)
         asked = read_query(request, FileWriteQuery if "path" in request.path_params else FileWriteAtQuery)
-        path = _path(request, asked, files)
         chunks = body_chunks(request, self._services, self._services.bounds.file_limit_bytes)
-        mode = None if asked.mode is None else int(asked.mode, 8)
-        with as_files_are():
-            size_bytes = await files.write(path, chunks, mode=mode, user=asked.user or "")
-        return respond(FileWritten(path=path, size_bytes=size_bytes), 201)
+        return respond(await write_file(files, _path(request, asked, files), chunks, asked), 201)
 
     async def get_file(self, request: Request) -> Response:
         """A file's bytes, or with ``list=true`` a directory's entries."""
-        files = files_of(self._services, request)
+        files = asked_files(self._services, request)
         asked = read_query(request, FileReadQuery if "path" in request.path_params else FileReadAtQuery)
         path = _path(request, asked, files)
-        user = asked.user or ""
-        with as_files_are():
-            if asked.list:
-                listed = await files.list(path, user=user)
-                return respond(FileList(files=tuple([_entry(stat) for stat in listed])))
-            async with AsyncExitStack() as opening:
-                limit_bytes = self._services.bounds.file_limit_bytes
-                file = await opening.enter_async_context(files.open(path, limit_bytes=limit_bytes, user=user))
-                return FileResponse(file, opening.pop_all())
+        if asked.list:
+            return respond(FileList(files=await list_files(files, path, asked)))
+        async with AsyncExitStack() as opening:
+            file = await opening.enter_async_context(read_file(self._services, files, path, asked))
+            return FileResponse(file, opening.pop_all())
 
     def operations(self) -> list[Operation]:
         """The rows of the table."""
@@ -230,52 +225,14 @@ class TrajectoryOperations:
         ]
 
 
-def files_of(services: Services, request: Request) -> SandboxFiles:
-    """Return the files of the request's trajectory, wherever it lives.
-
-    Raises NotFound, TrajectoryHasEnded if it is to live, CapacityExceeded while its node is not reached.
-    """
-    trajectory = wire.name(request.path_params["id"], "trajectory")
-    if read_headers(request, FileHeaders).expect == "living":
-        services.engine.check_trajectory(trajectory, living=True)
-    found = services.files(trajectory)
-    if found is None:
-        raise NotFound(f"trajectory {trajectory!r} has no sandbox: it starts with its first action, or by PUT")
-    return found
+def asked_files(services: Services, request: Request) -> SandboxFiles:
+    """Return the files of the request's trajectory; raises as `files_of`."""
+    living = read_headers(request, FileHeaders).expect == "living"
+    return files_of(services, request.path_params["id"], living=living)
 
 
 def _path(request: Request, asked: FileWriteQuery | FileReadQuery, files: SandboxFiles) -> str:
-    """Return the path in the sandbox, absolute. It is the sandbox that keeps it inside."""
+    """Return the path in the sandbox, absolute."""
     if isinstance(asked, FileWriteAtQuery | FileReadAtQuery):
         return placed_path(asked.path, files.workdir)
-    return "/" + _fitting(request.path_params["path"]).lstrip("/")
-
-
-def placed_path(path: str, workdir: str) -> str:
-    """Return a path of a query, absolute: a relative one begins at the sandbox's working directory."""
-    return posixpath.normpath(posixpath.join(workdir, _fitting(path)))
-
-
-def _fitting(path: str) -> str:
-    if "\0" in path or len(path.encode("utf-8", "replace")) > PATH_BYTES_MAX:
-        told = f"the path holds a NUL byte or is longer than {PATH_BYTES_MAX} bytes"
-        raise InvalidInput(told, component="http", detail={"path": "path"})
-    return path
-
-
-@contextmanager
-def as_files_are() -> Iterator[None]:
-    """Raise Conflict for what the sandbox refuses, of a path that is one, and for files that are lost with it."""
-    try:
-        yield
-    except InvalidInput as error:
-        raise Conflict(error.message, component=error.component, detail=error.detail) from None
-    except ActionFailed as error:
-        if error.reason is not Reason.ENVIRONMENT_LOST:
-            raise
-        told = f"{error.message}; actions that expect them end environment_lost, then it begins anew, empty"
-        raise Conflict(told, component=error.component, detail=error.detail) from None
-
-
-def _entry(stat: FileStat) -> FileEntry:
-    return FileEntry(path=stat.path, size_bytes=stat.size_bytes, directory=stat.directory, mode=f"{stat.mode:o}")
+    return "/" + fitting_path(request.path_params["path"]).lstrip("/")

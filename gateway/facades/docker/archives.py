@@ -13,7 +13,7 @@ from gateway.facades.docker.containers import Container
 from gateway.facades.docker.exchange import EngineExchange
 from gateway.facades.docker.lifecycle import ContainerLife
 from gateway.facades.docker.shapes import PathStat, entry_stat, stat_header
-from gateway.http.trajectories import as_files_are, placed_path
+from gateway.operations.files import as_files_are, placed_path
 from gateway.services import Services
 from manager.errors import CodedError, Conflict, InvalidInput, NotFound
 from runtimes.sandbox.command import Command

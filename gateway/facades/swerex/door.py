@@ -49,8 +49,8 @@ from gateway.facades.swerex.shapes import (
     WriteFile,
 )
 from gateway.http.messages import body_chunks
-from gateway.http.trajectories import placed_path
 from gateway.invocations.record import Record
+from gateway.operations.files import placed_path
 from gateway.services import Services
 from manager.errors import CodedError, Forbidden, InvalidInput, NotFound, Reason
 from manager.function import FunctionSpec

@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class InvokeRequest(_message.Message):
-    __slots__ = ("function", "input_json", "trajectory", "task", "parent", "idempotency_key", "timeout_s", "max_age_s", "traceparent", "detached", "tracestate", "step")
+    __slots__ = ("function", "input_json", "trajectory", "task", "parent", "idempotency_key", "timeout_s", "max_age_s", "traceparent", "detached", "tracestate", "step", "callback_url", "living")
     FUNCTION_FIELD_NUMBER: _ClassVar[int]
     INPUT_JSON_FIELD_NUMBER: _ClassVar[int]
     TRAJECTORY_FIELD_NUMBER: _ClassVar[int]
@@ -20,6 +20,8 @@ class InvokeRequest(_message.Message):
     DETACHED_FIELD_NUMBER: _ClassVar[int]
     TRACESTATE_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
+    CALLBACK_URL_FIELD_NUMBER: _ClassVar[int]
+    LIVING_FIELD_NUMBER: _ClassVar[int]
     function: str
     input_json: bytes
     trajectory: str
@@ -32,7 +34,9 @@ class InvokeRequest(_message.Message):
     detached: bool
     tracestate: str
     step: int
-    def __init__(self, function: _Optional[str] = ..., input_json: _Optional[bytes] = ..., trajectory: _Optional[str] = ..., task: _Optional[str] = ..., parent: _Optional[str] = ..., idempotency_key: _Optional[str] = ..., timeout_s: _Optional[float] = ..., max_age_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., detached: _Optional[bool] = ..., tracestate: _Optional[str] = ..., step: _Optional[int] = ...) -> None: ...
+    callback_url: str
+    living: bool
+    def __init__(self, function: _Optional[str] = ..., input_json: _Optional[bytes] = ..., trajectory: _Optional[str] = ..., task: _Optional[str] = ..., parent: _Optional[str] = ..., idempotency_key: _Optional[str] = ..., timeout_s: _Optional[float] = ..., max_age_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., detached: _Optional[bool] = ..., tracestate: _Optional[str] = ..., step: _Optional[int] = ..., callback_url: _Optional[str] = ..., living: _Optional[bool] = ...) -> None: ...
 
 class GetRequest(_message.Message):
     __slots__ = ("id",)
@@ -63,6 +67,137 @@ class TailLogsRequest(_message.Message):
     offset: int
     follow: bool
     def __init__(self, id: _Optional[str] = ..., offset: _Optional[int] = ..., follow: _Optional[bool] = ...) -> None: ...
+
+class ListInvocationsRequest(_message.Message):
+    __slots__ = ("function", "task", "trajectory", "parent", "state", "reason", "since", "until", "order", "dead", "cursor", "limit", "all")
+    FUNCTION_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    TRAJECTORY_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    UNTIL_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
+    DEAD_FIELD_NUMBER: _ClassVar[int]
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    ALL_FIELD_NUMBER: _ClassVar[int]
+    function: str
+    task: str
+    trajectory: str
+    parent: str
+    state: str
+    reason: str
+    since: str
+    until: str
+    order: str
+    dead: bool
+    cursor: str
+    limit: int
+    all: bool
+    def __init__(self, function: _Optional[str] = ..., task: _Optional[str] = ..., trajectory: _Optional[str] = ..., parent: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., since: _Optional[str] = ..., until: _Optional[str] = ..., order: _Optional[str] = ..., dead: _Optional[bool] = ..., cursor: _Optional[str] = ..., limit: _Optional[int] = ..., all: _Optional[bool] = ...) -> None: ...
+
+class InvocationPage(_message.Message):
+    __slots__ = ("invocations", "next_cursor")
+    INVOCATIONS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_CURSOR_FIELD_NUMBER: _ClassVar[int]
+    invocations: _containers.RepeatedCompositeFieldContainer[Invocation]
+    next_cursor: str
+    def __init__(self, invocations: _Optional[_Iterable[_Union[Invocation, _Mapping]]] = ..., next_cursor: _Optional[str] = ...) -> None: ...
+
+class InvokeBatchRequest(_message.Message):
+    __slots__ = ("calls", "wait", "timeout_s")
+    CALLS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    calls: _containers.RepeatedCompositeFieldContainer[InvokeRequest]
+    wait: str
+    timeout_s: float
+    def __init__(self, calls: _Optional[_Iterable[_Union[InvokeRequest, _Mapping]]] = ..., wait: _Optional[str] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
+class BatchVerdict(_message.Message):
+    __slots__ = ("index", "invocation", "problem", "replayed")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    INVOCATION_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    REPLAYED_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    invocation: Invocation
+    problem: BatchProblem
+    replayed: bool
+    def __init__(self, index: _Optional[int] = ..., invocation: _Optional[_Union[Invocation, _Mapping]] = ..., problem: _Optional[_Union[BatchProblem, _Mapping]] = ..., replayed: _Optional[bool] = ...) -> None: ...
+
+class BatchProblem(_message.Message):
+    __slots__ = ("status", "code", "message", "component", "retry_after_s", "json")
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    COMPONENT_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_S_FIELD_NUMBER: _ClassVar[int]
+    JSON_FIELD_NUMBER: _ClassVar[int]
+    status: int
+    code: str
+    message: str
+    component: str
+    retry_after_s: float
+    json: bytes
+    def __init__(self, status: _Optional[int] = ..., code: _Optional[str] = ..., message: _Optional[str] = ..., component: _Optional[str] = ..., retry_after_s: _Optional[float] = ..., json: _Optional[bytes] = ...) -> None: ...
+
+class RedriveDeadLetterRequest(_message.Message):
+    __slots__ = ("id",)
+    ID_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    def __init__(self, id: _Optional[str] = ...) -> None: ...
+
+class PurgeDeadLetterRequest(_message.Message):
+    __slots__ = ("id",)
+    ID_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    def __init__(self, id: _Optional[str] = ...) -> None: ...
+
+class PurgeDeadLettersRequest(_message.Message):
+    __slots__ = ("function",)
+    FUNCTION_FIELD_NUMBER: _ClassVar[int]
+    function: str
+    def __init__(self, function: _Optional[str] = ...) -> None: ...
+
+class PurgeDeadLettersResponse(_message.Message):
+    __slots__ = ("purged",)
+    PURGED_FIELD_NUMBER: _ClassVar[int]
+    purged: int
+    def __init__(self, purged: _Optional[int] = ...) -> None: ...
+
+class GetFunctionRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class PutFunctionRequest(_message.Message):
+    __slots__ = ("name", "definition_json", "sources", "dry_run")
+    class SourcesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DEFINITION_JSON_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    definition_json: bytes
+    sources: _containers.ScalarMap[str, str]
+    dry_run: bool
+    def __init__(self, name: _Optional[str] = ..., definition_json: _Optional[bytes] = ..., sources: _Optional[_Mapping[str, str]] = ..., dry_run: _Optional[bool] = ...) -> None: ...
+
+class RemoveFunctionRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
 
 class ListFunctionsRequest(_message.Message):
     __slots__ = ()
@@ -218,6 +353,158 @@ class Trajectory(_message.Message):
     json: bytes
     def __init__(self, trajectory: _Optional[str] = ..., json: _Optional[bytes] = ...) -> None: ...
 
+class GetTrajectoryRequest(_message.Message):
+    __slots__ = ("trajectory",)
+    TRAJECTORY_FIELD_NUMBER: _ClassVar[int]
+    trajectory: str
+    def __init__(self, trajectory: _Optional[str] = ...) -> None: ...
+
+class ListTrajectoriesRequest(_message.Message):
+    __slots__ = ("cursor", "limit", "all")
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    ALL_FIELD_NUMBER: _ClassVar[int]
+    cursor: str
+    limit: int
+    all: bool
+    def __init__(self, cursor: _Optional[str] = ..., limit: _Optional[int] = ..., all: _Optional[bool] = ...) -> None: ...
+
+class TrajectoryPage(_message.Message):
+    __slots__ = ("trajectories", "next_cursor")
+    TRAJECTORIES_FIELD_NUMBER: _ClassVar[int]
+    NEXT_CURSOR_FIELD_NUMBER: _ClassVar[int]
+    trajectories: _containers.RepeatedCompositeFieldContainer[Trajectory]
+    next_cursor: str
+    def __init__(self, trajectories: _Optional[_Iterable[_Union[Trajectory, _Mapping]]] = ..., next_cursor: _Optional[str] = ...) -> None: ...
+
+class RenewLeasesRequest(_message.Message):
+    __slots__ = ("trajectories", "lease_s")
+    TRAJECTORIES_FIELD_NUMBER: _ClassVar[int]
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    trajectories: _containers.RepeatedScalarFieldContainer[str]
+    lease_s: float
+    def __init__(self, trajectories: _Optional[_Iterable[str]] = ..., lease_s: _Optional[float] = ...) -> None: ...
+
+class RenewLeasesResponse(_message.Message):
+    __slots__ = ("gone",)
+    GONE_FIELD_NUMBER: _ClassVar[int]
+    gone: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, gone: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class WriteFileRequest(_message.Message):
+    __slots__ = ("target", "data")
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    target: FileTarget
+    data: bytes
+    def __init__(self, target: _Optional[_Union[FileTarget, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class FileTarget(_message.Message):
+    __slots__ = ("trajectory", "path", "mode", "user", "living")
+    TRAJECTORY_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    USER_FIELD_NUMBER: _ClassVar[int]
+    LIVING_FIELD_NUMBER: _ClassVar[int]
+    trajectory: str
+    path: str
+    mode: str
+    user: str
+    living: bool
+    def __init__(self, trajectory: _Optional[str] = ..., path: _Optional[str] = ..., mode: _Optional[str] = ..., user: _Optional[str] = ..., living: _Optional[bool] = ...) -> None: ...
+
+class WriteArchiveRequest(_message.Message):
+    __slots__ = ("target", "data")
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    target: ArchiveTarget
+    data: bytes
+    def __init__(self, target: _Optional[_Union[ArchiveTarget, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class ArchiveTarget(_message.Message):
+    __slots__ = ("trajectory", "path", "user", "living")
+    TRAJECTORY_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    USER_FIELD_NUMBER: _ClassVar[int]
+    LIVING_FIELD_NUMBER: _ClassVar[int]
+    trajectory: str
+    path: str
+    user: str
+    living: bool
+    def __init__(self, trajectory: _Optional[str] = ..., path: _Optional[str] = ..., user: _Optional[str] = ..., living: _Optional[bool] = ...) -> None: ...
+
+class FileWritten(_message.Message):
+    __slots__ = ("path", "size_bytes")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    size_bytes: int
+    def __init__(self, path: _Optional[str] = ..., size_bytes: _Optional[int] = ...) -> None: ...
+
+class ReadFileRequest(_message.Message):
+    __slots__ = ("trajectory", "path", "user", "living")
+    TRAJECTORY_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    USER_FIELD_NUMBER: _ClassVar[int]
+    LIVING_FIELD_NUMBER: _ClassVar[int]
+    trajectory: str
+    path: str
+    user: str
+    living: bool
+    def __init__(self, trajectory: _Optional[str] = ..., path: _Optional[str] = ..., user: _Optional[str] = ..., living: _Optional[bool] = ...) -> None: ...
+
+class ReadArchiveRequest(_message.Message):
+    __slots__ = ("trajectory", "path", "user", "living", "base")
+    TRAJECTORY_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    USER_FIELD_NUMBER: _ClassVar[int]
+    LIVING_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    trajectory: str
+    path: str
+    user: str
+    living: bool
+    base: bool
+    def __init__(self, trajectory: _Optional[str] = ..., path: _Optional[str] = ..., user: _Optional[str] = ..., living: _Optional[bool] = ..., base: _Optional[bool] = ...) -> None: ...
+
+class FilePiece(_message.Message):
+    __slots__ = ("data", "size_bytes")
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    size_bytes: int
+    def __init__(self, data: _Optional[bytes] = ..., size_bytes: _Optional[int] = ...) -> None: ...
+
+class ListFilesRequest(_message.Message):
+    __slots__ = ("trajectory", "path", "user", "living")
+    TRAJECTORY_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    USER_FIELD_NUMBER: _ClassVar[int]
+    LIVING_FIELD_NUMBER: _ClassVar[int]
+    trajectory: str
+    path: str
+    user: str
+    living: bool
+    def __init__(self, trajectory: _Optional[str] = ..., path: _Optional[str] = ..., user: _Optional[str] = ..., living: _Optional[bool] = ...) -> None: ...
+
+class FileList(_message.Message):
+    __slots__ = ("files",)
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    files: _containers.RepeatedCompositeFieldContainer[FileEntry]
+    def __init__(self, files: _Optional[_Iterable[_Union[FileEntry, _Mapping]]] = ...) -> None: ...
+
+class FileEntry(_message.Message):
+    __slots__ = ("path", "size_bytes", "directory", "mode")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    size_bytes: int
+    directory: bool
+    mode: str
+    def __init__(self, path: _Optional[str] = ..., size_bytes: _Optional[int] = ..., directory: _Optional[bool] = ..., mode: _Optional[str] = ...) -> None: ...
+
 class EndTrajectoryRequest(_message.Message):
     __slots__ = ("trajectory",)
     TRAJECTORY_FIELD_NUMBER: _ClassVar[int]
@@ -315,6 +602,156 @@ class ListStepsResponse(_message.Message):
     STEPS_FIELD_NUMBER: _ClassVar[int]
     steps: _containers.RepeatedCompositeFieldContainer[Step]
     def __init__(self, steps: _Optional[_Iterable[_Union[Step, _Mapping]]] = ...) -> None: ...
+
+class ListTasksRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListTasksResponse(_message.Message):
+    __slots__ = ("tasks",)
+    TASKS_FIELD_NUMBER: _ClassVar[int]
+    tasks: _containers.RepeatedCompositeFieldContainer[Task]
+    def __init__(self, tasks: _Optional[_Iterable[_Union[Task, _Mapping]]] = ...) -> None: ...
+
+class Task(_message.Message):
+    __slots__ = ("task", "json")
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    JSON_FIELD_NUMBER: _ClassVar[int]
+    task: str
+    json: bytes
+    def __init__(self, task: _Optional[str] = ..., json: _Optional[bytes] = ...) -> None: ...
+
+class ListImagesRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PullImagesRequest(_message.Message):
+    __slots__ = ("images", "wait_s")
+    IMAGES_FIELD_NUMBER: _ClassVar[int]
+    WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    images: _containers.RepeatedScalarFieldContainer[str]
+    wait_s: float
+    def __init__(self, images: _Optional[_Iterable[str]] = ..., wait_s: _Optional[float] = ...) -> None: ...
+
+class ImageList(_message.Message):
+    __slots__ = ("images", "bound_bytes")
+    IMAGES_FIELD_NUMBER: _ClassVar[int]
+    BOUND_BYTES_FIELD_NUMBER: _ClassVar[int]
+    images: _containers.RepeatedCompositeFieldContainer[Image]
+    bound_bytes: int
+    def __init__(self, images: _Optional[_Iterable[_Union[Image, _Mapping]]] = ..., bound_bytes: _Optional[int] = ...) -> None: ...
+
+class Image(_message.Message):
+    __slots__ = ("image", "state", "json")
+    IMAGE_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    JSON_FIELD_NUMBER: _ClassVar[int]
+    image: str
+    state: str
+    json: bytes
+    def __init__(self, image: _Optional[str] = ..., state: _Optional[str] = ..., json: _Optional[bytes] = ...) -> None: ...
+
+class ListNodesRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListNodesResponse(_message.Message):
+    __slots__ = ("nodes", "json")
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    JSON_FIELD_NUMBER: _ClassVar[int]
+    nodes: _containers.RepeatedCompositeFieldContainer[Node]
+    json: bytes
+    def __init__(self, nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., json: _Optional[bytes] = ...) -> None: ...
+
+class Node(_message.Message):
+    __slots__ = ("node", "state", "json")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    JSON_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    state: str
+    json: bytes
+    def __init__(self, node: _Optional[str] = ..., state: _Optional[str] = ..., json: _Optional[bytes] = ...) -> None: ...
+
+class DrainNodeRequest(_message.Message):
+    __slots__ = ("node", "why")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    why: str
+    def __init__(self, node: _Optional[str] = ..., why: _Optional[str] = ...) -> None: ...
+
+class IssueTicketRequest(_message.Message):
+    __slots__ = ("node",)
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    def __init__(self, node: _Optional[str] = ...) -> None: ...
+
+class NodeTicket(_message.Message):
+    __slots__ = ("node", "ticket", "expires_in_s", "gateway", "fingerprint")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_IN_S_FIELD_NUMBER: _ClassVar[int]
+    GATEWAY_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    ticket: str
+    expires_in_s: float
+    gateway: str
+    fingerprint: str
+    def __init__(self, node: _Optional[str] = ..., ticket: _Optional[str] = ..., expires_in_s: _Optional[float] = ..., gateway: _Optional[str] = ..., fingerprint: _Optional[str] = ...) -> None: ...
+
+class ListQueueRequest(_message.Message):
+    __slots__ = ("cursor", "limit", "all")
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    ALL_FIELD_NUMBER: _ClassVar[int]
+    cursor: str
+    limit: int
+    all: bool
+    def __init__(self, cursor: _Optional[str] = ..., limit: _Optional[int] = ..., all: _Optional[bool] = ...) -> None: ...
+
+class QueuePage(_message.Message):
+    __slots__ = ("json", "next_cursor")
+    JSON_FIELD_NUMBER: _ClassVar[int]
+    NEXT_CURSOR_FIELD_NUMBER: _ClassVar[int]
+    json: bytes
+    next_cursor: str
+    def __init__(self, json: _Optional[bytes] = ..., next_cursor: _Optional[str] = ...) -> None: ...
+
+class GetResourcesRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Resources(_message.Message):
+    __slots__ = ("json",)
+    JSON_FIELD_NUMBER: _ClassVar[int]
+    json: bytes
+    def __init__(self, json: _Optional[bytes] = ...) -> None: ...
+
+class GetActivityRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Activity(_message.Message):
+    __slots__ = ("json",)
+    JSON_FIELD_NUMBER: _ClassVar[int]
+    json: bytes
+    def __init__(self, json: _Optional[bytes] = ...) -> None: ...
+
+class GetReadinessRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Readiness(_message.Message):
+    __slots__ = ("ready", "status", "json")
+    READY_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    JSON_FIELD_NUMBER: _ClassVar[int]
+    ready: bool
+    status: str
+    json: bytes
+    def __init__(self, ready: _Optional[bool] = ..., status: _Optional[str] = ..., json: _Optional[bytes] = ...) -> None: ...
 
 class SessionRequest(_message.Message):
     __slots__ = ("open", "attach", "input", "resize", "signal")

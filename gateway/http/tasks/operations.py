@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from msgspec import convert
 from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway import wire
 from gateway.http.messages import read_body, respond
 from gateway.http.operation import Operation, PathParameter, json_answer, links
+from gateway.operations.lists import list_tasks
 from gateway.services import Services
 from tangram.types import StepExpectation, StepInfo, StepList, TaskList
 from tangram.types.steps import StepNumber, StepPath
@@ -25,10 +25,7 @@ class TaskOperations:
 
     async def tasks(self, request: Request) -> Response:
         """Every task, with its steps that have not ended; one that was only told of has an empty account."""
-        steps = self._services.steps
-        tasks = self._services.engine.tasks(steps.tasks())
-        shown = [{**each, "steps": steps.unfinished(str(each["task"]))} for each in tasks]
-        return respond(convert({"tasks": shown}, TaskList))
+        return respond(list_tasks(self._services))
 
     async def steps(self, request: Request) -> Response:
         task = wire.name(request.path_params["task"], "task")
