@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from manager.action import ANYWHERE, Action, NodeChoice, UnitSet
 from manager.chunk import Chunk
@@ -180,9 +181,8 @@ Event = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Execute:
-    """Run a leased action; answer with `Finished`."""
+class Execute(NamedTuple):
+    """Run a leased action; answer with `Finished`. (A tuple like `Start`, for the same reason.)"""
 
     action: Action
     lease: Lease

@@ -151,6 +151,7 @@ class Core:
         state.nodes.check()
         state.queue.check()
         state.executing.check()
+        state.fair.check()
         waiting, running = len(state.queue), len(state.executing)
         assert self.accepted == waiting + running + self.settled, (
             f"{self.accepted} accepted, but {waiting} queued + {running} running + {self.settled} settled"

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from manager.action import Action
 from manager.batch import Batch, Kin, expected_s
+from manager.chunk import Chunk
 from manager.core.statistics import PoolLoad
 from manager.core.waiting.queue import Waiting
 from manager.lease import Grant, Lease
@@ -70,9 +71,18 @@ class HeldView(RunningView):
         put(self, "_pool", pool)
         put(self, "_running", running)
         put(self, "action", running.action)
-        put(self, "started_s", running.started_s)
-        put(self, "chunk", pool.chunk_of(running.id))
-        put(self, "workers", running.lease.grants[pool.kind].workers)
+
+    @property
+    def started_s(self) -> float:
+        return self._running.started_s
+
+    @property
+    def chunk(self) -> Chunk | None:
+        return self._pool.chunk_of(self._running.id)
+
+    @property
+    def workers(self) -> int:
+        return self._running.lease.grants[self._pool.kind].workers
 
     @property
     def units(self) -> int:

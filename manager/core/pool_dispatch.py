@@ -135,6 +135,7 @@ class PoolDispatch:
             queued=Drawn(lambda: (waiting.action for waiting in self._queued(self._groups))),
             backlog=sum(self._share(group) for group in self._groups),
             eligible=self._show_eligible(),
+            has_elastic=any(group.keyed[pool.kind] for group in self._groups),
             rigid=None if state.spec.strict else Drawn(self._show_rigid),
             crowd=None if state.spec.strict or self._placed is not None else self._show_crowd(),
             turns=None if state.spec.strict else self._show_turns(),
@@ -443,7 +444,7 @@ def _within_cap(start: Start, candidate: Candidate, cap: Headroom) -> Start:
     """Return a start with no more units than the cap of the action's task leaves beside those promised to others."""
     most = candidate.choice.at_most(candidate.choice.minimum + cap.free)
     assert most is not None, f"{candidate.waiting.id} was promised its minimum"
-    return start if start.units <= most else replace(start, units=most)
+    return start if start.units <= most else start._replace(units=most)
 
 
 def _unit_set(action: Action) -> UnitSet:

@@ -30,9 +30,9 @@ class TrajectoryState:
     waiting: bool = False
     #: The action whose turn it is (eligible or running), and those behind it.
     active: Waiting | None = None
-    behind: deque[Waiting] = field(default_factory=deque)
+    behind: list[Waiting] = field(default_factory=list)
     #: Actions whose turn it is, but which need the place that it waits for.
-    unplaced: list[Waiting] = field(default_factory=list)
+    unplaced: tuple[Waiting, ...] = ()
     #: Actions invoked by the active one, queued or running.
     children: int = 0
     idle_since_s: float = 0.0

@@ -74,19 +74,19 @@ class Node:
         assert holder not in self.holders, f"{self.spec.name}: {holder} holds memory already"
         held_bytes = self.held_bytes + memory_bytes
         assert held_bytes <= self.bound_bytes, f"{self.spec.name}: {memory_bytes} bytes of {self.free_bytes} wanted"
-        self.alike.remove(self)
+        before = self.order
         self.holders[holder] = memory_bytes
         self.held_bytes = held_bytes
-        self.alike.add(self)
+        self.alike.move(before, self.order)
         if trajectory:
             self.pinned.add(holder)
             self.pinned_bytes += memory_bytes
 
     def release(self, holder: str) -> None:
-        self.alike.remove(self)
+        before = self.order
         memory_bytes = self.holders.pop(holder)
         self.held_bytes -= memory_bytes
-        self.alike.add(self)
+        self.alike.move(before, self.order)
         if holder in self.pinned:
             self.pinned.remove(holder)
             self.pinned_bytes -= memory_bytes
@@ -109,6 +109,11 @@ class AlikeNodes:
 
     def remove(self, node: Node) -> None:
         del self._order[bisect_left(self._order, node.order)], self._nodes[node.number]
+
+    def move(self, before: tuple[int, int, int], now: tuple[int, int, int]) -> None:
+        """Give a node the place that it has now."""
+        del self._order[bisect_left(self._order, before)]
+        insort(self._order, now)
 
     def __iter__(self) -> Iterator[Node]:
         return iter(self._nodes.values())
@@ -232,9 +237,12 @@ class Nodes:
         Of the demand only what is bound to nodes counts. Equal memory is broken by the fewest trajectories. None where
         no node has the memory now.
         """
+        hosts = self._hosts(demand, placement)
+        if len(hosts) == 1:
+            return hosts[0].least_held(memory_bytes)
         best: Node | None = None
         least = (inf, 0, 0)
-        for alike in self._hosts(demand, placement):
+        for alike in hosts:
             node = alike.least_held(memory_bytes)
             if node is None:
                 continue

@@ -64,7 +64,7 @@ class AdaptivePolicy:
         waiting = view.eligible or [candidate.action for candidate in view.candidates]
         running = RunningSet.of(view.running, kind)
         malleable = [r for r in running.malleable if is_malleable(r.action, kind)]
-        if not malleable and not any(action.malleable and is_malleable(action, kind) for action in waiting):
+        if not malleable and not (view.has_elastic and any(is_malleable(action, kind) for action in waiting)):
             return self.price.decide(view)
         if not waiting and view.free + view.reserved == 0:
             return Decision()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from manager.action import Action
 from manager.chunk import Chunk, outside
@@ -119,6 +119,8 @@ class PoolView:
     #: included. A policy that reorders (short rigid actions first, with an ageing bound) or that frees units by
     #: resizing looks here; a Start of one that turns out not to fit is left waiting by the core.
     eligible: Sequence[Action] = ()
+    #: Whether any of these may have a choice of units here: where none has, nobody need look for one.
+    has_elastic: bool = True
     #: Free units besides ``free``, reserved for eligible actions ahead of the candidates: a policy that looks after
     #: these itself, and starts them in time, may use them.
     reserved: int = 0
@@ -137,9 +139,11 @@ class PoolView:
     worker_cost_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
-    """Start a candidate now with ``units`` of the pool, on ``chunk`` where the pool has places."""
+class Start(NamedTuple):
+    """Start a candidate now with ``units`` of the pool, on ``chunk`` where the pool has places.
+
+    A tuple, because it is made for each start: that takes a third of the time of a frozen dataclass.
+    """
 
     action_id: str
     units: int

@@ -33,8 +33,9 @@ class RunningSet(Sequence[RunningView]):
 
     def add(self, holder: str, view: RunningView) -> None:
         self._views[holder] = view
-        self.rigid += view.action.key != self._kind
-        if view.action.malleable_in(self._kind):
+        if view.action.key != self._kind:
+            self.rigid += 1
+        elif view.action.malleable:
             self._malleable[holder] = view
             self.note_units(holder, view.units)
 

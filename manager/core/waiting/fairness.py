@@ -32,26 +32,46 @@ UNKNOWN_DURATION_S = 1.0
 FLOWS_MAX = 16_384
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
+class _Stamp:
+    """The place of one action that waits, and what its task was charged for it, over the weight."""
+
+    at: float
+    charge: float
+    waits: bool = True
+
+
+@dataclass(slots=True, eq=False)
 class _Flow:
     """One task's use of one kind: the stamps that its next one must not precede, and where its share begins."""
 
     #: The greatest stamp of what was started.
     started: float = 0.0
     finish: float = 0.0
-    #: Stamps of what waits, in order, among them some that wait no more.
-    stamps: deque[tuple[float, str]] = field(default_factory=deque)
+    #: Of what waits, in order, among them some that wait no more; the last one waits.
+    stamps: deque[_Stamp] = field(default_factory=deque)
+    #: The stamp by which its kind's clock looks at it, which nothing of it precedes; None if it does not.
+    clocked: float | None = None
 
-    def last_stamp(self, waiting: Mapping[str, float]) -> float:
-        """Return the greatest stamp of what was started or is ``waiting``; who left without a start has none."""
+    @property
+    def last(self) -> float:
+        """Return the greatest stamp of what was started or waits; who left without a start has none."""
+        return max(self.started, self.stamps[-1].at) if self.stamps else self.started
+
+    def first(self) -> float | None:
+        """Return the least stamp that waits; None if nothing does."""
         stamps = self.stamps
-        while stamps and waiting.get(stamps[-1][1]) != stamps[-1][0]:
-            stamps.pop()
-        while stamps and waiting.get(stamps[0][1]) != stamps[0][0]:
+        while stamps and not stamps[0].waits:
             stamps.popleft()
-        if len(stamps) > 64 + 4 * len(waiting):
-            self.stamps = deque(entry for entry in stamps if waiting.get(entry[1]) == entry[0])
-        return max(self.started, self.stamps[-1][0] if self.stamps else 0.0)
+        return stamps[0].at if stamps else None
+
+    def tidy(self, waiting: int) -> None:
+        """Forget stamps that wait no more, which some have just ceased to do; ``waiting`` are left in all."""
+        stamps = self.stamps
+        while stamps and not stamps[-1].waits:
+            stamps.pop()
+        if len(stamps) > 64 + 4 * waiting:
+            self.stamps = deque(stamp for stamp in stamps if stamp.waits)
 
 
 class TaskTurns:
@@ -60,8 +80,8 @@ class TaskTurns:
     __slots__ = ("_ahead", "_stamps")
 
     def __init__(self) -> None:
-        #: Stamps in order, each with what its own action is charged.
-        self._stamps: deque[tuple[float, float]] = deque()
+        #: In order, among them some whose action has started and left its turn to another.
+        self._stamps: deque[_Stamp] = deque()
         #: What those that started were charged beyond those whose turns they took.
         self._ahead = 0.0
 
@@ -69,15 +89,15 @@ class TaskTurns:
         return len(self._stamps)
 
     def __iter__(self) -> Iterator[float]:
-        return (stamp + self._ahead for stamp, _ in self._stamps)
+        return (stamp.at + self._ahead for stamp in self._stamps)
 
-    def add(self, stamp: float, charge: float) -> None:
-        self._stamps.append((stamp, charge))
+    def add(self, stamp: _Stamp) -> None:
+        self._stamps.append(stamp)
 
-    def start(self, charge: float) -> None:
-        """Take the first turn for an action that is charged so much."""
-        _, own = self._stamps.popleft()
-        self._ahead += charge - own
+    def start(self, stamps: Iterable[_Stamp]) -> None:
+        """Take the first turns for the actions of these stamps."""
+        for stamp in stamps:
+            self._ahead += stamp.charge - self._stamps.popleft().charge
 
     def leave(self) -> None:
         """Give up the last turn."""
@@ -87,28 +107,62 @@ class TaskTurns:
 class _Clock:
     """The virtual time of one kind: the least stamp that waits. It never goes back."""
 
-    __slots__ = ("_heap", "_latest", "_virtual")
+    __slots__ = ("_added", "_heap", "_latest", "_virtual")
 
     def __init__(self) -> None:
-        #: Stamps with their actions, among them some that wait no more.
-        self._heap: list[tuple[float, str]] = []
+        #: `_Flow.clocked`, a number that is never the same, and the flow; each flow once.
+        self._heap: list[tuple[float, int, _Flow]] = []
+        self._added = 0
         self._virtual = 0.0
         self._latest = 0.0
 
-    def add(self, stamp: float, action_id: str) -> None:
-        heapq.heappush(self._heap, (stamp, action_id))
-        self._latest = max(self._latest, stamp)
+    def add(self, flow: _Flow, stamp: _Stamp, waiting: int) -> None:
+        """Let a stamp wait, the last of its flow; then ``waiting`` do so in all."""
+        flow.stamps.append(stamp)
+        if flow.clocked is None or stamp.at < flow.clocked:  # those by which it was looked at have left
+            if flow.clocked is not None or len(self._heap) > 64 + 4 * waiting:
+                self._look_away(flow)
+            flow.clocked = stamp.at
+            self._added += 1
+            heapq.heappush(self._heap, (stamp.at, self._added, flow))
+        if stamp.at > self._latest:
+            self._latest = stamp.at
 
-    def now(self, waiting: Mapping[str, float]) -> float:
-        """Return the least stamp among ``waiting``, the stamps of waiting actions; the latest ever if none waits."""
+    def _look_away(self, flow: _Flow) -> None:
+        """Look no more at a flow, nor at those of which nothing waits."""
+        kept = []
+        for entry in self._heap:
+            if entry[2] is flow or entry[2].first() is None:
+                entry[2].clocked = None
+            else:
+                kept.append(entry)
+        self._heap = kept
+        heapq.heapify(kept)
+
+    def now(self) -> float:
+        """Return the least stamp that waits; the latest ever if none does."""
         heap = self._heap
-        while heap and waiting.get(heap[0][1]) != heap[0][0]:
-            heapq.heappop(heap)
-        if len(heap) > 64 + 4 * len(waiting):
-            heap[:] = [entry for entry in heap if waiting.get(entry[1]) == entry[0]]
-            heapq.heapify(heap)
-        self._virtual = max(self._virtual, heap[0][0] if heap else self._latest)
+        while heap:
+            known, number, flow = heap[0]
+            first = flow.first()
+            if first == known:
+                break
+            flow.clocked = first
+            if first is None:
+                heapq.heappop(heap)
+            else:
+                heapq.heapreplace(heap, (first, number, flow))
+        virtual = heap[0][0] if heap else self._latest
+        if virtual > self._virtual:
+            self._virtual = virtual
         return self._virtual
+
+    def check(self) -> None:
+        flows = [flow for _, _, flow in self._heap]
+        assert len(flows) == len(set(flows)), "a flow is looked at twice"
+        for known, _, flow in self._heap:
+            first = flow.first()
+            assert known == flow.clocked and (first is None or known <= first), f"a clock takes {first} for {known}"
 
 
 class FairShare:
@@ -118,10 +172,8 @@ class FairShare:
         #: Kinds that are consumed at the start whatever the duration: quotas.
         self._instantaneous = instantaneous
         self._clocks = defaultdict[str, _Clock](_Clock)
-        #: Stamps of the actions that wait.
-        self._waiting: dict[str, float] = {}
-        #: The turns that each of them has one of, and what it was charged, over the weight.
-        self._charges: dict[str, tuple[TaskTurns, float]] = {}
+        #: Of the actions that wait.
+        self._waiting: dict[str, _Stamp] = {}
         #: Actions that are charged what was guessed, until what they used is known: no children, no second attempts.
         self._guessed: set[str] = set()
         self._turns: dict[TaskDemand, TaskTurns] = {}
@@ -136,68 +188,68 @@ class FairShare:
 
     def stamp(self, action: Action, weight: float) -> float:
         """Return the virtual start time of a new action, and charge its task for it."""
-        waiting, stamp, most = self._waiting, 0.0, 0.0
+        at = most = 0.0
         shares = []
         for kind, _ in action.demand:
-            flow, clock = self._flow(action.task, kind), self._clocks[kind]
-            shares.append((flow, clock, self.charge(action, kind) / weight))
-            stamp = max(stamp, clock.now(waiting), flow.finish, flow.last_stamp(waiting))
-        waiting[action.id] = stamp
-        for flow, clock, charge in shares:
-            flow.stamps.append((stamp, action.id))
-            flow.finish = stamp + charge
-            clock.add(stamp, action.id)
+            flow, clock, charge = self._flow(action.task, kind), self._clocks[kind], self.charge(action, kind) / weight
+            shares.append((flow, clock, charge))
+            at = max(at, clock.now(), flow.finish, flow.last)
             most = max(most, charge)
+        stamp = self._waiting[action.id] = _Stamp(at, most)
+        for flow, clock, charge in shares:
+            flow.finish = at + charge
+            clock.add(flow, stamp, len(self._waiting))
         self._guessed.add(action.id)
         demand = _demand_of(action)
         turns = self._turns.get(demand)
         if turns is None:
             turns = self._turns[demand] = TaskTurns()
-        turns.add(stamp, most)
-        self._charges[action.id] = turns, most
-        return stamp
+        turns.add(stamp)
+        return at
 
     def starts(self, alike: Sequence[Action]) -> None:
         """Note that actions of one task that need the same kinds were started; virtual time may pass their stamps.
 
         Each takes the first turn of its task.
         """
-        stamps = []
-        turns = None
-        for action in alike:
-            stamp = self._waiting.pop(action.id, None)
-            if stamp is not None:
-                stamps.append(stamp)
-                turns, charge = self._charges.pop(action.id)
-                turns.start(charge)
-        if turns is None:
+        stamps = [stamp for action in alike if (stamp := self._waiting.pop(action.id, None)) is not None]
+        if not stamps:
             return
-        action, latest = alike[0], max(stamps)
+        latest = 0.0
+        for stamp in stamps:
+            stamp.waits = False
+            latest = max(latest, stamp.at)
+        task, kinds = demand = _demand_of(alike[0])
+        turns = self._turns[demand]
+        turns.start(stamps)
         if not turns:
-            del self._turns[_demand_of(action)]
-        for kind, _ in action.demand:
-            flow = self._flows.get((action.task, kind))
+            del self._turns[demand]
+        for kind in kinds:
+            flow = self._flows.get((task, kind))
             if flow is not None:
                 flow.started = max(flow.started, latest)
-                flow.last_stamp(self._waiting)
+                flow.tidy(len(self._waiting))
 
     def leaves(self, action: Action, weight: float) -> None:
         """Note that an action ended without a start: it gives up the last turn of its task, which owes nothing for it.
 
         Were it charged nevertheless, a task that cancels a long backlog would wait until others had used as much.
         """
-        if self._waiting.pop(action.id, None) is None:
+        stamp = self._waiting.pop(action.id, None)
+        if stamp is None:
             return
-        turns, _ = self._charges.pop(action.id)
+        stamp.waits = False
+        demand = _demand_of(action)
+        turns = self._turns[demand]
         turns.leave()
         if not turns:
-            del self._turns[_demand_of(action)]
+            del self._turns[demand]
         self._guessed.discard(action.id)
         for kind, _ in action.demand:
             flow = self._flows.get((action.task, kind))
             if flow is not None:
                 flow.finish -= self.charge(action, kind) / weight
-                flow.last_stamp(self._waiting)
+                flow.tidy(len(self._waiting))
 
     def turns(self, demands: Iterable[TaskDemand]) -> Iterator[str]:
         """Yield the task of each turn to come, in order, of what waits with these demands."""
@@ -216,9 +268,18 @@ class FairShare:
             if flow is None:
                 continue
             if not guessed:
-                flow.finish = max(flow.finish, self._clocks[kind].now(self._waiting)) + amount / weight
+                flow.finish = max(flow.finish, self._clocks[kind].now()) + amount / weight
             elif kind not in self._instantaneous:
                 flow.finish += (amount - self.charge(action, kind)) / weight
+
+    def check(self) -> None:
+        """Assert that every stamp that waits has a turn, and is seen by its flow and the clock."""
+        assert sum(len(turns) for turns in self._turns.values()) == len(self._waiting)
+        for clock in self._clocks.values():
+            clock.check()
+        for name, flow in self._flows.items():
+            assert not flow.stamps or flow.stamps[-1].waits, f"{name} ends in a stamp that waits no more"
+            assert flow.clocked is not None or flow.first() is None, f"no clock looks at {name}"
 
     def charge(self, action: Action, kind: str) -> float:
         """Return the expected unit-seconds of ``kind``."""

@@ -205,7 +205,8 @@ class QueueGroup:
         return self._by_length
 
     def check(self) -> None:
-        """Assert that all orders hold the same actions."""
+        """Assert that all orders hold the same actions, which the counts are of."""
+        assert +self.keyed == Counter(one.action.key for one in self)
         for kind, rigid in self._rigid.items():
             assert [one for _, _, one in rigid.items(self)] == [one for one in self if one.action.key != kind]
         if self._by_length is not None:

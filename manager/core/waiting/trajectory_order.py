@@ -80,7 +80,7 @@ class TrajectoryOrder:
         if trajectory is None:
             return
         if waiting in trajectory.unplaced:
-            trajectory.unplaced.remove(waiting)
+            trajectory.unplaced = tuple([one for one in trajectory.unplaced if one is not waiting])
         if trajectory.active is waiting:
             trajectory.active = None
         elif waiting.child:
@@ -88,7 +88,7 @@ class TrajectoryOrder:
         else:
             trajectory.behind.remove(waiting)
         if trajectory.active is None and trajectory.behind:
-            trajectory.active = trajectory.behind.popleft()
+            trajectory.active = trajectory.behind.pop(0)
             self._offer(trajectory.active, trajectory)
         if trajectory.at_rest:
             self._rest(trajectory)
@@ -127,7 +127,7 @@ class TrajectoryOrder:
             self._pin(trajectory, node)
             for waiting in trajectory.unplaced:
                 state.queue.offer(waiting, trajectory.node)
-            trajectory.unplaced.clear()
+            trajectory.unplaced = ()
             if trajectory.at_rest:
                 state.trajectories.rest(trajectory, state.now_s)
 
@@ -156,7 +156,7 @@ class TrajectoryOrder:
         else:
             if not trajectory.demand:
                 trajectory.demand, trajectory.placement = waiting.action.demand, waiting.action.placement
-            trajectory.unplaced.append(waiting)
+            trajectory.unplaced += (waiting,)
             self._state.trajectories.wait_for_memory(trajectory)
 
     def _rest(self, trajectory: TrajectoryState) -> None:
