@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 from gateway import wire
@@ -18,7 +19,7 @@ from gateway.facades.docker.records import KILLED
 from gateway.facades.docker.shapes import exec_shape
 from gateway.facades.docker.streams import attend, media_type
 from gateway.facades.faults import fault_of_end
-from gateway.invocations.invocation import InvocationRequest
+from gateway.invocations.invocation import InvocationRequest, LiveInvocation
 from gateway.services import Services
 from manager.errors import ActionFailed, CodedError, Conflict, InvalidInput, NotFound, Reason, Unsupported
 from manager.function import Background
@@ -32,6 +33,8 @@ LAUNCH = (
 )
 STATUS_FILE = "/tmp/.tangram-exec-{}"
 STATUS_BYTES = 64
+#: Seconds for which the removal of that file may stand in line: whoever asks for the status waits with it.
+REMOVE_S = 1.0
 #: What the sandbox's user may have written there is not to be believed.
 EXIT_STATUS = re.compile(rb"[0-9]{1,3}")
 #: A `kill` of a process that only this door knows, as the SWE-bench harness sends it when a command takes too long.
@@ -109,12 +112,7 @@ class ContainerExecs:
         command.status_file = STATUS_FILE.format(command.id[:32])
         given = {**wish.input(), "argv": ["/bin/sh", "-c", LAUNCH, "sh", command.status_file, *wish.argv]}
         del given["session"]
-        record = container.record
-        call = InvocationRequest(
-            function=record.function, input=given, body=wire.dumps(given), task=record.task,
-            trajectory=record.trajectory, living=True, detached=True,
-        )  # fmt: skip
-        invocation = await self._calls.accept(call, asyncio.get_running_loop().time() + patience_s)
+        invocation = await self._accepted(container, given, patience_s)
         await invocation.has_ended(None)
         error = invocation.refusal
         if error is None and (fault := fault_of_end(invocation.record)) is not None:
@@ -138,6 +136,17 @@ class ContainerExecs:
             self._life.mark_lost(container, error)
             raise
         command.settle(int(text) if EXIT_STATUS.fullmatch(text) else KILLED)
+        with suppress(CodedError):  # else its container goes, and the file with it
+            await self._accepted(container, {"argv": ["rm", "-f", "--", command.status_file]}, REMOVE_S)
+
+    async def _accepted(self, container: Container, given: Mapping[str, object], patience_s: float) -> LiveInvocation:
+        """Return an action of a container, which goes on though nobody attends; raises CodedError."""
+        record = container.record
+        call = InvocationRequest(
+            function=record.function, input=given, body=wire.dumps(given), task=record.task,
+            trajectory=record.trajectory, living=True, detached=True,
+        )  # fmt: skip
+        return await self._calls.accept(call, asyncio.get_running_loop().time() + patience_s)
 
     def _victim(self, command: ContainerExec) -> tuple[ContainerExec, str] | None:
         """Return which of our commands a `kill` means, and the signal; None for any other command."""

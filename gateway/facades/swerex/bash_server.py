@@ -9,10 +9,11 @@ status, under a number that is new for each command, and its prompt is one too.
 """
 
 # It runs in sandboxes with older Pythons, and importing less starts sooner.
-# ruff: noqa: PTH108, PTH118, PTH123, SIM105, UP031
+# ruff: noqa: PTH108, PTH118, PTH123, UP031
 from __future__ import annotations
 
 import codecs
+import contextlib
 import errno
 import fcntl
 import json
@@ -125,8 +126,8 @@ class Said:
 class BashTerminal:
     """Bash on its terminal."""
 
-    def __init__(self, place: str, limit: int) -> None:
-        self.place = place
+    def __init__(self, place: str, name: str, limit: int) -> None:
+        self.place, self.name = place, name
         self.said = Said(limit)
         self.dirty = False  # a command may still run, or its prompt is still to come
         self.keep_status = False  # the last command's exit status is the next one's to see
@@ -231,7 +232,8 @@ class BashTerminal:
         """Wait until bash is ready; return what it said."""
         words = [f"source {source}" for source in sources] + (["sleep 0.3"] if sources else [])
         text, pattern = self.mark()
-        self.type(" " + " ; ".join([*words, "export PS1 PS2 PS0", text]))
+        # What is typed here is no user's history, and its file would lie in the middle of their work.
+        self.type(" " + " ; ".join([*words, "export PS1 PS2 PS0", "HISTFILE=", text]))
         number, before, _ = self.wait([pattern], max(START_S, within_s))
         if number < 0:
             raise TimeoutError
@@ -340,12 +342,10 @@ class BashTerminal:
             pass  # it has ended meanwhile, or is another user's
 
     def end(self) -> int:
-        """End bash and what runs on its terminal; return its exit status, a signal as -n."""
+        """End bash, what runs on its terminal and its name; return its exit status, a signal as -n."""
         groups = {self.pid}
-        try:
+        with contextlib.suppress(OSError):
             groups.add(os.tcgetpgrp(self.fd))
-        except OSError:
-            pass
         os.close(self.fd)
         until, number = time.monotonic() + END_S, signal.SIGHUP
         while True:
@@ -353,13 +353,14 @@ class BashTerminal:
             if pid:
                 break
             for group in groups:
-                try:
+                with contextlib.suppress(OSError):
                     os.killpg(group, number)
-                except OSError:
-                    pass
             time.sleep(0.02)
             if time.monotonic() > until - END_S / 2:
                 number = signal.SIGKILL
+        for remove, path in ((os.unlink, os.path.join(self.place, self.name)), (os.rmdir, self.place)):
+            with contextlib.suppress(OSError):  # it has not begun to serve, or others do
+                remove(path)
         return os.WEXITSTATUS(status) if os.WIFEXITED(status) else -os.WTERMSIG(status)
 
 
@@ -477,7 +478,7 @@ def _begin(place: str, name: str, asked: dict[str, Any], pipe: int) -> None:
     for fd in (0, 1, 2):
         os.dup2(silence, fd)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    terminal = BashTerminal(place, asked["limit"])
+    terminal = BashTerminal(place, name, asked["limit"])
     try:
         output = terminal.start(asked["startup_source"], asked["startup_timeout"])
     except (BashEnded, TimeoutError, OSError) as error:
@@ -489,10 +490,7 @@ def _begin(place: str, name: str, asked: dict[str, Any], pipe: int) -> None:
     listener.bind(name)
     listener.listen(16)
     _say(pipe, output, {"end": "done"})
-    try:
-        serve(terminal, listener)
-    finally:
-        os.unlink(name)
+    serve(terminal, listener)
 
 
 def _say(pipe: int, output: str, told: dict[str, Any]) -> None:

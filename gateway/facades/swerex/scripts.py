@@ -68,13 +68,13 @@ def speak(name, asked):
         return "", {"end": "vanished"}
     told, output = struct.unpack("!II", said[:8])
     return said[8 + told:][:output].decode(), json.loads(said[8:8 + told])
-try:
+if asked["verb"] == "open" and not os.path.lexists(place):
     os.mkdir(place, 0o700)
-except FileExistsError:
-    pass
-if os.lstat(place).st_uid != os.getuid():
+there = os.path.lexists(place)
+if there and os.lstat(place).st_uid != os.getuid():
     raise SystemExit(place + " is another user's")
-os.chdir(place)
+if there:
+    os.chdir(place)
 if asked["verb"] == "open":
     conn = socket.socket(socket.AF_UNIX)
     try:
@@ -88,12 +88,12 @@ if asked["verb"] == "open":
         exec(compile(asked["server"], "bash_server", "exec"), server)
         server["open_session"](place, asked["name"], asked, report)
 elif asked["verb"] == "close all":
-    for name in os.listdir("."):
+    for name in os.listdir(".") if there else ():
         if name.startswith(asked["name"]):
             speak(name, {"verb": "close"})
     report("", {"end": "done"})
 else:
-    report(*(speak(asked["name"], asked) or ("", {"end": "missing"})))
+    report(*(there and speak(asked["name"], asked) or ("", {"end": "missing"})))
 """
 
 #: Takes a multipart body apart that lies in a file, and puts its file where its fields say, as SWE-ReX's server does.
