@@ -124,6 +124,8 @@ class PoolDispatch:
         pool, state, now_s = self._pool, self._state, self._state.now_s
         load = state.executing.load(pool.name)
         self._startable = [group for group in self._groups if self._place(group) is not None]
+        has_elastic = any(group.keyed[pool.kind] for group in self._groups)
+        by_choice = has_elastic and not state.spec.strict
         return PoolView(
             name=pool.name,
             now_s=now_s,
@@ -135,9 +137,9 @@ class PoolDispatch:
             queued=Drawn(lambda: (waiting.action for waiting in self._queued(self._groups))),
             backlog=sum(self._share(group) for group in self._groups),
             eligible=self._show_eligible(),
-            has_elastic=any(group.keyed[pool.kind] for group in self._groups),
-            rigid=None if state.spec.strict else Drawn(self._show_rigid),
-            crowd=None if state.spec.strict or self._placed is not None else self._show_crowd(),
+            has_elastic=has_elastic,
+            rigid=Drawn(self._show_rigid) if by_choice else None,
+            crowd=self._show_crowd() if by_choice and self._placed is None else None,
             turns=None if state.spec.strict else self._show_turns(),
             arrival_rate=load.arrivals.at(now_s),
             utilisation=load.utilisation(now_s),

@@ -124,9 +124,10 @@ class PoolView:
     #: Free units besides ``free``, reserved for eligible actions ahead of the candidates: a policy that looks after
     #: these itself, and starts them in time, may use them.
     reserved: int = 0
-    #: Those of ``eligible`` that have no choice of units here, in the same order; None if nobody has set them apart.
+    #: Those of ``eligible`` that have no choice of units here, in the same order; None if nobody has set them apart,
+    #: or all are.
     rigid: Sequence[Action] | None = None
-    #: The same actions by their expected work; None where they start in order, or several tasks wait.
+    #: ``eligible`` by their expected work; None where they start in order, several tasks wait, or none has a choice.
     crowd: CrowdView | None = None
     #: Tasks by the turns to come, with an entry for each of their actions; None where one task waits.
     turns: Callable[[], Iterator[str]] | None = None

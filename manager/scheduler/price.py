@@ -81,7 +81,9 @@ class _Pass:
         self._least_price = policy.least_price
         self._age_max_s = policy.age_max_s
         self._running = running
-        self._coming = policy.a_s * elastic_rate(running, kind) * view.utilisation**4
+        self._a_s = policy.a_s
+        #: The elastic ones to come; estimated when one that waits asks.
+        self._coming: float | None = None
         self._limits: dict[str, int] | None = None
         self._ends: ExpectedEnds | None = None
         self._backfill: Backfill | None = None
@@ -131,6 +133,8 @@ class _Pass:
         spare = min(spare, self._limit(action.id, spare))
         shape = shape_of(unit_set, action.elasticity)
         t_ori_s = action.t_ori_s or UNKNOWN_S
+        if self._coming is None:
+            self._coming = self._a_s * elastic_rate(self._running, self._kind) * self._view.utilisation**4
         price = max(self._least_price, self._scale * (max(0, self._behind) + self._coming))
         units, cost_s = cheapest(shape, t_ori_s, price, spare)
         wait_s = self._better_wait(shape, t_ori_s, price, spare, cost_s)

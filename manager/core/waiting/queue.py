@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -140,7 +140,7 @@ class QueueGroup:
         self._rigid: dict[str, InOrder[Key]] = {}
         self.live = 0
         #: How many of them have a choice of units, by the kind of their key; under None those that have none.
-        self.keyed = Counter[str | None]()
+        self.keyed = defaultdict[str | None, int](int)
         #: Names of the pools that could serve it, as of this version of the resources.
         self.pools: tuple[str, ...] = ()
         self.pools_version = -1
@@ -206,7 +206,7 @@ class QueueGroup:
 
     def check(self) -> None:
         """Assert that all orders hold the same actions, which the counts are of."""
-        assert +self.keyed == Counter(one.action.key for one in self)
+        assert {key: count for key, count in self.keyed.items() if count} == Counter(one.action.key for one in self)
         for kind, rigid in self._rigid.items():
             assert [one for _, _, one in rigid.items(self)] == [one for one in self if one.action.key != kind]
         if self._by_length is not None:
