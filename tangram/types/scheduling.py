@@ -93,7 +93,10 @@ class TaskList(Struct, frozen=True, kw_only=True):
 
 
 #: A size as text, or a whole number of bytes.
-Size = Annotated[str, worded(f"^{SIZE_PATTERN}$", "a size, for example 512Mi or 16Gi", examples=["512Mi"])] | Count
+Size = (
+    Annotated[str, worded(f"^{SIZE_PATTERN}$", "a size, for example 512Mi or 16Gi", examples=["512Mi"])]
+    | Annotated[int, Meta(ge=0, le=2**53)]
+)
 #: A duration as text, or seconds.
 Span = (
     Annotated[
