@@ -59,7 +59,7 @@ class Connections:
             self.open += 1
             return None
         self.refused += 1
-        message = f"{self.limit} connections are open already"
+        message = f"{self.limit} connections are open already (server.connections_max, and the machine's open files)"
         return CapacityExceeded(message, component=component, retry_after_s=RETRY_AFTER_S)
 
     @contextmanager

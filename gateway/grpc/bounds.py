@@ -77,7 +77,7 @@ class _CallBounds:
 
     @property
     def _remedy(self) -> str:
-        return "" if self._holds else ": send the file in smaller pieces"
+        return " (server.body_limit)" if self._holds else ": send the file in smaller pieces"
 
     async def _held(self, size: int) -> bytes:
         """Receive what counts among the inputs that arrive."""
@@ -95,7 +95,9 @@ class _CallBounds:
             async with asyncio.timeout(timeout_s):
                 return await self._received(size)
         except TimeoutError:
-            raise TooSlow(f"the message took longer than {timeout_s:g} s", component="grpc") from None
+            raise TooSlow(
+                f"the message took longer than {timeout_s:g} s (server.body_timeout)", component="grpc"
+            ) from None
 
     async def _received(self, size: int) -> bytes:
         """Return so many bytes, or none after the last message; raises InvalidInput if a message broke off."""
@@ -110,7 +112,7 @@ class _CallBounds:
             async with asyncio.timeout(self._stall_s):
                 await self._send(data, end_stream)
         except TimeoutError:
-            told = f"what was sent was not read within {self._stall_s:g} s"
+            told = f"what was sent was not read within {self._stall_s:g} s (server.logs.stall)"
             if self._follows_log:
                 self._services.logs.followers_dropped += 1
                 told += ": a log can be resumed after its last offset"

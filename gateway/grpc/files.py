@@ -100,7 +100,7 @@ class FileCalls(ServiceCalls):
                 async with asyncio.timeout_at(deadline_s):
                     message = await read_message(stream)
             except TimeoutError:
-                told = f"the data took longer than {bounds.body_timeout_s:g} s to arrive"
+                told = f"the data took longer than {bounds.body_timeout_s:g} s to arrive (server.body_timeout)"
                 raise TooSlow(told, component="grpc") from None
             if message is None:
                 return
@@ -108,7 +108,9 @@ class FileCalls(ServiceCalls):
                 raise InvalidInput("after the target every message is data, and this is none", component="grpc")
             size_bytes += len(message.data)
             if size_bytes > bounds.file_limit_bytes:
-                raise TooLarge(f"the data is larger than {bounds.file_limit_bytes} bytes", component="grpc")
+                raise TooLarge(
+                    f"the data is larger than {bounds.file_limit_bytes} bytes (server.file_limit)", component="grpc"
+                )
             if message.data:
                 yield message.data
 

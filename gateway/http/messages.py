@@ -38,13 +38,18 @@ async def read_body(request: Request, services: Services, limit_bytes: int | Non
         async with asyncio.timeout(timeout_s):
             return await _read_body(request, limit_bytes or services.bounds.body_limit_bytes, reading)
     except TimeoutError:
-        raise TooSlow(f"the body took longer than {timeout_s:g} s to arrive", component="http") from None
+        raise TooSlow(slow_body(timeout_s), component="http") from None
     finally:
         services.held.give(reading.size_bytes)
 
 
-async def body_chunks(request: Request, services: Services, limit_bytes: int) -> AsyncIterator[bytes]:
-    """Yield the body as it arrives, within its bounds and without holding it; raises TooLarge and TooSlow."""
+async def body_chunks(
+    request: Request, services: Services, limit_bytes: int, setting: str = "server.file_limit"
+) -> AsyncIterator[bytes]:
+    """Yield the body as it arrives, within its bounds and without holding it; raises TooLarge and TooSlow.
+
+    ``setting`` is the key of the bound, for who has to raise it.
+    """
     timeout_s = services.bounds.body_timeout_s
     deadline_s, size_bytes = asyncio.get_running_loop().time() + timeout_s, 0
     while True:
@@ -52,13 +57,13 @@ async def body_chunks(request: Request, services: Services, limit_bytes: int) ->
             async with asyncio.timeout_at(deadline_s):
                 message = await request.receive()
         except TimeoutError:
-            raise TooSlow(f"the body took longer than {timeout_s:g} s to arrive", component="http") from None
+            raise TooSlow(slow_body(timeout_s), component="http") from None
         if message["type"] == "http.disconnect":
             raise ClientDisconnect()
         chunk: bytes = message.get("body", b"")
         size_bytes += len(chunk)
         if size_bytes > limit_bytes:
-            raise too_large(limit_bytes)
+            raise too_large(limit_bytes, setting)
         if chunk:
             yield chunk
         if not message.get("more_body", False):
@@ -96,8 +101,14 @@ async def _read_body(request: Request, limit_bytes: int, reading: _Reading) -> b
             return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
 
-def too_large(limit_bytes: int) -> TooLarge:
-    return TooLarge(f"the body is larger than {limit_bytes} bytes", component="http")
+def too_large(limit_bytes: int, setting: str = "server.body_limit") -> TooLarge:
+    """Return what is told of a body that is larger than a setting allows."""
+    return TooLarge(f"the body is larger than {limit_bytes} bytes ({setting})", component="http")
+
+
+def slow_body(timeout_s: float) -> str:
+    """Return what is told of a body that does not arrive in time."""
+    return f"the body took longer than {timeout_s:g} s to arrive (server.body_timeout)"
 
 
 def respond(value: Struct, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -117,5 +117,5 @@ class LogStream(Response):
 
     def _dropped(self) -> LogLag:
         seconds = self._logs.spec.stall_s
-        told = f"this follower took longer than {seconds:g} s to read; resume at next_offset"
+        told = f"this follower took longer than {seconds:g} s to read (server.logs.stall); resume at next_offset"
         return LogLag(stream="dropped", next_offset=self._position, data=told)

@@ -60,7 +60,7 @@ class Admission:
             raise Draining("the gateway is shutting down and takes no new work", retry_after_s=RETRY_MIN_S)
         if self.queued >= self._total_max:
             raise CapacityExceeded(
-                f"{self.queued} invocations wait already, which is the bound of the gateway",
+                f"{self.queued} invocations wait already, which is scheduler.max_queued",
                 component="admission",
                 retry_after_s=self._retry_after_s(self.queued - self._total_max + 1),
             )
@@ -93,7 +93,7 @@ class Admission:
     def _bound(self, kind: str, name: str, waiting: int, limit: int) -> None:
         if waiting >= limit:
             raise QuotaExceeded(
-                f"{waiting} invocations of {kind} {name!r} wait already, which is its bound max_queued",
+                f"{waiting} invocations of {kind} {name!r} wait already ({kind}s.{name}.max_queued)",
                 component="admission",
                 retry_after_s=self._retry_after_s(waiting - limit + 1),
             )

@@ -253,7 +253,11 @@ class Logs:
         Raises CapacityExceeded when too many follow already.
         """
         if self.followers >= self.spec.followers_max:
-            raise CapacityExceeded(f"{self.followers} logs are followed already", component="logs", retry_after_s=1.0)
+            raise CapacityExceeded(
+                f"{self.followers} logs are followed already (server.logs.followers_max)",
+                component="logs",
+                retry_after_s=1.0,
+            )
         return self._follow(seq, position)
 
     async def _follow(self, seq: int, position: int) -> AsyncGenerator[list[LogRow], None]:

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 
 from gateway import wire
 from gateway.services import Services
-from manager.errors import ActionFailed, CodedError, Conflict, InvalidInput, NotFound, Reason
+from manager.errors import ActionFailed, CodedError, Conflict, InvalidInput, NotFound, Reason, TooLarge
 from runtimes.sandbox.command import FileStat, FileStream
 from runtimes.sandbox.files.files import SandboxFiles
 from tangram.types import FileEntry, FileWritten
@@ -107,7 +107,11 @@ async def read_file(
     opened = files.open(path, limit_bytes=services.bounds.file_limit_bytes, user=asked.user or "")
     async with AsyncExitStack() as opening:
         with as_files_are():
-            file = await opening.enter_async_context(opened)
+            try:
+                file = await opening.enter_async_context(opened)
+            except TooLarge as error:
+                told = f"{error.message} (server.file_limit)"
+                raise TooLarge(told, component=error.component, detail=error.detail) from None
         yield file
 
 

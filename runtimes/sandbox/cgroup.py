@@ -233,6 +233,15 @@ class Cgroup:
                     return int(value)
         return 0
 
+    def forks_refused(self) -> int:
+        """Return how many new processes the kernel refused so far because of ``pids.max``."""
+        with suppress(OSError, KeyError):
+            for line in _read(self.places["pids"] / "pids.events").splitlines():
+                word, _, value = line.partition(" ")
+                if word == "max":
+                    return int(value)
+        return 0
+
     def peak_memory_bytes(self) -> int:
         """Return the most memory it ever used, 0 if the kernel does not keep it."""
         name = "memory.peak" if self.version == 2 else "memory.max_usage_in_bytes"

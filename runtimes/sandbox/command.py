@@ -79,6 +79,13 @@ class CommandResult:
     duration_s: float = 0.0
     cpu_s: float = 0.0
     peak_memory_bytes: int = 0
+    #: How often the sandbox was refused a new process while a command ran that failed.
+    forks_refused: int = 0
+
+
+def processes_refused(count: int, pids: int) -> str:
+    """Return what is told of a command that failed while the sandbox was refused new processes."""
+    return f"new processes were refused {count} times: the sandbox had {pids}, and sandbox.pids bounds it"
 
 
 def memory_ended(what: str, peak_bytes: int) -> str:
@@ -167,7 +174,9 @@ class FileContent:
     def _count(self, size_bytes: int) -> None:
         self.size_bytes += size_bytes
         if self._limit_bytes is not None and self.size_bytes > self._limit_bytes:
-            raise TooLarge(f"{self.size_bytes} bytes are more than the sandbox's disk", component="sandbox")
+            raise TooLarge(
+                f"{self.size_bytes} bytes are more than the sandbox's disk (sandbox.disk)", component="sandbox"
+            )
 
 
 class FileStream(Protocol):

@@ -100,6 +100,10 @@ class SandboxControl(Protocol):
 
     def peak_memory_bytes(self) -> int: ...
 
+    def forks_refused(self) -> int:
+        """Return how many new processes were refused so far because of ``sandbox.pids``, as far as can be seen."""
+        ...
+
     async def cause_of_death(self) -> str:
         """Return why it ended, as far as can be known; ``out_of_memory`` alone is a reason of its own."""
         ...
@@ -193,6 +197,7 @@ class Sandbox:
         A command that is `resumable` is claimed instead: its output comes from its start, and nothing is run twice.
         """
         self._require_allowed(command.user)
+        refused = self._control.forks_refused()
         if command.claim:
             self._under_way[command.claim] = command.detached
         try:
@@ -204,6 +209,8 @@ class Sandbox:
             raise await self._explained(failure) from None
         finally:
             self._under_way.pop(command.claim, None)
+        if result.exit_code != 0:
+            result = replace(result, forks_refused=self._control.forks_refused() - refused)
         return self.with_shortage(result)
 
     def with_shortage(self, result: CommandResult) -> CommandResult:

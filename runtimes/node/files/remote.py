@@ -99,7 +99,7 @@ class RemoteTransfers:
         if link is None:
             raise CapacityExceeded(f"node {self._node} is not reached now", component=COMPONENT, retry_after_s=1.0)
         if len(self._transfers) >= link.settings.transfers_max:
-            told = f"{len(self._transfers)} transfers of files with node {self._node} are under way"
+            told = f"{len(self._transfers)} transfers with node {self._node} are under way (cluster.transfers_max)"
             raise CapacityExceeded(told, component=COMPONENT, retry_after_s=RETRY_AFTER_S)
         self._number += 1
         ask.transfer = self._number

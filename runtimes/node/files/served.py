@@ -81,7 +81,7 @@ class ServedTransfers:
         if ask.transfer in self._transfers:
             raise ChannelError(f"transfer {ask.transfer} was asked for twice")
         if len(self._transfers) >= link.settings.transfers_max:
-            told = f"the node has {len(self._transfers)} transfers of files under way"
+            told = f"the node has {len(self._transfers)} transfers of files under way (cluster.transfers_max)"
             refusal = facts_of(CapacityExceeded(told, component=COMPONENT, retry_after_s=1.0))
             link.send(FilesEnded(ask.transfer, refusal, 0, b""))
             return

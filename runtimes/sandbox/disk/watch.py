@@ -135,7 +135,7 @@ def _excess(usage: DiskUsage, limit_bytes: int, limit_files: int) -> str:
     if usage.endless:
         return f"its directories are nested deeper than {DEPTH_MAX}"
     if usage.used_bytes > limit_bytes:
-        return f"its disk bound of {limit_bytes} bytes is exceeded"
+        return f"its disk bound of {limit_bytes} bytes (sandbox.disk) is exceeded"
     if limit_files and usage.files > limit_files:
         return f"its disk bound of {limit_files} files is exceeded"
     return ""

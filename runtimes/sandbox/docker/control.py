@@ -77,6 +77,9 @@ class ContainerControl:
     def oom_kills(self) -> int:
         return 0 if self._cgroup is None else self._cgroup.oom_kills()
 
+    def forks_refused(self) -> int:
+        return 0 if self._cgroup is None else self._cgroup.forks_refused()
+
     def peak_memory_bytes(self) -> int:
         return 0 if self._cgroup is None else self._cgroup.peak_memory_bytes()
 

@@ -21,7 +21,15 @@ from manager.executor import Call, LogSink
 from manager.function import AUTO, Background, FunctionSpec, SandboxSpec
 from manager.lease import Lease
 from runtimes.runtime import Execution, Result
-from runtimes.sandbox.command import ARGUMENT_MAX_BYTES, Command, CommandResult, OnOutput, claims_of, memory_ended
+from runtimes.sandbox.command import (
+    ARGUMENT_MAX_BYTES,
+    Command,
+    CommandResult,
+    OnOutput,
+    claims_of,
+    memory_ended,
+    processes_refused,
+)
 from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.runner.protocol import unmade
 from runtimes.sandbox.sandbox import Sandbox
@@ -171,6 +179,8 @@ class ExecRuntime:
                 result = await carry_out(execution, sandbox, command, lines.write)
             finally:
                 lines.close()
+            if result.forks_refused:
+                execution.call.log.write("system", processes_refused(result.forks_refused, sandbox.spec.pids) + "\n")
         execution.call.log.omit(sum(result.unshown.values()))
         return conclude(result, command)
 
@@ -359,7 +369,7 @@ def conclude(result: CommandResult, command: Command) -> Result:
     }
     peak = {"peak_memory_bytes": result.peak_memory_bytes}
     if result.timed_out:
-        message = f"the command ran longer than its timeout, {command.timeout_s:g} s, and was ended"
+        message = f"the command ran longer than timeout, {command.timeout_s:g} s, and was ended"
         raise ActionFailed(Reason.TIMEOUT, message, component=COMPONENT, result=value, detail=peak)
     if result.out_of_memory:
         message = memory_ended("the sandbox", result.peak_memory_bytes)

@@ -64,7 +64,7 @@ class Extraction:
             self.entries += 1
             self.left -= entry.size if entry.isreg() else 0
             if self.left < 0 or self.entries > ENTRIES_MAX:
-                told = f"the archive holds more than {self.limit} bytes or {ENTRIES_MAX} entries"
+                told = f"the archive holds more than {self.limit} bytes (server.file_limit) or {ENTRIES_MAX} entries"
                 raise Refused("too_large", "", told)
             self.one(tar, entry)
         for place, mode in reversed(self.directories):
@@ -172,7 +172,9 @@ def measure(path: str, limit: int) -> None:
             if not os.access(place, os.R_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), place)
         if left < 0 or entries > ENTRIES_MAX:
-            raise Refused("too_large", "", f"{path!r} holds more than {limit} bytes or {ENTRIES_MAX} entries")
+            raise Refused(
+                "too_large", "", f"{path!r} holds more than {limit} bytes (server.file_limit) or {ENTRIES_MAX} entries"
+            )
 
 
 def get(path: str, limit: int, base: bool, follow: bool) -> None:
@@ -206,6 +208,7 @@ def main(words: list[str]) -> int:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         code = "too_large" if full else "not_found" if error.errno == errno.ENOENT else "invalid_input"
         message = f"{error.filename or 'archive'}: {os.strerror(error.errno or 0)}"
+        message += " (sandbox.disk)" if full else ""
         told = {"code": code, "message": message, "file_error": ERRORS.get(error.errno or 0, "")}
     sys.stderr.write(json.dumps(told))
     return REFUSED

@@ -235,7 +235,9 @@ class Calls:
             message = f"the handler returned {type(value).__name__}, which is not JSON: {error}"
             return b'"error":' + encode({"kind": "result", "type": "TypeError", "message": message, "traceback": ""})
         if len(encoded) > self._output_limit_bytes:
-            message = f"the handler's result has {len(encoded)} bytes, more than {self._output_limit_bytes}"
+            message = (
+                f"the handler's result has {len(encoded)} bytes, more than {self._output_limit_bytes} (output_limit)"
+            )
             return b'"error":' + encode({"kind": "limit", "type": "", "message": message, "traceback": ""})
         return b'"result":' + encoded
 

@@ -62,6 +62,9 @@ class ProcessControl:
     def oom_kills(self) -> int:
         return 0 if self.group is None else self.group.oom_kills()
 
+    def forks_refused(self) -> int:
+        return 0 if self.group is None else self.group.forks_refused()
+
     def peak_memory_bytes(self) -> int:
         return 0 if self.group is None else self.group.peak_memory_bytes()
 

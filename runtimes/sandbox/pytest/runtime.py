@@ -16,7 +16,7 @@ from manager.errors import ActionFailed, CodedError, InvalidInput, NotFound, Rea
 from manager.function import FunctionSpec
 from manager.lease import Lease
 from runtimes.runtime import Execution, Result
-from runtimes.sandbox.command import Command, CommandResult, claims_of, memory_ended
+from runtimes.sandbox.command import Command, CommandResult, claims_of, memory_ended, processes_refused
 from runtimes.sandbox.disk.bound import WalkBound
 from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.exec.runtime import LogLines, Stage, begin
@@ -206,7 +206,7 @@ class _Run:
         if not self._report.started and not self._refused and not self._report.doubts:
             raise self._failed(Reason.INVALID_INPUT, f"pytest could not be started: {self._said()}")
         if ended.out_of_memory:
-            self._notes.append("the sandbox ran out of memory under some of the tests")
+            self._notes.append("the sandbox ran out of memory under some of the tests (sandbox.memory bounds it)")
         usage = {"workers": self._report.workers, "runs": self._runs, "tests": len(self._report.tests)}
         return Result(
             value=self._value(ended.exit_code),
@@ -288,6 +288,8 @@ class _Run:
         ended = await self._sandbox.run(self._command(workers, max(0.01, left_s)), self._on_output)
         self._cpu_s += ended.cpu_s
         self._peak_bytes = max(self._peak_bytes, ended.peak_memory_bytes)
+        if ended.forks_refused:
+            self._notes.append(processes_refused(ended.forks_refused, self._sandbox.spec.pids))
         if ended.unshown.get("stdout"):
             self._report.doubt(f"the report lacks {ended.unshown['stdout']} bytes and is incomplete")
         if unlogged := ended.unshown.get("stderr"):
@@ -372,7 +374,7 @@ class _Run:
     def _timed_out(self) -> ActionFailed:
         running = ", ".join(sorted(self._report.running)) or "none"
         limit_s = self._execution.action.timeout_s
-        told = f"the suite ran longer than its timeout, {limit_s:g} s; tests under way: {running}"
+        told = f"the suite ran longer than timeout, {limit_s:g} s; tests under way: {running}"
         return self._failed(Reason.TIMEOUT, told)
 
     def _failed(self, reason: Reason, message: str, detail: Mapping[str, object] | None = None) -> ActionFailed:

@@ -186,7 +186,8 @@ def _refusal(error: RequestDenied | OSError) -> bytes:
 
 
 def _sentence(error: OSError) -> str:
-    return f"{error.filename or 'file'}: {os.strerror(error.errno or 0)}"
+    bound = " (sandbox.disk)" if _CODES.get(error.errno or 0) == "too_large" else ""
+    return f"{error.filename or 'file'}: {os.strerror(error.errno or 0)}{bound}"
 
 
 class Poller:

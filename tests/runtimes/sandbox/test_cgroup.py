@@ -105,9 +105,15 @@ def test_what_the_kernel_knows_of_memory(tmp_path: Path, version: int, files: di
     assert (cgroup.oom_kills(), cgroup.peak_memory_bytes()) == (3, 77)
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_kernel_counts_the_processes_that_it_refused(tmp_path: Path, version: int) -> None:
+    assert group(tmp_path, version, {"pids.events": "max 4"}).forks_refused() == 4
+
+
 def test_a_group_that_is_gone_knows_nothing(tmp_path: Path) -> None:
     cgroup = group(tmp_path, 2, {})
     assert (cgroup.oom_kills(), cgroup.peak_memory_bytes(), cgroup.processes()) == (0, 0, [])
+    assert cgroup.forks_refused() == 0
     assert not cgroup.writable
     with pytest.raises(FileNotFoundError):
         cgroup.set_cores((0,))

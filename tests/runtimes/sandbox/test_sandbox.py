@@ -348,6 +348,24 @@ class TestFiles:
             await sandbox.read_file("/.tangram/run/s", limit_bytes=10)
 
 
+#: Forks until that is refused, and leaves no child behind.
+FORKS = """
+import os, signal, sys, time
+made = []
+try:
+    while True:
+        if (child := os.fork()) == 0:
+            time.sleep(60)
+        made.append(child)
+except OSError as error:
+    for child in made:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    sys.stderr.write(os.strerror(error.errno))
+    sys.exit(3)
+"""
+
+
 class TestPromises:
     async def test_memory_is_bounded_and_the_end_is_told_with_its_peak(
         self, provider: Provider, sandbox: Sandbox
@@ -359,6 +377,17 @@ class TestPromises:
         assert result.peak_memory_bytes > 200 * 2**20
         after = await sh(sandbox, "echo alive; exit 1")
         assert (after.stdout, after.out_of_memory) == (b"alive\n", False)
+
+    async def test_processes_are_bounded_and_who_fails_for_it_is_told_so(
+        self, provider: Provider, sandbox: Sandbox, request: pytest.FixtureRequest
+    ) -> None:
+        if not provider.info.limits["pids"]:
+            pytest.skip("this machine's process sandboxes cannot bound processes")
+        result = await sandbox.run(Command(argv=("python3", "-c", FORKS)))
+        assert (result.exit_code, result.stderr) == (3, b"Resource temporarily unavailable")
+        if "remote" not in request.node.callspec.id:  # of whose groups nothing is seen from here
+            assert result.forks_refused == 1
+        assert (await sh(sandbox, "exit 3")).forks_refused == 0, "it is told of the command that it befell"
 
     async def test_there_is_no_network_unless_granted(self, provider: Provider, sandbox: Sandbox) -> None:
         if not provider.info.limits["network"]:
