@@ -98,17 +98,21 @@ class AsyncSandboxProvider:
         memory: str | None = None,
         network: str | None = None,
         idle_ttl: str | None = None,
+        step: int | None = None,
     ) -> str:
         """Make a sandbox, or find the one of that name that lives, and return its name.
 
         What is chosen is held against what the function allows (docs/SANDBOXES.md); without, it is the function's own.
+        It counts as a rollout of the ``step`` of the task, if one is named.
         """
         given = {"image": image, "env": dict(env) if env else None, "workdir": workdir, "user": user}
         given |= {"memory": memory, "network": network, "idle_ttl": idle_ttl}
         chosen = {key: value for key, value in given.items() if value is not None}
         sandbox = name or f"sandbox-{secrets.token_hex(8)}"
         async with self._refusals(sandbox):
-            handle = self._client.trajectory(sandbox, function=self.function, task=self.task, sandbox=chosen or None)
+            handle = self._client.trajectory(
+                sandbox, function=self.function, task=self.task, step=step, sandbox=chosen or None
+            )
             await handle.open()
         self._held[sandbox] = handle
         return sandbox
@@ -179,16 +183,26 @@ class AsyncSandboxProvider:
         sandbox: str | None = None,
         function: str | None = None,
         timeout_s: float | None = None,
+        step: int | None = None,
     ) -> GradeReport:
-        """Run tests by a pytest function, in a sandbox as it stands or in one of its own, and return the verdict."""
-        ended = await self._call(function or self.grader, input, sandbox, timeout_s)
+        """Run tests by a pytest function, in a sandbox as it stands or in one of its own, and return the verdict.
+
+        Without a sandbox it counts as a rollout of the ``step`` of the task, if one is named.
+        """
+        ended = await self._call(function or self.grader, input, sandbox, timeout_s, step)
         return grade_report(ended, sandbox or "")
 
     async def invoke(
-        self, function: str, input: Mapping[str, Any], *, sandbox: str | None = None, timeout_s: float | None = None
+        self,
+        function: str,
+        input: Mapping[str, Any],
+        *,
+        sandbox: str | None = None,
+        timeout_s: float | None = None,
+        step: int | None = None,
     ) -> Any:
-        """Run any function of the gateway, in a sandbox or without one, and return its result."""
-        return result_of(await self._call(function, input, sandbox, timeout_s), sandbox or "")
+        """Run any function of the gateway, in a sandbox or without one, and return its result; ``step`` as `grade`."""
+        return result_of(await self._call(function, input, sandbox, timeout_s, step), sandbox or "")
 
     async def end(self, sandbox: str) -> None:
         """End a sandbox with everything in it; one that has ended, or was never opened here, is let be."""
@@ -197,12 +211,21 @@ class AsyncSandboxProvider:
             async with self._refusals(sandbox):
                 await handle.close()
 
-    async def _call(self, function: str, input: Mapping[str, Any], sandbox: str | None, timeout_s: float | None) -> Any:
+    async def _call(
+        self,
+        function: str,
+        input: Mapping[str, Any],
+        sandbox: str | None,
+        timeout_s: float | None,
+        step: int | None,
+    ) -> Any:
         async with self._refusals(sandbox or ""):
             if sandbox is not None:
                 handle = self._handle(sandbox)
                 return await handle.invoke(function, input, timeout_s=timeout_s, key=self._key())
-            return await self._client.invoke(function, input, task=self.task, timeout_s=timeout_s, key=self._key())
+            return await self._client.invoke(
+                function, input, task=self.task, step=step, timeout_s=timeout_s, key=self._key()
+            )
 
     def _handle(self, sandbox: str) -> AsyncTrajectory:
         try:

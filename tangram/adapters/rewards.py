@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, SupportsIndex
 
 from tangram.adapters.outcomes import InfrastructureFailed, failure_of, refusal_of
 from tangram.client import AsyncClient, InvocationResult
@@ -42,13 +42,19 @@ class GatewayRewards:
         self.failed_as = dict(failed_as or {})
         self._client = shared_client(server, token) if client is None else client
 
-    async def scores(self, inputs: Sequence[Mapping[str, Any]], key: str | None = None) -> list[float]:
-        """Return the reward of each input, in order; what is asked again with the same ``key`` runs nothing twice."""
+    async def scores(
+        self, inputs: Sequence[Mapping[str, Any]], key: str | None = None, *, step: int | None = None
+    ) -> list[float]:
+        """Return the reward of each input, in order; what is asked again with the same ``key`` runs nothing twice.
+
+        Each counts as a rollout of the ``step`` of the task, if one is named.
+        """
         try:
             ends = await self._client.map(
                 self.function,
                 inputs,
                 task=self.task,
+                step=step,
                 key=key,
                 timeout_s=self.timeout_s,
                 concurrency=max(1, min(CONCURRENCY, len(inputs))),
@@ -74,6 +80,14 @@ class GatewayRewards:
         if reason in self.failed_as:
             return self.failed_as[reason]
         raise error
+
+
+def step_of(told: object) -> int | None:
+    """Return the number of a step that a trainer tells of, in whatever integer type; None for what is none."""
+    if isinstance(told, bool) or not isinstance(told, SupportsIndex):
+        return None
+    step = told.__index__()
+    return step if 0 <= step < 2**31 else None
 
 
 def bare(result: object) -> float | None:

@@ -9,20 +9,26 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from tangram.adapters.rewards import GatewayRewards
+from tangram.adapters.rewards import GatewayRewards, step_of
 
 #: What a function of the gateway is given for a completion: the prompt, the completion, and the row's other columns.
 RewardInput = Callable[[Any, Any, Mapping[str, Any]], Mapping[str, Any] | None]
 
 
 def reward(
-    function: str, make_input: RewardInput | None = None, *, name: str | None = None, **options: Any
+    function: str,
+    make_input: RewardInput | None = None,
+    *,
+    name: str | None = None,
+    counts: bool = True,
+    **options: Any,
 ) -> Callable[..., Awaitable[list[float | None]]]:
     """Return a reward function: one action for each completion, all at once.
 
     ``make_input`` says what the function is given: ``{"prompt", "response", "label"}``, of a column ``label``, without.
-    None from it is a completion that this reward does not concern. ``name`` is how TRL logs it. ``options`` are those
-    of `GatewayRewards`: ``server``, ``token``, ``task``, ``timeout_s``, ``failed_as``.
+    None from it is a completion that this reward does not concern. ``name`` is how TRL logs it. Each action counts as a
+    rollout of the trainer's step (its ``global_step``): of several rewards let one count, and the others not.
+    ``options`` are those of `GatewayRewards`: ``server``, ``token``, ``task``, ``timeout_s``, ``failed_as``.
     """
     rewards = GatewayRewards(function, **options)
     make = make_input or _input
@@ -34,7 +40,8 @@ def reward(
         ]
         inputs = [make(*each) for each in zip(prompts, completions, rows, strict=True)]
         asked = [each for each in inputs if each is not None]
-        scores = iter(await rewards.scores(asked, key=f"trl-{uuid.uuid4().hex}"))
+        step = step_of(getattr(columns.get("trainer_state"), "global_step", None)) if counts else None
+        scores = iter(await rewards.scores(asked, key=f"trl-{uuid.uuid4().hex}", step=step))
         return [None if each is None else next(scores) for each in inputs]
 
     judge.__name__ = name or function

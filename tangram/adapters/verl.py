@@ -20,6 +20,7 @@ from typing import Any
 from tangram.adapters.aio import AsyncSandboxProvider
 from tangram.adapters.frameworks import missing
 from tangram.adapters.outcomes import CommandTimedOut, InfrastructureFailed, told_to_model
+from tangram.adapters.rewards import step_of
 
 try:
     from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
@@ -45,9 +46,13 @@ SCHEMA = {
 
 
 class RolloutState:
-    """What one run of an agent loop has in hand: its sandboxes, and the first failure that was not the agent's."""
+    """What one run of an agent loop has in hand: its sandboxes, and the first failure that was not the agent's.
 
-    def __init__(self) -> None:
+    ``step`` is that of the trainer, if it is told.
+    """
+
+    def __init__(self, step: int | None = None) -> None:
+        self.step = step
         self.sandboxes: set[tuple[AsyncSandboxProvider, str]] = set()
         self.failed: InfrastructureFailed | None = None
 
@@ -92,7 +97,8 @@ class RolloutShell(BaseTool):
         rollout = _ROLLOUT.get()
         try:
             if sandbox not in self._provider.sandboxes:
-                await self._provider.open(sandbox, idle_ttl=self._idle_ttl, **self._chosen[instance_id])
+                chosen = {"step": None if rollout is None else rollout.step, **self._chosen[instance_id]}
+                await self._provider.open(sandbox, idle_ttl=self._idle_ttl, **chosen)
             if rollout is not None:
                 rollout.sandboxes.add((self._provider, sandbox))
             return ToolResponse(text=await self._said(sandbox, str(parameters.get("command", "")))), 0.0, {}
@@ -117,8 +123,11 @@ class AgentRollout(ToolAgentLoop):
     """verl's tool agent loop, which ends its sandboxes with the rollout and fails with what is our fault."""
 
     async def run(self, sampling_params: dict[str, Any], **given: Any) -> Any:
-        """Run one rollout; raises InfrastructureFailed where a tool could not do its work: no reward of 0 for that."""
-        rollout = RolloutState()
+        """Run one rollout; raises InfrastructureFailed where a tool could not do its work: no reward of 0 for that.
+
+        Its sandboxes count for the step ``global_steps``, which verl's trainer v1 gives to agent loops.
+        """
+        rollout = RolloutState(step_of(given.get("global_steps")))
         before = _ROLLOUT.set(rollout)
         try:
             output = await super().run(sampling_params, **given)

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from tangram.adapters.rewards import GatewayRewards
+from tangram.adapters.rewards import GatewayRewards, step_of
 
 
 async def compute_score(
@@ -27,7 +27,8 @@ async def compute_score(
     """Return the reward of one solution; raises InfrastructureFailed and CommandTimedOut.
 
     The function is given ``{"response", "label", "data_source"}``, or what ``input`` of the row's ``extra_info`` holds:
-    what a pytest function needs stands there, with ``{solution}`` in its files where the solution belongs.
+    what a pytest function needs stands there, with ``{solution}`` in its files where the solution belongs. It counts as
+    a rollout of the step that ``global_steps`` of ``extra_info`` names, if it is there.
     """
     template = (extra_info or {}).get("input")
     if template is not None:
@@ -35,7 +36,8 @@ async def compute_score(
     else:
         given = {"response": solution_str, "label": ground_truth, "data_source": data_source}
     rewards = GatewayRewards(function, **options)
-    (score,) = await rewards.scores([given], key=f"verl-{uuid.uuid4().hex}")
+    step = step_of((extra_info or {}).get("global_steps"))
+    (score,) = await rewards.scores([given], key=f"verl-{uuid.uuid4().hex}", step=step)
     return score
 
 

@@ -86,6 +86,7 @@ async def test_nemo_gym_finds_its_provider_by_the_entry_point(plug: Callable[...
 async def test_verls_rollouts_have_a_sandbox_each_and_its_reward_loader_finds_ours(plug: Callable[..., Any]) -> None:
     told = await plug("verl", "verl_rollout")
     assert told["turns"] == [["", "kept", "[exit status 3]", "a\n[ended: it took too long]"], [""]]
+    assert told["steps"] == {"3": 1}, "the trainer tells its step to the loop, and the sandbox counts for it"
     assert told["failed"] in ("invalid_input", "unsupported"), "an image that is not allowed, or no images at all"
     assert told["scores"] == [1.0, 0.0]
 

@@ -14,6 +14,7 @@ from verl.experimental.agent_loop.tool_parser import FunctionCall
 from verl.tools.tool_registry import initialize_tools_from_config
 from verl.trainer.ppo.reward import get_custom_reward_fn
 
+from tangram import Client
 from tangram.adapters import InfrastructureFailed
 from tangram.adapters.verl import AgentRollout
 
@@ -49,7 +50,9 @@ async def main():
         tools = initialize_tools_from_config(str(file))
     one = ScriptedLoop(tools, [["echo kept > note"], ["cat note", "exit 3"], ["echo a; sleep 100"]])
     two = ScriptedLoop(tools, [["ls"]])
-    told = {"turns": await asyncio.gather(one.run({}, name="one"), two.run({}, name="two"))}
+    told = {"turns": await asyncio.gather(one.run({}, name="one", global_steps=3), two.run({}, name="two"))}
+    with Client(url) as client:
+        told["steps"] = {each.step: each.living + each.ended for each in client.steps("default")}
     try:
         await ScriptedLoop(tools, [["true"]]).run({}, name="three", create={"image": "not/allowed"})
     except InfrastructureFailed as error:

@@ -43,6 +43,17 @@ def provider(scripted: ScriptedGateway) -> Iterator[SandboxProvider]:
         yield provider
 
 
+def test_a_step_of_the_task_goes_with_what_counts_for_it(scripted: ScriptedGateway, provider: SandboxProvider) -> None:
+    box = provider.open(step=7)
+    provider.run(box, "true")
+    provider.grade({}, sandbox=box)
+    provider.invoke("pytest_reward", {}, step=8)
+    provider.grade({}, step=9)
+    provider.invoke("pytest_reward", {})
+    assert b'"step":7' in next(each.content for each in scripted.requests if each.method == "PUT")
+    assert [call.headers.get("x-step") for call in scripted.calls] == ["7", "7", "8", "9", None]
+
+
 async def test_both_forms_do_the_same(scripted: ScriptedGateway, tmp_path: Path) -> None:
     (tmp_path / "in" / "deep").mkdir(parents=True)
     (tmp_path / "in" / "deep" / "run.sh").write_text("true")

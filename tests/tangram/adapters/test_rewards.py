@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy
 import pytest
 
 from tangram import AsyncClient
@@ -93,6 +94,27 @@ async def test_trl_calls_it_with_columns_and_gets_none_for_what_it_does_not_conc
     extras = {"want": ["4", None, "4"], "trainer_state": object(), "completion_ids": [[1], [2], [3]]}
     assert await odd(prompts=["p"] * 3, completions=["4", "4", "5"], **extras) == [1.0, None, 0.0]
     assert odd.__name__ == "odd"
+
+
+@dataclass
+class TrainerState:
+    """What TRL tells of its trainer, as far as it is of interest."""
+
+    global_step: Any
+
+
+@pytest.mark.parametrize(
+    ("told", "step"), [(7, "7"), (numpy.int64(8), "8"), (None, None), (-1, None), (True, None), (1.5, None)]
+)
+async def test_a_step_that_a_trainer_tells_of_is_that_of_its_rewards(
+    scripted: ScriptedGateway, told: object, step: str | None
+) -> None:
+    judged = {"prompts": ["p"], "completions": ["4"], "label": ["4"], "trainer_state": TrainerState(told)}
+    await trl.reward("judge", task="t")(**judged)
+    await trl.reward("judge", task="t", counts=False)(**judged)
+    await verl_reward.compute_score("x", "4", "4", {"global_steps": told}, function="judge", task="t")
+    await verl_reward.compute_score("x", "4", "4", function="judge", task="t")
+    assert [call.headers.get("x-step") for call in scripted.calls] == [step, None, step, None]
 
 
 @dataclass
