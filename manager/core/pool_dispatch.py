@@ -192,11 +192,7 @@ class PoolDispatch:
     def _show_eligible(self) -> Drawn[Action]:
         if self._state.spec.strict:  # one queue for everything: nothing starts but the candidates
             return Drawn(lambda: (candidate.waiting.action for candidate in self._candidates.values()))
-        groups = self._startable
-        chosen_elsewhere = any(len(group.demand) > 1 for group in self._groups)
-        return Drawn(
-            lambda: self._chosen_here(self._queued(groups)), None if chosen_elsewhere else self._eligible_count(groups)
-        )
+        return Drawn(lambda: self._chosen_here(self._queued(self._startable)))
 
     def _chosen_here(self, waiting: Iterable[Waiting]) -> Iterator[Action]:
         """Yield the actions that this pool's policy chooses for, and note that it was shown them.
@@ -234,12 +230,6 @@ class PoolDispatch:
             return None
         demands = {(one.task, tuple([kind for kind, _ in one.demand])) for one in signatures}
         return lambda: self._state.fair.turns(sorted(demands))
-
-    def _eligible_count(self, groups: Sequence[QueueGroup]) -> int:
-        """Return how many actions of these groups, and candidates of any, there are in the window."""
-        beside = sum(candidate.waiting.group not in groups for candidate in self._candidates.values())
-        waiting = sum(group.live for group in groups) + beside
-        return max(len(self._candidates), min(waiting, self._state.spec.queue_window))
 
     def _place(self, group: QueueGroup) -> StartOption | None:
         """Return where a group's actions could start, were this pool free; None if something else is missing."""

@@ -15,12 +15,10 @@ Item = TypeVar("Item")
 class Drawn(Sequence[Item]):
     """What ``source`` yields, each item made once, when it is first looked at."""
 
-    __slots__ = ("_items", "_left", "_length", "_source")
+    __slots__ = ("_items", "_left", "_source")
 
-    def __init__(self, source: Callable[[], Iterator[Item]], length: int | None = None) -> None:
-        """``length`` is how many there are, if that is known without making them."""
+    def __init__(self, source: Callable[[], Iterator[Item]]) -> None:
         self._source = source
-        self._length = length
         self._items: list[Item] = []
         self._left: Iterator[Item] | None = None
 
@@ -28,7 +26,7 @@ class Drawn(Sequence[Item]):
         return bool(self._first(1))
 
     def __len__(self) -> int:
-        return len(self._first(None)) if self._length is None else self._length
+        return len(self._first(None))
 
     def __iter__(self) -> Iterator[Item]:
         number = 0

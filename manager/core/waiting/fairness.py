@@ -302,4 +302,4 @@ class FairShare:
 
 
 def _demand_of(action: Action) -> TaskDemand:
-    return action.task, tuple([kind for kind, _ in action.demand])
+    return action.task, tuple(action.cost)

@@ -17,13 +17,13 @@ def test_a_look_makes_what_it_reads_and_nothing_twice() -> None:
             made.append(number)
             yield number
 
-    drawn = Drawn(draw, 100)
+    drawn = Drawn(draw)
     assert drawn and made == [0]
-    assert (drawn[2], drawn[1:4], len(drawn)) == (2, [1, 2, 3], 100)
+    assert (drawn[2], drawn[1:4]) == (2, [1, 2, 3])
     assert made == [0, 1, 2, 3]
     assert next(iter(drawn)) == 0 and len(made) <= AHEAD
     assert list(zip(drawn, drawn, strict=True)) == [(number, number) for number in range(100)]
-    assert (drawn[-1], drawn[:-98], list(drawn)) == (99, [0, 1], made)
+    assert (drawn[-1], drawn[:-98], list(drawn), len(drawn)) == (99, [0, 1], made, 100)
     assert made == list(range(100))
 
 
