@@ -102,7 +102,6 @@ class SandboxControl(Protocol):
 
     def forks_refused(self) -> int:
         """Return how many new processes were refused so far because of ``sandbox.pids``, as far as can be seen."""
-        ...
 
     async def cause_of_death(self) -> str:
         """Return why it ended, as far as can be known; ``out_of_memory`` alone is a reason of its own."""
@@ -209,9 +208,8 @@ class Sandbox:
             raise await self._explained(failure) from None
         finally:
             self._under_way.pop(command.claim, None)
-        if result.exit_code != 0:
-            result = replace(result, forks_refused=self._control.forks_refused() - refused)
-        return self.with_shortage(result)
+        failed_for = 0 if result.exit_code == 0 else self._control.forks_refused() - refused
+        return self.with_shortage(replace(result, forks_refused=failed_for))
 
     def with_shortage(self, result: CommandResult) -> CommandResult:
         """Return how a command ended, with what the kernel says of memory if it failed. Each kill is told once."""
@@ -454,7 +452,8 @@ class Sandbox:
         logger.warning("sandbox lost", sandbox=self.id, cause=cause or failure.message)
         detail = {FILES_LOST: True, "cause": cause, "peak_memory_bytes": self._control.peak_memory_bytes()}
         reason = Reason.OUT_OF_MEMORY if cause == "out_of_memory" else failure.reason
-        message = f"{failure.message}: {cause}; its files and processes are lost" if cause else failure.message
+        key = " (sandbox.memory)" if reason is Reason.OUT_OF_MEMORY else ""
+        message = f"{failure.message}: {cause}{key}; its files and processes are lost" if cause else failure.message
         return ActionFailed(reason, message, component=COMPONENT, result=failure.result, detail=detail)
 
 
