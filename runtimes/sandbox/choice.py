@@ -12,7 +12,7 @@ from manager.errors import Conflict, InvalidInput
 from manager.function import Network, SandboxSpec
 from runtimes.sandbox.snapshots.record import REPOSITORY, SnapshotRecord
 from tangram.types import SandboxChoice
-from tangram.types.values.quantities import duration_s, show_size, size_bytes
+from tangram.types.values.quantities import duration_s, show_size, size_bytes, write_duration
 
 COMPONENT = "sandbox"
 #: Directories of the system: neither they nor what lies below them may become a user's own; and those above others.
@@ -177,8 +177,8 @@ def _idle_ttl_s(spec: SandboxSpec, idle_ttl: str | float | None) -> float | None
     wanted_s = float(idle_ttl) if isinstance(idle_ttl, int | float) else duration_s(idle_ttl)
     most_s = max(spec.idle_ttl_s, spec.trajectory.idle_ttl_s or 0.0)
     if not 0 < wanted_s <= most_s:
-        raise _refused("idle_ttl", f"{wanted_s:g} s is not within the {most_s:g} s that the function allows; "
-                       "raise sandbox.trajectory.idle_ttl")  # fmt: skip
+        asked = f"{write_duration(wanted_s)} is not within the {write_duration(most_s)} that the function allows"
+        raise _refused("idle_ttl", f"{asked}; raise sandbox.trajectory.idle_ttl")
     return None if wanted_s == spec.idle_ttl_s else wanted_s
 
 

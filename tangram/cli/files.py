@@ -1,34 +1,40 @@
-"""``tangram cp``: files and directories into a trajectory's sandbox and out of it."""
+"""``tangram cp``: files and directories into a trajectory's sandbox and out of it.
+
+A tree travels as archives, which carry names that are no UTF-8, links, empty directories and modes. Where the sandbox
+can make none, its files travel one by one, and what cannot is named.
+"""
 
 from __future__ import annotations
 
-import os
+import posixpath
 import stat
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import click
 from rich.console import Console
 from rich.progress import track
 
 from tangram import Client, FileEntry
+from tangram.cli import exit_status
+from tangram.cli.copying.copied import ENTRIES_MAX, PERMISSIONS, CopiedFile, LeftOut, is_sendable, text_of
+from tangram.cli.copying.packing import BATCH_BYTES, LocalEntry, PackedTree, batches, pack, read_file, walk
+from tangram.cli.copying.unpacking import Unpacking, make_directory, write_below
 from tangram.cli.options import connected, json_option
 from tangram.cli.printing.output import print_json, say
+from tangram.client.sync.trajectory import Trajectory
+from tangram.errors import ConflictError, NotFoundError, TooLargeError, UnsupportedError
 
-#: Files and directories of one copy: an agent may have made any number of them.
-ENTRIES_MAX = 200_000
+#: Lines about what was left out; --json has all.
+TOLD_MAX = 20
+#: For what a request cannot name.
+NO_UTF8 = "its name is no UTF-8, and the sandbox takes no archive"
 #: The entries of a directory in the sandbox.
 ListFiles = Callable[[str], Sequence[FileEntry]]
-
-
-class CopiedFile(NamedTuple):
-    """One file to copy: its path here, and its path in the sandbox."""
-
-    here: Path
-    there: str
+_Piece = TypeVar("_Piece")
 
 
 class Remote(NamedTuple):
@@ -38,50 +44,63 @@ class Remote(NamedTuple):
     path: str
 
 
+class Copy(NamedTuple):
+    """What one copy has done."""
+
+    copied: list[CopiedFile]
+    left_out: list[LeftOut]
+
+
+class SandboxPlace(NamedTuple):
+    """A path in a sandbox, and with whose rights it is read or written."""
+
+    sandbox: Trajectory
+    path: str
+    user: str | None
+
+    def beside(self, path: str) -> SandboxPlace:
+        return self._replace(path=path)
+
+
 @click.command()
 @click.argument("source")
 @click.argument("target")
 @click.option("--user", help="Whose rights it has in the sandbox, one of those that the function allows.")
 @json_option
 @connected
-def cp(client: Client, source: str, target: str, user: str | None, as_json: bool) -> None:
+def cp(client: Client, source: str, target: str, user: str | None, as_json: bool) -> int:
     """Copy a file or a directory into the sandbox of a trajectory, or out of it.
 
     One of SOURCE and TARGET is TRAJECTORY:PATH; a relative PATH begins at the sandbox's working directory. TARGET is
-    the name that the copy gets, or a directory that is there, if it ends with a slash.
+    the name that the copy gets, or a directory that is there, if it ends with a slash. Links are copied as links; one
+    that would lead out of a copy on this machine is left out. What is left out is named, and the status is then 73.
     """
     inward, outward = remote(target), remote(source)
     if (inward is None) == (outward is None):
         raise click.UsageError("one of SOURCE and TARGET must be TRAJECTORY:PATH")
     if inward is not None:
-        sandbox = client.trajectory(inward.trajectory)
-        copied = list(_uploads(Path(source), _named(inward.path, Path(source).name)))
-        for each in _progress(copied, source):
-            mode = stat.S_IMODE(each.here.stat().st_mode)
-            sandbox.upload(each.there, each.here.read_bytes(), mode=mode, user=user)
+        path = _named(inward.path, Path(source).name)
+        done = _copy_in(Path(source), SandboxPlace(client.trajectory(inward.trajectory), path, user))
     else:
         assert outward is not None
-        sandbox = client.trajectory(outward.trajectory)
-        listed = partial(sandbox.list, user=user)
-        root = Path(_named(target, PurePosixPath(outward.path).name))
-        copied = list(_downloads(listed, outward.path, root))
-        for each in _progress(copied, source):
-            write_below(root, each.here, sandbox.download(each.there, user=user))
-    if as_json:
-        print_json({"copied": [{"here": str(each.here), "there": each.there} for each in copied]})
-    else:
-        say(f"{len(copied)} copied")
+        if not is_sendable(outward.path):
+            raise click.BadParameter("the path is no UTF-8; copy the directory that it is in", param_hint="SOURCE")
+        place = SandboxPlace(client.trajectory(outward.trajectory), outward.path, user)
+        done = _copy_out(place, Path(_named(target, PurePosixPath(outward.path).name)))
+    _tell(done, as_json=as_json)
+    return exit_status.of_code("conflict") if done.left_out else 0
 
 
 def remote(text: str) -> Remote | None:
     """Return the trajectory and the path of ``TRAJECTORY:PATH``; None for a path here.
 
-    A name may have colons of its own: it ends at the first ``:/``, or else at the last colon.
+    A name may have colons of its own, but no slash: it ends at the last colon before the first slash.
     """
-    name, colon, path = text.partition(":/") if ":/" in text else text.rpartition(":")
+    head, slash, rest = text.partition("/")
+    name, colon, first = head.rpartition(":")
     if not colon or text.startswith((".", "/")):
         return None
-    return Remote(name, f"{colon[1:]}{path}")
+    return Remote(name, f"{first}{slash}{rest}")
 
 
 def _named(path: str, name: str) -> str:
@@ -89,56 +108,140 @@ def _named(path: str, name: str) -> str:
     return f"{path}{name}" if path.endswith("/") or not path else path
 
 
-def _uploads(here: Path, there: str) -> Iterator[CopiedFile]:
+def _copy_in(here: Path, there: SandboxPlace) -> Copy:
     if not here.exists():
-        raise click.BadParameter(f"{here}: no such file or directory", param_hint="SOURCE")
-    if here.is_file():
-        yield CopiedFile(here, there)
-    for file in sorted(each for each in here.rglob("*") if each.is_file()):
-        yield CopiedFile(file, f"{there}/{file.relative_to(here).as_posix()}")
+        raise click.BadParameter(f"{text_of(here)}: no such file or directory", param_hint="SOURCE")
+    if here.is_dir():
+        entries, left_out = walk(here)
+        if not is_sendable(there.path):
+            raise click.BadParameter("the path in the sandbox is no UTF-8", param_hint="TARGET")
+        done = _tree_in(entries, there)
+        return Copy(done.copied, left_out + done.left_out)
+    if not here.is_file():
+        raise click.BadParameter(f"{text_of(here)} is no file or directory", param_hint="SOURCE")
+    directory, name = posixpath.split(there.path)
+    mode, data = here.stat().st_mode, here.read_bytes()
+    if is_sendable(there.path):
+        there.sandbox.upload(there.path, data, mode=stat.S_IMODE(mode) & PERMISSIONS, user=there.user)
+        return Copy([CopiedFile(here, there.path)], [])
+    if not is_sendable(directory):
+        raise click.BadParameter("the directory in the sandbox is no UTF-8", param_hint="TARGET")
+    return _tree_in([LocalEntry(here.resolve(), name, mode, len(data))], there.beside(directory or "."))
 
 
-def _downloads(entries_of: ListFiles, there: str, here: Path) -> Iterator[CopiedFile]:
-    """Yield the files beneath a path in the sandbox, or the one that it is; raises NotFoundError.
+def _tree_in(entries: Sequence[LocalEntry], there: SandboxPlace) -> Copy:
+    """Copy the entries of a tree below a directory: as archives, or one by one if the sandbox takes none."""
+    done, as_archives = Copy([], []), True
+    parents = {posixpath.dirname(entry.name) for entry in entries}
+    for batch in _progress(list(batches(entries)) or [()], "copying"):  # an empty one makes the directory
+        alone = len(batch) == 1 and batch[0].size_bytes > BATCH_BYTES and is_sendable(batch[0].name)
+        if as_archives and not alone:
+            try:
+                _archive_in(pack(batch), there, done)
+                continue
+            except UnsupportedError:
+                as_archives = False
+        for entry in batch:
+            if not (stat.S_ISDIR(entry.mode) and entry.name in parents):  # it is made by what goes into it
+                _one_in(entry, there, done)
+    return done
+
+
+def _archive_in(batch: PackedTree, there: SandboxPlace, done: Copy) -> None:
+    there.sandbox.upload_archive(there.path or ".", batch.data, user=there.user)
+    done.left_out.extend(batch.left_out)
+    files = [entry for entry in batch.packed if not stat.S_ISDIR(entry.mode)]
+    done.copied.extend([CopiedFile(entry.here, f"{there.path}/{entry.name}") for entry in files])
+
+
+def _one_in(entry: LocalEntry, there: SandboxPlace, done: Copy) -> None:
+    """Copy one file by itself; what no single upload can carry is left out."""
+    path, mode = f"{there.path}/{entry.name}", stat.S_IMODE(entry.mode) & PERMISSIONS
+    why = None if stat.S_ISREG(entry.mode) else "it is no file, and the sandbox takes no archive"
+    if not is_sendable(path):
+        why = NO_UTF8
+    if why is None:
+        try:
+            data = read_file(entry.here)
+        except OSError as error:
+            why = error.strerror or "cannot be read"
+        else:
+            there.sandbox.upload(path, data, mode=mode, user=there.user)
+            done.copied.append(CopiedFile(entry.here, path))
+            return
+    done.left_out.append(LeftOut(text_of(entry.here), why))
+
+
+def _copy_out(there: SandboxPlace, root: Path) -> Copy:
+    try:
+        data = there.sandbox.download_archive(there.path or ".", user=there.user)
+    except (UnsupportedError, TooLargeError, ConflictError):
+        return _files_out(there, root)  # no python3, more than one archive may hold, or a file that may not be read
+    unpacking = Unpacking(root, there.path)
+    unpacking.all(data)
+    return Copy(unpacking.copied, unpacking.left_out)
+
+
+def _files_out(there: SandboxPlace, root: Path) -> Copy:
+    """Copy a file, or the files below a directory one by one; what cannot be read is left out."""
+    done, path = Copy([], []), PurePosixPath(there.path)
+    for entry in there.sandbox.list(str(path.parent), user=there.user) if path.name not in ("", "..") else ():
+        if PurePosixPath(entry.path).name == path.name and not entry.directory:
+            data = there.sandbox.download(there.path, user=there.user)
+            write_below(root, root, data, int(entry.mode, 8))
+            return Copy([CopiedFile(root, there.path)], [])
+    make_directory(root, root)
+    for place, entry in _progress(
+        list(_downloads(partial(there.sandbox.list, user=there.user), there.path or ".", root)), "copying"
+    ):
+        try:
+            data = there.sandbox.download(place.there, user=there.user)
+            write_below(root, place.here, data, int(entry.mode, 8))
+        except (NotFoundError, ConflictError, TooLargeError) as error:
+            done.left_out.append(LeftOut(place.there, error.message))
+        else:
+            done.copied.append(place)
+    return done
+
+
+def _downloads(entries_of: ListFiles, there: str, here: Path) -> Iterator[tuple[CopiedFile, FileEntry]]:
+    """Yield the files beneath a directory of the sandbox; raises NotFoundError.
 
     What the sandbox lists is its word: ClickException for an entry that is no name, and for more than can be meant.
     """
-    path = PurePosixPath(there)
-    for entry in entries_of(str(path.parent)) if path.name else ():
-        if PurePosixPath(entry.path).name == path.name and not entry.directory:
-            yield CopiedFile(here, there)
-            return
-    left, seen = [(CopiedFile(here, there), True)], 0
+    root = FileEntry(path=there, size_bytes=0, directory=True, mode="755")
+    left, seen = [(CopiedFile(here, there), root)], 0
     while left:
-        place, directory = left.pop()
-        if not directory:
-            yield place
+        place, file = left.pop()
+        if not file.directory:
+            yield place, file
             continue
         found = []
         for entry in entries_of(place.there):
             name = entry.path.rpartition("/")[2]
             if name in ("", ".", "..") or "\0" in name:
                 raise click.ClickException(f"the sandbox lists {entry.path!r} in {place.there!r}: nothing was copied")
-            found.append((CopiedFile(place.here / name, f"{place.there}/{name}"), entry.directory))
+            found.append((CopiedFile(place.here / name, f"{place.there}/{name}"), entry))
         seen += len(found)
         if seen > ENTRIES_MAX:
             raise click.ClickException(f"{there!r} has more than {ENTRIES_MAX} entries: nothing was copied")
         left += reversed(found)
 
 
-def write_below(root: Path, file: Path, data: bytes) -> None:
-    """Write a file at or below ``root``; raises ClickException rather than follow a link that lies there."""
-    for parent in reversed([each for each in file.parents if each == root or root in each.parents]):
-        if parent.is_symlink():
-            raise click.ClickException(f"{parent} is a link; remove it, or name another target")
-    if file.is_symlink():
-        raise click.ClickException(f"{file} is a link; remove it, or name another target")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666), "wb") as opened:
-        opened.write(data)
+def _tell(done: Copy, *, as_json: bool) -> None:
+    if as_json:
+        copied = [{"here": text_of(each.here), "there": text_of(each.there)} for each in done.copied]
+        print_json({"copied": copied, "left_out": [each._asdict() for each in done.left_out]})
+        return
+    for each in done.left_out[:TOLD_MAX]:
+        say(f"{each.path}: left out: {each.why}")
+    if len(done.left_out) > TOLD_MAX:
+        say(f"{len(done.left_out) - TOLD_MAX} more are left out: --json has them all")
+    told = f", {len(done.left_out)} left out" if done.left_out else ""
+    say(f"{len(done.copied)} copied{told}")
 
 
-def _progress(files: list[CopiedFile], what: str) -> Iterator[CopiedFile]:
-    """Yield the files, with a bar on a terminal's standard error."""
+def _progress(pieces: Iterable[_Piece], what: str) -> Iterator[_Piece]:
+    """Yield the pieces, with a bar on a terminal's standard error."""
     console = Console(stderr=True, markup=False)
-    yield from track(files, what, console=console, transient=True, disable=not sys.stderr.isatty())
+    yield from track(list(pieces), what, console=console, transient=True, disable=not sys.stderr.isatty())

@@ -520,6 +520,7 @@ class Upload:
     def __init__(self, workplace: Workplace, request: dict[str, Any]) -> None:
         path: str = request["path"]
         self.workplace = workplace
+        self.path = path
         self.mode: int | None = request["mode"]
         self.locked: bool = request.get("locked", False)
         self.identity = workplace.identity(request.get("user", ""))
@@ -540,7 +541,11 @@ class Upload:
             return os.open(self.name, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=self.directory)
         self.part = f".tangram-{os.urandom(6).hex()}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-        return os.open(self.part, flags, 0o600, dir_fd=self.directory)
+        try:
+            return os.open(self.part, flags, 0o600, dir_fd=self.directory)
+        except OSError as error:
+            error.filename = self.path
+            raise
 
     def stays(self) -> bool:
         """Return whether a file that is there must be written in its place to stay what it is; raises OSError."""
@@ -549,14 +554,14 @@ class Upload:
         except FileNotFoundError:
             return False
         if stat.S_ISDIR(there.st_mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), self.name)
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), self.path)
         if not stat.S_ISREG(there.st_mode):
             return False
         mode, own = stat.S_IMODE(there.st_mode), self.identity.uid == there.st_uid
         if not os.access(self.name, os.W_OK, dir_fd=self.directory, effective_ids=True):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), self.name)
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), self.path)
         if self.mode not in (None, mode) and not own and self.identity.uid != 0:
-            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), self.name)
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), self.path)
         self.mode = mode if self.mode is None else self.mode
         room = os.access(".", os.W_OK | os.X_OK, dir_fd=self.directory, effective_ids=True)
         return not own or there.st_gid != self.identity.gid or there.st_nlink > 1 or not room
@@ -590,8 +595,9 @@ class Upload:
         os.fchmod(self.fd, mode)
         try:
             os.replace(self.part, self.name, src_dir_fd=self.directory, dst_dir_fd=self.directory)
-        except IsADirectoryError:
+        except IsADirectoryError as error:
             if not self.locked:
+                error.filename = self.path
                 raise
             os.rename(self.name, self.part + ".old", src_dir_fd=self.directory, dst_dir_fd=self.directory)
             os.replace(self.part, self.name, src_dir_fd=self.directory, dst_dir_fd=self.directory)
