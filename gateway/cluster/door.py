@@ -93,6 +93,7 @@ class NodeDoor:
     async def _accept_for_ever(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
+            await asyncio.sleep(0)  # a crowd that waits to be accepted keeps nobody else from his turn
             try:
                 connection, place = await loop.sock_accept(self._listener)
             except OSError as error:
@@ -103,7 +104,6 @@ class NodeDoor:
             if self.greeting >= self._greetings_max and not self._made_room(address):
                 self.cut += 1
                 connection.close()
-                await asyncio.sleep(0)  # a crowd that waits to be accepted keeps nobody else from his turn
                 continue
             task = asyncio.create_task(self._serve(connection, address))
             self._strangers.setdefault(address, {})[task] = None

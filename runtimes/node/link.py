@@ -27,6 +27,9 @@ from runtimes.node.wire import (
 
 #: Bytes that are read at once. A turn of the loop lasts no longer than it takes to deal with so many.
 READ_BYTES = 64 * 2**10
+#: Bytes that are handed to the transport ahead of the peer. More waits here, frame by frame: a transport keeps all in
+#: one piece, which it moves as a whole whenever that grows.
+HANDED_BYTES = 2**20
 #: Seconds for the last bytes and TLS's own farewell.
 FAREWELL_S = 0.5
 _M = TypeVar("_M", bound=Message)
@@ -66,8 +69,10 @@ class NodeLink:
         self._loop = asyncio.get_running_loop()
         self._frames = FrameReader(self.settings.frame_max_bytes)
         self._received: deque[Message] = deque()
-        self._unsent: list[bytes] = []
+        self._unsent: deque[bytes] = deque()
         self._unsent_bytes = 0
+        #: Hands over what waits for the peer to read.
+        self._pumping: asyncio.Task[None] | None = None
         self._heard_s = self._ticked_s = self._clock.now()
         self._spoke = False
         self._timer: asyncio.TimerHandle | None = None
@@ -98,16 +103,36 @@ class NodeLink:
     async def drained(self) -> None:
         """Wait until there is little unsent, or the link is gone."""
         self._flush()
+        if self._pumping is not None:
+            await asyncio.wait([self._pumping])
         with suppress(OSError):
             await self._writer.drain()
 
     def _flush(self) -> None:
-        if not self._unsent:
-            return
-        frames, self._unsent, self._unsent_bytes = self._unsent, [], 0
-        self._spoke = True
-        if not self._writer.is_closing():
-            self._writer.write(frames[0] if len(frames) == 1 else b"".join(frames))
+        self._hand_over()
+        if self._unsent and self._pumping is None and not self.closed.is_set():
+            self._pumping = self._loop.create_task(self._pump())
+
+    def _hand_over(self) -> None:
+        """Hand frames to the transport as far as it has room, all in one piece."""
+        frames, room_bytes = [], HANDED_BYTES - self._writer.transport.get_write_buffer_size()
+        while self._unsent and room_bytes > 0:
+            frames.append(self._unsent.popleft())
+            room_bytes -= len(frames[-1])
+        if frames:
+            data = frames[0] if len(frames) == 1 else b"".join(frames)
+            self._unsent_bytes -= len(data)
+            self._spoke = True
+            if not self._writer.is_closing():
+                self._writer.write(data)
+
+    async def _pump(self) -> None:
+        """Hand over the rest as the peer reads."""
+        with suppress(OSError):
+            while self._unsent and not self.closed.is_set():
+                await self._writer.drain()
+                self._hand_over()
+        self._pumping = None
 
     # --- in
 
@@ -199,12 +224,16 @@ class NodeLink:
             self._timer = self._loop.call_later(self.settings.beat_s, self._tick_again)
 
     def close(self, why: str) -> None:
-        """Close it, after what was sent already; the first reason counts. Idempotent."""
+        """Close it, after what was sent already and the peer has room for; the first reason counts. Idempotent."""
         if self.closed.is_set():
             return
         self.why = why
-        self._flush()
+        self._hand_over()
         self.closed.set()
+        self._unsent.clear()
+        self._unsent_bytes = 0
+        if self._pumping is not None:
+            self._pumping.cancel()
         if self._timer is not None:
             self._timer.cancel()
         self._writer.close()

@@ -13,7 +13,7 @@ from gateway.cluster.door import NodeDoor, bind
 from manager.errors import InvalidConfig
 from runtimes.node.certificate import NodeCertificate, ensure_certificate, node_side, server_side
 from runtimes.node.link import LinkSettings, NodeLink
-from runtimes.node.wire import PROTOCOL, Beat, NodeHello, NodeRefused, encode
+from runtimes.node.wire import PROTOCOL, AttemptLog, Beat, NodeHello, NodeRefused, encode
 from tests.gateway.conftest import until
 from tests.runtimes.node.session import hello
 
@@ -40,12 +40,17 @@ class Porter:
 
 @asynccontextmanager
 async def opened(
-    certificate: NodeCertificate, porter: Porter, *, greetings_max: int = 4, greeting_s: float = DEADLINE_S
+    certificate: NodeCertificate,
+    porter: Porter,
+    *,
+    greetings_max: int = 4,
+    greeting_s: float = DEADLINE_S,
+    settings: LinkSettings | None = None,
 ) -> AsyncIterator[NodeDoor]:
     door = NodeDoor(
         bind("127.0.0.1:0"),
         server_side(certificate),
-        LinkSettings(),
+        settings or LinkSettings(),
         greeting_s=greeting_s,
         greetings_max=greetings_max,
         greet=porter.greet,
@@ -188,6 +193,29 @@ async def test_whoever_has_greeted_makes_room_for_the_next(certificate: NodeCert
         assert door.greeting == 0
         for link in links:
             link.close("the test is over")
+
+
+async def test_a_node_that_does_not_read_is_cut_with_bounded_memory_and_the_others_are_served(
+    certificate: NodeCertificate,
+) -> None:
+    porter, bound_bytes, piece = Porter(), 2**20, AttemptLog("a.1/", 0, bytes(64 * 2**10))
+    async with opened(certificate, porter, settings=LinkSettings(unsent_max_bytes=bound_bytes)) as door:
+        slow = await dialled(door, node_side())
+        slow[1].transport.pause_reading()  # type: ignore[attr-defined]
+        slow[1].write(encode(hello()))
+        to_slow = await asyncio.wait_for(porter.met.get(), DEADLINE_S)
+        other = await dialled(door, node_side())
+        other[1].write(encode(hello()))
+        to_other = await asyncio.wait_for(porter.met.get(), DEADLINE_S)
+        async with asyncio.timeout(DEADLINE_S):
+            while not to_slow.closed.is_set():
+                to_slow.send(piece)
+                assert to_slow.unsent_bytes <= bound_bytes + 2 * len(piece.records)
+                to_other.send(Beat())
+                assert await other[0].readexactly(len(encode(Beat()))) == encode(Beat())
+        assert "unread" in to_slow.why and not to_other.closed.is_set()
+        for _, writer in (slow, other):
+            writer.transport.abort()
 
 
 def test_an_address_that_cannot_be_listened_on_is_told() -> None:

@@ -9,6 +9,8 @@ from manager.clock import Clock
 from runtimes.node.link import LinkSettings, NodeLink
 from runtimes.node.wire import HEADER
 
+#: Bytes beyond which who writes is told to wait.
+HIGH_BYTES = 64 * 2**10
 #: Beats that no test waits for.
 CALM = LinkSettings(beat_s=3600.0, silent_s=7200.0)
 #: Those that the present test has made.
@@ -30,12 +32,16 @@ class MemoryTransport(asyncio.Transport):
         #: While set, nothing is taken from what is written.
         self.stuck = False
         self.held = bytearray()
+        self._paused = False
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         if self._closing:
             return
         if self.stuck:
             self.held += data
+            if len(self.held) > HIGH_BYTES and not self._paused:
+                self._paused = True
+                self.protocol.pause_writing()
             return
         self._unframed += data
         while len(self._unframed) >= HEADER.size and not self._closing:
@@ -49,6 +55,15 @@ class MemoryTransport(asyncio.Transport):
                 self.abort()
                 return
             self._loop.call_soon(self._arrive, frame)
+
+    def release(self) -> None:
+        """Take what is written again, what was held first."""
+        self.stuck = False
+        held, self.held = bytes(self.held), bytearray()
+        if self._paused:
+            self._paused = False
+            self.protocol.resume_writing()
+        self.write(held)
 
     def _arrive(self, frame: bytes) -> None:
         if self.peer is not None and not self.peer._closing:

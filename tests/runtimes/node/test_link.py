@@ -9,7 +9,7 @@ import pytest
 
 from manager.clock import VirtualClock
 from runtimes.node import wire
-from runtimes.node.link import LinkClosed, LinkSettings, NodeLink
+from runtimes.node.link import HANDED_BYTES, LinkClosed, LinkSettings, NodeLink
 from runtimes.node.message import Message
 from tests.runtimes.node.memory_stream import CALM, MemoryTransport, pair
 from tests.runtimes.node.session import hello
@@ -90,6 +90,31 @@ async def test_a_slow_reader_is_cut_when_it_leaves_too_much_unread() -> None:
     assert near.closed.is_set()
     assert "unread" in near.why
     near.send(wire.Beat())  # says nothing, and raises nothing
+
+
+async def test_a_transport_is_handed_a_bounded_part_and_the_rest_follows_in_order_as_the_peer_reads() -> None:
+    """A transport that holds much moves all of it whenever it grows: a turn of the loop would last as long."""
+    near, far = pair()
+    heard: list[int] = []
+    near_transport = transport_of(near)
+    near_transport.stuck = True
+    number, piece = 64, bytes(64 * 2**10)
+    for each in range(number):
+        near.send(wire.AttemptLog("a.1/", each, piece))
+    await asyncio.sleep(0)
+    assert near_transport.get_write_buffer_size() <= HANDED_BYTES + 2 * len(piece)
+    assert near.unsent_bytes > number * len(piece), "all of it counts as unsent"
+    listening = asyncio.create_task(far.run(lambda message: heard.append(message.offset)))  # type: ignore[attr-defined]
+    near_transport.release()
+    near.send(wire.AttemptLog("a.1/", number, b"last"))
+    await asyncio.wait_for(near.drained(), 60)
+    assert near.unsent_bytes == 0
+    async with asyncio.timeout(60):
+        while len(heard) <= number:  # noqa: ASYNC110  # what is waited for has no event, and every turn may bring it
+            await asyncio.sleep(0)
+    assert heard == [*range(number), number]
+    near.close("done")
+    await listening
 
 
 async def test_another_protocol_is_refused_with_the_remedy() -> None:
