@@ -1,4 +1,4 @@
-"""Many machines: what the channel adds to an action, what an actor call of Ray adds, and how a fleet joins and dies."""
+"""Many machines: what the channel and a call of a Ray actor add to an action, and how a fleet joins and dies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import uvloop
 
-from bench.cluster import channel, fleet, local_process
+from bench.cluster import channel, fleet, local_process, strains
 from bench.report import BenchReport, arguments
 from bench.sandbox import IMAGE
 from gateway.invocations.logs import configure
@@ -31,12 +31,15 @@ def main(argv: list[str] | None = None) -> int:
     if _docker():
         uvloop.run(channel.commands(report, 100 if given.quick else 400))
         local_process.compare(report, 6 if given.quick else 20)
+        uvloop.run(strains.files(report, 100 if given.quick else 400))
     else:
-        report.note("no Docker: what commands cost, and cluster.local: process, were not measured")
+        report.note("no Docker: what commands cost, beside files and by cluster.local: process, was not measured")
     uvloop.run(fleet.crowd(report, 200 if given.quick else 1000, 2.0 if given.quick else 10.0))
     uvloop.run(fleet.losses(report, 150 if given.quick else 400))
     report.note("log_line_cpu_us is the channel's part: what the log's store costs is the same for a local action")
-    report.note("not measured: file_slowdown_p99, frozen_node_noticed_s")
+    uvloop.run(strains.frozen(report, 2 if given.quick else 5))
+    uvloop.run(strains.strangers(report, 1000 if given.quick else strains.STRANGERS, 2.0 if given.quick else 5.0))
+    uvloop.run(strains.deaf(report))
     return report.print(as_json=given.json)
 
 

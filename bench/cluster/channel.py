@@ -78,6 +78,8 @@ class BenchDoor:
     def __init__(self, certificate: NodeCertificate) -> None:
         self.nodes: dict[str, RemoteNode] = {}
         self.joined: dict[str, asyncio.Event] = {}
+        #: Of those that have joined.
+        self.links: dict[str, NodeLink] = {}
         self.certificate = certificate
         self.frames = 0
         settings = LinkSettings(silent_s=60.0)
@@ -106,6 +108,7 @@ class BenchDoor:
         has_greeted()
         link.send(wire.NodeWelcome(generation=1, key="k", beat_s=1.0, silent_s=60.0))
         inventory = await link.receive(wire.Inventory, GREETING_S, frame_max_bytes=2**20)
+        self.links[hello.name] = link
         self.joined[hello.name].set()
         if hello.name == "flood":
             await link.run(self._count)
@@ -194,7 +197,7 @@ async def commands(report: BenchReport, rounds: int) -> None:
         try:
             async with opened_door(directory) as door:
                 node = door.expect("node")
-                async with child(*_join_words(door, directory)) as process:
+                async with child(*join_words(door, directory)) as process:
                     await joined(door, "node")
                     local = Way("local", LocalExecutor({"exec": ExecRuntime(environments)}))
                     ways = (local, Way("channel", node, node.acknowledge))
@@ -214,7 +217,8 @@ async def commands(report: BenchReport, rounds: int) -> None:
     report.check("gateway_cpu_over_local", round(share, 3), 0.6, "lower")
 
 
-def _join_words(door: BenchDoor, directory: Path) -> list[str]:
+def join_words(door: BenchDoor, directory: Path) -> list[str]:
+    """Return the words that start a real daemon with containers, named ``node``."""
     config = directory / "node.yaml"
     sandbox = {"provider": "container", "image": IMAGE, "memory": "256Mi"}
     config.write_text(yaml.safe_dump({"sandbox": sandbox, "node": {"memory": "1Gi"}}))

@@ -118,18 +118,18 @@ async def losses(report: BenchReport, actions: int) -> None:
         written = document(directory, lost_after=f"{LOST_AFTER_S}s", beat="200ms", silent="1s")
         async with serving(directory, written) as app, AsyncExitStack() as stack:
             client = await stack.enter_async_context(AsyncClient(f"http://127.0.0.1:{app.http_port}", token=TOKEN))
-            await _node(stack, app, directory, "n0", SMALL)
+            await started_node(stack, app, directory, "n0", SMALL)
             await until_ready(app, 1, 0.05)
             await client.invoke("shell", {"command": "true"})
             given = {"command": f"sleep {ACTION_S}"}
             waiting = await asyncio.gather(*[client.submit("shell", given) for _ in range(WAITING)])
-            joining = await _node(stack, app, directory, "n1", LARGE)
+            joining = await started_node(stack, app, directory, "n1", LARGE)
             ready_s = await until_ready(app, 2, LOOK_S)
             assert joining.stdout is not None
             begun_s = float(await asyncio.wait_for(joining.stdout.readline(), JOIN_S))
             report.check("first_lease_after_join_ms", round((begun_s - ready_s) * 1e3, 2), 100.0, "lower")
             await asyncio.gather(*[client.wait(each.id) for each in waiting])
-            victim = await _node(stack, app, directory, "n2", LARGE)
+            victim = await started_node(stack, app, directory, "n2", LARGE)
             await until_able(app, "n2")
             states, repeated = await _killed_in_the_middle(client, app, victim, actions)
     report.figure("node_loss", {**states, "run_elsewhere": repeated})
@@ -137,7 +137,10 @@ async def losses(report: BenchReport, actions: int) -> None:
     report.check("node_loss_lost_idempotent", lost, 0, "lower")
 
 
-async def _node(stack: AsyncExitStack, app: App, directory: Path, name: str, cores: int) -> asyncio.subprocess.Process:
+async def started_node(
+    stack: AsyncExitStack, app: App, directory: Path, name: str, cores: int
+) -> asyncio.subprocess.Process:
+    """A daemon whose actions do nothing, which joins a gateway and is killed with the stack."""
     ticket = app.machines.ticket(name)
     host, _, port = ticket.gateway.rpartition(":")
     words = stub_node((host, port), ticket.fingerprint, name, ticket.ticket, directory, cores)

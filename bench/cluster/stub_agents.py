@@ -1,7 +1,7 @@
-"""Many agents in one process, which join and beat and can run nothing; or one that floods its link with frames.
+"""Many agents in one process, which join and beat and can run nothing; or one that floods its link, or never reads.
 
-``python -m bench.cluster.stub_agents HOST PORT`` reads ``{"tickets": {name: ticket}}`` or ``{"flood": bytes}`` from
-standard input, prints ``joined`` when all have been welcomed, and lives until it is killed.
+``python -m bench.cluster.stub_agents HOST PORT`` reads ``{"tickets": {name: ticket}}``, ``{"flood": bytes}`` or
+``{"deaf": true}`` from standard input, prints ``joined`` when all have been welcomed, and lives until it is killed.
 """
 
 from __future__ import annotations
@@ -98,10 +98,19 @@ async def flood(size_bytes: int, place: tuple[str, int]) -> None:
         await link.drained()
 
 
+async def be_deaf(place: tuple[str, int]) -> None:
+    """Join, and read nothing more than arrives by itself."""
+    link = await StubAgent("deaf", "", place, node_side()).join()
+    print("joined", flush=True)
+    await link.closed.wait()
+
+
 async def main() -> None:
     place, given = (sys.argv[1], int(sys.argv[2])), json.loads(sys.stdin.readline())
     if "flood" in given:
         await flood(int(given["flood"]), place)
+    elif "deaf" in given:
+        await be_deaf(place)
     else:
         await join_all(given["tickets"], place)
 

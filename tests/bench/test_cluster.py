@@ -9,7 +9,7 @@ import sys
 import pytest
 import uvloop
 
-from bench.cluster import channel, fleet
+from bench.cluster import channel, fleet, strains
 from bench.cluster.__main__ import ROOT
 from bench.report import BenchReport
 
@@ -42,6 +42,22 @@ def test_a_crowd_joins_a_real_gateway_and_idempotent_actions_outlive_a_node() ->
     assert found["node_loss_lost_idempotent"] == 0
     loss = report.figures["node_loss"]
     assert isinstance(loss, dict) and loss["succeeded"] == 100 and int(str(loss["run_elsewhere"])) > 0
+
+
+@pytest.mark.docker
+@pytest.mark.usefixtures("docker")
+def test_strains_are_measured_beside_the_same_without_them() -> None:
+    report = BenchReport("cluster")
+    uvloop.run(strains.frozen(report, 1))
+    uvloop.run(strains.strangers(report, 50, 0.2))
+    uvloop.run(strains.deaf(report))
+    uvloop.run(strains.files(report, 50))
+    found = values(report)
+    assert found["frozen_node_noticed_s"] > 1.0, "it beat before"
+    assert found["strangers_loop_lag_ms"] > 0 < found["deaf_node_loop_lag_ms"]
+    deaf, files = report.figures["deaf_node"], report.figures["files"]
+    assert isinstance(deaf, dict) and "unread" in str(deaf["why"])
+    assert isinstance(files, dict) and int(str(files["loud_n"])) > 0 < found["file_slowdown_p99"]
 
 
 def test_the_peer_says_what_it_lacks() -> None:
