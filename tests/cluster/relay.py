@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 from collections.abc import Coroutine
 from contextlib import suppress
@@ -11,6 +12,8 @@ from typing import Literal, TypeVar
 Direction = Literal["to the gateway", "to the node"]
 #: Pieces of one direction that are under way at most, and bytes of one.
 PIECES, PIECE_BYTES = 1024, 64 * 2**10
+#: Seconds until a lost packet is sent again.
+AGAIN_S = 0.2
 START_S = 30.0
 _T = TypeVar("_T")
 
@@ -22,7 +25,10 @@ class NodeRelay:
         host, _, port = gateway.rpartition(":")
         self._gateway = (host, int(port))
         self._cut = False
-        self._delay_s = 0.0
+        self._delay_s = self._lost_share = 0.0
+        self._chance = random.Random(0)
+        #: Pieces that had to be sent again.
+        self.lost = 0
         self._connections: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="relay", daemon=True)
@@ -38,13 +44,16 @@ class NodeRelay:
         """Deliver nothing in one direction; it is delivered once that is mended."""
         self._loop.call_soon_threadsafe(self._open[direction].clear)
 
-    def slow(self, delay_s: float) -> None:
-        """Deliver each piece so much later."""
-        self._delay_s = delay_s
+    def slow(self, delay_s: float, lost_share: float = 0.0) -> None:
+        """Deliver each piece so much later, and of some what a stream sees of a lost packet: it waits to be sent again.
+
+        What comes behind such a piece waits for it.
+        """
+        self._delay_s, self._lost_share = delay_s, lost_share
 
     def mend(self) -> None:
         """Deliver everything at once again."""
-        self._cut, self._delay_s = False, 0.0
+        self._cut, self._delay_s, self._lost_share = False, 0.0, 0.0
         for passage in self._open.values():
             self._loop.call_soon_threadsafe(passage.set)
 
@@ -103,7 +112,9 @@ class NodeRelay:
         delivering = asyncio.ensure_future(self._deliver(pieces, writer, direction))
         try:
             while data := await reader.read(PIECE_BYTES):
-                await pieces.put((self._loop.time() + self._delay_s, data))
+                lost = self._chance.random() < self._lost_share
+                self.lost += lost
+                await pieces.put((self._loop.time() + self._delay_s + lost * AGAIN_S, data))
             raise ConnectionResetError("one side has hung up")
         finally:
             delivering.cancel()
@@ -115,7 +126,7 @@ class NodeRelay:
     ) -> None:
         while True:
             due_s, data = await pieces.get()
-            await asyncio.sleep(due_s - self._loop.time())
+            await asyncio.sleep(max(0.0, due_s - self._loop.time()))
             await self._open[direction].wait()
             writer.write(data)
             await writer.drain()

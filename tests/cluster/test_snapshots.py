@@ -162,6 +162,44 @@ def test_a_cut_in_the_middle_of_a_snapshot_takes_no_second_one(
         assert reads(client, "f", snapshot.snapshot) == "t\n"
 
 
+@pytest.mark.parametrize("fork", [False, True], ids=["snapshot", "fork"])
+def test_a_daemon_that_is_killed_while_it_writes_one_leaves_nothing_of_it_and_takes_the_next_whole(
+    start_gateway: StartGateway, make_node: MakeNode, kept: Kept, tmp_path: Path, fork: bool
+) -> None:
+    gateway = start_gateway()
+    node = make_node(gateway, "n1")
+    joined(gateway, node)
+    place = tmp_path / "n1" / "state" / "sandboxes" / "snapshots"
+
+    def begin(client: Client) -> object:
+        trajectory = client.trajectory("t", function="there")
+        return trajectory.fork(["f1"]) if fork else trajectory.snapshot()
+
+    with gateway.client() as client, ThreadPoolExecutor(1) as pool:
+        opened(client)
+        large = client.trajectory("t", function="there").exec("head -c 40000000 /dev/urandom > large; sha256sum large")
+        taking = pool.submit(begin, client)
+        until(lambda: any(place.glob("*/record.json")), "it is being written")
+        node.kill()
+        half = not kept("n1")
+        gateway.until_state("n1", "suspect")
+        joined(gateway, node)
+        with suppress(TangramError):  # it may have been asked again, and then it is whole
+            taking.result(DEADLINE_S)
+        print("killed in the middle" if half else "killed once it was whole")
+        until(lambda: kept("n1") == known(client), "both sides know the same")
+        until(lambda: len(list(place.glob("*"))) == len(kept("n1")), "nothing half is left")
+        with suppress(NotFoundError):  # a fork that is whole has its trajectory
+            client.end_trajectory("f1")
+        snapshot = taken(client)
+        with client.trajectory("f2", function="there", snapshot=snapshot.snapshot) as forked:
+            assert forked.exec("cat file; sha256sum large").result["stdout"] == "t\n" + large.result["stdout"]
+        client.trajectory("t").close()
+        for id in known(client):
+            client.remove_snapshot(id)
+    assert kept("n1") == []
+
+
 def test_what_a_killed_gateway_was_not_told_of_is_removed_when_its_node_joins_the_next(
     start_gateway: StartGateway, make_node: MakeNode, make_relay: MakeRelay, kept: Kept
 ) -> None:

@@ -41,6 +41,7 @@ def document(state: Path, provider: str, **cluster: object) -> dict[str, Any]:
             "once": shell,
             "again": shell | {"idempotent": True},
             "there": shell | {"nodes": {"pool": "there"}},
+            "elsewhere": shell | {"nodes": {"pool": "elsewhere"}},
             "there_again": shell | {"nodes": {"pool": "there"}, "idempotent": True},
         },
     }
@@ -131,6 +132,8 @@ class DaemonProcess:
         self._directory = directory
         self._core = core
         self._process: subprocess.Popen[bytes] | None = None
+        #: What its environment has besides.
+        self.environment: dict[str, str] = {}
         #: Kept, as a gateway that is started again listens on the same port only if it is told to.
         directory.mkdir(parents=True)
         self._configured: dict[str, object] = {
@@ -164,7 +167,9 @@ class DaemonProcess:
         command += ["--devices", devices, *(["--ticket", ticket] if ticket else [])]
         command += ["--labels", ",".join(f"{key}={value}" for key, value in (labels or {"pool": "there"}).items())]
         with (self._directory / "log").open("ab") as log:
-            self._process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+            self._process = subprocess.Popen(
+                command, cwd=ROOT, stdout=log, stderr=log, env=os.environ | self.environment
+            )
 
     @property
     def pid(self) -> int:
@@ -210,7 +215,9 @@ class DaemonProcess:
         if self._process.poll() is not None:
             state = self._directory / "state"
             left = [sys.executable, "-m", "gateway", "clean", "--yes", str(state)]
-            subprocess.run(left, cwd=ROOT, check=True, capture_output=True, timeout=STOP_S)
+            subprocess.run(
+                left, cwd=ROOT, check=True, capture_output=True, timeout=STOP_S, env=os.environ | self.environment
+            )
             return
         self.signal(signal.SIGCONT)
         self.signal(signal.SIGINT)

@@ -63,10 +63,13 @@ def test_a_network_of_one_direction_makes_a_node_suspect_and_costs_nothing_else(
     assert gateway.ended(later)["result"]["stdout"] == "run\n"
 
 
-def test_what_travels_slowly_arrives(start_gateway: StartGateway, make_node: MakeNode, make_relay: MakeRelay) -> None:
+@pytest.mark.parametrize("lost_share", [0.0, 0.01, 0.2])
+def test_what_travels_slowly_or_is_lost_on_the_way_arrives_whole(
+    start_gateway: StartGateway, make_node: MakeNode, make_relay: MakeRelay, lost_share: float
+) -> None:
     gateway = start_gateway()
     node, relay = make_node(gateway, "n1"), make_relay(gateway)
-    relay.slow(0.1)
+    relay.slow(0.1, lost_share)
     node.start(through=relay.address)
     gateway.until_state("n1", "ready")
     mine = [gateway.submit("there", f"seq {number} 2000", trajectory=f"t{number % 4}") for number in range(16)]
@@ -74,6 +77,8 @@ def test_what_travels_slowly_arrives(start_gateway: StartGateway, make_node: Mak
         found = gateway.ended(invocation_id)
         expected = "".join(f"{each}\n" for each in range(number, 2001))
         assert (found["state"], found["attempt"], found["result"]["stdout"]) == ("succeeded", 1, expected)
+    assert (gateway.has("n1").state, gateway.has("n1").losses) == ("ready", 0)
+    assert relay.lost > 0 or lost_share < 0.2
 
 
 def test_silence_of_all_nodes_at_once_is_the_gateways_own_and_no_verdict_falls(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,13 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class ModelGateway(ClusterGateway):
     """A gateway whose functions are models."""
 
-    def __init__(self, directory: Path, functions: dict[str, Any], **cluster: object) -> None:
-        written = document(directory / "state", "process", local="none", **cluster)
+    def __init__(
+        self, directory: Path, functions: dict[str, Any], devices: Mapping[str, object] | None = None, **cluster: object
+    ) -> None:
+        """``devices`` of its own machine: none by default."""
+        written = document(directory / "state", "process", **{"local": "none", **cluster})
         written["functions"] = functions
-        written["node"]["devices"] = {"kind": "none"}
+        written["node"]["devices"] = dict(devices or {"kind": "none"})
         super().__init__(directory, written)
 
     def until_able(self, name: str, function: str) -> None:
@@ -71,6 +75,26 @@ class ModelGateway(ClusterGateway):
         """Restore seconds of each service there, by DoP."""
         found = self.pool("gpu")["services"]
         return {service: each["restore_s_by_node"].get(node) for service, each in found.items()}
+
+
+StartModels = Callable[..., ModelGateway]
+
+
+@pytest.fixture
+def start_models(tmp_path: Path, start_gateway: object) -> Iterator[StartModels]:
+    """Starts a gateway of these functions, with what its section cluster says besides; stopped after its nodes."""
+    made: list[ModelGateway] = []
+
+    def start(functions: dict[str, Any], **more: Any) -> ModelGateway:  # Any: devices, and keys of the section
+        gateway = ModelGateway(tmp_path / "gateway", functions, **more)
+        made.append(gateway)
+        gateway.start()
+        return gateway
+
+    yield start
+    for gateway in made:
+        with suppress(Exception):
+            gateway.stop()
 
 
 def model(path: Path, action: str = "logprobs", **keys: object) -> dict[str, Any]:

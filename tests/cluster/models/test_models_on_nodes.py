@@ -3,42 +3,22 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.cluster.conftest import MakeNode
-from tests.cluster.models.conftest import DEVICE, ModelGateway, alive, freeze, model, model_processes, thaw
+from tests.cluster.models.conftest import DEVICE, ModelGateway, StartModels, alive, freeze, model, model_processes, thaw
 from tests.cluster.world import until
 from tests.runtimes.model import checkpoints
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cluster")]
-Start = Callable[..., ModelGateway]
-
-
-@pytest.fixture
-def start(tmp_path: Path, start_gateway: object) -> Iterator[Start]:
-    made: list[ModelGateway] = []
-
-    def start(functions: dict[str, Any], **cluster: object) -> ModelGateway:
-        gateway = ModelGateway(tmp_path / "gateway", functions, **cluster)
-        made.append(gateway)
-        gateway.start()
-        return gateway
-
-    yield start
-    for gateway in made:
-        with suppress(Exception):
-            gateway.stop()
 
 
 def test_one_service_serves_on_two_nodes_and_is_copied_to_the_idle_one(
-    start: Start, make_node: MakeNode, teacher: Path
+    start_models: StartModels, make_node: MakeNode, teacher: Path
 ) -> None:
-    gateway = start({"judge": model(teacher), "write": model(teacher, "generate")})
+    gateway = start_models({"judge": model(teacher), "write": model(teacher, "generate")})
     for name in ("n1", "n2"):
         make_node(gateway, name).start(devices=f"cpu:1:{DEVICE}")
     for name in ("n1", "n2"):
@@ -56,11 +36,11 @@ def test_one_service_serves_on_two_nodes_and_is_copied_to_the_idle_one(
 
 
 def test_a_node_that_has_not_got_the_checkpoint_or_a_device_says_so_and_the_others_serve(
-    start: Start, make_node: MakeNode, teacher: Path, tmp_path: Path
+    start_models: StartModels, make_node: MakeNode, teacher: Path, tmp_path: Path
 ) -> None:
     here, away = tmp_path / "shared" / "model", tmp_path / "shared" / "away"
     shutil.copytree(teacher, here)
-    gateway = start({"judge": model(here)})
+    gateway = start_models({"judge": model(here)})
     make_node(gateway, "n1").start(devices=f"cpu:1:{DEVICE}")
     gateway.until_able("n1", "judge")
     here.rename(away)
@@ -76,9 +56,9 @@ def test_a_node_that_has_not_got_the_checkpoint_or_a_device_says_so_and_the_othe
 
 
 def test_the_next_gateway_hears_from_the_node_what_is_resident_and_uses_it(
-    start: Start, make_node: MakeNode, teacher: Path
+    start_models: StartModels, make_node: MakeNode, teacher: Path
 ) -> None:
-    gateway = start({"judge": model(teacher)})
+    gateway = start_models({"judge": model(teacher)})
     make_node(gateway, "n1").start(devices=f"cpu:2:{DEVICE}")
     gateway.until_able("n1", "judge")
     assert gateway.answer("judge")["usage"]["restored"] == 1.0
@@ -97,9 +77,9 @@ def test_the_next_gateway_hears_from_the_node_what_is_resident_and_uses_it(
 
 @pytest.mark.parametrize("idempotent", [True, False])
 def test_a_daemon_that_is_killed_takes_its_device_processes_along_and_what_may_runs_again(
-    start: Start, make_node: MakeNode, teacher: Path, idempotent: bool
+    start_models: StartModels, make_node: MakeNode, teacher: Path, idempotent: bool
 ) -> None:
-    gateway = start({"write": model(teacher, "generate", idempotent=idempotent)})
+    gateway = start_models({"write": model(teacher, "generate", idempotent=idempotent)})
     node = make_node(gateway, "n1")
     node.start(devices=f"cpu:1:{DEVICE}")
     gateway.until_able("n1", "write")
@@ -122,9 +102,9 @@ def test_a_daemon_that_is_killed_takes_its_device_processes_along_and_what_may_r
 
 
 def test_queue_mates_run_as_one_batch_on_two_devices_of_a_node(
-    start: Start, make_node: MakeNode, teacher: Path
+    start_models: StartModels, make_node: MakeNode, teacher: Path
 ) -> None:
-    gateway = start({"judge": model(teacher, cost={"gpu": 2})})
+    gateway = start_models({"judge": model(teacher, cost={"gpu": 2})})
     node = make_node(gateway, "n1")
     node.start(devices=f"cpu:2:{DEVICE}")
     gateway.until_able("n1", "judge")
