@@ -95,6 +95,15 @@ def test_a_container_on_a_node_runs_commands_before_and_after_its_daemon_died(
     talking.join(DEADLINE_S)
     assert [(each.exit_code, each.output) for each in heard] == [(7, b"begun\nwent\n")]
     assert box.exec_run(["cat", "file"]).output == b"kept\n"
+    listen, _ = gateway.door
+    made = engine.api.exec_create(box.id, ["sh", "-c", "echo up; exec sleep 601"])["Id"]
+    said = engine.api.exec_start(made, stream=True)
+    assert next(said) == b"up\n"
+    gateway.kill()
+    gateway.listen_at(listen)
+    gateway.start()
+    gateway.until_state("n1", "ready")
+    assert box.exec_run(["pgrep", "-fc", "sleep 601"]).output == b"0\n", "it ended with the gateway that it was said to"
     box.remove(force=True)
     engine.close()
     with gateway.client() as client:
