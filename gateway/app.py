@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 
 import orjson
@@ -27,6 +26,7 @@ from gateway.cluster.machines import OneMachine
 from gateway.config.load import GatewayConfig
 from gateway.config.uploads import UPLOADS, HandlerUploads
 from gateway.dashboard.activity import ActionEnds, Activity, Observers
+from gateway.dashboard.sections import LOST_SHOWN_S, Troubles
 from gateway.dashboard.watch import Watch
 from gateway.facades.listeners import FacadeListeners
 from gateway.grpc.server import GrpcServer
@@ -284,9 +284,9 @@ class App:
             activity=self.activity,
             functions=self.registry.health,
             steps=self.steps.recent,
-            stopped=self._unready,
+            troubles=lambda: Troubles(self._unready(), self.machines.lost(LOST_SHOWN_S)),
+            wanted=self.registry.kinds,
             wall=self.wall,
-            version=version("tangram-gateway"),
         )
 
     def _make_services(self) -> Services:

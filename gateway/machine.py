@@ -21,14 +21,14 @@ def describe(config: GatewayConfig) -> NodeSpec:
     node = config.node
     topology = discover() if node.cpu.topology is None else from_file(node.cpu.topology)
     topology = _confined(topology, node.cpu.cores).reserve(node.cpu.reserved)
-    devices, device_bytes = _devices(config)
+    devices = discover_devices(model_settings(config))
     spec = topology.node(
         node.name,
         memory_bytes=node.memory_bytes or int(topology.memory_bytes * MEMORY_SHARE),
-        devices=devices,
-        device_bytes=device_bytes,
+        devices=len(devices),
+        device_bytes=min((device.arena_bytes for device in devices), default=0),
     )
-    return replace(spec, labels=node.labels)
+    return replace(spec, labels=node.labels, device_kind=devices[0].kind if devices else "")
 
 
 def _confined(topology: Topology, cores: str) -> Topology:
@@ -44,9 +44,3 @@ def _confined(topology: Topology, cores: str) -> Topology:
         raise InvalidConfig(f"node.cpu.cores: core {min(missing)} is not usable here", component="machine")
     numa = tuple(tuple(core for core in node if core in wanted) for node in topology.numa)
     return replace(topology, numa=tuple(node for node in numa if node))
-
-
-def _devices(config: GatewayConfig) -> tuple[int, int]:
-    """Number and bytes of the model devices."""
-    found = discover_devices(model_settings(config))
-    return (len(found), min(device.arena_bytes for device in found)) if found else (0, 0)

@@ -93,6 +93,10 @@ class Registry:
         """Return the readiness of every function, and what is wrong with it, by name."""
         return {name: self.readiness(name)[:2] for name in sorted(self._config.functions)}
 
+    def kinds(self) -> set[str]:
+        """Return the kinds of resources that functions cost."""
+        return {kind for function in self.all() for kind in function.cost}
+
     def check(self) -> None:
         """Raise the typed error of those functions of the first configuration that this machine can never serve."""
         _raise_all(self._unsatisfiable(self._config, self._config.functions.values()))

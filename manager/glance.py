@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import cast
 
 from manager.config import TaskSpec
 from manager.core.causes import counted_causes
@@ -67,6 +68,7 @@ def _pool(core: Core, pool: Pool) -> dict[str, object]:
         next_s = pool.next_return_s()
         found["next_return_s"] = None if next_s is None else max(0.0, next_s - core.state.now_s)
         found["timed"] = True
+        found["period_s"] = pool.describe().get("period_s")
     holders = core.state.executing.holders(pool.name)
     if pool.total <= CELLS_MAX and not isinstance(pool, TimedPool):
         found["cells"] = [
@@ -80,7 +82,13 @@ def _pool(core: Core, pool: Pool) -> dict[str, object]:
             by_function[one.action.function] += pool.held.get(holder, 0)
         found["by_function"] = by_function.most_common(ROWS_MAX)
     if isinstance(pool, PlacedPool):
-        found["devices"] = pool.describe().get("devices", ())
+        told = pool.describe()
+        found |= {name: told[name] for name in ("devices", "hits", "restores") if name in told}
+        regions = cast(Mapping[str, Mapping[str, int]], told["regions"])
+        found["regions"] = {
+            name: [one["start"], one["devices"], core.state.nodes[name].spec.device_kind]
+            for name, one in regions.items()
+        }
     return found
 
 
@@ -130,7 +138,7 @@ def _running(core: Core, one: Running) -> dict[str, object]:
         "units": {kind: grant.units for kind, grant in one.lease.grants.items()},
         "node": one.lease.node,
         "running_s": max(0.0, now_s - one.started_s),
-        "ends_in_s": core.state.executing.ends_in_s(one, now_s),
+        "takes_s": core.state.executing.takes_s(one),
     }
 
 

@@ -147,6 +147,10 @@ class OneMachine:
         """Return what should be looked at."""
         return []
 
+    def lost(self, within_s: float) -> list[str]:
+        """Return the machines that were lost so short a while ago."""
+        return []
+
     def counts(self) -> Iterator[tuple[str, str, float]]:
         """Yield (node, what, number) for the metrics."""
         for status in self.info().nodes:
@@ -168,6 +172,7 @@ class OneMachine:
             local=True,
             cores=here.cores,
             devices=here.devices,
+            device_kind=here.device_kind,
             memory_bytes=here.memory_bytes,
             labels=here.labels,
             running=running,

@@ -106,6 +106,7 @@ class ClusterState(OneMachine):
             local=name == self.here.name,
             cores=0 if spec is None else spec.cores,
             devices=0 if spec is None else spec.devices,
+            device_kind="" if spec is None else spec.device_kind,
             memory_bytes=0 if spec is None else spec.memory_bytes,
             labels={} if spec is None else spec.labels,
             running=running,
@@ -182,6 +183,11 @@ class ClusterState(OneMachine):
     def leaving(self, node: str) -> str:
         member = self._roster.get(node)
         return "it drains" if member is not None and member.draining else ""
+
+    def lost(self, within_s: float) -> list[str]:
+        since_s = self._clock.now() - within_s
+        members = self._roster.members()
+        return [each.name for each in members if each.state is NodeState.LOST and each.since_s > since_s]
 
     def warnings(self) -> list[str]:
         found = []

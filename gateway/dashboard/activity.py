@@ -9,6 +9,9 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from gateway.counters import BUCKETS_S
 from gateway.invocations.invocation import Observer
@@ -18,12 +21,14 @@ from manager.errors import Reason
 from manager.glance import runs_of
 from manager.lease import Lease
 from manager.outcome import Settlement, State
-from tangram.types import ActivityInfo, ActSplit, FailureCount
+from tangram.types import ActivityInfo, ActSplit, FailureCount, FunctionActivity
 
 #: Seconds of failures that are kept, and of rates that are told.
 KEPT_S, RATE_S = 900, 60
 #: Ended bars that are kept, and rows of failures that are told.
 BARS_MAX, FAILURES_MAX = 20_000, 24
+#: Ends of each function that are kept, and functions of which they are.
+ENDS_MAX, FUNCTIONS_MAX = 200, 512
 
 
 @dataclass(slots=True)
@@ -36,11 +41,21 @@ class _Second:
     failed: int = 0
     #: By function, reason and task.
     reasons: Counter[tuple[str, Reason, str]] = field(default_factory=Counter)
+    #: Ended ones by their function.
+    functions: Counter[str] = field(default_factory=Counter)
     queue_s: float = 0.0
     overhead_s: float = 0.0
     execution_s: float = 0.0
     #: Ended ones by their ACT.
     spread: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS_S) + 1))
+
+
+class _End(NamedTuple):
+    """One invocation that has ended."""
+
+    at_s: float
+    act_s: float
+    failed: bool
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,6 +76,11 @@ class Bar:
     #: None while it runs, empty if it went well, else the reason.
     reason: str | None = None
 
+    @property
+    def end_s(self) -> float:
+        """When it ended, if it has."""
+        return self.start_s + self.overhead_s + self.execution_s
+
 
 class Activity:
     """Counts as an observer of the invocations and a listener of the engine. Use from one thread."""
@@ -72,6 +92,8 @@ class Activity:
         self._seconds: deque[_Second] = deque()
         #: The last time of each failure that is still counted.
         self._last: dict[tuple[str, Reason, str], float] = {}
+        #: The last ends of each function.
+        self._functions: dict[str, deque[_End]] = {}
         self._number = 0
         self.running: dict[str, Bar] = {}
         self.ended: deque[Bar] = deque(maxlen=BARS_MAX)
@@ -96,7 +118,10 @@ class Activity:
         second.overhead_s += times[1]
         second.execution_s += times[2]
         second.spread[bisect_left(BUCKETS_S, sum(times))] += 1
-        if record.state not in (State.SUCCEEDED, State.CANCELLED):
+        failed = record.state not in (State.SUCCEEDED, State.CANCELLED)
+        second.functions[record.function] += 1
+        self._ends_of(record.function).append(_End(self._now(), sum(times), failed))
+        if failed:
             second.failed += 1
             key = (record.function, record.reason or Reason.INTERNAL, record.task)
             second.reasons[key] += 1
@@ -139,14 +164,24 @@ class Activity:
         self._done.clear()
         return taken
 
-    def recent_bars(self, since_s: float, limit: int) -> list[Bar]:
-        """Return running bars, and the newest ended ones that ran after ``since_s`` (wall clock), oldest first."""
+    def recent_bars(self, since_s: float, limit: int) -> tuple[list[Bar], float]:
+        """Return running bars, and the newest ended ones that ran after ``since_s`` (wall clock), oldest first.
+
+        With them goes the instant from when on these are all that there were.
+        """
         found: list[Bar] = []
+        known_s = max(since_s, self.began_wall_s)
         for bar in reversed(self.ended):
-            if len(found) >= limit or bar.start_s + bar.overhead_s + bar.execution_s < since_s:
+            if bar.end_s < since_s:
+                break
+            if len(found) >= limit:
+                known_s = max(known_s, bar.end_s)
                 break
             found.append(bar)
-        return [*reversed(found), *list(self.running.values())[-limit:]]
+        else:
+            if len(self.ended) == BARS_MAX:
+                known_s = max(known_s, self.ended[0].end_s)
+        return [*reversed(found), *list(self.running.values())[-limit:]], known_s
 
     def per_second(self, seconds: int) -> list[int]:
         """Return how many ended in each of the last whole seconds, oldest first."""
@@ -186,7 +221,27 @@ class Activity:
                 ]
             ),
             failed_15min=sum(reasons.values()),
+            ended_15min=sum(each.ended for each in self._seconds),
         )
+
+    def whole_info(self) -> ActivityInfo:
+        """Return the same, and how each function has fared: that costs more than a look twice a second may."""
+        return replace(self.info(), functions=self.by_function())
+
+    def by_function(self) -> dict[str, FunctionActivity]:
+        """Return how each function has fared of late."""
+        ended = Counter[str]()
+        for each in self._newest(RATE_S):
+            ended.update(each.functions)
+        return {name: _fared(recent, ended[name]) for name, recent in self._functions.items()}
+
+    def _ends_of(self, name: str) -> deque[_End]:
+        found = self._functions.get(name)
+        if found is None:
+            if len(self._functions) >= FUNCTIONS_MAX:  # the one that has ended nothing for longest goes
+                del self._functions[min(self._functions, key=lambda each: self._functions[each][-1].at_s)]
+            found = self._functions[name] = deque(maxlen=ENDS_MAX)
+        return found
 
     def _second(self) -> _Second:
         second = int(self._now())
@@ -222,6 +277,18 @@ def _places(lease: Lease) -> Iterable[tuple[str, int, int]]:
             yield from ((grant.pool, first, count) for first, count in runs_of(grant.cores))
         else:
             yield grant.pool, -1, grant.units
+
+
+def _fared(recent: deque[_End], ended: int) -> FunctionActivity:
+    spread = sorted(each.act_s for each in recent)
+    last = len(spread) - 1
+    return FunctionActivity(
+        ended=ended,
+        of=len(recent),
+        failed=sum(each.failed for each in recent),
+        p50_s=spread[last // 2],
+        p99_s=spread[99 * last // 100],
+    )
 
 
 def _quantile(spread: list[int], share: float) -> float | None:

@@ -10,15 +10,25 @@ import asyncio
 import secrets
 import zlib
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from typing import NamedTuple
 
 import structlog
 
 from gateway import wire
 from gateway.dashboard.activity import Activity
-from gateway.dashboard.sections import BEGUN_MAX, Names, Shown, begun_rows, ended_rows, sections, step_rows
+from gateway.dashboard.sections import (
+    BEGUN_MAX,
+    Names,
+    Shown,
+    Troubles,
+    begun_rows,
+    ended_rows,
+    sections,
+    step_rows,
+)
 from gateway.metrics import Metrics
 from manager.errors import CapacityExceeded
 from tangram.types import StepInfo
@@ -33,6 +43,8 @@ TICKS_KEPT, RING_BYTES, LAG_MAX = 240, 8 * 2**20, 8
 VIEWERS_MAX = 64
 #: Seconds of bars, and how many, that a new viewer is told.
 HISTORY_S, HISTORY_BARS = 120.0, 1500
+#: The same for one that asks for more: that is made for it alone.
+LONG_HISTORY_BARS = 8000
 #: The first ten bytes of a gzip stream: what follows are blocks of deflate, each of which can be the first.
 GZIP_HEAD = b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\xff"
 logger = structlog.get_logger("gateway.watch")
@@ -80,16 +92,18 @@ class Watch:
         activity: Activity,
         functions: Callable[[], Mapping[str, tuple[str, str]]],
         steps: Callable[[], Sequence[StepInfo]],
-        stopped: Callable[[], str | None],
+        troubles: Callable[[], Troubles],
+        wanted: Callable[[], Collection[str]],
         wall: Callable[[], float],
-        version: str,
         tick_s: float = TICK_S,
     ) -> None:
         """``functions`` tells each one's readiness and problem, ``steps`` the steps of tasks that a screen is shown,
-        ``stopped`` why no work is taken now.
+        ``wanted`` the kinds of resources that functions cost.
         """
         self._glance, self._activity, self._functions, self._steps = glance, activity, functions, steps
-        self._stopped, self._wall, self._version, self._tick_s = stopped, wall, version, tick_s
+        self._troubles, self._wanted = troubles, wanted
+        self._wall, self._tick_s = wall, tick_s
+        self._version = version("tangram-gateway")
         self.epoch = secrets.token_hex(4)
         self._names = Names()
         self._named = 0
@@ -117,8 +131,13 @@ class Watch:
         if self.viewers >= VIEWERS_MAX:
             raise CapacityExceeded(f"{VIEWERS_MAX} viewers watch already", component="watch", retry_after_s=5.0)
 
-    async def follow(self, view: WatchView, since: str | None = None) -> AsyncGenerator[bytes, None]:
-        """Yield what a viewer is sent, as Server-Sent Events; from ``since``, an event's id, on if that is kept."""
+    async def follow(
+        self, view: WatchView, since: str | None = None, history_s: float = HISTORY_S, is_admin: bool = True
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield what a viewer is sent, as Server-Sent Events; from ``since``, an event's id, on if that is kept.
+
+        Who is told the state is told the bars of ``history_s`` with it. ``is_admin`` is told to the viewer alone.
+        """
         self.viewers += 1
         try:
             if self._ticking is None and not self._closed:
@@ -126,10 +145,10 @@ class Watch:
                 self._ticking = asyncio.get_running_loop().create_task(self._tick_for_ever())
             place = self._place_of(since)
             head = GZIP_HEAD if view.packed else b""
-            yield head + self._hello(view)
+            yield head + self._hello(view, is_admin)
             if place is None:
                 place = self._number
-                yield self._state(view)
+                yield self._state(view) if history_s <= HISTORY_S else self._long_state(view, history_s)
             while not self._closed:
                 if place == self._number:
                     await self._moved.wait()
@@ -143,7 +162,7 @@ class Watch:
                 following = [tick for tick in self._ring if tick.number > place]
                 place = following[-1].number
                 yield b"".join(tick.shown(view) for tick in following)
-            yield self._packed(view, _event("bye", {"reason": self._stopped() or "closed"}))
+            yield self._packed(view, _event("bye", {"reason": self._troubles().stopped or "closed"}))
         finally:
             self.viewers -= 1
             if not self.viewers and self._ticking is not None:
@@ -178,7 +197,7 @@ class Watch:
     def _tick(self) -> None:
         """Look, and tell what has changed since the last look."""
         now_s = self._wall()
-        seen = sections(self._glance(), self._activity, now_s, self._stopped(), self._functions())
+        seen = sections(self._glance(), self._activity, now_s, self._troubles(), self._functions(), self._wanted())
         seen["steps"] = step_rows(self._steps(), now_s)
         changes = _changes(self._shown, seen)
         begun, ended = self._activity.take_bars()
@@ -216,8 +235,8 @@ class Watch:
 
     # What is told at the beginning
 
-    def _hello(self, view: WatchView) -> bytes:
-        told: dict[str, object] = {"form": FORM, "epoch": self.epoch, "version": self._version}
+    def _hello(self, view: WatchView, is_admin: bool) -> bytes:
+        told: dict[str, object] = {"form": FORM, "epoch": self.epoch, "version": self._version, "admin": is_admin}
         told |= {"now": round(self._wall() * 1000), "began": round(self._activity.began_wall_s * 1000)}
         return self._packed(view, _event("hello", told))
 
@@ -225,22 +244,30 @@ class Watch:
         """Return everything, made once for all that come within one tick."""
         number, data = self._whole.get(view, (-1, b""))
         if number != self._number:
-            told: dict[str, object] = {"now": round(self._wall() * 1000), "d": self._shown}
-            told["spark"] = self._activity.per_second(int(HISTORY_S))
-            if view.bars:
-                recent = self._activity.recent_bars(self._wall() - HISTORY_S, HISTORY_BARS)
-                started = begun_rows(recent, self._names)
-                told["bars"] = {
-                    "s": started,
-                    "e": ended_rows([bar for bar in recent if bar.reason is not None]),
-                    "left_out": 0,
-                    "names": [0, self._names.listed],
-                }
-            else:
-                told["names"] = [0, self._names.listed]  # in their order functions have their colours
-            data = self._packed(view, _event("state", told, f"{self.epoch}.{self._number}"))
+            data = self._told_whole(view, HISTORY_S, HISTORY_BARS)
             self._whole[view] = self._number, data
         return data
+
+    def _long_state(self, view: WatchView, history_s: float) -> bytes:
+        return self._told_whole(view, history_s, LONG_HISTORY_BARS)
+
+    def _told_whole(self, view: WatchView, history_s: float, bars_max: int) -> bytes:
+        since_s = self._wall() - history_s
+        told: dict[str, object] = {"now": round(self._wall() * 1000), "d": self._shown}
+        told["spark"] = self._activity.per_second(int(HISTORY_S))
+        if view.bars:
+            recent, known_since_s = self._activity.recent_bars(since_s, bars_max)
+            told["bars"] = {
+                "s": begun_rows(recent, self._names),
+                "e": ended_rows([bar for bar in recent if bar.reason is not None]),
+                "left_out": 0,
+                "names": [0, self._names.listed],
+                # From when on these are all that there were.
+                "since": round(known_since_s * 1000),
+            }
+        else:
+            told["names"] = [0, self._names.listed]  # in their order functions have their colours
+        return self._packed(view, _event("state", told, f"{self.epoch}.{self._number}"))
 
     @staticmethod
     def _packed(view: WatchView, data: bytes) -> bytes:

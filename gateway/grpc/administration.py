@@ -114,7 +114,7 @@ class AdministrationCalls(ServiceCalls):
     async def GetActivity(self, stream: Stream[pb.GetActivityRequest, pb.Activity]) -> None:  # noqa: N802
         async with self._answering(stream):
             await read_request(stream)
-            await stream.send_message(pb.Activity(json=wire.encode(self._services.activity.info())))
+            await stream.send_message(pb.Activity(json=wire.encode(self._services.activity.whole_info())))
 
     async def GetReadiness(self, stream: Stream[pb.GetReadinessRequest, pb.Readiness]) -> None:  # noqa: N802
         async with self._answering(stream):

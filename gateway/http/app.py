@@ -26,7 +26,7 @@ from gateway.http.leases import LeaseOperations
 from gateway.http.messages import JSON, problem_response
 from gateway.http.nodes.operations import NodeOperations
 from gateway.http.openapi import Shapes, document
-from gateway.http.operation import Endpoint, Operation, json_answer
+from gateway.http.operation import ROLE, Endpoint, Operation, json_answer
 from gateway.http.page import UI, LandingPage
 from gateway.http.sending import BoundedSend
 from gateway.http.sessions.operations import SessionOperations
@@ -39,8 +39,6 @@ from manager.errors import CodedError, Forbidden, InvalidInput, NotFound, Unauth
 from tangram.types.values.scalars import JsonObject
 
 PAGE = "/"
-#: What the caller may do, in the scope of a request that was let in.
-ROLE = "tangram.role"
 
 
 class HttpApp:

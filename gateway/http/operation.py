@@ -13,6 +13,8 @@ from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
+#: What the caller may do, in the scope of a request that was let in.
+ROLE = "tangram.role"
 Endpoint = Callable[[Request], Awaitable[Response]]
 #: A JSON Schema. Any: its values nest without end.
 Schema = Mapping[str, Any]

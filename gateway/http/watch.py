@@ -9,9 +9,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from gateway.access.auth import Role
 from gateway.dashboard.watch import WatchView
 from gateway.http.call import read_query
-from gateway.http.operation import Operation, ResponseSpec
+from gateway.http.operation import ROLE, Operation, ResponseSpec
 from gateway.http.stream import EVENTS
 from gateway.services import Services
 from tangram.types.requests import WatchQuery
@@ -31,7 +32,8 @@ class WatchOperations:
         asked = read_query(request, WatchQuery)
         self._services.watch.check()
         packed = "gzip" in request.headers.get("accept-encoding", "")
-        return WatchStream(self._services.watch.follow(WatchView(asked.bars, packed), asked.since), packed)
+        view, is_admin = WatchView(asked.bars, packed), request.scope[ROLE] is Role.ADMIN
+        return WatchStream(self._services.watch.follow(view, asked.since, asked.history, is_admin), packed)
 
     def operations(self) -> list[Operation]:
         return [

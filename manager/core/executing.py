@@ -291,10 +291,15 @@ class Executing:
 
     def ends_in_s(self, running: Running, now_s: float) -> float | None:
         """Return the seconds until its expected end; None if nothing is known of the duration."""
+        takes_s = self.takes_s(running)
+        return None if takes_s is None else max(0.0, running.started_s + takes_s - now_s)
+
+    def takes_s(self, running: Running) -> float | None:
+        """Return the seconds from its start to its expected end; None if nothing is known of the duration."""
         duration_s = _duration_s(running)
         if duration_s is None:
             return None
-        return max(0.0, running.since_s + (1.0 - running.done) * duration_s - now_s)
+        return running.since_s - running.started_s + (1.0 - running.done) * duration_s
 
     def view(self, pool: Pool, now_s: float) -> RunningSet:
         """Return the running actions of a pool, as its policy sees them until the next call."""

@@ -205,7 +205,10 @@ class Residency:
                 "device": device,
                 "memory_bytes": capacity,
                 "used_bytes": self._used(device),
-                "resident": [{"service": copy.service, "dop": copy.chunk.size} for copy in self._on_device[device]],
+                "resident": [
+                    {"service": copy.service, "dop": copy.chunk.size, "bytes": self.size_bytes(copy)}
+                    for copy in self._on_device[device]
+                ],
             }
             for device, capacity in sorted(self._capacity.items())
         ]

@@ -6,7 +6,7 @@ which is false, where it was; null is None.
 
 from msgspec import UNSET, UnsetType
 
-from tangram.types.activity import ActivityInfo, ActSplit, FailureCount
+from tangram.types.activity import ActivityInfo, ActSplit, FailureCount, FunctionActivity
 from tangram.types.batches import BatchAnswer, BatchItem, BatchRequest, BatchVerdict
 from tangram.types.files import FileEntry, FileList, FileWritten
 from tangram.types.functions import (
@@ -108,6 +108,7 @@ __all__ = [
     "FileWritten",
     "ForkAnswer",
     "ForkRequest",
+    "FunctionActivity",
     "FunctionInfo",
     "FunctionList",
     "FunctionUpload",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated
 
 from msgspec import Meta, Struct
@@ -29,6 +30,16 @@ class FailureCount(Struct, frozen=True, kw_only=True):
     last_at_s: Annotated[float, Meta(description="Seconds since 1970 of the last of them")]
 
 
+class FunctionActivity(Struct, frozen=True, kw_only=True):
+    """How a function has fared of late."""
+
+    ended: Annotated[Count, Meta(description="Ended in the last minute")]
+    of: Annotated[Count, Meta(description="The last ends that the other fields are of, at most 200")]
+    failed: Annotated[Count, Meta(description="How many of them failed")]
+    p50_s: Annotated[float, Meta(description="Their action completion time")]
+    p99_s: float
+
+
 class ActivityInfo(Struct, frozen=True, kw_only=True):
     """Rates and times of the last minute, failures of the last 15; what was cancelled has not failed."""
 
@@ -40,3 +51,5 @@ class ActivityInfo(Struct, frozen=True, kw_only=True):
     act: ActSplit
     failures: Annotated[tuple[FailureCount, ...], Meta(description="The most frequent first, at most 24 rows")]
     failed_15min: Annotated[Count, Meta(description="All failures of the last 15 minutes")]
+    ended_15min: Annotated[Count, Meta(description="All that ended in them")]
+    functions: Annotated[Mapping[str, FunctionActivity], Meta(description="Those that have ended something")] = {}

@@ -24,6 +24,9 @@ class NodeStatus(Struct, frozen=True, kw_only=True):
     local: Annotated[bool, Meta(description="Whether it is the gateway's own machine")]
     cores: Count
     devices: Count
+    device_kind: Annotated[
+        Literal["", "cpu", "cuda"], Meta(description="What its devices are; empty where it has none, or has not said")
+    ]
     memory_bytes: Count
     labels: Mapping[str, str]
     running: Annotated[Count, Meta(description="Actions that run there")]

@@ -163,6 +163,9 @@ class WatchQuery(Struct, frozen=True, kw_only=True):
         Annotated[str, worded("^[0-9a-f]{8}\\.[0-9]{1,15}$", "the id of an event of this stream")] | None,
         Meta(description="The id of the last event that was received: goes on behind it, if it is kept"),
     ] = None
+    history: Annotated[
+        Annotated[int, Meta(ge=1, le=1800)], Meta(description="Seconds of past bars that the state comes with")
+    ] = 120
 
 
 class LogHeaders(Struct, frozen=True, kw_only=True, rename={"last_event_id": "Last-Event-ID"}):

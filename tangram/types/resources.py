@@ -36,6 +36,7 @@ class ResidentInfo(Struct, frozen=True, kw_only=True):
 
     service: str
     dop: Annotated[int, Meta(ge=1, description="On how many devices it lies")]
+    bytes: Annotated[Count, Meta(description="What it takes of this device")]
 
 
 class DeviceInfo(Struct, frozen=True, kw_only=True):

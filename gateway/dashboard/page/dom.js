@@ -66,6 +66,11 @@ export function count(value) {
   return String(Math.round(value)).replace(/\B(?=(\d{3})+$)/g, "\u2009");
 }
 
+export function share(part) {
+  const percent = 100 * part;
+  return percent > 0 && percent < 0.1 ? "<0.1 %" : `${percent < 10 ? Number(percent.toFixed(1)) : Math.round(percent)} %`;
+}
+
 export function age(at_ms, now_ms) {
   const ms = now_ms - at_ms;
   if (ms > 86400e3) return new Date(at_ms).toLocaleDateString();
@@ -76,10 +81,10 @@ export const clock = (at_ms) => new Date(at_ms).toLocaleTimeString([], {hour12: 
 
 // A cause of waiting in the fewest words.
 export function causeText(cause) {
-  const [kind, pool, text] = cause;
-  const known = {trajectory: "an earlier action of its trajectory", turn: "its turn"};
-  if (kind === "memory") return text.replace(/(\d+) bytes of memory/, (_, number) => `${bytes(Number(number))} of memory`);
-  return known[kind] || text.replace(/(\d+) bytes/g, (_, number) => bytes(Number(number))) + (pool && kind === "quota" ? "" : "");
+  const [kind, , text] = cause;
+  const known = {trajectory: "an earlier action", turn: "its turn"};
+  return known[kind] || text.replace(/(\d+) bytes/g, (_, number) => bytes(Number(number)))
+    .replace(/(\d+) of cpu\b/g, (_, many) => `${many} core${many === "1" ? "" : "s"}`).replace(/(\d+) of gpu\b/g, (_, many) => many === "1" ? "1 device" : `${many} devices in one chunk`);
 }
 
 // Functions keep their colours: the first six that ran have hues, all others share one; two letters say it without.
@@ -122,6 +127,9 @@ export function fit(c, text, width) {
 export const STATES = {queued: "◌", running: "▶", succeeded: "✓", failed: "✕", timed_out: "✕", cancelled: "–", lost: "✕"};
 export const stateSign = (state) =>
   h("span", {class: `st st-${state}`, title: state, "aria-label": state}, STATES[state] || "?");
+
+// Copies, and says so where the button was.
+export const copied = (text, button) => navigator.clipboard?.writeText(text).then(() => { button.textContent = "copied"; });
 
 export function confirmed(question, verb) {
   const ask = document.getElementById("ask");

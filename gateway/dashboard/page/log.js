@@ -1,7 +1,7 @@
 // A log, live: all lines are kept (within a bound), only those in sight are in the page.
 
 import {pieces} from "./ansi.js";
-import {bytes, count, h, panel} from "./dom.js";
+import {bytes, clock, count, h} from "./dom.js";
 import {lines, store} from "./net.js";
 
 const LINE_PX = 18, LINES_MAX = 200000, BYTES_MAX = 64 * 2 ** 20, LINE_CHARS = 4000;
@@ -10,6 +10,7 @@ const RETRY_S = [1, 2, 4, 8, 15];
 export class LogView {
   constructor(id) {
     this.id = id;
+    this.page = `/ui/invocations/${id}`;
     this.base = `/v1/invocations/${encodeURIComponent(id)}/logs`;
     this.path = `${this.base}?follow=true`;
     this.rows = []; // [text, stream, style at its begin, time]
@@ -19,9 +20,12 @@ export class LogView {
     this.box = h("div", {class: "log mono", tabIndex: 0, role: "log", "aria-label": "Log"}, this.sizer, this.lines);
     this.status = h("span", {class: "dim", role: "status"}, "opening");
     this.find = h("input", {class: "filter", placeholder: "search what is loaded", "aria-label": "Search the log", onkeydown: (event) => event.key === "Enter" && this.search()});
+    this.times = h("button", {"aria-pressed": "false", title: "When each line was said", onclick: () => {
+      this.timed = !this.timed; this.times.setAttribute("aria-pressed", String(this.timed)); this.draw();
+    }}, "times");
     this.button = h("button", {hidden: true, onclick: () => this.follow()}, "↓ follow");
     this.keep = h("button", {title: "The log so far, as it was written, as a file", onclick: () => this.save()}, "Save");
-    this.panel = h("section", {class: "panel logpanel"}, h("div", {class: "h"}, h("h2", null, "Log"), h("span", {class: "bar1"}, this.status, this.button, this.keep, this.find)), this.box);
+    this.panel = h("section", {class: "panel logpanel"}, h("div", {class: "h"}, h("h2", null, "Log"), h("span", {class: "bar1"}, this.status, this.button, this.times, this.keep, this.find)), this.box);
     this.box.addEventListener("scroll", () => {
       const atEnd = this.box.scrollTop + this.box.clientHeight >= this.box.scrollHeight - 2 * LINE_PX;
       if (!this.drawing && atEnd !== this.following) { this.following = atEnd; this.button.hidden = atEnd; }
@@ -32,6 +36,9 @@ export class LogView {
 
   start() { this.controller = new AbortController(); this.resized.observe(this.box); this.run(); }
   stop() { this.controller?.abort(); clearTimeout(this.timer); this.resized.disconnect(); }
+  // Goes to a line by its number as soon as it is there.
+  reach(number) { this.wanted = number; this.later(); }
+
   follow() { this.following = true; this.button.hidden = true; this.later(); }
 
   async run(tries = 0) {
@@ -98,11 +105,17 @@ export class LogView {
     const total = this.rows.length + held.length, tall = total * LINE_PX;
     if (this.sizer.dataset.tall !== String(tall)) { this.sizer.dataset.tall = String(tall); this.sizer.style.height = `${tall}px`; }
     if (this.following) this.box.scrollTop = tall;
+    if (this.wanted > this.cut && this.wanted <= this.cut + this.rows.length) {
+      this.found = this.wanted - 1 - this.cut; this.following = false; this.button.hidden = false;
+      this.box.scrollTop = Math.max(0, this.found * LINE_PX - this.box.clientHeight / 2);
+      this.wanted = 0;
+    }
     const first = Math.max(0, Math.floor(this.box.scrollTop / LINE_PX) - 10), last = Math.min(total, first + Math.ceil(this.box.clientHeight / LINE_PX) + 20);
     const shown = [];
     for (let at = first; at < last; at += 1) {
       const [text, stream, style, time] = at < this.rows.length ? this.rows[at] : held[at - this.rows.length];
-      shown.push(h("div", {class: `line s-${stream}${at === this.found ? " found" : ""}`, title: time ? `${stream}, ${time}` : stream}, h("span", {class: "no"}, String(at + 1 + this.cut)),
+      shown.push(h("div", {class: `line s-${stream}${at === this.found ? " found" : ""}`, title: time ? `${stream}, ${time}` : stream}, h("a", {class: "no", href: `${this.page}#log:${at + 1 + this.cut}`, title: "A link to this line"}, String(at + 1 + this.cut)),
+        this.timed ? h("span", {class: "when"}, time ? clock(Date.parse(time)) : "") : null,
         h("span", {class: "tx"}, ...pieces(text, style)[0].map(([piece, names]) => names ? h("span", {class: names}, piece) : piece))));
     }
     this.lines.style.transform = `translateY(${first * LINE_PX}px)`;

@@ -52,18 +52,18 @@ const BARS_MAX = 20000, SPARK_MAX = 240;
 
 // Everything that the stream has told, and how it stands with it.
 export const store = {
-  d: {}, names: ["other"], bars: new Map(), version: "", epoch: null, restarted_ms: null, spark: {run: [], wait: [], end: [], bad: []},
+  d: {}, names: ["other"], bars: new Map(), changes: 0, since_ms: null, frozen_ms: null, version: "", admin: true, epoch: null, restarted_ms: null, spark: {run: [], wait: [], end: [], bad: []},
   status: "connecting", drift_ms: 0, last_ms: 0, retry_at: 0, reason: "", skipped: 0, gaps: 0,
   listeners: new Set(),
-  tell(kind) { for (const each of this.listeners) each(kind); },
-  now() { return Date.now() + this.drift_ms; },
+  tell(kind) { this.changes += 1; for (const each of this.listeners) each(kind); },
+  now() { return this.frozen_ms ?? Date.now() + this.drift_ms; },
   unauthorised(body) { this.status = "unauthorised"; this.reason = body.detail || ""; stop(); this.tell("status"); },
 };
 
 // The stream of this tab's own tells the beginning. Then the worker's, which all tabs of the browser with this token
 // share, takes over once it leaves nothing out; where there is no worker, or it falls silent, the tab's own goes on.
-const WORKER = "/ui/worker.js", PING_MS = 15000, SILENT_MS = 3 * PING_MS, BARS_KEPT_MS = 300000, WORKERS_MAX = 3;
-let own = null, port = null, joined = false, heard_ms = 0, workers = 0, last = null, wanted = false, bars_wanted = false, barsTimer = 0;
+const WORKER = "/ui/worker.js", PING_MS = 15000, SILENT_MS = 3 * PING_MS, BARS_KEPT_MS = 300000, WORKERS_MAX = 3, HISTORY_S = 1800;
+let own = null, port = null, joined = false, heard_ms = 0, workers = 0, last = null, wanted = false, bars_wanted = false, barsTimer = 0, history_epoch = null;
 
 export function start() { if (!wanted) { wanted = true; startOwn(last); } }
 export function stop() {
@@ -91,10 +91,17 @@ function setBars(on) {
   else own?.want(false);
 }
 
-function startOwn(since) {
+// Who looks further back than what was told asks once for as much as there is.
+export function wantHistory(seconds) {
+  if (!wanted || store.status !== "live" || history_epoch === store.epoch || store.since_ms === null || store.now() - 1000 * seconds >= store.since_ms || store.since_ms <= store.began) return;
+  history_epoch = store.epoch;
+  startOwn(null, HISTORY_S);
+}
+
+function startOwn(since, history_s) {
   own?.stop();
   const mine = own = new Stream(token(), (told) => { if (own === mine) heard(told); });
-  own.start(since, bars_wanted);
+  own.start(since, bars_wanted, history_s);
 }
 
 function heard({event, status, reason, retry_at}) {
@@ -145,7 +152,9 @@ function take(text) {
 }
 
 export function handle(kind, told) {
+  const before_ms = store.told_ms;
   if (told.now) {
+    store.told_ms = told.now;
     const drift = told.now - Date.now();
     store.drift_ms = Math.abs(drift - store.drift_ms) > 2000 ? drift : store.drift_ms + 0.1 * (drift - store.drift_ms);
     store.last_ms = Date.now();
@@ -156,7 +165,7 @@ export function handle(kind, told) {
       for (const bar of store.bars.values()) if (bar.end === null) { bar.end = told.began; bar.reason = "gateway_restart"; }
       for (const bar of [...store.bars.values()]) { store.bars.delete(bar.key); bar.key = `${store.epoch}.${bar.number}`; store.bars.set(bar.key, bar); }
     }
-    store.epoch = told.epoch; store.version = told.version; store.began = told.began;
+    store.epoch = told.epoch; store.version = told.version; store.began = told.began; store.admin = told.admin !== false;
   } else if (kind === "gap") {
     store.gaps += 1;
   } else if (kind === "bye") {
@@ -165,6 +174,10 @@ export function handle(kind, told) {
     store.d = told.d;
     if (told.spark) { store.spark.end = spread(told.spark); }
     bars(told.bars);
+    if (told.bars?.since) { // what was told before goes on where nothing was left out between
+      store.since_ms = store.since_ms !== null && before_ms >= told.bars.since ? Math.min(store.since_ms, told.bars.since) : told.bars.since;
+      store.bars = new Map([...store.bars].sort(([, one], [, other]) => one.start - other.start));
+    }
   } else if (kind === "tick") {
     if (told.d) merge(store.d, told.d);
     bars(told.bars);
@@ -214,7 +227,11 @@ function bars(told) {
     const bar = store.bars.get(`${store.epoch}.${number}`);
     if (bar) { bar.prep = prep; bar.end = bar.start + prep + execution; bar.reason = reason || ""; }
   }
-  for (const key of store.bars.keys()) { if (store.bars.size <= BARS_MAX) break; store.bars.delete(key); }
+  for (const [key, bar] of store.bars) {
+    if (store.bars.size <= BARS_MAX) break;
+    store.bars.delete(key);
+    store.since_ms = Math.max(store.since_ms ?? 0, bar.end ?? bar.start);
+  }
 }
 
 addEventListener("online", () => store.status === "lost" && retryNow());

@@ -1,13 +1,18 @@
 // Now: why work waits, in one sentence; then pools, causes, tasks, failures, and what has run longest.
 
-import {age, bytes, causeText, colours, count, duration, fillIfNew, h, hue, letters, link, panel, swatch} from "./dom.js";
-import {store} from "./net.js";
+import {spoken} from "./bars.js";
+import {age, causeText, colours, copied, count, duration, fill, fillIfNew, h, hue, link, panel, problem, share, swatch} from "./dom.js";
+import {cores, deviceCount} from "./lanes.js";
+import {ask, store} from "./net.js";
+import {poolRows} from "./pools.js";
 import {stepRow, stepsByTask, stepsTick} from "./steps.js";
 import {Timeline} from "./timeline.js";
 
-const BADGES = {stopped: "STOPPED", draining: "DRAINING", unavailable: "UNAVAILABLE", quota: "QUOTA BOUND", memory: "MEMORY BOUND",
-  devices: "GPU BOUND", units: "CPU BOUND", waiting: "IN SEQUENCE", ok: "RUNNING", idle: "IDLE"};
+const BADGES = {stopped: "STOPPED", draining: "DRAINING", lost: "NODE LOST", unavailable: "UNAVAILABLE", quota: "QUOTA BOUND", memory: "MEMORY BOUND",
+  devices: "DEVICE BOUND", units: "CPU BOUND", waiting: "IN SEQUENCE", ok: "RUNNING", idle: "IDLE"};
 const PARTS = ["queue", "overhead", "execution"];
+// Rows of the longest running; the small timeline: how tall all its units are together, and a row at most.
+const LONGEST_MAX = 4, MINI_PX = 150, MINI_ROW_MAX = 9, MINI_ROW_MIN = 4;
 
 export function nowView(view, go) {
   const verdict = h("div", {class: "verdict", role: "status"});
@@ -22,41 +27,44 @@ export function nowView(view, go) {
   const act = h("div", {class: "kpi"});
   kpis.append(act);
   const pools = h("div"), waits = h("div"), tasks = h("div"), failures = h("div"), longest = h("div"), empty = h("div");
-  const timeline = new Timeline({rowHeight: 9, span: 120, onopen: (bar) => go(`/ui/invocations/${bar.id}`)});
-  const tlPanel = panel("Last 2 minutes", link("/ui/timeline", "open timeline"), timeline.canvas);
+  const narrow = innerWidth <= 620, open = (bar) => go(`/ui/invocations/${bar.id}`), said = h("div", {class: "unseen", role: "status"});
+  const rowOf = (rows) => Math.max(MINI_ROW_MIN, Math.min(MINI_ROW_MAX, Math.floor(MINI_PX / Math.max(1, rows))));
+  const timeline = new Timeline({heightOf: rowOf, steps: false, span: narrow ? 45 : 120, onopen: open, onpin: open, onchoose: (bar) => { said.textContent = spoken(bar); }});
+  const tlPanel = panel(narrow ? "Last 45 seconds" : "Last 2 minutes", link("/ui/timeline", "open timeline"), timeline.canvas, said), legend = h("span", {class: "leg hide-s"});
   view.append(verdict, empty, kpis, h("div", {class: "grid"},
-    h("div", {class: "col"}, panel("Pools", "who holds what", pools), tlPanel, panel("Running longest", "against what was learned", longest)),
-    h("div", {class: "col"}, panel("Waiting, for what", "most first", waits), panel("Tasks", link("/ui/tasks", "all"), tasks), panel("Failures, last 15 min", "by reason", failures))));
+    h("div", {class: "col"}, panel("Pools", legend, pools), tlPanel, panel("Running longest", "against what was learned", longest)),
+    h("div", {class: "col"}, panel("Waiting, for what", "most first; since when", waits), panel("Tasks", link("/ui/tasks", "all"), tasks), panel("Failures, last 15 min", "by reason", failures))));
 
   const tick = () => {
     const d = store.d;
     if (!d.verdict) return;
     const [code, text] = d.verdict;
-    fillIfNew(verdict, [code, text], () => [h("span", {class: `badge v-${code}`}, BADGES[code] || code), h("span", null, text)]);
+    fillIfNew(verdict, [code, text], () => [h("span", {class: `badge v-${code}`}, BADGES[code] || code), h("span", null, ...emphasised(text))]);
     parts.run.value.textContent = count(d.run);
-    const cores = Object.values(d.nodes).reduce((sum, node) => sum + node[0], 0);
-    parts.run.small.textContent = `${cores} cores, ${Object.keys(d.nodes).length} node${Object.keys(d.nodes).length === 1 ? "" : "s"}`;
+    parts.run.small.textContent = machineText(d);
     parts.wait.value.textContent = count(d.wait);
     const oldest = Math.min(...d.causes.map((each) => each[5]));
     parts.wait.small.textContent = d.wait && Number.isFinite(oldest) ? `oldest ${duration(store.now() - oldest)}` : "nothing waits";
     parts.end.value.textContent = count(d.rate[1]);
     parts.end.small.textContent = `${count(d.rate[0])} accepted`;
     parts.bad.value.textContent = count(d.failed_15min);
-    parts.bad.small.textContent = `${count(d.rate[2])} in the last minute`;
+    parts.bad.small.textContent = d.ended_15min ? `${share(d.failed_15min / d.ended_15min)} of ${count(d.ended_15min)}` : "nothing has ended";
     if (drawing) for (const name of ["run", "wait", "end", "bad"]) spark(parts[name].spark, store.spark[name], name === "bad" ? "fail" : name === "wait" ? "wait" : "blue");
     fillIfNew(act, d.act, () => actSplit(d.act));
-    fillIfNew(pools, [d.pools, d.nodes], () => poolRows(d));
+    fillIfNew(pools, [d.pools, d.nodes, Object.values(d.pools).some((pool) => pool.timed && pool.free < pool.total) && Math.floor(store.now() / 1000)], () => poolRows(d));
+    const ran = store.names.filter((name) => d.fns[name]).slice(0, 7);
+    fillIfNew(legend, ran, () => ran.map((name) => h("span", null, swatch(name), name)));
     fillIfNew(waits, [d.causes, d.wait, Math.floor(store.now() / 1000)], () => waitRows(d));
-    fillIfNew(tasks, [d.tasks, d.steps, stepsTick()], () => taskRows(d.tasks, d.steps));
+    fillIfNew(tasks, [d.tasks, d.steps, stepsTick()], () => taskRows(d.tasks, d.steps, true));
     fillIfNew(failures, [d.failed, Math.floor(store.now() / 5000)], () => failureRows(d.failed));
     fillIfNew(longest, [d.long, Math.floor(store.now() / 500)], () => longestRows(d.long));
     const nothing = !d.run && !d.wait && !store.bars.size && !d.rate[0];
-    fillIfNew(empty, nothing ? Object.keys(d.fns) : 0, () => nothing ? [emptyState(d)] : []);
+    fillIfNew(empty, nothing ? Object.keys(d.fns) : 0, () => nothing ? [emptyState(d, go)] : []);
   };
   let handle = 0, drawing = false;
   tick();
   const reduced = matchMedia("(prefers-reduced-motion: reduce)").matches;
-  const loop = () => { handle = setTimeout(() => { if (!document.hidden) timeline.draw(); loop(); }, reduced ? 500 : 100); };
+  const loop = () => { handle = setTimeout(() => { if (!document.hidden) timeline.drawIfMoved(); loop(); }, reduced ? 500 : 100); };
   // The words are on the screen before the first canvas is made: a canvas costs more than all of them.
   const begin = () => { drawing = true; tick(); timeline.draw(); loop(); };
   const first = requestAnimationFrame(() => { handle = setTimeout(begin, 0); });
@@ -67,63 +75,11 @@ export function nowView(view, go) {
 function actSplit([queue, overhead, execution, p50, p99]) {
   const total = queue + overhead + execution;
   return [
-    h("div", {class: "l"}, h("span", null, "ACT, last minute"), h("span", null, "mean ", h("b", null, p50 === null ? "–" : duration(total)), " · p50 ", h("b", null, duration(p50)), " · p99 ", h("b", null, duration(p99)))),
+    h("div", {class: "l"}, h("span", {title: "action completion time"}, "ACT, last minute"), h("span", null, "mean ", h("b", null, p50 === null ? "–" : duration(total)), " · p50 ", h("b", null, duration(p50)), " · p99 ", h("b", null, duration(p99)))),
     h("div", {class: "split", role: "img", "aria-label": `queue ${duration(queue)}, overhead ${duration(overhead)}, execution ${duration(execution)}`},
       ...(total ? [queue, overhead, execution].map((ms, at) => h("i", {class: `p-${PARTS[at]}`, style: {flex: `${ms / total} 1 0`}})) : [h("i", {class: "free", style: {flex: "1 1 0"}})])),
     h("div", {class: "leg"}, ...[queue, overhead, execution].map((ms, at) => h("span", null, h("i", {class: `sw p-${PARTS[at]}`}), `${PARTS[at]} `, h("b", null, p50 === null ? "–" : duration(ms))))),
   ];
-}
-
-export function poolRows(d) {
-  const rows = [];
-  let before = null;
-  for (const [name, pool] of Object.entries(d.pools)) {
-    if (before && before !== pool.kind) rows.push(h("div", {class: "sep"}));
-    before = pool.kind;
-    const used = pool.total - pool.free;
-    const unit = pool.kind === "cpu" ? "cores" : pool.devices ? "devices" : "";
-    rows.push(h("div", {class: "row"}, h("div", {class: "n", title: name}, name), h("div", {class: "vis"}, pool.timed ? quota(pool) : pool.cells ? cells(pool) : shares(pool)),
-      h("div", {class: "u"}, pool.timed ? [h("b", null, count(pool.free)), ` of ${count(pool.total)} left`] : [h("b", null, count(used)), ` of ${count(pool.total)} ${unit}`])));
-    if (pool.devices) rows.push(residents(pool));
-  }
-  for (const [name, [, memory, held, holders]] of Object.entries(d.nodes)) {
-    rows.push(h("div", {class: "row"}, h("div", {class: "n dim", title: name}, `mem ${name}`),
-      h("div", {class: "vis quota", role: "img", "aria-label": `${bytes(held)} of ${bytes(memory)} held by ${holders}`}, h("i", {class: "mem", style: {width: `${memory ? 100 * held / memory : 0}%`}})),
-      h("div", {class: "u"}, h("b", null, bytes(held)), ` of ${bytes(memory)}`)));
-  }
-  return rows;
-}
-
-function cells(pool) {
-  const row = h("div", {class: "cells"});
-  let at = 0;
-  const held = [...pool.cells].sort((a, b) => a[0] - b[0]);
-  const free = (many) => { for (let n = 0; n < many; n += 1) row.append(h("div", {class: "cell"})); };
-  for (const [first, units, id, fn] of held) {
-    if (first > at) { free(first - at); at = first; }
-    row.append(h("a", {class: `cell b c-${hue(fn)}`, href: `/ui/invocations/${id.split(".")[0]}`, style: {flex: `${units} 1 0`}, title: `${fn}, ${units} of ${pool.kind}`},
-      letters(fn), units > 1 ? h("span", {class: "a"}, `×${units}`) : null));
-    at += units;
-  }
-  free(Math.max(0, pool.total - Math.max(at, pool.total - pool.free)));
-  return row;
-}
-
-function shares(pool) {
-  const row = h("div", {class: "split big"});
-  for (const [fn, units] of pool.by_function || []) row.append(h("i", {class: `c-${hue(fn)}`, style: {flex: `${units} 1 0`}, title: `${fn}: ${units}`}));
-  row.append(h("i", {class: "free", style: {flex: `${pool.free} 1 0`}, title: `${pool.free} free`}));
-  return row;
-}
-
-function quota(pool) {
-  const left = pool.total ? pool.free / pool.total : 0;
-  return h("div", {class: left < 0.15 ? "quota low" : "quota", role: "img", "aria-label": `${pool.free} of ${pool.total} left`}, h("i", {style: {width: `${100 * (1 - left)}%`}}));
-}
-
-function residents(pool) {
-  return h("div", {class: "row"}, h("div", {class: "n dim"}, "resident"), h("div", {class: "vis dev"}, ...pool.devices.map(([memory, used, services], at) =>
-    h("div", {title: services.join(", ") || "nothing"}, h("div", {class: "mem"}, h("i", {class: "c-slate", style: {width: `${memory ? 100 * used / memory : 0}%`}})), h("div", {class: "id"}, String(at))))), h("div", {class: "u"}));
 }
 
 function waitRows(d) {
@@ -139,9 +95,11 @@ function waitRows(d) {
   return rest ? [...rows, h("p", {class: "dim"}, `and ${count(rest)} for other causes`)] : rows;
 }
 
-export function taskRows(tasks, steps) {
+// `active` leaves out tasks of which nothing was ever seen.
+export function taskRows(tasks, steps, active) {
   const told = stepsByTask(steps);
-  const rows = Object.entries(tasks).map(([name, [queued, running, settled, weight]]) => {
+  const seen = ([name, [queued, running, settled]]) => !active || queued || running || Object.keys(settled).length || told.has(name);
+  const rows = Object.entries(tasks).filter(seen).map(([name, [queued, running, settled, weight]]) => {
     const done = settled.succeeded || 0, bad = Object.entries(settled).reduce((sum, [state, many]) => sum + (state === "succeeded" || state === "cancelled" ? 0 : many), 0);
     const all = done + bad + queued + running || 1;
     return h("a", {class: "task", href: `/ui/invocations?q=${encodeURIComponent(`task:${name}`)}`},
@@ -162,24 +120,38 @@ function failureRows(failed) {
 
 function longestRows(long) {
   if (!long.length) return [h("p", {class: "dim"}, "Nothing runs.")];
-  return long.map(([id, fn, task, trajectory, units, node, start, expected]) => {
-    const ran = store.now() - start, share = expected ? Math.min(1, ran / expected) : 0, over = expected && ran > 1.2 * expected;
+  return long.slice(0, LONGEST_MAX).map(([id, fn, task, trajectory, units, node, start, expected]) => {
+    const ran = store.now() - start, part = expected ? Math.min(1, ran / expected) : 0, over = expected && ran > 1.2 * expected;
     return h("a", {class: "lg", href: `/ui/invocations/${id.split(".")[0]}`}, swatch(fn), h("span", {class: "t"}, fn), h("span", {class: "mono dim"}, trajectory || task),
       h("span", {class: "dim", title: node}, Object.values(units).map((each) => `×${each}`).join(" ")),
-      h("span", {class: "p"}, h("i", {class: over ? "p-fail" : `c-${hue(fn)}`, style: {width: `${100 * share}%`}})),
+      h("span", {class: "p"}, h("i", {class: over ? "p-fail" : `c-${hue(fn)}`, style: {width: `${100 * part}%`}})),
       h("span", {class: "num"}, h("b", null, duration(ran)), expected ? h("span", {class: "dim"}, ` of ~${duration(expected)}${over ? " !" : ""}`) : null));
   });
 }
 
-function emptyState(d) {
-  const name = d.fns.shell ? "shell" : Object.keys(d.fns)[0];
-  return h("section", {class: "panel card"}, h("h2", {class: "big"}, "Ready. Nothing has run yet."),
-    h("p", {class: "dim"}, name ? "Send a first action, and watch it here:" : "No function is registered: tangram apply adds some."),
-    name ? h("pre", {class: "mono"}, `tangram invoke ${name} '${name === "shell" ? '{"command": "echo hello"}' : "{}"}'`) : null,
-    name ? h("p", null, link(`/ui/functions/${name}`, "What to send, and a form that sends it")) : null);
+// Numbers stand out of a sentence.
+const emphasised = (text) => text.split(/(^\d+ of \d+|about \d+ \w+$)/).map((part, at) => at % 2 ? h("b", null, part) : part);
+
+function machineText(d) {
+  const nodes = Object.values(d.nodes), many = nodes.reduce((sum, node) => sum + node[0], 0);
+  const devices = Object.values(d.pools).flatMap((pool) => Object.values(pool.regions || {})), kind = devices.every(([, , each]) => each === "cpu") ? "cpu" : "";
+  const told = devices.reduce((sum, [, each]) => sum + each, 0);
+  return `${count(many)} ${cores(many)}${told ? `, ${deviceCount(told, kind)}` : ""}${nodes.length > 1 ? `, ${nodes.length} nodes` : ""}`;
 }
 
-export function spark(canvas, values, tone) {
+// What there is, and one command that does something.
+function emptyState(d, go) {
+  const name = d.fns.shell ? "shell" : Object.keys(d.fns)[0], input = name === "shell" ? {command: "echo hello"} : {}, told = h("div"), many = Object.keys(d.fns).length;
+  const command = `tangram invoke ${name} '${JSON.stringify(input)}'`;
+  const run = async () => {
+    try { const made = await ask("POST", `/v1/functions/${encodeURIComponent(name)}/invocations?mode=async`, input); go(`/ui/invocations/${made.id}`); } catch (error) { fill(told, problem(error)); }
+  };
+  return h("section", {class: "panel card"}, h("h2", {class: "big"}, "Ready. Nothing has run yet."),
+    h("p", {class: "dim"}, name ? `${machineText(d)}, ${many} function${many === 1 ? "" : "s"}. Send a first action, and watch it here:` : "No function is registered: tangram apply adds some."),
+    name ? [h("pre", {class: "mono"}, command), h("p", {class: "bar1"}, h("button", {class: "pri", onclick: run}, "Run it now"), h("button", {onclick: (event) => copied(command, event.target)}, "Copy"), link(`/ui/functions/${name}`, "What to send, and a form that sends it")), told] : null);
+}
+
+function spark(canvas, values, tone) {
   const scale = devicePixelRatio || 1, wide = canvas.clientWidth || 76, tall = canvas.clientHeight || 24;
   if (canvas.width !== wide * scale) { canvas.width = wide * scale; canvas.height = tall * scale; }
   const c = canvas.getContext("2d"), most = Math.max(1, ...values);
@@ -190,4 +162,5 @@ export function spark(canvas, values, tone) {
   const last = values.slice(-120);
   last.forEach((value, at) => { const x = at * wide / (last.length - 1), y = tall - 2 - (tall - 4) * value / most; at ? c.lineTo(x, y) : c.moveTo(x, y); });
   c.stroke();
+  c.lineTo(wide, tall); c.lineTo(0, tall); c.globalAlpha = 0.1; c.fillStyle = colours()[tone]; c.fill(); c.globalAlpha = 1;
 }

@@ -2,9 +2,11 @@
 
 import {bytes, confirmed, count, duration, fill, fillIfNew, h, link, panel, problem} from "./dom.js";
 import {ask, get, store} from "./net.js";
-import {taskRows, poolRows} from "./now.js";
+import {taskRows} from "./now.js";
+import {poolRows} from "./pools.js";
 import {stepsTick} from "./steps.js";
-import {json, listView, rowKeys, stripOf} from "./records.js";
+import {json, stripOf} from "./record.js";
+import {listView, rowKeys} from "./records.js";
 
 const table = (names, body) => h("div", {class: "scroll"}, h("table", {class: "list"}, h("thead", null, h("tr", null, ...names.map((each) => h("th", {class: each.startsWith("#") ? "num" : ""}, each.replace("#", ""))))), body));
 
@@ -100,9 +102,9 @@ export function nodesView(view) {
     const load_ = each.cores ? Math.min(1, each.running / each.cores) : 0;
     return h("tr", null,
       h("td", null, h("b", null, each.node), each.local ? h("span", {class: "dim"}, " this machine") : null),
-      h("td", null, h("span", {class: each.state === "ready" ? "" : each.state === "lost" ? "problem" : "dim"}, `${NODE_SIGNS[each.state] || "?"} ${each.state}`), h("span", {class: "dim"}, ` ${duration(1000 * each.since_s)}`), each.why ? h("div", {class: "dim"}, each.why) : null),
+      h("td", null, h("span", {class: each.state === "ready" ? "" : each.state === "lost" ? "problem" : "dim"}, `${NODE_SIGNS[each.state] || "?"} ${each.state}`), each.since_s ? h("span", {class: "dim"}, ` ${duration(1000 * each.since_s)}`) : null, each.why ? h("div", {class: "dim"}, each.why) : null),
       h("td", {class: "wide"}, h("span", {class: "quota", role: "img", "aria-label": `${each.running} actions on ${each.cores} cores`}, h("i", {style: {width: `${100 * load_}%`}})), h("span", {class: "dim"}, `${count(each.running)} run`)),
-      h("td", {class: "num"}, count(each.cores)), h("td", {class: "num"}, count(each.devices)),
+      h("td", {class: "num"}, count(each.cores)), h("td", {class: "num"}, each.devices && each.device_kind === "cpu" ? `${count(each.devices)} CPU` : count(each.devices)),
       h("td", {class: "num"}, `${bytes(held)} of ${bytes(each.memory_bytes)}`), h("td", {class: "num"}, count(each.trajectories)),
       h("td", {class: "mono"}, labels.map(([name, value]) => `${name}=${value}`).join(" ") || "–"),
       h("td", null, each.peer || (each.local ? "inline" : "–"), each.version ? h("span", {class: "dim"}, ` ${each.version}`) : null, each.losses ? h("div", {class: "dim"}, `lost ${count(each.losses)} times of late`) : null,
@@ -139,6 +141,8 @@ export function deadView(view, go, params) {
       shown.refresh();
     } catch (error) { fill(told, problem(error)); }
   }}, "Redrive all (200 at most)");
+  const counted = async () => { try { const page = await get("/v1/invocations?dead=true&limit=200"), many = page.invocations.length; all.textContent = page.next_cursor ? "Redrive the newest 200" : `Redrive all ${count(many)}`; all.hidden = !many; } catch { /* the list tells it */ } };
+  counted();
   view.append(told);
   const given = Object.assign(new URLSearchParams(params), {fixed: "dead:true", extra: one, head: all, none: "No dead letters. Asynchronous calls that end badly for good are listed here."});
   shown = listView(view, go, given);
@@ -158,6 +162,6 @@ export function configView(view) {
   };
   apply.addEventListener("click", async () => { if (await confirmed("Apply this configuration? New invocations see it at once; nothing in flight is dropped.", "Apply it")) { await send(false); apply.hidden = true; } });
   text.addEventListener("input", () => { apply.hidden = true; });
-  view.append(panel("Configuration", "needs the admin token; the difference is shown before anything is applied", text, h("p", {class: "bar1"}, h("button", {class: "pri", onclick: () => send(true)}, "Show the difference"), h("label", null, prune, " remove what it does not name"), apply), told));
+  view.append(panel("Configuration", "needs the admin token; the difference is shown before anything is applied", text, h("p", {class: "bar1"}, h("button", {class: "pri", onclick: () => send(true)}, "Show the difference"), h("label", {class: "check"}, prune, " remove what it does not name"), apply), told));
   return {};
 }

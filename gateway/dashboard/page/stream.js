@@ -10,7 +10,7 @@ export class Stream {
     Object.assign(this, {token, told, at: null, bars: false, wanted: false, tries: 0, timer: 0, controller: null, reason: ""});
   }
 
-  start(since, bars) { Object.assign(this, {wanted: true, at: since, bars}); this.connect(); }
+  start(since, bars, history_s) { Object.assign(this, {wanted: true, at: since, bars, history_s}); this.connect(); }
 
   stop() { this.wanted = false; this.cut(); }
 
@@ -26,7 +26,7 @@ export class Stream {
     clearTimeout(this.timer);
     const mine = this.controller = new AbortController(), {bars} = this;
     try {
-      const response = await fetch(`/v1/watch?bars=${bars}${this.at ? `&since=${this.at}` : ""}`,
+      const response = await fetch(`/v1/watch?bars=${bars}${this.at ? `&since=${this.at}` : ""}${this.history_s ? `&history=${this.history_s}` : ""}`,
         {headers: this.token ? {Authorization: `Bearer ${this.token}`} : {}, signal: mine.signal, cache: "no-store"});
       if (!response.ok) {
         const reason = (await response.json().catch(() => ({}))).detail || `the gateway answered ${response.status}`;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.dashboard.activity import BARS_MAX, FAILURES_MAX, KEPT_S, Activity
+from gateway.dashboard.activity import BARS_MAX, ENDS_MAX, FAILURES_MAX, FUNCTIONS_MAX, KEPT_S, Activity
 from gateway.invocations.record import Mode, Record, new_id
 from manager.action import Action, UnitSet
 from manager.errors import Reason
@@ -146,8 +146,33 @@ def test_only_bars_that_ran_lately_are_shown_to_who_comes_new(activity: Activity
             Settlement(action=one, outcome=outcome, lease=LEASE, queue_s=0.0, overhead_s=0.0, execution_s=10.0)
         )
     activity.began(action("late"), LEASE, 0.0)
-    assert [bar.id for bar in activity.recent_bars(clocks.wall() - 25, 100)] == ["a2", "a3", "a4", "late"]
-    assert [bar.id for bar in activity.recent_bars(0.0, 2)] == ["a3", "a4", "late"]
+    began_s, since_s = activity.began_wall_s, clocks.wall() - 25
+    bars, known_since_s = activity.recent_bars(since_s, 100)
+    assert ([bar.id for bar in bars], known_since_s) == (["a2", "a3", "a4", "late"], since_s)
+    bars, known_since_s = activity.recent_bars(0.0, 2)
+    assert ([bar.id for bar in bars], known_since_s) == (["a3", "a4", "late"], began_s + 30), "a2 had ended by then"
+    assert activity.recent_bars(0.0, 100)[1] == began_s, "nothing was before the gateway"
+
+
+def test_each_function_is_told_by_its_own_last_ends(activity: Activity, clocks: Clocks) -> None:
+    for number in range(1, ENDS_MAX + 1):
+        activity.settled(record(function="f", times=(0.0, 0.0, float(number))))
+    activity.settled(record(Reason.TIMEOUT, function="g", times=(1.0, 0.0, 2.0)))
+    found = activity.by_function()
+    assert (found["f"].ended, found["f"].of, found["f"].failed) == (ENDS_MAX, ENDS_MAX, 0)
+    assert (found["f"].p50_s, found["f"].p99_s) == (100.0, 198.0)
+    assert (found["g"].ended, found["g"].failed, found["g"].p50_s) == (1, 1, 3.0)
+    clocks.now_s += 61
+    found = activity.by_function()
+    assert (found["g"].ended, found["g"].of) == (0, 1), "its last ends stay, its rate does not"
+
+
+def test_functions_that_come_and_go_stay_bounded(activity: Activity, clocks: Clocks) -> None:
+    for number in range(FUNCTIONS_MAX + 3):
+        clocks.now_s += 1
+        activity.settled(record(function=f"f{number}"))
+    found = activity.by_function()
+    assert len(found) == FUNCTIONS_MAX and "f2" not in found and "f3" in found
 
 
 def test_the_rate_is_told_second_by_second(activity: Activity, clocks: Clocks) -> None:

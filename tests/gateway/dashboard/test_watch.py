@@ -17,6 +17,7 @@ import pytest
 from gateway import wire
 from gateway.dashboard import watch as watching
 from gateway.dashboard.activity import Activity
+from gateway.dashboard.sections import Troubles
 from gateway.dashboard.watch import GZIP_HEAD, LAG_MAX, VIEWERS_MAX, Watch, WatchView, packed
 from manager.errors import CapacityExceeded
 from tests.gateway.conftest import DEADLINE_S, GatewayBench, RunningGateway, serving, until
@@ -186,9 +187,9 @@ def quiet_watch(**given: Any) -> Watch:
         "activity": Activity(lambda: 1.0, lambda: 1e9),
         "functions": dict,
         "steps": tuple,
-        "stopped": lambda: None,
+        "troubles": Troubles,
+        "wanted": set,
         "wall": lambda: 1e9,
-        "version": "0",
     }
     return Watch(**(usual | given))
 
