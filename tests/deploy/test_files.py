@@ -91,6 +91,28 @@ def test_the_training_cluster_calls_the_service_with_a_token_and_asks_ray_for_on
         assert given.keys() >= {"TANGRAM_TOKEN", "RAY_AUTH_TOKEN"}
 
 
+def test_manifests_and_the_pods_of_the_training_cluster_are_of_kubernetes_own_schemas() -> None:
+    """What is no field of Kubernetes' is refused: a word that is spelt wrong would be dropped in silence."""
+    schemas = pytest.importorskip("kubernetes_validate")
+    (cluster,) = documents(DEPLOY / "kuberay" / "raycluster.yaml")
+    groups = [cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]]
+    pods = [
+        {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            **each["template"],
+            "metadata": {"name": "p", **each["template"]["metadata"]},
+        }
+        for each in groups
+    ]
+    manifests = [each for name in ("gateway", "network", "service") for each in documents(BASE / f"{name}.yaml")]
+    for each in (*manifests, *pods):
+        schemas.validate(each, schemas.latest_version(), strict=True)
+    wrong = {**pods[0], "spec": {**pods[0]["spec"], "containerz": []}}
+    with pytest.raises(schemas.ValidationError):
+        schemas.validate(wrong, schemas.latest_version(), strict=True)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl")
 def test_kubectl_renders_the_overlay() -> None:
