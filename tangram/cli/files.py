@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import posixpath
 import stat
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple, TypeVar
 
 import click
-from rich.console import Console
-from rich.progress import track
 
 from tangram import Client, FileEntry
 from tangram.cli import exit_status
@@ -25,6 +22,7 @@ from tangram.cli.copying.packing import BATCH_BYTES, LocalEntry, PackedTree, bat
 from tangram.cli.copying.unpacking import Unpacking, make_directory, write_below
 from tangram.cli.options import connected, json_option
 from tangram.cli.printing.output import print_json, say
+from tangram.cli.printing.progress import copying
 from tangram.client.sync.trajectory import Trajectory
 from tangram.errors import ConflictError, NotFoundError, TooLargeError, UnsupportedError
 
@@ -133,7 +131,8 @@ def _tree_in(entries: Sequence[LocalEntry], there: SandboxPlace) -> Copy:
     """Copy the entries of a tree below a directory: as archives, or one by one if the sandbox takes none."""
     done, as_archives = Copy([], []), True
     parents = {posixpath.dirname(entry.name) for entry in entries}
-    for batch in _progress(list(batches(entries)) or [()], "copying"):  # an empty one makes the directory
+    sent = list(batches(entries)) or [()]  # an empty one makes the directory
+    for batch in _shown(sent, [[each.size_bytes for each in batch if not stat.S_ISDIR(each.mode)] for batch in sent]):
         alone = len(batch) == 1 and batch[0].size_bytes > BATCH_BYTES and is_sendable(batch[0].name)
         if as_archives and not alone:
             try:
@@ -191,9 +190,8 @@ def _files_out(there: SandboxPlace, root: Path) -> Copy:
             write_below(root, root, data, int(entry.mode, 8))
             return Copy([CopiedFile(root, there.path)], [])
     make_directory(root, root)
-    for place, entry in _progress(
-        list(_downloads(partial(there.sandbox.list, user=there.user), there.path or ".", root)), "copying"
-    ):
+    found = list(_downloads(partial(there.sandbox.list, user=there.user), there.path or ".", root))
+    for place, entry in _shown(found, [[file.size_bytes] for _, file in found]):
         try:
             data = there.sandbox.download(place.there, user=there.user)
             write_below(root, place.here, data, int(entry.mode, 8))
@@ -241,7 +239,12 @@ def _tell(done: Copy, *, as_json: bool) -> None:
     say(f"{len(done.copied)} copied{told}")
 
 
-def _progress(pieces: Iterable[_Piece], what: str) -> Iterator[_Piece]:
-    """Yield the pieces, with a bar on a terminal's standard error."""
-    console = Console(stderr=True, markup=False)
-    yield from track(list(pieces), what, console=console, transient=True, disable=not sys.stderr.isatty())
+def _shown(pieces: Sequence[_Piece], sizes: Sequence[Sequence[int]]) -> Iterator[_Piece]:
+    """Yield the pieces, with a bar of their bytes and files on a terminal's standard error.
+
+    ``sizes`` are the bytes of each file of each piece.
+    """
+    with copying("copying", sum(map(len, sizes)), sum(map(sum, sizes))) as copied:
+        for piece, files in zip(pieces, sizes, strict=True):
+            yield piece
+            copied(len(files), sum(files))

@@ -31,6 +31,29 @@ def progress(parts: int) -> Iterator[Callable[[str], None]]:
 
 
 @contextmanager
+def copying(what: str, files: int, size_bytes: int) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar of the bytes of so many files, and how many of these are there.
+
+    Yields what is told of how many files more are there, and of their bytes.
+    """
+    if not sys.stderr.isatty():
+        yield lambda files, size_bytes: None
+        return
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn()
+    counted = TextColumn("{task.fields[files]} of {task.fields[of]} files")
+    with Progress(*columns, counted, console=Console(stderr=True), transient=True) as shown:
+        bar = shown.add_task(escape(visible(what)), total=size_bytes or None, files=0, of=files)
+        there = 0
+
+        def copied(more: int, more_bytes: int) -> None:
+            nonlocal there
+            there += more
+            shown.update(bar, advance=more_bytes, files=there)
+
+        yield copied
+
+
+@contextmanager
 def transfers() -> Iterator[tuple[float, Callable[[str, int, int], None]]]:
     """Show a bar for each of several transfers, or say how far they are where nobody looks at a terminal.
 
