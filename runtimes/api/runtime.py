@@ -186,7 +186,9 @@ async def _read(response: httpx.Response, limit_bytes: int, secrets: tuple[str, 
     async for chunk in response.aiter_bytes():
         size_bytes += len(chunk)
         if size_bytes > limit_bytes:
-            raise _failed(Reason.OUTPUT_LIMIT, f"the service's answer exceeds {limit_bytes} bytes (output_limit)")
+            raise _failed(
+                Reason.OUTPUT_LIMIT, f"the service's answer exceeds {limit_bytes} bytes (request.response_limit)"
+            )
         chunks.append(chunk)
     text = redact(b"".join(chunks).decode(response.encoding or "utf-8", errors="replace"), secrets)
     return _Answer(
