@@ -95,10 +95,12 @@ class NodeJoined:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeClosed:
-    """Nothing is started or placed on a node any more; what runs there goes on. Told again, it has a new why."""
+    """Nothing is placed on a node any more; what runs there goes on. Told again, it is closed in the new way."""
 
     node: str
     why: str
+    #: Whether the trajectories that live there go on: their actions are started. By default nothing is.
+    finishing: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -347,7 +347,7 @@ class Cluster(ClusterState):
         for verdict in verdicts:
             match verdict:
                 case Shut():
-                    self.engine.tell(NodeClosed(node=verdict.node, why=verdict.why))
+                    self.engine.tell(NodeClosed(node=verdict.node, why=verdict.why, finishing=verdict.finishing))
                     self._log.warning("a node is closed", node=verdict.node, why=verdict.why)
                     self._note_drain(verdict.node)
                 case Serves():

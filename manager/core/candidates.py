@@ -264,8 +264,9 @@ class Selector:
         signature = group.signature
         bound = signature.memory_bytes > 0 or any(self._resources.on_nodes(kind) for kind, _ in signature.demand)
         if bound:
+            may_start = self._nodes.may_go_on if signature.node else self._nodes.may_start
             wanted = (signature.node,) if signature.node else self._nodes.names
-            names = tuple([name for name in wanted if self._nodes.may_start(signature.placement, name)])
+            names = tuple([name for name in wanted if may_start(signature.placement, name)])
         else:
             names = (signature.node,)
         among: frozenset[str] = frozenset()

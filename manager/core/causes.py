@@ -120,7 +120,7 @@ def _nodes(state: SchedulerState, group: QueueGroup) -> Iterable[Cause]:
     node, placement = group.signature.node, group.signature.placement
     if node and node in state.nodes:
         place = state.nodes[node]
-        if place.closed is not None:
+        if place.closed is not None and not place.finishing:
             yield Cause(kind="node", text=f"node {node}, which is closed: {place.closed}", pool=f"node:{node}")
         elif not place.spec.suits(placement):
             told = f"node {node} of its trajectory, which is not right for it: {_story(placement)}"

@@ -186,7 +186,7 @@ class Core:
             case NodeJoined():
                 self._membership.join(event.node)
             case NodeClosed():
-                self._membership.close(event.node, event.why)
+                self._membership.close(event.node, event.why, finishing=event.finishing)
             case NodeOpened():
                 self._membership.open(event.node)
             case ResidencyReported():

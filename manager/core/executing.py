@@ -363,7 +363,7 @@ class Executing:
         lease, action = parent.lease, child.action
         if parent.borrower is not None or parent.action.malleable or parent.action.batch_tokens:
             return None
-        if lease.node in self._nodes and not self._nodes[lease.node].is_right_for(action.placement):
+        if lease.node in self._nodes and not self._nodes[lease.node].keeps(action.placement):
             return None
         if child.group is None or child.group.signature.node not in ("", lease.node):
             return None

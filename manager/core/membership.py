@@ -43,11 +43,11 @@ class Membership:
         leases = (running.lease for running in self._state.executing.all() if running.lease.node == name)
         return any(grant.chunk is not None for lease in leases for grant in lease.grants.values())
 
-    def close(self, name: str, why: str) -> None:
-        """Start and place nothing on a node any more; what runs there goes on."""
+    def close(self, name: str, why: str, *, finishing: bool = False) -> None:
+        """Place nothing on a node any more, and start there what its trajectories ask for only if it is finishing."""
         if name in self._state.nodes:
-            self._state.nodes.close(name, why)
-            self._state.resources.close(name)
+            self._state.nodes.close(name, why, finishing=finishing)
+            self._state.resources.close(name, finishing=finishing)
 
     def open(self, name: str) -> None:
         """Start and place on a closed node again."""

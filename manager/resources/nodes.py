@@ -38,8 +38,10 @@ class Node:
     holders: dict[str, int] = field(default_factory=dict)
     #: Those that are trajectories.
     pinned: set[str] = field(default_factory=set)
-    #: Why nothing is started or placed here; None while it is open.
+    #: Why nothing is placed here; None while it is open.
     closed: str | None = None
+    #: Whether, though it is closed, the trajectories that live here go on.
+    finishing: bool = False
 
     @property
     def free_bytes(self) -> int:
@@ -51,8 +53,12 @@ class Node:
         return self.held_bytes, len(self.holders), self.number
 
     def is_right_for(self, placement: NodeChoice) -> bool:
-        """Return whether an action of this placement may start here now."""
+        """Return whether an action of this placement may be placed here now."""
         return self.closed is None and self.spec.suits(placement)
+
+    def keeps(self, placement: NodeChoice) -> bool:
+        """Return whether an action of this placement that belongs here may start now."""
+        return (self.closed is None or self.finishing) and self.spec.suits(placement)
 
     def admits(self, memory_bytes: int) -> bool:
         """Whether a new trajectory may hold so much: the reserve is left, unless it is larger and the first here."""
@@ -175,21 +181,21 @@ class Nodes:
     def leave(self, name: str) -> None:
         self._set_apart(self._nodes.pop(name))
 
-    def close(self, name: str, why: str) -> None:
+    def close(self, name: str, why: str, *, finishing: bool = False) -> None:
         """Place nothing on a node any more."""
         node = self._nodes[name]
         if node.closed is None:
             self._set_apart(node)
             node.alike = AlikeNodes()
             node.alike.add(node)
-        node.closed = why
+        node.closed, node.finishing = why, finishing
         self._changed.add(name)
 
     def open(self, name: str) -> None:
         """Place on a closed node again."""
         node = self._nodes[name]
         if node.closed is not None:
-            node.closed = None
+            node.closed, node.finishing = None, False
             self._set_among_alike(node)
 
     def describe(self, spec: NodeSpec) -> None:
@@ -207,6 +213,11 @@ class Nodes:
         """Return whether an action of this placement may start on a node: on one that is there, open, and right."""
         node = self._nodes.get(name)
         return node is not None and node.is_right_for(placement)
+
+    def may_go_on(self, placement: NodeChoice, name: str) -> bool:
+        """Return whether an action that is bound to a node by its trajectory may start there."""
+        node = self._nodes.get(name)
+        return node is not None and node.keeps(placement)
 
     def right_for(self, placement: NodeChoice) -> frozenset[str]:
         """Return the nodes on which an action of this placement may start."""

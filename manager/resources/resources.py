@@ -83,9 +83,9 @@ class Resources:
         for pool in self.placed:
             pool.leave(node)
 
-    def close(self, node: str) -> None:
-        """Give no units of a node any more; those that are held stay so."""
-        self._mark(node, closed=True)
+    def close(self, node: str, *, finishing: bool = False) -> None:
+        """Give no units of a node any more, or its own only to what is bound to it; those that are held stay so."""
+        self._mark(node, closed=not finishing)
         for pool in self.placed:
             pool.close(node)
 

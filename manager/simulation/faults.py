@@ -169,7 +169,9 @@ def _loss(node: NodeSpec, lost_s: float, back_s: float | None) -> list[FaultEven
 
 
 def _upgrade(node: NodeSpec, start_s: float, drain_s: float) -> list[FaultEvent]:
-    closed = FaultEvent(instant_s=start_s, event=NodeClosed(node=node.name, why="upgrade"), node=node.name)
+    closed = FaultEvent(
+        instant_s=start_s, event=NodeClosed(node=node.name, why="upgrade", finishing=True), node=node.name
+    )
     return [closed, *_loss(node, start_s + drain_s, start_s + drain_s)]
 
 

@@ -171,10 +171,12 @@ class TurnedAway:
 
 @dataclass(frozen=True, slots=True)
 class Shut:
-    """Nothing new may start on the node."""
+    """Nothing new may be placed on the node."""
 
     node: str
     why: str
+    #: Whether the trajectories that live there go on.
+    finishing: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,7 +347,7 @@ class Roster:
         member.fenced, member.heard_s = False, self._now_s
         if member.draining:
             self._move(member, NodeState.DRAINING, member.drain_why)
-            return [Serves(member.name), Shut(member.name, f"draining: {member.drain_why}")]
+            return [Serves(member.name), Shut(member.name, f"draining: {member.drain_why}", finishing=True)]
         return [Serves(member.name), *self._settle(member)]
 
     def _settle(self, member: Member) -> list[Verdict]:
@@ -377,7 +379,7 @@ class Roster:
         if member.state not in (NodeState.READY, NodeState.UNFIT):
             return []
         self._move(member, NodeState.DRAINING, why)
-        return [Shut(member.name, f"draining: {why}")]
+        return [Shut(member.name, f"draining: {why}", finishing=not member.unfit)]
 
     def _undrain(self, member: Member) -> list[Verdict]:
         member.draining = False

@@ -255,7 +255,7 @@ class World:
             name, closed_s = chance.choice(self.spec.nodes).name, chance.uniform(0, _SPAN_S)
             self._at(closed_s, NodeClosed(node=name, why="suspect"))
             if chance.random() < 0.2:
-                self._at(closed_s + chance.uniform(0, 2.0), NodeClosed(node=name, why="draining"))
+                self._at(closed_s + chance.uniform(0, 2.0), NodeClosed(node=name, why="draining", finishing=True))
             if chance.random() < 0.8:
                 self._at(closed_s + chance.choice((0.0, 0.1, 3.0)), NodeOpened(node=name))
 

@@ -96,6 +96,28 @@ def test_a_pinned_action_waits_for_its_node_and_says_so(drive: Drive) -> None:
     assert (outcome.reason, "n0, which is closed: silent for 3 s" in outcome.message) == (Reason.QUEUE_TIMEOUT, True)
 
 
+def test_the_trajectories_of_a_node_that_finishes_go_on_there_and_nobody_else(drive: Drive) -> None:
+    driver = drive(spec(node("n0", cores=2), node("n1", memory_bytes=1)))
+    pinned: dict[str, Any] = {"trajectory": "t", "memory_bytes": 5}
+    driver.step(0, submit("first", **pinned))
+    drains = NodeClosed(node="n0", why="draining", finishing=True)
+    driver.step(1, drains, finish("first"), submit("second", **pinned), submit("roomy", memory_bytes=5))
+    driver.step(1, submit("other", trajectory="u", memory_bytes=5))
+    assert driver.running() == {"second"}
+    assert driver.started["second"].lease.node == "n0"
+    driver.step(2, finish("second"), closed(why="silent for 3 s"), submit("third", **pinned))
+    assert cause(driver, "third") == "node n0, which is closed: silent for 3 s"
+    driver.step(3, opened(), drains)
+    assert driver.running() == {"third"}
+
+
+def test_no_chunk_of_a_node_that_finishes_is_given(drive: Drive) -> None:
+    service = ServiceSpec(name="s", bytes_by_dop={1: 10}, restore_s_by_dop={1: 0.1})
+    driver = drive(replace(spec(node("n0", devices=2)), services={"s": service}))
+    driver.step(0, NodeClosed(node="n0", why="draining", finishing=True), submit("g", cost={"gpu": 1}, service="s"))
+    assert driver.running() == set()
+
+
 def test_a_closed_node_shows_nothing_free_and_what_it_holds(drive: Drive) -> None:
     driver = drive(spec(node("n0", cores=4, devices=2)))
     driver.step(0, submit("a"))

@@ -121,7 +121,7 @@ def test_what_is_told_of_an_earlier_daemon_of_the_name_changes_nothing() -> None
 
 def test_a_draining_node_is_closed_at_once_and_gone_without_victims_when_it_is_empty() -> None:
     roster = joined("n")
-    assert roster.step(1, DrainAsked("n", "maintenance")) == [Shut("n", "draining: maintenance")]
+    assert roster.step(1, DrainAsked("n", "maintenance")) == [Shut("n", "draining: maintenance", finishing=True)]
     assert roster.step(2, DrainAsked("n", "again")) == []
     assert roster.step(3, Emptied("n")) == [CountedOut("n", "drained: maintenance", victims=False)]
     assert roster.step(4, Greeted("n", "n-2")) == [Admitted("n", "n-2", fence=False)], "it had nothing to end"
@@ -140,7 +140,7 @@ def test_a_drain_outlives_the_link_and_is_taken_back_by_hand() -> None:
     roster.step(1, DrainAsked("n", "maintenance"))
     roster.step(2, LinkLost("n", "n-1", "cut"))
     roster.step(3, Greeted("n", "n-1"))
-    assert roster.step(4, Reconciled("n", "n-1")) == [Serves("n"), Shut("n", "draining: maintenance")]
+    assert roster.step(4, Reconciled("n", "n-1")) == [Serves("n"), Shut("n", "draining: maintenance", finishing=True)]
     assert roster.step(5, DrainEnded("n")) == [Serves("n")]
 
 
