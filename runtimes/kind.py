@@ -68,6 +68,8 @@ class Kind:
     source: Callable[[FunctionSpec], str] = lambda function: ""
     #: What a function of this kind takes; None if any JSON object will do.
     input_schema: Callable[[FunctionSpec], Schema | None]
+    #: Fields of an input that the gateway adds; what a function declares of its input says nothing of them.
+    added_fields: frozenset[str] = frozenset()
     #: What a function of this kind returns; None if that is the function's own affair.
     result_schema: Callable[[FunctionSpec], Schema | None]
     #: (input, result) by variant, for people: the model's actions, or one of no name; None stands for what varies.

@@ -10,7 +10,7 @@ from jsonschema.exceptions import ValidationError, best_match
 
 from manager.errors import InvalidInput
 from manager.function import FunctionSpec
-from runtimes.kinds import input_schema
+from runtimes.kinds import input_schema, kind_of
 
 #: Compiled schemas that are kept: one for each living revision.
 COMPILED_MAX = 4096
@@ -25,6 +25,9 @@ class Inputs:
     def check(self, function: FunctionSpec, input: Mapping[str, object]) -> None:
         """Raise InvalidInput with the JSON path of the first thing that does not fit."""
         validator = self._validator(function)
+        if function.input_schema is not None:
+            added = kind_of(function).added_fields
+            input = {name: value for name, value in input.items() if name not in added}
         error = None if validator is None else best_match(validator.iter_errors(input))
         if error is not None:
             raise InvalidInput(

@@ -45,7 +45,6 @@ from manager.scheduler.policy import Policy, PolicySpec
 from manager.scheduler.registry import make_policy
 from tests.sim.checkers import (
     Checker,
-    ClosedNodes,
     EndsChecker,
     Exclusive,
     FirstComeFirstServed,
@@ -56,6 +55,7 @@ from tests.sim.checkers import (
     Workers,
     story,
 )
+from tests.sim.closed_nodes import ClosedNodes
 from tests.sim.devices import Devices
 from tests.sim.policies import RandomPolicy
 

@@ -15,11 +15,11 @@ from typing import Protocol
 from runtimes.sandbox.docker.attach import AttachByteStream
 from runtimes.sandbox.docker.attach_client import AttachClient
 from runtimes.sandbox.docker.engine import Blueprint, DockerEngine, Found
+from runtimes.sandbox.parts import RunnerClient
 from runtimes.sandbox.record import SandboxRecord
 from runtimes.sandbox.runner.byte_stream import SocketStream
 from runtimes.sandbox.runner.protocol import INSIDE, ISOLATED, RUNNER
 from runtimes.sandbox.runner.stream_client import StreamClient
-from runtimes.sandbox.sandbox import RunnerClient
 
 START_S = 30.0
 PYTHON = ("python3", *ISOLATED)

@@ -33,6 +33,7 @@ from runtimes.sandbox.docker.remains import GATEWAY, MACHINE, NAME, STATE, UID, 
 from runtimes.sandbox.docker.snapshots import ContainerSnapshots
 from runtimes.sandbox.egress import Egress
 from runtimes.sandbox.own_users import FIRST, OwnUsers
+from runtimes.sandbox.parts import RunnerClient
 from runtimes.sandbox.promises import PROMISES, ProviderInfo, require_user, require_workdir
 from runtimes.sandbox.record import (
     SANDBOXES,
@@ -46,7 +47,7 @@ from runtimes.sandbox.record import (
     read_records,
 )
 from runtimes.sandbox.runner.protocol import lost
-from runtimes.sandbox.sandbox import RunnerClient, Sandbox
+from runtimes.sandbox.sandbox import Sandbox
 from runtimes.sandbox.seccomp import Seccomp, engine_profile
 from runtimes.sandbox.snapshots.record import SNAPSHOTS, SnapshotSettings
 from runtimes.sandbox.snapshots.store import SnapshotStore

@@ -34,6 +34,7 @@ EXEC = Kind(
     works_in_sandbox=True,
     sandbox="its environment",
     input_schema=lambda function: INPUT,
+    added_fields=frozenset({"session"}),
     result_schema=lambda function: RESULT,
     shown={"": (INPUT, RESULT)},
 )

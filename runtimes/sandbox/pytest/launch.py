@@ -67,12 +67,13 @@ def main() -> None:
 
 
 def sender(fd: int, nonce: str) -> Send:
-    """Return what writes one line of the report."""
+    """Return what writes one line of the report, whatever a test has put in the place of json or os by then."""
+    encode, write = json.JSONEncoder().encode, os.write
 
     def send(**record: Any) -> None:
-        data = memoryview((json.dumps({"nonce": nonce, **record}) + "\n").encode())
+        data = memoryview((encode({"nonce": nonce, **record}) + "\n").encode())
         while data:
-            data = data[os.write(fd, data) :]
+            data = data[write(fd, data) :]
 
     return send
 

@@ -1,7 +1,8 @@
 """A directory as one file and back: owners, modes, times, links, holes and extended attributes. Everything blocks.
 
 The file is a tar (PAX) whose holes are holes of the file. A tree is read from descriptor to descriptor and no link is
-followed, for what is in it may have been put there to lead elsewhere. Sockets and devices are left out.
+followed, for what is in it may have been put there to lead elsewhere. Sockets and devices are left out, and so is what
+is mounted in it: that is not the tree's.
 """
 
 from __future__ import annotations
@@ -50,8 +51,11 @@ class _Packer:
         self._limit_bytes, self._written_bytes, self._too_large = left_bytes, 0, too_large
         #: The first name of each file that has several.
         self._names: dict[tuple[int, int], str] = {}
+        #: The file system of the tree.
+        self._device = -1
 
     def tree(self, root: int) -> None:
+        self._device = os.fstat(root).st_dev
         self._directory(root, ".", os.fstat(root))
         self._below(root, "", 1)
         self._file.write(bytes(2 * tarfile.BLOCKSIZE))
@@ -68,6 +72,8 @@ class _Packer:
 
     def _entry(self, directory: int, name: str, path: str, depth: int) -> None:
         info = os.stat(name, dir_fd=directory, follow_symlinks=False)
+        if info.st_dev != self._device:
+            return
         if stat.S_ISDIR(info.st_mode):
             below = _opened(name, NESTED, directory, path)
             try:
@@ -149,7 +155,9 @@ class _Packer:
 
 
 def unpack(source: Path, root: int, *, base: int, owners: bool) -> None:
-    """Lay out a packed tree in an open directory, which is empty and in which nobody else is at work.
+    """Lay out a packed tree in an open directory, in which nobody else is at work.
+
+    It has nothing but directories, in which something may be mounted.
 
     ``base`` as for `pack`; without ``owners`` everything is this process's own. Raises OSError.
     """
@@ -158,7 +166,7 @@ def unpack(source: Path, root: int, *, base: int, owners: bool) -> None:
         directories: list[tarfile.TarInfo] = []
         for info in tar:
             if info.isdir():
-                if info.name != ".":
+                with suppress(FileExistsError):
                     os.mkdir(info.name, 0o700, dir_fd=root)
                 directories.append(info)
             elif info.islnk():

@@ -438,3 +438,9 @@ async def test_a_sandbox_that_was_ended_for_what_its_agent_did_is_worth_nothing(
     assert "its disk bound is exceeded" in value["note"]
     with pytest.raises(ActionFailed, match="died"):  # and the next action is told that the files are gone
         await bench.environments.ensure("t1", SPEC)
+
+
+async def test_a_test_that_takes_pythons_own_functions_away_spoils_no_verdict(bench: SuiteBench) -> None:
+    text = "import json, os\ndef test_a(): json.dumps = None\ndef test_b(): os.write = None\ndef test_c(): pass\n"
+    value = await bench.run({"test_odd.py": text})
+    assert (value["reward"], value["counts"], value["note"]) == (1.0, {"passed": 3}, "")

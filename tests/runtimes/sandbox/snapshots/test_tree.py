@@ -11,6 +11,7 @@ import pytest
 
 from manager.errors import Conflict, TooLarge
 from runtimes.sandbox.snapshots.tree import pack, unpack
+from tests.small_disk import small_disk_at
 
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files to others")
 
@@ -65,6 +66,20 @@ def test_times_attributes_and_directories_that_nobody_may_write_to_come_back(tmp
     assert stat.S_IMODE((target / "closed").stat().st_mode) == 0o555
     assert os.getxattr(target / "closed", "user.note") == b"\xff\0=\n"
     (target / "closed").chmod(0o755)
+
+
+@root_only
+def test_what_is_mounted_in_it_is_not_the_trees_and_may_be_there_where_it_is_laid_out(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    for root in (source, target):
+        (root / "tools").mkdir(parents=True)
+    (source / "tools" / "own").write_text("own")
+    with small_disk_at(source / "tools" / "python", "6m"), small_disk_at(target / "tools" / "python", "6m"):
+        (source / "tools" / "python" / "big").write_bytes(bytes(2**20))
+        (target / "tools" / "python" / "there").write_text("there")
+        assert kept(source, target) < 2**20
+        found = sorted(str(path.relative_to(target)) for path in target.rglob("*"))
+    assert found == ["tools", "tools/own", "tools/python", "tools/python/there"]
 
 
 def test_links_are_kept_as_links_and_lead_nowhere_while_it_is_read(tmp_path: Path) -> None:
