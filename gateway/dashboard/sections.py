@@ -162,8 +162,11 @@ def verdict(
         pools.setdefault(cause["kind"], cause["pool"])
     most = max(counts, key=lambda each: counts[each], default="turn")
     # What waits for an earlier action of its trajectory waits for what that waits for.
-    short = [each for each in counts if each in _BOUND and counts[each] >= _TELLING * waiting]
-    kind = max(short, key=lambda each: counts[each], default=most)
+    kind = max((each for each in counts if each in _BOUND), key=lambda each: counts[each], default=most)
+    if kind != most and kind in _BOUND:
+        # What waits for its turn stands behind what lacks the units.
+        counts[kind] += counts.get("turn", 0)
+        kind = kind if counts[kind] >= _TELLING * waiting else most
     bound = _BOUND.get(cast(CauseKind, kind), "waiting")
     what = {
         "trajectory": "for earlier actions of their trajectories",

@@ -22,10 +22,10 @@ function learnedTable(learned) {
 export function curves(found, runs, go) {
   const learned = Object.entries(found.learned || {}).slice(0, 12);
   if (!learned.length) return [h("p", {class: "dim"}, "Nothing yet: the first ends teach it.")];
-  const key = found.key || Object.keys(found.cost)[0], cost = key ? found.cost[key] : null;
+  const {key} = found, cost = key ? found.cost[key] : null; // without a key it always has the same
   const most = cost && typeof cost === "object" ? Math.max(cost.max || 0, ...(cost.choices || [])) : cost || 1;
-  const dots = runs.filter((each) => each.execution_ms > 0).map((each) => [each.units?.[key] || 1, each.execution_ms / 1000, each]);
-  const about = `units of ${key || "nothing"}; dots: the last ${count(dots.length)} that went well, each its record${most > 1 ? !found.elasticity && learned.every(([, each]) => each.serial_fraction === null) ? "; how it bends is not known yet" : `; the bend is ${found.elasticity ? "declared, or " : ""}learned from ${count(learned.reduce((sum, [, each]) => sum + each.observations, 0))} runs` : ""}`;
+  const dots = runs.filter((each) => each.execution_ms > 0).map((each) => [key && each.units?.[key] || 1, each.execution_ms / 1000, each]);
+  const about = `${key ? `units of ${key}` : "with what it always has"}; dots: the last ${count(dots.length)} that went well, each its record${most > 1 ? !found.elasticity && learned.every(([, each]) => each.serial_fraction === null) ? "; how it bends is not known yet" : `; the bend is ${found.elasticity ? "declared, or " : ""}learned from ${count(learned.reduce((sum, [, each]) => sum + each.observations, 0))} runs` : ""}`;
   return [picture(learned, dots, most, found.elasticity?.serial_fraction ?? null, key, go), h("p", {class: "dim"}, about), learnedTable(learned)];
 }
 
@@ -46,7 +46,7 @@ function picture(learned, dots, most, declared, key, go) {
       found.append(svg("line", {x1: LEFT, x2: WIDE - RIGHT, y1: y(s), y2: y(s), class: "rule"}), svg("text", {x: LEFT - 6, y: y(s) + 4, "text-anchor": "end"}, duration(1000 * s)));
     }
   }
-  for (let units = 1; units <= most; units *= 2) found.append(svg("text", {x: x(units), y: TALL - 6, "text-anchor": "middle"}, `×${units}`));
+  for (let units = 1; key && units <= most; units *= 2) found.append(svg("text", {x: x(units), y: TALL - 6, "text-anchor": "middle"}, `×${units}`));
   for (const [number, [units, s, record]] of dots.entries()) {
     const apart = most > 1 ? 5 : 60; // those of as many units beside each other
     const dot = titled(svg("circle", {cx: x(units) + apart * ((number * 0.618) % 1 - 0.5) * 2, cy: y(s), r: 2.6, class: "dot"}), `${record.id}: ${duration(1000 * s)} with ${units}`);

@@ -49,7 +49,7 @@ class Density {
 
   add(row, left, right, name, dimmed) {
     let found = this.rows.get(row);
-    if (!found) this.rows.set(row, found = {share: new Float32Array(this.width), most: new Float32Array(this.width), tone: []});
+    if (!found) this.rows.set(row, found = {share: new Float32Array(this.width), most: new Float32Array(this.width), tone: new Array(this.width).fill("")});
     const end = Math.max(right, left + 0.02);
     for (let column = Math.max(0, Math.floor(left)); column < end && column < this.width; column += 1) {
       const part = Math.min(column + 1, end) - Math.max(column, left);

@@ -11,8 +11,8 @@ import {Timeline} from "./timeline.js";
 const BADGES = {stopped: "STOPPED", draining: "DRAINING", lost: "NODE LOST", unavailable: "UNAVAILABLE", quota: "QUOTA BOUND", memory: "MEMORY BOUND",
   devices: "DEVICE BOUND", units: "CPU BOUND", waiting: "IN SEQUENCE", ok: "RUNNING", idle: "IDLE"};
 const PARTS = ["queue", "overhead", "execution"];
-// Rows of the longest running; the small timeline: how tall all its units are together, and a row at most.
-const LONGEST_MAX = 4, MINI_PX = 150, MINI_ROW_MAX = 9, MINI_ROW_MIN = 4;
+// Rows of the longest running and of causes; the small timeline: how tall all its units are together, and a row at most.
+const LONGEST_MAX = 4, CAUSES_MAX = 5, MINI_PX = 150, MINI_ROW_MAX = 9, MINI_ROW_MIN = 4;
 
 export function nowView(view, go) {
   const verdict = h("div", {class: "verdict", role: "status"});
@@ -85,13 +85,13 @@ function actSplit([queue, overhead, execution, p50, p99]) {
 function waitRows(d) {
   if (!d.wait) return [h("p", {class: "dim"}, "Nothing waits.")];
   const most = Math.max(...d.causes.map((each) => each[3 + 1]), 1);
-  const rows = d.causes.slice(0, 8).map((each) => {
+  const rows = d.causes.slice(0, CAUSES_MAX).map((each) => {
     const [kind, pool, , task, many, since] = each;
     return h("a", {class: "wf", href: `/ui/invocations?q=${encodeURIComponent(`state:queued task:${task}`)}`, title: pool || kind},
       h("span", {class: "t"}, causeText(each), h("span", {class: "dim"}, `  ${task}`)), h("span", {class: "c"}, count(many)), h("span", {class: "g"}, duration(store.now() - since)),
       h("span", {class: "bar"}, h("i", {class: "p-queue", style: {width: `${100 * many / most}%`}})));
   });
-  const rest = d.causes.slice(8).reduce((sum, each) => sum + each[4], 0) + d.causes_left_out;
+  const rest = d.causes.slice(CAUSES_MAX).reduce((sum, each) => sum + each[4], 0) + d.causes_left_out;
   return rest ? [...rows, h("p", {class: "dim"}, `and ${count(rest)} for other causes`)] : rows;
 }
 

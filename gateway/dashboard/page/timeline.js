@@ -117,6 +117,7 @@ export class Timeline {
 
   // How long the bar under the pointer has waited, and where the chosen one is.
   marks(c, tone, x) {
+    if (!this.hovered && !this.chosen) return;
     for (const [px, y, , tall, bar] of this.hits) {
       if (bar !== this.hovered || bar.queue * this.per_ms < 1) continue;
       const from = x(bar.start - bar.queue);

@@ -34,6 +34,13 @@ def cause(kind: str, count: int, pool: str = "") -> dict[str, object]:
         ({"waiting": 5, "causes": [cause("memory", 5, "node:n0")]}, "memory", "wait for memory"),
         ({"waiting": 5, "causes": [cause("trajectory", 5)]}, "waiting", "earlier actions"),
         ({"waiting": 1}, "waiting", "0 of 1"),
+        ({"waiting": 50, "causes": [cause("trajectory", 40), cause("units", 6, "cpu:n0")]}, "units", "6 of 50"),
+        ({"waiting": 50, "causes": [cause("trajectory", 46), cause("units", 4, "cpu:n0")]}, "waiting", "46 of 50"),
+        (
+            {"waiting": 50, "causes": [cause("turn", 30), cause("trajectory", 18), cause("units", 2, "cpu:n0")]},
+            "units",
+            "32 of 50",
+        ),
     ],
 )
 def test_the_verdict_names_what_most_wait_for(given: dict[str, object], code: str, told: str) -> None:
