@@ -75,30 +75,29 @@ def test_the_next_gateway_hears_from_the_node_what_is_resident_and_uses_it(
     assert gateway.costs("n1") == restores_s, "and so are the costs, as measured there"
 
 
-@pytest.mark.parametrize("idempotent", [True, False])
 def test_a_daemon_that_is_killed_takes_its_device_processes_along_and_what_may_runs_again(
-    start_models: StartModels, make_node: MakeNode, teacher: Path, idempotent: bool
+    start_models: StartModels, make_node: MakeNode, teacher: Path
 ) -> None:
-    gateway = start_models({"write": model(teacher, "generate", idempotent=idempotent)})
+    functions = {name: model(teacher, "generate", idempotent=name == "again") for name in ("again", "once")}
+    gateway = start_models(functions)
     node = make_node(gateway, "n1")
-    node.start(devices=f"cpu:1:{DEVICE}")
-    gateway.until_able("n1", "write")
-    gateway.answer("write", max_new_tokens=4)
+    node.start(devices=f"cpu:2:{DEVICE}")
+    for name in functions:
+        gateway.until_able("n1", name)
+        gateway.answer(name, max_new_tokens=4)
     processes = model_processes(node.pid)
     assert processes
     freeze(processes)
-    asked = gateway.ask("write", max_new_tokens=4, seed=1)
-    until(lambda: node.has_begun(asked), "it has begun")
+    asked = {name: gateway.ask(name, max_new_tokens=4, seed=1) for name in functions}
+    until(lambda: all(map(node.has_begun, asked.values())), "both have begun")
     node.kill()
     until(lambda: not alive(processes), "nothing of the daemon is left")
     gateway.until_state("n1", "suspect")
-    node.start(devices=f"cpu:1:{DEVICE}")
-    found = gateway.ended(asked)
-    if idempotent:
-        assert (found["state"], found["node"]) == ("succeeded", "n1"), found
-    else:
-        assert (found["state"], found["reason"]) == ("lost", "node_lost"), found
-    assert gateway.answer("write", max_new_tokens=4)["node"] == "n1"
+    node.start(devices=f"cpu:2:{DEVICE}")
+    again, once = gateway.ended(asked["again"]), gateway.ended(asked["once"])
+    assert (again["state"], again["node"]) == ("succeeded", "n1"), again
+    assert (once["state"], once["reason"]) == ("lost", "node_lost"), once
+    assert gateway.answer("once", max_new_tokens=4)["node"] == "n1"
 
 
 def test_queue_mates_run_as_one_batch_on_two_devices_of_a_node(
