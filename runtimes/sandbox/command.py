@@ -85,7 +85,8 @@ class CommandResult:
 
 def processes_refused(count: int, pids: int) -> str:
     """Return what is told of a command that failed while the sandbox was refused new processes."""
-    return f"new processes were refused {count} times: the sandbox had {pids}, and sandbox.pids bounds it"
+    times = "once" if count == 1 else f"{count} times"
+    return f"new processes were refused {times}: the sandbox had {pids}, and sandbox.pids bounds it"
 
 
 def memory_ended(what: str, peak_bytes: int) -> str:

@@ -50,7 +50,7 @@ async def test_what_a_command_reaches_is_told(tmp_path: Path) -> None:
             assert large["reason"] == "out_of_memory" and "sandbox.memory" in str(large["message"])
         if bounded["pids"]:
             many = await ended(gateway, f"python3 -c '{FORKS}'")
-            assert "sandbox.pids" in await log_of(gateway, many)
+            assert "refused once: the sandbox had 32, and sandbox.pids" in await log_of(gateway, many)
 
 
 async def test_what_a_request_reaches_is_told(tmp_path: Path) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import re
 import tarfile
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
@@ -19,6 +21,7 @@ from gateway.grpc.pieces import PIECE_BYTES, PORTION_BYTES, portions
 from tests.gateway.conftest import GatewayBench, RunningGateway, serving, until
 from tests.gateway.grpc.peer import framed, head, peer
 from tests.gateway.grpc.test_grpc import channel
+from tests.house.source import ROOT
 
 pytestmark = pytest.mark.slow
 METHOD = "/tangram.v1.Gateway/"
@@ -196,6 +199,20 @@ async def test_who_asks_for_a_file_and_does_not_read_is_given_up(tmp_path: Path)
         assert (answer.status, answer.headers["tangram-code"]) == (str(Status.DEADLINE_EXCEEDED.value), "too_slow")
         assert len(answer.data) < 2**17, "as much as it had room for, and no more"
         assert gateway.app.logs.followers_dropped == 0, "it followed no log"
+
+
+async def test_the_example_of_the_page_writes_a_file(stub: GatewayStub) -> None:
+    page = (ROOT / "docs" / "reference" / "grpc.md").read_text(encoding="utf-8")
+    (example,) = [each for each in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def upload" in each]
+    scope: dict[str, Any] = {}
+    exec(example, scope)
+
+    async def data() -> AsyncIterator[bytes]:
+        yield b"he"
+        yield b"llo"
+
+    assert (await scope["upload"](stub, to("f"), data())).size_bytes == 5
+    assert whole(await stub.ReadFile(pb.ReadFileRequest(trajectory="t", path="f"))) == b"hello"
 
 
 def test_a_list_is_cut_into_messages_that_a_client_takes() -> None:
