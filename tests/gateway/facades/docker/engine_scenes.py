@@ -288,7 +288,10 @@ def docker_py(talk: EngineTalk) -> None:
         talk.say("exec stream", lambda d: b"".join(streamed(d, name)))
         talk.say("exec tty", lambda d: tuple(d.containers.get(name).exec_run("echo a", tty=True)))
         talk.say("exec failing", lambda d: tuple(d.containers.get(name).exec_run("false")))
-        talk.say("exec behind", lambda d: d.containers.get(name).exec_run("true", detach=True).output)
+        behind: list[str] = []
+        talk.say("create behind", lambda d: behind.append(d.api.exec_create(d.containers.get(name).id, "false")["Id"]))
+        talk.say("start behind", lambda d: d.api.exec_start(behind[0], detach=True))
+        talk.put("ended behind", code=ended(talk, behind[0])["ExitCode"])
         talk.say("put", lambda d: d.containers.get(name).put_archive("/tmp", tree()))
         talk.say("get archive", lambda d: fetched(d.containers.get(name), "/tmp/tree/run"))
         talk.say("get none", lambda d: fetched(d.containers.get(name), "/tmp/none"))

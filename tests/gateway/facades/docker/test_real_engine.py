@@ -40,7 +40,6 @@ OVER = "what has ended or stands still is 409"
 KINDS = "the kind of a stream is told of logs too"
 USERS = "users that the function does not allow"
 PIECE = "`name` is a piece of a name"
-LEFT = "`exec -d` leaves a file"
 SIZE = "the size of a directory"
 
 
@@ -143,7 +142,6 @@ DIFFERENCES: tuple[Difference, ...] = (
     Difference("lists", "pattern", "body*", PIECE),
     Difference("lists", "wrong *", "body.message", WORDS),
     Difference("lists", "no JSON", "status", WRONG),
-    Difference("docker_py", "exec restarted", "returned", LEFT),
 )
 
 
