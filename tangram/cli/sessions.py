@@ -73,7 +73,23 @@ def shell(
     return _status(session, end, lossless=False)
 
 
-@click.command("exec", context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
+class CommandAfterOptions(click.Command):
+    """A verb whose options may also stand after its first argument: all that follows is another command, as written."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        before, rest = self._split(ctx, args)
+        between, command = self._split(ctx, rest[1:])
+        return super().parse_args(ctx, [*before, *between, "--", *rest[:1], *command])
+
+    def _split(self, ctx: click.Context, args: list[str]) -> tuple[list[str], list[str]]:
+        """Return the options that come first, and the rest without the ``--`` that may end them."""
+        options = click.Command(self.name, params=[each for each in self.params if isinstance(each, click.Option)])
+        _, rest, _ = options.make_parser(ctx).parse_args(list(args))
+        first = args[: len(args) - len(rest)]
+        return (first[:-1] if first[-1:] == ["--"] else first), list(rest)
+
+
+@click.command("exec", cls=CommandAfterOptions, context_settings={"allow_interspersed_args": False})
 @click.argument("trajectory")
 @click.argument("command", nargs=-1, required=True)
 @click.option("-i", "--interactive", is_flag=True, help="Pass standard input on.")
@@ -102,6 +118,7 @@ def exec_(
 ) -> int:
     """Run COMMAND in the sandbox of TRAJECTORY, as it is written; its exit status is ours.
 
+    Options come before COMMAND; ``--`` may stand between them and it.
     Ctrl-C interrupts the command, not this program; a second one ends it.
     """
     if tty and not (sys.stdin.isatty() and sys.stdout.isatty()):
@@ -118,7 +135,7 @@ def exec_(
 def _rollout(client: Client, name: str, function: str, task: str | None, *, new: bool) -> Trajectory:
     """Return a trajectory that lives; raises NotFoundError."""
     if not new and not any(each.trajectory == name for each in client.trajectories()):
-        raise NotFoundError(f"no trajectory {name!r} lives; --new makes its sandbox", component="cli")
+        raise NotFoundError(f"no trajectory {name!r} lives; --new, before any command, makes its sandbox", component="cli")
     return client.trajectory(name, function=function, task=task)
 
 
