@@ -78,7 +78,7 @@ def check_satisfiable(function: FunctionSpec, spec: ManagerSpec) -> None:
     ):
         raise Unsatisfiable(
             f"function {function.name} needs {_story(on_node, memory_bytes)} on one node{_where(function)}; "
-            f"{_largest(spec.nodes)}",
+            f"{_largest(spec.nodes)}; lower its cost or sandbox.memory, or give the node more",
             component="formulation",
             detail={"function": function.name},
         )
@@ -166,7 +166,7 @@ def _chunk_max(devices: int) -> int:
 
 def _story(cost: Mapping[str, UnitSet], memory_bytes: int) -> str:
     parts = [f"{units.minimum} of {kind}" for kind, units in cost.items()]
-    return " and ".join([*parts, *([f"{memory_bytes} bytes"] if memory_bytes else [])])
+    return " and ".join([*parts, *([_size(memory_bytes)] if memory_bytes else [])])
 
 
 def _where(function: FunctionSpec) -> str:
@@ -178,4 +178,12 @@ def _largest(nodes: tuple[NodeSpec, ...]) -> str:
     if not nodes:
         return "there is no node"
     node = max(nodes, key=lambda node: (node.cores, node.memory_bytes, node.devices))
-    return f"the largest, {node.name}, has {node.cores} cores, {node.devices} devices, {node.memory_bytes} bytes"
+    return f"the largest, {node.name}, has {node.cores} cores, {node.devices} devices, {_size(node.memory_bytes)}"
+
+
+def _size(size_bytes: int) -> str:
+    """Return bytes of memory as they are written in a configuration: the largest unit that they fill."""
+    unit, name = next(
+        ((2**power, name) for power, name in ((30, "Gi"), (20, "Mi")) if size_bytes >= 2**power), (1, "B")
+    )
+    return f"{size_bytes / unit:.4g}{name} of memory"

@@ -13,10 +13,12 @@ import click
 from gateway.cli.beginning import chosen
 from gateway.cli.foresight import Finding, foretold, silence
 from gateway.config.load import GatewayConfig, load
+from gateway.facades.docker.listener import require_place
 from manager.errors import CodedError
 from tangram.cli.config import paths_argument
 from tangram.cli.options import json_option
 from tangram.cli.printing.output import print_json, show, table
+from tangram.types.values.quantities import show_size
 
 
 @click.command()
@@ -42,8 +44,11 @@ def look(paths: Sequence[Path]) -> Iterator[Finding]:
         yield Finding("configuration", "missing", error.message)
         return
     yield Finding("configuration", "ok", f"{len(config.files)} files, {len(config.functions)} functions")
-    for name, port in (("port", config.server.port), ("grpc_port", config.server.grpc_port)):
+    doors = {f"facades.{name}.port": port for name, port in config.server.facades.ports.items()}
+    for name, port in {"port": config.server.port, "grpc_port": config.server.grpc_port, **doors}.items():
         yield _port(config, name, port)
+    if config.server.facades.docker is not None:
+        yield _socket(Path(config.server.facades.docker.socket))
     yield _room(config)
     yield from foretold(config)
 
@@ -60,13 +65,25 @@ def _port(config: GatewayConfig, name: str, port: int) -> Finding:
     return Finding(f"server.{name}", "ok", f"{config.server.host} port {port or '(any)'} is free")
 
 
+def _socket(path: Path) -> Finding:
+    """Whether the Docker door can listen at its path."""
+    try:
+        require_place(path)
+    except CodedError as error:
+        return Finding("server.facades.docker.socket", "missing", error.message)
+    return Finding("server.facades.docker.socket", "ok", f"{path} is free")
+
+
 def _room(config: GatewayConfig) -> Finding:
     """Whether the disk of the state directory, or of where it will be, has the room that is asked for."""
     place = config.server.state_dir.absolute()
     while not place.exists():
         place = place.parent
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        told = f"{place} cannot be written to: mount it for writing, give its user the right, or set server.state_dir"
+        return Finding("disk", "missing", told)
     free_bytes = shutil.disk_usage(place).free
-    told = f"{free_bytes / 2**30:.1f} GiB free at {place}"
-    if free_bytes < config.server.free_min_bytes:
+    told = f"{show_size(free_bytes)} free at {place}"
+    if free_bytes < max(config.server.free_min_bytes, 1):
         return Finding("disk", "missing", f"{told}: make room, or set server.state_dir or server.free_min")
     return Finding("disk", "ok", told)

@@ -6,7 +6,7 @@ import asyncio
 import importlib.util
 import logging
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +16,17 @@ import structlog
 
 from gateway.config.load import GatewayConfig
 from gateway.machine import describe
-from manager.errors import CodedError
+from manager.errors import CodedError, Unsupported
 from manager.formulation import check_satisfiable
+from manager.function import SandboxSpec
+from runtimes.sandbox.command import Command
 from runtimes.sandbox.provider import make_provider
+from runtimes.sandbox.pytest.plan import PytestSettings
+from runtimes.sandbox.pytest.runtime import INSTALL
 from runtimes.sandbox.sandbox import Provider
+
+#: Seconds in which a sandbox must say whether it has pytest.
+PYTEST_S = 30.0
 
 
 class Finding(NamedTuple):
@@ -47,9 +54,10 @@ def silence() -> Iterator[None]:
 
 
 def foretold(config: GatewayConfig) -> Iterator[Finding]:
-    """Yield what the functions need of this machine, and whether it is here."""
-    yield from _cores(config)
-    yield from _sandboxes(config)
+    """Yield what the functions need of this machine, and whether it is here; each function once."""
+    refused = list(_cores(config))
+    yield from refused
+    yield from _sandboxes(config, {each.what for each in refused})
     if any(function.runtime == "model" for function in config.functions.values()):
         yield _torch()
 
@@ -68,9 +76,10 @@ def _cores(config: GatewayConfig) -> Iterator[Finding]:
             yield Finding(f"function {name}", "missing", error.message)
 
 
-def _sandboxes(config: GatewayConfig) -> Iterator[Finding]:
+def _sandboxes(config: GatewayConfig, refused: Collection[str]) -> Iterator[Finding]:
     """What sandboxes are made of here, and whether each function's can be."""
     with tempfile.TemporaryDirectory(prefix="tangram-doctor-") as directory:
+        Path(directory).chmod(0o711)  # the user of a sandbox reaches its own directory below it
         try:
             provider = make_provider(replace(config.sandbox.provider, state_dir=Path(directory)))
         except CodedError as error:
@@ -80,17 +89,33 @@ def _sandboxes(config: GatewayConfig) -> Iterator[Finding]:
         lacking = sorted(name for name, held in provider.info.limits.items() if held is False)
         if lacking:
             yield Finding("sandboxes", "note", f"not held here: {', '.join(lacking)} (docs/SANDBOXES.md)")
-        yield from asyncio.run(_checked(config, provider))
+        yield from _docker_door(config, provider)
+        yield from asyncio.run(_checked(config, provider, refused))
 
 
-async def _checked(config: GatewayConfig, provider: Provider) -> list[Finding]:
+def _docker_door(config: GatewayConfig, provider: Provider) -> Iterator[Finding]:
+    """Tell that no container could begin: process sandboxes have no images, so that only the function's name is one."""
+    door = config.server.facades.docker
+    function = None if door is None else config.functions.get(door.function)
+    if function is None or function.sandbox is None or provider.info.kind == "docker" or function.sandbox.image:
+        return
+    told = (
+        f"sandboxes are no containers here, and {function.name} names no image, so that docker run refuses each: "
+        "set its sandbox.image to the name that clients say, or serve with a Docker engine"
+    )
+    yield Finding("server.facades.docker", "missing", told)
+
+
+async def _checked(config: GatewayConfig, provider: Provider, refused: Collection[str]) -> list[Finding]:
     findings = []
     try:
         for name, function in sorted(config.functions.items()):
-            if function.sandbox is None:
+            if function.sandbox is None or f"function {name}" in refused:
                 continue
             try:
                 await provider.check(function.sandbox)
+                if function.runtime == "pytest" and provider.info.kind != "docker":
+                    await _require_pytest(provider, function.sandbox)
                 findings.append(Finding(f"function {name}", "ok", "its sandbox can be made"))
             except CodedError as error:
                 findings.append(Finding(f"function {name}", "missing", error.message))
@@ -98,6 +123,18 @@ async def _checked(config: GatewayConfig, provider: Provider) -> list[Finding]:
         with suppress(CodedError):
             await provider.close()
     return findings
+
+
+async def _require_pytest(provider: Provider, spec: SandboxSpec) -> None:
+    """Raise Unsupported if a sandbox of the host's own files has no pytest: each of its rewards would fail."""
+    sandbox = await provider.create(spec, name="doctor", labels={}, mounts={})
+    try:
+        looked = Command(argv=(PytestSettings().python, "-c", "import pytest"), timeout_s=PYTEST_S)
+        result = await sandbox.run(looked)
+    finally:
+        await sandbox.close()
+    if result.exit_code != 0:
+        raise Unsupported(f"its sandbox has no pytest: {INSTALL}", component="pytest")
 
 
 def _torch() -> Finding:

@@ -307,6 +307,7 @@ class _Assembly:
                 check_doors(replace(server, token=token))
             except InvalidConfig as error:
                 self._refuse(self.sections["server"], error.message)
+        self._port_problems(server)
         state_dir = self._absolute("server" if server.state_dir != ServerConfig().state_dir else "", server.state_dir)
         assert state_dir is not None
         return replace(
@@ -317,6 +318,15 @@ class _Assembly:
             secrets_dir=self._absolute("server", server.secrets_dir),
             state_dir=state_dir,
         )
+
+    def _port_problems(self, server: ServerConfig) -> None:
+        """Two doors cannot listen at one port; 0 is another each time."""
+        doors = {f"facades.{name}.port": port for name, port in server.facades.ports.items()}
+        taken: dict[int, str] = {0: ""}
+        for name, port in {"port": server.port, "grpc_port": server.grpc_port, **doors}.items():
+            if taken.setdefault(port, name) not in ("", name) and "server" in self.sections:
+                told = f"{port} is {taken[port]} already: choose another, or 0 for a free one"
+                self._refuse(self.sections["server"], told, tuple(name.split(".")))
 
     def _token(self, file: Path) -> str:
         """The token in a file, which must hold one."""
@@ -359,7 +369,11 @@ class _Assembly:
                 roots=roots,
             )
             section = cast(FunctionSection, value)
-            functions[name] = function_spec(name, section, place, kinds=kinds, resources=resources, sandbox=sandbox)
+            function = function_spec(name, section, place, kinds=kinds, resources=resources, sandbox=sandbox)
+            refusal = sandbox.requirements.refusal()
+            if refusal and not elsewhere and function.handler is not None and function.handler.requirements:
+                place.refuse(("requirements",), refusal)  # another machine would install them from where it says itself
+            functions[name] = function
             for path, message in place.problems:
                 self._refuse(entry, message, path)
         return functions

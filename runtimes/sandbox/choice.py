@@ -120,10 +120,10 @@ def _image(spec: SandboxSpec, image: str | None) -> str | None:
     if image is None or image == spec.image:
         return None
     if REPOSITORY in image or not _matches(image, spec.images):
-        known = ", ".join((spec.image, *spec.images))
-        raise _refused(
-            "image", f"{image!r} is not among those that the function allows ({known}); list it: sandbox.images"
-        )
+        known = ", ".join(each for each in (spec.image, *spec.images) if each)
+        remedy = "list it: sandbox.images" if known else "set sandbox.image, or list it: sandbox.images"
+        told = f"{image!r} is not among those that the function allows ({known or 'none'})"
+        raise _refused("image", f"{told}; {remedy}")
     return image
 
 

@@ -135,7 +135,9 @@ def exec_(
 def _rollout(client: Client, name: str, function: str, task: str | None, *, new: bool) -> Trajectory:
     """Return a trajectory that lives; raises NotFoundError."""
     if not new and not any(each.trajectory == name for each in client.trajectories()):
-        raise NotFoundError(f"no trajectory {name!r} lives; --new, before any command, makes its sandbox", component="cli")
+        raise NotFoundError(
+            f"no trajectory {name!r} lives; --new, before any command, makes its sandbox", component="cli"
+        )
     return client.trajectory(name, function=function, task=task)
 
 

@@ -139,15 +139,11 @@ def bound(path: Path) -> socket.socket:
 
     A socket at which nothing listens any more is replaced. Raises Conflict, InvalidConfig.
     """
-    if len(os.fsencode(path)) > PATH_MAX_BYTES:
-        told = f"{path} is longer than {PATH_MAX_BYTES} bytes, which a unix socket's path can have at most"
-        raise InvalidConfig(told, component=COMPONENT)
-    if os.environ.get("DOCKER_HOST", "") == f"unix://{path}":
-        told = f"DOCKER_HOST of the gateway itself is its own door ({path}): unset it where the gateway is started"
-        raise InvalidConfig(told, component=COMPONENT)
+    left = require_place(path)
     listener = socket.socket(socket.AF_UNIX)
     try:
-        _clear(path)
+        if left:
+            path.unlink(missing_ok=True)
         mask = os.umask(0o177)
         try:
             listener.bind(str(path))
@@ -158,19 +154,27 @@ def bound(path: Path) -> socket.socket:
         return listener
     except OSError as error:
         listener.close()
-        told = f"cannot listen at {path}: {error.strerror}; choose server.facades.docker.socket"
-        raise InvalidConfig(told, component=COMPONENT) from None
-    except CodedError:
-        listener.close()
-        raise
+        raise _no_place(path, error.strerror or "it cannot be bound") from None
 
 
-def _clear(path: Path) -> None:
-    """Take away a socket that an ended gateway left; raises Conflict for one that lives, and for anything else."""
+def require_place(path: Path) -> bool:
+    """Return whether an ended gateway left its socket at the path; raises Conflict, InvalidConfig, changes nothing."""
+    if len(os.fsencode(path)) > PATH_MAX_BYTES:
+        told = f"{path} is longer than {PATH_MAX_BYTES} bytes, which a unix socket's path can have at most"
+        raise InvalidConfig(told, component=COMPONENT)
+    if os.environ.get("DOCKER_HOST", "") == f"unix://{path}":
+        told = f"DOCKER_HOST of the gateway itself is its own door ({path}): unset it where the gateway is started"
+        raise InvalidConfig(told, component=COMPONENT)
     try:
         kind = path.lstat().st_mode
     except FileNotFoundError:
-        return
+        if not path.parent.is_dir():
+            raise _no_place(path, f"there is no directory {path.parent}") from None
+        if not os.access(path.parent, os.W_OK | os.X_OK):
+            raise _no_place(path, f"{path.parent} cannot be written to") from None
+        return False
+    except OSError as error:
+        raise _no_place(path, error.strerror or "it cannot be looked at") from None
     if not stat.S_ISSOCK(kind):
         raise Conflict(f"{path} is there and no socket; choose server.facades.docker.socket", component=COMPONENT)
     with socket.socket(socket.AF_UNIX) as probe:
@@ -178,9 +182,15 @@ def _clear(path: Path) -> None:
         try:
             probe.connect(str(path))
         except (ConnectionRefusedError, FileNotFoundError):
-            path.unlink(missing_ok=True)
-            return
+            return True
+        except OSError as error:
+            raise _no_place(path, error.strerror or "who listens there does not answer") from None
     raise Conflict(f"something listens at {path} already; choose server.facades.docker.socket", component=COMPONENT)
+
+
+def _no_place(path: Path, why: str) -> InvalidConfig:
+    told = f"cannot listen at {path}: {why}; choose server.facades.docker.socket"
+    return InvalidConfig(told, component=COMPONENT)
 
 
 def _identity(path: Path) -> tuple[int, int]:

@@ -97,12 +97,8 @@ class LayerStore:
 
     def _require_source(self) -> None:
         chosen = self._settings
-        if not chosen.index_url and chosen.find_links is None:
-            raise InvalidConfig(
-                "it has requirements, and this gateway takes none: name a package index (sandbox.requirements."
-                "index_url) or a directory of wheels (sandbox.requirements.find_links)",
-                component=COMPONENT,
-            )
+        if refusal := chosen.refusal():
+            raise InvalidConfig(refusal, component=COMPONENT)
         if chosen.find_links is not None and not chosen.find_links.is_dir():
             raise InvalidConfig(
                 f"sandbox.requirements.find_links: {chosen.find_links} is no directory", component=COMPONENT

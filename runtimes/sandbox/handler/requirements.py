@@ -60,6 +60,15 @@ class RequirementSettings:
         ),
     ] = 10 * 2**30
 
+    def refusal(self) -> str:
+        """Return why functions with requirements are refused, and what mends it; empty if they are taken."""
+        if self.index_url or self.find_links is not None:
+            return ""
+        return (
+            "it has requirements, and this gateway takes none: name a package index (sandbox.requirements.index_url) "
+            "or a directory of wheels (sandbox.requirements.find_links)"
+        )
+
 
 def requirement_lines(listed: Sequence[str], directory: Path, look: bool) -> tuple[str, ...]:
     """Return the requirements, those of files in the place of ``-r FILE``, each as pip takes it.

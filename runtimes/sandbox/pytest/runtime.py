@@ -49,7 +49,8 @@ os.environ["TANGRAM_PROJECT"] = json.dumps({"paths": paths, "environment": kept}
 clean = "import sys; sys.path[:] = [place for place in sys.path if place]; exec(sys.argv[1])"
 os.execvp(sys.argv[2], [sys.argv[2], "-c", clean, sys.argv[1]])
 """
-_INSTALL = "install it in the image, for process sandboxes for the host's python3, or name one by sandbox.path"
+#: What mends a sandbox without pytest.
+INSTALL = "install it in the image, for process sandboxes for the host's python3, or name one by sandbox.path"
 _TAIL_BYTES = 4000
 #: Seconds by which two clocks may disagree on whether the timeout is reached.
 _CLOCK_S = 0.02
@@ -200,7 +201,7 @@ class _Run:
         if ended.timed_out:
             raise self._timed_out()
         if self._report.absent:
-            raise self._failed(Reason.INVALID_INPUT, f"the sandbox has {self._report.absent}: {_INSTALL}")
+            raise self._failed(Reason.INVALID_INPUT, f"the sandbox has {self._report.absent}: {INSTALL}")
         if ended.out_of_memory and self._report.end is None:
             raise self._failed(Reason.OUT_OF_MEMORY, memory_ended("the sandbox", self._peak_bytes))
         if not self._report.started and not self._refused and not self._report.doubts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,12 @@ from gateway.config.load import load
 from runtimes.kinds import KINDS
 from runtimes.sandbox.docker import base_image
 from tests.tangram.cli.conftest import Tangram
+
+#: A Python that has pytest, or has none.
+PYTHON = """#!/bin/sh
+[ "$2" = "import pytest" ] && exit {status}
+exec /usr/bin/python3 "$@"
+"""
 
 
 def findings(out: str) -> dict[str, dict[str, str]]:
@@ -95,6 +102,62 @@ def test_doctor_tells_what_is_missing_and_what_mends_it(tangram: Tangram, tmp_pa
     (tmp_path / "tangram.yaml").write_text("version: 2")
     status, out, _ = tangram("doctor", "--json", str(tmp_path))
     assert (status, [*findings(out)]) == (1, ["configuration"])
+
+
+def test_doctor_tells_a_door_that_cannot_listen(tangram: Tangram, tmp_path: Path) -> None:
+    functions = {"shell": {"runtime": "exec", "cost": {"cpu": 1}}}
+    places = {"taken": tmp_path / "tangram.yaml", "lost": tmp_path / "nowhere" / "docker.sock"}
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for place in places.values():
+            facades = {
+                "swerex": {"function": "shell", "port": port},
+                "docker": {"socket": str(place), "function": "shell"},
+            }
+            server = {"port": 0, "grpc_port": 0, "state_dir": str(tmp_path / "state"), "facades": facades}
+            status, out, _ = tangram("doctor", "--json", written(tmp_path, server=server, functions=functions))
+            found = findings(out)
+            assert status == 1
+            assert "set server.facades.swerex.port" in found["server.facades.swerex.port"]["told"]
+            assert found["server.facades.docker.socket"]["state"] == "missing"
+            assert "set its sandbox.image" in found["server.facades.docker"]["told"]
+            assert place.exists() == (place == places["taken"]), "it only looks"
+
+
+def test_doctor_tells_of_a_function_once_in_units_and_with_the_remedy(tangram: Tangram, tmp_path: Path) -> None:
+    wide = {"runtime": "exec", "cost": {"cpu": 60000}, "sandbox": {"memory": "3Gi"}}
+    status, out, _ = tangram("doctor", "--json", written(tmp_path, functions={"wide": wide}))
+    (told,) = [each for each in json.loads(out)["findings"] if each["what"] == "function wide"]
+    assert (status, told["state"]) == (1, "missing")
+    assert "60000 of cpu and 3Gi of memory" in told["told"]
+    assert told["told"].endswith("; lower its cost or sandbox.memory, or give the node more")
+
+
+def test_doctor_looks_for_pytest_where_the_host_has_it_or_not(tangram: Tangram, tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as path:  # pytest's own is closed to the users of sandboxes
+        Path(path).chmod(0o755)
+        sandbox = {"provider": "plain", "plain_as_root": True, "path": f"{path}:/usr/bin:/bin"}
+        directory = written(tmp_path, functions={"reward": {"runtime": "pytest", "cost": {"cpu": 1}}}, sandbox=sandbox)
+        python = Path(path) / "python3"
+        for status, state, expected in (
+            (0, "ok", "its sandbox can be made"),
+            (1, "missing", "its sandbox has no pytest: "),
+        ):
+            python.unlink(missing_ok=True)
+            python.write_text(PYTHON.format(status=status))
+            python.chmod(0o755)
+            ended, out, _ = tangram("doctor", "--json", directory)
+            told = findings(out)["function reward"]
+            assert (ended, told["state"]) == (status, state), told
+            assert told["told"].startswith(expected)
+
+
+def test_doctor_finds_no_disk_where_nothing_can_be_written(tangram: Tangram, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    server = {"port": 0, "grpc_port": 0, "state_dir": str(tmp_path / "file")}
+    status, out, _ = tangram("doctor", "--json", written(tmp_path, server=server))
+    assert (status, findings(out)["disk"]["state"]) == (1, "missing")
+    assert "set server.state_dir" in findings(out)["disk"]["told"]
 
 
 def test_serve_without_a_configuration_says_the_command_that_makes_the_image_where_it_is_missing(

@@ -174,6 +174,8 @@ def test_a_directory_is_its_server_file_and_its_functions(tmp_path: Path) -> Non
         ("functions: {1: {runtime: exec}}", "1 is no name"),
         ("resources: {cpu: {kind: concurrency, limit: 1}}", "'cpu' is the machine's own"),
         ("resources: {a: {kind: quota, limit: 1}}", "resources.a.period: is required"),
+        ("server: {port: 8090, grpc_port: 8090}", "server.grpc_port: 8090 is port already: choose another"),
+        ("server: {port: 8081}", "8081 is port already"),
         (
             "server: {facades: {mcp: {functions: [shel]}}}\nfunctions: {shell: {runtime: exec}}",
             "server.facades.mcp.functions: 'shel' is no function; did you mean 'shell'?",
@@ -336,6 +338,9 @@ def test_what_a_handler_requires_is_checked_read_from_files_and_part_of_the_revi
     (tmp_path / "handler.py").write_text("def score(event, context):\n    return 1.0\n")
     (tmp_path / "needs.txt").write_text("tiny==1.0\n")
     text = "  f: {runtime: handler, handler: 'handler:score', requirements: [other>=2, -r needs.txt]}"
+    (problem,) = problems(tmp_path, functions(text))
+    assert "functions.f.requirements: it has requirements, and this gateway takes none" in problem
+    text += "\nsandbox: {requirements: {find_links: wheels}}"
     first = loaded(tmp_path, functions(text)).functions["f"]
     assert first.handler is not None and first.handler.requirements == ("other>=2", "tiny==1.0")
     (tmp_path / "sandbox.yaml").write_text("version: 1\nsandbox: {requirements: {find_links: wheels}}\n")
