@@ -44,7 +44,7 @@ class Arrangement(Protocol):
 
 def arrange(items: Sequence[ArrangeItem], operator: Operator) -> Arrangement:
     """The arrangement by the cheapest exact way: greedy for interchangeable units and convex durations, else the DP."""
-    if len(operator.capacity) == 1 and all(item.convex for item in items):
+    if operator.interchangeable and all(item.convex for item in items):
         return GreedyArrangement(items, operator.capacity[0])
     return TableArrangement(items, operator)
 

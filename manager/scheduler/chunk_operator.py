@@ -34,6 +34,11 @@ class ChunkOperator:
     def capacity(self) -> tuple[int, ...]:
         return tuple(sum(size // level for size in self.sizes if size >= level) for level in self.levels)
 
+    @property
+    def interchangeable(self) -> bool:
+        """Never: devices that are free apart do not make a chunk, and then they have one axis as cores do."""
+        return False
+
     def demand(self, units: int) -> tuple[int, ...]:
         """A request that is no power of two takes the next one; one above every free chunk never fits."""
         size = power_at_least(units)

@@ -19,6 +19,11 @@ class Operator(Protocol):
         """The largest demand that fits, one number an axis."""
         ...
 
+    @property
+    def interchangeable(self) -> bool:
+        """Whether any of the units serve any request: then alone may units be handed out one by one."""
+        ...
+
     def demand(self, units: int) -> tuple[int, ...]:
         """What ``units`` take, along the axes of ``capacity``; a set of requests fits iff its sum is inside."""
         ...
@@ -33,6 +38,10 @@ class BasicOperator:
     @property
     def capacity(self) -> tuple[int, ...]:
         return (self.units,)
+
+    @property
+    def interchangeable(self) -> bool:
+        return True
 
     def demand(self, units: int) -> tuple[int, ...]:
         return (units,)

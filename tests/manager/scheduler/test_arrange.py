@@ -136,6 +136,21 @@ def test_choices_need_not_use_every_free_unit() -> None:
     assert arrange([one], BasicOperator(7)).units(1) == (4,)
 
 
+def test_devices_that_are_free_apart_are_given_to_nobody_who_needs_two_together() -> None:
+    """Of a request for one or two, {1, 2}, durations are convex and there is one axis, as on cores."""
+    wide = item(UnitSet.of((1, 2)), 8.0, 0.0)
+    assert arrange([wide], ChunkOperator.of([Chunk(2, 1), Chunk(8, 1), Chunk(11, 1)])).units(1) == (1,)
+
+
+@pytest.mark.slow
+@settings(max_examples=200, deadline=None)
+@given(items(discrete((1, 2)), 4), FREE_CHUNKS)
+def test_whatever_is_arranged_on_chunks_has_a_place(chosen: list[ArrangeItem], free: list[Chunk]) -> None:
+    arrangement = arrange(chosen, ChunkOperator.of(free))
+    for kept, total in enumerate(arrangement.totals):
+        assert math.isinf(total) or packs(free, arrangement.units(kept))
+
+
 def test_taking_a_chunk_leaves_its_buddies() -> None:
     free = [Chunk(0, 8), Chunk(8, 2)]
     take(free, Chunk(2, 1))
