@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from manager.input_size import SizeLine
+
 #: What a further member is taken to add to a batch, as a fraction of what it takes alone, while nothing is learned: a
 #: whole sequence keeps a device busy. Batches are then expected to end no sooner than one after the other would.
 PRIOR_BATCH_MARGINAL = 1.0
@@ -180,6 +182,8 @@ class Action:
     elasticity: Elasticity | None = None
     #: Estimated seconds with a single unit of the key resource (declared or learned); None when unknown.
     t_ori_s: float | None = None
+    #: From what that was learned, by its size: what is learned of its kin since is then known of it as well.
+    line: SizeLine | None = None
     #: Whether a running action's key units may be changed (a cgroup write).
     malleable: bool = False
     #: The model service that it needs resident, for GPU actions.

@@ -52,6 +52,7 @@ def formulate(
         key=function.key,
         elasticity=elasticity,
         t_ori_s=t_ori_s,
+        line=None if _is_declared(function) else learned.line,
         malleable=function.runtime == "pytest" and function.key == "cpu",
         service=None if function.model is None else function.model.service,
         batch_tokens=_batch_tokens(function, input),
@@ -86,11 +87,14 @@ def check_satisfiable(function: FunctionSpec, spec: ManagerSpec) -> None:
 
 def _expectation(function: FunctionSpec, learned: Learned) -> tuple[float | None, Elasticity | None]:
     """Return (T_ori, elasticity): as declared, else as learned."""
-    declared = function.duration.profile == "declared" and function.duration.initial_s is not None
-    t_ori_s = function.duration.initial_s if declared else learned.t_ori_s
+    t_ori_s = function.duration.initial_s if _is_declared(function) else learned.t_ori_s
     if function.key is None:
         return t_ori_s, None
     return t_ori_s, function.elasticity or Amdahl(learned.serial_fraction)
+
+
+def _is_declared(function: FunctionSpec) -> bool:
+    return function.duration.profile == "declared" and function.duration.initial_s is not None
 
 
 def _units_max(function: FunctionSpec, input: Mapping[str, object], learned: Learned) -> int | None:

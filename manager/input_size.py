@@ -3,11 +3,31 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 #: A size beyond this is none: no memory holds as much.
 SIZE_MAX = 1e15
 #: Lists within lists that are looked into.
 _DEPTH_MAX = 8
+#: How far beyond the sizes seen a line is followed.
+_BEYOND = 2.0
+
+
+class SizeLine(NamedTuple):
+    """T(x) = fixed_s + per_unit_s x, with one unit, and the sizes that it was learned from."""
+
+    fixed_s: float
+    per_unit_s: float = 0.0
+    least: float = 0.0
+    most: float = 0.0
+
+    def within(self, size: float) -> float:
+        """Return the size, or the nearest up to which the line is followed."""
+        return min(max(size, self.least / _BEYOND), self.most * _BEYOND, SIZE_MAX)
+
+    def at(self, size: float | None) -> float:
+        """Return the seconds that a call of ``size`` is expected to take; None where none has a size."""
+        return self.fixed_s if size is None else self.fixed_s + self.per_unit_s * self.within(size)
 
 
 def size_at(value: object, path: str) -> float | None:

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field, fields
 
 from manager.action import PRIOR_BATCH_MARGINAL
 from manager.batch import Kin, Work
+from manager.input_size import SizeLine
 from manager.learning.fits import LEAST_S, BatchFit, Fit
 from manager.learning.sizes import SizeFit, Sizes
 from manager.outcome import Settlement, State
@@ -87,6 +88,8 @@ class Learned:
     serial_fraction: float
     #: Units up to which something is known of its elasticity, or may be tried.
     units_max: int = FIRST_UNITS
+    #: T_ori by size, or as it is for all; None while nothing was observed.
+    line: SizeLine | None = None
     #: Where T_ori comes from: ``prior``, ``function`` or ``key``.
     source: str
     #: What a further member adds to a batch, as a fraction of what it takes alone.
@@ -173,15 +176,16 @@ class History:
         for name, source in ((key, "key"), ("", "function")):
             profile = self._profiles.get((function, name))
             if (name or source == "function") and profile is not None and profile.estimate.count:
-                estimate, sizes = profile.estimate, self._sizes(function, name)
+                estimate, sizes = profile.estimate, None if size is None else self._sizes(function, name)
                 return Learned(
                     t_ori_s=estimate.t_ori_s if sizes is None or size is None else sizes.t_ori_s(size),
+                    line=SizeLine(estimate.t_ori_s) if sizes is None else sizes.line,
                     serial_fraction=serial,
                     units_max=units_max,
                     source=source,
                     batch_marginal=marginal,
                     observations=round(estimate.count),
-                    error=estimate.error if sizes is None or size is None else sizes.error,
+                    error=estimate.error if sizes is None else sizes.error,
                 )
         return Learned(
             t_ori_s=prior_s, serial_fraction=serial, units_max=units_max, source="prior", batch_marginal=marginal

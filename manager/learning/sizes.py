@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from manager.input_size import SIZE_MAX
+from manager.input_size import SIZE_MAX, SizeLine
 
 #: Ratios b / a that are tried, with the size that was seen first as 1: from "it hardly matters" to "nothing else does".
 _RATIOS = (0.0, *(2.0**power for power in range(-12, 13)))
@@ -33,20 +33,10 @@ _LEAST_VARIANCE = 1e-4
 _MEAN_OF_NORMAL = math.sqrt(2 / math.pi)
 #: A first size below this is no measure of the others.
 _LEAST_REFERENCE = 1e-6
-#: How far beyond the sizes seen the line is followed, and how far one run moves the largest and the least of these.
-_BEYOND = 2.0
+#: How far one run moves the largest and the least of the sizes seen.
 _REACH = 16.0
 #: A reference that far (in logarithms) from what sizes are by now is outside of the grid's best: learning starts anew.
 _FAR = 8 * math.log(2)
-
-
-class SizeLine(NamedTuple):
-    """T(x) = fixed_s + per_unit_s x, with one unit, and the sizes that it was learned from."""
-
-    fixed_s: float
-    per_unit_s: float
-    least: float
-    most: float
 
 
 @dataclass(slots=True)
@@ -146,7 +136,7 @@ class Sizes(NamedTuple):
 
     def t_ori_s(self, size: float) -> float:
         """Return the expected seconds; the line is not followed far beyond the sizes seen."""
-        within = min(max(size, self.seen.least / _BEYOND), self.seen.most * _BEYOND, SIZE_MAX)
+        within = self.line.within(size)
         return math.exp(self.own.means[self.place] + _log_scales(within / self.own.reference)[self.place])
 
     def relative(self, size: float) -> float:

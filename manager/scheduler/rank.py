@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 
 from manager.action import Action
+from manager.batch import Kin
 from manager.scheduler.drawn import Drawn
 from manager.scheduler.durations import UNKNOWN_S
 from manager.scheduler.policy import PoolView, RunningView
@@ -72,14 +73,16 @@ def shortest_first(
 
     Without ``turns`` they are those of ``waiting``.
 
-    What has waited for ``age_max_s`` goes before everything else, in FCFS order.
+    Of kin whose durations are learned the one that came first goes first: that an estimate was lower when one of them
+    was submitted says nothing of it. What has waited for ``age_max_s`` goes before everything else, in FCFS order.
     """
     aged = [action for action in waiting if now_s - action.submitted_s >= age_max_s]
     young = [action for action in waiting if now_s - action.submitted_s < age_max_s] if aged else waiting
     by_task: dict[str, list[Action]] = {}
     for action in young:
         by_task.setdefault(action.task, []).append(action)
-    shortest = {task: iter(sorted(actions, key=_expected_s)) for task, actions in by_task.items()}
+    seconds = _seconds_by_now(young)
+    shortest = {task: iter(sorted(actions, key=seconds)) for task, actions in by_task.items()}
     order = (action.task for action in young)
     if turns is None or len(by_task) < 2:
         return [*aged, *(next(shortest[task]) for task in order)]
@@ -113,6 +116,27 @@ def age_bound_s(view: PoolView, waiting: Sequence[Action], ratio: float, age_max
         return age_max_s
     work_s = sum(waiting_s) / len(waiting_s) * max(view.backlog, len(waiting_s)) if waiting_s else 0.0
     return min(age_max_s, max(ratio * sum(known) / len(known), work_s / view.total))
+
+
+def _seconds_by_now(waiting: Sequence[Action]) -> Callable[[Action], float]:
+    """Return what to expect of each: of learned kin by what was known when the last of them was submitted."""
+    newest: dict[Kin, Action] = {}
+    for action in waiting:
+        if action.line is not None:
+            before = newest.setdefault(_kin(action), action)
+            if before.submitted_s < action.submitted_s:
+                newest[_kin(action)] = action
+
+    def seconds(action: Action) -> float:
+        line = None if action.line is None else newest[_kin(action)].line
+        return _expected_s(action) if line is None else line.at(action.size)
+
+    return seconds
+
+
+def _kin(action: Action) -> Kin:
+    """Return whose durations tell of its own: those of any size, where it has one."""
+    return Kin(action.function, action.profile_key, None if action.size is None else 0.0)
 
 
 def _expected_s(action: Action) -> float:

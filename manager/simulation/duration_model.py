@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 
 from manager.action import PRIOR_BATCH_MARGINAL, Amdahl, Elasticity
+from manager.input_size import SizeLine
 from manager.learning.history import History
 from manager.outcome import Settlement
 from manager.simulation.trace import TraceStep
@@ -18,6 +19,9 @@ class KnownDuration(NamedTuple):
     batch_marginal: float
     #: The most units of its key that it may have: None for all of its unit set.
     units_max: int | None = None
+    line: SizeLine | None = None
+    #: The size of the call, where its function declares one.
+    size: float | None = None
 
 
 class DurationModel(Protocol):
@@ -39,7 +43,7 @@ class Oracle:
         self._batch_marginal = batch_marginal
 
     def of(self, step: TraceStep) -> KnownDuration:
-        return KnownDuration(step.t_ori_s, step.elasticity, self._batch_marginal)
+        return KnownDuration(step.t_ori_s, step.elasticity, self._batch_marginal, size=step.size)
 
     def observe(self, settlement: Settlement) -> None:
         pass
@@ -56,9 +60,10 @@ class Learning:
         self._sized = sized
 
     def of(self, step: TraceStep) -> KnownDuration:
-        learned = self.history.learned(step.function, step.profile_key, step.size if self._sized else None)
+        size = step.size if self._sized else None
+        learned = self.history.learned(step.function, step.profile_key, size)
         elasticity = Amdahl(learned.serial_fraction) if step.key is not None else None
-        return KnownDuration(learned.t_ori_s, elasticity, learned.batch_marginal, learned.units_max)
+        return KnownDuration(learned.t_ori_s, elasticity, learned.batch_marginal, learned.units_max, learned.line, size)
 
     def observe(self, settlement: Settlement) -> None:
         self.history.observe(settlement)

@@ -58,6 +58,13 @@ def test_a_duration_is_foretold_by_its_size() -> None:
     assert history.learned("f", "", 50.0).error < 0.3 < history.learned("f").error
 
 
+@pytest.mark.parametrize("size", [None, 0.0, 1.0, 50.0, 1e9])
+def test_the_line_of_an_estimate_says_what_the_estimate_does(size: float | None) -> None:
+    found = taught(line, 60).learned("f", "", size)
+    assert found.line is not None and found.line.at(size) == pytest.approx(found.t_ori_s)
+    assert History().learned("f", "", size, prior_s=3.0).line is None
+
+
 def test_a_few_runs_are_enough_where_they_agree() -> None:
     history = History()
     for size in (10, 100, 1000, 30):

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manager.action import Action
+from manager.input_size import SizeLine
 from manager.scheduler.rank import TURNS_AHEAD, ranked, shortest_first
 from tests.manager.conftest import action
 from tests.manager.scheduler.world import teacher
@@ -48,6 +49,40 @@ def test_what_has_waited_too_long_goes_first_and_in_order(drawn: list[tuple[str,
 def test_nothing_known_changes_nothing() -> None:
     waiting = requests([("red", None, 0.0)] * 4)
     assert shortest_first(waiting, 0.0, 1e9) == waiting
+
+
+def learned(lines: Sequence[SizeLine | None], sizes: Sequence[float | None]) -> list[Action]:
+    """Requests in the order of their submission, each with what was known then."""
+    return [
+        replace(
+            teacher(f"t{index}", "s"),
+            t_ori_s=None if line is None else line.at(size),
+            line=line,
+            size=size,
+            submitted_s=float(index),
+        )
+        for index, (line, size) in enumerate(zip(lines, sizes, strict=True))
+    ]
+
+
+@given(st.lists(st.none() | st.floats(0.1, 9.0), max_size=20))
+def test_kin_of_which_one_estimate_is_known_keep_their_order_however_it_moved(seconds: list[float | None]) -> None:
+    waiting = learned([None if one is None else SizeLine(one) for one in seconds], [None] * len(seconds))
+    known = [action for action in waiting if action.line is not None]
+    assert [action for action in shortest_first(waiting, 99.0, 1e9) if action.line is not None] == known
+
+
+def test_kin_of_other_sizes_go_by_what_was_learned_last() -> None:
+    """Twice as much was expected of all when the first came, which is not why it waits for the second."""
+    waiting = learned([SizeLine(2.0, 2.0, 1.0, 8.0), SizeLine(1.0, 1.0, 1.0, 8.0)], [2.0, 4.0])
+    assert waiting[0].t_ori_s == 6.0 and waiting[1].t_ori_s == 5.0
+    assert [one.id for one in shortest_first(waiting, 99.0, 1e9)] == ["t0", "t1"]
+
+
+def test_who_is_expected_to_take_less_than_other_kin_by_now_goes_first() -> None:
+    first, second, third = learned([SizeLine(5.0), SizeLine(1.0), SizeLine(3.0)], [None] * 3)
+    waiting = [first, second, replace(third, function="other")]
+    assert [one.id for one in shortest_first(waiting, 99.0, 1e9)] == ["t0", "t1", "t2"]
 
 
 def test_the_shortest_of_a_task_take_the_turns_that_it_is_dealt() -> None:
