@@ -28,7 +28,7 @@ def function_info(
     """Return a registered function. What is not set is left out; secrets are references and stay so."""
     found = msgspec.to_builtins(spec, enc_hook=str)
     if (sandbox := found.get("sandbox")) is not None:
-        sandbox["env"] = {name: _masked(value) for name, value in sandbox["env"].items()}
+        sandbox["env"] = {name: masked(value) for name, value in sandbox["env"].items()}
     found |= {
         "cost": {kind: _units(units) for kind, units in spec.cost.items()},
         "input_schema": input_schema(spec),
@@ -43,7 +43,7 @@ def function_info(
     return msgspec.convert({name: value for name, value in found.items() if value is not None}, FunctionInfo)
 
 
-def _masked(value: str) -> str:
+def masked(value: str) -> str:
     """A value of an environment, which may be a secret, for anybody's eyes; a reference to one is none."""
     return value if SECRET.fullmatch(value) else REDACTED
 

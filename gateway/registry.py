@@ -22,6 +22,7 @@ from gateway.config import load as gateway_config
 from gateway.config.derive import key_of
 from gateway.config.load import ConfigSource, GatewayConfig
 from gateway.config.sections import ClusterConfig
+from gateway.functions import masked
 from gateway.preparation import Preparation, Prepare, Readiness
 from gateway.revisions import Revisions
 from manager.config import NodeSpec, TaskSpec
@@ -362,16 +363,42 @@ def _changed_keys(old: FunctionSpec, new: FunctionSpec) -> tuple[str, ...]:
 
 
 def _values(old: FunctionSpec, new: FunctionSpec, keys: Iterable[str]) -> dict[str, ValueChange]:
-    """Return what each key is and becomes, as text; nothing of a handler's code."""
-    return {
-        key: ValueChange(was=_as_text(getattr(old, key, None)), now=_as_text(getattr(new, key, None)))
-        for key in keys
-        if key != "source"
-    }
+    """Return what each key is and becomes, as text, of a mapping what differs in it; nothing of a handler's code."""
+    found = {}
+    for key in keys:
+        if key != "source":
+            was, now = _apart(_plain(getattr(old, key, None)), _plain(getattr(new, key, None)))
+            found[key] = ValueChange(was=_as_text(_without_secrets(was)), now=_as_text(_without_secrets(now)))
+    return found
+
+
+def _without_secrets(section: object) -> object:
+    """Return a section with no value of its environment."""
+    if not isinstance(section, dict) or not isinstance(section.get("env"), dict):
+        return section
+    return {**section, "env": {name: masked(value) for name, value in section["env"].items()}}
+
+
+def _apart(old: object, new: object) -> tuple[object, object]:
+    """Return both without what is the same in them: a long text would be cut before it tells the change."""
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return old, new
+    was, now = dict(old), dict(new)
+    for key in old.keys() & new.keys():
+        if old[key] == new[key]:
+            del was[key], now[key]
+        else:
+            was[key], now[key] = _apart(old[key], new[key])
+    return was, now
+
+
+def _plain(value: object) -> object:
+    found: object = orjson.loads(orjson.dumps(value, default=str, option=_OPTIONS))
+    return found
 
 
 def _as_text(value: object) -> str:
-    text = value if isinstance(value, str) else orjson.dumps(value, default=str, option=_OPTIONS).decode()
+    text = value if isinstance(value, str) else orjson.dumps(value, option=_OPTIONS).decode()
     return text if len(text) <= VALUE_MAX else f"{text[: VALUE_MAX - 3]}..."
 
 

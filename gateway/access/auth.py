@@ -47,8 +47,10 @@ class Guard:
         scheme, _, given = (authorization or b"").partition(b" ")
         # Each is compared, so that the time does not tell which of them the value is like.
         found = [role for token, role in self._roles if hmac.compare_digest(given, token.encode())]
-        if scheme.lower() != b"bearer" or not found:
+        if scheme.lower() != b"bearer" or not given:
             raise Unauthorized(f"a bearer token is needed: {REMEDY}", component="auth")
+        if not found:
+            raise Unauthorized(f"the token that was sent is wrong: {REMEDY}", component="auth")
         return found[0]
 
 

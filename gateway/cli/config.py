@@ -23,7 +23,13 @@ from tangram.types.values.quantities import show_size
 
 @click.command()
 @paths_argument
-@click.option("--log-level", default="info", show_default=True, help="Level of the gateway's own log.")
+@click.option(
+    "--log-level",
+    type=click.Choice(["debug", "info", "warning", "error", "critical"], case_sensitive=False),
+    default="info",
+    show_default=True,
+    help="Level of the gateway's own log.",
+)
 @click.option(
     "--log-format",
     type=click.Choice(["auto", "json", "text"]),

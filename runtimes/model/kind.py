@@ -156,7 +156,11 @@ def _spec(section: ModelKeys, place: DeclarationSite) -> Mapping[str, object]:
         return {"model": replace(spec, engine_url=url, sleep_path=sleep, wake_path=wake)}
     path = ((place.models_dir or place.directory) / spec.path.expanduser()).resolve()
     if not place.may_look_at(path):
-        place.refuse(("model", "path"), f"{path} is outside of the directories that this gateway serves")
+        place.refuse(
+            ("model", "path"),
+            f"{path} is outside of the directories that this gateway serves; "
+            "put it below models.dir or beside the server's own files, or serve a configuration that names it",
+        )
     elif place.look and not place.models_elsewhere and (problem := checkpoint_problem(path)) is not None:
         place.refuse(("model", "path"), problem)
     return {"model": replace(spec, path=path)}

@@ -27,6 +27,9 @@ def test_the_guard_takes_its_tokens_and_nothing_like_them() -> None:
     for odd in (None, b"", b"s3cret", b"Bearer s3cret ", b"Basic s3cret", b"Bearer", b"Bearer \xff", b"Bearer s3cre"):
         with pytest.raises(Unauthorized, match="tangram token"):
             guard.role(odd)
+    for value, told in ((None, "a bearer token is needed"), (b"Bearer wrong", "the token that was sent is wrong")):
+        with pytest.raises(Unauthorized, match=told):
+            guard.role(value)
     assert Guard(None).role(None) is Role.ADMIN
     with pytest.raises(Forbidden, match="admin token"):
         Role.INVOKE.require(Role.ADMIN)

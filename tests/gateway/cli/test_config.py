@@ -41,3 +41,9 @@ def test_validate_warns_of_what_this_machine_would_refuse(tangram: Tangram, tmp_
     status, out, _ = tangram("validate", "--json", str(file))
     assert any("60000" in each for each in json.loads(out)["warnings"])
     assert "warning" not in tangram("validate", "--no-look", str(file))[2]
+
+
+def test_serve_refuses_a_level_that_there_is_not(tangram: Tangram, tmp_path: Path) -> None:
+    status, _, err = tangram("serve", "--log-level", "bogus", str(tmp_path))
+    assert status == 2
+    assert "'bogus' is not one of" in err
