@@ -29,6 +29,8 @@ class Reason(StrEnum):
 
 #: In the detail of an error: the sandbox is gone, with what a trajectory had in it.
 FILES_LOST = "environment_lost"
+#: In the detail of an error: a machine ran short before the action began, so that nothing of it ran.
+NOT_BEGUN = "not_begun"
 
 
 class CodedError(Exception):

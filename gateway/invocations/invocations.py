@@ -226,16 +226,8 @@ class Invocations:
             parent=None if parent is None else parent.action_id,
             attempt=record.attempt,
         )
-        left_s = self._age_left_s(record)
+        left_s = record.age_left_s(self._wall(), self._server.max_age_s)
         return action if left_s is None else replace(action, queue_timeout_s=min(action.queue_timeout_s, left_s))
-
-    def _age_left_s(self, record: Record) -> float | None:
-        """Seconds that asynchronous work may still wait; None without a bound."""
-        asked = record.options.get("max_age_s")
-        age_s = asked if isinstance(asked, float) else self._server.max_age_s
-        if record.mode is not Mode.ASYNC:
-            return None
-        return max(0.0, record.accepted_s + age_s - self._wall())
 
     def submit(self, invocations: Sequence[LiveInvocation]) -> None:
         """Hand the present tries to the scheduler in one pass."""
@@ -341,10 +333,12 @@ class Invocations:
         """Try again, or take the end of the last try."""
         assert invocation.function is not None
         record = invocation.record
-        left_s = self._age_left_s(record)
+        left_s = record.age_left_s(self._wall(), self._server.max_age_s)
+        patience_s = record.patience_s(self._wall(), invocation.function.queue_timeout_s)
         settlement = replace(settlement, outcome=self._losses.see(invocation, settlement.outcome))
         alone, outcome = record.trajectory is None, settlement.outcome
-        wait_s = next_try_s(invocation.function, record.attempt, outcome, self._chance(), left_s, alone=alone)
+        tried = (invocation.function, record.attempt, outcome, self._chance(), left_s)
+        wait_s = next_try_s(*tried, alone=alone, patience_s=patience_s)
         if wait_s is not None and (record.detached or not self._admission.draining):
             self._try_again(invocation, settlement, wait_s)
             return

@@ -131,6 +131,17 @@ class Record:
         self.move(State.QUEUED)
         self.overhead_s = None
 
+    def age_left_s(self, now_s: float, max_age_s: float) -> float | None:
+        """Return the seconds that asynchronous work may still wait; None without a bound."""
+        if self.mode is not Mode.ASYNC:
+            return None
+        asked = self.options.get("max_age_s")
+        return max(0.0, self.accepted_s + (asked if isinstance(asked, float) else max_age_s) - now_s)
+
+    def patience_s(self, now_s: float, queue_timeout_s: float) -> float:
+        """Return for how long what has not begun may be tried: durable work within its ``queue_timeout``."""
+        return max(0.0, self.accepted_s + queue_timeout_s - now_s) if self.detached else 0.0
+
     def times(self, now_s: float, execution_s: float | None = None, *, waiting: bool = False) -> ActTimes:
         """Return how the time until now divides, over all tries and gateways; its parts sum to it exactly.
 

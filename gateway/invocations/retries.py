@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from manager.errors import FILES_LOST, Reason
+from manager.errors import FILES_LOST, NOT_BEGUN, Reason
 from manager.function import FunctionSpec
 from manager.outcome import Outcome
 from tangram.types.values.backoff import backoff_s
@@ -20,10 +20,12 @@ def next_try_s(
     left_s: float | None = None,
     *,
     alone: bool = True,
+    patience_s: float = 0.0,
 ) -> float | None:
     """Seconds until try ``attempt + 1``, or None when it is over.
 
-    One that is not ``alone``, but was to go on from the files of a trajectory's lost sandbox, is not tried unasked.
+    One that is not ``alone``, but was to go on from the files of a trajectory's lost sandbox, is not tried unasked. One
+    that has not begun, as a machine ran short, is tried for ``patience_s`` more, whatever the function says of tries.
 
     Exponential backoff with full jitter (``chance`` is uniform in [0, 1)), never sooner than the Retry-After
     of an upstream, and never as late as ``left_s``, the age that is left. Without one an upstream may ask for no
@@ -35,11 +37,13 @@ def next_try_s(
     spec = function.retry
     by_function = reason in spec.on and attempt < spec.max_attempts
     bereft = not alone and FILES_LOST in outcome.detail
+    part = chance if spec.jitter == "full" else 1.0
+    wait_s = max(backoff_s(attempt, spec.backoff_s, spec.backoff_max_s, part), outcome.retry_after_s or 0.0)
+    if NOT_BEGUN in outcome.detail and wait_s < patience_s:
+        return wait_s
     again = reason in INFRASTRUCTURE and not bereft
     by_machinery = again and function.idempotent and attempt < INFRASTRUCTURE_ATTEMPTS
     if not by_function and not by_machinery:
         return None
-    part = chance if spec.jitter == "full" else 1.0
-    wait_s = max(backoff_s(attempt, spec.backoff_s, spec.backoff_max_s, part), outcome.retry_after_s or 0.0)
     bound_s = max(spec.backoff_max_s, function.queue_timeout_s) if left_s is None else left_s
     return wait_s if wait_s < bound_s else None

@@ -13,6 +13,7 @@ import msgspec
 
 from manager.errors import (
     FILES_LOST,
+    NOT_BEGUN,
     ActionFailed,
     CapacityExceeded,
     CodedError,
@@ -20,6 +21,7 @@ from manager.errors import (
     InvalidInput,
     NotFound,
     Reason,
+    StorageUnavailable,
     TooLarge,
     Unsupported,
 )
@@ -182,11 +184,13 @@ def unmade(error: CodedError) -> ActionFailed:
     if isinstance(error, OtherSandbox):
         return ActionFailed(Reason.INVALID_INPUT, error.message, component=error.component)
     theirs = isinstance(error, InvalidConfig | InvalidInput | Unsupported)
+    short = isinstance(error, CapacityExceeded | StorageUnavailable)
     return ActionFailed(
         Reason.INVALID_INPUT if theirs else Reason.ENVIRONMENT_LOST,
         f"no sandbox could be made: {error.message}",
         component=error.component,
         retry_after_s=error.retry_after_s,
+        detail={NOT_BEGUN: True} if short else None,
     )
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import pytest
 from msgspec import Raw
 
 from gateway import wire
 from gateway.invocations.admission import Admission
 from gateway.invocations.retries import next_try_s
-from manager.errors import CapacityExceeded, Draining, InvalidInput, QuotaExceeded, Reason
+from manager.errors import NOT_BEGUN, CapacityExceeded, Draining, InvalidInput, QuotaExceeded, Reason
 from manager.function import FunctionSpec, RetrySpec
 from manager.outcome import Outcome, State
 from tangram.types import BatchItem, FileEntry, FileList
@@ -19,8 +22,10 @@ def function(**given: object) -> FunctionSpec:
     return FunctionSpec(name="f", runtime="handler", **given)  # type: ignore[arg-type]
 
 
-def failed(reason: Reason, retry_after_s: float | None = None) -> Outcome:
-    return Outcome(state=State.FAILED, reason=reason, retry_after_s=retry_after_s)
+def failed(
+    reason: Reason, retry_after_s: float | None = None, detail: Mapping[str, object] = MappingProxyType({})
+) -> Outcome:
+    return Outcome(state=State.FAILED, reason=reason, retry_after_s=retry_after_s, detail=detail)
 
 
 def test_each_bound_refuses_with_its_own_error_and_frees_its_place() -> None:
@@ -74,6 +79,15 @@ def test_the_machinery_s_faults_are_retried_for_idempotent_functions_only() -> N
     assert next_try_s(function(idempotent=True), 3, failed(Reason.NODE_LOST), 0.0) is None
     assert next_try_s(function(idempotent=True), 1, failed(Reason.CANCELLED), 0.0) is None
     assert next_try_s(function(idempotent=True), 1, Outcome(state=State.SUCCEEDED), 0.0) is None
+
+
+def test_what_has_not_begun_is_tried_as_long_as_it_may_wait_whatever_it_is() -> None:
+    short = failed(Reason.ENVIRONMENT_LOST, retry_after_s=5.0, detail={NOT_BEGUN: True})
+    assert next_try_s(function(), 1, short, 0.0, patience_s=600.0) == 5.0
+    assert next_try_s(function(), 40, short, 0.0, patience_s=600.0, alone=False) == 5.0
+    assert next_try_s(function(), 1, short, 0.0, patience_s=4.0) is None
+    assert next_try_s(function(), 1, short, 0.0) is None, "a caller who waits is told"
+    assert next_try_s(function(), 1, failed(Reason.ENVIRONMENT_LOST, retry_after_s=5.0), 0.0, patience_s=600.0) is None
 
 
 def test_durations_and_names_are_read_strictly() -> None:
