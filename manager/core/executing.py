@@ -71,6 +71,7 @@ class HeldView(RunningView):
         put(self, "_pool", pool)
         put(self, "_running", running)
         put(self, "action", running.action)
+        put(self, "workers", running.lease.grants[pool.kind].workers)
 
     @property
     def started_s(self) -> float:
@@ -79,10 +80,6 @@ class HeldView(RunningView):
     @property
     def chunk(self) -> Chunk | None:
         return self._pool.chunk_of(self._running.id)
-
-    @property
-    def workers(self) -> int:
-        return self._running.lease.grants[self._pool.kind].workers
 
     @property
     def units(self) -> int:

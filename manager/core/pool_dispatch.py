@@ -302,7 +302,7 @@ class PoolDispatch:
             count = self._start([candidate.waiting for candidate in alike], first.option, start, kept=kept)
             started = started or count > 0
             if count < len(alike):
-                self._missed += alike
+                self._missed += alike  # those that have started are in no group any more, and looked at no more
         for start in others:
             waiting = self._eligible.get(start.action_id)
             if waiting is None:
