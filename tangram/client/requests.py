@@ -14,6 +14,7 @@ import httpx
 import msgspec
 
 from tangram.client.answers import error_of, is_answered, read_invocation, reader
+from tangram.client.body import json_body
 from tangram.client.headers import given_headers
 from tangram.client.results import InvocationResult, result_of
 from tangram.errors import InvalidInputError, TangramError, from_problem
@@ -42,6 +43,8 @@ from tangram.types import (
     TrajectoryOpening,
     TrajectoryPage,
 )
+from tangram.types.values.quantities import is_name
+from tangram.types.values.scalars import NAME_WORDS
 from tangram.types.values.wording import explained
 
 _T = TypeVar("_T")
@@ -139,7 +142,7 @@ def invoke(
         read=read_invocation,
         params=present({"mode": mode, "wait": duration_text(wait_s)}),
         headers=JSON_BODY | given_headers(headers) | (LIVING if living else {}),
-        content=msgspec.json.encode(input),
+        content=json_body(input),
         repeatable=key is not None,
         patient=mode == "sync",
     )
@@ -156,7 +159,7 @@ def batch(
         read=lambda response: [_verdict(each) for each in read(response).results],
         params=present({"wait": wait, "timeout": duration_text(timeout_s)}),
         headers=JSON_BODY,
-        content=msgspec.json.encode(BatchRequest(calls=tuple(call.item() for call in calls))),
+        content=json_body(BatchRequest(calls=tuple(call.item() for call in calls))),
         patient=wait != "none",
     )
 
@@ -308,7 +311,14 @@ def end_trajectory(id: str) -> ApiRequest[None]:
 def upload(
     id: str, path: str, data: bytes, mode: int | None, *, user: str | None = None, living: bool = False
 ) -> ApiRequest[None]:
-    """Return the request that writes a file; ``mode`` has its permission bits, None those of one that is there."""
+    """Return the request that writes a file; ``mode`` has its permission bits, None those of one that is there.
+
+    Raises InvalidInputError for a mode that is no number of such bits.
+    """
+    if mode is not None and not (isinstance(mode, int) and 0 <= mode <= 0o7777):
+        raise InvalidInputError(
+            f"mode: {mode!r} is no number of permission bits, for example 0o755", component="client"
+        )
     return ApiRequest(
         method="PUT",
         path=_files_path(id),
@@ -408,6 +418,9 @@ def _dead_letters_path(id: str | None) -> str:
 
 
 def trajectory_path(id: str) -> str:
+    """Return the path of a trajectory; raises InvalidInputError for what names none."""
+    if not is_name(id):
+        raise InvalidInputError(f"trajectory {id[:64]!r} must be {NAME_WORDS}", component="client")
     return f"/v1/trajectories/{quote(id, safe='')}"
 
 

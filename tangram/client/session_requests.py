@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from tangram.client.answers import read_invocation, reader
+from tangram.client.body import json_body
 from tangram.client.headers import given_headers
 from tangram.client.requests import (
     JSON_BODY,
@@ -44,7 +45,7 @@ def open_session(
         path=f"{trajectory_path(trajectory)}/sessions",
         read=read_invocation,
         headers=JSON_BODY | given_headers(headers) | (LIVING if living else {}),
-        content=msgspec.json.encode({**given, "argv": argv, "function": function, "terminal": size}),
+        content=json_body({**given, "argv": argv, "function": function, "terminal": size}),
     )
 
 

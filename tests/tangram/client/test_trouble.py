@@ -202,6 +202,19 @@ def test_what_no_header_carries_is_refused_before_it_is_sent(told: dict[str, str
     assert gateway.requests == []
 
 
+def test_what_cannot_be_sent_is_refused_in_words() -> None:
+    gateway = ScriptedGateway({"shell": {}})
+    with Client(transport=gateway) as client:
+        with pytest.raises(InvalidInputError, match="no Unicode, a lone surrogate in 'echo"):
+            client.invoke("shell", {"command": "echo \ud800"})
+        with pytest.raises(InvalidInputError, match="trajectory '' must be 1 to 128 letters"):
+            client.end_trajectory("")
+        rollout = client.trajectory("t")
+        with pytest.raises(InvalidInputError, match="mode: '755' is no number of permission bits"):
+            rollout.upload("x", b"", mode="755")  # type: ignore[arg-type]  # as somebody might
+    assert gateway.requests == []
+
+
 def test_who_is_not_trusted_is_not_asked_again() -> None:
     def distrusted(request: httpx.Request) -> httpx.Response:
         asked.append(request)
