@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -97,13 +98,17 @@ def test_a_container_on_a_node_runs_commands_before_and_after_its_daemon_died(
     assert box.exec_run(["cat", "file"]).output == b"kept\n"
     listen, _ = gateway.door
     made = engine.api.exec_create(box.id, ["sh", "-c", "echo up; exec sleep 601"])["Id"]
-    said = engine.api.exec_start(made, stream=True)
-    assert next(said) == b"up\n"
+    said = engine.api.exec_start(made, socket=True)
+    assert isinstance(said, socket.SocketIO)
+    connection = said._sock  # type: ignore[attr-defined]  # closing the stream alone would leave it open
+    assert said.read(11)[8:] == b"up\n"  # behind the head of its frame
     gateway.kill()
     gateway.listen_at(listen)
     gateway.start()
     gateway.until_state("n1", "ready")
     assert box.exec_run(["pgrep", "-fc", "sleep 601"]).output == b"0\n", "it ended with the gateway that it was said to"
+    said.close()
+    connection.close()
     box.remove(force=True)
     engine.close()
     with gateway.client() as client:

@@ -294,7 +294,7 @@ async def test_a_wrong_token_is_told_and_the_right_one_lets_in(tmp_path: Path, s
         await shown.says("h2", "wants a token")
         await shown.find("#token").fill("wrong")
         await shown.page.keyboard.press("Enter")
-        await shown.says(".problem", "bearer token")
+        await shown.says(".problem", "the token that was sent is wrong")
         await shown.find("#token").fill(gateway.app.tokens.admin)
         await shown.page.keyboard.press("Enter")
         await shown.sees(".verdict .badge")

@@ -118,7 +118,7 @@ async def test_another_token_is_another_stream_and_a_wrong_one_none(tmp_path: Pa
         await right.sees(".verdict .badge")
         await wrong.find("#token").fill("wrong")
         await wrong.page.keyboard.press("Enter")
-        await wrong.says(".problem", "bearer token")
+        await wrong.says(".problem", "the token that was sent is wrong")
         await viewers(gateway, 1)
         await right.says("#livetext", "live")
         await wrong.find("#token").fill(gateway.app.tokens.invoke)

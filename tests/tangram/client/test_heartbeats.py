@@ -92,6 +92,7 @@ def test_a_child_by_fork_sends_its_own(server: ScriptedServer) -> None:
 
 
 def test_none_are_sent_where_none_are_wanted(server: ScriptedServer) -> None:
+    until(lambda: not beating(), "those of other tests have ended")
     with Client(server.address, lease_s=None) as client, client.trajectory("open"):
         assert not beating()
     with pytest.raises(InvalidInputError, match="lease_s must be from 1 to 86400, not 0"):
