@@ -22,18 +22,22 @@ TEST_FOLDERS = frozenset({"test", "tests", "testing"})
 class TestEnds:
     """What tests of this process have raised."""
 
-    def __init__(self, places: Iterable[str], given: Iterable[str]) -> None:
-        """``places`` are where the project's modules are, the working directory first; ``given`` are files of tests."""
+    def __init__(self, places: Iterable[str]) -> None:
+        """``places`` are where the project's modules are, the working directory first."""
         outcomes: Any = importlib.import_module("_pytest.outcomes")
         self._own_words = (outcomes.skip.Exception, outcomes.xfail.Exception, unittest.SkipTest)
         self._places = [os.path.realpath(place) + os.sep for place in places]
-        self._given = {os.path.realpath(path) for path in given}
+        self._given: set[str] = set()
         parts = [importlib.import_module(name) for name in ("_pytest", "pluggy")]
         folders = {str(Path(os.path.realpath(str(part.__file__))).parent) for part in parts}
         # An environment of Python's may lie within the project.
         self._installed = tuple(folder + os.sep for folder in {*folders, os.path.realpath(sys.prefix)})
         #: Tests that failed, whatever is reported of them.
         self.failed: set[str] = set()
+
+    def give(self, tests: Iterable[str]) -> None:
+        """Take these files, seen from the working directory, for those of the tests."""
+        self._given.update(os.path.realpath(path) for path in tests)
 
     def look(self, name: str, item: Any, call: Any) -> str:
         """Note that a phase of a test has failed; return what `ended_by` says of it.

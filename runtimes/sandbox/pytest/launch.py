@@ -109,14 +109,14 @@ def _run(pytest: Any, send: Send, told: dict[str, Any], project: dict[str, Any],
     plugin.drop_bytecode(paths)
     plugin._reporter, plugin._has_workers = plugin.Reporter(send), workers > 1
     plugin._selection = plugin.TestSelection(told["wanted"], told["prefixes"], told["done"])
-    plugin._test_timeout_s = told["test_timeout_s"]
+    plugin._test_timeout_s, plugin._given = told["test_timeout_s"], told["given"]
     arguments = ["-p", MODULE]
     if xdist:
         # Also where one process is enough: the project's own addopts may ask for more.
         arguments += ["-n", str(workers), "--dist", _dist(told["dist"], xdist)] if workers > 1 else ["-n", "0"]
     if told["own_options"]:
         arguments += ["-c", str(Path(directory) / "pytest.ini"), "--rootdir", str(Path.cwd()), "--noconftest"]
-    project["plugins"], project["given"] = named_plugins(told["args"]), told["given"]
+    project["plugins"] = named_plugins(told["args"])
     if workers > 1:
         os.environ.setdefault("PYTHONHASHSEED", "0")  # else workers may disagree on the ids of parameters from sets
         os.environ[PROJECT] = json.dumps(project)

@@ -136,6 +136,7 @@ _has_workers = False
 _judges: dict[str, Any] = {}
 _altered: list[str] = []
 _ends: Any = None
+_given: list[str] = []
 _reporter: Reporter | None = None
 _selection = TestSelection((), (), ())
 _grouped = False
@@ -149,7 +150,7 @@ def pytest_load_initial_conftests() -> None:
     global _ends
     if not _project:
         _project.update(json.loads(os.environ.pop(PROJECT)))  # a worker
-    _ends = importlib.import_module(ENDS).TestEnds(_project["paths"], _project["given"])
+    _ends = importlib.import_module(ENDS).TestEnds(_project["paths"])
     _judges.update(judges())
     sys.path[:0] = _project["paths"]
     if not _has_workers:
@@ -167,10 +168,12 @@ def pytest_configure(config: Any) -> None:
     _config = config
     invocation = getattr(config, "invocation_params", None)
     _started_in = str(invocation.dir if invocation is not None else config.invocation_dir)
+    _ends.give(_given)
     if hasattr(config, "workerinput"):
         told = config.workerinput["tangram"]
         _selection = TestSelection(told["wanted"], told["prefixes"], told["done"])
         _grouped, _test_timeout_s = told["grouped"], told["test_timeout_s"]
+        _ends.give(told["given"])
     elif getattr(config.option, "tx", None):
         _grouped = config.getoption("dist") == "loadgroup"
         config.option.tx = [worker_of(each) for each in config.option.tx]
@@ -317,6 +320,7 @@ class ControllerHooks:
             "done": sorted(_selection.done),
             "grouped": _grouped,
             "test_timeout_s": self._test_timeout_s,
+            "given": _given,
         }
 
     def pytest_testnodedown(self, node: Any, error: Any) -> None:

@@ -146,3 +146,13 @@ async def test_only_the_tests_that_came_with_the_request_count(bench: SuiteBench
 async def test_tests_by_another_name_are_run_where_none_is_named_as_usual(bench: SuiteBench) -> None:
     value = await bench.run({}, tests={"suite/check.py": "def test_x(): pass\n", "conftest.py": "", "data.json": "{}"})
     assert value["tests"] == {"suite/check.py::test_x": "passed"}
+
+
+@pytest.mark.parametrize("cores", [(0,), (0, 1)])
+async def test_any_number_of_given_files_reaches_the_processes(bench: SuiteBench, cores: tuple[int, ...]) -> None:
+    place = "a_directory_with_a_rather_long_name_" * 3
+    tests = {f"{place}/data_{number}.txt": "" for number in range(1500)}
+    tests["test_s.py"] = "import calc\ndef test_hard(): assert calc.hard() == 1\ndef test_easy(): pass\n"
+    code = {"calc.py": "import pytest\ndef hard(): pytest.xfail('known')\n"}
+    value = await bench.run(code, tests=tests, cores=cores)
+    assert value["tests"] == {"test_s.py::test_hard": "failed", "test_s.py::test_easy": "passed"}
