@@ -173,6 +173,7 @@ async def _serve(config: GatewayConfig, settings: DaemonSettings) -> None:
         handlers=runtimes.handlers_in_use,
         models=NodeModels(runtimes.model, settings.spec.devices),
         snapshots=ServedSnapshots(runtimes.environments),
+        trouble=runtimes.provider.trouble,
     )
     daemon = Daemon(replace(settings, isolation=info.isolation, sandboxes=info.kind), work)
     loop = asyncio.get_running_loop()

@@ -39,7 +39,7 @@ from manager.function import FunctionSpec
 from runtimes.fleet import FleetExecutor
 from runtimes.node.certificate import NodeCertificate, ensure_certificate, server_side
 from runtimes.node.fitness.messages import FITNESS
-from runtimes.node.fitness.remote import WHY_MAX
+from runtimes.node.fitness.remote import told
 from runtimes.node.handlers.archive import HandlerArchives
 from runtimes.node.link import NodeLink
 from runtimes.node.node_state import HEARD, NodeState
@@ -253,7 +253,8 @@ class Cluster(ClusterState):
 
     def _admitted(self, hello: NodeHello) -> bool:
         """Ask the roster; return whether the node must end all that it has first. Raises Conflict for a refusal."""
-        for verdict in self._step(Greeted(hello.name, hello.instance, hello.draining, hello.unfit[:WHY_MAX])):
+        greeted = Greeted(hello.name, hello.instance, hello.draining, *told(hello.unfit, hello.newcomers))
+        for verdict in self._step(greeted):
             if isinstance(verdict, TurnedAway):
                 raise Conflict(verdict.why, component="cluster", retry_after_s=verdict.retry_after_s)
         member = self._roster.get(hello.name)

@@ -200,7 +200,7 @@ class ClusterState(OneMachine):
         unfit = [member for member in self._roster.members() if member.state is NodeState.UNFIT]
         if unfit:
             told = "; ".join(f"{member.name}: {member.why}" for member in unfit[:8])
-            found.append(f"nodes on which nothing can begin ({len(unfit)}): {told}")
+            found.append(f"nodes on which nothing, or nothing new, can begin ({len(unfit)}): {told}")
         return [*found, *[each for part in (self.local, self.ray) if part is not None for each in part.warnings()]]
 
     @property

@@ -18,8 +18,8 @@ class Voice:
     def draining(self, why: str) -> None:
         self._step(DrainAsked(self._name, why))
 
-    def fitness(self, why: str) -> None:
-        self._step(FoundUnfit(self._name, self._instance(), why))
+    def fitness(self, why: str, finishing: bool) -> None:
+        self._step(FoundUnfit(self._name, self._instance(), why, finishing))
 
     def goodbye(self, why: str, killed: bool) -> None:
         self._step(SaidGoodbye(self._name, self._instance(), why, killed))

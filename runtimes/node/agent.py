@@ -74,7 +74,7 @@ class Agent:
         (directory / SPOOLS).mkdir(parents=True, exist_ok=True)
         self.epoch = epoch(directory)
         self._journal = AttemptJournal(directory, self.settings.journal)
-        self.fitness = NodeFitness(directory, self.settings.fitness)
+        self.fitness = NodeFitness(directory, self.settings.fitness, trouble=work.trouble)
         self._work = work
         self._clock = clock or MonotonicClock()
         self._loop = asyncio.get_running_loop()
@@ -194,7 +194,7 @@ class Agent:
         link.send(self.inventory())
         self.fitness.on_change = self.say if FITNESS in hears else lambda changed: None
         if FITNESS in hears:
-            link.send(FitnessChanged(self.fitness.why))
+            link.send(FitnessChanged(self.fitness.why, self.fitness.newcomers))
         if self._work.models is not None and (models := self._work.models.facts()).services:
             link.send(models)
         self._link = self._telling.link = link

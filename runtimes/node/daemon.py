@@ -30,6 +30,7 @@ from manager.setting import Setting
 from runtimes.node import wire
 from runtimes.node.agent import Agent, AgentSettings
 from runtimes.node.certificate import node_side, shows
+from runtimes.node.fitness.served import Trouble
 from runtimes.node.journal import BOOT_ID
 from runtimes.node.link import READ_BYTES, LinkClosed, LinkSettings, NodeLink
 from runtimes.node.message import Message
@@ -85,6 +86,7 @@ class HostWork:
     handlers: Callable[[], Collection[Path]] = lambda: ()
     models: NodeModels | None = None
     snapshots: ServedSnapshots | None = None
+    trouble: Trouble | None = None
 
     async def prepare(self, function: FunctionSpec) -> None:
         await self.check(function)
@@ -256,6 +258,7 @@ class Daemon:
             serves=tuple(sorted(agent.served)),
             able=agent.able,
             unfit=agent.fitness.why,
+            newcomers=agent.fitness.newcomers,
         )
 
     async def _welcomed(self, link: NodeLink) -> wire.NodeWelcome:

@@ -18,8 +18,8 @@ class NodeListener(Protocol):
         """Its daemon ends; ``killed``: nothing of what it had is left."""
         ...
 
-    def fitness(self, why: str) -> None:
-        """Nothing can begin there, and why; empty: anything can."""
+    def fitness(self, why: str, finishing: bool) -> None:
+        """Nothing can begin there, and why; empty: anything can. ``finishing``: what lives there goes on."""
         ...
 
     def sandbox_changed(self, facts: wire.TrajectoryFacts) -> None:

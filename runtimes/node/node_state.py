@@ -10,7 +10,7 @@ class NodeState(StrEnum):
 
     JOINING = "joining"  #: greeted, not yet reconciled
     READY = "ready"  #: serves
-    UNFIT = "unfit"  #: heard, and says itself that nothing can begin there: what runs there runs on
+    UNFIT = "unfit"  #: heard, and says itself that nothing, or nothing new, can begin there; what runs there runs on
     SUSPECT = "suspect"  #: not heard: what runs there runs on, nothing new starts
     DRAINING = "draining"  #: takes nothing new, and goes when it is empty
     LOST = "lost"  #: counted out, with everything on it

@@ -76,7 +76,7 @@ class RemoteNode:
         self._unrecorded: set[str] = set()
         #: Claims that nobody wants any more, to be said when there is a link.
         self._unwanted: dict[str, None] = {}
-        fitness = RemoteFitness(lambda why: None if on_event is None else on_event.fitness(why))
+        fitness = RemoteFitness(lambda *found: None if on_event is None else on_event.fitness(*found))
         self._parts = (self._transfers, self.models, self._sessions, self.snapshots, fitness)
         self._known = NodeKnowledge(epoch)
         self._recovering = False

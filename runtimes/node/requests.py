@@ -15,6 +15,7 @@ from manager.executor import Executor
 from manager.function import FunctionSpec, SandboxSpec
 from runtimes.node import wire
 from runtimes.node.errors import facts_of
+from runtimes.node.fitness.served import Trouble
 from runtimes.node.handlers.store import HandlerStore
 from runtimes.node.message import Message
 from runtimes.node.models.served import NodeModels
@@ -47,6 +48,11 @@ class NodeWork(Protocol):
     @property
     def snapshots(self) -> ServedSnapshots | None:
         """The snapshots of this machine's trajectories; None if it keeps none."""
+        ...
+
+    @property
+    def trouble(self) -> Trouble | None:
+        """What says why no sandbox can be made; None where nothing could tell."""
         ...
 
     async def prepare(self, function: FunctionSpec) -> None:

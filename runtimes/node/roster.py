@@ -47,15 +47,21 @@ class Greeted:
     #: Whether it drains already, and why nothing can begin there (empty: anything can).
     draining: bool = False
     unfit: str = ""
+    #: Whether only nothing new can: what lives there goes on.
+    finishing: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class FoundUnfit:
-    """A node says that nothing can begin there, and why; or, if that is empty, that anything can (again)."""
+    """A node says that nothing can begin there, and why; or, if that is empty, that anything can (again).
+
+    ``finishing``: nothing new can, and the trajectories that live there go on.
+    """
 
     node: str
     instance: str
     why: str
+    finishing: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +219,8 @@ class Member:
     drain_why: str = ""
     #: Why nothing can begin there, as it says itself; empty if anything can.
     unfit: str = ""
+    #: Whether, though it is unfit, the trajectories that live there go on.
+    finishing: bool = False
     #: When it was last heard; what the clock of its loss runs from.
     heard_s: float = 0.0
     #: Whether it must end whatever it has before it may join.
@@ -289,7 +297,7 @@ class Roster:
             case Reconciled() if member.state is NodeState.JOINING and member.instance == event.instance:
                 return self._serve(member)
             case FoundUnfit() if member.instance == event.instance:
-                return self._fit(member, event.why)
+                return self._fit(member, event.why, event.finishing)
             case LinkLost() if member.instance == event.instance:
                 return self._doubt(member, event.why)
             case DrainAsked():
@@ -325,7 +333,8 @@ class Roster:
 
     def _admit(self, member: Member, event: Greeted) -> list[Verdict]:
         fence = member.fenced
-        member.instance, member.doomed, member.unfit = event.instance, "", event.unfit
+        member.instance, member.doomed = event.instance, ""
+        member.unfit, member.finishing = event.unfit, event.finishing
         if member.state is NodeState.LOST:
             member.heard_s = self._now_s
         if event.draining and not member.draining:
@@ -347,19 +356,21 @@ class Roster:
         member.fenced, member.heard_s = False, self._now_s
         if member.draining:
             self._move(member, NodeState.DRAINING, member.drain_why)
-            return [Serves(member.name), Shut(member.name, f"draining: {member.drain_why}", finishing=True)]
+            told, goes_on = f"draining: {member.drain_why}", not member.unfit or member.finishing
+            return [Serves(member.name), Shut(member.name, told, finishing=goes_on)]
         return [Serves(member.name), *self._settle(member)]
 
     def _settle(self, member: Member) -> list[Verdict]:
         """It serves, as far as it is fit."""
         if member.unfit:
             self._move(member, NodeState.UNFIT, member.unfit)
-            return [Shut(member.name, f"unfit: {member.unfit}")]
+            return [Shut(member.name, f"unfit: {member.unfit}", finishing=member.finishing)]
         self._move(member, NodeState.READY, "")
         return []
 
-    def _fit(self, member: Member, why: str) -> list[Verdict]:
-        changed, member.unfit = member.unfit != why, why
+    def _fit(self, member: Member, why: str, finishing: bool) -> list[Verdict]:
+        changed = (member.unfit, member.finishing) != (why, finishing)
+        member.unfit, member.finishing = why, finishing
         if not changed or member.state not in (NodeState.READY, NodeState.UNFIT):
             return []  # it counts once it serves again
         shut = self._settle(member)
@@ -379,7 +390,7 @@ class Roster:
         if member.state not in (NodeState.READY, NodeState.UNFIT):
             return []
         self._move(member, NodeState.DRAINING, why)
-        return [Shut(member.name, f"draining: {why}", finishing=not member.unfit)]
+        return [Shut(member.name, f"draining: {why}", finishing=not member.unfit or member.finishing)]
 
     def _undrain(self, member: Member) -> list[Verdict]:
         member.draining = False

@@ -78,6 +78,8 @@ class NodeHello(Message, kw_only=True):
     able: tuple[str, ...] = ()
     #: Why nothing can begin there now; empty if anything can.
     unfit: str = ""
+    #: Why no sandbox can be made there, though what lives there goes on; empty if one can.
+    newcomers: str = ""
 
 
 class NodeWelcome(Message, kw_only=True):

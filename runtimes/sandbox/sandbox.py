@@ -401,6 +401,10 @@ class Provider(Protocol):
         """Raise InvalidConfig or Unsupported, with the remedy, if such a sandbox can never be made."""
         ...
 
+    async def trouble(self) -> str:
+        """Return why none can be made now, and what mends that; empty if nothing is known to be wrong."""
+        ...
+
     async def create(
         self, spec: SandboxSpec, *, name: str, labels: Mapping[str, str], mounts: Mapping[str, str]
     ) -> Sandbox:

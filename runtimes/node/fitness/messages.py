@@ -9,6 +9,8 @@ FITNESS = "fitness"
 
 
 class FitnessChanged(Message):
-    """Why nothing can begin on the node; empty if anything can."""
+    """Why nothing can begin on the node, or nothing new; both empty if anything can."""
 
     why: str
+    #: Why no sandbox can be made there; what lives there goes on. Gateways before it was told skip it.
+    newcomers: str = ""

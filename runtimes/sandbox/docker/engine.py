@@ -147,6 +147,13 @@ class DockerEngine:
         """Return the path of the HTTP request that attaches to a container's three streams."""
         return f"/v{self._api.api_version}/containers/{container}/attach?stream=1&stdin=1&stdout=1&stderr=1"
 
+    async def trouble(self) -> str:
+        """Return why no container can be made now, and what mends that; empty if the engine answers."""
+        if await self._watchdog.look():
+            return ""
+        told = f"its Docker engine does not answer ({self.address.url}), so no sandbox can be made: start the engine"
+        return f"{told} again (systemctl start docker); the sandboxes that live there go on"
+
     async def close(self) -> None:
         await self._watchdog.close()
         self._connection.close()

@@ -173,6 +173,9 @@ class ContainerProvider:
             await self._engine.require_runtime(spec.runtime)
         await self._networks.check(spec, here=self._is_here(spec.runtime))
 
+    async def trouble(self) -> str:
+        return await self._engine.trouble()
+
     async def create(
         self, spec: SandboxSpec, *, name: str, labels: Mapping[str, str], mounts: Mapping[str, str]
     ) -> Sandbox:

@@ -59,6 +59,12 @@ class EngineWatchdog:
             future.cancel()
         return future.result()
 
+    async def look(self) -> bool:
+        """Return whether it answers now, which one that refuses connections does not; no call is refused for it."""
+        if self._silent:
+            return False
+        return await asyncio.wrap_future(self._pinging.submit(lambda: self._ping(self._step_s)))
+
     async def close(self) -> None:
         """Wait for what runs, as long as the engine answers."""
         tasks = [task for task in (self._asking, self._reviving) if task is not None]
@@ -72,7 +78,7 @@ class EngineWatchdog:
     # --- inside
 
     def _refusal(self) -> CapacityExceeded:
-        message = f"the Docker engine does not answer (for {2 * self._step_s:g} s and more)"
+        message = "the Docker engine does not answer"
         return CapacityExceeded(message, component=COMPONENT, retry_after_s=self._step_s)
 
     async def _answers(self) -> bool:

@@ -193,6 +193,9 @@ class ProcessProvider:
                 component=COMPONENT,
             )
 
+    async def trouble(self) -> str:
+        return ""  # there is nothing between this process and its sandboxes that could be gone
+
     async def create(
         self, spec: SandboxSpec, *, name: str, labels: Mapping[str, str], mounts: Mapping[str, str]
     ) -> Sandbox:

@@ -1,4 +1,4 @@
-"""A node whose Docker engine dies: what lives there lives on, what cannot begin says why, other nodes do not notice."""
+"""A node whose Docker engine dies draws nothing new and says why; what lives there lives on, others do not notice."""
 
 from __future__ import annotations
 
@@ -38,19 +38,24 @@ def test_a_dead_engine_is_its_nodes_own_trouble_and_over_once_it_is_back(
     mine = gateway.submit("there", TALE, trajectory="t")
     begun(gateway, mine)
     engine.kill()
-    late = gateway.ended(gateway.submit("there", "echo late", trajectory="fresh"))
-    assert (late["state"], late["reason"], late["node"]) == ("failed", "environment_lost", "n1"), late
-    assert "engine" in late["message"], late
+    gateway.until_state("n1", "unfit")
+    why = gateway.has("n1").why
+    assert engine.host in why and "systemctl start docker" in why, "what is wrong, and what mends it"
+    assert any("n1" in each and engine.host in each for each in gateway.ready()["warnings"]), "/readyz tells it"
+    late = gateway.submit("there", "echo late", trajectory="fresh")
+    anywhere = [gateway.ended(gateway.submit("again", "echo a", trajectory=f"new-{n}")) for n in range(3)]
+    assert all(each["state"] == "succeeded" and each["node"] != "n1" for each in anywhere), "it draws nothing new"
     found = gateway.ended(mine)
     assert (found["state"], found["attempt"], found["result"]["stdout"]) == ("succeeded", 1, TOLD), "what began goes on"
     idle = gateway.ended(gateway.submit("there", "cat file", trajectory="idle"))
     assert (idle["state"], idle["result"]["stdout"]) == ("succeeded", "made\n"), "a living sandbox needs no engine"
     elsewhere = gateway.ended(gateway.submit("elsewhere", "echo well", trajectory="well"))
     assert (elsewhere["state"], elsewhere["node"]) == ("succeeded", "n2"), "others do not notice"
-    assert all((gateway.has(name).state, gateway.has(name).losses) == ("ready", 0) for name in ("n1", "n2"))
+    assert gateway.record(late)["state"] == "queued", "what can go nowhere else waits"
+    states = [(gateway.has(name).state, gateway.has(name).losses) for name in ("n1", "n2")]
+    assert states == [("unfit", 0), ("ready", 0)]
     engine.start()
-    until(
-        lambda: gateway.ended(gateway.submit("there", "true", trajectory="anew"))["state"] == "succeeded",
-        "new sandboxes are made again",
-    )
+    gateway.until_state("n1", "ready")
+    after = gateway.ended(late)
+    assert (after["state"], after["node"], after["result"]["stdout"]) == ("succeeded", "n1", "late\n"), after
     assert gateway.ended(gateway.submit("there", "cat file", trajectory="idle"))["result"]["stdout"] == "made\n"

@@ -14,6 +14,7 @@ from manager.executor import Executor
 from manager.function import FunctionSpec, SandboxSpec
 from manager.lease import Lease
 from runtimes.local import LocalExecutor
+from runtimes.node.fitness.served import Trouble
 from runtimes.node.models.served import NodeModels
 from runtimes.node.sandboxes import NodeSandboxes
 from runtimes.node.snapshots.served import ServedSnapshots
@@ -169,6 +170,7 @@ class MachineWork:
     sandboxes: NodeSandboxes
     models: NodeModels | None = None
     snapshots: ServedSnapshots | None = None
+    trouble: Trouble | None = None
     prepared: list[str] = field(default_factory=list)
 
     @classmethod

@@ -33,7 +33,7 @@ class StandInDoor:
         self.node = RemoteNode("n1", on_event=self)
         self.hellos: list[wire.NodeHello] = []
         self.drains: list[str] = []
-        self.fitnesses: list[str] = []
+        self.fitnesses: list[tuple[str, bool]] = []
         self.goodbyes: list[tuple[str, bool]] = []
         self.inventories: list[wire.Inventory] = []
         #: What is said to a hello.
@@ -47,8 +47,8 @@ class StandInDoor:
         self.drains.append(why)
         self.changed.set()
 
-    def fitness(self, why: str) -> None:
-        self.fitnesses.append(why)
+    def fitness(self, why: str, finishing: bool) -> None:
+        self.fitnesses.append((why, finishing))
         self.changed.set()
 
     def goodbye(self, why: str, killed: bool) -> None:

@@ -234,6 +234,26 @@ def test_a_node_that_finds_itself_unfit_is_closed_with_its_reason_and_open_again
     assert state(roster) is NodeState.READY
 
 
+def test_one_that_can_take_nothing_new_lets_what_lives_there_go_on_until_it_is_worse_or_better() -> None:
+    roster = joined("n")
+    shut = Shut("n", "unfit: no engine", finishing=True)
+    assert roster.step(1, FoundUnfit("n", "n-1", "no engine", finishing=True)) == [shut]
+    assert state(roster) is NodeState.UNFIT
+    assert roster.step(2, DrainAsked("n", "asked")) == [Shut("n", "draining: asked", finishing=True)]
+    assert roster.step(3, DrainEnded("n")) == [shut]
+    assert roster.step(4, FoundUnfit("n", "n-1", "full")) == [Shut("n", "unfit: full")]
+    assert roster.step(5, FoundUnfit("n", "n-1", "")) == [Serves("n")]
+    roster.step(6, LinkLost("n", "n-1", "cut"))
+    roster.step(7, Greeted("n", "n-1", unfit="no engine", finishing=True))
+    assert roster.step(8, Reconciled("n", "n-1")) == [Serves("n"), shut], "so it is when it joins like that"
+
+
+def test_one_that_drains_when_it_joins_starts_nothing_if_nothing_can_begin_there() -> None:
+    roster = Roster()
+    roster.step(0, Greeted("n", "i", draining=True, unfit="full"))
+    assert roster.step(1, Reconciled("n", "i")) == [Serves("n"), Shut("n", "draining: its daemon drains")]
+
+
 def test_one_that_is_unfit_when_it_joins_never_opens_until_it_is_fit() -> None:
     roster = Roster()
     roster.step(0, Greeted("n", "i", unfit="full"))
@@ -295,7 +315,7 @@ class NodeHistory:
                 Greeted(name, fresh, unfit=chance.choice(("", "", "full"))),
                 Reconciled(name, instance),
                 Reconciled(name, instance),
-                FoundUnfit(name, instance, chance.choice(("", "full"))),
+                FoundUnfit(name, instance, chance.choice(("", "full")), finishing=chance.random() < 0.3),
                 LinkLost(name, instance, "cut"),
                 Expected(name),
                 DrainAsked(name, "asked"),

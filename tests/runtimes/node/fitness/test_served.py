@@ -102,6 +102,44 @@ async def test_only_a_gateway_that_hears_of_it_is_told_at_the_join_and_whenever_
         await agent.close()
 
 
+async def test_one_whose_sandboxes_are_in_trouble_says_that_nothing_new_can_begin_until_they_are_not(
+    tmp_path: Path,
+) -> None:
+    trouble = "its engine is gone"
+    told: asyncio.Queue[FitnessChanged] = asyncio.Queue()
+
+    async def found() -> str:
+        return trouble
+
+    fitness = NodeFitness(tmp_path, FitnessSettings(look_s=0.001, free_min_bytes=0), trouble=found)
+    fitness.on_change = told.put_nowait
+    watching = asyncio.create_task(fitness.watch_for_ever())
+    async with asyncio.timeout(STUCK_S):
+        assert await told.get() == FitnessChanged("", "its engine is gone")
+        assert (fitness.why, fitness.newcomers) == ("", trouble), "what lives there may go on"
+        trouble = ""
+        assert await told.get() == FitnessChanged("", "")
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+
+
+async def test_an_engine_that_hangs_holds_up_no_look_at_the_disk(disk: Path) -> None:
+    told: asyncio.Queue[FitnessChanged] = asyncio.Queue()
+
+    async def hangs() -> str:
+        await asyncio.Event().wait()
+        return ""
+
+    fitness = NodeFitness(disk, FitnessSettings(look_s=0.001, free_min_bytes=2 * 2**20), trouble=hangs)
+    fitness.on_change = told.put_nowait
+    watching = asyncio.create_task(fitness.watch_for_ever())
+    (disk / "filler").write_bytes(bytes(SIZE - 2**20))
+    async with asyncio.timeout(STUCK_S):
+        assert "server.free_min" in (await told.get()).why
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+
+
 async def _unfit(agent: Agent) -> None:
     while not agent.fitness.why:  # noqa: ASYNC110  # the looks themselves are awaited
         await asyncio.sleep(0)

@@ -71,6 +71,17 @@ async def test_a_silent_engine_is_given_up_by_all_and_asked_nothing_more_until_i
     assert begun == 2, "what waited for a thread was carried out after all"
 
 
+async def test_a_look_tells_whether_it_answers_and_no_call_is_refused_for_it(engine: SlowEngine) -> None:
+    watchdog = EngineWatchdog(engine.ping, threads=1, silence_s=SILENCE_S)
+    assert await watchdog.look()
+    engine.answers = False
+    assert not await watchdog.look()
+    assert not watchdog.silent and await watchdog.call(lambda: "tried") == "tried"
+    engine.answers = True
+    assert await watchdog.look(), "and so it is seen when it is back"
+    await watchdog.close()
+
+
 async def test_what_a_call_raises_is_raised(engine: SlowEngine) -> None:
     watchdog = EngineWatchdog(engine.ping, threads=1, silence_s=SILENCE_S)
 
