@@ -59,6 +59,8 @@ class Preparation:
         self._gate = asyncio.Semaphore(CONCURRENCY)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._again: dict[str, asyncio.Event] = {}
+        #: What the next try of one does in place of preparing it.
+        self._instead: dict[str, Prepare] = {}
         self._states: dict[str, Readiness] = {}
         self._log = structlog.get_logger("gateway.functions")
         #: Called when one has become ready, by name; they must not wait or raise.
@@ -79,9 +81,16 @@ class Preparation:
             self._again[function.name] = asyncio.Event()
             self._tasks[function.name] = asyncio.get_running_loop().create_task(self._until_ready(function))
 
-    def again(self) -> None:
-        """Try those again at once that could not be made ready: something has changed."""
-        for again in self._again.values():
+    def again(self, instead: Prepare | None = None) -> None:
+        """Try those again at once that could not be made ready: something has changed.
+
+        ``instead`` is all that the try does, where what has changed is known; not if a whole one is due as well.
+        """
+        for name, again in self._again.items():
+            if instead is None:
+                self._instead.pop(name, None)
+            elif not again.is_set():
+                self._instead[name] = instead
             again.set()
 
     def note(self, name: str, told: str) -> None:
@@ -89,10 +98,10 @@ class Preparation:
         if self._states.get(name, Readiness("ready")).status == "preparing":
             self._states[name] = Readiness("preparing", told)
 
-    async def one(self, function: FunctionSpec) -> None:
+    async def one(self, function: FunctionSpec, prepare: Prepare | None = None) -> None:
         """Prepare one now; raises CodedError, and changes nothing that is told of it."""
         async with self._gate:
-            await self._prepare(function)
+            await (prepare or self._prepare)(function)
 
     def switched(self, ready: Iterable[str], known: Iterable[str]) -> None:
         """These are ready in their new form, those that are ``known`` no more are forgotten, the others tried again."""
@@ -113,29 +122,29 @@ class Preparation:
 
     async def _until_ready(self, function: FunctionSpec) -> None:
         name, attempt, failures = function.name, 1, 0
-        while (error := await self._error(function)) is not None:
+        while (error := await self._error(function, self._instead.pop(name, None))) is not None:
             problem = error.message
             room = isinstance(error, CapacityExceeded)  # nothing is missing for good: a node that joins makes it
             if self._states[name].problem != problem:
                 say = self._log.info if room else self._log.error
                 say("a function waits for a node" if room else "a function is unavailable", function=name, why=problem)
             again, loop = self._again[name], asyncio.get_running_loop()
-            again.clear()
             again_s = loop.time() + backoff_s(attempt, AGAIN_S, AGAIN_MAX_S)
             failures = 0 if room else failures + 1
             self._states[name] = Readiness("unavailable", problem, failures, 0.0 if room else again_s)
             timer = loop.call_at(again_s, again.set)
             await again.wait()
             timer.cancel()
+            again.clear()  # before the try: what changes meanwhile is not missed
             self._states[name] = Readiness("unavailable", problem, failures)
             attempt += 1
         self._tasks.pop(name, None)
         self._states[name] = Readiness("ready")
         self._tell(name)
 
-    async def _error(self, function: FunctionSpec) -> CodedError | None:
+    async def _error(self, function: FunctionSpec, instead: Prepare | None) -> CodedError | None:
         try:
-            await self.one(function)
+            await self.one(function, instead)
         except CodedError as error:
             return error.with_traceback(None)
         except Exception as error:  # noqa: BLE001  # a bug in one runtime keeps no other function from being served

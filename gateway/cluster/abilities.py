@@ -26,14 +26,14 @@ class Abilities:
         self._machines: dict[str, PrepareThere] = {}
         self._able: dict[str, set[str]] = {}
         #: By machine and function, why not.
-        self._unable: dict[str, dict[str, str]] = {}
+        self._unable: dict[str, dict[str, CodedError]] = {}
 
     def able(self, machine: str) -> frozenset[str]:
         return frozenset(self._able.get(machine, ()))
 
     def unable(self, machine: str) -> Mapping[str, str]:
         """Return the functions that a machine cannot run, and why."""
-        return self._unable.get(machine, {})
+        return {function: problem.message for function, problem in self._unable.get(machine, {}).items()}
 
     def join(self, machine: str, prepare: PrepareThere) -> None:
         """Ask this machine too from now on."""
@@ -59,6 +59,12 @@ class Abilities:
         errors = [problem for problem in problems if problem is not None]
         if len(errors) == len(machines):
             raise errors[0]
+
+    def require_on(self, machine: str, function: FunctionSpec) -> None:
+        """Raise what the machine said when it was asked last, unless it is able to run the function."""
+        if function.name not in self._able.get(machine, ()):
+            told = self._unable.get(machine, {}).get(function.name)
+            raise told or CapacityExceeded(f"node {machine} has not said yet that it can", component="cluster")
 
     async def prepare_all(self, machine: str, functions: tuple[FunctionSpec, ...]) -> None:
         """Have one machine prepare these, a few at once; what it cannot run is noted."""
@@ -94,7 +100,7 @@ class Abilities:
             unable.pop(function.name, None)
         else:
             able.discard(function.name)
-            unable[function.name] = problem.message
+            unable[function.name] = problem.with_traceback(None)
         if before != (problem is None):
             self._changed(machine)
         return problem

@@ -110,7 +110,8 @@ class Cluster(ClusterState):
         self._sessions: SessionTable | None = None
         self._recovery: NodeRecovery | None = None
         self._functions: Callable[[], Sequence[FunctionSpec]] = lambda: ()
-        self._again: Callable[[], None] = lambda: None
+        self._again: Callable[[Prepare], None] = lambda instead: None
+        self._prepare_here: Prepare | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -128,6 +129,7 @@ class Cluster(ClusterState):
         return frozenset(self._awaited)
 
     def preparing(self, here: Prepare) -> Prepare:
+        self._prepare_here = here
         if self._inline:
             self.abilities.join(self.here.name, here)
 
@@ -170,7 +172,7 @@ class Cluster(ClusterState):
                 self._machines[name] = self._machine(replace(known.spec, able=frozenset()), known.epoch)
                 self._step(Expected(name, draining=known.state == "draining"))
 
-    def open(self, again: Callable[[], None]) -> None:
+    def open(self, again: Callable[[Prepare], None]) -> None:
         self._again = again
         self._door.open()
         self._log.info("nodes may join", listen=self.address, fingerprint=self._certificate.fingerprint)
@@ -317,7 +319,15 @@ class Cluster(ClusterState):
         self._log.info("a node serves", node=name, cores=machine.spec.cores, devices=machine.spec.devices)
         # An image may have to be pulled: until then it serves what it is able to run already.
         await self.abilities.prepare_all(name, tuple(filter(_needs_node, self._functions())))
-        self._again()
+        self._again(partial(self._as_told, name))
+
+    async def _as_told(self, name: str, function: FunctionSpec) -> None:
+        """Take the word of a node that has joined: the others have said already whether they can run the function."""
+        if _needs_node(function):
+            self.abilities.require_on(name, function)
+        else:
+            assert self._prepare_here is not None
+            await self._prepare_here(function)
 
     def _machine(self, spec: NodeSpec, epoch: str = "") -> ClusterNode:
         machine: ClusterNode | None = None

@@ -100,8 +100,8 @@ class OneMachine:
         """The scheduler runs: say which machines it has to wait for."""
         self._engine, self._services = engine, services
 
-    def open(self, again: Callable[[], None]) -> None:
-        """Let machines join from now on; ``again`` has what could not be made ready tried again."""
+    def open(self, again: Callable[[Prepare], None]) -> None:
+        """Let machines join from now on; ``again`` has what could not be made ready tried again as it is given."""
 
     async def let_go(self) -> None:
         """Take nothing from other machines any more: what runs there is the next gateway's."""

@@ -214,3 +214,39 @@ async def test_the_process_says_that_it_lives_before_there_is_a_gateway() -> Non
             door.open(app)
             assert (await client.get("/healthz")).status_code == 204
         await door.close()
+
+
+async def test_a_node_that_joins_has_the_others_asked_no_more_and_a_change_in_the_middle_of_a_try_is_not_missed() -> (
+    None
+):
+    shell = FunctionSpec(name="shell", runtime="exec")
+    asked: list[str] = []
+    ready, failed, go_on = asyncio.Event(), asyncio.Queue[str](), asyncio.Event()
+
+    async def everywhere(function: FunctionSpec) -> None:
+        asked.append("all")
+        failed.put_nowait("all")
+        await go_on.wait()
+        raise Unsupported("nobody can")
+
+    def told(name: str, able: bool) -> preparation.Prepare:
+        async def by_it(function: FunctionSpec) -> None:
+            asked.append(name)
+            failed.put_nowait(name)
+            if not able:
+                raise Unsupported(f"{name} cannot")
+
+        return by_it
+
+    prepared = preparation.Preparation(everywhere)
+    prepared.on_ready.append(lambda name: ready.set())
+    prepared.begin([shell])
+    async with asyncio.timeout(10.0):
+        await failed.get()
+        prepared.again(told("n1", able=False))  # it joins while all are asked
+        go_on.set()
+        assert await failed.get() == "n1"
+        prepared.again(told("n2", able=True))
+        await ready.wait()
+    assert asked == ["all", "n1", "n2"]
+    await prepared.close()

@@ -43,6 +43,18 @@ async def test_a_function_that_no_machine_can_run_is_refused_as_the_first_one_sa
         await abilities.prepare(F)
 
 
+async def test_what_a_machine_has_said_is_known_without_asking_any() -> None:
+    abilities = Abilities(lambda machine: None)
+    for name, knows in (("a", Workshop()), ("b", Workshop("f"))):
+        abilities.join(name, knows.prepare)
+        await abilities.prepare_all(name, (F, G))
+    abilities.require_on("b", F)
+    with pytest.raises(Unsupported, match="no f here"):
+        abilities.require_on("a", F)
+    with pytest.raises(CapacityExceeded, match="has not said yet"):
+        abilities.require_on("c", F)
+
+
 async def test_a_fault_while_one_function_is_prepared_costs_that_function_alone() -> None:
     class Broken(Workshop):
         async def prepare(self, function: FunctionSpec) -> None:
