@@ -32,6 +32,8 @@ READ_BYTES = 64 * 2**10
 HANDED_BYTES = 2**20
 #: Seconds for the last bytes and TLS's own farewell.
 FAREWELL_S = 0.5
+#: Seconds after the end of its patience at which a link looks whether its peer is silent still.
+_LATE_S = 0.01
 _M = TypeVar("_M", bound=Message)
 
 
@@ -177,7 +179,7 @@ class NodeLink:
         ``handle`` must not wait. It may raise ChannelError, which cuts the link.
         """
         self._heard_s = self._ticked_s = self._clock.now()
-        self._timer = self._loop.call_later(self.settings.beat_s, self._tick_again)
+        self._arm()
         try:
             while not self.closed.is_set():
                 while self._received:
@@ -221,7 +223,12 @@ class NodeLink:
     def _tick_again(self) -> None:
         self.tick()
         if not self.closed.is_set():
-            self._timer = self._loop.call_later(self.settings.beat_s, self._tick_again)
+            self._arm()
+
+    def _arm(self) -> None:
+        """Come back for the next beat, or when the other side has been silent for too long if that is earlier."""
+        left_s = self._heard_s + self.settings.silent_s - self._clock.now()
+        self._timer = self._loop.call_later(min(self.settings.beat_s, max(0.0, left_s) + _LATE_S), self._tick_again)
 
     def close(self, why: str) -> None:
         """Close it, after what was sent already and the peer has room for; the first reason counts. Idempotent."""

@@ -12,6 +12,7 @@ from runtimes.node import wire
 from runtimes.node.link import HANDED_BYTES, LinkClosed, LinkSettings, NodeLink
 from runtimes.node.message import Message
 from tests.runtimes.node.memory_stream import CALM, MemoryTransport, pair
+from tests.runtimes.node.session import STUCK_S
 from tests.runtimes.node.session import hello
 
 WITHIN_S = 30.0
@@ -169,3 +170,9 @@ async def test_the_first_message_and_what_follows_it_at_once_are_both_heard() ->
         await heard.wait()
     near.close("done")
     await running
+
+
+async def test_a_silent_side_is_cut_when_its_time_is_over_and_not_only_at_the_next_beat() -> None:
+    near, _ = pair(settings=LinkSettings(beat_s=3600.0, silent_s=0.01))
+    async with asyncio.timeout(STUCK_S):
+        assert "nothing was heard" in await near.run(lambda message: None)
