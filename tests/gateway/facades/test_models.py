@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+import pytest_asyncio
 
 from gateway.app import gateway
 from gateway.config.facades import FacadesSection, ModelsFacade
@@ -26,7 +27,13 @@ from runtimes.sandbox.provider import ProviderSettings
 pytest.importorskip("torch")
 from tests.runtimes.model import checkpoints  # it imports torch
 
-pytestmark = [pytest.mark.model, pytest.mark.slow]
+# One gateway serves all of them: its models are the costly part, and no test changes what another asks.
+pytestmark = [
+    pytest.mark.model,
+    pytest.mark.slow,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.xdist_group("models-facade"),
+]
 ANSWER_S = 60.0
 TOP = 8
 IDS = checkpoints.IDS[1]
@@ -43,7 +50,7 @@ class ServedModels:
     port: int
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ServedModels]:
     directory = tmp_path_factory.mktemp("models")
     lm, score = checkpoints.write(directory, "llama", "lm"), checkpoints.write(directory, "llama", "score")
@@ -85,6 +92,11 @@ async def ask(served: ServedModels, path: str, body: Mapping[str, object], statu
     return answer.json()
 
 
+async def recorded(served: ServedModels) -> int:
+    """How many invocations the gateway has recorded so far."""
+    return len((await served.http.get("/v1/invocations", params={"limit": 1000})).json()["invocations"])
+
+
 async def test_four_dialects_tell_transformers_numbers(served: ServedModels) -> None:
     table = checkpoints.plain_table(served.teacher, IDS)
     actual = [float(table[place, token]) for place, token in enumerate(IDS[1:])]
@@ -121,6 +133,7 @@ async def test_four_dialects_tell_transformers_numbers(served: ServedModels) -> 
 
 
 async def test_a_batch_is_answered_in_its_order_by_one_action(served: ServedModels) -> None:
+    before = await recorded(served)
     body = {"model": "teacher", "prompt": checkpoints.IDS, "max_tokens": 1, "prompt_logprobs": 1}
     answer = await ask(served, "/openai/v1/completions", body)
     assert [each["index"] for each in answer["choices"]] == [0, 1, 2, 3]
@@ -128,8 +141,7 @@ async def test_a_batch_is_answered_in_its_order_by_one_action(served: ServedMode
     both = {"input_ids": checkpoints.IDS[:2], "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}
     told = await ask(served, "/models/teacher/generate", {**both, "sampling_params": {"max_new_tokens": 0}})
     assert [len(each["meta_info"]["input_top_logprobs"]) for each in told] == [4, 9]
-    records = (await served.http.get("/v1/invocations")).json()["invocations"]
-    assert len(records) == 2
+    assert await recorded(served) - before == 2
 
 
 async def test_with_one_likeliest_token_there_are_one_or_two_by_the_rank(served: ServedModels) -> None:

@@ -141,7 +141,8 @@ async def test_each_call_of_a_batch_has_its_own_verdict(stub: GatewayStub) -> No
 
 
 async def test_a_batch_may_wait_for_its_first_end_or_for_none(stub: GatewayStub) -> None:
-    hangs = call({"hangs": True})
+    # One action for all batches: two would hold both cores of a small machine, and the call beside them would wait.
+    hangs = pb.InvokeRequest(function="echo", input_json=b'{"hangs": true}', idempotency_key="hangs")
     none = await stub.InvokeBatch(batch(hangs))
     assert [each.invocation.state for each in none] in (["queued"], ["running"])
     any_of = await stub.InvokeBatch(batch(hangs, call({"n": 2}), wait="any"))

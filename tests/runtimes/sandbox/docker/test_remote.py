@@ -407,5 +407,10 @@ async def test_the_engine_may_stand_behind_ssh(docker: str, ssh_server: str, spe
 def test_an_engine_that_ssh_does_not_reach_is_told_with_its_words(ssh_server: str, tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match=r"no Docker engine answers.*nowhere"):
         make_provider(
-            ProviderSettings(kind="container", state_dir=tmp_path, docker=DockerSettings(host="ssh://nowhere.invalid"))
+            ProviderSettings(
+                kind="container",
+                state_dir=tmp_path,
+                docker=DockerSettings(host="ssh://nowhere.invalid"),
+                start_wait_s=0.0,
+            )
         )
