@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+from manager.core.alone import request_of, waits_alone
 from manager.core.candidates import Candidate, CandidateSelection, Selector
 from manager.core.changes import Changes
 from manager.core.dispatcher import Dispatcher
 from manager.core.pool_dispatch import PoolDispatch
 from manager.core.state import SchedulerState
-from manager.core.waiting.queue import QueueGroup
+from manager.core.waiting.queue import QueueGroup, Waiting
 from manager.resources.pool import Headroom
 
 #: Rounds of one pass: units that a policy frees by resizing, or gives to somebody wider, are offered again this often.
@@ -35,24 +36,38 @@ class SchedulingPass:
 
     def _round(self, changed: set[str], changed_groups: set[QueueGroup]) -> None:
         state = self._state
-        pools, groups = self._closure(changed, changed_groups)
-        selection = self.select(groups)
+        names, groups = self._closure(changed, changed_groups)
+        pools = state.resources.in_order(names)
+        groups_of: dict[str, list[QueueGroup]] = {}
+        for group in groups:
+            for name in state.pools_of(group):
+                groups_of.setdefault(name, []).append(group)
+        alone: dict[str, Waiting] = {}
+        for pool in pools:
+            waiting = waits_alone(state, pool, groups_of.get(pool.name, ()))
+            if waiting is not None:
+                alone[pool.name] = waiting
+        sure = {waiting.group for waiting in alone.values()}
+        selection = self.select([group for group in groups if group not in sure])
         by_pool: dict[str, list[Candidate]] = {}
         for candidate in selection.candidates:
             by_pool.setdefault(candidate.pool, []).append(candidate)
         for candidate in by_pool.pop("", []):
             self.dispatcher.start([candidate.waiting], candidate.option.node, ())
-        groups_of: dict[str, list[QueueGroup]] = {}
-        for group in groups:
-            for name in state.pools_of(group):
-                groups_of.setdefault(name, []).append(group)
-        for pool in state.resources.in_order(pools):
+        for pool in pools:
+            only = alone.get(pool.name)
+            if only is not None:
+                state.wakes.pop(pool.name, None)
+                self.dispatcher.start([only], pool.node, [(pool, request_of(only, pool))])
+                continue
             candidates, here = by_pool.get(pool.name, []), groups_of.get(pool.name, [])
             PoolDispatch(state, self.dispatcher, pool, here, candidates, selection, self._changes.look_again).take()
 
-    def select(self, groups: Iterable[QueueGroup]) -> CandidateSelection:
+    def select(self, groups: Sequence[QueueGroup]) -> CandidateSelection:
         """Return what could start now of these groups, by reservation."""
         state = self._state
+        if not groups:
+            return CandidateSelection()
         selector = Selector(
             state.resources,
             state.nodes,

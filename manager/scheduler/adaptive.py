@@ -16,7 +16,7 @@ from typing import Annotated
 from manager.action import Action
 from manager.scheduler.backfill import BACKFILL_TRIES, Backfill, expected_s, release_s
 from manager.scheduler.durations import is_malleable, kind_of
-from manager.scheduler.policy import CrowdView, Decision, PoolView, ResizeChoice, RunningView, Start
+from manager.scheduler.policy import CrowdView, Decision, PoolView, PromptPolicy, ResizeChoice, RunningView, Start
 from manager.scheduler.price import PricePolicy
 from manager.scheduler.rank import Ranked, head_room, leader, ranked
 from manager.scheduler.running import RunningSet
@@ -26,7 +26,7 @@ from manager.setting import Setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdaptivePolicy:
+class AdaptivePolicy(PromptPolicy):
     """Shares cores among running malleable actions; everything else by price."""
 
     name: str = "adaptive"
@@ -61,10 +61,12 @@ class AdaptivePolicy:
         kind = kind_of(view.name)
         if view.chunks is not None:
             return self.price.decide(view)
-        waiting = view.eligible or [candidate.action for candidate in view.candidates]
         running = RunningSet.of(view.running, kind)
         malleable = [r for r in running.malleable if is_malleable(r.action, kind)]
-        if not malleable and not (view.has_elastic and any(is_malleable(action, kind) for action in waiting)):
+        if not malleable and not view.has_elastic:
+            return self.price.decide(view)
+        waiting = view.eligible or [candidate.action for candidate in view.candidates]
+        if not malleable and not any(is_malleable(action, kind) for action in waiting):
             return self.price.decide(view)
         if not waiting and view.free + view.reserved == 0:
             return Decision()

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from manager.action import Action, UnitSet
-from manager.scheduler.policy import Decision, PoolView, Start
+from manager.scheduler.policy import Decision, PoolView, PromptPolicy, Start
 from manager.setting import Setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FixedPolicy:
+class FixedPolicy(PromptPolicy):
     """First come first served; ``dop`` is clipped to the unit set and, once waited for, to what is free.
 
     It is waited for as long as something runs that may give it back: what is free and not shown is kept for a wide

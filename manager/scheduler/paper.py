@@ -11,12 +11,12 @@ from manager.scheduler.chunk_operator import ChunkOperator, best_fit, take, warm
 from manager.scheduler.durations import is_elastic, kind_of
 from manager.scheduler.objective import Objective, ends_in_s, item_of
 from manager.scheduler.operator import BasicOperator, Operator
-from manager.scheduler.policy import ChunkView, Decision, Hold, PoolView, Start, WaitingView
+from manager.scheduler.policy import ChunkView, Decision, Hold, PoolView, PromptPolicy, Start, WaitingView
 from manager.setting import Setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PaperPolicy:
+class PaperPolicy(PromptPolicy):
     """Starts a prefix of the candidates with the units that minimise the estimated sum of ACTs."""
 
     name: str = "paper"

@@ -195,6 +195,16 @@ class Policy(Protocol):
         ...
 
 
+class PromptPolicy:
+    """A policy that lets nothing wait without a reason: an action that waits alone is started if it fits.
+
+    The core does not ask it where one action waits for a pool, has a single count of units, and nothing that runs
+    there can be resized. Bases of policies say so; a policy that holds such actions back must not be one.
+    """
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySpec:
     """The choice of a policy and its constants."""

@@ -13,7 +13,7 @@ from manager.action import Action
 from manager.scheduler.backfill import BACKFILL_TRIES, Backfill, expected_s, release_s
 from manager.scheduler.device_price import DevicePrice
 from manager.scheduler.durations import UNKNOWN_S, Shape, is_elastic, kind_of, shape_of
-from manager.scheduler.policy import Decision, Hold, PoolView, RunningView, Start
+from manager.scheduler.policy import Decision, Hold, PoolView, PromptPolicy, RunningView, Start
 from manager.scheduler.rank import head_room, leader, ranked
 from manager.setting import Setting
 
@@ -25,7 +25,7 @@ SHORTEST_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PricePolicy:
+class PricePolicy(PromptPolicy):
     """A unit-second costs ``lambda``; each action takes the cheapest count, now or when more units are free.
 
     lambda = (c / M) (behind + a r u^4), with M units in all, ``behind`` elastic actions waiting behind this
@@ -166,7 +166,7 @@ class _Pass:
         if self._backfill is not None and not self._backfill.take(units, expected_s(action, units)):
             return False
         self._free -= units
-        self._starts.append(Start(action_id=action.id, units=units))
+        self._starts.append(Start(action.id, units))
         return True
 
 
