@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from manager.chunk import Chunk
+from manager.noun import noun
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@noun
 class Grant:
     """An amount of one resource kind, with its place if it has one."""
 
@@ -26,7 +27,7 @@ class Grant:
     evict: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@noun
 class Lease:
     """Everything granted to one action; made by the core and frozen. A resize makes a new one."""
 

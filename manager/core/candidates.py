@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 
 from manager.action import ANYWHERE, UnitSet
-from manager.core.waiting.queue import Key, QueueGroup, Waiting
+from manager.core.waiting.queue import Key, QueueGroup, Signature, Waiting
 from manager.resources.nodes import Nodes
 from manager.resources.pool import Headroom, Pool
 from manager.resources.resources import Resources
@@ -84,7 +84,11 @@ class RoomiestFirst:
     out of date belongs behind it.
     """
 
-    def __init__(self, options: Iterable[StartOption]) -> None:
+    def __init__(self, options: Collection[StartOption]) -> None:
+        self._heap: list[tuple[tuple[int, int], int, StartOption]] = []
+        if len(options) == 1:  # the first whatever is left of it
+            self._heap = [((0, 0), 0, option) for option in options]
+            return
         self._heap = [(option.shortage, number, option) for number, option in enumerate(options)]
         heapq.heapify(self._heap)
 
@@ -261,22 +265,32 @@ class Selector:
         return [(cap, units) for cap, units in caps if cap is not None]
 
     def _options(self, group: QueueGroup) -> dict[str, StartOption]:
-        signature = group.signature
-        bound = signature.memory_bytes > 0 or any(self._resources.on_nodes(kind) for kind, _ in signature.demand)
-        if bound:
-            may_start = self._nodes.may_go_on if signature.node else self._nodes.may_start
-            wanted = (signature.node,) if signature.node else self._nodes.names
-            names = tuple([name for name in wanted if may_start(signature.placement, name)])
-        else:
-            names = (signature.node,)
+        signature, resources = group.signature, self._resources
+        bound = signature.memory_bytes > 0 or resources.any_on_nodes(group.demand)
+        placed = resources.any_placed(group.demand)
+        names: Iterable[str] = (signature.node,)
         among: frozenset[str] = frozenset()
-        if not bound and signature.placement != ANYWHERE and self._resources.any_placed(group.demand):
+        if bound:
+            names = self._nodes_for(signature)
+        elif placed and signature.placement != ANYWHERE:
             among = self._nodes.right_for(signature.placement)
             names = names if among else ()
-        options = {name: self._option(group, name, among) for name in names}
-        return {name: option for name, option in options.items() if option is not None}
+        together = not (signature.batch_service or placed)
+        found = {}
+        for name in names:
+            option = self._option(group, name, among, together)
+            if option is not None:
+                found[name] = option
+        return found
 
-    def _option(self, group: QueueGroup, node: str, among: frozenset[str]) -> StartOption | None:
+    def _nodes_for(self, signature: Signature) -> list[str]:
+        """Return the nodes on which actions that hold something of a node may start now."""
+        nodes, placement = self._nodes, signature.placement
+        if signature.node:
+            return [signature.node] if nodes.may_go_on(placement, signature.node) else []
+        return [name for name in nodes.names if nodes.may_start(placement, name)]
+
+    def _option(self, group: QueueGroup, node: str, among: frozenset[str], together: bool) -> StartOption | None:
         needs, headrooms = [], []
         for kind, units in group.signature.demand:
             pool = self._resources.find(kind, node)
@@ -287,7 +301,6 @@ class Selector:
         memory_bytes = group.signature.memory_bytes
         if memory_bytes:
             headrooms.append((self._memory_of(node), memory_bytes))
-        together = not (group.signature.batch_service or self._resources.any_placed(group.demand))
         return StartOption(node, tuple(needs), memory_bytes, tuple(headrooms), among, together)
 
     def _headroom(self, pool: Pool) -> Headroom:

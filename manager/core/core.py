@@ -306,6 +306,8 @@ class Core:
     def _lend(self) -> bool:
         """Start children that still wait on what their parents hold, one at a time; return whether any was started."""
         state = self._state
+        if not state.children:
+            return False
         lent = False
         for parent_id, child in state.children.first():
             parent = state.executing.get(parent_id)
@@ -317,13 +319,13 @@ class Core:
     def _wake(self) -> None:
         """Say when to come back, if that changed."""
         state = self._state
-        instants = [
-            state.queue.next_deadline_s(),
-            state.trajectories.next_expiry_s(),
-            *state.wakes.values(),
-            *(pool.next_return_s() for pool in self._awaited()),
-        ]
-        wake_s = min((instant for instant in instants if instant is not None), default=None)
+        wished = (state.queue.next_deadline_s(), state.trajectories.next_expiry_s(), *state.wakes.values())
+        instants = [instant for instant in wished if instant is not None]
+        for pool in self._awaited():
+            return_s = pool.next_return_s()
+            if return_s is not None:
+                instants.append(return_s)
+        wake_s = min(instants, default=None)
         if wake_s != self._wake_s or (wake_s is not None and wake_s <= state.now_s):
             self._wake_s = wake_s
             state.commands.append(WakeAt(instant_s=wake_s))

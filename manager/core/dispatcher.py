@@ -73,7 +73,7 @@ class Dispatcher:
             if running.child:
                 state.children.leave(running.waited)
             queue_s = max(0.0, running.started_s - running.action.submitted_s)
-            state.commands.append(Execute(action=running.action, lease=running.lease, queue_s=queue_s))
+            state.commands.append(Execute(running.action, running.lease, queue_s))
 
     def _batch_mates(self, waiting: Waiting, requests: Sequence[tuple[Pool, PoolRequest]]) -> list[Waiting]:
         """Return waiting actions of the same service that join the batch, first come first, up to its tokens."""

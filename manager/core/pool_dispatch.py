@@ -135,7 +135,7 @@ class PoolDispatch:
             running=state.executing.view(pool, now_s),
             candidates=Drawn(self._show_candidates),
             queued=Drawn(lambda: (waiting.action for waiting in self._queued(self._groups))),
-            backlog=sum(self._share(group) for group in self._groups),
+            backlog=sum([self._share(group) for group in self._groups]),
             eligible=self._show_eligible(),
             has_elastic=has_elastic,
             rigid=Drawn(self._show_rigid) if by_choice else None,

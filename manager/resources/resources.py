@@ -131,7 +131,7 @@ class Resources:
 
     def any_placed(self, kinds: Collection[str]) -> bool:
         """Whether any of these kinds is one of places, which lie on nodes."""
-        return any(pool.kind in kinds for pool in self.placed)
+        return bool(self.placed) and any(pool.kind in kinds for pool in self.placed)
 
     def find(self, kind: str, node: str) -> Pool | None:
         """The pool that serves ``kind`` for an action placed on ``node``; None where there is none (any more)."""

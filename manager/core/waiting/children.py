@@ -13,6 +13,9 @@ class WaitingChildren:
     def __init__(self) -> None:
         self._children: dict[str, list[Waiting]] = {}
 
+    def __bool__(self) -> bool:
+        return bool(self._children)
+
     def add(self, parent_id: str, child: Waiting) -> None:
         self._children.setdefault(parent_id, []).append(child)
 

@@ -134,13 +134,13 @@ class QueueGroup:
     def __init__(self, signature: Signature) -> None:
         self.signature = signature
         self.demand: Mapping[str, int] = dict(signature.demand)
-        self._by_service = InOrder[Key]()
+        self._by_service: InOrder[Key] = InOrder()
         self._by_length: InOrder[float] | None = None
         self._seconds = 0.0
         self._rigid: dict[str, InOrder[Key]] = {}
         self.live = 0
         #: How many of them have a choice of units, by the kind of their key; under None those that have none.
-        self.keyed = defaultdict[str | None, int](int)
+        self.keyed: defaultdict[str | None, int] = defaultdict(int)
         #: Names of the pools that could serve it, as of this version of the resources.
         self.pools: tuple[str, ...] = ()
         self.pools_version = -1
@@ -245,8 +245,8 @@ class Queue:
         #: The same by kind that they need, and by kind and node; those that need none are under the empty kind.
         self._by_kind: dict[str, dict[QueueGroup, None]] = {}
         self._by_place: dict[tuple[str, str], dict[QueueGroup, None]] = {}
-        self._by_task: Counter[str] = Counter()
-        self._by_function: Counter[str] = Counter()
+        self._by_task: dict[str, int] = {}
+        self._by_function: dict[str, int] = {}
         self._deadlines = Expiries[Waiting](lambda one, _: self._waiting.get(one.id) is not one)
         #: What was offered since the last pass, by group, and the groups of which some left what they had reserved.
         self._arrived: dict[QueueGroup, int] = {}
@@ -273,10 +273,10 @@ class Queue:
     def refusal(self, action: Action) -> CodedError | None:
         """Return why one more such action cannot be queued now; None if it can."""
         bound = self.bounds.functions.get(action.function)
-        if bound is not None and self._by_function[action.function] >= bound:
+        if bound is not None and self._by_function.get(action.function, 0) >= bound:
             return _over(QuotaExceeded, f"function {action.function} has {bound} actions waiting, its bound", action)
         task = self.bounds.tasks.get(action.task)
-        if task is not None and self._by_task[action.task] >= task.max_queued:
+        if task is not None and self._by_task.get(action.task, 0) >= task.max_queued:
             return _over(QuotaExceeded, f"task {action.task} has {task.max_queued} actions waiting, its bound", action)
         if len(self._waiting) >= self.bounds.total:
             return _over(CapacityExceeded, f"{self.bounds.total} actions wait, the bound of the queue", action)
@@ -287,8 +287,8 @@ class Queue:
         assert waiting.id not in self._waiting, f"{waiting.id} waits already"
         action = waiting.action
         self._waiting[waiting.id] = waiting
-        self._by_task[action.task] += 1
-        self._by_function[action.function] += 1
+        self._by_task[action.task] = self._by_task.get(action.task, 0) + 1
+        self._by_function[action.function] = self._by_function.get(action.function, 0) + 1
         self._deadlines.add(now_s + action.queue_timeout_s, waiting.seq, waiting)
 
     def offer(self, waiting: Waiting, node: str = "") -> None:
@@ -310,8 +310,8 @@ class Queue:
         """Remove actions of one group, or one of none, that start on what they had reserved."""
         for waiting in alike:
             del self._waiting[waiting.id]
-            _decrement(self._by_task, waiting.action.task)
             _decrement(self._by_function, waiting.action.function)
+        _decrement(self._by_task, alike[0].action.task, len(alike))
         group = alike[0].group
         if group is not None:
             group.remove(alike)
@@ -346,7 +346,7 @@ class Queue:
         return chain(self._by_place.get((kind, node), ()), self._by_place.get((kind, ""), ()))
 
     def by_task(self, task: str) -> int:
-        return self._by_task[task]
+        return self._by_task.get(task, 0)
 
     def next_deadline_s(self) -> float | None:
         """Return the instant at which the next waiting action's patience ends; None if nothing waits."""
@@ -392,9 +392,9 @@ def _discard(index: dict[Place, dict[QueueGroup, None]], place: Place, group: Qu
         del index[place]
 
 
-def _decrement(counter: Counter[str], name: str) -> None:
+def _decrement(counter: dict[str, int], name: str, by: int = 1) -> None:
     """Count down, and forget a name at nought: callers invent names, which must not pile up."""
-    left = counter[name] - 1
+    left = counter[name] - by
     if left > 0:
         counter[name] = left
     else:
