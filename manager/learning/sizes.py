@@ -1,8 +1,10 @@
 """Fits of how a duration hangs on the size of what an action is given: T(x) = a + b x (docs/SCHEDULING.md 1.6).
 
-Only the ratio of b to a is fitted, as `Fit` does it for widths: of a grid of ratios the one under which the runs agree
-best on one scale, on logarithms, so that a long run counts no more than a short one. b is never negative, and a ratio
-of 0 is the plain estimate, which stands until another explains the runs clearly better.
+Only the ratio of b to a is fitted, as `Fit` does it for widths: of a grid of ratios the one under which the scales that
+the runs imply have the least mean over their geometric mean (the likelihood of a gamma distribution): a long run counts
+no more than a short one, and what follows the size is the mean. The scatter of logarithms would follow the median:
+where short calls scatter more than long ones, it rises with the size though all take as long in the mean. b is never
+negative, and a ratio of 0 is the plain estimate, which stands until another explains the runs clearly better.
 """
 
 from __future__ import annotations
@@ -52,6 +54,8 @@ class SizeFit:
     most: float = 0.0
     means: list[float] = field(default_factory=lambda: [0.0] * len(_RATIOS))
     variances: list[float] = field(default_factory=lambda: [0.0] * len(_RATIOS))
+    #: The mean of the implied scale, over its geometric mean.
+    excesses: list[float] = field(default_factory=lambda: [1.0] * len(_RATIOS))
     #: The place of the ratio that explains the runs best; None while the plain estimate does as well.
     best: int | None = None
 
@@ -68,11 +72,12 @@ class SizeFit:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any] | None) -> SizeFit | None:
-        """What an earlier run knew; None where it knew nothing of sizes or had another grid."""
+        """What an earlier run knew; None where it knew nothing of sizes or of means, or had another grid."""
         if data is None:
             return None
         made = cls(**data)
-        return made if len(made.means) == len(made.variances) == len(_RATIOS) else None
+        whole = len(made.means) == len(made.variances) == len(made.excesses) == len(_RATIOS)
+        return made if whole and "excesses" in data else None
 
     def observe(self, size: float, log_s: float, share: float) -> None:
         """Learn from a run, alone and with one unit, of which ``share`` counts; ``log_s`` is log(seconds)."""
@@ -83,7 +88,10 @@ class SizeFit:
             miss = log_s - scale - self.means[index] if self.runs else 0.0
             reach = _CLIP_DEVIATIONS * max(math.sqrt(self.variances[index]), least)
             if self.runs:
-                self.means[index] += weight * max(-reach, min(reach, miss))
+                clipped = max(-reach, min(reach, miss))
+                self.means[index] += weight * clipped
+                above = self.excesses[index] + weight * (math.exp(clipped) - self.excesses[index])
+                self.excesses[index] = above * math.exp(-weight * clipped)
             else:
                 self.means[index] = log_s - scale
             self.variances[index] += weight * (min(miss * miss, 4 * reach * reach) - self.variances[index])
@@ -99,14 +107,17 @@ class SizeFit:
     def _likeliest(self) -> int | None:
         if self.runs < _RUNS_MIN:
             return None
-        least = min(self.variances)
-        plain, found = max(_LEAST_VARIANCE, self.variances[0]), max(_LEAST_VARIANCE, least)
-        clearly = min(self.runs, _RUNS_MAX) * math.log(plain / found) > _EVIDENCE
-        return self.variances.index(least) if clearly else None
+        found = min(range(len(_RATIOS)), key=self._scatter)
+        clearly = min(self.runs, _RUNS_MAX) * math.log(self._scatter(0) / self._scatter(found)) > _EVIDENCE
+        return found if clearly else None
+
+    def _scatter(self, index: int) -> float:
+        """Return how far the mean of the implied scales is above their geometric mean, as a variance of logarithms."""
+        return max(_LEAST_VARIANCE, 2 * math.log(max(1.0, self.excesses[index])))
 
     def agrees(self, index: int) -> bool:
         """Whether the runs speak against this ratio no more than against the plain estimate."""
-        return self.runs < _RUNS_MIN or self.variances[index] <= max(_LEAST_VARIANCE, self.variances[0])
+        return self.runs < _RUNS_MIN or self._scatter(index) <= self._scatter(0)
 
 
 @lru_cache(maxsize=1024)

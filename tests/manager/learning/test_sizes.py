@@ -65,6 +65,40 @@ def test_the_line_of_an_estimate_says_what_the_estimate_does(size: float | None)
     assert History().learned("f", "", size, prior_s=3.0).line is None
 
 
+def told_of_scatter(seed: int) -> History:
+    """Taught by calls that take 5 s in the mean: small ones scatter by a factor of three, large ones hardly."""
+    chance, history = random.Random(seed), History()
+    for index in range(200):
+        size, deviation = (10, 1.2) if index % 2 else (1000, 0.3)
+        history.record("f", "", 1, 5.0 * math.exp(chance.gauss(-deviation * deviation / 2, deviation)), size=size)
+    return history
+
+
+def test_calls_that_only_scatter_more_are_not_expected_to_take_less() -> None:
+    """The median of the small ones is half that of the large ones, the mean is the same: mostly neither goes first."""
+    histories = [told_of_scatter(seed) for seed in range(12)]
+    assert sum(foretold(each, 10) == pytest.approx(foretold(each, 1000)) for each in histories) >= 8
+
+
+def test_a_line_is_found_in_the_mean_where_the_medians_are_alike() -> None:
+    """Large calls have the median of small ones and four times their mean."""
+    chance, history = random.Random(5), History()
+    for index in range(400):
+        size, deviation = (10, 0.3) if index % 2 else (1000, 1.7)
+        history.record("f", "", 1, math.exp(chance.gauss(0, deviation)), size=size)
+    assert foretold(history, 1000) > 1.5 * foretold(history, 10)
+
+
+def test_sizes_that_were_learned_before_means_were_are_learned_anew() -> None:
+    told = json.loads(json.dumps(taught(line, 60).to_json()))
+    for profile in told["profiles"]:
+        del profile["sizes"]["excesses"]
+    history = History.from_json(told)
+    assert shown_line(history) is None
+    assert foretold(history, 50) == pytest.approx(foretold(taught(line, 60), None))
+    assert shown_line(taught(line, 20, history=history)) is not None
+
+
 def test_a_few_runs_are_enough_where_they_agree() -> None:
     history = History()
     for size in (10, 100, 1000, 30):
