@@ -12,8 +12,7 @@ from runtimes.node import wire
 from runtimes.node.link import HANDED_BYTES, LinkClosed, LinkSettings, NodeLink
 from runtimes.node.message import Message
 from tests.runtimes.node.memory_stream import CALM, MemoryTransport, pair
-from tests.runtimes.node.session import STUCK_S
-from tests.runtimes.node.session import hello
+from tests.runtimes.node.session import STUCK_S, hello
 
 WITHIN_S = 30.0
 
