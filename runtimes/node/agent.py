@@ -17,7 +17,7 @@ import msgspec
 import structlog
 
 from manager.clock import Clock, MonotonicClock
-from manager.errors import ActionFailed, CodedError, Reason, StorageUnavailable
+from manager.errors import ActionFailed, CodedError, InvalidConfig, Reason, StorageUnavailable
 from manager.executor import Call
 from manager.function import FunctionSpec
 from manager.outcome import Outcome, State
@@ -80,7 +80,7 @@ class Agent:
         self._loop = asyncio.get_running_loop()
         #: The kinds of functions that it executes.
         self.served = frozenset(served)
-        self._functions: dict[str, tuple[bytes, FunctionSpec]] = {}
+        self._functions: dict[str, tuple[bytes, FunctionSpec | CodedError]] = {}
         self._attempts: dict[str, NodeAttempt] = {}
         self._link: NodeLink | None = None
         self._handlers = HandlerStore(directory / HANDLERS, self.settings.handlers, work.handlers_in_use)
@@ -249,15 +249,18 @@ class Agent:
         self._functions.pop(digest, None)  # it becomes the youngest: what a link has defined lately is never dropped
         while len(self._functions) >= self.settings.functions_max:
             del self._functions[next(iter(self._functions))]
-        facts = msgspec.json.decode(data, type=_Kind)
-        kind = KINDS.get(facts.runtime)
-        function = wire.read_function(data, FunctionSpec if kind is None else kind.function)
-        self._functions[digest] = (data, self._handlers.placed(function))
+        kind = KINDS.get(msgspec.json.decode(data, type=_Kind).runtime)
+        try:
+            function = wire.read_function(data, FunctionSpec if kind is None else kind.function)
+            self._functions[digest] = (data, self._handlers.placed(function))
+        except wire.ChannelError as error:  # of another version: the others run here all the same
+            self._functions[digest] = (data, InvalidConfig(f"{error.message}; upgrade the node", component=COMPONENT))
 
     def _function(self, digest: str) -> tuple[bytes, FunctionSpec]:
-        if digest not in self._functions:
-            raise wire.ChannelError(f"function {digest} was never defined")
-        return self._functions[digest]
+        data, function = self._functions.get(digest, (b"", wire.ChannelError(f"function {digest} was never defined")))
+        if isinstance(function, CodedError):
+            raise function
+        return data, function
 
     def _execute(self, execute: wire.ExecuteAttempt) -> None:
         known = self._attempts.get(execute.claim)
@@ -272,13 +275,13 @@ class Agent:
 
     def _enter(self, execute: wire.ExecuteAttempt) -> NodeAttempt | None:
         """Make room for an attempt; one that cannot be had ends at once."""
-        data, function = self._function(execute.function)
         try:
+            data, function = self._function(execute.function)
             if len(self._attempts) >= self.settings.attempts_max:
                 raise StorageUnavailable(f"the node has {self.settings.attempts_max} attempts", component=COMPONENT)
             place = self._directory / SPOOLS / spool_name(execute.claim)
             spool = Spool(place, function.log_limit_bytes, partial(self._said, execute.claim))
-        except (OSError, StorageUnavailable) as error:
+        except (OSError, StorageUnavailable, InvalidConfig) as error:
             if isinstance(error, OSError):
                 self.fitness.refused(error)
             message = f"the node cannot take it: {error}"

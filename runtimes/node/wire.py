@@ -427,7 +427,10 @@ def _told(value: object) -> str:
     raise TypeError(f"{type(value).__name__} does not travel")
 
 
-def _heard(wanted: type, value: object) -> Path:
+def _heard(wanted: type, value: object) -> object:
+    """Return a path that travelled, or what a schema says; raises TypeError for what does not travel."""
+    if wanted is object:
+        return value
     if wanted is Path and isinstance(value, str):
         return Path(value)
     raise TypeError(f"{wanted.__name__} does not travel")

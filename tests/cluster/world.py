@@ -31,6 +31,7 @@ TOLD = "".join(f"line {number}\n" for number in range(1, 101)) + "run\n"
 def document(state: Path, provider: str, **cluster: object) -> dict[str, Any]:
     """A gateway whose own machine has one core, and which takes nodes."""
     shell = {"runtime": "exec", "cost": {"cpu": 1}, "timeout": "5m", "queue_timeout": "5m", "log_limit": "4Mi"}
+    shell["input"] = {"type": "object", "anyOf": [{"required": ["command"]}, {"required": ["argv"]}]}
     return {
         "version": 1,
         "server": {"port": 0, "grpc_port": 0, "state_dir": str(state), "drain_grace": "200ms"},

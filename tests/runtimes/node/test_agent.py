@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
-from manager.errors import Reason
+from manager.errors import InvalidConfig, Reason
 from manager.outcome import Outcome, State
 from runtimes.node import wire
 from runtimes.node.agent import Agent
@@ -62,3 +63,14 @@ async def test_a_disk_that_fails_under_it_is_its_end(agent: Agent, monkeypatch: 
     assert end is not None
     assert (end.state, end.reason) == (State.FAILED, Reason.INTERNAL)
     assert "the disk is gone" in end.message
+
+
+async def test_a_function_that_it_cannot_read_is_refused_and_nothing_else(agent: Agent) -> None:
+    link, _ = pair()
+    unread = HANDLER.replace(b'"name"', b'"mane"')
+    for message in (wire.DefineFunction("other", unread), replace(EXECUTE, claim="b.1/", function="other")):
+        agent._handle(link, message)
+    assert not agent.busy, "it has ended, and the link lives"
+    with pytest.raises(InvalidConfig, match="upgrade the node"):
+        agent._function("other")
+    assert await end_of(agent) is not None

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import pytest
 
+from gateway.config.load import load
 from manager.action import Action, Amdahl, UnitSet
 from manager.chunk import Chunk
 from manager.config import NodeSpec
@@ -15,8 +17,10 @@ from manager.errors import Reason
 from manager.function import FunctionSpec, PytestSpec, SandboxSpec
 from manager.lease import Grant, Lease
 from manager.outcome import Outcome, State
+from runtimes.kinds import KINDS
 from runtimes.node import wire
 
+ROOT = Path(__file__).parent.parent.parent.parent
 ACTION = Action(id="a", function="f", cost={"cpu": UnitSet.of((1, 2, 4))}, trajectory="t", key="cpu", malleable=True)
 LEASE = Lease(
     action_id="a",
@@ -75,6 +79,21 @@ def test_a_function_travels_without_what_only_the_scheduler_reads() -> None:
     there = wire.read_function(wire.function_bytes(function), FunctionSpec)
     assert (there.sandbox, there.pytest, there.cost) == (function.sandbox, function.pytest, function.cost)
     assert there.elasticity is None
+
+
+def test_a_function_travels_with_all_that_its_schemas_say() -> None:
+    said = {"type": "object", "oneOf": [{"required": ["a"]}, {"minimum": 1, "const": None, "deep": {"x": [True]}}]}
+    function = FunctionSpec(name="f", runtime="exec", input_schema=said, result_schema=said)
+    assert wire.read_function(wire.function_bytes(function), FunctionSpec) == function
+
+
+def test_every_function_of_this_repository_travels() -> None:
+    functions = load([ROOT / "functions"], {}, look=False).functions.values()
+    assert any(function.input_schema for function in functions)
+    for function in functions:
+        kind = KINDS[function.runtime]
+        there = wire.read_function(wire.function_bytes(function), kind.function)
+        assert there == replace(function, elasticity=None)
 
 
 @pytest.mark.parametrize(
