@@ -454,7 +454,7 @@ def tell(conn: socket.socket, output: str, told: dict[str, Any]) -> None:
     conn.sendall(struct.pack("!II", *map(len, parts)) + b"".join(parts))
 
 
-def open_session(place: str, name: str, asked: dict[str, Any], report: Callable[[str, dict[str, Any]], None]) -> None:
+def open_session(place: str, name: str, asked: dict[str, Any], report: Callable[[bytes, bytes], None]) -> None:
     """Leave a session behind that serves below ``place``; ``report`` is told once how it began."""
     ours, theirs = os.pipe()
     if os.fork() == 0:
@@ -470,7 +470,7 @@ def open_session(place: str, name: str, asked: dict[str, Any], report: Callable[
     os.wait()
     with open(ours, "rb") as said:
         told = json.loads(said.read() or b'{"output": "", "told": {"end": "not_started"}}')
-    report(told["output"], told["told"])
+    report(told["output"].encode("utf-8", "backslashreplace"), json.dumps(told["told"]).encode())
 
 
 def _begin(place: str, name: str, asked: dict[str, Any], pipe: int) -> None:

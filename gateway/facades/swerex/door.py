@@ -38,7 +38,7 @@ from gateway.facades.swerex.answers import (
     text_of,
     transfer,
 )
-from gateway.facades.swerex.scripts import BOOT, LOADER, PYTHON, REFUSED, SESSION, UNPACK, server_text
+from gateway.facades.swerex.scripts import BOOT, REFUSED, SESSION, UNPACK, server_text, told_script
 from gateway.facades.swerex.shapes import (
     BashAction,
     BashInterrupt,
@@ -199,7 +199,7 @@ class Swerex(Facade):
         if not argv:
             raise InvalidInput("$.command: there is none", component=self.name, detail={"path": "$.command"})
         word = secrets.token_hex(WORD_BYTES)
-        input = _script(BOOT, {"argv": argv, "env": asked.env, "cwd": asked.cwd, "word": word})
+        input = told_script(BOOT, {"argv": argv, "env": asked.env, "cwd": asked.cwd, "word": word})
         if asked.merge_output_streams:
             input["merge"] = True
         timeout_s = None if asked.timeout is None else max(asked.timeout, 0.0) + START_S
@@ -258,7 +258,7 @@ class Swerex(Facade):
         chunks = body_chunks(request, self.services, limit_bytes)
         await files.write(placed_path(name, files.workdir), chunks, mode=0o600)
         try:
-            record = await self._act(request, place, _script(UNPACK, {"body": name, "mark": f"--{boundary}"}), None)
+            record = await self._act(request, place, told_script(UNPACK, {"body": name, "mark": f"--{boundary}"}), None)
             self._check(record)
             told = self._told(record)
         except Exception:  # refused, withdrawn, ended, or its client went away: nothing has taken it apart
@@ -276,7 +276,7 @@ class Swerex(Facade):
         if not self._settings.keep:
             await self.services.engine.end_trajectory(place.trajectory)
         elif self.services.engine.trajectory(place.trajectory) is not None:
-            input = _script(SESSION, {"verb": "close all", "name": place.session()})
+            input = told_script(SESSION, {"verb": "close all", "name": place.session()})
             self._check(await self._act(request, place, input, None))
         return answer({})
 
@@ -356,7 +356,10 @@ class Swerex(Facade):
     ) -> tuple[Record, str, dict[str, object]]:
         """Return the end of a request to a session: its action, what was said, and how it ended."""
         limit = max(place.function.output_limit_bytes - SHAPE_BYTES, SHAPE_BYTES)
-        input = _script(SESSION, {**asked, "name": place.session(session or "\0"), "limit": limit})
+        asked = {**asked, "name": place.session(session or "\0"), "limit": limit}
+        if asked["verb"] != "open":  # what its server is told goes through untouched, and is read there
+            asked = {"verb": asked["verb"], "name": asked["name"], "request": wire.dumps(asked)}
+        input = told_script(SESSION, asked)
         record = await self._act(request, place, input, None)
         if record.reason is Reason.TIMEOUT:
             raise self._timed_out(record, None, "timeout after {} seconds while running command")
@@ -458,10 +461,3 @@ async def _silent() -> Message:
     """Wait for ever: of a body that is still to be read nothing may be taken."""
     silence: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
     return await silence
-
-
-def _script(text: str, given: Mapping[str, object]) -> dict[str, object]:
-    """Return the input of an exec action that runs a script."""
-    told = wire.dumps(given)
-    argv = [*PYTHON, LOADER, str(len(told)), str(len(text.encode()))]
-    return {"argv": argv, "stdin": text + told.decode()}

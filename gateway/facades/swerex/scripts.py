@@ -1,11 +1,15 @@
 """What the door runs in a sandbox, shown to `LOADER` on standard input: each an action of the trajectory.
 
-After its text each reads JSON, as many bytes as its argument says. What a session said is standard output, and how
-it ended is JSON on standard error, where nobody but these scripts writes.
+Each begins with ``asked``, what it is asked, as a literal (`told_script`). What a session said is standard output, and
+how it ended is JSON on standard error, where nobody but these scripts writes.
+
+A command is often shorter than the start of the Python that becomes it, so the scripts import as little as they can:
+``json``, ``signal`` and ``socket`` together take twice as long as that start, and are taken where they are needed only.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
 
@@ -18,44 +22,48 @@ LOADER = "import sys; exec(sys.stdin.buffer.read(int(sys.argv.pop())))"
 #: Becomes the command, as subprocess would: what could not be begun is the error that it raises, after a word that the
 #: command never sees. ``stdin`` of the command is empty.
 BOOT = r"""
-import json, os, signal, sys
-told, place = json.loads(sys.stdin.buffer.read(int(sys.argv[1]))), ""
+import _signal, os, sys
+place = ""
 try:
-    if told["cwd"] is not None:
-        place = told["cwd"]
+    if asked["cwd"] is not None:
+        place = asked["cwd"]
         os.chdir(place)
-    place = told["argv"][0]
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):
-        signal.signal(number, signal.SIG_DFL)
-    os.execvpe(place, told["argv"], os.environ if told["env"] is None else told["env"])
+    place = asked["argv"][0]
+    for number in (_signal.SIGPIPE, _signal.SIGXFSZ):
+        _signal.signal(number, _signal.SIG_DFL)
+    os.execvpe(place, asked["argv"], os.environ if asked["env"] is None else asked["env"])
 except Exception as error:
+    import json
     if isinstance(error, OSError) and error.errno:
         error = type(error)(error.errno, os.strerror(error.errno), place)
-    sys.stderr.write(told["word"] + " " + json.dumps([type(error).__name__, str(error)]))
+    sys.stderr.write(asked["word"] + " " + json.dumps([type(error).__name__, str(error)]))
     sys.stderr.flush()
     os._exit(125)
 """
 
 #: Speaks to the sessions of a trajectory: opens one with the text of its server, or brings one a request.
 SESSION = r"""
-import json, os, socket, struct, sys
-asked = json.loads(sys.stdin.buffer.read(int(sys.argv[1])))
+import _socket, os, sys
 place = os.path.join(os.environ.get("TMPDIR") or "/tmp", ".tangram-swerex-%d" % os.getuid())
 home = os.getcwd()
 def report(output, told):
-    sys.stdout.buffer.write(output.encode("utf-8", "backslashreplace"))
+    sys.stdout.buffer.write(output)
     sys.stdout.flush()
-    sys.stderr.write(json.dumps(told))
-def speak(name, asked):
-    conn = socket.socket(socket.AF_UNIX)
+    sys.stderr.buffer.write(told)
+def connected(name):
+    conn = _socket.socket(_socket.AF_UNIX)
     try:
         conn.connect(name)
     except OSError:
         return None
-    data = json.dumps(asked).encode()
+    return conn
+def speak(name, request):
+    conn = connected(name)
+    if conn is None:
+        return None
     parts = []
     try:
-        conn.sendall(struct.pack("!I", len(data)) + data)
+        conn.sendall(len(request).to_bytes(4, "big") + request)
         while True:
             part = conn.recv(2**20)
             if not part:
@@ -65,9 +73,9 @@ def speak(name, asked):
         pass
     said = b"".join(parts)
     if len(said) < 8:
-        return "", {"end": "vanished"}
-    told, output = struct.unpack("!II", said[:8])
-    return said[8 + told:][:output].decode(), json.loads(said[8:8 + told])
+        return b"", b'{"end": "vanished"}'
+    told, output = int.from_bytes(said[:4], "big"), int.from_bytes(said[4:8], "big")
+    return said[8 + told:][:output], said[8:8 + told]
 if asked["verb"] == "open" and not os.path.lexists(place):
     os.mkdir(place, 0o700)
 there = os.path.lexists(place)
@@ -76,11 +84,9 @@ if there and os.lstat(place).st_uid != os.getuid():
 if there:
     os.chdir(place)
 if asked["verb"] == "open":
-    conn = socket.socket(socket.AF_UNIX)
-    try:
-        conn.connect(asked["name"])
-        report("", {"end": "exists"})
-    except OSError:
+    if connected(asked["name"]) is not None:
+        report(b"", b'{"end": "exists"}')
+    else:
         if os.path.lexists(asked["name"]):
             os.unlink(asked["name"])
         os.chdir(home)
@@ -90,17 +96,16 @@ if asked["verb"] == "open":
 elif asked["verb"] == "close all":
     for name in os.listdir(".") if there else ():
         if name.startswith(asked["name"]):
-            speak(name, {"verb": "close"})
-    report("", {"end": "done"})
+            speak(name, b'{"verb": "close"}')
+    report(b"", b'{"end": "done"}')
 else:
-    report(*(there and speak(asked["name"], asked) or ("", {"end": "missing"})))
+    report(*(there and speak(asked["name"], asked["request"]) or (b"", b'{"end": "missing"}')))
 """
 
 #: Takes a multipart body apart that lies in a file, and puts its file where its fields say, as SWE-ReX's server does.
 #: The body loses its name at once, so that nothing of it is left whatever ends the action.
 UNPACK = r"""
 import json, mmap, os, re, shutil, sys, zipfile
-asked = json.loads(sys.stdin.buffer.read(int(sys.argv[1])))
 def parts(body, mark):
     start = body.find(mark)
     while start >= 0:
@@ -160,3 +165,12 @@ sys.stderr.write(json.dumps(told))
 def server_text() -> str:
     """Return the text of what a session leaves behind in its sandbox."""
     return files(__package__).joinpath("bash_server.py").read_text(encoding="utf-8")
+
+
+def told_script(text: str, asked: Mapping[str, object]) -> dict[str, object]:
+    """Return the input of an exec action that runs a script of this module with what it is asked.
+
+    Of texts, bytes, numbers, truths, None, and lists and mappings of them, ``ascii`` is a literal on every Python.
+    """
+    script = f"asked = {dict(asked)!a}\n{text}"
+    return {"argv": [*PYTHON, LOADER, str(len(script.encode()))], "stdin": script}
