@@ -38,7 +38,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from tangram.adapters.trl import reward
 
-STEPS, PROMPTS, GENERATIONS = 40, 4, 8
+STEPS, PROMPTS, GENERATIONS = 24, 8, 8
 #: Where `--kill` kills: in the middle of the training, between two rewards of one step.
 KILLED_AT = STEPS // 2
 DISTILLED = 16
