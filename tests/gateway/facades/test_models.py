@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import math
+import random
 import struct
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import orjson
 import pytest
 import pytest_asyncio
 
@@ -23,6 +25,7 @@ from manager.action import UnitSet
 from manager.function import FunctionSpec, ModelAction, ModelSpec
 from runtimes.model.settings import ModelSettings
 from runtimes.sandbox.provider import ProviderSettings
+from tests.gateway.facades.test_fuzz import COUNT, SECRETS, SEED, almost
 
 pytest.importorskip("torch")
 from tests.runtimes.model import checkpoints  # it imports torch
@@ -220,3 +223,36 @@ async def test_what_is_not_served_is_refused_by_name(served: ServedModels) -> No
     async with httpx.AsyncClient(base_url=served.http.base_url) as stranger:
         answer = await stranger.get("/openai/v1/models")
     assert (answer.status_code, answer.json()["error"]["type"]) == (401, "AuthenticationError")
+
+
+JUDGED = {"max_tokens": 1, "prompt_logprobs": 1}
+FUZZED: Mapping[str, Mapping[str, object]] = {
+    "/openai/v1/completions": {"model": "teacher", "prompt": [IDS], "max_tokens": 1, "prompt_logprobs": 1},
+    "/openai/v1/embeddings": {"model": "embedder", "input": [IDS]},
+    "/models/judge/classify": {"input": [IDS]},
+    "/models/embedder/pooling": {"input": [IDS]},
+    "/models/teacher/inference/v1/generate": {"token_ids": IDS, "sampling_params": JUDGED},
+    "/models/teacher/generate": {
+        "input_ids": IDS, "sampling_params": {"max_new_tokens": 0}, "return_logprob": True, "logprob_start_len": 0,
+    },
+    "/models/embedder/encode": {"input_ids": IDS},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", FUZZED)
+async def test_odd_bodies_end_in_the_dialects_error_and_leave_nothing(served: ServedModels, path: str) -> None:
+    chance, body = random.Random(SEED), FUZZED[path]
+    await ask(served, path, body)
+    wholes = (b"", b"{", b"[" * 100_000, b'{"a":' * 300 + b"1" + b"}" * 300, b"\xff\xfe", b"null", b"1")
+    odd = [orjson.dumps(almost(body, chance)) for _ in range(COUNT)]
+    for data in (*wholes, *odd, *(chance.randbytes(chance.randrange(1, 300)) for _ in range(COUNT))):
+        answer = await served.http.post(path, content=data)
+        assert answer.status_code != 500, (data[:200], answer.text)
+        assert answer.headers["content-type"].startswith("application/json"), data[:200]
+        told = answer.json()
+        assert told, data[:200]
+        if not answer.is_success:  # a success holds what the model said
+            assert not [word for word in SECRETS if word in answer.text], (data[:200], answer.text)
+    for state in ("queued", "running"):
+        living = await served.http.get("/v1/invocations", params={"state": state})
+        assert living.json()["invocations"] == []
