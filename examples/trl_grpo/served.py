@@ -75,7 +75,10 @@ class ServedGateway:
         log = self._directory / f"gateway-{self.starts}.log"
         with log.open("wb") as err:
             command = [ROOT / ".venv" / "bin" / "tangram", "serve", self._directory]
-            self._process = subprocess.Popen(command, env=self._environment(), stdout=subprocess.DEVNULL, stderr=err)
+            # A session of its own: what a terminal sends to the trainer's group would end it before the trainer has.
+            self._process = subprocess.Popen(
+                command, env=self._environment(), stdout=subprocess.DEVNULL, stderr=err, start_new_session=True
+            )
         serving = threading.Event()
         for _ in range(int(START_S * 10)):
             if self._process.poll() is not None or any(_says_serving(line) for line in log.read_text().splitlines()):

@@ -15,6 +15,7 @@ import json
 import logging
 import math
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -180,6 +181,7 @@ def main() -> int:
     parser.add_argument("--kill", action="store_true", help="kill the gateway in the middle, and compare every reward")
     parser.add_argument("--json", action="store_true", help="only one JSON object")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))  # it ends its gateway then, too
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)  # so small a model only loses by sharing its work out, and runs are the same
     begun_s = time.monotonic()
