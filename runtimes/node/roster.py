@@ -356,8 +356,7 @@ class Roster:
         member.fenced, member.heard_s = False, self._now_s
         if member.draining:
             self._move(member, NodeState.DRAINING, member.drain_why)
-            told, goes_on = f"draining: {member.drain_why}", not member.unfit or member.finishing
-            return [Serves(member.name), Shut(member.name, told, finishing=goes_on)]
+            return [Serves(member.name), _shut_to_drain(member)]
         return [Serves(member.name), *self._settle(member)]
 
     def _settle(self, member: Member) -> list[Verdict]:
@@ -371,10 +370,11 @@ class Roster:
     def _fit(self, member: Member, why: str, finishing: bool) -> list[Verdict]:
         changed = (member.unfit, member.finishing) != (why, finishing)
         member.unfit, member.finishing = why, finishing
+        if changed and member.state is NodeState.DRAINING:
+            return [_shut_to_drain(member)]
         if not changed or member.state not in (NodeState.READY, NodeState.UNFIT):
             return []  # it counts once it serves again
-        shut = self._settle(member)
-        return shut or [Serves(member.name)]
+        return self._settle(member) or [Serves(member.name)]
 
     def _doubt(self, member: Member, why: str) -> list[Verdict]:
         if member.state is NodeState.SUSPECT:
@@ -390,7 +390,7 @@ class Roster:
         if member.state not in (NodeState.READY, NodeState.UNFIT):
             return []
         self._move(member, NodeState.DRAINING, why)
-        return [Shut(member.name, f"draining: {why}", finishing=not member.unfit or member.finishing)]
+        return [_shut_to_drain(member)]
 
     def _undrain(self, member: Member) -> list[Verdict]:
         member.draining = False
@@ -487,6 +487,12 @@ class Roster:
             return False
         del self._members[min(lost, key=lambda member: member.since_s).name]
         return True
+
+
+def _shut_to_drain(member: Member) -> Shut:
+    """What lives there goes on, unless nothing can begin there."""
+    why = f", and unfit: {member.unfit}" if member.unfit else ""
+    return Shut(member.name, f"draining: {member.drain_why}{why}", finishing=not member.unfit or member.finishing)
 
 
 def _is_certain(member: Member) -> bool:

@@ -239,7 +239,8 @@ def test_one_that_can_take_nothing_new_lets_what_lives_there_go_on_until_it_is_w
     shut = Shut("n", "unfit: no engine", finishing=True)
     assert roster.step(1, FoundUnfit("n", "n-1", "no engine", finishing=True)) == [shut]
     assert state(roster) is NodeState.UNFIT
-    assert roster.step(2, DrainAsked("n", "asked")) == [Shut("n", "draining: asked", finishing=True)]
+    drains = Shut("n", "draining: asked, and unfit: no engine", finishing=True)
+    assert roster.step(2, DrainAsked("n", "asked")) == [drains]
     assert roster.step(3, DrainEnded("n")) == [shut]
     assert roster.step(4, FoundUnfit("n", "n-1", "full")) == [Shut("n", "unfit: full")]
     assert roster.step(5, FoundUnfit("n", "n-1", "")) == [Serves("n")]
@@ -251,7 +252,8 @@ def test_one_that_can_take_nothing_new_lets_what_lives_there_go_on_until_it_is_w
 def test_one_that_drains_when_it_joins_starts_nothing_if_nothing_can_begin_there() -> None:
     roster = Roster()
     roster.step(0, Greeted("n", "i", draining=True, unfit="full"))
-    assert roster.step(1, Reconciled("n", "i")) == [Serves("n"), Shut("n", "draining: its daemon drains")]
+    shut = Shut("n", "draining: its daemon drains, and unfit: full")
+    assert roster.step(1, Reconciled("n", "i")) == [Serves("n"), shut]
 
 
 def test_one_that_is_unfit_when_it_joins_never_opens_until_it_is_fit() -> None:
@@ -272,8 +274,19 @@ def test_an_unfit_node_drains_and_what_it_finds_meanwhile_counts_when_it_is_to_s
     assert state(roster) is NodeState.DRAINING
     assert roster.step(3, DrainEnded("n")) == [Shut("n", "unfit: full")]
     roster.step(4, DrainAsked("n", "asked"))
-    assert roster.step(5, FoundUnfit("n", "n-1", "")) == [], "it drains"
+    goes_on = Shut("n", "draining: asked", finishing=True)
+    assert roster.step(5, FoundUnfit("n", "n-1", "")) == [goes_on], "it drains, and what lives there goes on"
     assert roster.step(6, DrainEnded("n")) == [Serves("n")]
+
+
+def test_a_draining_node_that_turns_unfit_is_shut_to_its_own_trajectories_until_it_is_fit() -> None:
+    roster = joined("n")
+    drains = Shut("n", "draining: asked", finishing=True)
+    assert roster.step(1, DrainAsked("n", "asked")) == [drains]
+    assert roster.step(2, FoundUnfit("n", "n-1", "full")) == [Shut("n", "draining: asked, and unfit: full")]
+    assert state(roster) is NodeState.DRAINING, "it leaves all the same"
+    assert roster.step(3, FoundUnfit("n", "n-1", "full")) == [], "told again"
+    assert roster.step(4, FoundUnfit("n", "n-1", "")) == [drains]
 
 
 # -- any history
@@ -291,6 +304,8 @@ class NodeHistory:
         self.roster = Roster(self.settings)
         self.now_s = 0.0
         self.open: set[str] = set()
+        #: How each that was shut was shut last: whether its trajectories go on.
+        self.goes_on: dict[str, bool] = {}
         self.admitted: dict[str, str] = {}
         self.must_fence: set[str] = set()
         #: Instants at which silence alone counted somebody out.
@@ -342,6 +357,9 @@ class NodeHistory:
                 was = before.get(name, NodeState.LOST)
                 assert now is was or now in LEGAL_NODE_MOVES[was] or isinstance(event, Expected), (event, was, now)
         for member in self.roster.members():
+            if member.state in (NodeState.UNFIT, NodeState.DRAINING):
+                can = not member.unfit or member.finishing
+                assert self.goes_on[member.name] is can, f"{member}: its trajectories go on as its last word says"
             due = member.state is NodeState.SUSPECT and not self.roster.storm_left_s
             assert not due or self.now_s - member.since_s < self.settings.lost_after_s, f"{member} is overdue"
 
@@ -357,6 +375,7 @@ class NodeHistory:
                 self.open.add(verdict.node)
             case Shut():
                 self.open.discard(verdict.node)
+                self.goes_on[verdict.node] = verdict.finishing
             case CountedOut():
                 self.open.discard(verdict.node)
                 self.admitted.pop(verdict.node, None)
