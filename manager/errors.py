@@ -31,6 +31,8 @@ class Reason(StrEnum):
 FILES_LOST = "environment_lost"
 #: In the detail of an error: a machine ran short before the action began, so that nothing of it ran.
 NOT_BEGUN = "not_begun"
+#: In the detail of an end: it was asked for by whoever had called, and nobody knows whether it came before the loss.
+CANCEL_ASKED = "cancel_asked"
 
 
 class CodedError(Exception):

@@ -38,7 +38,7 @@ from gateway.store.listing import Filter, Page
 from gateway.store.store import Store, require
 from manager.action import Action
 from manager.engine import Engine, Submission
-from manager.errors import ActionFailed, CodedError, Conflict, InvalidInput, Reason, StorageUnavailable
+from manager.errors import CANCEL_ASKED, ActionFailed, CodedError, Conflict, InvalidInput, Reason, StorageUnavailable
 from manager.executor import Call
 from manager.formulation import formulate
 from manager.function import FunctionSpec
@@ -344,8 +344,8 @@ class Invocations:
             return
         waited = record.state is State.QUEUED
         record.settle(settlement, self._wall())
-        if record.mode is Mode.ASYNC and record.state in (State.FAILED, State.TIMED_OUT, State.LOST):
-            record.dead = True
+        failed = record.state in (State.FAILED, State.TIMED_OUT, State.LOST) and CANCEL_ASKED not in outcome.detail
+        record.dead = record.dead or (failed and record.mode is Mode.ASYNC)
         self.finish(invocation, waited=waited)
 
     def _answered(self, action_id: str | None) -> LiveInvocation | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from gateway.invocations.invocation import LiveInvocation
-from manager.errors import FILES_LOST, Reason
+from manager.errors import CANCEL_ASKED, FILES_LOST, Reason
 from manager.outcome import Outcome, State
 
 
@@ -24,7 +24,7 @@ class EnvironmentLosses:
     def see(self, invocation: LiveInvocation, outcome: Outcome) -> Outcome:
         """Return the end of a try as it is to be told; if it tells a loss, stop all that was to run in that sandbox."""
         trajectory = invocation.record.trajectory
-        if invocation.loss is not None and outcome.state is State.CANCELLED:
+        if invocation.loss is not None and (outcome.state is State.CANCELLED or CANCEL_ASKED in outcome.detail):
             lost = replace(outcome, state=State.FAILED, reason=Reason.ENVIRONMENT_LOST, detail={FILES_LOST: True})
             return replace(lost, message=invocation.loss, component="sandbox")
         if trajectory is not None and invocation.loss is None and FILES_LOST in outcome.detail:

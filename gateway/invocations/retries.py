@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from manager.errors import FILES_LOST, NOT_BEGUN, Reason
+from manager.errors import CANCEL_ASKED, FILES_LOST, NOT_BEGUN, Reason
 from manager.function import FunctionSpec
 from manager.outcome import Outcome
 from tangram.types.values.backoff import backoff_s
@@ -32,7 +32,7 @@ def next_try_s(
     longer than the function waits anyway.
     """
     reason = outcome.reason
-    if reason is None or reason is Reason.CANCELLED:
+    if reason is None or reason is Reason.CANCELLED or CANCEL_ASKED in outcome.detail:
         return None
     spec = function.retry
     by_function = reason in spec.on and attempt < spec.max_attempts

@@ -42,7 +42,8 @@ class Running:
     resize_after_s: float = 0.0
     #: Whether its units have changed while it ran.
     resized: bool = False
-    aborting: bool = False
+    #: Why it is being killed; empty if it is not.
+    aborting: str = ""
     #: Kinds whose units are lent, by whom, and the child that uses this one's units.
     borrowed: frozenset[str] = frozenset()
     lender: Running | None = None

@@ -9,7 +9,7 @@ from manager.core.executing import Running
 from manager.core.settling import Settling
 from manager.core.state import SchedulerState
 from manager.core.waiting.trajectory_order import TrajectoryOrder
-from manager.errors import FILES_LOST, Reason
+from manager.errors import CANCEL_ASKED, FILES_LOST, Reason
 from manager.outcome import Outcome, State
 
 
@@ -71,16 +71,20 @@ class Membership:
         state.nodes.leave(name)
 
     def _lose(self, running: Running, node: str) -> None:
-        message = f"node {node} was lost"
-        aborting = running.aborting
+        """End it as lost, or queue it again unless it was to end: whether it has, nobody knows, and nobody wants it."""
+        message, aborting = f"node {node} was lost", running.aborting
         self._settling.abort(running, message)
         trajectory = self._order.of(running.action)
         if running.waited.idempotent and not aborting and (trajectory is None or trajectory.node != node):
             self._requeue(running)
             return
-        state, reason = (State.CANCELLED, Reason.CANCELLED) if aborting else (State.LOST, Reason.NODE_LOST)
         detail = {FILES_LOST: True} if trajectory is not None and trajectory.node == node else {}
-        outcome = Outcome(state=state, reason=reason, message=message, component="core", detail=detail)
+        if aborting:
+            message, detail = (
+                f"{message} before it said that this had ended: {aborting}",
+                {**detail, CANCEL_ASKED: True},
+            )
+        outcome = Outcome(state=State.LOST, reason=Reason.NODE_LOST, message=message, component="core", detail=detail)
         self._settling.retire(running, outcome)
 
     def _requeue(self, lost: Running) -> None:

@@ -94,7 +94,7 @@ class Settling:
     def abort(self, running: Running, message: str) -> None:
         """Have a running action killed, once."""
         if not running.aborting:
-            running.aborting = True
+            running.aborting = message or "cancelled"
             abort = Abort(action_id=running.id, attempt=running.action.attempt, message=message)
             self._state.commands.append(abort)
 

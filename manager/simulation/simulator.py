@@ -17,7 +17,7 @@ from manager.assembly import build_core
 from manager.batch import Work
 from manager.config import ManagerSpec
 from manager.core.views import replicas_view
-from manager.errors import FILES_LOST, Reason, Unsatisfiable
+from manager.errors import CANCEL_ASKED, FILES_LOST, Reason, Unsatisfiable
 from manager.events import (
     Abort,
     Command,
@@ -480,7 +480,10 @@ class Simulation:
         action = settlement.action
         index, number = self._places.pop(action.id)
         trajectory = self._trajectories[index]
-        bereft = settlement.outcome.state is State.CANCELLED or settlement.outcome.detail.get(FILES_LOST)
+        bereft = (
+            not {CANCEL_ASKED, FILES_LOST}.isdisjoint(settlement.outcome.detail)
+            or settlement.outcome.state is State.CANCELLED
+        )
         if bereft or settlement.outcome.reason is Reason.ENVIRONMENT_LOST:
             self._begin_again(index)
             self._push(self._now_s + trajectory.steps[0].think_s, (index, 0))

@@ -14,6 +14,7 @@ import pytest
 from gateway.invocations.invocation import LiveInvocation
 from manager.action import UnitSet
 from manager.errors import Reason
+from manager.events import NodeLost
 from manager.function import FunctionSpec, ModelAction, ModelSpec, RetrySpec
 from manager.outcome import State
 from manager.resources.concurrency import ConcurrencySpec
@@ -204,3 +205,16 @@ async def test_a_model_that_is_being_restored_is_waited_for_no_longer(tmp_path: 
         assert (again.status_code, again.json()["result"]) == (200, {"scores": [0.5]})
     server.close()
     await server.wait_closed()
+
+
+async def test_one_whose_node_is_lost_before_it_ended_is_lost_no_dead_letter_and_runs_no_more(tmp_path: Path) -> None:
+    async with serving(GatewayBench(tmp_path)) as gateway:
+        accepted = (await gateway.invoke({"hangs": True}, function="again", mode="async")).json()
+        await gateway.executing(accepted["id"])
+        await gateway.app.invocations.cancel(accepted["id"])
+        gateway.app.engine.tell(NodeLost(node=gateway.app.node.name))
+        await until(lambda: gateway.app.invocations.living == ())
+        record = (await gateway.http.get(f"/v1/invocations/{accepted['id']}")).json()
+        assert (record["state"], record["reason"]) == ("lost", "node_lost"), "what is told as cancelled has ended"
+        assert "cancelled by request" in record["message"] and not record["dead"]
+        assert record["attempt"] == 1

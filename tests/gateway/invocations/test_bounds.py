@@ -11,7 +11,7 @@ from msgspec import Raw
 from gateway import wire
 from gateway.invocations.admission import Admission
 from gateway.invocations.retries import next_try_s
-from manager.errors import NOT_BEGUN, CapacityExceeded, Draining, InvalidInput, QuotaExceeded, Reason
+from manager.errors import CANCEL_ASKED, NOT_BEGUN, CapacityExceeded, Draining, InvalidInput, QuotaExceeded, Reason
 from manager.function import FunctionSpec, RetrySpec
 from manager.outcome import Outcome, State
 from tangram.types import BatchItem, FileEntry, FileList
@@ -77,6 +77,8 @@ def test_a_try_is_repeated_only_for_its_reasons_and_within_its_count() -> None:
 def test_the_machinery_s_faults_are_retried_for_idempotent_functions_only() -> None:
     assert next_try_s(function(idempotent=True), 1, failed(Reason.NODE_LOST), 0.0) == 0.0
     assert next_try_s(function(idempotent=True), 3, failed(Reason.NODE_LOST), 0.0) is None
+    unwanted = Outcome(state=State.LOST, reason=Reason.NODE_LOST, detail={CANCEL_ASKED: True})
+    assert next_try_s(function(idempotent=True), 1, unwanted, 0.0) is None, "it was to end"
     assert next_try_s(function(idempotent=True), 1, failed(Reason.CANCELLED), 0.0) is None
     assert next_try_s(function(idempotent=True), 1, Outcome(state=State.SUCCEEDED), 0.0) is None
 

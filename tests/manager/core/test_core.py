@@ -12,7 +12,7 @@ from manager.action import Action, UnitSet
 from manager.assembly import build_core
 from manager.batch import Kin
 from manager.config import ManagerSpec, ServiceSpec, TaskSpec
-from manager.errors import CapacityExceeded, QuotaExceeded, Reason
+from manager.errors import CANCEL_ASKED, CapacityExceeded, QuotaExceeded, Reason
 from manager.events import (
     Abort,
     CancelRequested,
@@ -300,6 +300,17 @@ def test_a_lost_node_loses_what_ran_on_it_and_runs_the_idempotent_again(drive: D
     assert driver.started["again"].action.attempt == 2
     driver.step(5, finish("again", attempt=2))
     assert driver.settled["again"].outcome.state is State.SUCCEEDED
+
+
+def test_what_was_to_end_on_a_node_that_is_lost_is_not_told_as_cancelled_and_runs_no_more(drive: Drive) -> None:
+    driver = drive(spec(node("n0", cores=1), node("n1", cores=1)))
+    driver.step(0, Submitted(action=action("again"), idempotent=True))
+    driver.step(1, CancelRequested(action_id="again", message="cancelled by request"))
+    driver.step(2, NodeLost(node=driver.started["again"].lease.node))
+    outcome = driver.settled["again"].outcome
+    assert (outcome.state, outcome.reason) == (State.LOST, Reason.NODE_LOST), "nobody knows whether it has ended"
+    assert outcome.detail == {CANCEL_ASKED: True} and "cancelled by request" in outcome.message
+    assert not driver.running(), "it runs nowhere else"
 
 
 def test_a_lost_node_takes_its_trajectories_along(drive: Drive) -> None:
