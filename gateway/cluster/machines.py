@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
+
+import structlog
 
 from gateway.cluster.snapshots import NodeSnapshots
 from gateway.invocations.reattach import AttemptHolder, Reattachment
@@ -17,11 +20,14 @@ from manager.errors import NotFound, Unsupported
 from manager.executor import Executor
 from manager.function import FunctionSpec
 from manager.outcome import State
+from runtimes.node.fitness.served import Trouble
 from runtimes.node.remote import RemoteNode
 from runtimes.sandbox.files.files import SandboxFiles
 from tangram.types import LivingSandbox
 from tangram.types.nodes import NodeStatus, NodeStatusList, NodeTicket
 
+#: Seconds between two looks at this machine's sandboxes.
+LOOK_S = 1.0
 NO_CLUSTER = "this gateway has no section cluster, so no other machine can join it (docs/CLUSTER.md)"
 
 
@@ -58,6 +64,9 @@ class OneMachine:
         self.snapshots: NodeSnapshots | None = None
         self._engine: Engine | None = None
         self._services: NodeServices | None = None
+        #: Why no sandbox can be made on this machine now, and since when, on the loop's clock; empty if one can.
+        self._trouble = ""
+        self._trouble_since_s = 0.0
 
     @property
     def engine(self) -> Engine:
@@ -103,6 +112,23 @@ class OneMachine:
     def open(self, again: Callable[[Prepare], None]) -> None:
         """Let machines join from now on; ``again`` has what could not be made ready tried again as it is given."""
 
+    async def watch_for_ever(self, trouble: Trouble) -> None:
+        """Ask again and again whether sandboxes can be made on this machine."""
+        while True:
+            told = await trouble()
+            if told != self._trouble:
+                self._turned(told)
+            await asyncio.sleep(LOOK_S)
+
+    def _turned(self, trouble: str) -> None:
+        """No sandbox can be made here, or (empty) one can again: alone, this machine refuses each action in words."""
+        log = structlog.get_logger("gateway.machine")
+        if trouble:
+            log.error("nothing new can begin on this machine", why=trouble)
+        else:
+            log.info("this machine is fit again")
+        self._trouble, self._trouble_since_s = trouble, asyncio.get_running_loop().time()
+
     async def let_go(self) -> None:
         """Take nothing from other machines any more: what runs there is the next gateway's."""
 
@@ -145,7 +171,7 @@ class OneMachine:
 
     def warnings(self) -> list[str]:
         """Return what should be looked at."""
-        return []
+        return [f"nothing new can begin on this machine: {self._trouble}"] if self._trouble else []
 
     def lost(self, within_s: float) -> list[str]:
         """Return the machines that were lost so short a while ago."""
@@ -166,9 +192,9 @@ class OneMachine:
         running, holders = self.engine.held_on(here.name)
         return NodeStatus(
             node=here.name,
-            state="ready",
-            why="",
-            since_s=0.0,
+            state="unfit" if self._trouble else "ready",
+            why=self._trouble,
+            since_s=asyncio.get_running_loop().time() - self._trouble_since_s if self._trouble else 0.0,
             local=True,
             cores=here.cores,
             devices=here.devices,

@@ -15,7 +15,9 @@ from gateway.config.sections import ClusterConfig
 from manager.clock import Clock
 from manager.config import NodeSpec
 from manager.errors import CapacityExceeded, Conflict, NotFound, Unsupported
+from manager.events import NodeClosed, NodeOpened
 from runtimes.fleet import FleetExecutor
+from runtimes.node.fitness.served import Trouble
 from runtimes.node.link import NodeLink
 from runtimes.node.node_state import HEARD, NodeState
 from runtimes.node.remote import RemoteNode
@@ -189,8 +191,20 @@ class ClusterState(OneMachine):
         members = self._roster.members()
         return [each.name for each in members if each.state is NodeState.LOST and each.since_s > since_s]
 
+    async def watch_for_ever(self, trouble: Trouble) -> None:
+        if self._inline:  # else its sandboxes, if any, are its daemon's, which looks itself
+            await super().watch_for_ever(trouble)
+
+    def _turned(self, trouble: str) -> None:
+        """Be closed to what is new, as a node that joined: without sandboxes this machine looks the emptiest of all."""
+        super()._turned(trouble)
+        name = self.here.name
+        self.engine.tell(
+            NodeClosed(node=name, why=f"unfit: {trouble}", finishing=True) if trouble else NodeOpened(node=name)
+        )
+
     def warnings(self) -> list[str]:
-        found = []
+        found = super().warnings()
         if self._roster.storm_left_s:
             told = "too many nodes are silent at once, so it may be the gateway's own network: "
             found.append(f"{told}none is counted lost for {self._roster.storm_left_s:.0f} s")

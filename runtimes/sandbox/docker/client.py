@@ -95,7 +95,8 @@ class EngineConnection:
             remedy = (
                 f"is one at {host}?"
                 if host
-                else "start one (Debian: apt-get install docker.io), or name it in DOCKER_HOST"
+                else "start it (systemctl restart docker), install one (Debian: apt-get install docker.io), or name "
+                "one in DOCKER_HOST"
             )
             raise Unsupported(f"no Docker engine answers ({error}); {remedy}", component=COMPONENT) from None
 

@@ -152,7 +152,7 @@ class DockerEngine:
         if await self._watchdog.look():
             return ""
         told = f"its Docker engine does not answer ({self.address.url}), so no sandbox can be made: start the engine"
-        return f"{told} again (systemctl start docker); the sandboxes that live there go on"
+        return f"{told} again (systemctl restart docker); the sandboxes that live there go on"
 
     async def close(self) -> None:
         await self._watchdog.close()
