@@ -99,7 +99,7 @@ def _pytest_of(project: dict[str, Any]) -> Any:
 def _run(pytest: Any, send: Send, told: dict[str, Any], project: dict[str, Any], directory: str) -> int:
     sys.path.insert(0, directory)  # before xdist, whose workers begin with what it finds there
     paths = [path for path in told["paths"] if Path(path).exists()]
-    xdist = _xdist_version()
+    xdist = "" if _is_off("xdist", told["args"]) else _xdist_version()
     workers = told["workers"] if xdist else 1
     noticed = noticed_in(project["paths"])
     send(start={"pytest": pytest.__version__, "xdist": xdist, "workers": workers, "noticed": noticed})
@@ -152,6 +152,11 @@ def named_plugins(arguments: list[str]) -> list[str]:
     named += [argument[2:] for argument in arguments if argument.startswith("-p") and len(argument) > 2]
     named += os.environ.get("PYTEST_PLUGINS", "").split(",")
     return [name for name in named if name and not name.startswith("no:")]
+
+
+def _is_off(plugin: str, arguments: list[str]) -> bool:
+    """Return whether the caller keeps a plugin of the installation out."""
+    return f"-pno:{plugin}" in arguments or ("-p", f"no:{plugin}") in zip(arguments, arguments[1:])  # noqa: B905, RUF007  # Python 3.7
 
 
 def noticed_in(places: Iterable[str]) -> list[str]:

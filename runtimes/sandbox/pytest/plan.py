@@ -14,6 +14,7 @@ from msgspec import Meta
 from manager.function import PytestSpec
 from runtimes.runtime import Execution
 from runtimes.sandbox.exec.runtime import Directory, Env, checked, invalid, traced
+from runtimes.sandbox.pytest.mistakes import added_options, left_out, option_at_fault, testless, undefined
 from runtimes.sandbox.pytest.report import SuiteRequest
 
 COMPONENT = "pytest"
@@ -110,8 +111,18 @@ def plan_of(execution: Execution, settings: PytestSettings) -> SuitePlan:
         raise invalid("$.cwd", "must be a string without NUL", COMPONENT)
     tests = given.get("tests", {})
     _check_tests(tests, given.get("paths", []), spec)
+    _check_listed(request, tests, (*spec.args, *args))
+    words = {"$.args": args, "$.env": added_options(given.get("env", {})), "pytest.args of the function": spec.args}
+    for path, said in words.items():
+        if option := option_at_fault(said):
+            raise invalid(path, f"must have pytest run tests: with {option} it runs none", COMPONENT)
     if not request.targets and not request.listed:
         request = replace(request, targets=_suites(tests))
+        if testless(request.targets, tests):
+            told = (
+                "must hold a test: nothing in them is called one (if a plugin makes them, name their files in targets)"
+            )
+            raise invalid("$.tests", told, COMPONENT)
     return SuitePlan(
         request=request,
         spec=spec,
@@ -124,6 +135,21 @@ def plan_of(execution: Execution, settings: PytestSettings) -> SuitePlan:
         dist=spec.dist,
         test_timeout_s=given.get("test_timeout_s", 0.0),
     )
+
+
+def _check_listed(request: SuiteRequest, tests: Mapping[str, str], args: Sequence[str]) -> None:
+    """Raise ActionFailed(invalid_input) where a listed test could not pass whatever was done."""
+    for name, ids in (("fail_to_pass", request.fail_to_pass), ("pass_to_pass", request.pass_to_pass)):
+        if whole := next((id for id in ids if "::" not in id), ""):
+            told = f"must be ids of tests (file::test), which {whole} is not: files and directories stand in targets"
+            raise invalid(f"$.{name}", told, COMPONENT)
+        if missed := undefined(ids, tests):
+            raise invalid(f"$.{name}", f"names {missed}, which its file in tests does not define", COMPONENT)
+        id, option = left_out(args, ids)
+        if id:
+            raise invalid(f"$.{name}", f"names {id}, which {option} leaves out", COMPONENT)
+    if missed := undefined(request.targets, tests):
+        raise invalid("$.targets", f"names {missed}, which its file in tests does not define", COMPONENT)
 
 
 def _suites(tests: Mapping[str, str]) -> tuple[str, ...]:
