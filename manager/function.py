@@ -79,6 +79,8 @@ class TrajectoryChoices:
     warm: Annotated[int, Setting("choices of which up to warm.max are kept ready too, the last claimed", ge=0)] = 4
 
 
+#: The image of containers where nothing names one.
+BASE_IMAGE = "tangram-base:bookworm"
 #: What the sandbox's own runner needs; with less no command begins.
 MEMORY_MIN_BYTES = 16 * 2**20
 
@@ -87,7 +89,7 @@ MEMORY_MIN_BYTES = 16 * 2**20
 class SandboxSpec:
     """A function's sandbox; what is left out comes from the server's ``sandbox`` section."""
 
-    image: Annotated[str, Setting("container image")] = ""
+    image: Annotated[str, Setting("container image; `tangram image build` makes tangram-base:bookworm")] = BASE_IMAGE
     images: Annotated[
         tuple[Annotated[str, Setting(min_length=1)], ...],
         Setting("images that a trajectory may name instead, for example swebench/*; * and ? stand for any text"),

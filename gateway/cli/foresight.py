@@ -94,16 +94,17 @@ def _sandboxes(config: GatewayConfig, refused: Collection[str]) -> Iterator[Find
 
 
 def _docker_door(config: GatewayConfig, provider: Provider) -> Iterator[Finding]:
-    """Tell that no container could begin: process sandboxes have no images, so that only the function's name is one."""
+    """Tell what clients must name where sandboxes are no containers, and so have no images."""
     door = config.server.facades.docker
     function = None if door is None else config.functions.get(door.function)
-    if function is None or function.sandbox is None or provider.info.kind == "docker" or function.sandbox.image:
+    if function is None or function.sandbox is None or provider.info.kind == "docker" or function.sandbox.images:
         return
+    image = function.sandbox.image
     told = (
-        f"sandboxes are no containers here, and {function.name} names no image, so that docker run refuses each: "
-        "set its sandbox.image to the name that clients say, or serve with a Docker engine"
+        f"sandboxes are no containers here, and docker run begins one for the name {image!r} alone: "
+        f"set {function.name}'s sandbox.image to the name that clients say, or serve with a Docker engine"
     )
-    yield Finding("server.facades.docker", "missing", told)
+    yield Finding("server.facades.docker", "missing" if not image else "note", told)
 
 
 async def _checked(config: GatewayConfig, provider: Provider, refused: Collection[str]) -> list[Finding]:

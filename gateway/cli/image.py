@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from manager.function import BASE_IMAGE
 from runtimes.sandbox.docker import base_image
 from tangram.cli.options import json_option
 from tangram.cli.printing.output import print_json, say
@@ -15,7 +16,7 @@ def image() -> None:
 
 
 @image.command("build")
-@click.option("--tag", default=base_image.NAME, show_default=True, help="What to call it.")
+@click.option("--tag", default=BASE_IMAGE, show_default=True, help="What to call it.")
 @click.option(
     "--from",
     "source",

@@ -39,7 +39,7 @@ class EnvironmentSettings:
     """How environments are kept."""
 
     #: For functions and trajectories that name no sandbox.
-    default: SandboxSpec = field(default_factory=lambda: SandboxSpec(image="tangram-base:bookworm"))
+    default: SandboxSpec = field(default_factory=SandboxSpec)
     #: What ``${secret:NAME}`` in a sandbox's environment stands for.
     secrets: Secrets = field(default_factory=Secrets)
     #: Whether sandboxes live on when the gateway ends in good order, for the next one to adopt.

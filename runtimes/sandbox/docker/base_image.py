@@ -18,11 +18,11 @@ import docker.errors
 import docker.utils
 
 from manager.errors import InvalidConfig, Unsupported
+from manager.function import BASE_IMAGE
 from runtimes.sandbox.docker.client import AWAY, EngineConnection
 from runtimes.sandbox.images import require_image_name
 
 COMPONENT = "image"
-NAME = "tangram-base:bookworm"
 #: What is built upon where debootstrap cannot be used; the Dockerfile's own default.
 SOURCE = "debian:bookworm-slim"
 PLACE = Path(__file__).with_name("base")
@@ -138,7 +138,7 @@ def lacks(name: str, host: str) -> bool:
 
 def remedy(name: str) -> str:
     """Return the command that makes a base image of that name."""
-    return "tangram image build" if name == NAME else f"tangram image build --tag {name}"
+    return "tangram image build" if name == BASE_IMAGE else f"tangram image build --tag {name}"
 
 
 def _opened(host: str) -> EngineConnection:

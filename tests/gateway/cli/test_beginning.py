@@ -16,6 +16,7 @@ import gateway
 import runtimes
 from gateway.cli import beginning
 from gateway.config.load import load
+from manager.function import BASE_IMAGE
 from runtimes.kinds import KINDS
 from runtimes.sandbox.docker import base_image
 from tests.tangram.cli.conftest import Tangram
@@ -120,7 +121,7 @@ def test_doctor_tells_a_door_that_cannot_listen(tangram: Tangram, tmp_path: Path
             assert status == 1
             assert "set server.facades.swerex.port" in found["server.facades.swerex.port"]["told"]
             assert found["server.facades.docker.socket"]["state"] == "missing"
-            assert "set its sandbox.image" in found["server.facades.docker"]["told"]
+            assert "sandbox.image to the name that clients say" in found["server.facades.docker"]["told"]
             assert place.exists() == (place == places["taken"]), "it only looks"
 
 
@@ -188,11 +189,11 @@ def test_image_build_says_whether_the_image_was_made_or_was_there(
         return again
 
     monkeypatch.setattr(base_image, "build", build)
-    assert tangram("image", "build") == (0, f"{base_image.NAME} is there already (--again builds it anew)\n", "step\n")
+    assert tangram("image", "build") == (0, f"{BASE_IMAGE} is there already (--again builds it anew)\n", "step\n")
     assert tangram("image", "build", "--tag", "a:b", "--from", "c", "--again") == (0, "a:b is ready\n", "step\n")
     status, out, _ = tangram("image", "build", "--host", "unix:///d", "--json")
-    assert (status, json.loads(out)) == (0, {"image": base_image.NAME, "built": False})
-    name = base_image.NAME
+    assert (status, json.loads(out)) == (0, {"image": BASE_IMAGE, "built": False})
+    name = BASE_IMAGE
     assert asked == [(name, "", "", False), ("a:b", "c", "", True), (name, "", "unix:///d", False)]
 
 
