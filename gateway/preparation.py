@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 import structlog
 
-from manager.errors import CapacityExceeded, CodedError, FunctionUnavailable
+from manager.errors import CapacityExceeded, CodedError, FunctionUnavailable, InvalidConfig
 from manager.function import FunctionSpec
 from tangram.types.values.backoff import backoff_s
 
@@ -32,22 +32,25 @@ class Readiness(NamedTuple):
     failures: int = 0
     #: When it is tried again, on the event loop's clock; 0 while a try runs, or waits for room (a node that joins).
     again_s: float = 0.0
+    #: What is missing stands in its configuration: a call that waits or asks again changes nothing.
+    configured: bool = False
 
     def check(self, function: FunctionSpec, now_s: float) -> None:
         """Raise FunctionUnavailable where no try that runs or is due may make it ready in time for a call.
 
-        In time is within the function's ``queue_timeout_s``. After ``FAILURES_MIN`` failures what is missing is taken
-        to be missing until a try says otherwise, and a call waits only for a try that runs.
+        In time is within the function's ``queue_timeout_s``. After ``FAILURES_MIN`` failures, or one of its
+        configuration, what is missing is taken to be missing until a try says otherwise, and a call waits only for a
+        try that runs. A mistake of the configuration has no time after which to ask again.
         """
         left_s = self.again_s - now_s
         if self.status != "unavailable" or left_s <= 0.0:
             return
-        if self.failures >= FAILURES_MIN or left_s > function.queue_timeout_s:
+        if self.configured or self.failures >= FAILURES_MIN or left_s > function.queue_timeout_s:
             raise FunctionUnavailable(
                 f"function {function.name} is unavailable: {self.problem}; it is tried again in {left_s:.0f} s, and "
                 "when a configuration is applied",
                 component="admission",
-                retry_after_s=left_s,
+                retry_after_s=None if self.configured else left_s,
             )
 
 
@@ -131,7 +134,8 @@ class Preparation:
             again, loop = self._again[name], asyncio.get_running_loop()
             again_s = loop.time() + backoff_s(attempt, AGAIN_S, AGAIN_MAX_S)
             failures = 0 if room else failures + 1
-            self._states[name] = Readiness("unavailable", problem, failures, 0.0 if room else again_s)
+            configured = isinstance(error, InvalidConfig)
+            self._states[name] = Readiness("unavailable", problem, failures, 0.0 if room else again_s, configured)
             timer = loop.call_at(again_s, again.set)
             await again.wait()
             timer.cancel()

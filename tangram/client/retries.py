@@ -86,8 +86,11 @@ class FailureStreak:
             self._since_s = now_s
         self._attempt += 1
         wait_s = self._retries.wait_s(error, self._attempt, now_s - self._since_s, repeatable=repeatable)
-        if wait_s is not None and self._attempt == 1 and isinstance(error, ConnectionFailed):
-            logger.warning("%s; trying again for %g s", error, self._retries.outage_s)
+        if wait_s is not None and self._attempt == 1:
+            if isinstance(error, ConnectionFailed):
+                logger.warning("%s; trying again for %g s", error, self._retries.outage_s)
+            elif isinstance(error, FunctionUnavailableError):
+                logger.warning("%s; asking again in %.0f s", error, wait_s)
         return wait_s
 
     def succeeded(self) -> None:

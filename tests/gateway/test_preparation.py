@@ -15,7 +15,7 @@ from gateway import preparation
 from gateway.config.sections import ServerConfig
 from gateway.http.early import HttpDoor
 from gateway.http.server import listen
-from manager.errors import CapacityExceeded, CodedError, FunctionUnavailable, Unsupported
+from manager.errors import CapacityExceeded, CodedError, FunctionUnavailable, InvalidConfig, Unsupported
 from manager.function import FunctionSpec
 from runtimes.fake import ScriptedRuntime
 from tests.gateway.conftest import GatewayBench, RunningGateway, function, serving, step_of, until
@@ -182,6 +182,20 @@ def test_a_call_waits_for_a_try_that_runs_or_is_due_in_time_and_for_no_other() -
     assert (refused(few, 104.0), refused(few, 106.0), refused(many, 104.0)) == (False, True, True)
     assert not refused(many, 0.0), "a try runs"
     preparation.Readiness("preparing").check(function("f"), now_s=0.0)
+
+
+async def test_a_mistake_of_the_configuration_is_told_to_the_first_call_and_has_no_time_to_ask_again(
+    tmp_path: Path,
+) -> None:
+    runtime = SlowToPrepare()
+    runtime.error = InvalidConfig("sandbox.image names nothing", component="sandbox")
+    bench = GatewayBench(tmp_path, functions={"broken": function("broken")})
+    async with serving(bench, runtime=runtime) as gateway:
+        await until(lambda: gateway.app.registry.readiness("broken").status == "unavailable")
+        refused = await gateway.invoke({}, function="broken")
+        assert (refused.status_code, refused.json()["code"]) == (503, "function_unavailable")
+        assert "sandbox.image names nothing" in refused.json()["detail"]
+        assert "Retry-After" not in refused.headers and "retry_after_s" not in refused.json()
 
 
 async def test_what_waited_for_a_broken_function_is_done_by_the_one_that_takes_its_place(tmp_path: Path) -> None:
