@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -40,6 +41,7 @@ class Ports:
 
 def main() -> int:
     """Run the demo; the exit status says whether everything ended as it should."""
+    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))  # it leaves no sandbox behind then, too
     ports = Ports(http=free_port(), grpc=free_port(), search=free_port())
     step("models: two tiny checkpoints (trained once, a few seconds)")
     checkpoints()
@@ -223,12 +225,15 @@ def running(command: list[str], log: Path, environment: dict[str, str], probe: s
     """A child process that answers ``probe``, ended with the block."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
-        child = subprocess.Popen(command, cwd=ROOT, env=os.environ | environment, stdout=output, stderr=output)
+        # A session of its own: what a terminal sends to this group reaches it once, from here.
+        child = subprocess.Popen(
+            command, cwd=ROOT, env=os.environ | environment, stdout=output, stderr=output, start_new_session=True
+        )
         try:
             wait_ready(child, probe, log)
             yield
         finally:
-            child.terminate()
+            child.send_signal(signal.SIGINT)  # SIGTERM would keep sandboxes for a next gateway
             try:
                 child.wait(timeout=30)
             except subprocess.TimeoutExpired:
