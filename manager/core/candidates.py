@@ -17,6 +17,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from manager.action import ANYWHERE, UnitSet
 from manager.core.waiting.queue import Key, QueueGroup, Signature, Waiting
@@ -47,9 +48,13 @@ class StartOption:
                 return False
         return True
 
-    def take(self) -> None:
+    def count(self) -> int:
+        """Return how many times the minimum of everything is left, where units are interchangeable."""
+        return min(headroom.free // least for headroom, least in self.headrooms)
+
+    def take(self, times: int = 1) -> None:
         for headroom, least in self.headrooms:
-            headroom.take(least, self.node, self.among)
+            headroom.take(least * times, self.node, self.among)
 
     def reserve(self, *, memory: bool = True) -> None:
         missing = [headroom for headroom, least in self.headrooms if not headroom.fits(least, self.node, self.among)]
@@ -187,8 +192,10 @@ class Selector:
     def walk(self, groups: Iterable[QueueGroup]) -> CandidateSelection:
         """Return the candidates in order of service."""
         heap: list[tuple[Key, int, Waiting, _Contender]] = []
-        for group in groups:
-            contender = self._contender(group)
+        for contender in [self._contender(group) for group in groups]:
+            if self._is_unrivalled(contender):
+                self._take_all(contender)
+                continue
             first = next(contender.rest, None)
             if first is not None:
                 heap.append((*first, contender))
@@ -211,6 +218,26 @@ class Selector:
         for option in options:
             option.compete(1)
         return _Contender(group, group.items(), options, RoomiestFirst(options), self._caps_of(group))
+
+    def _is_unrivalled(self, contender: _Contender) -> bool:
+        """Return whether nobody else can take of what a group needs, so that its actions are weighed against none."""
+        if len(contender.options) != 1 or contender.caps or self._strict:
+            return False
+        (option,) = contender.options
+        if not option.needs or not option.together or (option.memory_bytes and self._memory_waits_from is not None):
+            return False
+        return all(headroom.rivals == 1 for headroom, _ in option.headrooms)
+
+    def _take_all(self, contender: _Contender) -> None:
+        """Take for as many of an unrivalled group as fit, and reserve for the next one."""
+        (option,) = contender.options
+        count = option.count()
+        first = [waiting for _, _, waiting in islice(contender.rest, count)]
+        option.take(len(first))
+        self._found.candidates += [self._candidate(waiting, option) for waiting in first]
+        if len(first) == count and (following := next(contender.rest, None)) is not None:
+            self._give_up(contender)
+            self._reserve(following[2], option)
 
     def _consider(self, waiting: Waiting, contender: _Contender) -> bool:
         """Take or reserve for one action; return whether its group has more to say."""

@@ -107,7 +107,7 @@ class Core:
         if action.trajectory is not None:
             trajectory = state.trajectories.get(action.trajectory)
             if trajectory is None:
-                full = full or self.crowded(action.trajectory)
+                full = full or self._crowd()
             elif trajectory.ending:
                 message = f"trajectory {trajectory.name} is ending"
                 return Conflict(message, component="core", invocation_id=action.id, retry_after_s=1.0)
@@ -117,8 +117,14 @@ class Core:
 
     def crowded(self, trajectory: str | None) -> CodedError | None:
         """Return why a trajectory may not begin now; None if it may, or has begun already."""
+        if trajectory is None or self._state.trajectories.get(trajectory) is not None:
+            return None
+        return self._crowd()
+
+    def _crowd(self) -> CapacityExceeded | None:
+        """Return why one more trajectory may not begin; None if it may."""
         living, limit = self._state.trajectories, self._state.spec.trajectories_max
-        if trajectory is None or len(living) < limit or living.get(trajectory) is not None:
+        if len(living) < limit:
             return None
         return CapacityExceeded(
             f"{len(living)} trajectories live already, which is the bound trajectories_max",

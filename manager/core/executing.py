@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from manager.action import Action
 from manager.batch import Batch, Kin, expected_s
@@ -187,15 +188,16 @@ class Executing:
 
         ``workers`` are for a malleable one's key resource.
         """
-        started = []
-        for waiting in alike:
-            grants: dict[str, Grant] = {}
-            for pool, request in requests:
-                grant = pool.acquire(waiting.id, request, now_s)
-                if workers >= request.units and waiting.action.malleable_in(pool.kind):
-                    grant = replace(grant, workers=workers)
+        granted: list[dict[str, Grant]] = [{} for _ in alike]
+        holders = [waiting.id for waiting in alike]
+        for pool, request in requests:
+            for grants, grant in zip(granted, pool.acquire_each(holders, request, now_s), strict=True):
                 grants[pool.kind] = grant
-            started.append(self._lease(waiting, node, grants, now_s))
+            if workers >= request.units:
+                for waiting, grants in zip(alike, granted, strict=True):
+                    if waiting.action.malleable_in(pool.kind):
+                        grants[pool.kind] = replace(grants[pool.kind], workers=workers)
+        started = [self._lease(waiting, node, grants, now_s) for waiting, grants in zip(alike, granted, strict=True)]
         self._note(started, [pool for pool, _ in requests], now_s)
         return started
 
@@ -335,12 +337,15 @@ class Executing:
         holders, views = self._holders[pool.name], self._view_of(pool)
         for running in new:
             holders[running.id] = running
-            views.add(running.id, HeldView(self, running, pool))
+            views.enter(running.id, running.action)
+
+    def _look(self, pool: str, holder: str) -> HeldView:
+        return HeldView(self, self._holders[pool][holder], self._resources[pool])
 
     def _view_of(self, pool: Pool) -> RunningSet:
         views = self._views.get(pool.name)
         if views is None:
-            views = self._views[pool.name] = RunningSet(pool.kind)
+            views = self._views[pool.name] = RunningSet(pool.kind, partial(self._look, pool.name))
         return views
 
     def _enter(self, waiting: Waiting, lease: Lease, started_s: float) -> Running:

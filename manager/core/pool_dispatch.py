@@ -421,8 +421,8 @@ def _alike(starts: Iterable[tuple[Start, Candidate]]) -> Iterator[tuple[Start, l
     alike: list[Candidate] = []
     for next_, candidate in starts:
         if start is not None:
-            same = (candidate.option, next_.units, next_.workers) == (alike[0].option, start.units, start.workers)
-            if together and same:
+            same = next_.units == start.units and next_.workers == start.workers
+            if together and same and candidate.option is alike[0].option:
                 alike.append(candidate)
                 continue
             yield start, alike

@@ -32,6 +32,22 @@ class Cores:
         chosen.sort()
         return tuple(chosen)
 
+    def allocate_each(self, count: int, sets: int) -> list[tuple[int, ...]]:
+        """As many sets of ``count`` cores, each as `allocate` gives it after those before."""
+        assert count * sets <= self.free, f"{sets} times {count} cores wanted, {self.free} free"
+        found: list[tuple[int, ...]] = []
+        while len(found) < sets:
+            ids = self._tightest(count)
+            if ids is None:
+                found.append(self.allocate(count))
+                continue
+            here = min(sets - len(found), len(ids) // count)  # for so long it stays the tightest
+            most = len(ids)
+            found += [tuple(sorted(ids[most - count * (n + 1) : most - count * n])) for n in range(here)]
+            del ids[most - count * here :]
+            self.free -= count * here
+        return found
+
     def release(self, cores: Iterable[int]) -> None:
         for core in cores:
             ids = self._free[self._numa_of[core]]
@@ -54,11 +70,16 @@ class Cores:
     def _sources(self, count: int, beside: Sequence[int]) -> list[list[int]]:
         """The free cores of NUMA nodes, in the order in which to take from them."""
         near = {self._numa_of[core] for core in beside} if beside else set()
+        tightest = None if near else self._tightest(count)
+        if tightest is not None:
+            return [tightest]
+        indices = sorted(range(len(self._free)), key=lambda index: (index not in near, -len(self._free[index]), index))
+        return [self._free[index] for index in indices]
+
+    def _tightest(self, count: int) -> list[int] | None:
+        """The free cores of the NUMA node that has least of those that have so many; None where none has."""
         tightest = None
         for ids in self._free:
             if len(ids) >= count and (tightest is None or len(ids) < len(tightest)):
                 tightest = ids
-        if tightest is not None and not near:
-            return [tightest]
-        indices = sorted(range(len(self._free)), key=lambda index: (index not in near, -len(self._free[index]), index))
-        return [self._free[index] for index in indices]
+        return tightest

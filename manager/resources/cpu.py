@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from manager.config import NodeSpec
 from manager.lease import Grant
 from manager.resources.cores import Cores
@@ -37,6 +39,12 @@ class CpuPool(Pool):
     def acquire(self, holder: str, ask: PoolRequest, now_s: float) -> Grant:
         self._enter(holder, ask.units)
         return self._grant(holder, self._cores.allocate(ask.units))
+
+    def acquire_each(self, holders: Sequence[str], ask: PoolRequest, now_s: float) -> list[Grant]:
+        sets = self._cores.allocate_each(ask.units, len(holders))
+        for holder in holders:
+            self._enter(holder, ask.units)
+        return [self._grant(holder, cores) for holder, cores in zip(holders, sets, strict=True)]
 
     def release(self, holder: str, now_s: float) -> None:
         self._leave(holder)

@@ -153,8 +153,9 @@ class Nodes:
         self._shapes: dict[_Shape, AlikeNodes] = {}
         self._nodes = {spec.name: self._node(spec) for spec in specs}
         self._resources = resources
-        #: Nodes that could serve a demand, were they empty.
+        #: Nodes that could serve a demand, were they empty, and the demand that was asked for last: bursts are alike.
         self._able: dict[tuple[Demand, NodeChoice], list[AlikeNodes]] = {}
+        self._asked: tuple[Demand, NodeChoice, list[AlikeNodes]] | None = None
 
     def __getitem__(self, name: str) -> Node:
         return self._nodes[name]
@@ -176,7 +177,7 @@ class Nodes:
         assert spec.name not in self._nodes, f"node {spec.name} is there already"
         self._nodes[spec.name] = self._node(spec)
         self._changed.add(spec.name)
-        self._able.clear()
+        self._forget_able()
 
     def leave(self, name: str) -> None:
         self._set_apart(self._nodes.pop(name))
@@ -228,12 +229,12 @@ class Nodes:
         node.alike.remove(node)
         if node.closed is None and not node.alike:
             del self._shapes[_shape(node.spec)]
-        self._able.clear()
+        self._forget_able()
 
     def _set_among_alike(self, node: Node) -> None:
         node.alike = self._shapes.setdefault(_shape(node.spec), AlikeNodes())
         node.alike.add(node)
-        self._able.clear()
+        self._forget_able()
         self._changed.add(node.spec.name)
 
     def take_changed(self) -> set[str]:
@@ -292,6 +293,9 @@ class Nodes:
 
     def _hosts(self, demand: Demand, placement: NodeChoice) -> list[AlikeNodes]:
         """The open nodes that could serve what a demand takes of nodes, were nothing held."""
+        asked = self._asked
+        if asked is not None and asked[0] == demand and asked[1] == placement:
+            return asked[2]
         hosts = self._able.get((demand, placement))
         if hosts is None:
             if len(self._able) >= _DEMANDS_MAX:
@@ -301,7 +305,13 @@ class Nodes:
                 for alike in self._shapes.values()
                 if alike.any().spec.suits(placement) and self._could_serve(alike.any().spec.name, demand)
             ]
+        self._asked = demand, placement, hosts
         return hosts
+
+    def _forget_able(self) -> None:
+        """Nodes came, went, or are able to do something else."""
+        self._able.clear()
+        self._asked = None
 
     def _could_serve(self, name: str, demand: Demand) -> bool:
         for kind, units in demand:

@@ -99,6 +99,10 @@ class Pool(ABC):
     def acquire(self, holder: str, ask: PoolRequest, now_s: float) -> Grant:
         """Give ``ask.units`` to a new holder; they must fit."""
 
+    def acquire_each(self, holders: Sequence[str], ask: PoolRequest, now_s: float) -> list[Grant]:
+        """Give ``ask.units`` to each of some new holders, in order; they must fit together."""
+        return [self.acquire(holder, ask, now_s) for holder in holders]
+
     def resume(self, holder: str, ask: PoolRequest, started_s: float, now_s: float) -> Grant:
         """Give ``ask.units`` to a holder that was started earlier, under another core; they must fit."""
         return self.acquire(holder, ask, now_s)

@@ -28,6 +28,37 @@ class Ranked:
     rest: Iterable[Action]
 
 
+class _Parted:
+    """What waits, in two parts: each action is looked at once, and none before somebody asks for one of either part."""
+
+    def __init__(self, waiting: Iterable[Action], is_short: Callable[[Action], bool]) -> None:
+        self._left = iter(waiting)
+        self._is_short = is_short
+        self._short: list[Action] = []
+        self._others: list[Action] = []
+
+    def short(self) -> Iterator[Action]:
+        return self._part(self._short)
+
+    def others(self) -> Iterator[Action]:
+        return self._part(self._others)
+
+    def _part(self, part: list[Action]) -> Iterator[Action]:
+        """Yield a part, reading on where it ends."""
+        number = 0
+        while True:
+            while number < len(part):
+                yield part[number]
+                number += 1
+            for action in self._left:
+                into = self._short if self._is_short(action) else self._others
+                into.append(action)
+                if into is part:
+                    break
+            else:
+                return
+
+
 def ranked(
     waiting: Sequence[Action],
     kind: str,
@@ -42,6 +73,12 @@ def ranked(
     ``rigid`` are those of them that have no choice of units; None: they are looked for. ``turns`` are those of the
     tasks, if several wait: short ones of a task that has none of the next `TURNS_AHEAD` pass nobody.
     """
+    if rigid is None and turns is None:  # nothing but their length tells them apart
+        parted = _Parted(waiting, lambda action: is_short(action, kind, short_s))
+        oldest = next(parted.others(), None)
+        if oldest is not None and now_s - oldest.submitted_s >= age_max_s:
+            return Ranked((), waiting)
+        return Ranked(Drawn(parted.short), parted.others())
     oldest = next((action for action in waiting if not is_short(action, kind, short_s)), None)
     if oldest is not None and now_s - oldest.submitted_s >= age_max_s:
         return Ranked((), waiting)

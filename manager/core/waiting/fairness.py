@@ -190,17 +190,19 @@ class FairShare:
         """Return the virtual start time of a new action, and charge its task for it."""
         at = most = 0.0
         shares = []
-        for kind, _ in action.demand:
+        demand = _demand_of(action)
+        for kind in demand[1]:
             flow, clock, charge = self._flow(action.task, kind), self._clocks[kind], self.charge(action, kind) / weight
             shares.append((flow, clock, charge))
             at = max(at, clock.now(), flow.finish, flow.last)
-            most = max(most, charge)
-        stamp = self._waiting[action.id] = _Stamp(at, most)
+            if charge > most:
+                most = charge
+        waiting = self._waiting
+        stamp = waiting[action.id] = _Stamp(at, most)
         for flow, clock, charge in shares:
             flow.finish = at + charge
-            clock.add(flow, stamp, len(self._waiting))
+            clock.add(flow, stamp, len(waiting))
         self._guessed.add(action.id)
-        demand = _demand_of(action)
         turns = self._turns.get(demand)
         if turns is None:
             turns = self._turns[demand] = TaskTurns()

@@ -88,7 +88,8 @@ class InOrder(Generic[Rank]):
 
     def add(self, rank: Rank, waiting: Waiting) -> None:
         item = (rank, waiting.seq, waiting)
-        if not self._items or _place(item) > _place(self._items[-1]):
+        last = self._items[-1] if self._items else None
+        if last is None or last[0] < rank or (last[0] == rank and last[1] < waiting.seq):
             self._items.append(item)
         else:
             insort(self._items, item, lo=self._first, key=_place)
@@ -153,6 +154,18 @@ class QueueGroup:
     @property
     def needs_memory_only(self) -> bool:
         return self.signature.memory_bytes > 0 and not self.demand
+
+    def takes(self, action: Action, memory_bytes: int, batch_service: str, *, child: bool) -> bool:
+        """Return whether an action that is offered on this group's node is alike in all else."""
+        signature = self.signature
+        return (
+            action.task == signature.task
+            and action.demand == signature.demand
+            and memory_bytes == signature.memory_bytes
+            and batch_service == signature.batch_service
+            and child is signature.child
+            and action.placement == signature.placement
+        )
 
     def add(self, waiting: Waiting) -> None:
         waiting.group = self
@@ -242,6 +255,8 @@ class Queue:
         self.services = services
         self._waiting: dict[str, Waiting] = {}
         self._groups: dict[Signature, QueueGroup] = {}
+        #: By node, the one that was offered something last: most often the next one is alike.
+        self._latest: dict[str, QueueGroup] = {}
         #: The same by kind that they need, and by kind and node; those that need none are under the empty kind.
         self._by_kind: dict[str, dict[QueueGroup, None]] = {}
         self._by_place: dict[tuple[str, str], dict[QueueGroup, None]] = {}
@@ -296,13 +311,11 @@ class Queue:
         action = waiting.action
         memory_bytes = action.memory_bytes if action.trajectory is None else 0
         service = self._batch_service(action) if action.batch_tokens else ""
-        signature = Signature(action.task, action.demand, memory_bytes, node, service, waiting.child, action.placement)
-        group = self._groups.get(signature)
-        if group is None:
-            group = self._groups[signature] = QueueGroup(signature)
-            for kind in group.kinds:
-                self._by_kind.setdefault(kind, {})[group] = None
-                self._by_place.setdefault((kind, node), {})[group] = None
+        group = self._latest.get(node)
+        if group is None or not group.takes(action, memory_bytes, service, child=waiting.child):
+            group = self._latest[node] = self._group_of(
+                Signature(action.task, action.demand, memory_bytes, node, service, waiting.child, action.placement)
+            )
         group.add(waiting)
         self._arrived[group] = self._arrived.get(group, 0) + 1
 
@@ -310,7 +323,8 @@ class Queue:
         """Remove actions of one group, or one of none, that start on what they had reserved."""
         for waiting in alike:
             del self._waiting[waiting.id]
-            _decrement(self._by_function, waiting.action.function)
+        for function, count in Counter([waiting.action.function for waiting in alike]).items():
+            _decrement(self._by_function, function, count)
         _decrement(self._by_task, alike[0].action.task, len(alike))
         group = alike[0].group
         if group is not None:
@@ -363,13 +377,27 @@ class Queue:
         indexed = {group for groups in self._by_place.values() for group in groups}
         assert indexed == set(self._groups.values()) == {group for groups in self._by_kind.values() for group in groups}
         assert all(self._waiting.get(one.id) is one for one in grouped), "a group holds what does not wait"
+        for node, group in self._latest.items():
+            assert self._groups.get(group.signature) is group and group.signature.node == node, f"{node}: a lost group"
         assert sum(self._by_task.values()) == sum(self._by_function.values()) == len(self._waiting)
         for group in self._groups.values():
             group.check()
 
+    def _group_of(self, signature: Signature) -> QueueGroup:
+        """Return the group of a signature, which is made if there is none."""
+        group = self._groups.get(signature)
+        if group is None:
+            group = self._groups[signature] = QueueGroup(signature)
+            for kind in group.kinds:
+                self._by_kind.setdefault(kind, {})[group] = None
+                self._by_place.setdefault((kind, signature.node), {})[group] = None
+        return group
+
     def _forget(self, group: QueueGroup) -> None:
         """Drop a group of which nothing waits any more."""
         del self._groups[group.signature]
+        if self._latest.get(group.signature.node) is group:
+            del self._latest[group.signature.node]
         for kind in group.kinds:
             _discard(self._by_kind, kind, group)
             _discard(self._by_place, (kind, group.signature.node), group)

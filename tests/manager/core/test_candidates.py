@@ -1,4 +1,4 @@
-"""The roomiest option of many, by a heap, against a look at all of them."""
+"""The roomiest option of many, by a heap, against a look at all of them; groups without rivals, against the walk."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import random
 
 import pytest
 
-from manager.core.candidates import RoomiestFirst, StartOption
+from manager.assembly import build_core
+from manager.core.candidates import RoomiestFirst, Selector, StartOption
+from manager.core.scheduling_pass import SchedulingPass
+from manager.events import Submitted
 from manager.resources.pool import Headroom
+from tests.manager.conftest import action, node, spec
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -30,3 +34,37 @@ def test_the_roomiest_option_that_fits_and_is_allowed_comes_first(seed: int) -> 
         else:
             chance.choice(options).reserve()
     assert 0 < found < 60
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_group_without_rivals_gets_what_a_walk_among_others_would_give_it(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chance = random.Random(seed)
+    core = build_core(spec(*(node(f"n{number}", cores=chance.randint(1, 6)) for number in range(3))))
+    core.pause()
+    alike = seed % 2 == 0
+    for number in range(60):
+        submitted = action(
+            f"a{number}",
+            {"cpu": 1 if alike else chance.choice((1, 2))},
+            trajectory=f"t{number}",
+            memory_bytes=1,
+            task="a" if alike else chance.choice("ab"),
+        )
+        core.step([Submitted(action=submitted)], 0.0)
+
+    def found() -> tuple[dict[str, list[str]], dict[str, tuple[int, int]]]:
+        selection = SchedulingPass(core.state).select(core.state.queue.groups())
+        of: dict[str, list[str]] = {}
+        for candidate in selection.candidates:
+            of.setdefault(candidate.pool, []).append(candidate.waiting.id)
+        return of, {name: (room.free, room.awaited) for name, room in selection.headrooms.items()}
+
+    taken = []
+    take_all = Selector._take_all
+    monkeypatch.setattr(Selector, "_take_all", lambda self, contender: (taken.append(1), take_all(self, contender)))
+    quickly = found()
+    assert taken or not alike, "no group was without rivals"
+    monkeypatch.setattr(Selector, "_is_unrivalled", lambda self, contender: False)
+    assert quickly == found()

@@ -28,6 +28,20 @@ def test_a_growing_set_stays_beside_its_cores() -> None:
     assert set(mine + more) <= set(range(8))
 
 
+@given(st.lists(st.integers(1, 9), max_size=4), st.integers(1, 9), st.integers(0, 20))
+def test_sets_that_are_given_together_are_those_that_are_given_one_by_one(
+    before: list[int], count: int, sets: int
+) -> None:
+    together, alone = Cores(NUMA), Cores(NUMA)
+    for taken in before:
+        if taken <= alone.free:
+            assert together.allocate(taken) == alone.allocate(taken)
+    sets = min(sets, alone.free // count)
+    assert together.allocate_each(count, sets) == [alone.allocate(count) for _ in range(sets)]
+    together.check()
+    assert together.free == alone.free
+
+
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 9)), max_size=60))
 def test_no_core_is_ever_held_twice(moves: list[tuple[str, int]]) -> None:
     pool = CpuPool(NodeSpec(name="n", numa=NUMA, memory_bytes=1))

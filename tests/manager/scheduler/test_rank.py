@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -111,3 +112,15 @@ def test_short_ones_of_a_task_far_ahead_of_its_turn_pass_nobody() -> None:
 
     assert order([*("red",) * (TURNS_AHEAD - 1), "blue"]) == (["early", "ahead"], ["long"])
     assert order([*("red",) * TURNS_AHEAD, "blue"]) == (["early"], ["long", "ahead"])
+
+
+@given(st.lists(st.floats(0.0, 20.0), max_size=60), st.integers(0, 60), st.booleans())
+def test_short_ones_and_the_others_are_read_in_any_order_and_none_is_lost(
+    seconds: list[float], drawn: int, others_first: bool
+) -> None:
+    waiting = [action(f"a{number}", t_ori_s=each) for number, each in enumerate(seconds)]
+    found = ranked(waiting, "cpu", 0.0, 5.0, 1e9)
+    rest = iter(found.rest)
+    early = list(islice(rest, drawn)) if others_first else []
+    assert [one.id for one in found.first] == [one.id for one in waiting if (one.t_ori_s or 0.0) <= 5.0]
+    assert [one.id for one in [*early, *rest]] == [one.id for one in waiting if (one.t_ori_s or 0.0) > 5.0]

@@ -25,8 +25,8 @@ def drawn(name: str, chance: random.Random) -> RunningView:
 @pytest.mark.parametrize("seed", range(10))
 def test_what_is_kept_is_what_a_look_at_all_of_them_finds(seed: int) -> None:
     chance = random.Random(seed)
-    kept = RunningSet("cpu")
     there: dict[str, RunningView] = {}
+    kept = RunningSet("cpu", there.__getitem__)
     for number in range(100):
         name = f"a{number}"
         if there and chance.random() < 0.4:
@@ -39,11 +39,17 @@ def test_what_is_kept_is_what_a_look_at_all_of_them_finds(seed: int) -> None:
                 kept.note_units(name, there[name].units)
         else:
             there[name] = drawn(name, chance)
-            kept.add(name, there[name])
+            if chance.random() < 0.5:
+                kept.add(name, there[name])
+            else:
+                kept.enter(name, there[name].action)
         malleable = [one for one in there.values() if one.action.malleable_in("cpu")]
+        assert len(kept) == len(there)
+        assert kept.rigid == sum(one.action.key is None for one in there.values())
+        if chance.random() < 0.5:
+            continue  # nobody looks at the views
         assert [one.action for one in kept] == [one.action for one in there.values()]
         assert [one.action for one in kept.malleable] == [one.action for one in malleable]
-        assert kept.rigid == sum(one.action.key is None for one in there.values())
         assert kept.slack == sum(one.units - 2 for one in malleable)
         assert RunningSet.of(there.values(), "cpu").slack == kept.slack and RunningSet.of(kept, "cpu") is kept
         assert [one.action for one in kept[1:4]] == [one.action for one in list(there.values())[1:4]]

@@ -106,6 +106,27 @@ def test_a_group_disappears_with_its_last_action() -> None:
     waiting.check()
 
 
+def test_what_comes_to_a_node_joins_those_alike_whatever_came_between() -> None:
+    chance = random.Random(3)
+    waiting = queue(1000)
+    entries: list[Waiting] = []
+    for seq in range(300):
+        units = UnitSet.fixed(chance.randint(1, 2))
+        submitted = action(f"a{seq}", {"cpu": units}, task=chance.choice("xy"), memory_bytes=chance.choice((0, 8)))
+        entry = Waiting(submitted, (0.0, seq, 0), seq, child=chance.random() < 0.3)
+        waiting.admit(entry, 0.0)
+        waiting.offer(entry, chance.choice(("", "n0", "n1")))
+        entries.append(entry)
+        if chance.random() < 0.6:
+            waiting.leave([entries.pop(chance.randrange(len(entries)))])
+        waiting.check()
+    for entry in entries:
+        assert entry.group is not None
+        task, demand, memory_bytes, _, _, child, _ = entry.group.signature
+        assert (task, demand, child) == (entry.action.task, entry.action.demand, entry.child)
+        assert memory_bytes == entry.action.memory_bytes
+
+
 def test_what_was_offered_and_what_was_withdrawn_is_told_once() -> None:
     waiting = queue()
     starts, gives_up = admit(waiting, action("a"), seq=1), admit(waiting, action("b"), seq=2)
