@@ -24,8 +24,8 @@ class Ranked:
 
     #: Rigid and short: they start before the others.
     first: Sequence[Action]
-    #: The others, once; lazy, because a decision rarely looks at many.
-    rest: Iterable[Action]
+    #: The others; drawn, because a decision rarely looks at many.
+    rest: Sequence[Action]
 
 
 class _Parted:
@@ -78,7 +78,7 @@ def ranked(
         oldest = next(parted.others(), None)
         if oldest is not None and now_s - oldest.submitted_s >= age_max_s:
             return Ranked((), waiting)
-        return Ranked(Drawn(parted.short), parted.others())
+        return Ranked(Drawn(parted.short), Drawn(parted.others))
     oldest = next((action for action in waiting if not is_short(action, kind, short_s)), None)
     if oldest is not None and now_s - oldest.submitted_s >= age_max_s:
         return Ranked((), waiting)
@@ -87,9 +87,11 @@ def ranked(
     def passes(action: Action) -> bool:
         return is_short(action, kind, short_s) and (soon is None or action.task in soon)
 
-    rest = (action for action in waiting if not passes(action))
     among = waiting if rigid is None else rigid
-    return Ranked(Drawn(lambda: (action for action in among if passes(action))), rest)
+    return Ranked(
+        Drawn(lambda: (action for action in among if passes(action))),
+        Drawn(lambda: (action for action in waiting if not passes(action))),
+    )
 
 
 def leader(first: Sequence[Action], next_: Action | None, kind: str) -> Action | None:

@@ -60,6 +60,17 @@ def test_wide_commands_of_a_crowd_wait_for_cores_that_are_free(drive: Drive) -> 
     assert len(driver.settled) == 11
 
 
+def test_a_crowd_passes_no_wide_action_that_is_the_oldest_and_waits_for_its_cores(drive: Drive) -> None:
+    driver = drive(crowded())
+    fill(driver)
+    driver.step(1, Submitted(action=action("wide", {"cpu": 3}, t_ori_s=60.0)))
+    driver.step(2, *(suite(f"a{index}", 5000.0) for index in range(3)))
+    for index in range(3):
+        driver.step(3 + index, Finished(action_id=f"busy{index}", outcome=DONE))
+        assert not driver.running() & {"a0", "a1", "a2"}, "a suite that outlives the wait of the wide one was started"
+    assert "wide" in driver.running()
+
+
 def test_a_task_with_a_cap_keeps_it_in_a_crowd(drive: Drive) -> None:
     driver = drive(crowded(cores=8, tasks={"red": TaskSpec(caps={"cpu": 3})}))
     driver.step(1, *(suite(f"a{index}", 10.0 + index, task="red") for index in range(5)))
