@@ -184,6 +184,8 @@ class Action:
     t_ori_s: float | None = None
     #: From what that was learned, by its size: what is learned of its kin since is then known of it as well.
     line: SizeLine | None = None
+    #: Whether that is its function's line, while its key has none of its own.
+    borrows: bool = False
     #: Whether a running action's key units may be changed (a cgroup write).
     malleable: bool = False
     #: The model service that it needs resident, for GPU actions.

@@ -53,6 +53,7 @@ def formulate(
         elasticity=elasticity,
         t_ori_s=t_ori_s,
         line=None if _is_declared(function) else learned.line,
+        borrows=learned.borrowed,
         malleable=function.runtime == "pytest" and function.key == "cpu",
         service=None if function.model is None else function.model.service,
         batch_tokens=_batch_tokens(function, input),

@@ -92,6 +92,8 @@ class Learned:
     line: SizeLine | None = None
     #: Where T_ori comes from: ``prior``, ``function`` or ``key``.
     source: str
+    #: Whether nothing was observed of the key, and the function's T_ori stands in.
+    borrowed: bool = False
     #: What a further member adds to a batch, as a fraction of what it takes alone.
     batch_marginal: float = PRIOR_BATCH_MARGINAL
     observations: int = 0
@@ -183,6 +185,7 @@ class History:
                     serial_fraction=serial,
                     units_max=units_max,
                     source=source,
+                    borrowed=name != key,
                     batch_marginal=marginal,
                     observations=round(estimate.count),
                     error=estimate.error if sizes is None else sizes.error,

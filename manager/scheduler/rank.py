@@ -113,7 +113,8 @@ def shortest_first(
     Without ``turns`` they are those of ``waiting``.
 
     Of kin whose durations are learned the one that came first goes first: that an estimate was lower when one of them
-    was submitted says nothing of it. What has waited for ``age_max_s`` goes before everything else, in FCFS order.
+    was submitted says nothing of it. Keys of which nothing was learned are kin, by their function. What has waited for
+    ``age_max_s`` goes before everything else, in FCFS order.
     """
     aged = [action for action in waiting if now_s - action.submitted_s >= age_max_s]
     young = [action for action in waiting if now_s - action.submitted_s < age_max_s] if aged else waiting
@@ -162,20 +163,24 @@ def _seconds_by_now(waiting: Sequence[Action]) -> Callable[[Action], float]:
     newest: dict[Kin, Action] = {}
     for action in waiting:
         if action.line is not None:
-            before = newest.setdefault(_kin(action), action)
+            kin = _kin(action, "" if action.borrows else action.profile_key)
+            before = newest.setdefault(kin, action)
             if before.submitted_s < action.submitted_s:
-                newest[_kin(action)] = action
+                newest[kin] = action
 
     def seconds(action: Action) -> float:
-        line = None if action.line is None else newest[_kin(action)].line
-        return _expected_s(action) if line is None else line.at(action.size)
+        if action.line is None:
+            return _expected_s(action)
+        # One that borrowed when it was submitted may have kin of its own key by now.
+        kin = newest.get(_kin(action, action.profile_key)) or newest[_kin(action, "")]
+        return _expected_s(action) if kin.line is None else kin.line.at(action.size)
 
     return seconds
 
 
-def _kin(action: Action) -> Kin:
-    """Return whose durations tell of its own: those of any size, where it has one."""
-    return Kin(action.function, action.profile_key, None if action.size is None else 0.0)
+def _kin(action: Action, key: str) -> Kin:
+    """Return whose durations tell of its own, of those with ``key``: those of any size, where it has one."""
+    return Kin(action.function, key, None if action.size is None else 0.0)
 
 
 def _expected_s(action: Action) -> float:

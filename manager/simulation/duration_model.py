@@ -22,6 +22,8 @@ class KnownDuration(NamedTuple):
     line: SizeLine | None = None
     #: The size of the call, where its function declares one.
     size: float | None = None
+    #: Whether the line is the function's, while the key has none of its own.
+    borrows: bool = False
 
 
 class DurationModel(Protocol):
@@ -63,7 +65,15 @@ class Learning:
         size = step.size if self._sized else None
         learned = self.history.learned(step.function, step.profile_key, size)
         elasticity = Amdahl(learned.serial_fraction) if step.key is not None else None
-        return KnownDuration(learned.t_ori_s, elasticity, learned.batch_marginal, learned.units_max, learned.line, size)
+        return KnownDuration(
+            learned.t_ori_s,
+            elasticity,
+            learned.batch_marginal,
+            learned.units_max,
+            learned.line,
+            size,
+            learned.borrowed,
+        )
 
     def observe(self, settlement: Settlement) -> None:
         self.history.observe(settlement)

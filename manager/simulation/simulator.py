@@ -277,6 +277,7 @@ class Simulation:
                 elasticity=known.elasticity,
                 t_ori_s=known.t_ori_s,
                 line=known.line,
+                borrows=known.borrows,
                 malleable=step.malleable,
                 service=step.service,
                 profile_key=step.profile_key,

@@ -73,6 +73,34 @@ def test_kin_of_which_one_estimate_is_known_keep_their_order_however_it_moved(se
     assert [action for action in shortest_first(waiting, 99.0, 1e9) if action.line is not None] == known
 
 
+def borrowing(seconds: Sequence[float], own: Sequence[float | None]) -> list[Action]:
+    """Requests of a key each, which borrow from their function but for those that have an estimate of their own."""
+    waiting = learned([SizeLine(one) for one in seconds], [None] * len(seconds))
+    return [
+        replace(one, profile_key=f"k{index}", borrows=True)
+        if mine is None
+        else replace(one, profile_key=f"k{index}", line=SizeLine(mine), t_ori_s=mine)
+        for index, (one, mine) in enumerate(zip(waiting, own, strict=True))
+    ]
+
+
+@given(st.lists(st.floats(0.1, 9.0), max_size=20))
+def test_keys_that_borrow_one_estimate_keep_their_order_however_it_moved(seconds: list[float]) -> None:
+    waiting = borrowing(seconds, [None] * len(seconds))
+    assert shortest_first(waiting, 99.0, 1e9) == waiting
+
+
+def test_a_key_of_which_more_is_known_is_compared_by_that() -> None:
+    waiting = borrowing([5.0, 4.0, 3.0, 2.0], [None, 2.5, None, 1.0])
+    assert [one.id for one in shortest_first(waiting, 99.0, 1e9)] == ["t3", "t1", "t0", "t2"]
+
+
+def test_one_that_borrowed_is_compared_by_its_own_key_once_something_is_known_of_it() -> None:
+    first, second, third = borrowing([5.0, 5.0, 5.0], [None, None, 9.0])
+    waiting = [first, second, replace(third, profile_key="k0")]
+    assert [one.id for one in shortest_first(waiting, 99.0, 1e9)] == ["t1", "t0", "t2"]
+
+
 def test_kin_of_other_sizes_go_by_what_was_learned_last() -> None:
     """Twice as much was expected of all when the first came, which is not why it waits for the second."""
     waiting = learned([SizeLine(2.0, 2.0, 1.0, 8.0), SizeLine(1.0, 1.0, 1.0, 8.0)], [2.0, 4.0])
