@@ -173,9 +173,9 @@ class PoolDispatch:
         return max(1, len(self._selection.options[group])) if self._pool.node else 1
 
     def _queued(self, groups: Sequence[QueueGroup]) -> Iterator[Waiting]:
-        """Yield waiting actions in order of service, candidates first, bounded by the window."""
-        yield from (candidate.waiting for candidate in self._candidates.values())
-        yield from self._behind([group.items() for group in groups])
+        """Return waiting actions in order of service, candidates first, bounded by the window."""
+        first = [candidate.waiting for candidate in self._candidates.values()]
+        return chain(first, self._behind([group.items() for group in groups]))
 
     def _behind(self, parts: Sequence[Iterator[tuple[Key, int, Waiting]]]) -> Iterator[Waiting]:
         """Yield what waits behind the candidates, of sorted parts, bounded by the window."""

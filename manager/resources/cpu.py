@@ -41,6 +41,8 @@ class CpuPool(Pool):
         return self._grant(holder, self._cores.allocate(ask.units))
 
     def acquire_each(self, holders: Sequence[str], ask: PoolRequest, now_s: float) -> list[Grant]:
+        if len(holders) == 1:
+            return [self.acquire(holders[0], ask, now_s)]
         sets = self._cores.allocate_each(ask.units, len(holders))
         for holder in holders:
             self._enter(holder, ask.units)

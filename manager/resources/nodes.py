@@ -66,7 +66,7 @@ class Node:
             return True
         pinned_bytes = self.pinned_bytes + memory_bytes
         within = not self.pinned_bytes or pinned_bytes <= self.bound_bytes - self.reserve_bytes
-        return within and memory_bytes <= self.free_bytes
+        return within and memory_bytes <= self.bound_bytes - self.held_bytes
 
     def kept_bytes(self, wanted_bytes: int) -> int:
         """What all actions of no trajectory may hold together while a trajectory waits for ``wanted_bytes``.

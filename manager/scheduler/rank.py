@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 
 from manager.action import Action
@@ -74,7 +75,7 @@ def ranked(
     tasks, if several wait: short ones of a task that has none of the next `TURNS_AHEAD` pass nobody.
     """
     if rigid is None and turns is None:  # nothing but their length tells them apart
-        parted = _Parted(waiting, lambda action: is_short(action, kind, short_s))
+        parted = _Parted(waiting, partial(is_short, kind=kind, short_s=short_s))
         oldest = next(parted.others(), None)
         if oldest is not None and now_s - oldest.submitted_s >= age_max_s:
             return Ranked((), waiting)

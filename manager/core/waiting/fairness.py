@@ -53,10 +53,12 @@ class _Flow:
     #: The stamp by which its kind's clock looks at it, which nothing of it precedes; None if it does not.
     clocked: float | None = None
 
-    @property
-    def last(self) -> float:
-        """Return the greatest stamp of what was started or waits; who left without a start has none."""
-        return max(self.started, self.stamps[-1].at) if self.stamps else self.started
+    def begin(self, virtual: float) -> float:
+        """Return the least stamp that its next action may have, at a virtual time.
+
+        It precedes nothing that was started or waits; who left without a start has no stamp.
+        """
+        return max(virtual, self.finish, self.started, self.stamps[-1].at if self.stamps else 0.0)
 
     def first(self) -> float | None:
         """Return the least stamp that waits; None if nothing does."""
@@ -194,7 +196,9 @@ class FairShare:
         for kind in demand[1]:
             flow, clock, charge = self._flow(action.task, kind), self._clocks[kind], self.charge(action, kind) / weight
             shares.append((flow, clock, charge))
-            at = max(at, clock.now(), flow.finish, flow.last)
+            begin = flow.begin(clock.now())
+            if begin > at:
+                at = begin
             if charge > most:
                 most = charge
         waiting = self._waiting

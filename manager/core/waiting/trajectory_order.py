@@ -125,10 +125,11 @@ class TrajectoryOrder:
                     return
                 continue  # only a new node could serve it: it must not hold up the others
             self._pin(trajectory, node)
-            for waiting in trajectory.unplaced:
-                state.queue.offer(waiting, trajectory.node)
-            trajectory.unplaced = ()
-            if trajectory.at_rest:
+            if trajectory.unplaced:
+                for waiting in trajectory.unplaced:
+                    state.queue.offer(waiting, trajectory.node)
+                trajectory.unplaced = ()
+            elif trajectory.at_rest:
                 state.trajectories.rest(trajectory, state.now_s)
 
     def close(self, trajectory: TrajectoryState) -> None:
