@@ -7,7 +7,7 @@ import random
 import pytest
 
 from manager.assembly import build_core
-from manager.core.candidates import RoomiestFirst, Selector, StartOption
+from manager.core.candidates import RoomiestFirst, Selector, StartOption, _Contender
 from manager.core.scheduling_pass import SchedulingPass
 from manager.events import Submitted
 from manager.resources.pool import Headroom
@@ -61,9 +61,14 @@ def test_a_group_without_rivals_gets_what_a_walk_among_others_would_give_it(
             of.setdefault(candidate.pool, []).append(candidate.waiting.id)
         return of, {name: (room.free, room.awaited) for name, room in selection.headrooms.items()}
 
-    taken = []
+    taken: list[str] = []
     take_all = Selector._take_all
-    monkeypatch.setattr(Selector, "_take_all", lambda self, contender: (taken.append(1), take_all(self, contender)))
+
+    def noted(self: Selector, contender: _Contender) -> None:
+        taken.append(contender.group.signature.node)
+        take_all(self, contender)
+
+    monkeypatch.setattr(Selector, "_take_all", noted)
     quickly = found()
     assert taken or not alike, "no group was without rivals"
     monkeypatch.setattr(Selector, "_is_unrivalled", lambda self, contender: False)
