@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import logging
+import secrets
 import tempfile
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -97,7 +98,7 @@ def _docker_door(config: GatewayConfig, provider: Provider) -> Iterator[Finding]
     """Tell what clients must name where sandboxes are no containers, and so have no images."""
     door = config.server.facades.docker
     function = None if door is None else config.functions.get(door.function)
-    if function is None or function.sandbox is None or provider.info.kind == "docker" or function.sandbox.images:
+    if function is None or function.sandbox is None or provider.info.kind == "container" or function.sandbox.images:
         return
     image = function.sandbox.image
     told = (
@@ -115,7 +116,7 @@ async def _checked(config: GatewayConfig, provider: Provider, refused: Collectio
                 continue
             try:
                 await provider.check(function.sandbox)
-                if function.runtime == "pytest" and provider.info.kind != "docker":
+                if function.runtime == "pytest" and provider.info.kind != "container":
                     await _require_pytest(provider, function.sandbox)
                 findings.append(Finding(f"function {name}", "ok", "its sandbox can be made"))
             except CodedError as error:
@@ -128,7 +129,7 @@ async def _checked(config: GatewayConfig, provider: Provider, refused: Collectio
 
 async def _require_pytest(provider: Provider, spec: SandboxSpec) -> None:
     """Raise Unsupported if a sandbox of the host's own files has no pytest: each of its rewards would fail."""
-    sandbox = await provider.create(spec, name="doctor", labels={}, mounts={})
+    sandbox = await provider.create(spec, name=f"doctor-{secrets.token_hex(4)}", labels={}, mounts={})
     try:
         looked = Command(argv=(PytestSettings().python, "-c", "import pytest"), timeout_s=PYTEST_S)
         result = await sandbox.run(looked)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from manager.errors import InvalidConfig
 from manager.function import SandboxSpec
@@ -20,7 +21,7 @@ PROMISES = (
 class ProviderInfo:
     """Which kind of sandbox is used, and what it promises, in plain words."""
 
-    kind: str  #: ``container``, ``process`` (bubblewrap) or ``plain``
+    kind: Literal["container", "process", "plain"]  #: ``process`` is bubblewrap
     engine: str  #: for example ``docker 28.2 (cgroup v1)`` or ``bubblewrap``
     isolation: str  #: one honest sentence
     #: What containers are run with unless a function says otherwise, and all that it may say (containers).

@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import structlog
 
@@ -95,7 +96,7 @@ class ProcessProvider:
         self._shared_cores = tuple(shared_cores)
 
     @property
-    def kind(self) -> str:
+    def kind(self) -> Literal["process", "plain"]:
         return "plain" if self._means.bubblewrap is None else "process"
 
     @property
