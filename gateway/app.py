@@ -48,7 +48,7 @@ from gateway.leases import Leases
 from gateway.metrics import Metrics, pool_units
 from gateway.registry import Registry
 from gateway.room import Room
-from gateway.runtime_factory import ModelServices, Runtimes, make_runtimes
+from gateway.runtime_factory import ModelServices, Runtimes, handler_copies, make_runtimes
 from gateway.services import Services
 from gateway.snapshot_catalogue import SnapshotCatalogue
 from gateway.steps.steps import TaskSteps
@@ -84,7 +84,7 @@ async def gateway(
     *,
     paths: Sequence[Path] = (),
     env: Mapping[str, str] | None = None,
-    make: MakeRuntimes = make_runtimes,
+    make: MakeRuntimes | None = None,
     wall: Callable[[], float] | None = None,
 ) -> AsyncIterator[App]:
     """A gateway with its record open, its functions ready and what an earlier one left taken up; see `App.serve`.
@@ -128,7 +128,7 @@ async def _open(
     closers: AsyncExitStack,
     paths: Sequence[Path],
     env: Mapping[str, str] | None,
-    make: MakeRuntimes,
+    make: MakeRuntimes | None,
     wall: Callable[[], float],
 ) -> _Opened:
     """Bind the doors, open the record, make the runtimes and prepare the functions."""
@@ -149,17 +149,17 @@ async def _open(
     store = Store(spec, wall=wall, lost=lambda: state_dir.lost)
     await store.open()
     closers.push_async_callback(store.close)
-    machines = await machines_of(config, machine.describe(config), paths, store, clock, wall)
+    here, copies = machine.describe(config), handler_copies(server)
+    machines = await machines_of(config, here, paths, store, clock, wall, copies)
     closers.push_async_callback(machines.close)
     saved = await store.document(HISTORY)
-    runtimes = make(config, clock)
+    runtimes = make_runtimes(config, clock, copies) if make is None else make(config, clock)
     closers.push_async_callback(runtimes.close)
     trajectories = TrajectoryRecovery(store, runtimes.environments)
     adopted = await trajectories.adopt(machines.awaited)
     models = ModelServices(runtimes, config.node.name)
     prepare = machines.preparing(models.prepare)
-    applied = AppliedConfigs(store)
-    await applied.load()
+    await (applied := AppliedConfigs(store)).load()
     kept = KeptFunctions(applied, HandlerUploads(server.state_dir / UPLOADS))
     registry = Registry(config, prepare=prepare, nodes=lambda: (machines.here,), paths=paths, env=env, kept=kept)
     registry.check()

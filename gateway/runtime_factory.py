@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import fmean
 
 from gateway.config.load import GatewayConfig
+from gateway.config.sections import ServerConfig
 from manager.chunk import Chunk
 from manager.clock import Clock
 from manager.config import ServiceSpec
@@ -25,10 +26,14 @@ from runtimes.model.runtime import ModelRuntime
 from runtimes.model.settings import ModelSettings
 from runtimes.runtime import Runtime
 from runtimes.sandbox.environments import Environments, EnvironmentSettings
+from runtimes.sandbox.handler.copies import HandlerCopies
 from runtimes.sandbox.handler.kind import HANDLER
 from runtimes.sandbox.handler.runtime import HandlerRuntime
 from runtimes.sandbox.provider import make_provider
 from runtimes.sandbox.sandbox import Provider
+
+#: In the state directory: what handlers run. Hidden, so that it counts to no handler that is kept around it.
+COPIES = ".handlers"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,8 +164,17 @@ def _on_all(by_node: Mapping[str, ServiceSpec]) -> ServiceSpec:
     )
 
 
-def make_runtimes(config: GatewayConfig, clock: Clock) -> Runtimes:
-    """The runtimes of this machine; raises InvalidConfig or Unsupported if its sandboxes cannot be made."""
+def handler_copies(server: ServerConfig) -> HandlerCopies:
+    """Return where a gateway keeps what its handlers run; the state directory must be its own by now."""
+    private = [server.state_dir] if server.secrets_dir is None else [server.state_dir, server.secrets_dir]
+    return HandlerCopies(server.state_dir / COPIES, private)
+
+
+def make_runtimes(config: GatewayConfig, clock: Clock, copies: HandlerCopies | None = None) -> Runtimes:
+    """The runtimes of this machine, which run handlers from ``copies``; without, in their own directories.
+
+    Raises InvalidConfig or Unsupported if its sandboxes cannot be made.
+    """
     default, state_dir = config.sandbox.default, config.server.state_dir
     secrets = Secrets(config.server.secrets_dir)
     provider = make_provider(replace(config.sandbox.provider, state_dir=state_dir / "sandboxes", secrets=secrets))
@@ -174,6 +188,7 @@ def make_runtimes(config: GatewayConfig, clock: Clock) -> Runtimes:
         secrets=secrets,
         requirements=config.sandbox.requirements,
         layers_dir=state_dir / "requirements",
+        copies=copies or HandlerCopies(),
     )
     runtimes = {name: kind.make(materials) for name, kind in KINDS.items()}
     model = runtimes[MODEL.name]

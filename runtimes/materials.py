@@ -9,6 +9,7 @@ from manager.function import SandboxSpec
 from runtimes.api.secrets import Secrets
 from runtimes.model.settings import ModelSettings
 from runtimes.sandbox.environments import Environments
+from runtimes.sandbox.handler.copies import HandlerCopies
 from runtimes.sandbox.handler.requirements import RequirementSettings
 from runtimes.sandbox.sandbox import Provider
 
@@ -26,3 +27,5 @@ class Materials:
     requirements: RequirementSettings
     #: Where layers of requirements are kept.
     layers_dir: Path
+    #: What handlers run in place of their directories.
+    copies: HandlerCopies

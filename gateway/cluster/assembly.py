@@ -10,6 +10,7 @@ from gateway.config.load import GatewayConfig
 from gateway.store.store import Store
 from manager.clock import Clock
 from manager.config import NodeSpec
+from runtimes.sandbox.handler.copies import HandlerCopies
 
 
 async def machines_of(
@@ -19,8 +20,9 @@ async def machines_of(
     store: Store,
     clock: Clock,
     wall: Callable[[], float],
+    copies: HandlerCopies,
 ) -> OneMachine:
-    """Return the machines of a gateway that serves the configuration in ``paths``.
+    """Return the machines of a gateway that serves the configuration in ``paths``, its handlers from ``copies``.
 
     Raises InvalidConfig or StorageUnavailable.
     """
@@ -29,4 +31,4 @@ async def machines_of(
     from gateway.cluster.cluster import open_cluster
 
     age_s = config.sandbox.provider.snapshots.age_s
-    return await open_cluster(config.cluster, here, paths, store, config.server, clock, wall, age_s)
+    return await open_cluster(config.cluster, here, paths, store, config.server, clock, wall, age_s, copies)

@@ -60,6 +60,7 @@ from runtimes.node.roster import (
     Verdict,
 )
 from runtimes.node.wire import Inventory, NodeHello, NodeRefused, NodeWelcome
+from runtimes.sandbox.handler.copies import HandlerCopies
 from runtimes.sandbox.session import SessionTable
 
 #: Seconds between two looks whether a draining node is empty.
@@ -467,6 +468,7 @@ async def open_cluster(
     clock: Clock,
     wall: Callable[[], float],
     snapshot_age_s: float,
+    copies: HandlerCopies,
 ) -> Cluster:
     """Return the cluster of a gateway that starts; raises InvalidConfig or StorageUnavailable."""
     state_dir = server.state_dir
@@ -476,8 +478,7 @@ async def open_cluster(
     directory = state_dir / "cluster"
     directory.mkdir(mode=0o700, exist_ok=True)
     certificate = await asyncio.to_thread(ensure_certificate, directory)
-    private = (state_dir, *([] if server.secrets_dir is None else [server.secrets_dir]))
-    archives = HandlerArchives(private, state_dir / UPLOADS)
+    archives = HandlerArchives(copies.excluded, state_dir / UPLOADS, copies)
     snapshots = NodeSnapshots(store, config.snapshots, age_s=snapshot_age_s, wall=wall)
     await snapshots.open(records.all)
     cluster = Cluster(

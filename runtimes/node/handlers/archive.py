@@ -10,13 +10,15 @@ import asyncio
 import hashlib
 import io
 import os
-import stat
 import tarfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
 from manager.errors import InvalidConfig, exhaustion
+from manager.function import FunctionSpec
+from runtimes.sandbox.handler.copies import HandlerCopies
+from runtimes.sandbox.handler.files import HandlerFile, handler_files, too_much
 from runtimes.sandbox.handler.sources import SOURCES_LIMIT_BYTES, SOURCES_MAX
 
 COMPONENT = "node.handlers"
@@ -24,16 +26,6 @@ COMPONENT = "node.handlers"
 ARCHIVE_MAX_BYTES = SOURCES_LIMIT_BYTES + SOURCES_MAX * 8 * tarfile.BLOCKSIZE
 #: Bytes of archives that a gateway keeps in mind for the next node.
 KEPT_MAX_BYTES = 2 * ARCHIVE_MAX_BYTES
-
-
-class _Found(NamedTuple):
-    """One file that travels."""
-
-    name: str
-    path: Path
-    size_bytes: int
-    changed_ns: int
-    executable: bool
 
 
 class HandlerArchive(NamedTuple):
@@ -46,16 +38,24 @@ class HandlerArchive(NamedTuple):
 class HandlerArchives:
     """The archives of a gateway's handlers. Use from one event loop."""
 
-    def __init__(self, excluded: Collection[Path] = (), uploads: Path | None = None) -> None:
+    def __init__(
+        self, excluded: Collection[Path] = (), uploads: Path | None = None, copies: HandlerCopies | None = None
+    ) -> None:
         """Nothing of the ``excluded`` directories ever travels, such as the gateway's own state.
 
-        But each directory in ``uploads``, in which the gateway keeps handlers that it was sent, does.
+        But each directory in ``uploads``, in which the gateway keeps handlers that it was sent, does, and each of its
+        ``copies``.
         """
         self._excluded = frozenset(path.resolve() for path in excluded)
-        self._uploads = None if uploads is None else uploads.resolve()
+        self._copies = copies or HandlerCopies()
+        self._kept_in = {path.resolve() for path in (uploads, self._copies.root) if path is not None}
         #: By directory, the one used last at the end.
-        self._kept: dict[Path, tuple[list[_Found], HandlerArchive]] = {}
+        self._kept: dict[Path, tuple[list[HandlerFile], HandlerArchive]] = {}
         self._one = asyncio.Lock()
+
+    async def of_function(self, function: FunctionSpec) -> HandlerArchive:
+        """Return the files that this revision of a handler runs; raises as `of`."""
+        return await self.of(await self._copies.of(function))
 
     async def of(self, directory: Path) -> HandlerArchive:
         """Return the files of a handler's directory as they are now.
@@ -76,22 +76,22 @@ class HandlerArchives:
                 del self._kept[next(iter(self._kept))]
             return kept[1]
 
-    def _found(self, directory: Path) -> list[_Found]:
+    def _found(self, directory: Path) -> list[HandlerFile]:
         root = directory.resolve(strict=True)
-        if root.parent != self._uploads and not self._excluded.isdisjoint((root, *root.parents)):
+        if root.parent not in self._kept_in and not self._excluded.isdisjoint((root, *root.parents)):
             told = (
                 f"{directory} lies where nothing travels from, as the gateway's state does: keep the handler elsewhere"
             )
             raise InvalidConfig(told, component=COMPONENT)
-        return _found(directory, self._excluded)
+        return handler_files(directory, self._excluded)
 
 
 def digest_of(directory: Path) -> str:
     """Return the digest of the files in a directory; raises InvalidConfig and OSError."""
-    return _packed(directory, _found(directory, frozenset())).digest
+    return _packed(directory, handler_files(directory, frozenset())).digest
 
 
-def _packed(directory: Path, found: list[_Found]) -> HandlerArchive:
+def _packed(directory: Path, found: list[HandlerFile]) -> HandlerArchive:
     out, digest, left_bytes = io.BytesIO(), hashlib.sha256(), SOURCES_LIMIT_BYTES
     with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as tar:
         for each in found:
@@ -99,79 +99,10 @@ def _packed(directory: Path, found: list[_Found]) -> HandlerArchive:
                 data = file.read(left_bytes + 1)
             left_bytes -= len(data)
             if left_bytes < 0:
-                raise _too_much(directory)
+                raise too_much(directory)
             entry = tarfile.TarInfo(each.name)
-            entry.size, entry.mode = len(data), 0o755 if each.executable else 0o644
+            entry.size, entry.mode = len(data), each.mode
             tar.addfile(entry, io.BytesIO(data))
             digest.update(os.fsencode(f"{each.name}\0{entry.mode:o}\0{len(data)}\0"))
             digest.update(data)
     return HandlerArchive(digest.hexdigest(), out.getvalue())
-
-
-def _found(directory: Path, excluded: frozenset[Path]) -> list[_Found]:
-    """Return what travels, in order of the names.
-
-    That is every Python file, and whatever else all users of the machine may read, as a sandbox's own user must; but
-    nothing hidden, nothing that Python compiles, and no link to what does not travel itself. Raises InvalidConfig.
-    """
-    root = directory.resolve(strict=True)
-    found: list[_Found] = []
-    size_bytes = 0
-    for each in _walked(root, excluded):
-        size_bytes += each.size_bytes
-        if len(found) >= SOURCES_MAX or size_bytes > SOURCES_LIMIT_BYTES:
-            raise _too_much(directory)
-        found.append(each)
-    return sorted(found)
-
-
-def _walked(root: Path, excluded: frozenset[Path]) -> Iterator[_Found]:
-    closed: set[Path] = set()  # directories that not everybody may enter
-    for place, folders, names in os.walk(root):
-        folder = Path(place)
-        folders[:] = [name for name in folders if not _stays(name) and folder / name not in excluded]
-        if folder in closed:
-            closed |= {folder / name for name in folders}
-        else:
-            closed |= {folder / name for name in folders if not (folder / name).stat().st_mode & stat.S_IXOTH}
-        for name in names:
-            path = folder / name
-            real = Path(os.path.realpath(path))
-            if _stays(name) or not path.is_file() or (real != path and not _within(root, real, excluded)):
-                continue
-            known = path.stat()
-            python = name.endswith(".py") and real.name.endswith(".py")
-            entered = folder not in closed and (real == path or _entered(root, real))
-            if python or (known.st_mode & stat.S_IROTH and entered):
-                relative = str(path.relative_to(root))
-                yield _Found(relative, path, known.st_size, known.st_mtime_ns, bool(known.st_mode & stat.S_IXUSR))
-
-
-def _stays(name: str) -> bool:
-    """Return whether nothing of this name travels."""
-    return name[0] == "." or name == "__pycache__"
-
-
-def _within(root: Path, real: Path, excluded: frozenset[Path]) -> bool:
-    """Return whether a file that a link leads to lies where files travel from."""
-    if not real.is_relative_to(root) or any(map(_stays, real.relative_to(root).parts)):
-        return False
-    return excluded.isdisjoint(_between(root, real))
-
-
-def _between(root: Path, real: Path) -> list[Path]:
-    """Return the directories in which a file lies, below the root."""
-    return [each for each in real.parents if each != root and each.is_relative_to(root)]
-
-
-def _entered(root: Path, real: Path) -> bool:
-    """Return whether everybody may enter each directory between the root and a file in it."""
-    return all(each.stat().st_mode & stat.S_IXOTH for each in _between(root, real))
-
-
-def _too_much(directory: Path) -> InvalidConfig:
-    return InvalidConfig(
-        f"{directory} holds more than {SOURCES_MAX} files or {SOURCES_LIMIT_BYTES >> 20} MiB, which do not travel to "
-        "nodes: give the handler a directory of its own",
-        component=COMPONENT,
-    )

@@ -62,7 +62,7 @@ class RemoteHandlers:
         """
         assert function.handler is not None, f"{function.name} has no handler"
         self._requests.check(function)
-        archive = await self._archives.of(function.handler.directory)
+        archive = await self._archives.of_function(function)
         async with self._sending:  # one at a time, as those of one directory have the same files
             await self._send(archive)
         named = _named(function, function.handler, archive.digest)

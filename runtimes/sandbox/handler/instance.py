@@ -22,6 +22,7 @@ from runtimes.runtime import Execution, Result
 from runtimes.sandbox.command import Command, CommandResult, memory_ended
 from runtimes.sandbox.environments import PURPOSE, EnvironmentSettings
 from runtimes.sandbox.handler import worker
+from runtimes.sandbox.handler.copies import HandlerCopies
 from runtimes.sandbox.handler.requirements import RequirementSettings
 from runtimes.sandbox.handler.sources import COMPONENT
 from runtimes.sandbox.runner.conversation import SandboxProcess
@@ -47,6 +48,8 @@ class HandlerSettings:
     requirements: RequirementSettings = field(default_factory=RequirementSettings)
     #: Where their layers are kept.
     layers_dir: Path = Path("requirements")
+    #: What each revision runs in place of its directory, which may change.
+    copies: HandlerCopies = field(default_factory=HandlerCopies)
     #: Seconds for the import of the handler.
     start_timeout_s: float = 60.0
     #: Seconds that the other invocations of an instance get to end when one of them must be killed.
@@ -113,23 +116,24 @@ class Instance:
         function: FunctionSpec,
         settings: HandlerSettings,
         living: set[str],
+        directory: Path,
         layer: Path | None = None,
     ) -> Instance:
         """Make the sandbox and import the handler; ImportFailed, or another ActionFailed.
 
-        The sandbox's id is among the ``living`` from its making to its end; ``layer`` holds what it requires.
+        The sandbox's id is among the ``living`` from its making to its end; ``directory`` holds the handler's files,
+        ``layer`` what it requires.
         """
-        spec = handler_of(function)
         sandbox = await provider.create(
             settings.secrets.filled(settings.sandbox_of(function)),
             name=secrets.token_hex(8),
             labels={PURPOSE: "handler", "tangram.function": function.name},
-            mounts={str(spec.directory): _MOUNT, **({} if layer is None else {str(layer): _LAYER})},
+            mounts={str(directory): _MOUNT, **({} if layer is None else {str(layer): _LAYER})},
         )
         living.add(sandbox.id)
         # Without a root of its own a sandbox sees the host's directories where they are.
         own_root = provider.info.limits.get("filesystem", True)
-        place = _MOUNT if own_root else str(spec.directory)
+        place = _MOUNT if own_root else str(directory)
         site = "" if layer is None else _LAYER if own_root else str(layer)
         try:
             process = await sandbox.spawn(_command(function, settings, place, site))

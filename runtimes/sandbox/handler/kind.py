@@ -94,6 +94,7 @@ def _make(materials: Materials) -> Runtime:
         secrets=materials.secrets,
         requirements=materials.requirements,
         layers_dir=materials.layers_dir,
+        copies=materials.copies,
     )
     runtime = HandlerRuntime(materials.provider, settings)
     materials.environments.exclude(lambda: runtime.sandboxes)

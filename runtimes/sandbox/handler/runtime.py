@@ -64,12 +64,14 @@ class HandlerRuntime:
         if not spec.directory.is_dir():
             raise InvalidConfig(f"handler directory {spec.directory} does not exist", component=COMPONENT)
         pool = self._pool(function)
+        await self._settings.copies.of(function)
         await self._layer(function)
         try:
             await pool.warm(max(1, spec.instances_min))
         except ImportFailed as error:
             trace = str(error.detail.get("traceback", ""))
             message = f"{error.message}\n{trace}".rstrip()
+            self._settings.copies.forget(function)  # it may be mended before the next try
             raise InvalidConfig(message, component=COMPONENT, detail=error.detail) from error
         for (name, revision), held in self._pools.items():
             if name == function.name and revision != function.revision:
@@ -119,12 +121,12 @@ class HandlerRuntime:
         return pool
 
     async def _start(self, function: FunctionSpec) -> Instance:
-        directory = handler_of(function).directory
+        directory = await self._settings.copies.of(function)
         if not await asyncio.to_thread(directory.is_dir):  # engines would mount an empty one
             told = f"handler directory {directory} does not exist (any more)"
             raise ActionFailed(Reason.ENVIRONMENT_LOST, told, component=COMPONENT)
         layer = await self._layer(function)
-        return await Instance.start(self._provider, function, self._settings, self.sandboxes, layer)
+        return await Instance.start(self._provider, function, self._settings, self.sandboxes, directory, layer)
 
     async def _layer(self, function: FunctionSpec) -> Path | None:
         """Return the directory of what the function requires, which is there from its preparation on."""

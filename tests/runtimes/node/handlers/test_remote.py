@@ -129,7 +129,7 @@ async def test_files_larger_than_travel_are_refused_and_nothing_is_sent(session:
     assert judge.handler is not None
     with (judge.handler.directory / "weights.bin").open("wb") as file:
         file.truncate(SOURCES_LIMIT_BYTES)
-    with pytest.raises(InvalidConfig, match="do not travel"):
+    with pytest.raises(InvalidConfig, match="too much for a handler"):
         await session.node.prepare(judge)
     assert session.frames == 0
 
