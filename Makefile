@@ -3,6 +3,10 @@ PYTHON := .venv/bin/python
 SEEDS ?= 20000
 # The order of the tests: make test SEED=7 plays that of an earlier run again.
 SEED ?= $(shell date +%s)
+# Processes that run tests, which wait for half of their time: twice as many as two cores.
+WORKERS ?= 4
+# Whatever the environment says, modules are compiled once: hundreds of gateways, nodes and commands start in the tests.
+unexport PYTHONDONTWRITEBYTECODE
 # What changes most, and needs neither Docker nor a network.
 QUICK := tests/house tests/manager tests/gateway
 
@@ -11,7 +15,8 @@ QUICK := tests/house tests/manager tests/gateway
 demo: setup
 	@$(PYTHON) -m scripts.demo
 
-test: setup lint types unit
+test: setup lint
+	@$(MAKE) --no-print-directory -j 2 types unit
 
 # A minute or two once set up; `make test` is the whole of it.
 quick: lint
@@ -32,7 +37,7 @@ types:
 	$(PYTHON) -m mypy
 
 unit:
-	scripts/run-tests -n 2 --dist loadgroup --order $(SEED) --ignore tests/ecosystem --ignore tests/ray --ignore tests/cluster/faults
+	scripts/run-tests -n $(WORKERS) --dist loadgroup --order $(SEED) --ignore tests/ecosystem --ignore tests/ray --ignore tests/cluster/faults
 
 # Nodes that are lost and frozen, with real daemons, beside those faults of tests/cluster that `make test` plays.
 cluster-faults: setup
