@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from _pytest.nodeid import NodeId
 
 from bench.inputs import VARIABLE, real_input
 from tests.remote_engine import RemoteEngine
@@ -50,7 +51,13 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Shuffle, if a seed was given; pytest groups by the fixtures of modules and sessions after this."""
+    """Keep what shares a fixture in one process, and shuffle if a seed was given.
+
+    pytest groups by the fixtures of modules and sessions after this.
+    """
+    for item in items:
+        if (shared := _shared_by(item)) and item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(shared))
     if (seed := config.getoption("--order")) is None:
         return
     chance = random.Random(seed)
@@ -62,6 +69,37 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for path in order:
         chance.shuffle(modules[path])
     items[:] = [item for path in order for item in modules[path]]
+
+
+def _shared_by(item: pytest.Item) -> str:
+    """Name the module whose fixtures, made once for all its tests, the item uses; empty if it uses none of them.
+
+    Each process of pytest-xdist makes them for itself, and tests that are scattered over all would make them often.
+    """
+    if not isinstance(item, pytest.Function):
+        return ""
+    made = {name: found[-1] for name, found in item._fixtureinfo.name2fixturedefs.items()}
+    shared = {name for name, fixture in made.items() if fixture.scope == "module" and fixture.baseid}
+    given = item.callspec.indices if hasattr(item, "callspec") else {}
+    which = [f"{name}={given[name]}" for name in sorted(shared) if name in given]
+    return " ".join([item.nodeid.partition("::")[0], *which]) if shared else ""
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_finish(session: pytest.Session) -> Iterator[None]:
+    """Tell pytest-xdist which tests belong to one process, as it wants to be told: by ``@group`` behind their ids.
+
+    It writes that where pytest 9.2 no longer reads it (pytest-xdist#1386). Only what it sends to its scheduler has the
+    groups, so that reports and ``--last-failed`` name the tests as ever.
+    """
+    plain: dict[pytest.Item, NodeId] = {}
+    if hasattr(session.config, "workerinput"):
+        for item in session.items:
+            if (group := item.get_closest_marker("xdist_group")) is not None:
+                plain[item], item._id = item._id, NodeId.parse(f"{item.nodeid}@{group.args[0]}")
+    yield
+    for item, kept in plain.items():
+        item._id = kept
 
 
 @pytest.hookimpl(tryfirst=True)
