@@ -7,6 +7,7 @@ import shutil
 from collections.abc import AsyncIterator
 
 import pytest
+import pytest_asyncio
 from playwright.async_api import Browser, ViewportSize, async_playwright
 
 from tests.gateway.dashboard.shown import ShownPage
@@ -26,15 +27,16 @@ def chromium() -> str:
     return found
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def browser(chromium: str) -> AsyncIterator[Browser]:
+    """One browser for all tests, which run in its loop (`shown.IN_BROWSER`); each opens contexts of its own."""
     async with async_playwright() as playwright:
         opened = await playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         yield opened
         await opened.close()
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="session")
 async def shown(browser: Browser) -> AsyncIterator[ShownPage]:
     """A page, which must come through the test without an error of its own."""
     context = await browser.new_context(viewport=WIDE, color_scheme="light")

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import re
 
+import pytest
 from playwright.async_api import ConsoleMessage, Locator, Page, expect
 
+#: Marks of a module whose tests need the browser.
+IN_BROWSER = [pytest.mark.slow, pytest.mark.browser, pytest.mark.asyncio(loop_scope="session")]
 #: What a browser says of an answer that is no success: the page tells it itself.
 _ANSWER = re.compile(r"Failed to load resource")
 DEADLINE_MS = 15_000.0

@@ -15,9 +15,9 @@ from manager.function import RetrySpec, SandboxSpec
 from runtimes.fake import ScriptedRuntime
 from tests.gateway.conftest import FUNCTIONS, GatewayBench, RunningGateway, serving, until
 from tests.gateway.dashboard.load import LoadedRollout, bench, loaded
-from tests.gateway.dashboard.shown import ShownPage
+from tests.gateway.dashboard.shown import IN_BROWSER, ShownPage
 
-pytestmark = [pytest.mark.slow, pytest.mark.browser]
+pytestmark = IN_BROWSER
 HELD = {"held": True, "command": "wait"}
 HOSTILE = "<img src=x onerror=\"document.title='owned'\">"
 VIEW_KEYS = {"n": "Now", "t": "Timeline", "i": "Invocations", "u": "Functions", "r": "Trajectories", "s": "Tasks"}

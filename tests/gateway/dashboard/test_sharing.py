@@ -6,13 +6,14 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 from playwright.async_api import Browser, BrowserContext
 
 from tests.gateway.conftest import RunningGateway, serving, until
 from tests.gateway.dashboard.load import LoadedRollout, bench, loaded
-from tests.gateway.dashboard.shown import ShownPage
+from tests.gateway.dashboard.shown import IN_BROWSER, ShownPage
 
-pytestmark = [pytest.mark.slow, pytest.mark.browser]
+pytestmark = IN_BROWSER
 #: A tab that joins the worker without bars, which pings each 20 ms, and answers if it is alive.
 JOINS = """([address, alive]) => {
   window.joined = new SharedWorker(address, {name: "20"});
@@ -45,7 +46,7 @@ class SharingTabs:
         return tab
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="session")
 async def tabs(browser: Browser) -> AsyncIterator[SharingTabs]:
     context = await browser.new_context()
     opened = SharingTabs(context)

@@ -15,9 +15,9 @@ from gateway.config.sections import DevicesConfig
 from manager.action import UnitSet
 from tests.gateway.conftest import RunningGateway, function, serving
 from tests.gateway.dashboard.load import LoadedBench, LoadedRollout, bench, loaded
-from tests.gateway.dashboard.shown import ShownPage
+from tests.gateway.dashboard.shown import IN_BROWSER, ShownPage
 
-pytestmark = [pytest.mark.slow, pytest.mark.browser]
+pytestmark = IN_BROWSER
 HELD = {"held": True, "command": "wait"}
 HOSTILE = "</script><img src=x onerror=\"document.title='owned'\">"
 DRAWN = "Boolean(window.tangramTimeline) && window.tangramTimeline.hits.length > 0"

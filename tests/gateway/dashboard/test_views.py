@@ -6,15 +6,14 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 from playwright.async_api import expect
 
 from manager.function import RetrySpec
 from tests.gateway.conftest import FUNCTIONS, GatewayBench, RunningGateway, serving
 from tests.gateway.dashboard.load import LoadedRollout, bench, loaded
-from tests.gateway.dashboard.shown import ShownPage
+from tests.gateway.dashboard.shown import IN_BROWSER, ShownPage
 
-pytestmark = [pytest.mark.slow, pytest.mark.browser]
+pytestmark = IN_BROWSER
 
 
 def address(gateway: RunningGateway, path: str) -> str:
