@@ -17,14 +17,15 @@ import httpx
 from runtimes.sandbox.environments import TRAJECTORY
 from runtimes.sandbox.record import SandboxRecord
 from tangram.client.credentials import Bearer
-from tests.e2e.gateway import GatewayProcess, document
+from tests.e2e.gateway import START_S, GatewayProcess, document
 
 #: Nothing in these tests takes so long unless it is broken.
 DEADLINE_S = 60.0
 #: What the counting server takes for an answer, so that there is work to kill.
 WORK_S = 0.03
-ATTEMPTS = 400
 RETRY_S = 0.05
+#: Of one call: as many as there are while a gateway starts.
+ATTEMPTS = int(START_S / RETRY_S)
 #: One for all: making a client costs more than a call.
 HTTP = httpx.Client(auth=Bearer(None), trust_env=False, timeout=DEADLINE_S)
 
@@ -121,7 +122,7 @@ class Submitter:
     def finish(self) -> None:
         """No new calls; returns when the last is accepted."""
         self._stop.set()
-        self._thread.join(DEADLINE_S)
+        self._thread.join(START_S)
         assert not self._thread.is_alive(), "a call was never accepted"
 
     def _run(self) -> None:
