@@ -222,6 +222,8 @@ def notes(request: SuiteRequest, report: SuiteReport, result: Mapping[str, objec
         said.append(f"{len(report.broken)} file(s) could not be collected: {_some(report.broken)}")
     if not tests:
         said.append("no test was collected")
+    elif not request.listed and all(verdict == "skipped" for verdict in tests.values()):
+        said.append(f"all {len(tests)} test(s) were skipped, so that none counts: {_some(tests)}")
     return [*said, *report.doubts, *report.noticed]
 
 
