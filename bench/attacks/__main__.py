@@ -14,9 +14,9 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.attacks.play import FRESH, SAME, graded, play, playable, small
+from bench.attacks.play import EVERY, FRESH, SAME, graded, is_earned, play, playable, small
 from bench.attacks.recorded import CASES, RECORDED, failures_of
-from bench.attacks.rewards import ATTACKS, LISTED, NOTHING, PROJECT, TEST
+from bench.attacks.rewards import LISTED, NOTHING, PROJECT, TEST
 from bench.inputs import OWN_PATH, real_input
 from bench.report import BenchReport, median, parser
 from manager.errors import CodedError
@@ -87,7 +87,7 @@ async def measure(kind: str, directory: Path, report: BenchReport, *, quick: boo
 
 async def rewards(environments: Environments, tally: Tally) -> None:
     """Each attack where the agent worked, if it is held there, and in a fresh sandbox."""
-    for attack in ATTACKS:
+    for attack in EVERY:
         for place, function in (("same", SAME), ("fresh", FRESH)):
             another = attack.held if function is SAME else attack.fresh
             if not another or not playable(attack, environments.provider):
@@ -103,7 +103,7 @@ async def rewards(environments: Environments, tally: Tally) -> None:
                 await environments.end(name)
             if value["reward"] is None:
                 tally.vetoed.append(name)
-            elif value["reward"] != 0.0:
+            elif not is_earned(attack, value["reward"]):
                 tally.forged.append(name)
             elif not value["note"]:
                 tally.untold.append(name)

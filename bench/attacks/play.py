@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from bench.attacks.rewards import LISTED, PROJECT, TEST, RewardAttack
+from bench.attacks.rewards import ATTACKS, LISTED, PROJECT, TEST, RewardAttack
+from bench.attacks.skips import SKIPS
 from bench.rollouts import unplugged
 from manager.action import Action
 from manager.executor import Call
@@ -17,6 +18,7 @@ from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.pytest.runtime import PytestRuntime
 from runtimes.sandbox.sandbox import Provider
 
+EVERY = (*ATTACKS, *SKIPS)
 ARGS = ("-p", "no:cacheprovider", *unplugged())
 #: Graded where the agent was, and where it never was.
 SAME = FunctionSpec(name="reward", runtime="pytest", timeout_s=60.0, pytest=PytestSpec(args=ARGS))
@@ -66,16 +68,23 @@ async def play(
         await sandbox.write_file(path, text.encode())
     for act in () if solved else attack.acts:
         await sandbox.run(Command(shell=act, timeout_s=10.0))
-    given: dict[str, object] = {"fail_to_pass": [LISTED], "env": dict(attack.env)}
+    tests = attack.tests or {TEST: PROJECT[TEST]}
+    given: dict[str, object] = {"env": dict(attack.env), **({} if attack.tests else {"fail_to_pass": [LISTED]})}
     if attack.given or (function.pytest is not None and function.pytest.grade == "fresh"):
-        given["tests"] = {TEST: PROJECT[TEST]}
-    await sandbox.write_file(TEST, PROJECT[TEST].encode())
+        given["tests"] = tests
+    for path, text in tests.items():
+        await sandbox.write_file(path, text.encode())
     if attack.settle and not solved:
         for _ in range(3):
             await sandbox.run(Command(shell=attack.settle, timeout_s=10.0))
     for act in () if solved else attack.last:
         await sandbox.run(Command(shell=act, timeout_s=30.0))
     return await graded(environments, function, trajectory, given, attack.cores)
+
+
+def is_earned(attack: RewardAttack, reward: object) -> bool:
+    """Return whether a reward is no more than the code has earned."""
+    return isinstance(reward, float) and reward <= attack.earned + 1e-9
 
 
 def playable(attack: RewardAttack, provider: Provider) -> bool:

@@ -183,6 +183,10 @@ class RewardAttack:
     user: str = ""
     cores: int = 1
     env: Mapping[str, str] = field(default_factory=dict)
+    #: Tests in the place of the project's; then there is no list, and the reward is a share.
+    tests: Mapping[str, str] = field(default_factory=dict)
+    #: What the code has earned of it.
+    earned: float = 0.0
     #: A pattern in the note of the record, where it is graded in the same sandbox.
     note: str = r"test\(s\) did not pass"
     #: Whether it is held in the agent's own sandbox with no option of the function.

@@ -6,13 +6,13 @@ import re
 
 import pytest
 
-from bench.attacks.play import FRESH, SAME, play, playable, small
-from bench.attacks.rewards import ATTACKS, NOTHING, RewardAttack
+from bench.attacks.play import EVERY, FRESH, SAME, is_earned, play, playable, small
+from bench.attacks.rewards import NOTHING, RewardAttack
 from manager.function import FunctionSpec, SandboxSpec
 from runtimes.sandbox.command import Command
 from runtimes.sandbox.environments import Environments
 
-HELD = [attack for attack in ATTACKS if attack.held]
+HELD = [attack for attack in EVERY if attack.held]
 
 
 def require_playable(attack: RewardAttack, environments: Environments) -> None:
@@ -26,17 +26,17 @@ async def test_a_reward_is_not_forged_where_the_agent_worked(
 ) -> None:
     require_playable(attack, environments)
     value = await play(attack, environments, small(spec))
-    assert (value["reward"], value["valid"]) == (0.0, True), value
+    assert is_earned(attack, value["reward"]) and value["valid"], value
     assert re.search(attack.note, str(value["note"])), value["note"]
 
 
-@pytest.mark.parametrize("attack", [attack for attack in ATTACKS if attack.fresh], ids=lambda attack: attack.name)
+@pytest.mark.parametrize("attack", [attack for attack in EVERY if attack.fresh], ids=lambda attack: attack.name)
 async def test_a_reward_is_not_forged_where_the_agent_never_was(
     environments: Environments, spec: SandboxSpec, attack: RewardAttack
 ) -> None:
     require_playable(attack, environments)
     value = await play(attack, environments, small(spec), FRESH)
-    assert (value["reward"], value["valid"], value["graded"]) == (0.0, True, "fresh"), value
+    assert is_earned(attack, value["reward"]) and (value["valid"], value["graded"]) == (True, "fresh"), value
     assert value["note"]
 
 

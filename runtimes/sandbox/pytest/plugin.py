@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-MODULE, ENDS = "tangram_pytest", "tangram_ends"
+MODULE, ENDS, TEXTS, KEPT = "tangram_pytest", "tangram_ends", "tangram_texts", "tangram_kept"
 PASSING = ("passed", "xfailed", "xpassed", "skipped")  # of which none becomes a test that failed
 IDS_PER_LINE, MESSAGE_MAX_CHARS, ALTERED_MAX = 500, 4000, 10
 #: Seconds between the exception that ends an overlong test and the end of its process.
@@ -229,7 +229,7 @@ def pytest_runtest_makereport(item: Any, call: Any) -> Iterator[None]:
     if by:
         report.__dict__.pop("wasxfail", None)
         report.outcome, report.tangram_foreign = "failed", by
-        report.longrepr = f"{by} is no test, and ended this one by a skip or an expected failure"
+        report.longrepr = f"a skip or an expected failure that the test did not ask for: {by}"
     report.tangram_failed = name in _ends.failed
 
 
@@ -243,7 +243,7 @@ def pytest_make_collect_report(collector: Any) -> Iterator[None]:
     excinfo = getattr(getattr(report, "call", None), "excinfo", None)
     by = excinfo is not None and _ends.ended_by(excinfo.value, str(getattr(collector, "fspath", "")))
     if by:
-        report.outcome, report.longrepr = "failed", f"{by} is no test, and skipped those that import it"
+        report.outcome, report.longrepr = "failed", f"a skip that the module did not ask for: {by}"
 
 
 pytest_make_collect_report.pytest_impl = {"hookwrapper": True, "tryfirst": True}  # type: ignore[attr-defined]
@@ -274,7 +274,7 @@ def pytest_sessionfinish(session: Any) -> None:
 def judges() -> dict[str, Any]:
     """Return the functions that make verdicts, each with its code, by name; ours are among them."""
     found: dict[str, Any] = {}
-    for module, names in (*JUDGES, *((name, made_in(name)) for name in (MODULE, ENDS))):
+    for module, names in (*JUDGES, *((name, made_in(name)) for name in (MODULE, ENDS, TEXTS, KEPT))):
         for name in names:
             thing = getattr(sys.modules.get(module), name, None)
             for key, value in vars(thing).items() if isinstance(thing, type) else [("", thing)]:
@@ -295,6 +295,7 @@ def look_at_judges() -> None:
     if not _altered:
         now = judges()
         _altered.extend(name for name, judge in _judges.items() if now.get(name) != judge)
+        _altered.extend(_ends.kept.altered())
         if _altered and _reporter is not None:
             _reporter.send(altered=_altered[:ALTERED_MAX])
 

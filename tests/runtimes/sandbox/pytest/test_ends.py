@@ -104,22 +104,31 @@ async def test_a_module_is_not_skipped_by_what_it_imports(bench: SuiteBench) -> 
     value = await bench.run(files)
     assert (value["reward"], value["resolved"], value["valid"]) == (0.0, False, True)
     assert list(value["collection_errors"]) == ["test_calc.py"]
-    assert "calc.py is no test, and skipped those that import it" in value["collection_errors"]["test_calc.py"]
+    assert "a skip that the module did not ask for: calc.py" in value["collection_errors"]["test_calc.py"]
 
 
 async def test_files_of_the_tests_are_those_that_came_with_the_request(bench: SuiteBench) -> None:
     files = {
-        "calc.py": "from tests.helpers import easy as hard",
+        "calc.py": "def hard(): return 0",
         "tests/helpers.py": "import pytest\neasy = pytest.xfail",
     }
     helper = "import pytest\ndef easy(): pytest.xfail('known')\n"
-    test = "import calc\ndef test_hard(): assert calc.hard() == 1\n"
+    test = "import calc\nfrom tests.helpers import easy\ndef test_hard(): assert calc.hard() == 1 or easy()\n"
     listed = ["test_calc.py::test_hard"]
     await bench.write(files | {"tests/helpers.py": helper})
     value = await bench.run(tests={"test_calc.py": test}, fail_to_pass=listed)
     assert (value["reward"], value["tests"]) == (0.0, {listed[0]: "failed"})
     value = await bench.run(tests={"test_calc.py": test, "tests/helpers.py": helper}, fail_to_pass=listed)
     assert (value["reward"], value["tests"]) == (1.0, {listed[0]: "xfailed"})
+
+
+async def test_a_tests_helper_by_a_name_of_the_project_is_not_asked_for(bench: SuiteBench) -> None:
+    files = {"calc.py": "from tests.helpers import easy as hard"}
+    helper = "import pytest\ndef easy(): pytest.xfail('known')\n"
+    test = "import calc\ndef test_hard(): assert calc.hard() == 1\n"
+    value = await bench.run(files, tests={"test_calc.py": test, "tests/helpers.py": helper})
+    assert (value["reward"], value["counts"]) == (0.0, {"failed": 1})
+    assert "(test_calc.py:2)" in value["note"]
 
 
 async def test_a_share_below_one_says_what_did_not_pass(bench: SuiteBench) -> None:

@@ -1,0 +1,133 @@
+"""What a test fails and is skipped with, as it was before the project came: beside `ends`. Python 3.7 on, with pytest.
+
+Code that is tested can put another class in the place of AssertionError, or another function in that of `pytest.fail`.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import sys
+import types
+import unittest
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+#: Modules of which none is to be another when a test ends.
+MODULES = (
+    *("builtins", "pytest", "unittest", "unittest.case"),
+    *("_pytest.outcomes", "_pytest.runner", "_pytest.skipping", "_pytest.unittest", "_pytest.python"),
+)
+#: What ends a test, in pytest's words; its modules take them from each other.
+OUTCOMES = ("OutcomeException", "Skipped", "Failed", "XFailed", "Exit", "skip", "fail", "xfail", "exit", "importorskip")
+#: What a class of unittest's says of its tests.
+CLASS_WORDS = ("failureException", "__unittest_skip__", "__unittest_expecting_failure__")
+MARKS = ("skip", "skipif", "xfail")
+
+
+class KeptNames:
+    """Names and what they meant when this was made."""
+
+    def __init__(self) -> None:
+        self._case: Any = importlib.import_module("unittest.case")
+        self._stops = (self._case.SkipTest, self._case._ShouldStop)
+        self._failure = AssertionError
+        self._builtins = vars(builtins)
+        self._exceptions = dict(_exceptions())
+        self._public: dict[str, list[tuple[tuple[str, str], Any]]] = {}
+        for module in ("pytest", "unittest"):
+            self._public.setdefault(module, []).append(((module, ""), sys.modules[module]))
+            for name, value in _public(module):
+                self._public.setdefault(name, []).append(((module, name), value))
+        self._kept = [(label, scope, name, scope.get(name)) for label, scope, name in _watched()]
+
+    def altered(self) -> list[str]:
+        """Return the names that no longer mean what they meant."""
+        return [label for label, scope, name, value in self._kept if scope.get(name) is not value]
+
+    @staticmethod
+    def mro(kind: type) -> tuple[type, ...]:
+        """Return a class's bases, whatever its metaclass says."""
+        return _mro(kind)
+
+    def strange_names(self, scope: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, str] | None]]:
+        """Yield names that mean something else than to Python (None), or to the module that they may be taken from."""
+        for name in self._exceptions.keys() & scope.keys():
+            if scope[name] is not self._exceptions[name]:
+                yield name, None
+        for name in self._public.keys() & scope.keys():
+            for origin, value in self._public[name]:
+                if scope[name] is not value:
+                    yield name, origin
+
+    def has_builtins(self, scope: Mapping[str, Any], function: Any) -> bool:
+        """Return whether a module and its function find Python's own builtins."""
+        found = [scope.get("__builtins__", self._builtins)]
+        if isinstance(function, types.FunctionType):
+            found.append(getattr(function, "__builtins__", self._builtins))
+        return all(each is self._builtins or each is builtins for each in found)
+
+    def fails_plainly(self, kind: type) -> bool:
+        """Return whether a class of tests fails with what is a failure and nothing else."""
+        failure = getattr(kind, "failureException", self._failure)
+        if failure is self._failure:
+            return True
+        bases = _mro(failure) if isinstance(failure, type) else ()
+        return self._failure in bases and not any(stop is each for stop in self._stops for each in bases)
+
+    @staticmethod
+    def is_marked(thing: Any) -> bool:
+        """Return whether a module, a class or a function bears a mark by which tests are skipped or may fail."""
+        words = getattr(thing, "__dict__", {})
+        if any(words.get(word) for word in CLASS_WORDS[1:]):
+            return True
+        marks = words.get("pytestmark", [])
+        marks = marks if isinstance(marks, (list, tuple)) else [marks]
+        return any(getattr(getattr(mark, "mark", mark), "name", "") in MARKS for mark in marks)
+
+
+def _watched() -> Iterator[tuple[str, Mapping[str, Any], str]]:
+    """Yield what tests fail, skip and expect failures with: what it is called, and by which name it is found where."""
+    outcomes: Any = importlib.import_module("_pytest.outcomes")
+    case: Any = importlib.import_module("unittest.case")
+    for name in MODULES:
+        yield f"the module {name}", sys.modules, name
+    for name, _ in _exceptions():
+        yield f"builtins.{name}", vars(builtins), name
+    words = {id(getattr(outcomes, name, case.SkipTest)) for name in OUTCOMES} | {
+        id(case.SkipTest),
+        id(case._ShouldStop),
+    }
+    for module in [name for name in sys.modules if name.partition(".")[0] in ("_pytest", "unittest")]:
+        scope = getattr(sys.modules[module], "__dict__", {})
+        for name in [name for name, value in scope.items() if id(value) in words]:
+            yield f"{module}.{name}", scope, name
+    for word in ("skip", "fail", "xfail", "exit"):
+        doer = getattr(outcomes, word)
+        for scope in (getattr(doer, "__dict__", {}), vars(type(doer))):
+            if "Exception" in scope:
+                yield f"pytest.{word}.Exception", scope, "Exception"
+    for module in ("pytest", "unittest"):
+        for name, _ in _public(module):
+            yield f"{module}.{name}", vars(sys.modules[module]), name
+    for kind in (unittest.TestCase, unittest.FunctionTestCase):
+        for word in CLASS_WORDS:
+            yield f"unittest.{kind.__name__}.{word}", vars(kind), word
+
+
+def _exceptions() -> Iterator[tuple[str, type]]:
+    for name, value in vars(builtins).items():
+        if isinstance(value, type) and any(each is BaseException for each in _mro(value)):
+            yield name, value
+
+
+def _public(module: str) -> Iterator[tuple[str, Any]]:
+    scope = getattr(sys.modules.get(module), "__dict__", {})
+    for name in scope.get("__all__", ()):
+        if name in scope:
+            yield name, scope[name]
+
+
+def _mro(kind: type) -> tuple[type, ...]:
+    found: tuple[type, ...] = type.__dict__["__mro__"].__get__(kind)
+    return found
