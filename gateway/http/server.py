@@ -22,14 +22,15 @@ from hypercorn.protocol.h2 import H2Protocol
 from hypercorn.protocol.h11 import H11Protocol
 from hypercorn.typing import ASGIFramework, H11SendableEvent, LifespanState
 from hypercorn.utils import wrap_app
+from msgspec.structs import replace
 from starlette.types import ASGIApp
 
 from gateway import wire
 from gateway.access.connections import LINGER_S, Connections, Resets
-from gateway.access.tls import HANDSHAKE_S, server_context
+from gateway.access.tls import TlsServer, server_context
 from gateway.config.sections import ServerConfig
 from gateway.errors import problem, retry_after
-from manager.errors import CodedError, Conflict, InvalidConfig
+from manager.errors import CodedError, Conflict, InvalidConfig, InvalidInput
 
 #: Seconds in which a new request's headers must arrive, and for which an idle connection stays open.
 KEEP_ALIVE_S = 75
@@ -131,11 +132,16 @@ async def serve(
         finally:
             tasks.discard(task)
 
-    tls = None if bounds.tls is None else server_context(bounds.tls, ("h2", "http/1.1"))
-    handshake_s = None if tls is None else HANDSHAKE_S
-    server = await asyncio.start_server(
-        connected, sock=listener, backlog=BACKLOG, ssl=tls, ssl_handshake_timeout=handshake_s
-    )
+    async def plain(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        error = InvalidInput("this port speaks TLS: use https:// in place of http://", component="http")
+        with counted.refusing() as lingering:
+            await _refuse(reader, writer, error, lingering, HTTPStatus.BAD_REQUEST)
+
+    server: asyncio.Server | TlsServer
+    if bounds.tls is None:
+        server = await asyncio.start_server(connected, sock=listener, backlog=BACKLOG)
+    else:
+        server = TlsServer(listener, server_context(bounds.tls, ("h2", "http/1.1")), connected, plain)
     try:
         await stop()
     finally:
@@ -149,13 +155,17 @@ async def serve(
 
 
 async def _refuse(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, error: CodedError, lingering: bool
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    error: CodedError,
+    lingering: bool,
+    status: HTTPStatus = HTTPStatus.SERVICE_UNAVAILABLE,
 ) -> None:
-    """Answer 503 to whatever is asked, and close; without ``lingering`` as soon as the answer is on its way."""
-    body = wire.encode(problem(error))
+    """Answer an error to whatever is asked, and close; without ``lingering`` as soon as the answer is on its way."""
+    body = wire.encode(replace(problem(error), status=status.value))
+    again = "" if error.retry_after_s is None else f"retry-after: {retry_after(error.retry_after_s)}\r\n"
     head = (
-        "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/problem+json\r\n"
-        f"retry-after: {retry_after(error.retry_after_s or 0.0)}\r\n"
+        f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/problem+json\r\n{again}"
         f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
     )
     try:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import httpx
 import pytest
 from grpclib.client import Channel
 from grpclib.exceptions import GRPCError
@@ -15,7 +17,7 @@ from gateway.config.load import load
 from gateway.grpc.generated import tangram_pb2 as pb
 from gateway.grpc.generated.tangram_grpc import GatewayStub
 from manager.errors import InvalidConfig
-from tangram import AsyncClient, ConnectionFailed, InvalidConfigError, Retries
+from tangram import AsyncClient, ConnectionFailed, InvalidConfigError, Retries, TangramError
 from tests.gateway.conftest import GatewayBench, RunningGateway, serving
 
 EC = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
@@ -121,3 +123,19 @@ def test_certificates_that_cannot_be_used_are_told_at_validate(pki: Path, tmp_pa
             load([config], {})
     config.write_text(f"server: {{host: 0.0.0.0, tls: {{cert: {pki}/server.pem, key: {pki}/server.key}}}}")
     assert load([config], {}).server.tls is not None
+
+
+async def test_who_speaks_no_tls_is_told_so_and_holds_up_nobody(served: RunningGateway, pki: Path) -> None:
+    silent = await asyncio.open_connection("127.0.0.1", served.app.http_port)
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{served.app.http_port}") as plain:
+        for answer in (await plain.get("/healthz"), await plain.post("/v1/functions/echo/invoke", json={})):
+            assert (answer.status_code, answer.headers["content-type"]) == (400, "application/problem+json")
+            assert "https://" in answer.json()["detail"]
+    with pytest.raises(TangramError, match="https://"):
+        async with AsyncClient(f"http://127.0.0.1:{served.app.http_port}") as client:
+            await client.functions()
+    cert = str(pki / "both.pem") if knows_clients(served) else None
+    async with AsyncClient(f"https://localhost:{served.app.http_port}", ca=str(pki / "ca.pem"), cert=cert) as client:
+        assert (await client.invoke("echo", {"a": 1})).result == {"a": 1}
+    silent[1].close()
+    assert served.app.connections["http"].leaving == 0
