@@ -40,14 +40,16 @@ def json_option(command: _Command) -> _Command:
 
 
 def connected(command: Callable[Concatenate[Client, _P], _R]) -> Callable[_P, _R]:
-    """``--server`` and ``--token``: the command's first argument is a client, which is closed after it."""
+    """``--server``, ``--token``, ``--retry-connrefused``: the command's first argument is a client, closed after it."""
 
     @click.option("--server", callback=inherit, help=f"The gateway [{SERVER}, or {DEFAULT}].")
     @click.option("--token", callback=inherit, help=f"Bearer token [{TOKEN}].")
+    @click.option("--retry-connrefused", is_flag=True, help=f"Wait {OUTAGE_S:g} s for a gateway that starts.")
     @functools.wraps(command)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         server, token = kwargs.pop("server"), kwargs.pop("token")
-        with Client(server, token=token, retries=Retries(outage_s=OUTAGE_S)) as client:  # type: ignore[arg-type]  # text, or None
+        retries = Retries(outage_s=OUTAGE_S, refused_s=None if kwargs.pop("retry_connrefused") else 0.0)
+        with Client(server, token=token, retries=retries) as client:  # type: ignore[arg-type]  # text, or None
             return command(client, *args, **kwargs)
 
     return run

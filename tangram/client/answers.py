@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import ssl
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -68,14 +69,17 @@ def connection_lost(what: str, error: httpx.TransportError) -> ConnectionFailed:
     """Return the exception of a broken connection.
 
     ``detail["sent"]`` says whether the request may have arrived; ``detail["tls"]`` that one of the two does not trust
-    the other, ``detail["foreign"]`` that what answered speaks no HTTP: no further try mends either. Where no gateway
-    answered at all, the message says what may mend that.
+    the other, ``detail["foreign"]`` that what answered speaks no HTTP: no further try mends either; and
+    ``detail["refused"]`` that nobody listens there. Where no gateway answered at all, the message says what may mend
+    that.
     """
     if _is_foreign(error):
         message = f"{what}: what answers there speaks no HTTP (a gateway's port of gRPC does not){_remedy()}"
         return ConnectionFailed(message, detail={"sent": False, "foreign": True})
     sent = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout | httpx.ProxyError)
     told = {"sent": sent, "tls": True} if _is_distrust(error) else {"sent": sent}
+    if _is_refused(error):
+        told["refused"] = True
     remedy = _remedy() if isinstance(error, httpx.ConnectError) and "tls" not in told else ""
     return ConnectionFailed(f"{what}: {str(error) or type(error).__name__}{remedy}", detail=told)
 
@@ -97,6 +101,17 @@ def _is_distrust(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, ssl.SSLError):
             return not isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError)
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _is_refused(error: BaseException | None) -> bool:
+    """Whether nobody listens there, or no such machine is known; the end of what has listened is not meant."""
+    while error is not None:
+        if isinstance(error, ConnectionRefusedError):
+            return True
+        if isinstance(error, socket.gaierror):
+            return error.errno == socket.EAI_NONAME
         error = error.__cause__ or error.__context__
     return False
 

@@ -49,8 +49,17 @@ class Retries:
     wait_max_s: float = 30.0
     #: Seconds for which a gateway that cannot be reached, drains or starts is waited for.
     outage_s: float = 60.0
+    #: The same for an address at which nobody listens and nobody has answered this client before; None: as long.
+    refused_s: float | None = None
 
-    def wait_s(self, error: TangramError, attempt: int, failing_s: float, *, repeatable: bool) -> float | None:
+    def patience_s(self, error: TangramError, *, new: bool) -> float:
+        """Return for how long an outage is waited for; ``new`` if nobody has answered yet."""
+        refused = new and self.refused_s is not None and error.detail.get("refused")
+        return self.refused_s if refused and self.refused_s is not None else self.outage_s
+
+    def wait_s(
+        self, error: TangramError, attempt: int, failing_s: float, *, repeatable: bool, new: bool = False
+    ) -> float | None:
         """Return the seconds to wait before try ``attempt + 1``, or None if the error is to be raised.
 
         ``failing_s`` is how long it has failed. Refusals ran nothing. A lost connection may have, so only a
@@ -61,7 +70,7 @@ class Retries:
         lost = isinstance(error, ConnectionFailed)
         outage = lost or isinstance(error, OUTAGES)
         most = self.max_attempts or (None if outage else ATTEMPTS)
-        if (most is not None and attempt >= most) or (outage and failing_s >= self.outage_s):
+        if (most is not None and attempt >= most) or (outage and failing_s >= self.patience_s(error, new=new)):
             return None
         if isinstance(error, REFUSALS) and error.retry_after_s is not None:
             return error.retry_after_s if error.retry_after_s <= self.wait_max_s else None
@@ -79,16 +88,16 @@ class FailureStreak:
         self._attempt = 0
         self._since_s = 0.0
 
-    def again_s(self, error: TangramError, *, repeatable: bool = True) -> float | None:
+    def again_s(self, error: TangramError, *, repeatable: bool = True, new: bool = False) -> float | None:
         """It failed: return the seconds to wait before the next try, or None if the error is to be raised."""
         now_s = time.monotonic()
         if self._attempt == 0:
             self._since_s = now_s
         self._attempt += 1
-        wait_s = self._retries.wait_s(error, self._attempt, now_s - self._since_s, repeatable=repeatable)
+        wait_s = self._retries.wait_s(error, self._attempt, now_s - self._since_s, repeatable=repeatable, new=new)
         if wait_s is not None and self._attempt == 1:
             if isinstance(error, ConnectionFailed):
-                logger.warning("%s; trying again for %g s", error, self._retries.outage_s)
+                logger.warning("%s; trying again for %g s", error, self._retries.patience_s(error, new=new))
             elif isinstance(error, FunctionUnavailableError):
                 logger.warning("%s; asking again in %.0f s", error, wait_s)
         return wait_s

@@ -78,7 +78,7 @@ def test_every_verb_and_its_own_options_are_on_the_cli_page(verb: str) -> None:
     assert lines, verb
     subcommands = list(command.commands.values()) if isinstance(command, click.Group) else []
     assert all(f"tangram {verb} {each.name}" in lines[0] for each in subcommands)
-    shared = {"--json", "--server", "--token", "--follow", "--limit"}
+    shared = {"--json", "--server", "--token", "--retry-connrefused", "--follow", "--limit"}
     options = {max(each.opts, key=len) for each in command.params if isinstance(each, click.Option)}
     # `apply` has the options of `diff`.
     assert [each for each in options - shared if each not in lines[0] and each != "--no-look"] in ([], ["--own"])

@@ -85,6 +85,8 @@ class Client(Functions, NodeCalls, TaskCalls):
         self.server = server_of(server)
         self._token = token_of(token)
         self._retries = retries or Retries()
+        #: Whether a gateway has answered.
+        self._reached = False
         self._raise_failures = raise_failures
         self._connections = connections
         self._ca, self._cert = ca, cert
@@ -446,7 +448,7 @@ class Client(Functions, NodeCalls, TaskCalls):
             try:
                 return self._send_once(request)
             except TangramError as error:
-                wait_s = failing.again_s(error, repeatable=request.repeatable)
+                wait_s = failing.again_s(error, repeatable=request.repeatable, new=not self._reached)
                 if wait_s is None:
                     raise
             pause(wait_s)
@@ -467,6 +469,7 @@ class Client(Functions, NodeCalls, TaskCalls):
                 )
             except httpx.TransportError as error:
                 raise connection_lost(self.server, error) from error
+        self._reached = True
         return request.answer(response)
 
     def _judged(self, result: InvocationResult) -> InvocationResult:

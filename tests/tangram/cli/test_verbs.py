@@ -153,10 +153,15 @@ async def test_dead_letters_are_listed_shown_sent_again_and_purged(served: Serve
     assert (await served("dlq", "purge"))[0] == 2
 
 
-def test_a_gateway_that_is_not_there_is_said_plainly(tangram: Tangram, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tangram.cli.options.OUTAGE_S", 0.0)
+def test_a_gateway_that_is_not_there_is_said_plainly_and_waited_for_only_if_asked(
+    tangram: Tangram, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     status, _, err = tangram("ps", "--server", "http://127.0.0.1:9")
-    assert status == 69 and "connection_failed" in err
+    assert status == 69 and "connection_failed" in err and "trying again" not in caplog.text
+    monkeypatch.setattr("tangram.client.sync.client.pause", lambda seconds: None)
+    monkeypatch.setattr("tangram.cli.options.OUTAGE_S", 0.1)
+    status, _, err = tangram("ps", "--server", "http://127.0.0.1:9", "--retry-connrefused")
+    assert status == 69 and "trying again" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,22 @@ def test_a_restart_is_outlasted_and_an_outage_that_does_not_end_is_not(monkeypat
         assert 60 <= clock.now_s < 70
 
 
+def test_an_address_at_which_nobody_listens_is_waited_for_as_long_as_is_said_until_it_has_answered_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    impatient = Retries(outage_s=60.0, refused_s=0.0)
+    with Client(f"http://127.0.0.1:{port}", retries=impatient) as client:
+        with pytest.raises(ConnectionFailed) as failure:
+            client.queue()
+        assert failure.value.detail["refused"]
+    with pytest.raises(ConnectionFailed), Client("http://no-such-host.invalid", retries=impatient) as client:
+        client.queue()
+    refused = ConnectionFailed("refused", detail={"sent": False, "refused": True})
+    assert impatient.wait_s(refused, 1, 1.0, repeatable=True) is not None, "it has answered before: it restarts"
+    assert impatient.wait_s(refused, 1, 1.0, repeatable=True, new=True) is None
+    assert Retries().wait_s(refused, 1, 1.0, repeatable=True, new=True) is not None, "a program may start before it"
+
+
 class PausedClock:
     """A clock that pauses move on."""
 
