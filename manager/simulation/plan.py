@@ -19,6 +19,7 @@ Values = Mapping[str, object]
 
 #: Restore seconds of a service of which the snapshot says nothing.
 RESTORE_S = 1.0
+SNAPSHOT_KEYS = frozenset({"now", "resources", "queue"})
 RESOURCE_KEYS = frozenset(
     {"total", "free", "running", "gpus", "busy", "resident", "restore_s", "kind", "next_s", "limit"}
 )
@@ -52,6 +53,10 @@ def plan(snapshot: Values, policy: str | None = None) -> dict[str, object]:
     A snapshot holds ``now``, ``resources`` and ``queue``; ``policy`` replaces the default (adaptive on cores, price
     elsewhere). Raises InvalidInput that names the place at fault, InvalidConfig for an unknown policy.
     """
+    if missing := [key for key in ("resources", "queue") if key not in snapshot]:
+        raise InvalidInput(f"snapshot: {missing[0]} is needed (docs/reference/snapshot.md)", component="plan")
+    if unknown := sorted(map(str, snapshot.keys() - SNAPSHOT_KEYS)):
+        raise InvalidInput(f"snapshot: unknown key {unknown[0][:64]!r}", component="plan")
     now_s = _number(snapshot, "now", "snapshot", 0.0)
     pools = [_pool(name, value, now_s) for name, value in _object(snapshot, "resources", "snapshot").items()]
     queue = [_action(value, index, now_s) for index, value in enumerate(_list(snapshot, "queue", "snapshot"))]

@@ -77,6 +77,7 @@ def test_a_blocked_call_does_not_hold_a_core_back() -> None:
         (("resources", "gpu:node0", "busy"), [[1, 2, 3.0]], "aligned power of two"),
         (("resources", "gpu:node0", "busy"), [[0, 2, 3.0], [0, 1, 3.0]], "no free chunk"),
         (("now",), "noon", "now"),
+        (("nodes",), [], "unknown key 'nodes'"),
     ],
 )
 def test_a_wrong_snapshot_names_its_place(path: tuple[Any, ...], value: object, story: str) -> None:
@@ -88,6 +89,12 @@ def test_a_wrong_snapshot_names_its_place(path: tuple[Any, ...], value: object, 
     with pytest.raises(InvalidInput) as caught:
         plan(snapshot)
     assert story in caught.value.message
+
+
+@pytest.mark.parametrize("snapshot", [{}, {"now": 0}, {"resources": {}}, {"queue": []}, {"version": 99, "nodes": []}])
+def test_what_is_no_snapshot_is_not_decided_on(snapshot: dict[str, object]) -> None:
+    with pytest.raises(InvalidInput, match=r"(resources|queue) is needed"):
+        plan(snapshot)
 
 
 def test_an_unknown_policy_is_refused() -> None:
