@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
@@ -155,7 +156,10 @@ class Registry:
             directory = await asyncio.to_thread(self._uploads.keep, upload.sources)
         text = wire.dumps({"functions": {name: upload.definition}}).decode()
         sent = {"files": [{"path": str(directory / "function.yaml"), "text": text}]}
-        return await self.configure(wire.dumps(sent), dry_run)
+        try:
+            return await self.configure(wire.dumps(sent), dry_run)
+        except (InvalidConfig, Unsatisfiable, Unsupported) as error:
+            raise _as_sent(error, directory) from None
 
     async def remove(self, name: str) -> ConfigDiff:
         """Remove a function that was applied; raises NotFound, and Conflict for one of the files."""
@@ -166,10 +170,22 @@ class Registry:
                 raise Conflict(
                     f"function {name!r} is declared in {place}: remove it there, and apply", component="registry"
                 )
+            if own := await asyncio.to_thread(self._own_place, name):
+                told = f"{own} declares function {name!r} too, and the next start would have it again: remove it"
+                raise Conflict(f"{told} there first, then here", component="registry")
             left = {other: spec for other, spec in self._config.functions.items() if other != name}
             diff = self._switch(dataclasses.replace(self._config, functions=left))
             await self._keep(b"", diff)
             return replace(diff, applied=True)
+
+    def _own_place(self, name: str) -> str:
+        """Return where the server's own files declare a function, as they are now; empty if they do not."""
+        if not self._paths:
+            return ""
+        try:
+            return str(self._read(b"", None).origins.get(name, ""))
+        except CodedError:  # the next start says what is wrong with them
+            return ""
 
     def start(self) -> None:
         """Begin to prepare the functions of the first configuration."""
@@ -327,6 +343,13 @@ def _placed(config: GatewayConfig, function: FunctionSpec, error: CodedError) ->
     kind = type(error) if isinstance(error, Unsatisfiable | Unsupported) else InvalidConfig
     told = f"{place}: functions.{function.name}: {error.message}" if place else error.message
     return kind(told, component=error.component, detail=error.detail)
+
+
+def _as_sent(error: CodedError, directory: Path) -> CodedError:
+    """Return the error of what was sent alone in the sender's words: where it is kept here says nothing to them."""
+    told = re.sub(rf"{re.escape(str(directory))}/function\.yaml(:\d+)*", "the function that was sent", error.message)
+    told = told.replace(f"{directory}/", "").replace(str(directory), "the files that were sent")
+    return type(error)(told, component=error.component, detail=error.detail)
 
 
 def _raise_all(errors: Sequence[CodedError]) -> None:

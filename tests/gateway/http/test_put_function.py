@@ -61,6 +61,30 @@ async def test_what_is_of_the_files_or_no_function_is_refused(gateway: RunningGa
     assert answer.status_code == 422
 
 
+async def test_a_mistake_in_what_was_sent_is_told_in_the_senders_words(gateway: RunningGateway) -> None:
+    async with client_of(gateway) as client:
+        with pytest.raises(InvalidConfigError) as failure:
+            await client.put_function("mine", HANDLER | {"handler": "mine:rewrd"}, sources={"mine.py": SOURCE})
+        assert "rewrd" in str(failure.value) and "uploads" not in str(failure.value), failure.value
+        with pytest.raises(InvalidConfigError, match="the function that was sent") as failure:
+            await client.put_function("mine", {"runtim": "exec"})
+        assert "function.yaml" not in str(failure.value)
+
+
+async def test_what_was_applied_over_a_function_of_the_files_is_removed_there_first(tmp_path: Path) -> None:
+    declared = tmp_path / "function.yaml"
+    declared.write_text("functions: {mine: {runtime: exec, timeout: 10s}}")
+    async with serving(GatewayBench(tmp_path)) as gateway, client_of(gateway) as client:
+        sent = {"files": [{"path": "other.yaml", "text": "functions: {mine: {runtime: exec, timeout: 20s}}"}]}
+        answer = await gateway.http.put("/v1/config", json=sent)
+        assert answer.status_code == 200, answer.text
+        with pytest.raises(ConflictError, match=r"function\.yaml.* declares .*remove it there first"):
+            await client.remove_function("mine")
+        assert (await client.function("mine")).timeout_s == 20.0
+        declared.unlink()
+        assert (await client.remove_function("mine")).removed == ("mine",)
+
+
 async def test_a_handler_of_a_script_is_kept_over_a_restart_and_its_files_go_with_it(tmp_path: Path) -> None:
     bench = GatewayBench(tmp_path)
     async with serving(bench) as gateway, client_of(gateway) as client:
