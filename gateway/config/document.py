@@ -133,7 +133,7 @@ def _message(detail: ErrorDetails, value: object, inner: KeyPath, path: KeyPath)
             return f"{context['tag']!r} is none of {', '.join(expected)}{_near(context['tag'], expected)}"
         case "literal_error" | "enum":
             expected = re.findall(r"'([^']*)'", str(context["expected"]))
-            given = _at(value, inner)
+            given = inner[-1] if detail["loc"][-1:] == ("[key]",) else _at(value, inner)
             return f"{given!r} is none of {context['expected']}{_near(given, expected)}"
         case "value_error":
             return str(context["error"])

@@ -34,6 +34,8 @@ class Container:
         self.record = record
         self.place = place
         self.execs: OrderedDict[str, ContainerExec] = OrderedDict()
+        #: Status files of commands that were started to run behind and are remembered no more.
+        self.left_files: list[str] = []
         self.main: MainCommand | None = None
         #: What its next start begins, where somebody is attached to it already.
         self.next_main: MainCommand | None = None
@@ -190,7 +192,10 @@ class Containers:
             told = f"{EXECS_MAX} commands are under way: let some end"
             raise CapacityExceeded(told, component=COMPONENT, retry_after_s=1.0)
         self.execs.pop(old.id)
-        self.home(old).execs.pop(old.id, None)
+        home = self.home(old)
+        home.execs.pop(old.id, None)
+        if old.status_file:
+            home.left_files.append(old.status_file)
 
     def find_exec(self, id: str) -> ContainerExec:
         """Return a command by its id; raises NotFound."""

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import ClassVar
 
 from gateway import wire
@@ -160,8 +161,11 @@ class DockerEngineApi:
             return NotFound(f"no such object: {first} {name[:200]}: this door has none", component=COMPONENT)
         if first in REFUSED:
             return Unsupported(f"{method} {path[:200]} is not done by this door: {REFUSED[first]}", component=COMPONENT)
-        rows = ", ".join(f"{row.method} {row.path}" for row in self._table)
-        return NotFound(f"page not found: no such route: {method} {path[:200]}; there are {rows}", component=COMPONENT)
+        rows = [f"{row.method} {row.path}" for row in self._table]
+        near = get_close_matches(f"{method} {path[:200]}", rows, n=1, cutoff=0.5)
+        hint = f"; the nearest is {near[0]}" if near else ""
+        told = f"page not found: no such route: {method} {path[:200]}{hint} (docs/DOORS.md has all)"
+        return NotFound(told, component=COMPONENT)
 
     # --- the engine
 

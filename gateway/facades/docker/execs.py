@@ -21,7 +21,7 @@ from gateway.facades.docker.streams import attend, media_type
 from gateway.facades.faults import fault_of_end
 from gateway.invocations.invocation import InvocationRequest, LiveInvocation
 from gateway.services import Services
-from manager.errors import ActionFailed, CodedError, Conflict, InvalidInput, NotFound, Reason, Unsupported
+from manager.errors import ActionFailed, CodedError, Conflict, InvalidInput, NotFound, Reason, TooLarge, Unsupported
 from manager.function import Background
 from runtimes.sandbox.session import SIGNALS
 
@@ -33,6 +33,8 @@ LAUNCH = (
 )
 STATUS_FILE = "/tmp/.tangram-exec-{}"
 STATUS_BYTES = 64
+#: Files of commands that are remembered no more, removed at once.
+LEFT_MAX = 64
 #: Seconds for which the removal of that file may stand in line: whoever asks for the status waits with it.
 REMOVE_S = 1.0
 #: What the sandbox's user may have written there is not to be believed.
@@ -110,7 +112,9 @@ class ContainerExecs:
             told = "Detach: the function's processes end with each command (sandbox.background: kill)"
             raise Unsupported(told, component=COMPONENT)
         command.status_file = STATUS_FILE.format(command.id[:32])
-        given = {**wish.input(), "argv": ["/bin/sh", "-c", LAUNCH, "sh", command.status_file, *wish.argv]}
+        left, container.left_files[:] = container.left_files[:LEFT_MAX], container.left_files[LEFT_MAX:]
+        script = f"rm -f -- {' '.join(left)}; {LAUNCH}" if left else LAUNCH  # names of ours, without odd characters
+        given = {**wish.input(), "argv": ["/bin/sh", "-c", script, "sh", command.status_file, *wish.argv]}
         del given["session"]
         invocation = await self._accepted(container, given, patience_s)
         await invocation.has_ended(None)
@@ -132,6 +136,8 @@ class ContainerExecs:
             text = await sandbox.read_file(command.status_file, limit_bytes=STATUS_BYTES)
         except NotFound:
             return
+        except (InvalidInput, TooLarge):  # the sandbox's user has put something else there
+            text = b""
         except CodedError as error:
             self._life.mark_lost(container, error)
             raise

@@ -133,6 +133,10 @@ def test_a_directory_is_its_server_file_and_its_functions(tmp_path: Path) -> Non
         ("server:\n  prot: 1", "2: server.prot: unknown key 'prot'; did you mean 'port'?"),
         ("server: {drain_grace_s: 1}", "did you mean 'drain_grace'?"),
         (
+            "server: {facades: {sandboxfusion: {languages: {pyhton: f}}}}\nfunctions: {f: {runtime: exec}}",
+            "'pyhton' is none of 'python', 'pytest', 'bash', 'nodejs' or 'cpp'; did you mean 'python'?",
+        ),
+        (
             "functions:\n  f:\n    runtime: exec\n    sandbox: {imge: x}",
             "4: functions.f.sandbox.imge: unknown key 'imge'",
         ),

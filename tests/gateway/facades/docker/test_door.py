@@ -8,6 +8,7 @@ import socket
 import struct
 import tarfile
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import docker
 import pytest
 
 from gateway.config.facades import DockerFacade
+from gateway.facades.docker.execs import STATUS_FILE
 from gateway.facades.docker.listener import bound
 from manager.errors import Conflict, InvalidConfig
 from tests.gateway.conftest import until
@@ -175,6 +177,36 @@ async def test_what_runs_behind_outlives_its_action_and_leaves_its_exit_status(e
     assert told["ExitCode"] == 7
 
 
+async def test_a_status_file_that_was_forged_is_no_status_and_no_loss_of_the_container(engine: EngineWorld) -> None:
+    box = await engine.keep_alive()
+    api = engine.client.api
+    for forged in ("seq 1000 > {}", "mkdir {}"):
+        made = (await engine.do(lambda: api.exec_create(box.id, ["sh", "-c", "until [ -e /x/never ]; do :; done"])))[
+            "Id"
+        ]
+        await engine.do(partial(api.exec_start, made, detach=True))
+        words = ["sh", "-c", forged.format(STATUS_FILE.format(made[:32]))]
+        assert (await engine.do(partial(box.exec_run, words))).exit_code == 0
+        told = await engine.do(partial(api.exec_inspect, made))
+        assert (told["Running"], told["ExitCode"]) == (False, 137)
+    assert (await engine.do(lambda: box.exec_run("true"))).exit_code == 0, "its container lives"
+
+
+async def test_the_status_file_of_a_command_that_is_forgotten_goes_with_the_next(
+    engine: EngineWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    box = await engine.keep_alive()
+    api = engine.client.api
+    monkeypatch.setattr("gateway.facades.docker.containers.EXECS_MAX", 1)
+    for _ in range(3):
+        made = (await engine.do(lambda: api.exec_create(box.id, ["true"])))["Id"]
+        await engine.do(partial(api.exec_start, made, detach=True))
+        wait = f"until [ -e {STATUS_FILE.format(made[:32])} ]; do sleep 0.01; done"
+        assert (await engine.do(partial(box.exec_run, ["timeout", "30", "sh", "-c", wait]))).exit_code == 0
+    there = await engine.do(lambda: box.exec_run(["sh", "-c", "ls -A /tmp | grep -c tangram-exec"]))
+    assert int(there.output) <= 2, "those before the last are gone"
+
+
 async def test_a_kill_of_the_process_that_was_told_reaches_the_command(engine: EngineWorld) -> None:
     """The SWE-bench harness ends what takes too long by ``kill -TERM PID`` inside, beside the command that runs."""
     box = await engine.keep_alive()
@@ -310,6 +342,7 @@ async def test_routes_versions_and_options_that_are_not_done_are_refused_by_name
         ("POST", "/v1.41/networks/create", 501, "sandbox.network"),
         ("GET", "/v1.41/containers/x/top", 404, "no such route: GET /containers/x/top"),
         ("PATCH", "/_ping", 404, "PATCH /_ping"),
+        ("POST", "/v1.41/containers/x/stopp", 404, "the nearest is POST /containers/{id}/stop"),
         ("GET", "/v1.99/info", 400, "too new. Maximum supported API version is 1.44"),
         ("GET", "/v1.12/info", 400, "too old"),
         ("GET", "/containers/json?unheard=1", 501, "unheard"),
@@ -319,6 +352,7 @@ async def test_routes_versions_and_options_that_are_not_done_are_refused_by_name
     ):
         told = await engine.ask(method, path)
         assert (told[0], named in told[1]["message"]) == (status, True), told
+        assert len(told[1]["message"]) < 250, "it is read on a terminal"
 
 
 async def test_the_engine_says_what_it_is(engine: EngineWorld) -> None:
