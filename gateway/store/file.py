@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sqlite3
 from collections.abc import Mapping
 from importlib import resources
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from gateway.store.rows import SAVE, SELECTED
 from manager.errors import StorageUnavailable
+from runtimes.sandbox.disk.room import REMEDY as ROOM
 
 REMEDY = "move it away together with its -wal and -shm files to begin without its records"
 
@@ -70,3 +72,9 @@ def _parts(file: str, mark: str) -> dict[str, str]:
     text = resources.files("gateway.store").joinpath(file).read_text(encoding="utf-8")
     parts = [part.partition("\n") for part in text.split(mark)[1:]]
     return {name.strip(): sql for name, _, sql in parts}
+
+
+def mended_by(error: BaseException, path: Path) -> str:
+    """Return what mends a disk that refuses the file as it is full; empty for another error."""
+    full = "full" in str(error) or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+    return f" ({path.parent}): {ROOM}" if full else ""

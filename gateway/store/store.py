@@ -26,7 +26,7 @@ import structlog
 from gateway import wire
 from gateway.invocations.record import Record
 from gateway.store.checkpoint import Checkpoints
-from gateway.store.file import REMEDY, make_missing_index, make_ready, queries
+from gateway.store.file import REMEDY, make_missing_index, make_ready, mended_by, queries
 from gateway.store.listing import Filter, Page, read_page
 from gateway.store.rows import record_of, row_of
 from manager.errors import NotFound, StorageUnavailable
@@ -323,7 +323,7 @@ class Store:
         """Tell the waiters, keep the rest for another try (a refused acceptance is forgotten by its waiter)."""
         if self.failure is None:
             self._log.error("the disk refuses records", reason=str(error))
-        self.failure = f"the record cannot be written: {error}"
+        self.failure = f"the record cannot be written: {error}{mended_by(error, self._spec.path)}"
         self._batch = batch.under(self._batch)
         self._batch.documents["probe"] = wire.instant(self._wall()).isoformat()
         self._log_bytes = sum(len(row.data) for row in self._batch.logs)

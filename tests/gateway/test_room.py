@@ -27,7 +27,7 @@ def test_a_disk_below_its_bound_or_gone_is_named(tmp_path: Path) -> None:
     assert room.shortage() is None
     short = Room(tmp_path, free_min_bytes=2**60, connections_max=1).shortage()
     assert short is not None
-    assert "server.free_min" in short
+    assert "server.free_min" in short and "make room" in short and "server.state_dir" in short
     tmp_path.rmdir()
     gone = room.shortage()
     assert gone is not None

@@ -19,7 +19,7 @@ import structlog
 
 from manager.setting import Setting
 from runtimes.node.fitness.messages import FitnessChanged
-from runtimes.sandbox.disk.room import shortage_of
+from runtimes.sandbox.disk.room import REMEDY, shortage_of
 
 logger = structlog.get_logger("node.fitness")
 
@@ -105,7 +105,7 @@ class NodeFitness:
         if self._refusal:
             self._refusal = self._tried()
         if self._refusal:
-            return f"its disk refuses what is written: {self._refusal}"
+            return f"its disk refuses what is written: {self._refusal} ({self._directory}): {REMEDY}"
         needed_bytes = self._settings.free_min_bytes
         return shortage_of(self._directory, int(needed_bytes * AGAIN) if self.why else needed_bytes)
 

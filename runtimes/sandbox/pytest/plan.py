@@ -85,6 +85,8 @@ class SuitePlan:
     env: Mapping[str, str]
     args: tuple[str, ...]
     workers: int
+    #: Workers that the caller wanted; 0 if none were named.
+    asked_workers: int
     dist: str
     test_timeout_s: float
 
@@ -132,6 +134,7 @@ def plan_of(execution: Execution, settings: PytestSettings) -> SuitePlan:
         env=traced(execution.call, given.get("env", {})),
         args=spec.args + args,
         workers=_workers(execution, spec, request, given.get("workers"), settings),
+        asked_workers=given.get("workers", 0),
         dist=spec.dist,
         test_timeout_s=given.get("test_timeout_s", 0.0),
     )

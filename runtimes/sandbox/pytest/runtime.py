@@ -244,7 +244,11 @@ class _Run:
     def _require_own(self, bounded: bool, why: str) -> None:
         """Raise ActionFailed if it is not the sandbox's own bound that is reached, but the machine's disk."""
         if not bounded:
-            raise ActionFailed(Reason.ENVIRONMENT_LOST, f"the machine's disk is full: {why}", component=COMPONENT)
+            raise ActionFailed(
+                Reason.ENVIRONMENT_LOST,
+                f"the machine's disk is full: {why}; make room below server.state_dir, or on the engine's disk",
+                component=COMPONENT,
+            )
 
     async def _run_all(self) -> CommandResult:
         """Run until pytest came to its end, or nothing more is won by another run."""
@@ -346,6 +350,9 @@ class _Run:
             reason = ""
         if plan.workers > 1 and report.started and not report.xdist:
             said.append("the sandbox has no pytest-xdist: the suite ran in one process")
+        if plan.asked_workers > plan.spec.max_workers:
+            most = plan.spec.max_workers
+            said.append(f"{plan.asked_workers} workers were asked for, of which pytest.max_workers allows {most}")
         if report.end not in (None, 0, 1, 5):
             said.append(f"pytest ended with status {report.end}: {self._said()}")
         value |= {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import shutil
 import sqlite3
 from collections.abc import AsyncIterator
@@ -11,10 +12,12 @@ from pathlib import Path
 import pytest
 
 from gateway.invocations.record import new_id, seq_of
+from gateway.store.file import mended_by
 from gateway.store.listing import Filter
 from gateway.store.store import Durability, LogRow, Store, StoreSpec
 from manager.errors import InvalidInput, NotFound, Reason, StorageUnavailable
 from manager.outcome import State
+from runtimes.sandbox.disk.room import REMEDY as ROOM
 from tests.gateway.records import accepted
 
 
@@ -86,6 +89,12 @@ async def test_a_listing_filters_and_pages_newest_first(store: Store) -> None:
     assert [each.seq for each in page.records] == [made[2].seq, made[1].seq]
     assert [each.seq for each in (await store.find(Filter(state=State.CANCELLED))).records] == [made[0].seq]
     assert [each.seq for each in await store.unfinished()] == [each.seq for each in made[1:]]
+
+
+def test_a_full_disk_is_told_with_what_mends_it() -> None:
+    for error in (sqlite3.OperationalError("database or disk is full"), OSError(errno.ENOSPC, "No space left")):
+        assert mended_by(error, Path("/state/db.sqlite")) == f" (/state): {ROOM}"
+    assert not mended_by(sqlite3.OperationalError("database is locked"), Path("/state/db.sqlite"))
 
 
 async def test_a_full_disk_refuses_what_waits_keeps_what_happened_and_recovers(store: Store, tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_a_disk_that_refuses_is_unfit_until_it_takes_a_write_of_ours_and_nothing
     fitness.look()
     assert not fitness.why, "it asks for no room, and nothing was refused"
     fitness.refused(OSError(errno.ENOSPC, "No space left on device"))
-    assert "No space left" in fitness.why
+    assert "No space left" in fitness.why and "make room" in fitness.why
     filler.unlink()
     fitness.look()
     assert fitness.why == "" and list(disk.iterdir()) == []

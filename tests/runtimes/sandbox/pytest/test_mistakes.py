@@ -73,6 +73,12 @@ async def test_a_suite_without_xdist_may_be_asked_for(bench: SuiteBench) -> None
     assert (value["reward"], value["workers"]) == (1.0, 1)
 
 
+async def test_more_workers_than_may_run_are_told(bench: SuiteBench) -> None:
+    value = await bench.run(GIVEN, workers=10**9, fail_to_pass=LISTED)
+    assert (value["reward"], value["workers"]) == (1.0, 1)
+    assert "1000000000 workers were asked for, of which pytest.max_workers allows 64" in value["note"]
+
+
 #: What makes tests that its text does not name.
 MADE_ELSEWHERE = {
     "a star": "from base import *",
