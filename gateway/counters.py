@@ -90,7 +90,9 @@ class Counters(Collector):
         yield from (accepted, ended, queued, running)
         for part, spent in PARTS.items():
             family = HistogramMetricFamily(
-                f"tangram_act_{part}_seconds", f"The part of the ACT spent {spent}", labels=("function",)
+                f"tangram_act_{part}_seconds",
+                f"The part of the ACT spent {spent}, of what was completed",
+                labels=("function",),
             )
             for name, tally in self._tallies.items():
                 spread: Spread = getattr(tally, part)

@@ -49,6 +49,8 @@ class Metrics:
         self.moved(record)
         tally = self._tallies.of(record.function)
         tally.ended[record.state.value, "" if record.reason is None else record.reason.value] += 1
+        if not record.completed:
+            return
         tally.queue.observe(record.queue_s or 0.0)
         tally.overhead.observe(record.overhead_s or 0.0)
         tally.execution.observe(record.execution_s or 0.0)

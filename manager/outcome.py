@@ -29,6 +29,8 @@ class State(StrEnum):
 
 
 TERMINAL = frozenset({State.SUCCEEDED, State.FAILED, State.TIMED_OUT, State.CANCELLED, State.LOST})
+#: What was started and ended so was completed, well or not: of such actions ACTs are told (paper, equation 2).
+COMPLETED = frozenset({State.SUCCEEDED, State.FAILED, State.TIMED_OUT})
 
 #: running -> queued is a retry.
 LEGAL_MOVES: Mapping[State, frozenset[State]] = {
@@ -79,6 +81,11 @@ class Settlement:
     execution_s: float
     #: Members of its batch by what the history tells apart, itself included; empty if it was started alone.
     batch: Mapping[Kin, int] = field(default_factory=dict)
+
+    @property
+    def completed(self) -> bool:
+        """Whether it was started, and neither cancelled nor lost."""
+        return self.lease is not None and self.outcome.state in COMPLETED
 
     @property
     def act_s(self) -> float:

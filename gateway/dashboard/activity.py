@@ -39,14 +39,17 @@ class _Second:
     accepted: int = 0
     ended: int = 0
     failed: int = 0
+    cancelled: int = 0
     #: By function, reason and task.
     reasons: Counter[tuple[str, Reason, str]] = field(default_factory=Counter)
     #: Ended ones by their function.
     functions: Counter[str] = field(default_factory=Counter)
+    #: Of those that were completed.
+    completed: int = 0
     queue_s: float = 0.0
     overhead_s: float = 0.0
     execution_s: float = 0.0
-    #: Ended ones by their ACT.
+    #: Completed ones by their ACT.
     spread: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS_S) + 1))
 
 
@@ -54,7 +57,8 @@ class _End(NamedTuple):
     """One invocation that has ended."""
 
     at_s: float
-    act_s: float
+    #: None for one that was not completed: it has no ACT.
+    act_s: float | None
     failed: bool
 
 
@@ -114,13 +118,19 @@ class Activity:
         second = self._second()
         second.ended += 1
         times = (record.queue_s or 0.0, record.overhead_s or 0.0, record.execution_s or 0.0)
-        second.queue_s += times[0]
-        second.overhead_s += times[1]
-        second.execution_s += times[2]
-        second.spread[bisect_left(BUCKETS_S, sum(times))] += 1
-        failed = record.state not in (State.SUCCEEDED, State.CANCELLED)
+        if record.completed:
+            second.completed += 1
+            second.queue_s += times[0]
+            second.overhead_s += times[1]
+            second.execution_s += times[2]
+            second.spread[bisect_left(BUCKETS_S, sum(times))] += 1
         second.functions[record.function] += 1
-        self._ends_of(record.function).append(_End(self._now(), sum(times), failed))
+        if record.state is State.CANCELLED:
+            second.cancelled += 1
+            return
+        failed = record.state is not State.SUCCEEDED
+        ends = self._ends_of(record.function)
+        ends.append(_End(self._now(), sum(times) if record.completed else None, failed))
         if failed:
             second.failed += 1
             key = (record.function, record.reason or Reason.INTERNAL, record.task)
@@ -195,7 +205,8 @@ class Activity:
         minute = list(self._newest(RATE_S))
         ended = sum(each.ended for each in minute)
         spread = [sum(column) for column in zip(*(each.spread for each in minute), strict=True)]
-        mean = [sum(getattr(each, part) for each in minute) / max(1, ended) for part in _PARTS]
+        completed = sum(each.completed for each in minute)
+        mean = [sum(getattr(each, part) for each in minute) / max(1, completed) for part in _PARTS]
         reasons = Counter[tuple[str, Reason, str]]()
         for each in self._seconds:
             reasons.update(each.reasons)
@@ -205,7 +216,9 @@ class Activity:
             accepted=sum(each.accepted for each in minute),
             ended=ended,
             failed=sum(each.failed for each in minute),
+            cancelled=sum(each.cancelled for each in minute),
             act=ActSplit(
+                completed=completed,
                 queue_s=mean[0],
                 overhead_s=mean[1],
                 execution_s=mean[2],
@@ -222,6 +235,7 @@ class Activity:
             ),
             failed_15min=sum(reasons.values()),
             ended_15min=sum(each.ended for each in self._seconds),
+            cancelled_15min=sum(each.cancelled for each in self._seconds),
         )
 
     def whole_info(self) -> ActivityInfo:
@@ -280,14 +294,14 @@ def _places(lease: Lease) -> Iterable[tuple[str, int, int]]:
 
 
 def _fared(recent: deque[_End], ended: int) -> FunctionActivity:
-    spread = sorted(each.act_s for each in recent)
+    spread = sorted(each.act_s for each in recent if each.act_s is not None)
     last = len(spread) - 1
     return FunctionActivity(
         ended=ended,
         of=len(recent),
         failed=sum(each.failed for each in recent),
-        p50_s=spread[last // 2],
-        p99_s=spread[99 * last // 100],
+        p50_s=spread[last // 2] if spread else None,
+        p99_s=spread[99 * last // 100] if spread else None,
     )
 
 

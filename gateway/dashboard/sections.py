@@ -70,11 +70,12 @@ def sections(
     return {
         "run": seen["running"],
         "wait": seen["waiting"],
-        "rate": [info.accepted, info.ended, info.failed],
+        "rate": [info.accepted, info.ended, info.failed, info.cancelled],
         "act": _act(info),
         "failed": [[each.function, each.reason, each.task, each.count, _ms(each.last_at_s)] for each in info.failures],
         "failed_15min": info.failed_15min,
         "ended_15min": info.ended_15min,
+        "cancelled_15min": info.cancelled_15min,
         "causes": [
             [each["kind"], each["pool"], each["text"], each["task"], each["count"], _ms(wall_s - each["oldest_s"])]
             for each in seen["causes"]
@@ -93,7 +94,7 @@ def sections(
 def _act(info: ActivityInfo) -> list[float | None]:
     act = info.act
     parts = (act.queue_s, act.overhead_s, act.execution_s, act.p50_s, act.p99_s)
-    return [None if each is None else round(1000 * each) for each in parts]
+    return [*(None if each is None else round(1000 * each) for each in parts), act.completed]
 
 
 def _pool(pool: Shown, wall_s: float) -> dict[str, object]:

@@ -14,7 +14,7 @@ from msgspec import UNSET, Raw, UnsetType
 from gateway import wire
 from manager.errors import NotFound, Reason
 from manager.lease import Lease
-from manager.outcome import LEGAL_MOVES, Outcome, Settlement, State
+from manager.outcome import COMPLETED, LEGAL_MOVES, Outcome, Settlement, State
 from tangram.types import Attempt, Invocation
 from tangram.types.values.scalars import Delivery
 
@@ -104,6 +104,11 @@ class Record:
         """Return the function's bound, if a longer one was asked for."""
         capped_s = self.options.get("timeout_capped_s")
         return capped_s if isinstance(capped_s, float) else UNSET
+
+    @property
+    def completed(self) -> bool:
+        """Whether it was started, and neither cancelled nor lost."""
+        return self.started_s is not None and self.state in COMPLETED
 
     def move(self, state: State) -> None:
         """Change the state; an illegal move is our own bug."""

@@ -63,6 +63,8 @@ class Account:
     settled: Counter[str] = field(default_factory=Counter)
     #: Unit-seconds by resource kind; units for quotas.
     used: dict[str, float] = field(default_factory=dict)
+    #: Actions that were completed, which the times below are of.
+    completed: int = 0
     act_s: float = 0.0
     queue_s: float = 0.0
     overhead_s: float = 0.0
@@ -70,6 +72,9 @@ class Account:
 
     def add(self, settlement: Settlement) -> None:
         self.settled[settlement.outcome.state.value] += 1
+        if not settlement.completed:
+            return
+        self.completed += 1
         self.act_s += settlement.act_s
         self.queue_s += settlement.queue_s
         self.overhead_s += settlement.overhead_s
@@ -84,6 +89,7 @@ class Account:
         """Return how it fared; the view of a task says what it used, in the units of the resources."""
         return {
             "settled": dict(self.settled),
+            "completed": self.completed,
             "act_s": self.act_s,
             "queue_s": self.queue_s,
             "overhead_s": self.overhead_s,

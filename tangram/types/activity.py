@@ -11,13 +11,17 @@ from tangram.types.values.scalars import AnyReason, Count
 
 
 class ActSplit(Struct, frozen=True, kw_only=True):
-    """The action completion time of what ended in the last minute, in seconds."""
+    """The action completion time of what was completed in the last minute, in seconds.
 
+    An action is completed that was started, and neither cancelled nor lost.
+    """
+
+    completed: Annotated[Count, Meta(description="Of so many actions")]
     queue_s: Annotated[float, Meta(description="Mean")]
     overhead_s: Annotated[float, Meta(description="Mean")]
     execution_s: Annotated[float, Meta(description="Mean")]
-    p50_s: Annotated[float | None, Meta(description="Of the whole; null if nothing ended")]
-    p99_s: Annotated[float | None, Meta(description="Of the whole; null if nothing ended")]
+    p50_s: Annotated[float | None, Meta(description="Of the whole; null if nothing was completed")]
+    p99_s: Annotated[float | None, Meta(description="Of the whole; null if nothing was completed")]
 
 
 class FailureCount(Struct, frozen=True, kw_only=True):
@@ -34,10 +38,14 @@ class FunctionActivity(Struct, frozen=True, kw_only=True):
     """How a function has fared of late."""
 
     ended: Annotated[Count, Meta(description="Ended in the last minute")]
-    of: Annotated[Count, Meta(description="The last ends that the other fields are of, at most 200")]
+    of: Annotated[
+        Count, Meta(description="The last ends that the other fields are of, at most 200, none of them cancelled")
+    ]
     failed: Annotated[Count, Meta(description="How many of them failed")]
-    p50_s: Annotated[float, Meta(description="Their action completion time")]
-    p99_s: float
+    p50_s: Annotated[
+        float | None, Meta(description="The action completion time of those that were completed; null if none was")
+    ]
+    p99_s: float | None
 
 
 class ActivityInfo(Struct, frozen=True, kw_only=True):
@@ -46,10 +54,14 @@ class ActivityInfo(Struct, frozen=True, kw_only=True):
     started_at_s: Annotated[float, Meta(description="Seconds since 1970 of the gateway's start")]
     uptime_s: float
     accepted: Annotated[Count, Meta(description="Accepted in the last minute")]
-    ended: Annotated[Count, Meta(description="Ended in the last minute")]
-    failed: Annotated[Count, Meta(description="Failed in the last minute")]
+    ended: Annotated[Count, Meta(description="Ended in the last minute, however it ended")]
+    failed: Annotated[Count, Meta(description="Failed in the last minute, timed out and lost ones included")]
+    cancelled: Annotated[Count, Meta(description="Cancelled in the last minute")]
     act: ActSplit
     failures: Annotated[tuple[FailureCount, ...], Meta(description="The most frequent first, at most 24 rows")]
     failed_15min: Annotated[Count, Meta(description="All failures of the last 15 minutes")]
     ended_15min: Annotated[Count, Meta(description="All that ended in them")]
-    functions: Annotated[Mapping[str, FunctionActivity], Meta(description="Those that have ended something")] = {}
+    cancelled_15min: Annotated[Count, Meta(description="How many of these were cancelled")]
+    functions: Annotated[
+        Mapping[str, FunctionActivity], Meta(description="Those of which something ended that was not cancelled")
+    ] = {}

@@ -79,7 +79,11 @@ class TaskInfo(Struct, frozen=True, kw_only=True):
     quota_units: Annotated[Mapping[str, float], Meta(description="Units of quotas used, by resource")]
     slot_s: Annotated[Mapping[str, float], Meta(description="Slot-seconds of concurrency used, by resource")]
     settled: Annotated[Mapping[str, int] | UnsetType, Meta(description="Ended actions by state")] = UNSET
-    act_s: Annotated[float | UnsetType, Meta(description="Sum of the action completion times")] = UNSET
+    completed: Annotated[
+        int | UnsetType,
+        Meta(description="Actions that were started, and neither cancelled nor lost: those that the times are of"),
+    ] = UNSET
+    act_s: Annotated[float | UnsetType, Meta(description="Sum of their action completion times")] = UNSET
     queue_s: float | UnsetType = UNSET
     overhead_s: float | UnsetType = UNSET
     execution_s: float | UnsetType = UNSET

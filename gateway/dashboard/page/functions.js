@@ -32,8 +32,10 @@ export function functionsView(view, go) {
 function faredCells(fared) {
   const num = (text, kind = "num") => h("td", {class: kind}, text);
   if (!fared) return [num("–"), num("–"), num("–"), num("–")];
-  return [num(count(fared.ended)), num(duration(1000 * fared.p50_s)), num(duration(1000 * fared.p99_s)), num(fared.failed ? share(fared.failed / fared.of) : "0", fared.failed ? "num bad" : "num")];
+  return [num(count(fared.ended)), num(actOf(fared.p50_s)), num(actOf(fared.p99_s)), num(fared.failed ? share(fared.failed / fared.of) : "0", fared.failed ? "num bad" : "num")];
 }
+
+const actOf = (seconds) => seconds === null ? "–" : duration(1000 * seconds);
 
 const cost = (each) => Object.entries(each.cost).map(([kind, units]) => `${units && typeof units === "object" ? units.choices ? units.choices.join("/") : `${units.min}–${units.max}` : units} ${kind}`).join(", ") || "nothing";
 

@@ -46,9 +46,10 @@ export function nowView(view, go) {
     const oldest = Math.min(...d.causes.map((each) => each[5]));
     parts.wait.small.textContent = d.wait && Number.isFinite(oldest) ? `oldest ${duration(store.now() - oldest)}` : "nothing waits";
     parts.end.value.textContent = count(d.rate[1]);
-    parts.end.small.textContent = `${count(d.rate[0])} accepted`;
+    parts.end.small.textContent = `${count(d.rate[0])} accepted${d.rate[3] ? `, ${count(d.rate[3])} cancelled` : ""}`;
     parts.bad.value.textContent = count(d.failed_15min);
-    parts.bad.small.textContent = d.ended_15min ? `${share(d.failed_15min / d.ended_15min)} of ${count(d.ended_15min)}` : "nothing has ended";
+    const meant = d.ended_15min - (d.cancelled_15min || 0); // what was cancelled neither failed nor went well
+    parts.bad.small.textContent = meant ? `${share(d.failed_15min / meant)} of ${count(meant)}${d.cancelled_15min ? " not cancelled" : ""}` : d.ended_15min ? `${count(d.ended_15min)} cancelled` : "nothing has ended";
     if (drawing) for (const name of ["run", "wait", "end", "bad"]) spark(parts[name].spark, store.spark[name], name === "bad" ? "fail" : name === "wait" ? "wait" : "blue");
     fillIfNew(act, d.act, () => actSplit(d.act));
     fillIfNew(pools, [d.pools, d.nodes, Object.values(d.pools).some((pool) => pool.timed && pool.free < pool.total) && Math.floor(store.now() / 1000)], () => poolRows(d));
@@ -72,10 +73,10 @@ export function nowView(view, go) {
   return {tick, end: () => { cancelAnimationFrame(first); clearTimeout(handle); }};
 }
 
-function actSplit([queue, overhead, execution, p50, p99]) {
+function actSplit([queue, overhead, execution, p50, p99, completed]) {
   const total = queue + overhead + execution;
   return [
-    h("div", {class: "l"}, h("span", {title: "action completion time"}, "ACT, last minute"), h("span", null, "mean ", h("b", null, p50 === null ? "–" : duration(total)), " · p50 ", h("b", null, duration(p50)), " · p99 ", h("b", null, duration(p99)))),
+    h("div", {class: "l"}, h("span", {title: "action completion time of what was started, and neither cancelled nor lost"}, `ACT, last minute, ${count(completed)} completed`), h("span", null, "mean ", h("b", null, p50 === null ? "–" : duration(total)), " · p50 ", h("b", null, duration(p50)), " · p99 ", h("b", null, duration(p99)))),
     h("div", {class: "split", role: "img", "aria-label": `queue ${duration(queue)}, overhead ${duration(overhead)}, execution ${duration(execution)}`},
       ...(total ? [queue, overhead, execution].map((ms, at) => h("i", {class: `p-${PARTS[at]}`, style: {flex: `${ms / total} 1 0`}})) : [h("i", {class: "free", style: {flex: "1 1 0"}})])),
     h("div", {class: "leg"}, ...[queue, overhead, execution].map((ms, at) => h("span", null, h("i", {class: `sw p-${PARTS[at]}`}), `${PARTS[at]} `, h("b", null, p50 === null ? "–" : duration(ms))))),
@@ -95,17 +96,22 @@ function waitRows(d) {
   return rest ? [...rows, h("p", {class: "dim"}, `and ${count(rest)} for other causes`)] : rows;
 }
 
+// How many ended, and how many of them failed (timed out and lost ones included) or were cancelled.
+export function endsOf(settled) {
+  const ended = Object.values(settled).reduce((sum, many) => sum + many, 0), cancelled = settled.cancelled || 0;
+  return {ended, cancelled, failed: ended - cancelled - (settled.succeeded || 0)};
+}
+
 // `active` leaves out tasks of which nothing was ever seen.
 export function taskRows(tasks, steps, active) {
   const told = stepsByTask(steps);
   const seen = ([name, [queued, running, settled]]) => !active || queued || running || Object.keys(settled).length || told.has(name);
   const rows = Object.entries(tasks).filter(seen).map(([name, [queued, running, settled, weight]]) => {
-    const done = settled.succeeded || 0, bad = Object.entries(settled).reduce((sum, [state, many]) => sum + (state === "succeeded" || state === "cancelled" ? 0 : many), 0);
-    const all = done + bad + queued + running || 1;
+    const {ended, failed, cancelled} = endsOf(settled), all = ended + queued + running || 1;
     return h("a", {class: "task", href: `/ui/invocations?q=${encodeURIComponent(`task:${name}`)}`},
       h("div", {class: "t"}, h("b", null, name), h("span", {class: "dim"}, `weight ${weight}`)),
-      h("div", {class: "p"}, h("i", {class: "c-teal", style: {flex: `${done / all} 1 0`}}), h("i", {class: "p-fail", style: {flex: `${bad / all} 1 0`}}), h("i", {class: "c-blue", style: {flex: `${running / all} 1 0`}}), h("i", {class: "p-queue", style: {flex: `${queued / all} 1 0`}})),
-      h("div", {class: "m"}, h("span", null, "running ", h("b", null, count(running))), h("span", null, "waiting ", h("b", null, count(queued))), h("span", null, "ended ", h("b", null, count(done))), h("span", null, "failed ", h("b", null, count(bad)))),
+      h("div", {class: "p"}, h("i", {class: "c-teal", style: {flex: `${(ended - failed - cancelled) / all} 1 0`}}), h("i", {class: "p-fail", style: {flex: `${failed / all} 1 0`}}), h("i", {class: "free", style: {flex: `${cancelled / all} 1 0`}}), h("i", {class: "c-blue", style: {flex: `${running / all} 1 0`}}), h("i", {class: "p-queue", style: {flex: `${queued / all} 1 0`}})),
+      h("div", {class: "m"}, h("span", null, "running ", h("b", null, count(running))), h("span", null, "waiting ", h("b", null, count(queued))), h("span", null, "ended ", h("b", null, count(ended))), h("span", {title: "of these; timed out and lost ones included"}, "failed ", h("b", null, count(failed))), cancelled ? h("span", {title: "of these"}, "cancelled ", h("b", null, count(cancelled))) : null),
       ...(told.get(name) || []).filter((step) => step.end === null).slice(0, 2).map(stepRow));
   });
   return rows.length ? rows : [h("p", {class: "dim"}, "No task was seen yet.")];

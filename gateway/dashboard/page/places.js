@@ -2,7 +2,7 @@
 
 import {bytes, confirmed, count, duration, fill, fillIfNew, h, link, panel, problem} from "./dom.js";
 import {ask, get, store} from "./net.js";
-import {taskRows} from "./now.js";
+import {endsOf, taskRows} from "./now.js";
 import {poolRows} from "./pools.js";
 import {stepsTick} from "./steps.js";
 import {json, stripOf} from "./record.js";
@@ -70,14 +70,14 @@ export function trajectoryView(view, go, params, name) {
 
 export function tasksView(view) {
   const rows = h("div"), body = h("tbody"), told = h("div");
-  view.append(panel("Now", "queued, running, ended", rows), h("section", {class: "panel"}, h("div", {class: "h"}, h("h2", null, "Since the start"), h("span", null, "use against weight")), table(["Task", "#Weight", "#Core-s", "#GPU-s", "#Quota units", "#Ended", "#ACT mean", "queue | overhead | execution"], body), told));
+  view.append(panel("Now", "queued, running, ended", rows), h("section", {class: "panel"}, h("div", {class: "h"}, h("h2", null, "Since the start"), h("span", null, "use against weight; ACT of what was completed: started, and neither cancelled nor lost")), table(["Task", "#Weight", "#Core-s", "#GPU-s", "#Quota units", "#Ended", "#Completed", "#ACT mean", "queue | overhead | execution"], body), told));
   const load = async () => {
     try {
       const found = (await get("/v1/tasks")).tasks, most = Math.max(...found.map((each) => each.act_s || 0), 1e-9);
       fillIfNew(body, found, () => found.map((each) => {
-        const ended = Object.values(each.settled || {}).reduce((sum, many) => sum + many, 0), parts = [each.queue_s || 0, each.overhead_s || 0, each.execution_s || 0];
+        const {ended} = endsOf(each.settled || {}), completed = each.completed || 0, parts = [each.queue_s || 0, each.overhead_s || 0, each.execution_s || 0];
         return h("tr", null, h("td", null, link(`/ui/invocations?q=${encodeURIComponent(`task:${each.task}`)}`, each.task)), h("td", {class: "num"}, String(each.weight)), h("td", {class: "num"}, count(each.core_s)), h("td", {class: "num"}, count(each.gpu_s)),
-          h("td", {class: "num"}, Object.values(each.quota_units).length ? count(Object.values(each.quota_units).reduce((sum, many) => sum + many, 0)) : "–"), h("td", {class: "num"}, count(ended)), h("td", {class: "num"}, ended ? duration(1000 * (each.act_s || 0) / ended) : "–"),
+          h("td", {class: "num"}, Object.values(each.quota_units).length ? count(Object.values(each.quota_units).reduce((sum, many) => sum + many, 0)) : "–"), h("td", {class: "num"}, count(ended)), h("td", {class: "num"}, count(completed)), h("td", {class: "num"}, completed ? duration(1000 * (each.act_s || 0) / completed) : "–"),
           h("td", {class: "wide"}, h("span", {class: "split small", style: {width: `${100 * (each.act_s || 0) / most}%`}}, ...["queue", "overhead", "execution"].map((name, at) => h("i", {class: `p-${name}`, style: {flex: `${parts[at]} 1 0`}})))));
       }));
       fill(told, found.length ? null : h("p", {class: "dim"}, "No task is configured or was seen."));

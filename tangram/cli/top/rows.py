@@ -169,7 +169,8 @@ def tasks(watched: Watched) -> Listing:
         ended = sum(settled.values())
         step = watched.step_of(name)
         of_step = ("-", "-", "-") if step is None else (step.number, step.progress, left(watched, step))
-        rows.append(_named(name, (queued, running, ended, ended - settled.get("succeeded", 0), weight, *of_step)))
+        failed = ended - settled.get("succeeded", 0) - settled.get("cancelled", 0)
+        rows.append(_named(name, (queued, running, ended, failed, weight, *of_step)))
     return Listing(TASKS, rows)
 
 

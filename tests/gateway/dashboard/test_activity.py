@@ -36,7 +36,12 @@ def activity(clocks: Clocks) -> Activity:
 
 
 def record(
-    reason: Reason | None = None, *, times: tuple[float, float, float] = (1.0, 0.5, 2.0), **given: str
+    reason: Reason | None = None,
+    *,
+    times: tuple[float, float, float] = (1.0, 0.5, 2.0),
+    state: State | None = None,
+    started: bool = True,
+    **given: str,
 ) -> Record:
     made = Record(
         seq=1,
@@ -51,7 +56,8 @@ def record(
         input=b"{}",
     )
     made.queue_s, made.overhead_s, made.execution_s = times
-    made.state = State.SUCCEEDED if reason is None else State.FAILED
+    made.state = state or (State.SUCCEEDED if reason is None else State.FAILED)
+    made.started_s = 1.0 if started else None
     made.reason = reason
     return made
 
@@ -173,6 +179,29 @@ def test_functions_that_come_and_go_stay_bounded(activity: Activity, clocks: Clo
         activity.settled(record(function=f"f{number}"))
     found = activity.by_function()
     assert len(found) == FUNCTIONS_MAX and "f2" not in found and "f3" in found
+
+
+def test_an_act_is_of_what_was_completed(activity: Activity) -> None:
+    activity.settled(record(times=(0.0, 0.0, 1.0)))
+    activity.settled(record(Reason.TIMEOUT, times=(0.0, 0.0, 3.0), state=State.TIMED_OUT))
+    for started in (True, False):
+        activity.settled(record(Reason.CANCELLED, times=(60.0, 0.0, 0.0), state=State.CANCELLED, started=started))
+    activity.settled(record(Reason.QUEUE_TIMEOUT, times=(900.0, 0.0, 0.0), state=State.TIMED_OUT, started=False))
+    activity.settled(record(Reason.NODE_LOST, times=(0.0, 0.0, 50.0), state=State.LOST))
+    found = activity.whole_info()
+    assert (found.ended, found.failed, found.cancelled) == (6, 3, 2)
+    assert (found.ended_15min, found.failed_15min, found.cancelled_15min) == (6, 3, 2)
+    assert (found.act.completed, found.act.queue_s, found.act.execution_s) == (2, 0.0, 2.0)
+    assert found.act.p99_s is not None and found.act.p99_s <= 5.0
+    of = found.functions["f"]
+    assert (of.ended, of.of, of.failed, of.p50_s) == (6, 4, 3, 1.0)
+
+
+def test_a_function_of_which_nothing_was_completed_has_no_act(activity: Activity) -> None:
+    activity.settled(record(Reason.QUEUE_TIMEOUT, state=State.TIMED_OUT, started=False))
+    found = activity.whole_info()
+    assert (found.act.completed, found.act.p50_s, found.functions["f"].p50_s) == (0, None, None)
+    assert found.functions["f"].failed == 1
 
 
 def test_the_rate_is_told_second_by_second(activity: Activity, clocks: Clocks) -> None:

@@ -60,6 +60,33 @@ async def test_an_empty_page_says_what_there_is_and_runs_something(tmp_path: Pat
         assert await shown.page.locator(".card").count() == 0
 
 
+async def test_the_page_counts_ends_as_the_list_of_tasks_and_the_metrics_do(tmp_path: Path, shown: ShownPage) -> None:
+    async with serving(GatewayBench(tmp_path, functions={"echo": FUNCTIONS["echo"]})) as gateway:
+        await gateway.invoke({})
+        await gateway.invoke({"reason": "handler_error"})
+        going = (await gateway.invoke({"held": True}, mode="async")).json()["id"]
+        await gateway.http.post(f"/v1/invocations/{going}/cancel")
+        await gateway.http.get(f"/v1/invocations/{going}?wait=5s")
+        (task,) = [each for each in (await gateway.http.get("/v1/tasks")).json()["tasks"] if each["task"] == "default"]
+        assert (task["settled"], task["completed"]) == ({"succeeded": 1, "failed": 1, "cancelled": 1}, 2)
+        activity = (await gateway.http.get("/v1/activity")).json()
+        assert [activity[each] for each in ("ended", "failed", "cancelled")] == [3, 1, 1]
+        assert activity["act"]["completed"] == 2
+        metrics = (await gateway.http.get("/metrics")).text
+        assert 'tangram_invocations_ended_total{function="echo",reason="cancelled",state="cancelled"} 1.0' in metrics
+        assert 'tangram_act_execution_seconds_count{function="echo"} 2.0' in metrics
+        await shown.page.goto(address(gateway, "/ui/now"))
+        await shown.says(".task .m", re.compile(r"ended 3\s*failed 1\s*cancelled 1"))
+        await shown.says(".kpi:nth-child(3) small", "3 accepted, 1 cancelled")
+        await shown.says(".kpi:nth-child(4) small", "of 2 not cancelled")
+        await shown.says(".kpis", "ACT, last minute, 2 completed")
+        await shown.page.goto(address(gateway, "/ui/tasks"))
+        cells = shown.page.locator("tbody tr", has_text="default").locator("td.num")
+        await expect(cells.nth(4)).to_have_text("3")
+        await expect(cells.nth(5)).to_have_text("2")
+        assert shown.errors == []
+
+
 async def test_the_menu_behind_the_mark_and_the_count_of_dead_letters(tmp_path: Path, shown: ShownPage) -> None:
     once = replace(FUNCTIONS["echo"], name="once", retry=RetrySpec(max_attempts=1))
     async with serving(GatewayBench(tmp_path, functions={"once": once}, server={"auth": "token"})) as gateway:

@@ -397,6 +397,16 @@ def test_accounts_count_what_each_task_used(drive: Drive) -> None:
     assert driver.core.accounts["red"].act_s == 4.0
 
 
+def test_the_act_of_a_task_is_of_what_was_completed(drive: Drive) -> None:
+    driver = drive(spec(node(cores=1)))
+    driver.step(0, submit("runs"), submit("withdrawn"))
+    driver.step(3, CancelRequested(action_id="withdrawn"))
+    driver.step(4, finish("runs", execution_s=4))
+    told = driver.core.accounts["default"].describe()
+    assert told["settled"] == {"succeeded": 1, "cancelled": 1}
+    assert (told["completed"], told["act_s"], told["queue_s"]) == (1, 4.0, 0.0)
+
+
 def test_a_queue_timeout_says_what_was_waited_for(drive: Drive) -> None:
     driver = drive(spec(node(cores=2)))
     driver.step(0.0, *submits(action("a", {"cpu": 2}), action("b", {"cpu": 2}, queue_timeout_s=5.0)))

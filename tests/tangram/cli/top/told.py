@@ -18,8 +18,8 @@ def running(number: int) -> str:
 SECTIONS: Mapping[str, Any] = {
     "run": 2,
     "wait": 1,
-    "rate": [700, 690, 3],
-    "act": [5300, 50, 1900, 3800, 48000],
+    "rate": [700, 690, 3, 2],
+    "act": [5300, 50, 1900, 3800, 48000, 688],
     "failed": [["pytest_reward", "timeout", "swe", 3, NOW_MS - 5000]],
     "failed_15min": 3,
     "causes": [["units", "cpu:node-a", "2 of cpu on node-a", "swe", 1, NOW_MS - 12000]],
