@@ -49,7 +49,7 @@ class Runtimes:
     async def prepare(self, function: FunctionSpec) -> None:
         """Check at registration that the function can ever run here; raises InvalidConfig or Unsupported."""
         if function.sandbox is not None:
-            self.environments.settings.secrets.filled(function.sandbox)
+            self.environments.declare(function.name, function.sandbox)
         await self.runtimes[function.runtime].prepare(function)
 
     def handlers_in_use(self) -> Collection[Path]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -105,6 +105,19 @@ def contradiction(spec: SandboxSpec, living: SandboxSpec, *, images: bool) -> st
         if living.env.get(name) != value and not (living.chosen and _matches(name, spec.trajectory.env)):
             return f"sandbox.env: the living sandbox was not given the same {name}; say the same in both functions"
     return ""
+
+
+def outlives(living: SandboxSpec, spec: SandboxSpec, declared: Collection[SandboxSpec], *, images: bool) -> bool:
+    """Return whether a function may go on in a sandbox that it contradicts, as that is of an earlier configuration.
+
+    That is where no function that is ``declared`` now would be served in it without a contradiction, and what has
+    changed is image, workdir or env, which a trajectory keeps. What bounds a sandbox (network, user, runtime,
+    capabilities) is never that of an earlier configuration.
+    """
+    kept = replace(spec, image=living.image, workdir=living.workdir, env=living.env)
+    if not declared or contradiction(kept, living, images=images):
+        return False
+    return all(contradiction(each, living, images=images) for each in declared)
 
 
 def difference(asked: SandboxSpec, living: SandboxSpec) -> str:

@@ -15,7 +15,7 @@ from manager.clock import Clock, MonotonicClock
 from manager.errors import CodedError, Conflict, InvalidConfig, NotFound, Unsupported
 from manager.function import Isolation, Network, SandboxSpec
 from runtimes.api.secrets import Secrets
-from runtimes.sandbox.choice import OtherSandbox, chosen_env, contradiction, difference
+from runtimes.sandbox.choice import OtherSandbox, chosen_env, contradiction, difference, outlives
 from runtimes.sandbox.command import ResumableCommand
 from runtimes.sandbox.record import TASK
 from runtimes.sandbox.runner.protocol import lost
@@ -30,6 +30,8 @@ logger = structlog.get_logger("sandbox.environments")
 COMPONENT = "sandbox"
 TRAJECTORY = "tangram.trajectory"
 PURPOSE = "tangram.purpose"
+#: Functions of which is known how their sandboxes are declared.
+DECLARED_MAX = 4096
 #: Seconds for which the sandbox of a single action waits at most for the action's end to be on record.
 ACK_WAIT_S = 5.0
 
@@ -62,6 +64,8 @@ class Environment:
     made_s: float = 0.0
     #: What a trajectory has chosen: if its sandbox is lost, the next one is made so too.
     spec: SandboxSpec | None = None
+    #: It was told that no function is declared so any more.
+    outlived: bool = False
 
 
 class Environments:
@@ -85,6 +89,8 @@ class Environments:
         self._left: set[str] = set()
         #: Trajectories whose sandbox died with an earlier gateway.
         self._lost: set[str] = set()
+        #: How each function's sandbox is declared now, by name.
+        self._declared: dict[str, SandboxSpec] = {}
         #: Ids of sandboxes that belong to others.
         self._excluded: list[Callable[[], Collection[str]]] = []
         self._pools = WarmPools(lambda spec: self._create(spec, {PURPOSE: "warm"}), self._clock)
@@ -190,6 +196,14 @@ class Environments:
     def exclude(self, living: Callable[[], Collection[str]]) -> None:
         """Exclude sandboxes (ids) that another room owns from the search for orphans."""
         self._excluded.append(living)
+
+    def declare(self, function: str, spec: SandboxSpec) -> None:
+        """Know how a function's sandbox is declared from now on; raises InvalidConfig if it has no such secret."""
+        self.settings.secrets.filled(spec)
+        self._declared.pop(function, None)
+        self._declared[function] = self._known(spec)
+        if len(self._declared) > DECLARED_MAX:
+            del self._declared[next(iter(self._declared))]
 
     # --- trajectories
 
@@ -391,7 +405,15 @@ class Environments:
         if spec.chosen:
             why = difference(spec, living)
         else:
-            why = contradiction(spec, living, images=self.provider.info.kind == "container")
+            images = self.provider.info.kind == "container"
+            why = contradiction(spec, living, images=images)
+            declared = [self.settings.secrets.filled(each) for each in self._declared.values()] if why else []
+            if why and outlives(living, spec, declared, images=images):
+                if not environment.outlived:
+                    told = "a trajectory keeps the sandbox of an earlier configuration"
+                    logger.warning(told, trajectory=environment.trajectory, why=why)
+                environment.outlived = True
+                return
         if why:
             raise OtherSandbox(f"trajectory {environment.trajectory!r} lives in another sandbox: {why}")
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from manager.clock import VirtualClock
 from manager.errors import InvalidInput
@@ -164,6 +165,30 @@ async def test_what_was_chosen_holds_for_every_sandbox_of_the_trajectory(local: 
         made.loss_reported = True
         again = await environments.ensure("t", spec)
         assert await say(again, "echo $TASK_ID $PWD") == "7 /box\n"
+    finally:
+        await environments.close()
+
+
+async def test_a_trajectory_goes_on_where_it_began_after_a_change_of_the_configuration(local: Provider) -> None:
+    secrets = Secrets(environ={"TANGRAM_SECRET_KEY": "sesame"})
+    environments = Environments(local, EnvironmentSettings(secrets=secrets))
+    shell, grader = replace(OWN, env={"OWN": "1", "KEY": "${secret:key}"}), replace(OWN, env={"OWN": "2"})
+    try:
+        environments.declare("shell", shell)
+        environments.declare("grader", grader)
+        made = await environments.ensure("t", shell)
+        with pytest.raises(OtherSandbox, match="OWN"):
+            await environments.ensure("t", grader)
+        changed = replace(shell, env={"OWN": "1", "KEY": "other", "NEW": "3"}, workdir="/new")
+        environments.declare("shell", changed)
+        with capture_logs() as logs:
+            assert await environments.ensure("t", changed) is made
+            assert await environments.ensure("t", changed) is made
+        assert [each["trajectory"] for each in logs if "earlier configuration" in each["event"]] == ["t"]
+        for bound in (replace(changed, network=Network.EGRESS), replace(changed, user="app", users=("app",))):
+            environments.declare("shell", bound)
+            with pytest.raises(OtherSandbox, match=r"network|user"):
+                await environments.ensure("t", bound)
     finally:
         await environments.close()
 
