@@ -72,8 +72,8 @@ class Dispatcher:
                 state.holds.pop(running.id, None)
             if running.child:
                 state.children.leave(running.waited)
-            queue_s = max(0.0, running.started_s - running.action.submitted_s)
-            state.commands.append(Execute(running.action, running.lease, queue_s))
+            queue_s = running.started_s - running.action.submitted_s
+            state.commands.append(Execute(running.action, running.lease, queue_s if queue_s > 0.0 else 0.0))
 
     def _batch_mates(self, waiting: Waiting, requests: Sequence[tuple[Pool, PoolRequest]]) -> list[Waiting]:
         """Return waiting actions of the same service that join the batch, first come first, up to its tokens."""

@@ -75,7 +75,7 @@ class PoolDispatch:
         self._headroom = selection.headrooms.get(pool.name)
         #: Units that nobody holds and nobody earlier was promised, with the candidates' minima.
         self._free = pool.free if self._headroom is None else self._headroom.free
-        self._free += sum([candidate.choice.minimum for candidate in candidates])
+        self._free += sum([one.units.minimum for one in candidates if one.units is not None])
         #: Free units that are reserved for actions that the policy may start itself.
         self._reserved = 0 if self._headroom is None or state.spec.strict else self._headroom.awaited
         #: Groups of which nothing but this pool's units keeps anything from starting.

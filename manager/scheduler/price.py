@@ -97,7 +97,7 @@ class _Pass:
         if head is not None:
             self._lead(head, kept_back)
         in_order = others if next_ is None else chain((next_,), others)
-        self._each(first, head, lambda action: self._start(action, action.cost[self._kind].minimum))
+        self._each(first, head, self._start_least)
         if not self._holds:  # the oldest waits on purpose, and the others behind it
             self._each(in_order, head, lambda action: self._consider(action, kept_back))
         return Decision(starts=self._starts, holds=self._holds)
@@ -159,6 +159,9 @@ class _Pass:
         if self._ends is None:
             self._ends = ExpectedEnds(self._running)
         return self._ends.better(shape, t_ori_s, price, spare, now_cost_s, floor_s)
+
+    def _start_least(self, action: Action) -> bool:
+        return self._start(action, action.cost[self._kind].minimum)
 
     def _start(self, action: Action, units: int) -> bool:
         if units > self._free:

@@ -224,7 +224,8 @@ class FairShare:
         latest = 0.0
         for stamp in stamps:
             stamp.waits = False
-            latest = max(latest, stamp.at)
+            if stamp.at > latest:
+                latest = stamp.at
         task, kinds = demand = _demand_of(alike[0])
         turns = self._turns[demand]
         turns.start(stamps)
