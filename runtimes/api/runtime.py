@@ -145,7 +145,8 @@ class ApiRuntime:
                 finally:
                     await response.aclose()
                 if _origin(request.url) != _origin(httpx.URL(origin)):
-                    raise _failed(Reason.UPSTREAM, f"{origin} redirects to another host, {request.url.host}")
+                    there = f"{request.url.scheme}://{request.url.netloc.decode('ascii', 'replace')}"
+                    raise _failed(Reason.UPSTREAM, f"{origin} redirects to another origin, {there}")
         except httpx.InvalidURL as error:
             raise _failed(Reason.INVALID_INPUT, f"the input makes no url: {error}") from error
         except httpx.TimeoutException as error:
