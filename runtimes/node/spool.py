@@ -53,7 +53,9 @@ class Spool:
         self._on_more = on_more
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        #: Of the file, which is made with the first record: many attempts say nothing.
+        self._fd = -1
+        self._closed = False
         #: Bytes of the file; the tail begins at an offset of it, and reaches beyond it if some is not written yet.
         self._file_bytes = 0
         self._tail = bytearray()
@@ -68,6 +70,10 @@ class Spool:
 
     def _take_up(self) -> None:
         """Go on with what a daemon before left; its last record may be torn and is then said again."""
+        try:
+            self._fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return
         held = os.pread(self._fd, os.fstat(self._fd).st_size, 0)
         place = 0
         while len(held) - place >= RECORD.size:
@@ -126,6 +132,8 @@ class Spool:
     def flush(self) -> None:
         """Write what is not in the file yet; raises OSError."""
         begin = self._file_bytes - self._tail_begin
+        if begin < len(self._tail) and self._fd < 0 and not self._closed:
+            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         while begin < len(self._tail):
             begin += os.pwrite(self._fd, memoryview(self._tail)[begin:].tobytes(), self._tail_begin + begin)
         self._file_bytes = self.end
@@ -153,8 +161,8 @@ class Spool:
 
     def close(self) -> None:
         """Keep the file for the next daemon; idempotent."""
+        self.paused = self._closed = True
         if self._fd >= 0:
-            self.paused = True
             os.close(self._fd)
             self._fd = -1
 

@@ -139,6 +139,24 @@ async def test_a_spool_torn_anywhere_is_made_whole_by_what_is_said_again(tmp_pat
         again.remove()
 
 
+async def test_an_attempt_that_says_nothing_costs_no_file(tmp_path: Path) -> None:
+    for end in (Spool.close, Spool.remove):
+        spool = Spool(tmp_path / "s", LIMIT_BYTES, lambda: None)
+        spool.flush()
+        assert spool.read(0, 100) == b""
+        end(spool)
+        assert not (tmp_path / "s").exists()
+
+
+async def test_a_spool_that_was_closed_makes_no_file_any_more(tmp_path: Path) -> None:
+    spool = Spool(tmp_path / "s", LIMIT_BYTES, lambda: None)
+    spool.write("stdout", "said too late to be written")
+    spool.close()
+    with pytest.raises(OSError):
+        spool.flush()
+    assert not (tmp_path / "s").exists()
+
+
 async def test_a_spool_is_bounded_and_counts_what_it_drops(tmp_path: Path) -> None:
     spool = Spool(tmp_path / "s", 10, lambda: None)
     spool.write("stdout", "12345")
