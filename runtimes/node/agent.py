@@ -378,8 +378,7 @@ class Agent:
 
     def _started(self, attempt: NodeAttempt) -> None:
         attempt.began_s = self._clock.now()
-        if attempt.attached:
-            self.say(wire.AttemptStarted(attempt.claim))
+        self._telling.more(attempt)
 
     def _conclude(self, attempt: NodeAttempt, outcome: Outcome) -> None:
         """It has ended, once and for all."""
@@ -473,11 +472,9 @@ class Agent:
 
     def _retell(self, attempt: NodeAttempt, log_offset: int) -> None:
         """Tell the gateway what it has not heard."""
-        attempt.told_bytes, attempt.end_told = min(log_offset, attempt.spool.end), False
+        attempt.told_bytes, attempt.began_told, attempt.end_told = min(log_offset, attempt.spool.end), False, False
         if attempt.asking and not attempt.go.done():
             self.say(wire.AttemptBegins(attempt.claim))
-        if attempt.began_s is not None:
-            self.say(wire.AttemptStarted(attempt.claim))
         self._telling.more(attempt, at_once=True)
 
     def _look(self, attempt: NodeAttempt) -> None:

@@ -29,8 +29,10 @@ class NodeAttempt:
     began_s: float | None = None
     lasting: bool = False
     end: AttemptEnd | None = None
-    #: Whether the gateway listens on the present link, up to where it has heard the log, and the end.
+    #: Whether the gateway listens on the present link; what it has heard on it: that the work runs, how much of the
+    #: log, the end.
     attached: bool = False
+    began_told: bool = False
     told_bytes: int = 0
     end_told: bool = False
     #: Whether nobody waits for its end.

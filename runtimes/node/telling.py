@@ -1,4 +1,7 @@
-"""Telling a gateway of attempts: their logs in turn, no faster than it takes them, and each end behind its log."""
+"""Telling a gateway of attempts: that each runs, their logs in turn, no faster than it takes them, and each end last.
+
+What is not urgent waits a moment: of a short attempt all is told at once, with its end, and its gateway wakes up once.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import structlog
 from manager.setting import Setting
 from runtimes.node.attempt import NodeAttempt
 from runtimes.node.link import NodeLink
-from runtimes.node.wire import AttemptLog
+from runtimes.node.wire import AttemptLog, AttemptStarted
 
 logger = structlog.get_logger("node.telling")
 
@@ -44,6 +47,11 @@ class Telling:
         """There is something to tell, which waits a moment for more of it."""
         if not attempt.attached:
             return
+        link = self.link
+        if at_once and link is not None and self._has_room(link):
+            self._talking.pop(attempt.claim, None)
+            if not self._tell(attempt, link):
+                return
         self._talking[attempt.claim] = attempt
         if at_once or attempt.spool.end - attempt.told_bytes >= self._settings.piece_bytes:
             self._talk.set()
@@ -56,7 +64,11 @@ class Telling:
 
     def _now(self) -> None:
         self._timer = None
-        self._talk.set()
+        if self._talking:
+            self._talk.set()
+
+    def _has_room(self, link: NodeLink) -> bool:
+        return not link.closed.is_set() and link.unsent_bytes <= self._settings.unsent_bytes
 
     async def talk_for_ever(self) -> None:
         """Tell until it is cancelled."""
@@ -68,12 +80,15 @@ class Telling:
                 attempt = self._talking.pop(claim)
                 if attempt.attached and self._tell(attempt, link):
                     self._talking[claim] = attempt  # its next piece comes after those of the others
-                if link.unsent_bytes > self._settings.unsent_bytes:
+                if not self._has_room(link):
                     await link.drained()
 
     def _tell(self, attempt: NodeAttempt, link: NodeLink) -> bool:
-        """Send a piece of its log, or its end behind the last one; return whether there is more."""
+        """Send that it runs, a piece of its log, or its end behind the last one; return whether there is more."""
         spool = attempt.spool
+        if attempt.began_s is not None and not attempt.began_told:
+            attempt.began_told = True
+            link.send(AttemptStarted(attempt.claim))
         try:
             spool.flush()  # a place that was told must mean the same to the next daemon, which reads it from the file
             piece = spool.read(attempt.told_bytes, self._settings.piece_bytes)

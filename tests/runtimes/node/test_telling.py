@@ -1,0 +1,103 @@
+"""What a gateway is told of an attempt: all in order, and of a short one all at once."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manager.function import FunctionSpec
+from manager.outcome import Outcome, State
+from runtimes.node import wire
+from runtimes.node.attempt import NodeAttempt
+from runtimes.node.message import Message
+from runtimes.node.spool import Spool
+from runtimes.node.telling import Telling, TellingSettings
+from tests.runtimes.node.memory_stream import pair
+from tests.runtimes.node.session import STUCK_S
+from tests.runtimes.node.test_wire import ACTION, LEASE
+
+SUCCEEDED = Outcome(state=State.SUCCEEDED)
+
+
+class TellingNode:
+    """The two ends of a link over which attempts are told of."""
+
+    def __init__(self, directory: Path, **settings: float) -> None:
+        self._directory = directory
+        self.near, self._far = pair()
+        self.telling = Telling(TellingSettings(**settings), lambda claim: False)  # type: ignore[arg-type]
+        self.telling.link = self.near
+        self.heard: list[Message] = []
+        self.changed = asyncio.Event()
+        self._running: list[asyncio.Task[Any]] = [asyncio.create_task(self._far.run(self._hear))]
+        self._running.append(asyncio.create_task(self.telling.talk_for_ever()))
+
+    def _hear(self, message: Message) -> None:
+        self.heard.append(message)
+        self.changed.set()
+
+    def attempt(self, claim: str) -> NodeAttempt:
+        execute = wire.ExecuteAttempt(claim, ACTION, LEASE, "f", wire.pack({}), None, None, {})
+        spool = Spool(self._directory / claim.rstrip("/"), 2**20, lambda: None)
+        function = FunctionSpec(name="shell", runtime="exec")
+        return NodeAttempt(execute=execute, function=function, function_bytes=b"", spool=spool, attached=True)
+
+    async def until_heard(self, number: int) -> list[type[Message]]:
+        async with asyncio.timeout(STUCK_S):
+            while len(self.heard) < number:
+                self.changed.clear()
+                await self.changed.wait()
+        return [type(message) for message in self.heard]
+
+    async def close(self) -> None:
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+
+
+@pytest.mark.parametrize("said", ["", "a line\n"])
+async def test_of_a_short_attempt_all_is_told_in_one_turn_and_in_order(tmp_path: Path, said: str) -> None:
+    told = TellingNode(tmp_path, wait_s=3600.0)
+    attempt = told.attempt("a.1/")
+    attempt.began_s = 1.0
+    told.telling.more(attempt)
+    if said:
+        attempt.spool.write("stdout", said)
+        told.telling.more(attempt)
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert told.near.unsent_bytes == 0 and not told.heard, "that it runs waits for more"
+    attempt.end = wire.end_of(attempt.claim, SUCCEEDED, 0)
+    told.telling.more(attempt, at_once=True)
+    assert told.near.unsent_bytes > 0, "no turn of the loop lies between"
+    log = [wire.AttemptLog] if said else []
+    wanted = [wire.AttemptStarted, *log, wire.AttemptEnd]
+    assert await told.until_heard(len(wanted)) == wanted
+    await told.close()
+
+
+async def test_that_a_long_attempt_runs_is_told_soon_and_once(tmp_path: Path) -> None:
+    told = TellingNode(tmp_path, wait_s=0.0)
+    attempt = told.attempt("a.1/")
+    attempt.began_s = 1.0
+    told.telling.more(attempt)
+    assert await told.until_heard(1) == [wire.AttemptStarted]
+    attempt.spool.write("stdout", "a line\n")
+    told.telling.more(attempt)
+    assert await told.until_heard(2) == [wire.AttemptStarted, wire.AttemptLog]
+    await told.close()
+
+
+async def test_an_end_waits_its_turn_where_the_link_has_no_room(tmp_path: Path) -> None:
+    told = TellingNode(tmp_path, wait_s=0.0, unsent_bytes=1)
+    told.near.send(wire.AttemptBegins("b.1/"))
+    attempt = told.attempt("a.1/")
+    attempt.end = wire.end_of(attempt.claim, SUCCEEDED, 0)
+    before = told.near.unsent_bytes
+    told.telling.more(attempt, at_once=True)
+    assert told.near.unsent_bytes == before
+    assert await told.until_heard(2) == [wire.AttemptBegins, wire.AttemptEnd]
+    await told.close()
