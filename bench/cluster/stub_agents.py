@@ -18,7 +18,7 @@ from manager.errors import CodedError, Unsupported
 from runtimes.node import wire
 from runtimes.node.certificate import node_side
 from runtimes.node.errors import facts_of
-from runtimes.node.link import LinkSettings, NodeLink
+from runtimes.node.link import LinkSettings, LinkStream, NodeLink
 from runtimes.node.message import Message
 
 #: Connections that are being made at once, and seconds until a cut one tries again.
@@ -54,8 +54,9 @@ class StubAgent:
     async def join(self) -> NodeLink:
         """Dial until it is let in."""
         while True:
-            reader, writer = await asyncio.open_connection(*self._place, ssl=self._context, server_hostname="")
-            link = self.link = NodeLink(reader, writer, SETTINGS)
+            loop = asyncio.get_running_loop()
+            _, stream = await loop.create_connection(LinkStream, *self._place, ssl=self._context, server_hostname="")
+            link = self.link = NodeLink(stream, SETTINGS)
             link.send(hello(self._name, self._ticket))
             try:
                 await link.receive(wire.NodeWelcome, GREETING_S)

@@ -12,7 +12,7 @@ from contextlib import suppress
 import structlog
 
 from manager.errors import CodedError, InvalidConfig
-from runtimes.node.link import LinkSettings, NodeLink
+from runtimes.node.link import LinkSettings, LinkStream, NodeLink
 
 #: Seconds until the next try where the process has no descriptor left.
 _FULL_S = 0.2
@@ -166,15 +166,14 @@ class NodeDoor:
         connection.setblocking(False)
         with suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        reader = asyncio.StreamReader(loop=loop)
-        protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
+        stream = LinkStream()
         try:
-            transport, _ = await loop.connect_accepted_socket(
-                lambda: protocol, connection, ssl=self._context, ssl_handshake_timeout=self._greeting_s
+            await loop.connect_accepted_socket(  # its answer is not the stream where the loop is uvloop's
+                lambda: stream, connection, ssl=self._context, ssl_handshake_timeout=self._greeting_s
             )
         except (OSError, ssl.SSLError):
             return None
-        return NodeLink(reader, asyncio.StreamWriter(transport, protocol, reader, loop), self._settings)
+        return NodeLink(stream, self._settings)
 
 
 def _network(address: str) -> str:

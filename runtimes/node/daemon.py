@@ -32,7 +32,7 @@ from runtimes.node.agent import Agent, AgentSettings
 from runtimes.node.certificate import node_side, shows
 from runtimes.node.fitness.served import Trouble
 from runtimes.node.journal import BOOT_ID
-from runtimes.node.link import READ_BYTES, LinkClosed, LinkSettings, NodeLink
+from runtimes.node.link import LinkClosed, LinkSettings, LinkStream, NodeLink
 from runtimes.node.message import Message
 from runtimes.node.models.served import NodeModels
 from runtimes.node.sandboxes import NodeSandboxes
@@ -229,15 +229,16 @@ class Daemon:
 
     async def _dial(self) -> NodeLink:
         settings = self._settings
-        reader, writer = await asyncio.open_connection(
-            settings.host, settings.port, ssl=node_side(), server_hostname="", limit=4 * READ_BYTES
+        loop = asyncio.get_running_loop()
+        transport, stream = await loop.create_connection(
+            LinkStream, settings.host, settings.port, ssl=node_side(), server_hostname=""
         )
-        peer = writer.get_extra_info("ssl_object")
+        peer = transport.get_extra_info("ssl_object")
         if not isinstance(peer, ssl.SSLObject | ssl.SSLSocket) or not shows(peer, settings.fingerprint):
-            writer.transport.abort()
+            transport.abort()
             told = f"{settings.host}:{settings.port} shows another certificate than {settings.fingerprint}"
             raise InvalidConfig(f"{told}: it is not the gateway, or has a new state directory", component=COMPONENT)
-        return NodeLink(reader, writer, settings.link, clock=self._clock)
+        return NodeLink(stream, settings.link, clock=self._clock)
 
     def _hello(self, agent: Agent) -> wire.NodeHello:
         settings = self._settings

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Annotated, TypeVar
+from typing import Annotated, TypeVar, cast
 
 from manager.clock import Clock, MonotonicClock
 from manager.errors import CodedError
@@ -25,8 +25,8 @@ from runtimes.node.wire import (
     encode,
 )
 
-#: Bytes that are read at once. A turn of the loop lasts no longer than it takes to deal with so many.
-READ_BYTES = 64 * 2**10
+#: Bytes that are kept for who reads a greeting; beyond these nothing more is taken from the peer meanwhile.
+READ_BYTES = 128 * 2**10
 #: Bytes that are handed to the transport ahead of the peer. More waits here, frame by frame: a transport keeps all in
 #: one piece, which it moves as a whole whenever that grows.
 HANDED_BYTES = 2**20
@@ -54,19 +54,130 @@ class LinkClosed(CodedError):
     code = "capacity_exceeded"
 
 
+class LinkStream(asyncio.Protocol):
+    """The bytes of one connection: kept for who asks for them, until somebody takes them as they come."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._kept = bytearray()
+        self._paused = False
+        self._take: Callable[[bytes], None] | None = None
+        #: Done when there is nothing more to come, with why if that is an error.
+        self._over: asyncio.Future[None] = self._loop.create_future()
+        self._over.add_done_callback(lambda over: over.cancelled() or over.exception())  # nobody may be waiting
+        self._lost = asyncio.Event()
+        #: Something has come, or nothing more does.
+        self._came = asyncio.Event()
+        #: The transport has room.
+        self._room = asyncio.Event()
+        self._room.set()
+
+    @property
+    def transport(self) -> asyncio.Transport:
+        assert self._transport is not None, "it is not connected yet"
+        return self._transport
+
+    async def read(self) -> bytes:
+        """Return what has come; raises OSError or LinkClosed if nothing more does."""
+        while not self._kept:
+            if self._over.done():
+                self._over.result()
+                raise LinkClosed("the other side hung up", component=COMPONENT)
+            self._came.clear()
+            await self._came.wait()
+        return self._let_go()
+
+    async def hand_over(self, take: Callable[[bytes], None]) -> None:
+        """Call ``take`` with what has come and with all that comes, until nothing more does.
+
+        Raises what ``take`` raises, which ends it, and OSError or LinkClosed as `read` does.
+        """
+        if self._kept:
+            take(self._let_go())
+        self._take = take
+        try:
+            await asyncio.shield(self._over)
+        finally:
+            self._take = None
+        raise LinkClosed("the other side hung up", component=COMPONENT)
+
+    def end(self) -> None:
+        """Nothing more is taken."""
+        self._finish(None)
+
+    async def drain(self) -> None:
+        """Wait until the transport has room; raises OSError if it is gone."""
+        await self._room.wait()
+        if self._lost.is_set():
+            raise ConnectionResetError("the connection is gone")
+
+    async def wait_closed(self) -> None:
+        await self._lost.wait()
+
+    def _let_go(self) -> bytes:
+        data = bytes(self._kept)
+        self._kept.clear()
+        if self._paused:
+            self._paused = False
+            self.transport.resume_reading()
+        return data
+
+    def _finish(self, error: BaseException | None) -> None:
+        if not self._over.done():
+            if error is None:
+                self._over.set_result(None)
+            else:
+                self._over.set_exception(error)
+        self._came.set()
+
+    # --- what the transport calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+
+    def data_received(self, data: bytes) -> None:
+        if self._over.done():
+            return
+        if self._take is not None:
+            try:
+                self._take(data)
+            except Exception as error:  # noqa: BLE001  # it is raised where it is waited for
+                self._finish(error)
+            return
+        self._kept += data
+        self._came.set()
+        if len(self._kept) > READ_BYTES and not self._paused:
+            self._paused = True
+            self.transport.pause_reading()
+
+    def eof_received(self) -> None:
+        self._finish(None)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._finish(error)
+        self._lost.set()
+        self._room.set()
+
+    def pause_writing(self) -> None:
+        self._room.clear()
+
+    def resume_writing(self) -> None:
+        self._room.set()
+
+
 class NodeLink:
     """Frames over a stream. What is sent in one turn of the loop travels together; nothing here waits for the peer."""
 
     def __init__(
         self,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
+        stream: LinkStream,
         settings: LinkSettings | None = None,
         *,
         clock: Clock | None = None,
     ) -> None:
         self.settings = settings or LinkSettings()
-        self._reader, self._writer = reader, writer
+        self._stream, self._transport = stream, stream.transport
         self._clock = clock or MonotonicClock()
         self._loop = asyncio.get_running_loop()
         self._frames = FrameReader(self.settings.frame_max_bytes)
@@ -78,7 +189,7 @@ class NodeLink:
         self._heard_s = self._ticked_s = self._clock.now()
         self._spoke = False
         self._timer: asyncio.TimerHandle | None = None
-        self.peer = str(writer.get_extra_info("peername") or "")
+        self.peer = str(self._transport.get_extra_info("peername") or "")
         self.closed = asyncio.Event()
         #: Why it was closed.
         self.why = ""
@@ -100,7 +211,7 @@ class NodeLink:
     @property
     def unsent_bytes(self) -> int:
         """Bytes that the operating system has not taken yet."""
-        return self._unsent_bytes + self._writer.transport.get_write_buffer_size()
+        return self._unsent_bytes + self._transport.get_write_buffer_size()
 
     async def drained(self) -> None:
         """Wait until there is little unsent, or the link is gone."""
@@ -108,7 +219,7 @@ class NodeLink:
         if self._pumping is not None:
             await asyncio.wait([self._pumping])
         with suppress(OSError):
-            await self._writer.drain()
+            await self._stream.drain()
 
     def _flush(self) -> None:
         self._hand_over()
@@ -117,7 +228,7 @@ class NodeLink:
 
     def _hand_over(self) -> None:
         """Hand frames to the transport as far as it has room, all in one piece."""
-        frames, room_bytes = [], HANDED_BYTES - self._writer.transport.get_write_buffer_size()
+        frames, room_bytes = [], HANDED_BYTES - self._transport.get_write_buffer_size()
         while self._unsent and room_bytes > 0:
             frames.append(self._unsent.popleft())
             room_bytes -= len(frames[-1])
@@ -125,14 +236,14 @@ class NodeLink:
             data = frames[0] if len(frames) == 1 else b"".join(frames)
             self._unsent_bytes -= len(data)
             self._spoke = True
-            if not self._writer.is_closing():
-                self._writer.write(data)
+            if not self._transport.is_closing():
+                self._transport.write(data)
 
     async def _pump(self) -> None:
         """Hand over the rest as the peer reads."""
         with suppress(OSError):
             while self._unsent and not self.closed.is_set():
-                await self._writer.drain()
+                await self._stream.drain()
                 self._hand_over()
         self._pumping = None
 
@@ -148,7 +259,7 @@ class NodeLink:
         try:
             async with asyncio.timeout(within_s):
                 while not self._received:
-                    self._take(await self._read())
+                    self._heard(await self._stream.read())
         except TimeoutError:
             self.close(f"nothing was said within {within_s:g} s")
             raise LinkClosed(self.why, component=COMPONENT) from None
@@ -178,15 +289,19 @@ class NodeLink:
 
         ``handle`` must not wait. It may raise ChannelError, which cuts the link.
         """
+
+        def take(data: bytes) -> None:
+            self._heard(data)
+            while self._received and not self.closed.is_set():
+                message = self._received.popleft()
+                if type(message) is not Beat:
+                    handle(message)
+
         self._heard_s = self._ticked_s = self._clock.now()
         self._arm()
         try:
-            while not self.closed.is_set():
-                while self._received:
-                    message = self._received.popleft()
-                    if type(message) is not Beat:
-                        handle(message)
-                self._take(await self._read())
+            take(b"")
+            await self._stream.hand_over(take)
         except ChannelError as error:
             self.close(error.message)
         except (OSError, LinkClosed) as error:
@@ -195,13 +310,7 @@ class NodeLink:
             self.close("its reader was stopped")
         return self.why
 
-    async def _read(self) -> bytes:
-        data = await self._reader.read(READ_BYTES)
-        if not data:
-            raise LinkClosed("the other side hung up", component=COMPONENT)
-        return data
-
-    def _take(self, data: bytes) -> None:
+    def _heard(self, data: bytes) -> None:
         self._heard_s = self._clock.now()
         self._received.extend(self._frames.feed(data))
 
@@ -243,11 +352,11 @@ class NodeLink:
             self._pumping.cancel()
         if self._timer is not None:
             self._timer.cancel()
-        self._writer.close()
-        self._loop.call_later(FAREWELL_S, self._writer.transport.abort)  # a peer that is silent answers no farewell
+        self._stream.end()
+        self._transport.close()
+        self._loop.call_later(FAREWELL_S, self._transport.abort)  # a peer that is silent answers no farewell
 
     async def wait_closed(self) -> None:
         """Wait until the connection is gone."""
         await self.closed.wait()
-        with suppress(OSError):
-            await self._writer.wait_closed()
+        await self._stream.wait_closed()

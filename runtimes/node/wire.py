@@ -349,27 +349,36 @@ class FrameReader:
 
     def __init__(self, frame_max_bytes: int) -> None:
         self.frame_max_bytes = frame_max_bytes
+        #: The beginning of a frame, and the bytes that are needed to go on with it.
         self._unread = bytearray()
+        self._wanted_bytes = 0
 
     def feed(self, data: bytes) -> Iterator[Message]:
         """Yield the messages that are whole now; raises ChannelError, after which nothing more is read."""
-        self._unread += data
-        place, held = 0, len(self._unread)
+        if self._unread:
+            self._unread += data
+            if len(self._unread) < self._wanted_bytes:
+                return
+            data = bytes(self._unread)
+            self._unread.clear()
+        place, held, view = 0, len(data), memoryview(data)
+        self._wanted_bytes = HEADER.size
         try:
             while held - place >= HEADER.size:
-                size_bytes, kind = HEADER.unpack_from(self._unread, place)
+                size_bytes, kind = HEADER.unpack_from(data, place)
                 if size_bytes > self.frame_max_bytes:
                     raise ChannelError(f"a frame of {size_bytes} bytes, more than {self.frame_max_bytes}")
                 begin = place + HEADER.size
                 if held - begin < size_bytes:
+                    self._wanted_bytes = HEADER.size + size_bytes
                     break
                 place = begin + size_bytes
-                yield decode(kind, bytes(self._unread[begin:place]))
+                yield decode(kind, view[begin:place])
         finally:
-            del self._unread[:place]
+            self._unread += view[place:]
 
 
-def decode(kind: int, body: bytes) -> Message:
+def decode(kind: int, body: bytes | memoryview) -> Message:
     """Return the message in a frame's body; raises ChannelError."""
     decoder = _DECODERS.get(kind)
     if decoder is None:

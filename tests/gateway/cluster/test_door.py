@@ -8,11 +8,12 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
+import uvloop
 
 from gateway.cluster.door import NodeDoor, bind
 from manager.errors import InvalidConfig
 from runtimes.node.certificate import NodeCertificate, ensure_certificate, node_side, server_side
-from runtimes.node.link import LinkSettings, NodeLink
+from runtimes.node.link import LinkSettings, LinkStream, NodeLink
 from runtimes.node.wire import PROTOCOL, AttemptLog, Beat, NodeHello, NodeRefused, encode
 from tests.gateway.conftest import until
 from tests.runtimes.node.session import hello
@@ -71,6 +72,13 @@ async def dialled(
     )
 
 
+async def linked(door: NodeDoor) -> NodeLink:
+    """Dial as a node does."""
+    loop = asyncio.get_running_loop()
+    _, stream = await loop.create_connection(LinkStream, "127.0.0.1", door.port, ssl=node_side(), server_hostname="")
+    return NodeLink(stream)
+
+
 async def cut(reader: asyncio.StreamReader) -> bool:
     """Wait until the other side has hung up."""
     async with asyncio.timeout(DEADLINE_S):
@@ -118,7 +126,7 @@ async def test_an_address_that_has_most_places_makes_room_for_another_one_and_no
         even, writer = await dialled(door, None, "127.0.0.3")
         assert await cut(even), "both have the same share now"
         writer.close()
-        link = NodeLink(*await dialled(door, node_side()))
+        link = await linked(door)
         link.send(hello(PROTOCOL))
         async with asyncio.timeout(DEADLINE_S):
             await porter.met.get()
@@ -171,8 +179,7 @@ async def test_a_frame_that_is_too_large_or_not_a_greeting_is_refused_and_cut(ce
 async def test_another_protocol_is_told_so(certificate: NodeCertificate) -> None:
     porter = Porter()
     async with opened(certificate, porter) as door:
-        reader, writer = await dialled(door, node_side())
-        link = NodeLink(reader, writer)
+        link = await linked(door)
         link.send(hello(PROTOCOL + 1))
         refused = await link.receive(NodeRefused, DEADLINE_S)
         assert "protocol" in refused.message
@@ -180,12 +187,29 @@ async def test_another_protocol_is_told_so(certificate: NodeCertificate) -> None
         assert porter.met.empty()
 
 
+def test_nodes_are_let_in_on_the_loop_that_gateways_have(certificate: NodeCertificate) -> None:
+    async def run() -> None:
+        porter = Porter()
+        async with opened(certificate, porter) as door:
+            link = await linked(door)
+            link.send(hello(PROTOCOL))
+            async with asyncio.timeout(DEADLINE_S):
+                met = await porter.met.get()
+            met.send(Beat())
+            await link.receive(Beat, DEADLINE_S)
+            link.close("the test is over")
+            async with asyncio.timeout(DEADLINE_S):
+                await link.wait_closed()
+
+    uvloop.run(run())
+
+
 async def test_whoever_has_greeted_makes_room_for_the_next(certificate: NodeCertificate) -> None:
     porter = Porter()
     async with opened(certificate, porter, greetings_max=1) as door:
         links = []
         for _ in range(3):
-            link = NodeLink(*await dialled(door, node_side()))
+            link = await linked(door)
             link.send(hello(PROTOCOL))
             async with asyncio.timeout(DEADLINE_S):
                 await porter.met.get()

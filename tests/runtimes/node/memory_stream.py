@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from manager.clock import Clock
-from runtimes.node.link import LinkSettings, NodeLink
+from runtimes.node.link import LinkSettings, LinkStream, NodeLink
 from runtimes.node.wire import HEADER
 
 #: Bytes beyond which who writes is told to wait.
@@ -20,7 +20,7 @@ ENDS: list[NodeLink] = []
 class MemoryTransport(asyncio.Transport):
     """One end: what is written arrives at the other end in the next turn of the loop, frame by frame."""
 
-    def __init__(self, protocol: asyncio.StreamReaderProtocol, on_frame: Callable[[int], bool]) -> None:
+    def __init__(self, protocol: LinkStream, on_frame: Callable[[int], bool]) -> None:
         super().__init__({"peername": "memory"})
         self.protocol = protocol
         self.peer: MemoryTransport | None = None
@@ -108,13 +108,10 @@ def pair(
 def _end(
     on_frame: Callable[[int], bool], settings: LinkSettings, clock: Clock | None
 ) -> tuple[NodeLink, MemoryTransport]:
-    loop = asyncio.get_running_loop()
-    reader = asyncio.StreamReader(limit=2**20)
-    protocol = asyncio.StreamReaderProtocol(reader)
-    transport = MemoryTransport(protocol, on_frame)
-    protocol.connection_made(transport)
-    writer = asyncio.StreamWriter(transport, protocol, reader, loop)
-    link = NodeLink(reader, writer, settings, clock=clock)
+    stream = LinkStream()
+    transport = MemoryTransport(stream, on_frame)
+    stream.connection_made(transport)
+    link = NodeLink(stream, settings, clock=clock)
     ENDS.append(link)
     return link, transport
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 
 import pytest
@@ -18,11 +18,24 @@ from manager.outcome import Outcome, State
 from runtimes.node import wire
 from runtimes.node.certificate import NodeCertificate, ensure_certificate, server_side
 from runtimes.node.daemon import Daemon, DaemonSettings, HostWork
-from runtimes.node.link import NodeLink
+from runtimes.node.link import LinkStream, NodeLink
 from runtimes.node.message import Message
 from runtimes.node.remote import RemoteNode
 from tests.runtimes.node.machine import Machine, MachineWork, facts_of_trajectory
 from tests.runtimes.node.session import AGENT, FUNCTION, STUCK_S, KeptLog
+
+
+class DialledStream(LinkStream):
+    """A connection that somebody else has made."""
+
+    def __init__(self, serve: Callable[[LinkStream], Coroutine[None, None, None]]) -> None:
+        super().__init__()
+        self._serve = serve
+        self.serving: asyncio.Task[None] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self.serving = asyncio.create_task(self._serve(self))
 
 
 class StandInDoor:
@@ -58,11 +71,12 @@ class StandInDoor:
 
     async def open(self) -> int:
         context = server_side(self.certificate)
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=context)
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(lambda: DialledStream(self._serve), "127.0.0.1", 0, ssl=context)
         return int(self._server.sockets[0].getsockname()[1])
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        link = NodeLink(reader, writer)
+    async def _serve(self, stream: LinkStream) -> None:
+        link = NodeLink(stream)
         try:
             hello = await link.receive(wire.NodeHello, STUCK_S)
             self.hellos.append(hello)

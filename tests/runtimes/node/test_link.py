@@ -9,7 +9,7 @@ import pytest
 
 from manager.clock import VirtualClock
 from runtimes.node import wire
-from runtimes.node.link import HANDED_BYTES, LinkClosed, LinkSettings, NodeLink
+from runtimes.node.link import HANDED_BYTES, READ_BYTES, LinkClosed, LinkSettings, NodeLink
 from runtimes.node.message import Message
 from tests.runtimes.node.memory_stream import CALM, MemoryTransport, pair
 from tests.runtimes.node.session import STUCK_S, hello
@@ -18,7 +18,7 @@ WITHIN_S = 30.0
 
 
 def transport_of(link: NodeLink) -> MemoryTransport:
-    return cast(MemoryTransport, link._writer.transport)
+    return cast(MemoryTransport, link._transport)
 
 
 async def test_frames_of_one_turn_arrive_in_order() -> None:
@@ -175,3 +175,35 @@ async def test_a_silent_side_is_cut_when_its_time_is_over_and_not_only_at_the_ne
     near, _ = pair(settings=LinkSettings(beat_s=3600.0, silent_s=0.01))
     async with asyncio.timeout(STUCK_S):
         assert "nothing was heard" in await near.run(lambda message: None)
+
+
+async def test_a_peer_is_not_read_while_what_it_said_waits_for_a_greeting_to_be_asked_for() -> None:
+    near, far = pair()
+    paused: list[bool] = []
+    transport = transport_of(near)
+    transport.pause_reading = lambda: paused.append(True)  # type: ignore[method-assign]
+    transport.resume_reading = lambda: paused.append(False)  # type: ignore[method-assign]
+    for number in range(3):
+        far.send(wire.AttemptLog("a.1/", number, bytes(READ_BYTES // 2)))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert paused == [True]
+    with pytest.raises(wire.ChannelError, match="more than"):
+        await near.receive(wire.NodeHello, WITHIN_S)
+    assert paused == [True, False]
+
+
+async def test_an_error_of_who_hears_ends_the_link_and_is_raised() -> None:
+    near, far = pair()
+
+    def hear(message: Message) -> None:
+        raise ZeroDivisionError
+
+    running = asyncio.create_task(near.run(hear))
+    await asyncio.sleep(0)
+    far.send(wire.AttemptBegins("a.1/"))
+    far.send(wire.AttemptBegins("b.1/"))
+    async with asyncio.timeout(WITHIN_S):
+        with pytest.raises(ZeroDivisionError):
+            await running
+    assert near.closed.is_set()
