@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -32,8 +33,8 @@ READ_BYTES = 128 * 2**10
 HANDED_BYTES = 2**20
 #: Seconds for the last bytes and TLS's own farewell.
 FAREWELL_S = 0.5
-#: Seconds after the end of its patience at which a link looks whether its peer is silent still.
-_LATE_S = 0.01
+#: Moments in the time of a beat at which links tick: those of many meet there, and the loop wakes up once for them.
+_MOMENTS = 16
 _M = TypeVar("_M", bound=Message)
 
 
@@ -335,9 +336,16 @@ class NodeLink:
             self._arm()
 
     def _arm(self) -> None:
-        """Come back for the next beat, or when the other side has been silent for too long if that is earlier."""
-        left_s = self._heard_s + self.settings.silent_s - self._clock.now()
-        self._timer = self._loop.call_later(min(self.settings.beat_s, max(0.0, left_s) + _LATE_S), self._tick_again)
+        """Come back for the next beat, or when the other side has been silent for too long if that is earlier.
+
+        Either at the next of the moments that links have in common, or if it was just missed, at the last one.
+        """
+        settings, now_s = self.settings, self._loop.time()
+        step_s = min(settings.beat_s, settings.silent_s) / _MOMENTS
+        left_s = self._heard_s + settings.silent_s - self._clock.now()
+        moment = math.ceil((now_s + min(settings.beat_s, left_s)) / step_s - 0.25)
+        moment = max(moment, math.floor(now_s / step_s) + 1)
+        self._timer = self._loop.call_at(moment * step_s, self._tick_again)
 
     def close(self, why: str) -> None:
         """Close it, after what was sent already and the peer has room for; the first reason counts. Idempotent."""

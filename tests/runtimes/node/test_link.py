@@ -177,6 +177,20 @@ async def test_a_silent_side_is_cut_when_its_time_is_over_and_not_only_at_the_ne
         assert "nothing was heard" in await near.run(lambda message: None)
 
 
+async def test_links_that_began_at_different_times_tick_at_the_same_moments() -> None:
+    settings = LinkSettings(beat_s=3200.0, silent_s=6400.0)  # a moment each 200 s
+    moments = set()
+    for _ in range(3):
+        near, _ = pair(settings=settings)
+        running = asyncio.create_task(near.run(lambda message: None))
+        await asyncio.sleep(0.005)
+        assert near._timer is not None
+        moments.add(round(near._timer.when(), 3))
+        near.close("done")
+        await running
+    assert len(moments) <= 2, "two if a moment passed meanwhile"
+
+
 async def test_a_peer_is_not_read_while_what_it_said_waits_for_a_greeting_to_be_asked_for() -> None:
     near, far = pair()
     paused: list[bool] = []
