@@ -33,6 +33,8 @@ READ_BYTES = 128 * 2**10
 HANDED_BYTES = 2**20
 #: Seconds for the last bytes and TLS's own farewell.
 FAREWELL_S = 0.5
+#: Seconds for which what is in no hurry waits for something to travel with.
+PATIENCE_S = 0.02
 #: Moments in the time of a beat at which links tick: those of many meet there, and the loop wakes up once for them.
 _MOMENTS = 16
 _M = TypeVar("_M", bound=Message)
@@ -185,6 +187,9 @@ class NodeLink:
         self._received: deque[Message] = deque()
         self._unsent: deque[bytes] = deque()
         self._unsent_bytes = 0
+        #: Whether what is unsent is handed over in this turn; when it is if nothing else is sent.
+        self._leaving = False
+        self._patience: asyncio.TimerHandle | None = None
         #: Hands over what waits for the peer to read.
         self._pumping: asyncio.Task[None] | None = None
         self._heard_s = self._ticked_s = self._clock.now()
@@ -197,15 +202,22 @@ class NodeLink:
 
     # --- out
 
-    def send(self, message: Message) -> None:
-        """Send a message soon. Never waits and never raises: who leaves too much unread is cut off."""
+    def send(self, message: Message, *, in_no_hurry: bool = False) -> None:
+        """Send a message soon. Never waits and never raises: who leaves too much unread is cut off.
+
+        ``in_no_hurry``: it leaves with what is said next, or within `PATIENCE_S`.
+        """
         if self.closed.is_set():
             return
         frame = encode(message)
-        if not self._unsent:
-            self._loop.call_soon(self._flush)
         self._unsent.append(frame)
         self._unsent_bytes += len(frame)
+        if in_no_hurry and not self._leaving:
+            if self._patience is None:
+                self._patience = self._loop.call_later(PATIENCE_S, self._flush)
+        elif not self._leaving:
+            self._leaving = True
+            self._loop.call_soon(self._flush)
         if self.unsent_bytes > self.settings.unsent_max_bytes:
             self.close(f"the other side left more than {self.settings.unsent_max_bytes} bytes unread")
 
@@ -223,6 +235,10 @@ class NodeLink:
             await self._stream.drain()
 
     def _flush(self) -> None:
+        self._leaving = False
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
         self._hand_over()
         if self._unsent and self._pumping is None and not self.closed.is_set():
             self._pumping = self._loop.create_task(self._pump())
@@ -358,8 +374,9 @@ class NodeLink:
         self._unsent_bytes = 0
         if self._pumping is not None:
             self._pumping.cancel()
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._patience):
+            if timer is not None:
+                timer.cancel()
         self._stream.end()
         self._transport.close()
         self._loop.call_later(FAREWELL_S, self._transport.abort)  # a peer that is silent answers no farewell

@@ -379,7 +379,7 @@ class RemoteNode:
             self._known.attempts.pop(claims, None)
             if self._link is None:
                 self._unwanted[claims] = None
-            self._tell(wire.AcknowledgeEnd(claims))
+            self._tell(wire.AcknowledgeEnd(claims), in_no_hurry=True)
 
     def _unwant(self, claim: str) -> None:
         """Nobody waits for it: it is killed, and its end forgotten."""
@@ -489,9 +489,9 @@ class RemoteNode:
 
     # --- inside
 
-    def _tell(self, message: Message) -> None:
+    def _tell(self, message: Message, *, in_no_hurry: bool = False) -> None:
         if self._link is not None:
-            self._link.send(message)
+            self._link.send(message, in_no_hurry=in_no_hurry)
 
     def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = self._loop.create_task(work)

@@ -177,6 +177,27 @@ async def test_a_silent_side_is_cut_when_its_time_is_over_and_not_only_at_the_ne
         assert "nothing was heard" in await near.run(lambda message: None)
 
 
+async def test_what_is_in_no_hurry_leaves_with_what_is_said_next() -> None:
+    near, far = pair()
+    near.send(wire.AcknowledgeEnd("a.1/"), in_no_hurry=True)
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert near.unsent_bytes > 0, "it waits"
+    near.send(wire.AttemptBegins("b.1/"))
+    assert isinstance(await far.receive(wire.AcknowledgeEnd, WITHIN_S), wire.AcknowledgeEnd)
+    assert near.unsent_bytes == 0
+    await far.receive(wire.AttemptBegins, WITHIN_S)
+
+
+async def test_what_is_in_no_hurry_leaves_all_the_same_if_nothing_else_is_said() -> None:
+    near, far = pair()
+    near.send(wire.AcknowledgeEnd("a.1/"), in_no_hurry=True)
+    await far.receive(wire.AcknowledgeEnd, WITHIN_S)
+    near.send(wire.AcknowledgeEnd("b.1/"), in_no_hurry=True)
+    near.close("done")
+    await far.receive(wire.AcknowledgeEnd, WITHIN_S)
+
+
 async def test_links_that_began_at_different_times_tick_at_the_same_moments() -> None:
     settings = LinkSettings(beat_s=3200.0, silent_s=6400.0)  # a moment each 200 s
     moments = set()
