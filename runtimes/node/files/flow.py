@@ -99,3 +99,4 @@ class Outflow:
         self._room_bytes -= len(piece)
         self._link.send(FilesPiece(self._transfer, piece))
         await self._link.drained()
+        await asyncio.sleep(0)  # where there is room, nothing above has waited: a window of pieces would be one turn
