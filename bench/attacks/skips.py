@@ -168,9 +168,6 @@ SKIPS = (
     skip("the_own_error_is_a_subclass", "class WrongError(AssertionError, unittest.SkipTest): pass\n"),
     skip("the_own_function_skips", "negative = functools.partial(pytest.skip, 'later')\n", note="did not pass"),
     skip(
-        "the_own_function_expects", "negative = functools.partial(pytest.xfail, reason='later')\n", note="did not pass"
-    ),
-    skip(
         "the_own_function_is_a_mock",
         "from unittest import mock\nadd = mock.Mock(side_effect=[0] + [unittest.SkipTest] * 9)\n",
     ),

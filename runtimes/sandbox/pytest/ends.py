@@ -131,9 +131,12 @@ class TestEnds:
         return "" if said else self._place(asked)
 
     def _around(self, steps: list[Any], own: str, item: Any) -> str:
-        """Return the file of the project that has skipped a test around which nothing of it is to be."""
+        """Return the file of the project that has skipped a test in its place, where nothing of it is to be around."""
+        tested = [file for file, _, _ in steps if self._is_tests(file, own) and Path(file).name != "conftest.py"]
         theirs = [file for file, _, _ in steps if self._is_projects(file) and not self._is_tests(file, own)]
-        text = self._text(own, own) if theirs and isinstance(_function_of(item), types.FunctionType) else None
+        if tested or not theirs or not isinstance(_function_of(item), types.FunctionType):
+            return ""
+        text = self._text(own, own)
         return "" if text is None or text.decorated(_path_of(item)) else self._seen(theirs[-1])
 
     def _planted(self, item: Any, own: str) -> str:

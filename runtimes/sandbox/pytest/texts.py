@@ -39,11 +39,12 @@ class SourceText:
         self.imports: dict[str, tuple[str, str]] = {}
         #: Names that the file gives a meaning, as a module's or a class's.
         self.bound: set[str] = set()
-        #: Whether a star import may have given a meaning to any.
+        #: Whether something else may have given a meaning to any: a star import, ``globals``.
         self.starred = False
         self._parameters: set[str] = set()
         self._theirs: set[str] = set()
         self._aliases: set[str] = set()
+        self._defined = {node.name for node in self._statements if isinstance(node, _DEFINITIONS)} | {"pytestmark"}
         for node in nodes:
             self._bind(node, is_projects)
         self._spread()
@@ -86,7 +87,15 @@ class SourceText:
             for each in (*node.decorator_list, *getattr(node, "bases", ())):
                 if not _plain(each) or self._marking(each):
                     return True
-        return any(self._marking(each) for each in self._changes())
+            if getattr(node, "keywords", ()):
+                return True
+        return any(self._marking(each) or self._by_others(each) for each in self._changes())
+
+    def _by_others(self, statement: Any) -> bool:
+        """Return whether a mark, or what is defined, is given a meaning by a name that says nothing of it."""
+        values = list(_given(statement)) if self._defined & set(_stored(statement)) else []
+        names = [each.id for value in values for each in ast.walk(value) if isinstance(each, ast.Name)]
+        return any(name not in ("pytest", "unittest") for name in names)
 
     def _marking(self, expression: Any) -> bool:
         names = [each.id for each in ast.walk(expression) if isinstance(each, ast.Name)]
@@ -94,13 +103,12 @@ class SourceText:
 
     def _changes(self) -> Iterator[Any]:
         """Yield the statements of the module and its classes that may change what is defined, or mark all of it."""
-        defined = {node.name for node in self._statements if isinstance(node, _DEFINITIONS)} | {"pytestmark"}
         bodies = [self._tree.body, *(node.body for node in self._statements if isinstance(node, ast.ClassDef))]
         for statement in (statement for body in bodies for statement in body):
             if isinstance(statement, (*_DEFINITIONS, ast.Import, ast.ImportFrom)):
                 continue
             stored = set(_stored(statement))
-            if not isinstance(statement, (ast.Assign, ast.AnnAssign)) or not stored or stored & defined:
+            if not isinstance(statement, (ast.Assign, ast.AnnAssign)) or not stored or stored & self._defined:
                 yield statement
 
     def _definitions(self, path: Iterable[str]) -> list[Any]:
@@ -143,6 +151,8 @@ class SourceText:
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             self.bound.add(node.id)
             self.imports.pop(node.id, None)
+        elif isinstance(node, ast.Name) and node.id in ("globals", "exec"):
+            self.starred = True
 
     def _note(self, name: str, theirs: bool) -> None:
         self.bound.add(name)

@@ -24,8 +24,16 @@ HELPERS = """
     def need(there):
         if not there: raise unittest.SkipTest("not there")
 """
+#: A hook of the project's own plugin, which lies around each test.
+PLUGIN = """
+    def pytest_pyfunc_call(pyfuncitem):
+        names = pyfuncitem._fixtureinfo.argnames
+        pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names})
+        return True
+"""
 CONFTEST = """
     import pytest
+    from plugged import pytest_pyfunc_call
     @pytest.fixture(scope="session")
     def absent(): pytest.skip("no such machine")
     @pytest.fixture
@@ -137,6 +145,8 @@ CASES = """
 """
 MODULES = {
     "tests/test_marked.py": "import pytest\npytestmark = pytest.mark.skip\ndef test_s_module(): assert False\n",
+    "tests/marking.py": "import pytest\nneeds_gpu = pytest.mark.skipif(True, reason='x')\n",
+    "tests/test_needs.py": "from marking import needs_gpu\npytestmark = [needs_gpu]\ndef test_s_needs(): assert 0\n",
     "tests/test_absent.py": "import pytest\nnp = pytest.importorskip('no_such_module')\ndef test_s_a(): pass\n",
     "tests/test_raised.py": "import unittest\nraise unittest.SkipTest('x')\n",
 }
@@ -159,7 +169,7 @@ FRESH = replace(FUNCTION, pytest=PytestSpec(args=ARGS, grade="fresh", tree_optio
 async def test_whatever_asks_for_a_skip_has_one(
     bench: SuiteBench, function: Any, given: bool, cores: tuple[int, ...]
 ) -> None:
-    await bench.write({} if given else OWN)
+    await bench.write({"plugged.py": PLUGIN, **({} if given else OWN)})
     value = await bench.run(
         function=function, cores=cores, env={"PYTHONPATH": "tests"}, **({"tests": GIVEN} if given else {})
     )
@@ -167,7 +177,7 @@ async def test_whatever_asks_for_a_skip_has_one(
     assert told == {}, value["note"]
     assert (value["reward"], value["note"]) == (1.0, "")
     assert value["counts"]["passed"] == 3 and value["counts"]["xfailed"] == 4
-    assert value["counts"]["skipped"] == sum(text.count("def test_s_") for text in (FUNCTIONS, CASES)) + 3
+    assert value["counts"]["skipped"] == sum(text.count("def test_s_") for text in (FUNCTIONS, CASES)) + 4
 
 
 def _wanted(id: str) -> str:
