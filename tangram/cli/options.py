@@ -8,7 +8,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import click
 
-from tangram import Client, Retries
+from tangram import Client, ConnectionFailed, Retries
 from tangram.cli.global_options import inherit
 from tangram.client.address import DEFAULT, SERVER, TOKEN
 from tangram.types.values.quantities import duration_s
@@ -50,7 +50,13 @@ def connected(command: Callable[Concatenate[Client, _P], _R]) -> Callable[_P, _R
         server, token = kwargs.pop("server"), kwargs.pop("token")
         retries = Retries(outage_s=OUTAGE_S, refused_s=None if kwargs.pop("retry_connrefused") else 0.0)
         with Client(server, token=token, retries=retries) as client:  # type: ignore[arg-type]  # text, or None
-            return command(client, *args, **kwargs)
+            try:
+                return command(client, *args, **kwargs)
+            except ConnectionFailed as error:
+                if error.detail.get("refused") and retries.refused_s is not None:
+                    told = f"{error.message}; --retry-connrefused waits for one that starts"
+                    raise ConnectionFailed(told, detail=error.detail) from None
+                raise
 
     return run
 
