@@ -33,7 +33,7 @@ class Keys:
         if claim is None:
             return None
         digest, invocation = claim
-        if digest != request.digest:
+        if not request.agrees(digest):
             raise KeyReused(
                 f"Idempotency-Key {request.key!r} was used with another body", invocation_id=invocation.record.id
             )

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import orjson
 import structlog
 
 from gateway.invocations.logs import InvocationLog
@@ -57,8 +58,16 @@ class InvocationRequest:
 
     @property
     def digest(self) -> bytes:
-        """Of the body: the same key must come with the same one."""
-        return hashlib.sha256(self.body).digest()
+        """Of the body's value, in whatever order and with whatever spaces it was written: a key comes with one."""
+        try:
+            value = orjson.dumps(orjson.loads(self.body), option=orjson.OPT_SORT_KEYS)
+        except (orjson.JSONDecodeError, orjson.JSONEncodeError):  # no JSON, or none that can be written
+            value = self.body
+        return hashlib.sha256(value).digest()
+
+    def agrees(self, digest: bytes) -> bool:
+        """Whether a key's digest is that of this body; gateways of before took it of the body as it was written."""
+        return digest in (self.digest, hashlib.sha256(self.body).digest())
 
     @property
     def scoped_key(self) -> str:

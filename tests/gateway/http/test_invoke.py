@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -12,6 +14,7 @@ from grpclib.client import Channel
 
 from gateway.grpc.generated import tangram_pb2 as pb
 from gateway.grpc.generated.tangram_grpc import GatewayStub
+from gateway.invocations.invocation import InvocationRequest
 from manager.errors import Reason
 from tests.gateway.conftest import DEADLINE_S, GatewayBench, RunningGateway, serving, until
 
@@ -125,6 +128,26 @@ async def test_the_same_key_latches_on_and_another_body_is_refused(gateway: Runn
     later = await gateway.invoke({"held": True}, headers=key)
     assert later.json()["id"] == invocation_id
     assert [verb for verb, _ in gateway.runtime.seen].count("execute") == 1
+
+
+async def test_the_body_of_a_key_is_compared_by_its_value(gateway: RunningGateway) -> None:
+    path, headers = "/v1/functions/echo/invocations", {"Idempotency-Key": "k-1", "Content-Type": "application/json"}
+    first = await gateway.http.post(path, content=b'{"a": {"x": 1, "y": [1, 2]}, "b": "4"}', headers=headers)
+    for body in (b'{"b":"4","a":{"y":[1,2],"x":1}}', b'{ "a" : {"y": [1, 2], "x": 1}, "b": "\\u0034" }'):
+        again = await gateway.http.post(path, content=body, headers=headers)
+        assert (again.status_code, again.json().get("id")) == (200, first.json()["id"])
+        assert again.headers["X-Idempotent-Replay"] == "true"
+    for body in (b'{"b":"4","a":{"y":[2,1],"x":1}}', b'{"b":4,"a":{"y":[1,2],"x":1}}'):
+        other = await gateway.http.post(path, content=body, headers=headers)
+        assert (other.status_code, other.json()["code"]) == (422, "idempotency_key_reused")
+
+
+def test_a_key_of_a_gateway_of_before_knows_its_body_as_it_was_written() -> None:
+    request = InvocationRequest(function="f", input={"b": 1, "a": 2}, body=b'{"b": 1, "a": 2}', key="k")
+    assert request.agrees(hashlib.sha256(request.body).digest())
+    assert replace(request, body=b'{"a":2,"b":1}').agrees(request.digest)
+    assert not replace(request, body=b'{"a":1,"b":2}').agrees(request.digest)
+    assert replace(request, body=b"no JSON").digest == hashlib.sha256(b"no JSON").digest()
 
 
 async def test_a_key_latches_on_in_every_mode_and_on_every_door(gateway: RunningGateway) -> None:
