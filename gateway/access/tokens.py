@@ -18,6 +18,8 @@ from tangram.types.local_tokens import ADMIN, INVOKE, TOKEN_BYTES_MAX, links_dir
 
 _DRAWN_BYTES = 32
 _TOKEN = re.compile(r"[!-~]{1,4096}")
+#: Fewest characters of a token that somebody has thought of.
+CONFIGURED_MIN = 16
 _log = structlog.get_logger("gateway")
 
 
@@ -72,6 +74,15 @@ def open_tokens(state_dir: Path, configured: str) -> DoorTokens:
         return DoorTokens(admin=configured or _kept(state_dir / ADMIN), invoke=_kept(state_dir / INVOKE))
     except OSError as error:
         raise StorageUnavailable(f"server.state_dir {state_dir}: {error}", component="store") from None
+
+
+def token_problem(token: str) -> str:
+    """Return why this cannot be the admin's token; nothing where it can be."""
+    if len(token) >= CONFIGURED_MIN and _TOKEN.fullmatch(token):
+        return ""
+    odd = "others" if re.search(r"[^!-~]", token) else str(len(token))
+    told = f"a token has {CONFIGURED_MIN} to {TOKEN_BYTES_MAX} visible ASCII characters, and no spaces"
+    return f"{told}; this one has {odd}: openssl rand -hex 32 makes one"
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import TypeVar, cast
 
 from gateway.access.auth import check_doors
 from gateway.access.tls import server_context
+from gateway.access.tokens import token_problem
 from gateway.config import yaml
 from gateway.config.declared import Resource
 from gateway.config.document import MAPS, NAMES, SECTIONS, Adapter, check, suggestion
@@ -302,6 +303,8 @@ class _Assembly:
                 self._refuse(self.sections["server"], "give one of token and token_file")
             # It cannot change while the gateway runs: for a request nothing is read.
             token = self._token(file) if self.base is None else self.base.server.token
+        if token and self.base is None and (problem := token_problem(token)):
+            self._refuse(self.sections["server"], problem, ("token_file" if server.token_file else "token",))
         if "server" in self.sections:
             try:
                 check_doors(replace(server, token=token))
@@ -360,7 +363,7 @@ class _Assembly:
         kinds = costed_kinds(resources.keys() | self.entries["resources"].keys())
         for name, value in self._valid("functions"):
             entry = self.entries["functions"][name]
-            roots = None if self.roots is None else (*self.roots, *([models.dir.resolve()] if models.dir else ()))
+            roots = None if self.roots is None else (*self.roots, *self._model_places(models))
             place = DeclarationSite(
                 directory=entry.directory,
                 models_dir=models.dir,
@@ -377,6 +380,12 @@ class _Assembly:
             for path, message in place.problems:
                 self._refuse(entry, message, path)
         return functions
+
+    def _model_places(self, models: ModelSettings) -> list[Path]:
+        """Where checkpoints may lie for a request: in ``models.dir``, and where those lie that are served already."""
+        served = [] if self.base is None else [each.model for each in self.base.functions.values()]
+        places = [model.path for model in served if model is not None and not model.engine_url]
+        return places if models.dir is None else [models.dir.resolve(), *places]
 
     def _engine_problems(self, functions: Mapping[str, FunctionSpec], node: NodeConfig) -> None:
         """What an external engine frees by sleeping goes to the driver; the arenas of our own models keep theirs."""

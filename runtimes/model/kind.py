@@ -159,7 +159,8 @@ def _spec(section: ModelKeys, place: DeclarationSite) -> Mapping[str, object]:
         place.refuse(
             ("model", "path"),
             f"{path} is outside of the directories that this gateway serves; "
-            "put it below models.dir or beside the server's own files, or serve a configuration that names it",
+            "put it below models.dir or beside the server's own files, or name it in these and apply them with "
+            "tangram apply --own",
         )
     elif place.look and not place.models_elsewhere and (problem := checkpoint_problem(path)) is not None:
         place.refuse(("model", "path"), problem)

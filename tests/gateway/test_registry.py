@@ -193,6 +193,24 @@ async def test_a_request_points_only_below_what_is_served(bench: RegistryBench, 
     assert "server.token," not in caught.value.message, "the file was read"
 
 
+async def test_a_checkpoint_that_is_served_may_be_named_wherever_it_lies(tmp_path: Path) -> None:
+    served, elsewhere = tmp_path / "served", tmp_path / "models" / "judge"
+    served.mkdir()
+    elsewhere.mkdir(parents=True)
+    (elsewhere / "config.json").write_text("{}")
+    (elsewhere / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    text = f"functions: {{m: {{runtime: model, model: {{path: {elsewhere}, action: score}}}}}}"
+    (served / "tangram.yaml").write_text(text)
+    registry = RegistryBench(served).registry(text)
+    diff = await registry.configure(text.encode(), True)
+    assert (diff.unchanged, diff.changed) == (("m",), {})
+    changed = text.replace("score}", "score}, description: anew")
+    assert "description" in (await registry.configure(changed.encode(), True)).changed["m"]
+    other = text.replace(str(elsewhere), str(tmp_path / "models"))
+    with pytest.raises(InvalidConfig, match=r"outside of the directories .*tangram apply --own"):
+        await registry.configure(other.encode(), True)
+
+
 @pytest.mark.parametrize(
     ("body", "expected"),
     [

@@ -31,6 +31,10 @@ _DURATION = re.compile(DURATION_PATTERN, re.ASCII)
 _DURATION_PART = re.compile(r"([\d.]+)(ms|s|m|h|d)", re.ASCII)
 _SECONDS = re.compile(r"\d{1,9}(\.\d{1,6})?", re.ASCII)
 _SIZE = re.compile(SIZE_PATTERN, re.ASCII)
+#: The same with numbers of any length: what is wrong with these is told.
+_LONG_DURATION = re.compile(r"(\d+(\.\d+)?(ms|s|m|h|d))+", re.ASCII)
+_LONG_SIZE = re.compile(r"\d+(\.\d+)?(B|K|M|G|T|Ki|Mi|Gi|Ti)", re.ASCII)
+_DIGITS = "a number has at most {} digits before the point and 6 behind it"
 _SIZE_PART = re.compile(r"([\d.]+)(\w+)", re.ASCII)
 _NAME = re.compile(NAME_PATTERN, re.ASCII)
 _KEY = re.compile(KEY_PATTERN, re.ASCII)
@@ -40,6 +44,8 @@ _IMAGE = re.compile(IMAGE_PATTERN, re.ASCII)
 def duration_s(text: object) -> float:
     """Return the seconds of a duration; a number without its unit is refused. Raises ValueError with the remedy."""
     if not isinstance(text, str) or _DURATION.fullmatch(text) is None:
+        if isinstance(text, str) and _LONG_DURATION.fullmatch(text):
+            raise ValueError(f"{_shown(text)} is no duration: {_DIGITS.format(9)}")
         raise ValueError(f"{_shown(text)} is no duration: write a number with its unit, for example 500ms, 30s or 2m")
     return sum(float(number) * DURATION_UNITS[unit] for number, unit in _DURATION_PART.findall(text))
 
@@ -56,6 +62,8 @@ def size_bytes(text: object) -> int:
     if isinstance(text, int) and not isinstance(text, bool) and 0 <= text < 2**63:
         return text
     if not isinstance(text, str) or _SIZE.fullmatch(text) is None:
+        if isinstance(text, str) and _LONG_SIZE.fullmatch(text):
+            raise ValueError(f"{_shown(text)} is no size: {_DIGITS.format(15)}")
         raise ValueError(f"{_shown(text)} is no size: write a number with its unit, for example 512Mi or 16Gi")
     ((number, unit),) = _SIZE_PART.findall(text)
     return int(float(number) * SIZE_UNITS[unit])

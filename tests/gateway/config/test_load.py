@@ -156,6 +156,12 @@ def test_a_directory_is_its_server_file_and_its_functions(tmp_path: Path) -> Non
         ),
         ("functions: {f: {runtime: exec, timeout: 60}}", "functions.f.timeout: 60 is no duration"),
         (
+            "functions: {f: {runtime: exec, timeout: 999999999999d}}",
+            "'999999999999d' is no duration: a number has at most 9 digits before the point and 6 behind it",
+        ),
+        ("server: {token: ab}", "a token has 16 to 4096 visible ASCII characters, and no spaces; this one has 2"),
+        ("server: {token: 'üüüüüüüüüüüüüüüüüüüü'}", "and no spaces; this one has others: openssl rand -hex 32"),
+        (
             "functions: {f: {runtime: exec, cost: {cpu: [1]}}}",
             "write a count, {min: ..., max: ...} or {choices: [...]}",
         ),
@@ -377,10 +383,10 @@ def test_the_revision_changes_with_the_definition_and_with_the_handlers_source(p
 
 
 def test_paths_begin_at_the_file_that_names_them(tmp_path: Path) -> None:
-    (tmp_path / "secret").write_text("sesame\n")
+    (tmp_path / "secret").write_text("open-sesame-open\n")
     config = loaded(tmp_path, "server: {host: 0.0.0.0, clear_text: true, token_file: secret, state_dir: state}")
-    assert (config.server.token, config.server.state_dir) == ("sesame", tmp_path / "state")
-    assert "sesame" not in repr(config)
+    assert (config.server.token, config.server.state_dir) == ("open-sesame-open", tmp_path / "state")
+    assert "open-sesame-open" not in repr(config)
 
 
 def test_a_policy_is_chosen_for_all_or_by_resource(tmp_path: Path) -> None:
