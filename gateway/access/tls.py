@@ -48,16 +48,23 @@ class TlsServer:
     """Serves a listening socket: ``connected`` whoever speaks TLS, ``plain`` whoever does not."""
 
     def __init__(
-        self, listener: socket.socket, context: ssl.SSLContext, connected: Connected, plain: Connected
+        self,
+        listener: socket.socket,
+        context: ssl.SSLContext,
+        connected: Connected,
+        plain: Connected,
+        closed: Callable[[], None],
     ) -> None:
+        """``closed`` is called by `close`."""
         self._listener = listener
         self._context = context
-        self._connected, self._plain = connected, plain
+        self._connected, self._plain, self._closed = connected, plain, closed
         self._greeting: set[asyncio.Task[None]] = set()
         self._accepting = asyncio.get_running_loop().create_task(self._accept_for_ever())
 
     def close(self) -> None:
         """Take no more connections; those that are served go on."""
+        self._closed()
         for task in (self._accepting, *self._greeting):
             task.cancel()
         self._listener.close()

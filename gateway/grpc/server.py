@@ -12,7 +12,7 @@ from grpclib.reflection.service import ServerReflection
 
 from gateway.access.auth import Role
 from gateway.access.connections import Connections
-from gateway.access.tls import server_context
+from gateway.access.renewal import RenewedContext
 from gateway.grpc.bounds import bounded
 from gateway.grpc.connection import BoundedServer
 from gateway.grpc.health import ReadinessCheck
@@ -45,6 +45,7 @@ class GrpcServer:
 
     def __init__(self, services: Services, connections: Connections) -> None:
         self._services = services
+        self._tls: RenewedContext | None = None
         service = GatewayService(services)
         self._readiness = ReadinessCheck(services.unready)
         served: list[IServable] = [service, Health({service: [self._readiness]})]
@@ -53,7 +54,8 @@ class GrpcServer:
 
     async def open(self, listener: socket.socket) -> None:
         tls = self._services.bounds.tls
-        await self._server.start(sock=listener, ssl=None if tls is None else server_context(tls, ("h2",)))
+        self._tls = None if tls is None else RenewedContext(tls, ("h2",), "grpc")
+        await self._server.start(sock=listener, ssl=None if self._tls is None else self._tls.context)
 
     def drain(self) -> None:
         """Tell those who watch its health; open calls go on."""
@@ -61,6 +63,8 @@ class GrpcServer:
 
     async def close(self) -> None:
         """Stop, and wait until open calls have ended."""
+        if self._tls is not None:
+            self._tls.close()
         self._server.close()
         await self._server.wait_closed()
 

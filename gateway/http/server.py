@@ -27,7 +27,8 @@ from starlette.types import ASGIApp
 
 from gateway import wire
 from gateway.access.connections import LINGER_S, Connections, Resets
-from gateway.access.tls import TlsServer, server_context
+from gateway.access.renewal import RenewedContext
+from gateway.access.tls import TlsServer
 from gateway.config.sections import ServerConfig
 from gateway.errors import problem, retry_after
 from manager.errors import CodedError, Conflict, InvalidConfig, InvalidInput
@@ -141,7 +142,8 @@ async def serve(
     if bounds.tls is None:
         server = await asyncio.start_server(connected, sock=listener, backlog=BACKLOG)
     else:
-        server = TlsServer(listener, server_context(bounds.tls, ("h2", "http/1.1")), connected, plain)
+        renewed = RenewedContext(bounds.tls, ("h2", "http/1.1"), "http")
+        server = TlsServer(listener, renewed.context, connected, plain, renewed.close)
     try:
         await stop()
     finally:

@@ -50,14 +50,27 @@ def trust_of(https: bool, ca: str | None, cert: str | None) -> ssl.SSLContext:
     """
     if not https:
         return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    where = (CA if ca is None else "ca", CERT if cert is None else "cert")
     ca, cert = ca or os.environ.get(CA) or None, cert or os.environ.get(CERT) or None
     try:
         context = httpx.create_ssl_context() if ca is None else ssl.create_default_context(cafile=ca)
+    except OSError as error:
+        raise _unusable(where[0], ca, "certificates", error) from None
+    try:
         if cert is not None:
             context.load_cert_chain(cert)
-    except (OSError, ssl.SSLError) as error:
-        raise InvalidConfigError(f"{CA} {ca!r}, {CERT} {cert!r}: {error}") from None
+    except OSError as error:
+        raise _unusable(where[1], cert, "a certificate followed by its key, or the key by it,", error) from None
     return context
+
+
+def _unusable(where: str, file: str | None, wanted: str, error: OSError) -> InvalidConfigError:
+    """Return the exception of a file that cannot be used (an SSLError is an OSError, too)."""
+    if isinstance(error, ssl.SSLError):
+        return InvalidConfigError(f"{where} names {file}, which does not hold {wanted} in PEM: {error}")
+    if isinstance(error, FileNotFoundError):
+        return InvalidConfigError(f"{where} names {file}, and there is no such file")
+    return InvalidConfigError(f"{where} names {file}, which cannot be read: {error.strerror or error}")
 
 
 def _checked(address: str, where: str) -> str:

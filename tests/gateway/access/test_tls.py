@@ -18,13 +18,14 @@ from gateway.grpc.generated import tangram_pb2 as pb
 from gateway.grpc.generated.tangram_grpc import GatewayStub
 from manager.errors import InvalidConfig
 from tangram import AsyncClient, ConnectionFailed, InvalidConfigError, Retries, TangramError
+from tangram.client.address import trust_of
 from tests.gateway.conftest import GatewayBench, RunningGateway, serving
 
 EC = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
 
 
-def openssl(*arguments: str | Path) -> None:
-    subprocess.run(["openssl", *arguments], check=True, capture_output=True, timeout=60)
+def openssl(*arguments: str | Path) -> str:
+    return subprocess.run(["openssl", *arguments], check=True, capture_output=True, text=True, timeout=60).stdout
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +76,51 @@ async def test_the_environment_names_the_authority(
     async with AsyncClient(f"https://127.0.0.1:{served.app.http_port}") as client:
         assert (await client.invoke("echo", {})).ok
     monkeypatch.setenv("TANGRAM_CA", str(pki / "nowhere.pem"))
-    with pytest.raises(InvalidConfigError, match=r"TANGRAM_CA .*nowhere\.pem"):
+    with pytest.raises(InvalidConfigError, match=r"TANGRAM_CA names .*nowhere\.pem, and there is no such file"):
         async with AsyncClient(f"https://127.0.0.1:{served.app.http_port}") as client:
             await client.functions()
+    with pytest.raises(InvalidConfigError, match=r"^ca names .*ca\.key, which does not hold certificates in PEM"):
+        trust_of(True, str(pki / "ca.key"), None)
+    with pytest.raises(InvalidConfigError, match=r"^cert names .*ca\.pem, which does not hold a certificate followed"):
+        trust_of(True, str(pki / "ca.pem"), str(pki / "ca.pem"))
+
+
+async def test_files_that_are_renewed_are_served_without_a_restart(
+    pki: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("gateway.access.renewal.LOOK_S", 0.02)
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    cert.write_bytes((pki / "server.pem").read_bytes())
+    key.write_bytes((pki / "server.key").read_bytes())
+
+    def shown(port: int) -> bytes:
+        return ssl.PEM_cert_to_DER_cert(ssl.get_server_certificate(("127.0.0.1", port), timeout=20))
+
+    async def serves(name: str, *ports: int) -> None:
+        wanted = ssl.PEM_cert_to_DER_cert((pki / name).read_text())
+        async with asyncio.timeout(20):
+            for port in ports:
+                while await asyncio.to_thread(shown, port) != wanted:
+                    pass
+
+    server = {"auth": "token", "tls": {"cert": cert, "key": key}}
+    async with serving(GatewayBench(tmp_path / "gateway", server=server)) as running:
+        ports = (running.app.http_port, running.app.grpc_port)
+        await serves("server.pem", *ports)
+        cert.write_bytes((pki / "client.pem").read_bytes())  # half of a renewal: the key is still the old one's
+        async with asyncio.timeout(20):
+            said = ""
+            while said.count("renewed files are not taken") < 2:
+                await asyncio.sleep(0.02)
+                said += capsys.readouterr().out
+        await serves("server.pem", *ports)
+        key.write_bytes((pki / "client.key").read_bytes())
+        await serves("client.pem", *ports)
+        await asyncio.sleep(0)
+        said = capsys.readouterr().out
+        assert said.count("a renewed certificate is served") == 2, "once for each door"
+        ends = openssl("x509", "-in", cert, "-noout", "-enddate", "-dateopt", "iso_8601")
+        assert ends.strip().removeprefix("notAfter=") in said
 
 
 async def test_who_brings_no_certificate_comes_in_only_where_none_is_asked_for(
