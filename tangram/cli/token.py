@@ -11,7 +11,7 @@ from tangram import UnauthorizedError
 from tangram.cli.global_options import inherit
 from tangram.cli.options import json_option
 from tangram.client.address import DEFAULT, SERVER, server_of
-from tangram.client.credentials import find_token_of
+from tangram.client.credentials import find_token_of, why_without
 from tangram.types.local_tokens import ADMIN, INVOKE
 
 
@@ -24,6 +24,8 @@ def token(admin: bool, server: str | None, as_json: bool) -> None:
     address = server_of(server)
     found = find_token_of(httpx.URL(address), (ADMIN,) if admin else (INVOKE,))
     if found is None:
+        if why := why_without(httpx.URL(address)):
+            raise UnauthorizedError(why, component="client")
         raise UnauthorizedError(
             f"no gateway of this user serves at {address} on this machine, or its token is one that was configured: "
             "ask whoever started it, and set TANGRAM_TOKEN",

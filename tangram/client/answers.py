@@ -11,8 +11,9 @@ import httpx
 import msgspec
 
 from tangram.client.address import SERVER
+from tangram.client.credentials import why_without
 from tangram.client.results import InvocationResult, result_of
-from tangram.errors import ConnectionFailed, TangramError, UnreadableAnswerError, from_problem
+from tangram.errors import ConnectionFailed, TangramError, UnauthorizedError, UnreadableAnswerError, from_problem
 from tangram.types import Problem
 from tangram.types.invocations import REPLAY
 from tangram.types.local_tokens import served_by_us
@@ -60,7 +61,11 @@ def error_of(response: httpx.Response) -> TangramError:
     """Return the exception of a refused request; of a body that is no problem of ours one that quotes it."""
     problem = problem_of(response)
     if problem is not None:
-        return from_problem(problem, _retry_after_s(response))
+        error = from_problem(problem, _retry_after_s(response))
+        if isinstance(error, UnauthorizedError) and "authorization" not in response.request.headers:
+            why = why_without(response.request.url)
+            return UnauthorizedError(f"no token was sent: {why}") if why else error
+        return error
     text = response.text[:_QUOTED]
     return UnreadableAnswerError(f"{response.request.url} answered {response.status_code}: {text}")
 

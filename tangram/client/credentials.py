@@ -7,7 +7,7 @@ from collections.abc import Generator
 import httpx
 
 from tangram.client.headers import given_headers
-from tangram.types.local_tokens import ADMIN, INVOKE, find_token
+from tangram.types.local_tokens import ADMIN, INVOKE, find_token, lost_state_dir
 
 
 class Bearer(httpx.Auth):
@@ -43,4 +43,19 @@ def _add(request: httpx.Request, token: str | None) -> None:
 
 def find_token_of(url: httpx.URL, names: tuple[str, ...] = (ADMIN, INVOKE)) -> str | None:
     """Return the first of these tokens of the gateway that this user serves at a loopback address; None without."""
-    return find_token(url.host, url.port or (443 if url.scheme == "https" else 80), names)
+    return find_token(url.host, _port(url), names)
+
+
+def why_without(url: httpx.URL) -> str:
+    """Return why no token was found for a gateway that this user serves; nothing where there is none such."""
+    lost = lost_state_dir(url.host, _port(url))
+    if lost is None:
+        return ""
+    return (
+        f"the token of the gateway that you serve at {url.host}:{_port(url)} was in its state directory {lost}, which "
+        "was removed or replaced under it: /readyz tells its state; end it and start it again, or set TANGRAM_TOKEN"
+    )
+
+
+def _port(url: httpx.URL) -> int:
+    return url.port or (443 if url.scheme == "https" else 80)

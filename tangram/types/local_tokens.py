@@ -60,6 +60,17 @@ def find_token(host: str, port: int, names: tuple[str, ...] = (ADMIN, INVOKE)) -
     return None
 
 
+def lost_state_dir(host: str, port: int) -> Path | None:
+    """Return the state directory that a gateway of this user left its tokens in, where they are no longer there."""
+    user = os.geteuid() if hasattr(os, "geteuid") else None
+    for address in served_at(host, port):
+        link = links_dir() / address
+        with suppress(OSError):
+            if link.lstat().st_uid == user and _all_ours(port, user) and not _read(link / INVOKE, user):
+                return link.readlink()
+    return None
+
+
 def served_by_us() -> list[str]:
     """Return the loopback addresses (``127.0.0.1:8080``, ``[::1]:8080``) at which gateways of this user serve now."""
     with suppress(OSError):
