@@ -60,7 +60,6 @@ from gateway.traces.exporter import TraceExporter
 from gateway.turns import TrajectoryTurns
 from manager.assembly import build_core
 from manager.clock import Clock, MonotonicClock, WallClock
-from manager.config import TaskSpec
 from manager.engine import Engine
 from manager.errors import CodedError
 from manager.events import Reconfigured
@@ -212,7 +211,7 @@ class App:
         self.admission = Admission(
             self._clock.now,
             total_max=config.scheduler.max_queued,
-            task_max=lambda task: self.registry.config.tasks.get(task, TaskSpec()).max_queued,
+            task_max=lambda task: self.registry.task(task).max_queued,
         )
         self.held = HeldInputs(server.inputs_bytes)
         self.steps = TaskSteps(self.store, server.steps, self.wall)

@@ -21,13 +21,14 @@ from gateway import wire
 from gateway.applied import KeptFunctions
 from gateway.config import load as gateway_config
 from gateway.config.derive import key_of
+from gateway.config.document import suggestion
 from gateway.config.load import ConfigSource, GatewayConfig
 from gateway.config.sections import ClusterConfig
 from gateway.functions import masked
 from gateway.preparation import Preparation, Prepare, Readiness
 from gateway.revisions import Revisions
 from manager.config import NodeSpec, TaskSpec
-from manager.errors import CodedError, Conflict, InvalidConfig, NotFound, Unsatisfiable, Unsupported
+from manager.errors import CodedError, Conflict, InvalidConfig, InvalidInput, NotFound, Unsatisfiable, Unsupported
 from manager.formulation import check_satisfiable
 from manager.function import FunctionSpec
 from manager.setting import settings_of
@@ -82,6 +83,16 @@ class Registry:
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise NotFound(f"no function {name!r}{hint}; registered: {known}", component="registry")
         return function
+
+    def task(self, name: str) -> TaskSpec:
+        """The task's share and bounds; raises InvalidInput for one that is not declared, where such are refused."""
+        found = self._config.tasks.get(name)
+        if found is None and self._config.scheduler.undeclared_tasks == "refuse":
+            told = f"task {name!r} is not declared{suggestion(name, self._config.tasks)}"
+            raise InvalidInput(
+                f"{told} (scheduler.undeclared_tasks is refuse)", component="registry", detail={"path": "task"}
+            )
+        return found or TaskSpec()
 
     def all(self) -> tuple[FunctionSpec, ...]:
         """Every function, by name."""

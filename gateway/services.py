@@ -23,6 +23,7 @@ from gateway.snapshot_catalogue import SnapshotCatalogue
 from gateway.steps.steps import TaskSteps
 from gateway.store.store import Store
 from gateway.turns import TrajectoryTurns
+from manager.config import TaskSpec
 from manager.engine import Engine
 from manager.errors import Unsupported
 from manager.function import FunctionSpec
@@ -39,6 +40,10 @@ class FunctionCatalog(Protocol):
 
     def get(self, name: str) -> FunctionSpec:
         """The function as it is now; raises NotFound."""
+        ...
+
+    def task(self, name: str) -> TaskSpec:
+        """The task's share and bounds; raises InvalidInput for one that is not declared, where such are refused."""
         ...
 
     def all(self) -> tuple[FunctionSpec, ...]:

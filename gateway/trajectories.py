@@ -32,6 +32,7 @@ async def open_trajectory(services: Services, trajectory: str, asked: Trajectory
     if asked.sandbox is not None and asked.sandbox.image is not None and services.images is not None:
         await services.images.require(asked.sandbox.image)  # before it holds memory or a core
     task = wire.name(asked.task, "task")
+    services.functions.task(task)
     if asked.snapshot is None:
         await services.engine.open_trajectory(name, task, function)
     else:

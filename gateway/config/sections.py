@@ -107,7 +107,10 @@ class ServerConfig:
         Setting("none: whoever reaches this machine's loopback may do everything, web pages of others excepted"),
     ] = "token"
     token: Annotated[
-        str, Setting("admin token, instead of the one that the first start writes to the state directory")
+        str,
+        Setting(
+            "admin token, 16 characters at least, instead of the one that the first start writes to the state directory"
+        ),
     ] = field(default="", repr=False)
     token_file: Annotated[Path | None, Setting("file that holds the admin token")] = None
     tls: Annotated[TlsSection | None, Setting("HTTP and gRPC speak TLS")] = None
@@ -246,3 +249,10 @@ class SchedulerConfig(SchedulerSpec):
         Mapping[str, PolicySpec],
         Setting("one policy, or one by resource ({cpu: adaptive, gpu: price, default: price})", key="policy"),
     ] = field(default_factory=lambda: {"default": PolicySpec(name="price"), "cpu": PolicySpec(name="adaptive")})
+    undeclared_tasks: Annotated[
+        Literal["take", "refuse"],
+        Setting(
+            "calls of a task that no tasks section declares: take, each such task with weight 1, 4096 waiting actions "
+            "and no caps; refuse, so that a mistyped X-Task does not get round the bounds of the task that was meant"
+        ),
+    ] = "take"

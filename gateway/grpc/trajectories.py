@@ -108,6 +108,7 @@ class TrajectoryCalls(ServiceCalls):
         async with self._answering(stream):
             request = await read_request(stream)
             meant, told = read_step(request), read_expectation(request)
+            self._services.functions.task(meant.task)
             step = await self._services.steps.tell(meant.task, meant.step, told.expected)
             await stream.send_message(step_message(step))
 

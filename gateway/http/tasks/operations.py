@@ -34,6 +34,7 @@ class TaskOperations:
     async def tell_step(self, request: Request) -> Response:
         """Open a step, or change what is expected of it; it is durable."""
         meant = wire.read(request.path_params, StepPath)
+        self._services.functions.task(meant.task)
         asked = wire.read(wire.loads_object(await read_body(request, self._services)), StepExpectation, "$")
         return respond(await self._services.steps.tell(meant.task, meant.step, asked.expected))
 

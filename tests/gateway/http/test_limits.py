@@ -9,6 +9,7 @@ import pytest
 
 from gateway.grpc.generated import tangram_pb2 as pb
 from gateway.http.server import listen
+from manager.config import TaskSpec
 from manager.errors import Conflict
 from tests.gateway.conftest import GatewayBench, RunningGateway, function, serving, until
 from tests.gateway.grpc.peer import framed, head, peer
@@ -60,6 +61,26 @@ async def refused(gateway: RunningGateway) -> None:
         "1",
     )
     assert (await gateway.invoke({})).status_code == 200, "there is room for a small one"
+
+
+async def test_undeclared_tasks_are_taken_or_refused_with_the_one_that_was_meant(tmp_path: Path) -> None:
+    tasks = {"small": TaskSpec(max_queued=3)}
+    async with serving(GatewayBench(tmp_path / "a", tasks=tasks)) as gateway:
+        assert (await gateway.invoke({}, headers={"X-Task": "smal"})).json()["task"] == "smal"
+    bench = GatewayBench(tmp_path / "b", tasks=tasks, scheduler={"undeclared_tasks": "refuse"})
+    async with serving(bench) as gateway:
+        for task in ("small", "default"):
+            assert (await gateway.invoke({}, headers={"X-Task": task})).json()["task"] == task
+        refused = [
+            await gateway.invoke({}, headers={"X-Task": "smal"}),
+            await gateway.invoke({}, headers={"X-Task": "smal"}, mode="async"),
+            await gateway.http.put("/v1/trajectories/t", json={"function": "shell", "task": "smal"}),
+            await gateway.http.put("/v1/tasks/smal/steps/1", json={"expected": 4}),
+        ]
+        for answer in refused:
+            assert (answer.status_code, answer.json()["code"]) == (422, "invalid_input")
+            assert "task 'smal' is not declared; did you mean 'small'?" in answer.json()["detail"]
+        assert [each["task"] for each in (await gateway.http.get("/v1/tasks")).json()["tasks"]] == ["default", "small"]
 
 
 async def test_inputs_that_live_are_bounded_in_bytes(tmp_path: Path) -> None:
