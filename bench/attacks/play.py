@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from bench.attacks.marks import MARKS
 from bench.attacks.rewards import ATTACKS, LISTED, PROJECT, TEST, RewardAttack
 from bench.attacks.skips import SKIPS
 from bench.rollouts import unplugged
@@ -18,7 +19,7 @@ from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.pytest.runtime import PytestRuntime
 from runtimes.sandbox.sandbox import Provider
 
-EVERY = (*ATTACKS, *SKIPS)
+EVERY = (*ATTACKS, *SKIPS, *MARKS)
 ARGS = ("-p", "no:cacheprovider", *unplugged())
 #: Graded where the agent was, and where it never was.
 SAME = FunctionSpec(name="reward", runtime="pytest", timeout_s=60.0, pytest=PytestSpec(args=ARGS))

@@ -19,7 +19,7 @@ from typing import Any
 
 #: Names by which a file or a directory says that it belongs to the tests, where none were given with the request.
 TEST_FOLDERS = frozenset({"test", "tests", "testing"})
-TEXTS, KEPT = "tangram_texts", "tangram_kept"
+KEPT, MARKS = "tangram_kept", "tangram_marks"
 SOURCE_MAX_BYTES = 8 * 2**20
 _GENERATOR = 0x20
 _open = open
@@ -28,25 +28,31 @@ _open = open
 class TestEnds:
     """What tests of this process have raised."""
 
-    def __init__(self, places: Iterable[str]) -> None:
-        """``places`` are where the project's modules are, the working directory first."""
+    def __init__(self, places: Iterable[str], plugins: Iterable[Any] = ()) -> None:
+        """``places`` are where the project's modules are, the working directory first; ``plugins`` are others'."""
         outcomes: Any = importlib.import_module("_pytest.outcomes")
         self._own_words = (outcomes.skip.Exception, outcomes.xfail.Exception, unittest.SkipTest)
         self._places = [os.path.realpath(place) + os.sep for place in places]
         self._given: set[str] = set()
+        self._conftests = True
         parts = {name: _folder_of(name) for name in ("_pytest", "pluggy", "unittest")}
         self._hooks, self._framework = parts["pluggy"], tuple(parts.values())
         # An environment of Python's may lie within the project.
         self._installed = (parts["_pytest"], parts["pluggy"], os.path.realpath(sys.prefix) + os.sep)
-        self._texts: Any = importlib.import_module(TEXTS)
+        self._marks: Any = importlib.import_module(MARKS)
+        others = [each for each in plugins if not self._is_frameworks(str(getattr(each, "__file__", None)))]
+        self._mark_sources = self._marks.MarkSources(others)
         self.kept: Any = importlib.import_module(KEPT).KeptNames()
         self._sources: dict[str, bytes] = {}
         self._read: dict[str, Any] = {}
         #: Tests that failed, whatever is reported of them.
         self.failed: set[str] = set()
 
-    def give(self, tests: Iterable[str]) -> None:
+    def give(self, tests: Iterable[str], *, conftests: bool = True) -> None:
         """Take these files, seen from the working directory, for those of the tests, with what they say by now."""
+        tests = list(tests)
+        self._conftests = conftests
+        self._mark_sources.read(tests, conftests=conftests, given=tests)
         for path in tests:
             real = os.path.realpath(path)
             self._given.add(real)
@@ -66,6 +72,41 @@ class TestEnds:
         if by or (error is not None and not ours and not any(item.iter_markers("xfail"))):
             self.failed.add(name)
         return by
+
+    def unmarked(self, item: Any, call: Any, report: Any) -> str:
+        """Return what does not mark a test that was skipped, or whose failure was expected, by a mark.
+
+        Empty if something does, or if there was no mark: what the code under test has marked is known by nothing that
+        the test's module, or pytest, holds when it ends, and so its source decides, with conftests and plugins.
+        """
+        expected = hasattr(report, "wasxfail")
+        module, id = getattr(item, "module", None), str(item.nodeid)
+        if not (expected or report.outcome == "skipped") or not isinstance(module, types.ModuleType):
+            return ""
+        error, own = _error_of(item, call), str(getattr(item, "fspath", ""))
+        if error is not None and self._is_word(error) and not self._is_by_mark(error, call.when):
+            return ""
+        text = self._text(own, own)
+        verdict = "xfail" if expected else "skip"
+        path = id.partition("[")[0].split("::")[1:]
+        if (
+            text is None
+            or text.accounts_for(verdict, path, list(item.iter_markers()))
+            or text.is_left_alone(verdict, path, call.when)
+        ):
+            return ""
+        self._mark_sources.read([own], conftests=self._conftests, given=self._given)
+        return "" if self._mark_sources.make_marks(verdict, own) else f"a mark that {self._seen(own)} does not give"
+
+    def _is_by_mark(self, error: BaseException, when: str) -> bool:
+        """Return whether a skip or an expected failure came from pytest itself or unittest, and not out of a test."""
+        if not all(self._is_frameworks(file) for file, _, _ in _steps(error.__traceback__)):
+            return False
+        before = error.__context__
+        if before is not None and self._is_word(before):
+            return False
+        # Before Python 3.11, unittest says a skip again when it has forgotten where it came from.
+        return when != "call" or sys.version_info >= (3, 11) or not isinstance(error, self._own_words[0])
 
     def ended_by(self, error: BaseException | None, own: str, item: Any = None) -> str:
         """Return where a skip or an expected failure came from that no test asked for.
@@ -183,7 +224,7 @@ class TestEnds:
                 )
 
             try:
-                self._read[real] = self._texts.SourceText(source, is_projects) if source else None
+                self._read[real] = self._marks.MarkText(source, is_projects) if source else None
             except (SyntaxError, ValueError, RecursionError, MemoryError):
                 self._read[real] = None
         return self._read[real]

@@ -39,11 +39,14 @@ class KeptNames:
             self._public.setdefault(module, []).append(((module, ""), sys.modules[module]))
             for name, value in _public(module):
                 self._public.setdefault(name, []).append(((module, name), value))
+        self._mark = sys.modules["pytest"].mark
         self._kept = [(label, scope, name, scope.get(name)) for label, scope, name in _watched()]
 
     def altered(self) -> list[str]:
         """Return the names that no longer mean what they meant."""
-        return [label for label, scope, name, value in self._kept if scope.get(name) is not value]
+        found = [label for label, scope, name, value in self._kept if scope.get(name) is not value]
+        # Marks are made as they are asked for, unless there is one by that name.
+        return found + [f"pytest.mark.{name}" for name in vars(self._mark) if not name.startswith("_")]
 
     @staticmethod
     def mro(kind: type) -> tuple[type, ...]:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 #: The modules that lie in a directory of their own.
-MODULE, ENDS, TEXTS, KEPT = "tangram_pytest", "tangram_ends", "tangram_texts", "tangram_kept"
+MODULE, ENDS, TEXTS, KEPT, MARKS = "tangram_pytest", "tangram_ends", "tangram_texts", "tangram_kept", "tangram_marks"
 #: What tells the processes of a run where the project's modules are, and what their environment was.
 PROJECT = "TANGRAM_PROJECT"
 NOTICED_MAX = 10
@@ -34,7 +34,7 @@ WORKER_MESSAGE_MAX_BYTES = 64 * 2**20  # all the ids of a suite are one
 #: Names under which a file of the project passes for a module of Python's or of ours.
 NOT_THE_PROJECTS = (
     *("pytest", "_pytest", "pluggy", "xdist", "execnet", "sitecustomize", "usercustomize"),
-    *(MODULE, ENDS, TEXTS, KEPT),
+    *(MODULE, ENDS, TEXTS, KEPT, MARKS),
 )
 
 Send = Callable[..., None]

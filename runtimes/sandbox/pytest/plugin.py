@@ -2,7 +2,7 @@
 
 `launch` begins pytest with it, in the controlling process and in each worker. The report has one JSON line each of
 
-    {"selected": [id, ...]}   {"run": id}   {"test": id, "verdict"}   {"broken": path, "message"}
+    {"selected": [id, ...]}   {"run": id}   {"test": id, "verdict"}   {"broken" or "skipped": path, "message"}
     {"altered": [name]}   {"turned": id}   {"foreign": id, "by": file}   {"crashed": worker's error}
 
 The project's code runs in the same process, or in its workers. It is the gateway that judges, outside the sandbox: it
@@ -26,23 +26,27 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-MODULE, ENDS, TEXTS, KEPT = "tangram_pytest", "tangram_ends", "tangram_texts", "tangram_kept"
+MODULE, ENDS, TEXTS, KEPT, MARKS = "tangram_pytest", "tangram_ends", "tangram_texts", "tangram_kept", "tangram_marks"
 PASSING = ("passed", "xfailed", "xpassed", "skipped")  # of which none becomes a test that failed
-IDS_PER_LINE, MESSAGE_MAX_CHARS, ALTERED_MAX = 500, 4000, 10
+IDS_PER_LINE, MESSAGE_MAX_CHARS, REASON_MAX_CHARS, ALTERED_MAX = 500, 4000, 200, 10
 #: Seconds between the exception that ends an overlong test and the end of its process.
 TEST_GRACE_S = 5.0
 #: ``--dist loadgroup`` puts the group's name behind the id.
 _GROUP = re.compile(r"@[^\]@]*$")
+OURS = (MODULE, ENDS, TEXTS, KEPT, MARKS)
 #: What tells the processes of a run where the project's modules are, and what their environment was.
 PROJECT = "TANGRAM_PROJECT"
+#: Modules of pytest's whose every function a test may compare by: where they are depends on pytest's version.
+COMPARERS = ("_pytest.approx", "_pytest.python_api", "_pytest.raises", "_pytest.recwarn")
 #: The functions that make a verdict of what a test does; whoever changes one of them changes what is told.
-JUDGES = (
+JUDGES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("_pytest.runner", ("CallInfo", "runtestprotocol", "pytest_runtest_call", "pytest_runtest_makereport")),
     ("_pytest.reports", ("BaseReport", "TestReport", "CollectReport")),
     ("_pytest.python", ("Function", "pytest_pyfunc_call")),
-    ("_pytest.python_api", ("ApproxBase", "ApproxScalar", "RaisesContext")),
-    ("_pytest.raises", ("AbstractRaises", "RaisesExc")),
-    ("_pytest.skipping", ("pytest_runtest_makereport",)),
+    ("_pytest.skipping", ("evaluate_condition", "evaluate_skip_marks", "evaluate_xfail_marks")),
+    ("_pytest.skipping", ("pytest_runtest_setup", "pytest_runtest_call", "pytest_runtest_makereport")),
+    ("_pytest.mark.structures", ("Mark", "MarkDecorator", "MarkGenerator", "get_unpacked_marks", "store_mark")),
+    ("_pytest.nodes", ("Node",)),
     ("_pytest.outcomes", ("fail", "skip", "exit", "xfail")),
     ("unittest.case", ("TestCase", "_Outcome", "_AssertRaisesContext")),
 )
@@ -145,12 +149,12 @@ _config: Any = None
 _started_in = ""
 
 
-def pytest_load_initial_conftests() -> None:
+def pytest_load_initial_conftests(early_config: Any) -> None:
     """Let the project in: the plugins of the installation are loaded, and no conftest is yet."""
     global _ends
     if not _project:
         _project.update(json.loads(os.environ.pop(PROJECT)))  # a worker
-    _ends = importlib.import_module(ENDS).TestEnds(_project["paths"])
+    _ends = importlib.import_module(ENDS).TestEnds(_project["paths"], early_config.pluginmanager.get_plugins())
     _judges.update(judges())
     sys.path[:0] = _project["paths"]
     if not _has_workers:
@@ -168,12 +172,13 @@ def pytest_configure(config: Any) -> None:
     _config = config
     invocation = getattr(config, "invocation_params", None)
     _started_in = str(invocation.dir if invocation is not None else config.invocation_dir)
-    _ends.give(_given)
+    conftests = not getattr(config.option, "noconftest", False)
+    _ends.give(_given, conftests=conftests)
     if hasattr(config, "workerinput"):
         told = config.workerinput["tangram"]
         _selection = TestSelection(told["wanted"], told["prefixes"], told["done"])
         _grouped, _test_timeout_s = told["grouped"], told["test_timeout_s"]
-        _ends.give(told["given"])
+        _ends.give(told["given"], conftests=conftests)
     elif getattr(config.option, "tx", None):
         _grouped = config.getoption("dist") == "loadgroup"
         config.option.tx = [worker_of(each) for each in config.option.tx]
@@ -199,6 +204,9 @@ def pytest_collection_finish(session: Any) -> None:
 def pytest_collectreport(report: Any) -> None:
     if _reporter is not None and report.failed:
         _reporter.send(broken=name_of(report.nodeid), message=str(report.longrepr)[-MESSAGE_MAX_CHARS:])
+    elif _reporter is not None and report.skipped:
+        why = report.longrepr[-1] if isinstance(report.longrepr, tuple) else report.longrepr
+        _reporter.send(skipped=name_of(report.nodeid), message=str(why)[:REASON_MAX_CHARS])
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:
@@ -226,10 +234,13 @@ def pytest_runtest_makereport(item: Any, call: Any) -> Iterator[None]:
     made: Any = yield
     by = by or _ends.look(name, item, call)
     report = made.get_result()
-    if by:
+    unmarked = "" if by else _ends.unmarked(item, call, report)
+    if by or (unmarked and (call.excinfo is not None or report.outcome != "passed")):
         report.__dict__.pop("wasxfail", None)
-        report.outcome, report.tangram_foreign = "failed", by
-        report.longrepr = f"a skip or an expected failure that the test did not ask for: {by}"
+        report.outcome, report.tangram_foreign = "failed", by or unmarked
+        report.longrepr = f"a skip or an expected failure that the test did not ask for: {by or unmarked}"
+    elif unmarked:
+        report.__dict__.pop("wasxfail", None)  # it has passed, whoever expected otherwise
     report.tangram_failed = name in _ends.failed
 
 
@@ -274,7 +285,7 @@ def pytest_sessionfinish(session: Any) -> None:
 def judges() -> dict[str, Any]:
     """Return the functions that make verdicts, each with its code, by name; ours are among them."""
     found: dict[str, Any] = {}
-    for module, names in (*JUDGES, *((name, made_in(name)) for name in (MODULE, ENDS, TEXTS, KEPT))):
+    for module, names in (*JUDGES, *((name, made_in(name)) for name in (*COMPARERS, *OURS))):
         for name in names:
             thing = getattr(sys.modules.get(module), name, None)
             for key, value in vars(thing).items() if isinstance(thing, type) else [("", thing)]:

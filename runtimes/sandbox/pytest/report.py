@@ -40,8 +40,9 @@ class SuiteRequest:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Files and directories to collect."""
-        return tuple(dict.fromkeys(id.partition("::")[0] for id in (*self.targets, *self.listed)))
+        """Files and directories to collect, each once however it is spelled."""
+        asked = (*self.targets, *self.listed)
+        return tuple(dict.fromkeys(os.path.normpath(id.partition("::")[0]) for id in asked))
 
 
 @dataclass(slots=True)
@@ -53,6 +54,8 @@ class SuiteReport:
     tests: dict[str, str] = field(default_factory=dict)
     #: File -> why it could not be collected.
     broken: dict[str, str] = field(default_factory=dict)
+    #: File -> why it skipped itself when it was imported.
+    skipped: dict[str, str] = field(default_factory=dict)
     #: Ids that were to run.
     selected: list[str] = field(default_factory=list)
     #: Started, and not yet ended.
@@ -141,6 +144,8 @@ class SuiteReport:
                 self.foreign[id] = path
             case {"broken": str(path), "message": str(message)}:
                 self.broken[path] = message
+            case {"skipped": str(path), "message": str(message)} if len(self.skipped) < TESTS_MAX:
+                self.skipped[path] = message
             case {"crashed": str()}:
                 self.crashed = True
             case {"absent": str(why)}:
@@ -220,6 +225,9 @@ def notes(request: SuiteRequest, report: SuiteReport, result: Mapping[str, objec
         said.append(f"{told} ({_some(dict.fromkeys(report.foreign.values()))}): {_some(report.foreign)}")
     if report.broken:
         said.append(f"{len(report.broken)} file(s) could not be collected: {_some(report.broken)}")
+    if report.skipped and result["reward"] != 1.0:
+        path, why = next(iter(report.skipped.items()))
+        said.append(f"{len(report.skipped)} file(s) skipped themselves when they were imported: {path} ({why})")
     if not tests:
         said.append("no test was collected")
     elif not request.listed and all(verdict == "skipped" for verdict in tests.values()):

@@ -20,7 +20,7 @@ from runtimes.sandbox.command import Command, CommandResult, claims_of, memory_e
 from runtimes.sandbox.disk.bound import WalkBound
 from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.exec.runtime import LogLines, Stage, begin
-from runtimes.sandbox.pytest import ends, kept, launch, plugin, texts
+from runtimes.sandbox.pytest import ends, kept, launch, marks, plugin, texts
 from runtimes.sandbox.pytest.fresh import ChangeTransfer
 from runtimes.sandbox.pytest.plan import COMPONENT, PytestSettings, SuitePlan, plan_of
 from runtimes.sandbox.pytest.report import SuiteReport, SuiteRequest, judge, notes, nothing_judged
@@ -36,7 +36,10 @@ _SOURCE = Path(launch.__file__).read_text(encoding="utf-8")
 #: The modules that it finds in a directory of its own.
 _MODULES = {
     name: Path(str(module.__file__)).read_text(encoding="utf-8")
-    for name, module in ((launch.MODULE, plugin), (launch.ENDS, ends), (launch.TEXTS, texts), (launch.KEPT, kept))
+    for name, module in (
+        *((launch.MODULE, plugin), (launch.ENDS, ends), (launch.TEXTS, texts), (launch.KEPT, kept)),
+        (launch.MARKS, marks),
+    )
 }
 #: The first process: it forgets what the user's files and the environment would put in the way of Python's own modules,
 #: and becomes the interpreter that it was given, which runs this source.
