@@ -30,7 +30,7 @@ DRAIN_S = 120.0
 CONFIG = """
 version: 1
 server:
-  {{token: bench, state_dir: {directory}/state, port: 0, grpc_port: 0, drain_grace: 100ms, durability: {durability}}}
+  {{token: bench-bench-bench, state_dir: {directory}/state, port: 0, grpc_port: 0, drain_grace: 100ms, durability: {durability}}}
 sandbox: {{provider: process}}
 scheduler: {{max_queued: 2000000}}
 tasks: {{default: {{max_queued: 2000000}}}}
@@ -63,7 +63,7 @@ class LoadClient:
 
     async def send(self, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
         """Status and body; raises OSError or EOFError when the gateway is gone."""
-        about = f"Host: bench\r\nAuthorization: Bearer bench\r\nContent-Length: {len(body)}"
+        about = f"Host: bench\r\nAuthorization: Bearer bench-bench-bench\r\nContent-Length: {len(body)}"
         self._writer.write(f"{method} {path} HTTP/1.1\r\n{about}\r\n\r\n".encode())
         self._writer.write(body)
         head = (await self._reader.readuntil(b"\r\n\r\n")).lower()

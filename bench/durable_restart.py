@@ -29,14 +29,14 @@ from manager.outcome import State
 READY_MS, RESTART_S, FILTER_P99_MS, STALL_P999_MS = 1000.0, 5.0, 20.0, 100.0
 READY_ROUNDS, FILTER_ROUNDS, KILLS = 5, 40, 5
 LOG_MB = 100
-BEARER = "Authorization: Bearer bench"
+BEARER = "Authorization: Bearer bench-bench-bench"
 #: An installed gateway has its bytecode: pip compiles it. Here the first start does, into a place of its own.
 COMPILED = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(ROOT / ".cache" / "bytecode")}
 
 CONFIG = """
 version: 1
 server:
-  token: bench
+  token: bench-bench-bench
   state_dir: {directory}/state
   port: {port}
   grpc_port: 0

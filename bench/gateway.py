@@ -32,7 +32,7 @@ START_S = 120
 
 CONFIG = """
 version: 1
-server: {{token: bench, state_dir: {directory}/state, port: 0, grpc_port: 0}}
+server: {{token: bench-bench-bench, state_dir: {directory}/state, port: 0, grpc_port: 0}}
 sandbox: {{image: "{image}"}}
 functions:
   noop: {{runtime: handler, handler: "noop:handle", cost: {{cpu: 1}}, scale: {{min: 2, max: 4}}}}
@@ -87,7 +87,7 @@ class BenchConnection:
 
     async def post(self, path: str, body: bytes, headers: str = "") -> bytes:
         """The body of a 200; anything else fails the bench."""
-        about = f"Host: bench\r\nAuthorization: Bearer bench\r\nContent-Length: {len(body)}"
+        about = f"Host: bench\r\nAuthorization: Bearer bench-bench-bench\r\nContent-Length: {len(body)}"
         head = f"POST {path} HTTP/1.1\r\n{about}\r\n{headers}\r\n"
         self._writer.write(head.encode() + body)
         answer = (await self._reader.readuntil(b"\r\n\r\n")).lower()
@@ -229,7 +229,7 @@ async def compare(
         await health.Check(HealthCheckRequest())
 
     async def grpc_handler() -> None:
-        await stub.Invoke(message, metadata={"authorization": "Bearer bench"})
+        await stub.Invoke(message, metadata={"authorization": "Bearer bench-bench-bench"})
 
     calls: dict[str, Call] = {
         "http echo": http_echo,

@@ -21,7 +21,7 @@ from gateway.cluster.state import ClusterState
 from gateway.config.load import load
 from tangram import AsyncClient
 
-TOKEN = "bench"
+TOKEN = "bench-bench-bench"
 JOIN_S, END_S = 120.0, 120.0
 LOOK_S = 0.001
 #: Nodes of the run in which one is lost, actions in flight, and seconds that each takes.

@@ -14,12 +14,12 @@ import httpx
 
 from bench.gateway import GATEWAY, BenchConnection, process
 
-TOKEN = "bench"
+TOKEN = "bench-bench-bench"
 #: What every configuration of doors begins with; ``facades`` comes next.
 SERVER = """
 version: 1
 server:
-  token: bench
+  token: bench-bench-bench
   state_dir: {directory}/state
   port: 0
   grpc_port: 0
