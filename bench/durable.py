@@ -30,7 +30,8 @@ DRAIN_S = 120.0
 CONFIG = """
 version: 1
 server:
-  {{token: bench-bench-bench, state_dir: {directory}/state, port: 0, grpc_port: 0, drain_grace: 100ms, durability: {durability}}}
+  {{token: bench-bench-bench, state_dir: {directory}/state, port: 0, grpc_port: 0, drain_grace: 100ms,
+  durability: {durability}}}
 sandbox: {{provider: process}}
 scheduler: {{max_queued: 2000000}}
 tasks: {{default: {{max_queued: 2000000}}}}
