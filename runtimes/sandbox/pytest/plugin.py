@@ -137,7 +137,8 @@ def begins(key: str, prefix: str) -> bool:
 #: Where the project's modules are, and its part of the environment; empty until it is known.
 _project: dict[str, Any] = {}
 _has_workers = False
-_judges: dict[str, Any] = {}
+_judges: dict[tuple[str, str, str], Any] = {}
+_made: dict[str, tuple[str, ...]] = {}
 _altered: list[str] = []
 _ends: Any = None
 _given: list[str] = []
@@ -282,17 +283,25 @@ def pytest_sessionfinish(session: Any) -> None:
         session.config.workeroutput["tangram_failed"] = sorted(_ends.failed)
 
 
-def judges() -> dict[str, Any]:
+def judges() -> dict[tuple[str, str, str], Any]:
     """Return the functions that make verdicts, each with its code, by name; ours are among them."""
-    found: dict[str, Any] = {}
-    for module, names in (*JUDGES, *((name, made_in(name)) for name in (*COMPARERS, *OURS))):
+    found: dict[tuple[str, str, str], Any] = {}
+    for module, names in (*JUDGES, *_compared()):
         for name in names:
             thing = getattr(sys.modules.get(module), name, None)
             for key, value in vars(thing).items() if isinstance(thing, type) else [("", thing)]:
                 function = getattr(value, "__func__", value)
                 if isinstance(function, types.FunctionType):
-                    found[f"{module}.{name}.{key}".rstrip(".")] = function, function.__code__
+                    found[module, name, key] = function, function.__code__
     return found
+
+
+def _compared() -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield modules of which everything counts that they have defined before the project came."""
+    for module in (*COMPARERS, *OURS):
+        if module not in _made:
+            _made[module] = made_in(module)
+        yield module, _made[module]
 
 
 def made_in(module: str) -> tuple[str, ...]:
@@ -305,7 +314,7 @@ def look_at_judges() -> None:
     """Note which of them the project has changed."""
     if not _altered:
         now = judges()
-        _altered.extend(name for name, judge in _judges.items() if now.get(name) != judge)
+        _altered.extend(".".join(name).rstrip(".") for name, judge in _judges.items() if now.get(name) != judge)
         _altered.extend(_ends.kept.altered())
         if _altered and _reporter is not None:
             _reporter.send(altered=_altered[:ALTERED_MAX])
