@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import ssl
-from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
+from collections.abc import Sequence
 from pathlib import Path
 
 import structlog
@@ -16,9 +14,6 @@ from manager.errors import InvalidConfig
 
 #: Seconds between two looks at whether the files were renewed.
 LOOK_S = 15.0
-#: Tags of DER: a version that is told, and the two ways to write a time.
-_VERSION, _UTC_TIME, _GENERALIZED_TIME = 0xA0, 0x17, 0x18
-_END = "-----END CERTIFICATE-----\n"
 
 
 class RenewedContext:
@@ -34,7 +29,6 @@ class RenewedContext:
         self._taken = self._refused = self._identity()
         self.context = server_context(tls, protocols)
         self._log = structlog.get_logger("gateway.tls")
-
         self._looking = asyncio.get_running_loop().create_task(self._look_for_ever())
 
     def close(self) -> None:
@@ -57,45 +51,17 @@ class RenewedContext:
             self.context.load_cert_chain(tls.cert, tls.key)
             if tls.client_ca is not None:
                 self.context.load_verify_locations(tls.client_ca)
-            ends = ends_at(tls.cert.read_text(encoding="ascii", errors="replace"))
         except (InvalidConfig, OSError) as error:
             if found != self._refused:
                 self._refused = found
                 self._log.error("renewed files are not taken", door=self._door, why=str(error))
             return
         self._taken = self._refused = found
-        told = "unknown" if ends is None else f"{ends:%Y-%m-%d %H:%M:%SZ}"
-        self._log.info("a renewed certificate is served", door=self._door, file=str(tls.cert), ends_at=told)
+        self._log.info("a renewed certificate is served", door=self._door, file=str(tls.cert))
 
     def _identity(self) -> tuple[tuple[int, ...] | None, ...]:
         files = (self._tls.cert, self._tls.key, self._tls.client_ca)
         return tuple(None if file is None else _identity_of(file) for file in files)
-
-
-def ends_at(pem: str) -> datetime | None:
-    """Return when the first certificate of a file ends; None where that cannot be read."""
-    try:
-        whole = ssl.PEM_cert_to_DER_cert(pem[pem.index("-----BEGIN CERT") :].partition("-----END")[0] + _END)
-        ((_, certificate),) = _values(whole)
-        _, signed = next(_values(certificate))
-        # version (where it is told), serial number, algorithm, issuer, validity
-        parts = [value for tag, value in _values(signed) if tag != _VERSION]
-        _, (tag, text) = _values(parts[3])
-        form = {_UTC_TIME: "%y%m%d%H%M%SZ", _GENERALIZED_TIME: "%Y%m%d%H%M%SZ"}[tag]
-        return datetime.strptime(text.decode("ascii"), form).replace(tzinfo=UTC)
-    except (ValueError, IndexError, KeyError, StopIteration):
-        return None
-
-
-def _values(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield tag and content of each value of DER."""
-    while data:
-        tag, length, begin = data[0], data[1], 2
-        if length & 0x80:
-            begin += length & 0x7F
-            length = int.from_bytes(data[2:begin], "big")
-        yield tag, data[begin : begin + length]
-        data = data[begin + length :]
 
 
 def _identity_of(file: Path) -> tuple[int, ...] | None:
