@@ -20,6 +20,8 @@ except ImportError:  # no suite is run here
     _texts = importlib.import_module("runtimes.sandbox.pytest.texts")
 
 chain: Callable[[Any], list[str]] = _texts.chain
+is_plain: Callable[[Any], bool] = _texts.is_plain
+FUNCTIONS, DEFINITIONS = _texts.FUNCTIONS, _texts.DEFINITIONS
 #: Verdict -> the marks that bring it about, and other words for it.
 MARKS = {"skip": ("skip", "skipif"), "xfail": ("xfail",)}
 WORDS = {"skip": re.compile("skip", re.IGNORECASE), "xfail": re.compile("xfail|expectedfailure", re.IGNORECASE)}
@@ -34,8 +36,6 @@ _ADDERS = ("add_marker", "applymarker")
 #: Plugins that mark only what is left alone.
 _LEAVING = ("pytest_asyncio",)
 _EMPTY = "got empty parameter set"
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-_DEFINITIONS = (*_FUNCTIONS, ast.ClassDef)
 
 
 class MarkText(_texts.SourceText):  # type: ignore[misc]  # of whichever of the two
@@ -76,7 +76,7 @@ class MarkText(_texts.SourceText):  # type: ignore[misc]  # of whichever of the 
         if any(self._is_anything(each) for each in around):
             return True, [], []
         relevant, are_seen = self._relevant(around)
-        functions = [node for node in self._statements if isinstance(node, _FUNCTIONS)]
+        functions = [node for node in self._statements if isinstance(node, FUNCTIONS)]
         bodies = [node.body for node in functions if node is found[-1] or not node.name.startswith("test")]
         is_open = not are_seen or any(self._says_otherwise(each, verdict) for each in relevant)
         is_open = is_open or any(makes_marks(statement, verdict) for body in bodies for statement in body)
@@ -96,7 +96,7 @@ class MarkText(_texts.SourceText):  # type: ignore[misc]  # of whichever of the 
         """Return whether a decorator or a base comes from another file, and may mark what it is of."""
         names = chain(around)
         own = bool(names) and (names[0] in _MARK_NONE or names[0] in self._own_names())
-        return not own and not _is_plain(around)
+        return not own and not is_plain(around)
 
     def _relevant(self, around: Iterable[Any]) -> tuple[list[Any], bool]:
         """Return what may give marks to a test, and what that is made of; and whether all of it can be seen."""
@@ -128,7 +128,7 @@ class MarkText(_texts.SourceText):  # type: ignore[misc]  # of whichever of the 
         """Yield what gives a name of the file its meaning, and what changes it where it is defined."""
         bodies = [self._tree.body, *(node.body for node in self._statements if isinstance(node, ast.ClassDef))]
         for statement in (statement for body in bodies for statement in body):
-            if isinstance(statement, _DEFINITIONS):
+            if isinstance(statement, DEFINITIONS):
                 if statement.name == name and not name.startswith("test"):
                     yield from (*statement.decorator_list, *statement.body, *getattr(statement, "bases", ()))
             elif any(isinstance(node, ast.Name) and node.id == name for node in ast.walk(statement)):
@@ -204,14 +204,8 @@ def _own_nodes(function: Any) -> Iterator[Any]:
     while waiting:
         node = waiting.pop()
         yield node
-        if not isinstance(node, (*_DEFINITIONS, ast.Lambda)):
+        if not isinstance(node, (*DEFINITIONS, ast.Lambda)):
             waiting += ast.iter_child_nodes(node)
-
-
-def _is_plain(around: Any) -> bool:
-    """Return whether a decorator or a base is pytest's or unittest's own."""
-    names = chain(around)
-    return bool(names) and (names[0] in ("pytest", "unittest") or names[-1] in ("TestCase", "object"))
 
 
 def _is_for_no_parameter(mark: Any, around: Iterable[Any]) -> bool:

@@ -17,8 +17,8 @@ _WORD = re.compile(r"skip|xfail", re.IGNORECASE)
 #: What a decorator says that has a test skipped, or its failure expected.
 _MARK = re.compile(r"skip|xfail|expectedfailure", re.IGNORECASE)
 _HOSTS = ("self", "cls", "super")
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-_DEFINITIONS = (*_FUNCTIONS, ast.ClassDef)
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+DEFINITIONS = (*FUNCTIONS, ast.ClassDef)
 _compile = compile
 
 #: Says whether a module (the name, the dots before it, a name taken from it) is the project's and no test's.
@@ -44,7 +44,7 @@ class SourceText:
         self._parameters: set[str] = set()
         self._theirs: set[str] = set()
         self._aliases: set[str] = set()
-        self._defined = {node.name for node in self._statements if isinstance(node, _DEFINITIONS)} | {"pytestmark"}
+        self._defined = {node.name for node in self._statements if isinstance(node, DEFINITIONS)} | {"pytestmark"}
         for node in nodes:
             self._bind(node, is_projects)
         self._spread()
@@ -75,7 +75,9 @@ class SourceText:
         """Return whether somebody else's function may lie around a test, given by the names of classes and its own."""
         found = self._definitions(path)
         return not found or any(
-            not _plain(decorator) for node in found for decorator in (*node.decorator_list, *getattr(node, "bases", ()))
+            not is_plain(decorator)
+            for node in found
+            for decorator in (*node.decorator_list, *getattr(node, "bases", ()))
         )
 
     def marks(self, path: Iterable[str]) -> bool:
@@ -85,7 +87,7 @@ class SourceText:
             return True
         for node in found:
             for each in (*node.decorator_list, *getattr(node, "bases", ())):
-                if not _plain(each) or self._marking(each):
+                if not is_plain(each) or self._marking(each):
                     return True
             if getattr(node, "keywords", ()):
                 return True
@@ -105,7 +107,7 @@ class SourceText:
         """Yield the statements of the module and its classes that may change what is defined, or mark all of it."""
         bodies = [self._tree.body, *(node.body for node in self._statements if isinstance(node, ast.ClassDef))]
         for statement in (statement for body in bodies for statement in body):
-            if isinstance(statement, (*_DEFINITIONS, ast.Import, ast.ImportFrom)):
+            if isinstance(statement, (*DEFINITIONS, ast.Import, ast.ImportFrom)):
                 continue
             stored = set(_stored(statement))
             if not isinstance(statement, (ast.Assign, ast.AnnAssign)) or not stored or stored & self._defined:
@@ -116,7 +118,7 @@ class SourceText:
         found: list[Any] = []
         body = self._tree.body
         for name in path:
-            named = [node for node in _within(body) if isinstance(node, _DEFINITIONS) and node.name == name]
+            named = [node for node in _within(body) if isinstance(node, DEFINITIONS) and node.name == name]
             if not named:
                 return []
             found.append(named[-1])
@@ -143,7 +145,7 @@ class SourceText:
                 self._note(name, is_projects(module, node.level, each.name))
                 if _WORD.search(each.name) and name not in self._theirs:
                     self._aliases.add(name)
-        elif isinstance(node, _DEFINITIONS):
+        elif isinstance(node, DEFINITIONS):
             self.bound.add(node.name)
             self.imports.pop(node.name, None)
         elif isinstance(node, ast.arg):
@@ -200,7 +202,7 @@ def chain(expression: Any) -> list[str]:
             return [expression.id, *names] if isinstance(expression, ast.Name) else []
 
 
-def _plain(decorator: Any) -> bool:
+def is_plain(decorator: Any) -> bool:
     """Return whether a decorator or a base is pytest's or unittest's own, and puts nothing of others in."""
     names = chain(decorator)
     return bool(names) and (names[0] in ("pytest", "unittest") or names[-1] in ("TestCase", "object"))
@@ -228,7 +230,7 @@ def _within(body: Iterable[Any]) -> Iterator[Any]:
     """Yield the statements of a body, also those under a condition, but none of a function or class in it."""
     for node in body:
         yield node
-        if not isinstance(node, _DEFINITIONS):
+        if not isinstance(node, DEFINITIONS):
             yield from _within(each for each in ast.iter_child_nodes(node) if isinstance(each, ast.stmt))
 
 

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from manager.errors import ActionFailed, Reason
-from manager.function import FunctionSpec, HandlerSpec, SandboxSpec
+from manager.function import FunctionSpec, SandboxSpec
 from runtimes.sandbox.environments import Environments, EnvironmentSettings
 from runtimes.sandbox.handler.instance import HandlerSettings
 from runtimes.sandbox.handler.runtime import HandlerRuntime
 from runtimes.sandbox.sandbox import Provider
+from tests.runtimes.handlers import handler_in
 from tests.runtimes.recorder import execution_of
 from tests.runtimes.sandbox.pytest.conftest import SuiteBench
 from tests.runtimes.sandbox.pytest.test_runtime import CALC, CRASH, LISTS, SUITE
@@ -26,15 +27,7 @@ async def test_a_handler_serves_from_a_container_and_is_replaced(containers: Pro
         "import os\ndef score(event, context):\n    print('graded')\n    return event['n'] or os._exit(3)\n"
     )
     settings = HandlerSettings(sandbox=SandboxSpec(image="tangram-base:bookworm", memory_bytes=256 * 2**20))
-    spec = HandlerSpec(
-        module="handler",
-        callable="score",
-        directory=directory,
-        per_instance=1,
-        instances_min=0,
-        instances_max=1,
-        idle_s=300.0,
-    )
+    spec = handler_in(directory, instances_max=1)
     # A sandbox section without an image takes the default one.
     function = FunctionSpec(name="f", runtime="handler", sandbox=SandboxSpec(), handler=spec)
     runtime = HandlerRuntime(containers, settings)

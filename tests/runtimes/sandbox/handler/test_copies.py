@@ -9,13 +9,14 @@ import pytest
 from structlog.testing import capture_logs
 
 from manager.errors import InvalidConfig
-from manager.function import FunctionSpec, HandlerSpec, SandboxSpec
+from manager.function import FunctionSpec, SandboxSpec
 from runtimes.node.handlers.archive import HandlerArchives
 from runtimes.sandbox.handler import files
 from runtimes.sandbox.handler.copies import HandlerCopies
 from runtimes.sandbox.handler.instance import HandlerSettings
 from runtimes.sandbox.handler.runtime import HandlerRuntime
 from runtimes.sandbox.provider import ProviderSettings, make_provider
+from tests.runtimes.handlers import handler_in
 from tests.runtimes.recorder import execution_of
 
 BOX = SandboxSpec(memory_bytes=256 * 2**20)
@@ -23,16 +24,9 @@ SOURCE = "import time, word\ndef score(event, context):\n    time.sleep(event.ge
 
 
 def handler(directory: Path, revision: str = "1") -> FunctionSpec:
-    spec = HandlerSpec(
-        module="handler",
-        callable="score",
-        directory=directory,
-        per_instance=1,
-        instances_min=0,
-        instances_max=4,
-        idle_s=300.0,
+    return FunctionSpec(
+        name="reward", runtime="handler", revision=revision, timeout_s=60.0, handler=handler_in(directory)
     )
-    return FunctionSpec(name="reward", runtime="handler", revision=revision, timeout_s=60.0, handler=spec)
 
 
 @pytest.fixture

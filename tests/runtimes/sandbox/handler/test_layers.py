@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from manager.errors import InvalidConfig, Unsupported
-from manager.function import FunctionSpec, HandlerSpec, SandboxSpec
+from manager.function import FunctionSpec, SandboxSpec
 from runtimes.sandbox.handler.instance import HandlerSettings
 from runtimes.sandbox.handler.requirements import RequirementSettings
 from runtimes.sandbox.handler.runtime import HandlerRuntime
 from runtimes.sandbox.provider import ProviderSettings, make_provider
 from runtimes.sandbox.sandbox import Provider
+from tests.runtimes.handlers import handler_in
 from tests.runtimes.recorder import execution_of
 from tests.runtimes.sandbox.handler.wheels import wheel
 
@@ -68,16 +69,7 @@ def function(tmp_path: Path) -> Function:
         directory = tmp_path / name
         directory.mkdir(exist_ok=True)
         (directory / "handler.py").write_text(source)
-        spec = HandlerSpec(
-            module="handler",
-            callable="score",
-            directory=directory,
-            per_instance=1,
-            instances_min=0,
-            instances_max=2,
-            idle_s=300.0,
-            requirements=requirements,
-        )
+        spec = handler_in(directory, instances_max=2, requirements=requirements)
         return FunctionSpec(
             name=name,
             runtime="handler",
