@@ -27,7 +27,7 @@ from gateway.http.messages import JSON, problem_response
 from gateway.http.nodes.operations import NodeOperations
 from gateway.http.openapi import Shapes, document
 from gateway.http.operation import ROLE, Endpoint, Operation, json_answer
-from gateway.http.page import UI, LandingPage
+from gateway.http.page import BARE_UI, UI, LandingPage
 from gateway.http.sending import BoundedSend
 from gateway.http.sessions.operations import SessionOperations
 from gateway.http.snapshots import SnapshotOperations
@@ -48,11 +48,12 @@ class HttpApp:
         self._services = services
         self._log = structlog.get_logger("gateway.http")
         self.operations = [*operations(services), self._openapi_row()]
-        self._open = {PAGE, *(operation.path for operation in self.operations if operation.open)}
+        self._open = {PAGE, BARE_UI, *(operation.path for operation in self.operations if operation.open)}
         self._door = Door(services.guard, services.session, {kind for row in self.operations for kind in row.body})
         page = LandingPage(self._door, services.session)
         self._routes = [Route(row.path, _checked(row), methods=[row.method]) for row in self.operations]
         self._routes.append(Route(PAGE, page.show, methods=["GET"]))
+        self._routes.append(Route(BARE_UI, page.lead, methods=["GET"]))
         self._routes.append(Route(UI + "{rest:path}", page.file, methods=["GET"]))
         self._router: ASGIApp = Router(self._routes, redirect_slashes=False)
 

@@ -15,6 +15,8 @@ from gateway.http.door import Door, cookie_name
 
 #: Where the views are.
 UI = "/ui/"
+#: What somebody types.
+BARE_UI = "/ui"
 #: Nothing is run that is not the page's own script to the letter, or the worker that it starts; nothing is loaded, sent
 #: to or framed elsewhere.
 _POLICY = (
@@ -59,7 +61,7 @@ class LandingPage:
         cookie = self._session.open(request.query_params.get("key", ""))
         if cookie is None:
             if "text/html" in request.headers.get("accept", ""):
-                return RedirectResponse(UI + "now", 303, {**_HEADERS, "Cache-Control": "no-store"})
+                return await self.lead(request)
             self._door.let_in(request.scope)
             return Response(_TEXT, media_type="text/html", headers={**_HEADERS, "Cache-Control": "no-store"})
         # Not the page itself: the key must not stay in the browser's history, nor reach another page as its referrer.
@@ -67,6 +69,10 @@ class LandingPage:
         secure = request.scope["scheme"] == "https"
         answer.set_cookie(cookie_name(request.scope), cookie, httponly=True, samesite="strict", secure=secure)
         return answer
+
+    async def lead(self, request: Request) -> Response:
+        """Lead a browser to the first view."""
+        return RedirectResponse(UI + "now", 303, {**_HEADERS, "Cache-Control": "no-store"})
 
     async def file(self, request: Request) -> Response:
         """Every view is the same page; beside it is only its worker."""

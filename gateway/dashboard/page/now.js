@@ -76,10 +76,10 @@ export function nowView(view, go) {
 function actSplit([queue, overhead, execution, p50, p99, completed]) {
   const total = queue + overhead + execution;
   return [
-    h("div", {class: "l"}, h("span", {title: "action completion time of what was started, and neither cancelled nor lost"}, `ACT, last minute, ${count(completed)} completed`), h("span", null, "mean ", h("b", null, p50 === null ? "–" : duration(total)), " · p50 ", h("b", null, duration(p50)), " · p99 ", h("b", null, duration(p99)))),
+    h("div", {class: "l"}, h("span", {title: "action completion time of what was started, and neither cancelled nor lost"}, "ACT, last minute"), h("span", null, "mean ", h("b", null, p50 === null ? "–" : duration(total)), " · p50 ", h("b", null, duration(p50)), " · p99 ", h("b", null, duration(p99)))),
     h("div", {class: "split", role: "img", "aria-label": `queue ${duration(queue)}, overhead ${duration(overhead)}, execution ${duration(execution)}`},
       ...(total ? [queue, overhead, execution].map((ms, at) => h("i", {class: `p-${PARTS[at]}`, style: {flex: `${ms / total} 1 0`}})) : [h("i", {class: "free", style: {flex: "1 1 0"}})])),
-    h("div", {class: "leg"}, ...[queue, overhead, execution].map((ms, at) => h("span", null, h("i", {class: `sw p-${PARTS[at]}`}), `${PARTS[at]} `, h("b", null, p50 === null ? "–" : duration(ms))))),
+    h("div", {class: "leg"}, ...[queue, overhead, execution].map((ms, at) => h("span", null, h("i", {class: `sw p-${PARTS[at]}`}), `${PARTS[at]} `, h("b", null, p50 === null ? "–" : duration(ms)))), h("span", null, `of ${count(completed)} completed`)),
   ];
 }
 

@@ -126,6 +126,8 @@ async def test_the_key_opens_the_page_once_and_becomes_a_cookie(guarded: Running
         for path in re.findall(r'href="([^"]+)"', page.text):
             assert (await http.get(path)).status_code == 200, path
     async with stranger(guarded) as late:
+        typed = await late.get("/ui")
+        assert (typed.status_code, typed.headers["location"]) == (303, "/ui/now"), "what somebody types leads on"
         assert (await late.get("/", params={"key": key_of(guarded.app)})).status_code == 401
 
 
