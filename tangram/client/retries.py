@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import threading
 import time
 from dataclasses import dataclass
 
@@ -36,6 +37,8 @@ OUTAGES = (DrainingError, StorageUnavailableError)
 BACKOFF_S, BACKOFF_MAX_S = 0.2, 5.0
 #: Tries of a request that is refused by a bound, unless ``max_attempts`` says otherwise.
 ATTEMPTS = 5
+#: One outage fails every call that is under way: seconds for which the same is not told again, and how much is kept.
+TELL_EVERY_S, TOLD_MAX = 10.0, 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +83,28 @@ class Retries:
         return None
 
 
+class Teller:
+    """Warns once of what many calls, of all clients in the process, meet at the same time."""
+
+    def __init__(self) -> None:
+        self._told_s: dict[str, float] = {}
+        self._lock = threading.Lock()
+
+    def warn(self, failure: str, then: str) -> None:
+        """Warn of the failure and what is done about it, unless that failure was told within ``TELL_EVERY_S``."""
+        now_s = time.monotonic()
+        with self._lock:
+            told_s = self._told_s.pop(failure, None)
+            again = told_s is None or now_s - told_s >= TELL_EVERY_S
+            self._told_s[failure] = now_s if told_s is None or again else told_s
+            while len(self._told_s) > TOLD_MAX:
+                del self._told_s[next(iter(self._told_s))]
+        logger.log(logging.WARNING if again else logging.DEBUG, "%s; %s", failure, then)
+
+
+TELLER = Teller()
+
+
 class FailureStreak:
     """How long, and how often, one thing has failed in a row."""
 
@@ -97,9 +122,9 @@ class FailureStreak:
         wait_s = self._retries.wait_s(error, self._attempt, now_s - self._since_s, repeatable=repeatable, new=new)
         if wait_s is not None and self._attempt == 1:
             if isinstance(error, ConnectionFailed):
-                logger.warning("%s; trying again for %g s", error, self._retries.patience_s(error, new=new))
+                TELLER.warn(str(error), f"trying again for {self._retries.patience_s(error, new=new):g} s")
             elif isinstance(error, FunctionUnavailableError):
-                logger.warning("%s; asking again in %.0f s", error, wait_s)
+                TELLER.warn(str(error), f"asking again in {wait_s:.0f} s")
         return wait_s
 
     def succeeded(self) -> None:

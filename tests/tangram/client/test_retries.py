@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import random
 
 import pytest
 
-from tangram.client.retries import FailureStreak, Retries
+from tangram.client.retries import TOLD_MAX, FailureStreak, Retries, Teller
 from tangram.errors import ConnectionFailed, FunctionUnavailableError
 
 
@@ -27,3 +28,28 @@ def test_why_a_function_is_unavailable_is_told_once_while_it_is_asked_again(capl
     streak = FailureStreak(Retries())
     assert [streak.again_s(unavailable) for _ in range(6)] == [7.0, 7.0, 7.0, 7.0, None, None]
     assert [record.message for record in caplog.records] == [f"{unavailable}; asking again in 7 s"]
+
+
+def test_an_outage_that_fails_many_calls_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    gone = ConnectionFailed("cannot reach http://many.example: refused", detail={"sent": False})
+    for _ in range(50):
+        assert FailureStreak(Retries()).again_s(gone) is not None
+    assert [record.message for record in caplog.records if record.levelno == logging.WARNING] == [
+        "cannot reach http://many.example: refused; trying again for 60 s"
+    ]
+
+
+def test_what_was_told_long_ago_is_told_again_and_what_is_kept_is_bounded(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("tangram.client.retries.time.monotonic", lambda: now[0])
+    teller = Teller()
+    for now[0] in (0.0, 9.0, 11.0, 19.0, 22.0):
+        teller.warn("gone", "trying again")
+    assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == 3  # at 0, 11 and 22
+    for number in range(TOLD_MAX):
+        teller.warn(f"other {number}", "trying again")
+    caplog.clear()
+    teller.warn("gone", "trying again")  # it had to make room
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
