@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from manager.action import NodeChoice
+from manager.action import ANYWHERE, NodeChoice
 from manager.resources.declared import ResourceSpec
 from manager.scheduler.policy import PolicySpec
 from manager.setting import Setting
@@ -46,6 +46,8 @@ class NodeSpec:
 
     def suits(self, placement: NodeChoice) -> bool:
         """Return whether an action of this placement may run here."""
+        if placement is ANYWHERE:
+            return True
         able = self.able is None or not placement.function or placement.function in self.able
         return (
             able

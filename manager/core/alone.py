@@ -27,7 +27,7 @@ def waits_alone(state: SchedulerState, pool: Pool, groups: Sequence[QueueGroup])
     task, demand, memory_bytes, node, batch_service, child, placement = group.signature
     if len(demand) != 1 or memory_bytes or node != pool.node or batch_service:
         return None
-    waiting = next(iter(group))
+    waiting = group.first
     units = waiting.action.cost[pool.kind]
     if waiting.action.key is not None or units.elastic or units.minimum > pool.free:
         return None

@@ -45,10 +45,11 @@ class Changes:
             pools.update((pool.name for pool in state.resources) if state.spec.strict else state.pools_of(group))
         self._compare_caps(pools)
         self._compare_memory(pools)
-        for pool, wake_s in list(state.wakes.items()):
-            if wake_s <= state.now_s:
-                del state.wakes[pool]
-                pools.add(pool)
+        if state.wakes:
+            for pool, wake_s in list(state.wakes.items()):
+                if wake_s <= state.now_s:
+                    del state.wakes[pool]
+                    pools.add(pool)
         groups, self._groups = self._groups, set()
         return pools, groups
 

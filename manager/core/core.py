@@ -285,7 +285,7 @@ class Core:
     def _reconfigure(self, event: Reconfigured) -> None:
         state = self._state
         if event.tasks is not None:
-            state.tasks = state.queue.bounds.tasks = event.tasks
+            state.declare(event.tasks)
         if event.function_bounds is not None:
             state.queue.bounds.functions = event.function_bounds
         for name, declared in (event.resources or {}).items():
@@ -304,10 +304,12 @@ class Core:
 
     def _advance(self, now_s: float) -> None:
         state = self._state
-        state.now_s = max(state.now_s, now_s)
-        for pool in state.resources.timed:
-            pool.advance(state.now_s)
-        self._grant_tries()
+        if now_s > state.now_s:
+            state.now_s = now_s
+        if state.resources.timed:
+            for pool in state.resources.timed:
+                pool.advance(state.now_s)
+            self._grant_tries()
 
     def _lend(self) -> bool:
         """Start children that still wait on what their parents hold, one at a time; return whether any was started."""
@@ -325,13 +327,10 @@ class Core:
     def _wake(self) -> None:
         """Say when to come back, if that changed."""
         state = self._state
-        wished = (state.queue.next_deadline_s(), state.trajectories.next_expiry_s(), *state.wakes.values())
-        instants = [instant for instant in wished if instant is not None]
-        for pool in self._awaited():
-            return_s = pool.next_return_s()
-            if return_s is not None:
-                instants.append(return_s)
-        wake_s = min(instants, default=None)
+        wished = [state.queue.next_deadline_s(), state.trajectories.next_expiry_s(), *state.wakes.values()]
+        if state.resources.timed:
+            wished += [pool.next_return_s() for pool in self._awaited()]
+        wake_s = min([instant for instant in wished if instant is not None], default=None)
         if wake_s != self._wake_s or (wake_s is not None and wake_s <= state.now_s):
             self._wake_s = wake_s
             state.commands.append(WakeAt(instant_s=wake_s))

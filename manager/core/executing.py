@@ -188,16 +188,15 @@ class Executing:
 
         ``workers`` are for a malleable one's key resource.
         """
-        granted: list[dict[str, Grant]] = [{} for _ in alike]
-        holders = [waiting.id for waiting in alike]
-        for pool, request in requests:
-            for grants, grant in zip(granted, pool.acquire_each(holders, request, now_s), strict=True):
-                grants[pool.kind] = grant
-            if workers >= request.units:
-                for waiting, grants in zip(alike, granted, strict=True):
-                    if waiting.action.malleable_in(pool.kind):
-                        grants[pool.kind] = replace(grants[pool.kind], workers=workers)
-        started = [self._lease(waiting, node, grants, now_s) for waiting, grants in zip(alike, granted, strict=True)]
+        if len(alike) == 1:
+            granted = [{pool.kind: pool.acquire(alike[0].id, request, now_s) for pool, request in requests}]
+        else:
+            granted = _acquire_each([waiting.id for waiting in alike], requests, now_s)
+        started = []
+        for waiting, grants in zip(alike, granted, strict=True):
+            if workers:
+                _staff(waiting.action, grants, workers)
+            started.append(self._lease(waiting, node, grants, now_s))
         self._note(started, [pool for pool, _ in requests], now_s)
         return started
 
@@ -448,6 +447,24 @@ class Executing:
                 self._held_by_task[key] = held
             else:
                 self._held_by_task.pop(key, None)
+
+
+def _acquire_each(
+    holders: Sequence[str], requests: Sequence[tuple[Pool, PoolRequest]], now_s: float
+) -> list[dict[str, Grant]]:
+    """Acquire for several what each requests of each pool; return what each was granted, by kind."""
+    granted: list[dict[str, Grant]] = [{} for _ in holders]
+    for pool, request in requests:
+        for grants, grant in zip(granted, pool.acquire_each(holders, request, now_s), strict=True):
+            grants[pool.kind] = grant
+    return granted
+
+
+def _staff(action: Action, grants: dict[str, Grant], workers: int) -> None:
+    """Enter ``workers`` for a malleable action, if it can use as many as it has units."""
+    for kind, grant in grants.items():
+        if workers >= grant.units and action.malleable_in(kind):
+            grants[kind] = replace(grant, workers=workers)
 
 
 def _own_memory(action: Action) -> int:

@@ -11,7 +11,7 @@ from manager.core.dispatcher import Dispatcher
 from manager.core.pool_dispatch import PoolDispatch
 from manager.core.state import SchedulerState
 from manager.core.waiting.queue import QueueGroup, Waiting
-from manager.resources.pool import Headroom
+from manager.resources.pool import Headroom, Pool
 
 #: Rounds of one pass: units that a policy frees by resizing, or gives to somebody wider, are offered again this often.
 _ROUNDS = 4
@@ -32,7 +32,30 @@ class SchedulingPass:
             pools, groups = self._changes.take()
             if not pools and not groups:
                 break
+            if not pools and self._start_alone(groups):
+                break  # nobody else's units, memory or cap has changed with it
             self._round(pools, groups)
+
+    def _start_alone(self, groups: set[QueueGroup]) -> bool:
+        """Start the only action that anything changed for, if it waits alone; return whether it did."""
+        if len(groups) != 1:
+            return False
+        (group,) = groups
+        state = self._state
+        names = state.pools_of(group)
+        if len(names) != 1 or not group.live or (state.paused and not group.signature.child):
+            return False
+        pool = state.resources[names[0]]
+        waiting = waits_alone(state, pool, list(state.groups_at(pool)))
+        if waiting is None:
+            return False
+        self._start_in(pool, waiting)
+        return True
+
+    def _start_in(self, pool: Pool, alone: Waiting) -> None:
+        """Start what waits alone for a pool."""
+        self._state.wakes.pop(pool.name, None)
+        self.dispatcher.start([alone], pool.node, [(pool, request_of(alone, pool))])
 
     def _round(self, changed: set[str], changed_groups: set[QueueGroup]) -> None:
         state = self._state
@@ -57,8 +80,7 @@ class SchedulingPass:
         for pool in pools:
             only = alone.get(pool.name)
             if only is not None:
-                state.wakes.pop(pool.name, None)
-                self.dispatcher.start([only], pool.node, [(pool, request_of(only, pool))])
+                self._start_in(pool, only)
                 continue
             candidates, here = by_pool.get(pool.name, []), groups_of.get(pool.name, [])
             PoolDispatch(state, self.dispatcher, pool, here, candidates, selection, self._changes.look_again).take()

@@ -55,6 +55,16 @@ class SchedulerState:
     memory_waits_from: int | None = None
     #: What that one needs.
     memory_waits_bytes: int = 0
+    #: Those of the tasks that have caps.
+    _capped: Mapping[str, TaskSpec] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.declare(self.tasks)
+
+    def declare(self, tasks: Mapping[str, TaskSpec]) -> None:
+        """Let these tasks hold from now on."""
+        self.tasks = self.queue.bounds.tasks = tasks
+        self._capped = {name: task for name, task in tasks.items() if task.caps}
 
     def policy(self, pool: Pool) -> Policy:
         """Return what decides on a pool now."""
@@ -82,7 +92,7 @@ class SchedulerState:
         """Return the units that each task's caps leave, by task and kind."""
         return {
             (task, kind): max(0, cap - self.executing.held_by(task, kind))
-            for task, spec in self.tasks.items()
+            for task, spec in self._capped.items()
             for kind, cap in spec.caps.items()
         }
 

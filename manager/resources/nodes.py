@@ -239,6 +239,8 @@ class Nodes:
 
     def take_changed(self) -> set[str]:
         """Return the names of the nodes that came, or on which memory returned, since the last call."""
+        if not self._changed:
+            return set()
         changed = self._changed & self._nodes.keys()
         self._changed.clear()
         return changed

@@ -103,6 +103,8 @@ class Resources:
 
     def take_changed(self) -> set[str]:
         """Return the names of the pools that announced a change since the last call."""
+        if not self._changed:
+            return set()
         changed = self._changed & self._pools.keys()
         self._changed.clear()
         return changed

@@ -218,14 +218,18 @@ class FairShare:
 
         Each takes the first turn of its task.
         """
-        stamps = [stamp for action in alike if (stamp := self._waiting.pop(action.id, None)) is not None]
-        if not stamps:
-            return
+        stamps = []
         latest = 0.0
-        for stamp in stamps:
+        for action in alike:
+            stamp = self._waiting.pop(action.id, None)
+            if stamp is None:
+                continue
+            stamps.append(stamp)
             stamp.waits = False
             if stamp.at > latest:
                 latest = stamp.at
+        if not stamps:
+            return
         task, kinds = demand = _demand_of(alike[0])
         turns = self._turns[demand]
         turns.start(stamps)
@@ -234,7 +238,8 @@ class FairShare:
         for kind in kinds:
             flow = self._flows.get((task, kind))
             if flow is not None:
-                flow.started = max(flow.started, latest)
+                if latest > flow.started:
+                    flow.started = latest
                 flow.tidy(len(self._waiting))
 
     def leaves(self, action: Action, weight: float) -> None:

@@ -82,8 +82,8 @@ class InOrder(Generic[Rank]):
 
     __slots__ = ("_first", "_items")
 
-    def __init__(self, items: Iterable[tuple[Rank, int, Waiting]] = ()) -> None:
-        self._items: list[tuple[Rank, int, Waiting]] = sorted(items, key=_place)
+    def __init__(self, items: Iterable[tuple[Rank, int, Waiting]] | None = None) -> None:
+        self._items: list[tuple[Rank, int, Waiting]] = [] if items is None else sorted(items, key=_place)
         self._first = 0
 
     def add(self, rank: Rank, waiting: Waiting) -> None:
@@ -103,6 +103,13 @@ class InOrder(Generic[Rank]):
         self._items = [item for item in self._items[self._first :] if item[2].group is group]
         self._first = 0
         return True
+
+    def first(self, group: QueueGroup) -> Waiting:
+        """Return the first one; there is one."""
+        index = self._first
+        while self._items[index][2].group is not group:
+            index += 1
+        return self._items[index][2]
 
     def items(self, group: QueueGroup) -> Iterator[tuple[Rank, int, Waiting]]:
         """Yield each with what sorts it among others; the group must not change meanwhile."""
@@ -194,6 +201,11 @@ class QueueGroup:
                 self._seconds = sum(seconds for seconds, _, _ in self._by_length.items(self))
         for kind, rigid in self._rigid.items():
             rigid.clean(self, self.live - self.keyed[kind])
+
+    @property
+    def first(self) -> Waiting:
+        """Return the first in order of service; something must wait."""
+        return self._by_service.first(self)
 
     def rigid(self, kind: str) -> Iterator[tuple[Key, int, Waiting]]:
         """Yield those without a choice of ``kind``'s units as `items` does."""
@@ -321,12 +333,9 @@ class Queue:
 
     def leave(self, alike: Sequence[Waiting]) -> None:
         """Remove actions of one group, or one of none, that start on what they had reserved."""
-        functions: dict[str, int] = {}
         for waiting in alike:
             del self._waiting[waiting.id]
-            functions[waiting.action.function] = functions.get(waiting.action.function, 0) + 1
-        for function, count in functions.items():
-            _decrement(self._by_function, function, count)
+            _decrement(self._by_function, waiting.action.function)
         _decrement(self._by_task, alike[0].action.task, len(alike))
         group = alike[0].group
         if group is not None:
