@@ -18,7 +18,7 @@ from manager.errors import CodedError, Unsupported
 from runtimes.node import wire
 from runtimes.node.certificate import node_side
 from runtimes.node.errors import facts_of
-from runtimes.node.link import LinkSettings, LinkStream, NodeLink
+from runtimes.node.link import LinkSettings, LinkStream, NodeLink, Pulse
 from runtimes.node.message import Message
 
 #: Connections that are being made at once, and seconds until a cut one tries again.
@@ -47,8 +47,11 @@ def hello(name: str, ticket: str) -> wire.NodeHello:
 class StubAgent:
     """One agent: it says that it has nothing and is able to run nothing, and beats."""
 
-    def __init__(self, name: str, ticket: str, place: tuple[str, int], context: ssl.SSLContext) -> None:
+    def __init__(
+        self, name: str, ticket: str, place: tuple[str, int], context: ssl.SSLContext, pulse: Pulse | None = None
+    ) -> None:
         self._name, self._ticket, self._place, self._context = name, ticket, place, context
+        self._pulse = pulse
         self.link: NodeLink | None = None
 
     async def join(self) -> NodeLink:
@@ -56,7 +59,7 @@ class StubAgent:
         while True:
             loop = asyncio.get_running_loop()
             _, stream = await loop.create_connection(LinkStream, *self._place, ssl=self._context, server_hostname="")
-            link = self.link = NodeLink(stream, SETTINGS)
+            link = self.link = NodeLink(stream, SETTINGS, pulse=self._pulse)
             link.send(hello(self._name, self._ticket))
             try:
                 await link.receive(wire.NodeWelcome, GREETING_S)
@@ -74,10 +77,10 @@ class StubAgent:
 
 async def join_all(tickets: dict[str, str], place: tuple[str, int]) -> None:
     """Join with all of them, and beat for ever."""
-    gate, context = asyncio.Semaphore(DIALLING), node_side()
+    gate, context, pulse = asyncio.Semaphore(DIALLING), node_side(), Pulse()
 
     async def one(name: str, ticket: str) -> asyncio.Task[str]:
-        agent = StubAgent(name, ticket, place, context)
+        agent = StubAgent(name, ticket, place, context, pulse)
         async with gate:
             link = await agent.join()
         return asyncio.create_task(link.run(agent.handle))

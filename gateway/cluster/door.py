@@ -12,7 +12,7 @@ from contextlib import suppress
 import structlog
 
 from manager.errors import CodedError, InvalidConfig
-from runtimes.node.link import LinkSettings, LinkStream, NodeLink
+from runtimes.node.link import LinkSettings, LinkStream, NodeLink, Pulse
 
 #: Seconds until the next try where the process has no descriptor left.
 _FULL_S = 0.2
@@ -62,6 +62,7 @@ class NodeDoor:
         self._listener = listener
         self._context = context
         self._settings = settings
+        self._pulse = Pulse()
         self._greeting_s = greeting_s
         self._greetings_max = greetings_max
         self._greet = greet
@@ -173,7 +174,7 @@ class NodeDoor:
             )
         except (OSError, ssl.SSLError):
             return None
-        return NodeLink(stream, self._settings)
+        return NodeLink(stream, self._settings, pulse=self._pulse)
 
 
 def _network(address: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -35,8 +34,9 @@ HANDED_BYTES = 2**20
 FAREWELL_S = 0.5
 #: Seconds for which what is in no hurry waits for something to travel with.
 PATIENCE_S = 0.02
-#: Moments in the time of a beat at which links tick: those of many meet there, and the loop wakes up once for them.
+#: Moments in the time of a beat at which links tick.
 _MOMENTS = 16
+_BEAT = encode(Beat())
 _M = TypeVar("_M", bound=Message)
 
 
@@ -169,6 +169,27 @@ class LinkStream(asyncio.Protocol):
         self._room.set()
 
 
+class Pulse:
+    """When links tick: those of many meet at few moments, and the loop wakes up once for them."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        #: By moment, who ticks then.
+        self._meeting: dict[float, list[Callable[[], None]]] = {}
+
+    def call_at(self, moment_s: float, tick: Callable[[], None]) -> None:
+        """Call ``tick`` at an instant of the loop's clock; it is not taken back."""
+        meeting = self._meeting.get(moment_s)
+        if meeting is None:
+            meeting = self._meeting[moment_s] = []
+            self._loop.call_at(moment_s, self._tick, moment_s)
+        meeting.append(tick)
+
+    def _tick(self, moment_s: float) -> None:
+        for tick in self._meeting.pop(moment_s):
+            tick()
+
+
 class NodeLink:
     """Frames over a stream. What is sent in one turn of the loop travels together; nothing here waits for the peer."""
 
@@ -178,7 +199,9 @@ class NodeLink:
         settings: LinkSettings | None = None,
         *,
         clock: Clock | None = None,
+        pulse: Pulse | None = None,
     ) -> None:
+        """``pulse``: that of all the links of this side, if it has many."""
         self.settings = settings or LinkSettings()
         self._stream, self._transport = stream, stream.transport
         self._clock = clock or MonotonicClock()
@@ -192,9 +215,11 @@ class NodeLink:
         self._patience: asyncio.TimerHandle | None = None
         #: Hands over what waits for the peer to read.
         self._pumping: asyncio.Task[None] | None = None
-        self._heard_s = self._ticked_s = self._clock.now()
-        self._spoke = False
-        self._timer: asyncio.TimerHandle | None = None
+        self._pulse = pulse or Pulse()
+        #: When something was heard last, but for the time since in which this process slept; when it ticks next.
+        self._heard_s = self._due_s = self._clock.now()
+        #: Whether nothing was heard for too long at the last tick.
+        self._in_doubt = False
         self.peer = str(self._transport.get_extra_info("peername") or "")
         self.closed = asyncio.Event()
         #: Why it was closed.
@@ -252,7 +277,6 @@ class NodeLink:
         if frames:
             data = frames[0] if len(frames) == 1 else b"".join(frames)
             self._unsent_bytes -= len(data)
-            self._spoke = True
             if not self._transport.is_closing():
                 self._transport.write(data)
 
@@ -308,13 +332,16 @@ class NodeLink:
         """
 
         def take(data: bytes) -> None:
+            if data == _BEAT and self._frames.is_whole:
+                self._heard_s = self._clock.now()
+                return
             self._heard(data)
             while self._received and not self.closed.is_set():
                 message = self._received.popleft()
                 if type(message) is not Beat:
                     handle(message)
 
-        self._heard_s = self._ticked_s = self._clock.now()
+        self._heard_s = self._due_s = self._clock.now()
         self._arm()
         try:
             take(b"")
@@ -334,17 +361,20 @@ class NodeLink:
     # --- life
 
     def tick(self) -> None:
-        """Send a beat if nothing was said since the last tick; close the link if nothing was heard for too long."""
+        """Send a beat; close the link if nothing was heard for too long, at this tick and at the one before.
+
+        Time that this process slept is not the other side's silence, and what came meanwhile is read between two ticks.
+        """
         now_s, settings = self._clock.now(), self.settings
-        if now_s - self._ticked_s > 2 * settings.beat_s:  # this process slept itself: what came meanwhile is unread
-            self._heard_s = max(self._heard_s, now_s - settings.silent_s + settings.beat_s)
-        self._ticked_s = now_s
-        if now_s - self._heard_s > settings.silent_s:
+        if now_s > self._due_s:
+            self._heard_s = min(now_s, self._heard_s + now_s - self._due_s)
+        self._due_s = now_s + settings.beat_s
+        silent, doubted = now_s - self._heard_s > settings.silent_s, self._in_doubt
+        self._in_doubt = silent
+        if silent and doubted:
             self.close(f"nothing was heard for {now_s - self._heard_s:.1f} s")
-            return
-        if not self._spoke:
-            self.send(Beat())
-        self._spoke = False
+        elif not self._unsent and not self._transport.is_closing():  # what waits to leave is a sign of life as well
+            self._transport.write(_BEAT)
 
     def _tick_again(self) -> None:
         self.tick()
@@ -356,12 +386,16 @@ class NodeLink:
 
         Either at the next of the moments that links have in common, or if it was just missed, at the last one.
         """
-        settings, now_s = self.settings, self._loop.time()
-        step_s = min(settings.beat_s, settings.silent_s) / _MOMENTS
-        left_s = self._heard_s + settings.silent_s - self._clock.now()
-        moment = math.ceil((now_s + min(settings.beat_s, left_s)) / step_s - 0.25)
-        moment = max(moment, math.floor(now_s / step_s) + 1)
-        self._timer = self._loop.call_at(moment * step_s, self._tick_again)
+        settings, clock_s, now_s = self.settings, self._clock.now(), self._loop.time()
+        wait_s, left_s = settings.beat_s, self._heard_s + settings.silent_s - clock_s
+        step_s = (wait_s if wait_s < settings.silent_s else settings.silent_s) / _MOMENTS
+        if left_s < wait_s:
+            wait_s = left_s
+        moment_s = int((now_s + wait_s) / step_s + 0.75) * step_s
+        if moment_s <= now_s:
+            moment_s = (int(now_s / step_s) + 1) * step_s
+        self._due_s = clock_s + moment_s - now_s
+        self._pulse.call_at(moment_s, self._tick_again)
 
     def close(self, why: str) -> None:
         """Close it, after what was sent already and the peer has room for; the first reason counts. Idempotent."""
@@ -374,9 +408,8 @@ class NodeLink:
         self._unsent_bytes = 0
         if self._pumping is not None:
             self._pumping.cancel()
-        for timer in (self._timer, self._patience):
-            if timer is not None:
-                timer.cancel()
+        if self._patience is not None:
+            self._patience.cancel()
         self._stream.end()
         self._transport.close()
         self._loop.call_later(FAREWELL_S, self._transport.abort)  # a peer that is silent answers no farewell

@@ -353,6 +353,11 @@ class FrameReader:
         self._unread = bytearray()
         self._wanted_bytes = 0
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether no frame has begun and not ended."""
+        return not self._unread
+
     def feed(self, data: bytes) -> Iterator[Message]:
         """Yield the messages that are whole now; raises ChannelError, after which nothing more is read."""
         if self._unread:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from manager.clock import Clock
-from runtimes.node.link import LinkSettings, LinkStream, NodeLink
+from runtimes.node.link import LinkSettings, LinkStream, NodeLink, Pulse
 from runtimes.node.wire import HEADER
 
 #: Bytes beyond which who writes is told to wait.
@@ -98,20 +98,21 @@ def pair(
     on_frame: Callable[[int], bool] = lambda kind: True,
     settings: LinkSettings = CALM,
     clock: Clock | None = None,
+    pulse: Pulse | None = None,
 ) -> tuple[NodeLink, NodeLink]:
     """Return the two ends of a link; ``on_frame`` is told every frame of both, and says whether it arrives."""
-    ends = [_end(on_frame, settings, clock) for _ in range(2)]
+    ends = [_end(on_frame, settings, clock, pulse) for _ in range(2)]
     ends[0][1].peer, ends[1][1].peer = ends[1][1], ends[0][1]
     return ends[0][0], ends[1][0]
 
 
 def _end(
-    on_frame: Callable[[int], bool], settings: LinkSettings, clock: Clock | None
+    on_frame: Callable[[int], bool], settings: LinkSettings, clock: Clock | None, pulse: Pulse | None = None
 ) -> tuple[NodeLink, MemoryTransport]:
     stream = LinkStream()
     transport = MemoryTransport(stream, on_frame)
     stream.connection_made(transport)
-    link = NodeLink(stream, settings, clock=clock)
+    link = NodeLink(stream, settings, clock=clock, pulse=pulse)
     ENDS.append(link)
     return link, transport
 

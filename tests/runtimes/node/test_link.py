@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from typing import cast
 
 import pytest
 
 from manager.clock import VirtualClock
 from runtimes.node import wire
-from runtimes.node.link import HANDED_BYTES, READ_BYTES, LinkClosed, LinkSettings, NodeLink
+from runtimes.node.link import HANDED_BYTES, READ_BYTES, LinkClosed, LinkSettings, NodeLink, Pulse
 from runtimes.node.message import Message
 from tests.runtimes.node.memory_stream import CALM, MemoryTransport, pair
 from tests.runtimes.node.session import STUCK_S, hello
@@ -55,7 +56,7 @@ async def test_a_side_that_is_silent_is_cut_and_one_that_beats_is_not() -> None:
         for _ in range(5):
             await asyncio.sleep(0)
     assert not near.closed.is_set()
-    for _ in range(4):  # the far side is frozen
+    for _ in range(5):  # the far side is frozen
         clock.advance_to(clock.now() + 1.0)
         near.tick()
         for _ in range(5):
@@ -72,11 +73,94 @@ async def test_a_process_that_slept_itself_listens_before_it_judges() -> None:
     clock.advance_to(60.0)
     near.tick()
     assert not near.closed.is_set()
-    clock.advance_to(61.0)
-    near.tick()
-    clock.advance_to(62.5)
-    near.tick()
+    for _ in range(4):  # awake, and nothing comes
+        assert not near.closed.is_set()
+        clock.advance_to(clock.now() + 1.0)
+        near.tick()
     assert near.closed.is_set()
+
+
+async def test_each_side_beats_at_every_tick_whatever_else_it_says() -> None:
+    kinds: list[int] = []
+    near, _ = pair(lambda kind: kinds.append(kind) is None)
+    beat = wire.encode(wire.Beat())[wire.HEADER.size - 1]
+    for tick in range(1, 11):
+        near.tick()
+        if tick % 3 == 0:
+            near.send(wire.AttemptBegins("a.1/"))
+            await asyncio.sleep(0)
+        assert kinds.count(beat) == tick
+
+
+async def test_what_waits_to_leave_needs_no_beat_beside_it() -> None:
+    near, _ = pair()
+    near.send(wire.AttemptBegins("a.1/"))
+    unsent_bytes = near.unsent_bytes
+    near.tick()
+    assert near.unsent_bytes == unsent_bytes
+
+
+async def test_what_came_while_this_process_slept_is_read_before_the_other_side_is_taken_for_gone() -> None:
+    """Timers come before what lies in the sockets, and a sleep need not begin where a tick was due."""
+    clock = VirtualClock()
+    near, far = pair(settings=LinkSettings(beat_s=1.0, silent_s=3.0), clock=clock)
+    running = asyncio.create_task(near.run(lambda message: None))
+    await asyncio.sleep(0)
+    for _ in range(2):
+        clock.advance_to(clock.now() + 1.0)
+        near.tick()
+    clock.advance_to(clock.now() + 1.0)
+    far.tick()  # its beat is on the way while this side sleeps
+    clock.advance_to(clock.now() + 0.1)
+    near.tick()
+    clock.advance_to(clock.now() + 1.0)
+    near.tick()
+    assert not near.closed.is_set()
+    for _ in range(3):
+        await asyncio.sleep(0)
+    near.tick()
+    assert not near.closed.is_set()
+    near.close("done")
+    await running
+
+
+@pytest.mark.parametrize("seed", range(40))
+async def test_no_sleep_of_one_side_is_taken_for_the_silence_of_the_other(seed: int) -> None:
+    """Both beat but for sleeps of up to twice the other's patience; only one that is dead is cut, and soon."""
+    chance, clock = random.Random(seed), VirtualClock()
+    settings = LinkSettings(beat_s=1.0, silent_s=3.0)
+    near, far = pair(settings=settings, clock=clock)
+    running = [asyncio.create_task(end.run(lambda message: None)) for end in (near, far)]
+    await asyncio.sleep(0)
+    due_s = {near: 0.0, far: chance.random()}
+
+    async def until(end_s: float, beating: tuple[NodeLink, ...]) -> None:
+        while (link := min(beating, key=lambda each: due_s[each])) and due_s[link] < end_s:
+            clock.advance_to(max(clock.now(), due_s[link]))
+            link.tick()
+            due_s[link] = clock.now() + (1 / 16 if link._in_doubt else 1.0)
+            if link.closed.is_set():
+                return
+            for _ in range(3):
+                await asyncio.sleep(0)
+
+    for _ in range(25):
+        await until(clock.now() + chance.uniform(0.0, 8.0), (near, far))
+        sleeper = chance.choice((near, far))
+        other = far if sleeper is near else near
+        # Nobody can tell a longer sleep of the other side from its death; of one's own one knows.
+        slept_s = chance.uniform(0.0, 1.9)
+        due_s[sleeper] = max(due_s[sleeper], clock.now() + slept_s)
+        if chance.random() < 0.3:  # the machine of both
+            slept_s = chance.uniform(0.0, 6.0)
+            due_s = {each: max(due_s[each], clock.now() + slept_s) for each in due_s}
+        assert not near.closed.is_set() and not far.closed.is_set(), (near.why, far.why)
+    await until(clock.now() + 10.0, (near, far))
+    died_s = clock.now()
+    await until(died_s + 60.0, (near,))
+    assert "nothing was heard" in near.why
+    assert clock.now() - died_s <= settings.silent_s + settings.beat_s + 1 / 16
+    await asyncio.gather(*running)
 
 
 async def test_a_slow_reader_is_cut_when_it_leaves_too_much_unread() -> None:
@@ -200,16 +284,15 @@ async def test_what_is_in_no_hurry_leaves_all_the_same_if_nothing_else_is_said()
 
 async def test_links_that_began_at_different_times_tick_at_the_same_moments() -> None:
     settings = LinkSettings(beat_s=3200.0, silent_s=6400.0)  # a moment each 200 s
-    moments = set()
+    pulse = Pulse()
     for _ in range(3):
-        near, _ = pair(settings=settings)
+        near, _ = pair(settings=settings, pulse=pulse)
         running = asyncio.create_task(near.run(lambda message: None))
         await asyncio.sleep(0.005)
-        assert near._timer is not None
-        moments.add(round(near._timer.when(), 3))
         near.close("done")
         await running
-    assert len(moments) <= 2, "two if a moment passed meanwhile"
+    assert len(pulse._meeting) <= 2, "two if a moment passed meanwhile"
+    assert sum(map(len, pulse._meeting.values())) == 3
 
 
 async def test_a_peer_is_not_read_while_what_it_said_waits_for_a_greeting_to_be_asked_for() -> None:
