@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
 import yaml
 
+from bench.cluster.children import child
+from bench.cluster.echo import EchoWay, echoing
 from bench.cluster.stub_runtime import StubRuntime
 from bench.report import BenchReport, median, percentile
 from bench.sandbox import IMAGE, DiscardedOutput
@@ -36,12 +35,13 @@ from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.exec.runtime import ExecRuntime
 from runtimes.sandbox.provider import ProviderSettings, make_provider
 
-ROOT = Path(__file__).resolve().parents[2]
 GREETING_S, JOIN_S, STOP_S = 30.0, 60.0, 30.0
 #: Actions that are in flight at once where many are, lines of an action, and commands that say them at once.
 IN_FLIGHT, LINES, SPEAKERS = 512, 100, 64
 FRAME_BYTES = 1024
-STUB = FunctionSpec(name="stub", runtime="exec")
+STUB = FunctionSpec(name="stub", runtime="handler")
+#: One for which a sandbox is made first, as far as the channel knows: the node asks before it begins.
+ASKING = FunctionSpec(name="asking", runtime="exec")
 SHELL = FunctionSpec(
     name="shell", runtime="exec", sandbox=SandboxSpec(image=IMAGE, memory_bytes=256 * 2**20), timeout_s=60.0
 )
@@ -133,29 +133,6 @@ async def opened_door(directory: Path) -> AsyncIterator[BenchDoor]:
         await door.close()
 
 
-@asynccontextmanager
-async def child(*words: str, given: bytes = b"") -> AsyncIterator[asyncio.subprocess.Process]:
-    """A process of this tree's Python, with a line on its standard input; killed at the end."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *words,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=None if os.environ.get("BENCH_SPEAK") else subprocess.DEVNULL,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        cwd=ROOT,
-    )
-    try:
-        assert process.stdin is not None
-        process.stdin.write(given)
-        await process.stdin.drain()
-        yield process
-    finally:
-        with suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
-
-
 def stub_node(
     place: tuple[str, str], fingerprint: str, name: str, ticket: str, directory: Path, cores: int = 64
 ) -> list[str]:
@@ -177,9 +154,13 @@ async def no_ops(report: BenchReport, rounds: int) -> float:
             words = stub_node(door.place, door.certificate.fingerprint, "stub", "t", Path(place))
             async with child(*words):
                 await joined(door, "stub")
-                local = Way("local", LocalExecutor({"exec": StubRuntime()}))
+                runtime = StubRuntime()
+                local = Way("local", LocalExecutor({"exec": runtime, "handler": runtime}))
                 channel = Way("channel", node, node.acknowledge)
-                await compare(report, "noop", (local, channel), STUB, {}, rounds)
+                async with echoing(door.certificate) as echo:
+                    await compare(report, "noop", (local, channel, echo), STUB, {}, rounds)
+                    await compare(report, "noop_asking", (local, channel, echo), ASKING, {}, rounds)
+                report.figure("tls_echo_p50_ms", _figure(report, "noop", "echo_p50_ms"))
                 difference = _difference(report, "noop")
                 report.check("channel_minus_local_p50_ms", difference, 0.3, "lower")
                 cpu_us = await many(report, channel, rounds * 4)
@@ -238,7 +219,7 @@ def join_words(door: BenchDoor, directory: Path) -> list[str]:
 async def compare(
     report: BenchReport,
     what: str,
-    ways: tuple[Way, ...],
+    ways: tuple[Way | EchoWay, ...],
     function: FunctionSpec,
     given: Mapping[str, object],
     rounds: int,
@@ -267,9 +248,13 @@ async def compare(
 
 
 def _difference(report: BenchReport, what: str) -> float:
+    return round(_figure(report, what, "channel_p50_ms") - _figure(report, what, "local_p50_ms"), 4)
+
+
+def _figure(report: BenchReport, what: str, name: str) -> float:
     found = report.figures[what]
     assert isinstance(found, dict)
-    return round(float(str(found["channel_p50_ms"])) - float(str(found["local_p50_ms"])), 4)
+    return float(str(found[name]))
 
 
 async def many(report: BenchReport, way: Way, total: int) -> float:

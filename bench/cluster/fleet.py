@@ -14,7 +14,8 @@ from pathlib import Path
 
 import yaml
 
-from bench.cluster.channel import child, stub_node
+from bench.cluster.channel import stub_node
+from bench.cluster.children import child
 from bench.report import BenchReport
 from gateway.app import App, gateway
 from gateway.cluster.state import ClusterState

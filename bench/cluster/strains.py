@@ -14,7 +14,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
-from bench.cluster.channel import SHELL, Way, child, join_words, joined, opened_door
+from bench.cluster.channel import SHELL, Way, join_words, joined, opened_door
+from bench.cluster.children import child
 from bench.cluster.fleet import JOIN_S, LOOK_S, document, serving, started_node, until_ready
 from bench.report import BenchReport, percentile
 from gateway.app import App

@@ -36,7 +36,8 @@ def main() -> None:
             state_dir=Path(directory),
             spec=NodeSpec(name=name, numa=(tuple(range(int(cores))),), memory_bytes=2**40),
         )
-        executor = LocalExecutor({"exec": StubRuntime(lambda began_s: print(began_s, flush=True))})
+        runtime = StubRuntime(lambda began_s: print(began_s, flush=True))
+        executor = LocalExecutor({"exec": runtime, "handler": runtime})
         await Daemon(settings, HostWork(executor=executor, sandboxes=NoSandboxes(), check=check, close=close)).run()
 
     uvloop.run(run())

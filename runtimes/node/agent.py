@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Coroutine, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,8 +25,8 @@ from manager.outcome import Outcome, State
 from manager.setting import Setting
 from runtimes.kinds import KINDS
 from runtimes.node import wire
-from runtimes.node.attempt import NodeAttempt, is_session, spool_name
-from runtimes.node.errors import as_failure, error_of, failed, mislaid
+from runtimes.node.attempt import NodeAttempt, SettledAttempts, is_session, spool_name
+from runtimes.node.errors import as_failure, error_of, failed, mislaid, oversized
 from runtimes.node.files.served import ServedTransfers
 from runtimes.node.fitness.messages import FITNESS, FitnessChanged
 from runtimes.node.fitness.served import FitnessSettings, NodeFitness
@@ -70,8 +71,10 @@ class Agent:
         served: Collection[str] = SERVED,
     ) -> None:
         self.settings = settings or AgentSettings()
-        self._directory = directory
-        (directory / SPOOLS).mkdir(parents=True, exist_ok=True)
+        spools = directory / SPOOLS
+        spools.mkdir(parents=True, exist_ok=True)
+        #: What daemons before left there, and the directory's name.
+        self._left, self._spools = list(spools.iterdir()), str(spools)
         self.epoch = epoch(directory)
         self._journal = AttemptJournal(directory, self.settings.journal)
         self.fitness = NodeFitness(directory, self.settings.fitness, trouble=work.trouble)
@@ -82,6 +85,7 @@ class Agent:
         self.served = frozenset(served)
         self._functions: dict[str, tuple[bytes, FunctionSpec | CodedError]] = {}
         self._attempts: dict[str, NodeAttempt] = {}
+        self._settled = SettledAttempts(lambda settled: None if self._closing else self._forget(*settled))
         self._link: NodeLink | None = None
         self._handlers = HandlerStore(directory / HANDLERS, self.settings.handlers, work.handlers_in_use)
         self._requests = NodeRequests(
@@ -110,7 +114,7 @@ class Agent:
         for digest, data in contents.functions.items():
             self._define(digest, data)
         for claim, entry in list(contents.attempts.items()):
-            attempt = self._enter(entry.execute)
+            attempt = self._enter(entry.execute, fresh=False)
             if attempt is None:
                 continue
             attempt.begun, attempt.lasting = True, entry.lasting
@@ -123,9 +127,10 @@ class Agent:
                 self._conclude(attempt, mislaid("the node's daemon ended while it ran, and with it what it had begun"))
         await self._work.sandboxes.end_unclaimed(self._attempts)
         known = {spool_name(claim) for claim in self._attempts}
-        for stale in (self._directory / SPOOLS).iterdir():
+        for stale in self._left:
             if stale.name not in known:
                 stale.unlink(missing_ok=True)
+        self._left.clear()
         self._spawn(self._telling.talk_for_ever())
         self._spawn(self.fitness.watch_for_ever())
 
@@ -147,8 +152,7 @@ class Agent:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for attempt in list(self._attempts.values()):
-            self._forget(attempt)
+        self._forget(*self._attempts.values())
         for facts in self._work.sandboxes.facts():
             await self._work.executor.end_trajectory(facts.trajectory)
 
@@ -160,6 +164,7 @@ class Agent:
 
     async def close(self) -> None:
         """Stop. What runs in a sandbox is left as it is, for the next daemon of this directory; idempotent."""
+        self._settled.forget()
         self._closing = True
         self.detach()
         for attempt in self._attempts.values():
@@ -179,6 +184,7 @@ class Agent:
 
     def inventory(self) -> wire.Inventory:
         """Return all that is here."""
+        self._settled.forget()
         now_s = self._clock.now()
         return wire.Inventory(
             epoch=self.epoch,
@@ -263,6 +269,7 @@ class Agent:
         return data, function
 
     def _execute(self, execute: wire.ExecuteAttempt) -> None:
+        self._settled.forget(execute.claim)
         known = self._attempts.get(execute.claim)
         if known is not None and not known.disowned:
             known.attached = True
@@ -273,14 +280,14 @@ class Agent:
             attempt.attached = True
             self._run(attempt)
 
-    def _enter(self, execute: wire.ExecuteAttempt) -> NodeAttempt | None:
+    def _enter(self, execute: wire.ExecuteAttempt, *, fresh: bool = True) -> NodeAttempt | None:
         """Make room for an attempt; one that cannot be had ends at once."""
         try:
             data, function = self._function(execute.function)
             if len(self._attempts) >= self.settings.attempts_max:
                 raise StorageUnavailable(f"the node has {self.settings.attempts_max} attempts", component=COMPONENT)
-            place = self._directory / SPOOLS / spool_name(execute.claim)
-            spool = Spool(place, function.log_limit_bytes, partial(self._said, execute.claim))
+            place = f"{self._spools}/{spool_name(execute.claim)}"
+            spool = Spool(place, function.log_limit_bytes, partial(self._said, execute.claim), fresh=fresh)
         except (OSError, StorageUnavailable, InvalidConfig) as error:
             if isinstance(error, OSError):
                 self.fitness.refused(error)
@@ -316,7 +323,7 @@ class Agent:
             if function.runtime not in self.served:
                 raise unserved(function, self.served)
             kind = KINDS.get(function.runtime)
-            async with self._handlers.held(function):
+            async with nullcontext() if function.handler is None else self._handlers.held(function):
                 if not attempt.begun and (kind is None or not kind.works_in_sandbox):
                     await self._announce(attempt)  # its runtime does not ask
                 outcome = await self._work.executor.execute(execute.action, execute.lease, call)
@@ -385,14 +392,7 @@ class Agent:
         attempt.asking = False
         end = wire.end_of(attempt.claim, outcome, attempt.spool.omitted_bytes)
         if len(end.result) + len(end.detail) > self._frame_bytes:
-            told = f"its result of {len(end.result)} bytes is more than a frame of the channel holds"
-            large = Outcome(
-                state=State.FAILED,
-                reason=Reason.OUTPUT_LIMIT,
-                message=told,
-                component=COMPONENT,
-                execution_s=outcome.execution_s,
-            )
+            large = oversized(outcome, len(end.result))
             end = wire.end_of(attempt.claim, large, attempt.spool.omitted_bytes)
         attempt.end = end
         self._sessions.ended(attempt.claim)
@@ -441,14 +441,19 @@ class Agent:
     def _acknowledged(self, claim: str) -> None:
         attempt = self._attempts.get(claim)
         if attempt is not None and attempt.end is not None:
-            self._forget(attempt)
+            self._settled.add(attempt)
 
-    def _forget(self, attempt: NodeAttempt) -> None:
+    def _forget(self, *attempts: NodeAttempt) -> None:
+        if begun := [attempt.claim for attempt in attempts if attempt.begun]:
+            self._written(partial(self._journal.acknowledged, *begun))
+        for attempt in attempts:
+            self._forget_one(attempt)
+
+    def _forget_one(self, attempt: NodeAttempt) -> None:
         del self._attempts[attempt.claim]
+        self._settled.drop(attempt)
         self._sessions.forget(attempt.claim)
         self._telling.forget(attempt)
-        if attempt.begun:
-            self._written(partial(self._journal.acknowledged, attempt.claim))
         attempt.spool.remove()
         self._work.sandboxes.acknowledge(attempt.execute.action.trajectory, attempt.claim)
         if attempt.successor is not None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from urllib.parse import quote
 
 from manager.function import FunctionSpec
+from runtimes.node.link import PATIENCE_S
 from runtimes.node.spool import Spool
 from runtimes.node.wire import AttemptEnd, AttemptFacts, AttemptGo, ExecuteAttempt, unpack_object
 
@@ -55,6 +57,36 @@ class NodeAttempt:
             ended=self.end is not None,
             ran_s=0.0 if self.began_s is None else now_s - self.began_s,
         )
+
+
+class SettledAttempts:
+    """Attempts whose end is on record: they are forgotten soon, many at once, and not between two that begin."""
+
+    def __init__(self, forget: Callable[[Collection[NodeAttempt]], None]) -> None:
+        self._forget = forget
+        self._loop = asyncio.get_running_loop()
+        self._settled: dict[str, NodeAttempt] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, attempt: NodeAttempt) -> None:
+        """Its end is on record."""
+        self._settled[attempt.claim] = attempt
+        if self._timer is None:
+            self._timer = self._loop.call_later(PATIENCE_S, self.forget)
+
+    def drop(self, attempt: NodeAttempt) -> None:
+        """It is forgotten already."""
+        self._settled.pop(attempt.claim, None)
+
+    def forget(self, claim: str | None = None) -> None:
+        """Forget them now; with a ``claim``, only if its attempt is one of them."""
+        if claim is not None and claim not in self._settled:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._settled:
+            self._forget(list(self._settled.values()))
 
 
 def spool_name(claim: str) -> str:

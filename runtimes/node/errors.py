@@ -58,3 +58,14 @@ def as_failure(error: CodedError) -> ActionFailed:
 def mislaid(message: str) -> Outcome:
     """Return the end of an attempt that its node lost."""
     return Outcome(state=State.LOST, reason=Reason.NODE_LOST, message=message, component=COMPONENT)
+
+
+def oversized(outcome: Outcome, result_bytes: int) -> Outcome:
+    """Return the outcome of an attempt whose result is too large to be told."""
+    return Outcome(
+        state=State.FAILED,
+        reason=Reason.OUTPUT_LIMIT,
+        message=f"its result of {result_bytes} bytes is more than a frame of the channel holds",
+        component=COMPONENT,
+        execution_s=outcome.execution_s,
+    )

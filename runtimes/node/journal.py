@@ -87,9 +87,9 @@ class AttemptJournal:
         """An attempt has ended."""
         self._append(end)
 
-    def acknowledged(self, claim: str) -> None:
-        """Its end is on record elsewhere."""
-        self._append(AcknowledgeEnd(claim))
+    def acknowledged(self, *claims: str) -> None:
+        """Their ends are on record elsewhere."""
+        self._append(*map(AcknowledgeEnd, claims))
 
     def close(self) -> None:
         """Idempotent."""

@@ -36,7 +36,6 @@ from runtimes.node.remote_call import NodeKnowledge, RemoteCall
 from runtimes.node.remote_requests import RemoteRequests
 from runtimes.node.sessions.remote import RemoteSessions
 from runtimes.node.snapshots.remote import RemoteSnapshots
-from runtimes.node.spool import records
 from runtimes.node.wire import COMPONENT
 from runtimes.sandbox.command import claims_of
 from runtimes.sandbox.files.files import SandboxFiles
@@ -121,7 +120,7 @@ class RemoteNode:
         for name in before.trajectories.keys() - self._known.trajectories.keys():
             self._requests.remember("mark_lost", name)  # before an action comes that would find a new, empty one
         for claim, remote in list(self._calls.items()):
-            if remote.end.done():
+            if remote.outcome is not None:
                 continue
             if claim in self._known.attempts:
                 remote.sent, remote.begun = True, remote.begun or self._known.attempts[claim].begun
@@ -186,20 +185,20 @@ class RemoteNode:
             ),
             call.function,
             call,
-            self._loop.create_future(),
             session=session,
         )
         assert claim not in self._calls, f"{claim} is executed twice at once"
         self._calls[claim] = remote
         try:
             self._begin(claim, remote)
-            while True:
+            while remote.outcome is None:
                 try:
-                    return await asyncio.shield(remote.end)
+                    await remote.ended()
                 except asyncio.CancelledError:
-                    if remote.end.cancelled():
+                    if remote.let_go:
                         raise
                     self._kill(claim, remote)
+            return remote.outcome
         finally:
             del self._calls[claim]
             self._sessions.end(claim)
@@ -232,15 +231,16 @@ class RemoteNode:
             self._end(remote, failed(error))
             return
         self._requests.define(function)
+        kind = KINDS.get(remote.function.runtime)
+        inside = kind is not None and kind.works_in_sandbox
         remote.sent, remote.log_bytes = True, 0
-        if remote.go is None and self._lives_here(remote.execute.action.trajectory):
+        if remote.go is None and (not inside or self._lives_here(remote.execute.action.trajectory)):
             self._find_out(remote)  # nothing is made ready first: told before it is asked, a way to and fro is spared
         self._tell(remote.execute)
         self._sessions.follow(remote.execute.claim)
         if remote.go is not None:
             self._tell(remote.go)
-        kind = KINDS.get(remote.function.runtime)
-        remote.begun = remote.begun or kind is None or not kind.works_in_sandbox
+        remote.begun = remote.begun or not inside
 
     def _attach_call(self, claim: str, remote: RemoteCall) -> None:
         self._tell(wire.AttachAttempt(claim, remote.log_bytes))
@@ -271,8 +271,8 @@ class RemoteNode:
         self._end(remote, Outcome(state=state, reason=reason, message=message, component=COMPONENT))
 
     def _end(self, remote: RemoteCall, outcome: Outcome) -> None:
-        if not remote.end.done():
-            remote.end.set_result(outcome)
+        if remote.outcome is None:
+            remote.end(outcome)
 
     async def resize(self, action: Action, lease: Lease) -> None:
         """Pass the new lease on; a no-op once the action has ended."""
@@ -305,7 +305,7 @@ class RemoteNode:
         for task in (tasks := list(self._tasks)):
             task.cancel()
         for remote in self._calls.values():
-            remote.end.cancel()
+            remote.abandon()
         self._requests.close()
         self.models.close()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -454,15 +454,11 @@ class RemoteNode:
             return
         if piece.offset > remote.log_bytes:
             logger.warning("a log has a hole", node=self.name, claim=piece.claim, at=remote.log_bytes)
-        known_bytes = max(0, remote.log_bytes - piece.offset)
-        write = remote.call.log.write
-        for stream, text in records(piece.records[known_bytes:]):
-            write(stream, text)
-        remote.log_bytes = max(remote.log_bytes, piece.offset + len(piece.records))
+        remote.take_log(piece)
 
     def _take_end(self, end: wire.AttemptEnd) -> None:
         remote = self._calls.get(end.claim)
-        if remote is None or remote.end.done():
+        if remote is None or remote.outcome is not None:
             return
         outcome = wire.outcome_of(end)
         if self._again(remote, outcome):

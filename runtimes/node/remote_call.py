@@ -10,6 +10,7 @@ from manager.function import FunctionSpec
 from manager.lease import Lease
 from manager.outcome import Outcome
 from runtimes.node import wire
+from runtimes.node.spool import records
 
 #: Of one node: as many as a gateway has in all by default (``scheduler.trajectories_max``), more than a machine runs.
 TRAJECTORIES_MAX = 65536
@@ -22,7 +23,11 @@ class RemoteCall:
     execute: wire.ExecuteAttempt
     function: FunctionSpec
     call: Call
-    end: asyncio.Future[Outcome]
+    #: Its end, and who waits for that.
+    outcome: Outcome | None = None
+    waiter: asyncio.Future[None] | None = None
+    #: Whether nobody waits any more, as the gateway ends.
+    let_go: bool = False
     #: Whether it was ever sent, and whether it may have begun.
     sent: bool = False
     begun: bool = False
@@ -42,6 +47,31 @@ class RemoteCall:
     def repeatable(self) -> bool:
         """Whether it may be begun once more where it was lost."""
         return self.function.idempotent and not self.session
+
+    async def ended(self) -> None:
+        """Wait for its end; a cancellation takes nothing from who waits next."""
+        self.waiter = asyncio.get_running_loop().create_future()
+        await self.waiter
+
+    def end(self, outcome: Outcome) -> None:
+        """It has ended so."""
+        self.outcome = outcome
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
+
+    def abandon(self) -> None:
+        """Let who waits be cancelled: no end comes any more."""
+        self.let_go = True
+        if self.waiter is not None:
+            self.waiter.cancel()
+
+    def take_log(self, piece: wire.AttemptLog) -> None:
+        """Write what of a piece is not known yet."""
+        known_bytes = max(0, self.log_bytes - piece.offset)
+        write = self.call.log.write
+        for stream, text in records(piece.records[known_bytes:]):
+            write(stream, text)
+        self.log_bytes = max(self.log_bytes, piece.offset + len(piece.records))
 
 
 @dataclass(slots=True)

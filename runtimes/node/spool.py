@@ -47,7 +47,8 @@ class Spool:
     ``on_more`` is called, on the loop, when there is something new.
     """
 
-    def __init__(self, path: Path, limit_bytes: int, on_more: Callable[[], None]) -> None:
+    def __init__(self, path: Path | str, limit_bytes: int, on_more: Callable[[], None], *, fresh: bool = False) -> None:
+        """``fresh``: there is no file yet."""
         self._path = path
         self._limit_bytes = limit_bytes
         self._on_more = on_more
@@ -55,7 +56,7 @@ class Spool:
         self._thread = threading.get_ident()
         #: Of the file, which is made with the first record: many attempts say nothing.
         self._fd = -1
-        self._closed = False
+        self._has_file = self._closed = False
         #: Bytes of the file; the tail begins at an offset of it, and reaches beyond it if some is not written yet.
         self._file_bytes = 0
         self._tail = bytearray()
@@ -66,7 +67,8 @@ class Spool:
         #: Bytes that were said and are not kept.
         self.omitted_bytes = 0
         self.paused = False
-        self._take_up()
+        if not fresh:
+            self._take_up()
 
     def _take_up(self) -> None:
         """Go on with what a daemon before left; its last record may be torn and is then said again."""
@@ -74,6 +76,7 @@ class Spool:
             self._fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
             return
+        self._has_file = True
         held = os.pread(self._fd, os.fstat(self._fd).st_size, 0)
         place = 0
         while len(held) - place >= RECORD.size:
@@ -134,6 +137,7 @@ class Spool:
         begin = self._file_bytes - self._tail_begin
         if begin < len(self._tail) and self._fd < 0 and not self._closed:
             self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._has_file = True
         while begin < len(self._tail):
             begin += os.pwrite(self._fd, memoryview(self._tail)[begin:].tobytes(), self._tail_begin + begin)
         self._file_bytes = self.end
@@ -169,7 +173,10 @@ class Spool:
     def remove(self) -> None:
         """Forget it; idempotent."""
         self.close()
-        self._path.unlink(missing_ok=True)
+        if self._has_file:
+            self._has_file = False
+            with suppress(FileNotFoundError):
+                os.unlink(self._path)  # noqa: PTH108  # a name, and no path is made of it for each attempt
 
 
 def _pieces(text: bytes) -> Iterator[bytes]:

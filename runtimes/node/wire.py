@@ -463,16 +463,27 @@ def read_function(data: bytes, wanted: type[_F]) -> _F:
 
 def end_of(claim: str, outcome: Outcome, omitted_bytes: int) -> AttemptEnd:
     """Return an outcome as the end of an attempt."""
-    bare = replace(outcome, message=unicode(outcome.message), result=None, detail={})
+    bare = Outcome(
+        state=outcome.state,
+        reason=outcome.reason,
+        message=unicode(outcome.message),
+        component=outcome.component,
+        execution_s=outcome.execution_s,
+        retry_after_s=outcome.retry_after_s,
+        usage=outcome.usage,
+    )
     return AttemptEnd(claim, bare, pack(outcome.result), pack(dict(outcome.detail)), omitted_bytes)
 
 
 def outcome_of(end: AttemptEnd) -> Outcome:
     """Return the outcome that an end tells of, without figures that cannot be; raises ChannelError."""
     told = end.outcome
-    return replace(
-        told,
+    return Outcome(
+        state=told.state,
         result=unpack(end.result),
+        reason=told.reason,
+        message=told.message,
+        component=told.component,
         execution_s=told.execution_s if _can_be(told.execution_s) else 0.0,
         retry_after_s=told.retry_after_s if _can_be(told.retry_after_s or 0.0) else None,
         usage={name: value for name, value in told.usage.items() if _can_be(value)},

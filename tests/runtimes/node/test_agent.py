@@ -54,6 +54,20 @@ async def test_one_that_nobody_wants_any_more_in_that_turn_is_forgotten(agent: A
     assert not agent.busy
 
 
+async def test_ends_on_record_are_forgotten_together_and_one_that_begins_again_at_once(agent: Agent) -> None:
+    link, _ = pair()
+    assert await end_of(agent) is not None
+    first = agent._attempts[EXECUTE.claim]
+    agent._handle(link, wire.AcknowledgeEnd(EXECUTE.claim))
+    assert agent.busy, "it waits a moment for others"
+    agent._handle(link, EXECUTE)
+    assert agent._attempts[EXECUTE.claim] is not first, "its record is no end of the next one's"
+    assert await end_of(agent) is not None
+    agent._handle(link, wire.AcknowledgeEnd(EXECUTE.claim))
+    assert agent.inventory().attempts == []
+    assert not agent.busy
+
+
 async def test_a_disk_that_fails_under_it_is_its_end(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
     async def refused(store: HandlerStore, digest: str) -> bool:
         raise OSError("the disk is gone")

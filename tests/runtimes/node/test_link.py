@@ -82,7 +82,12 @@ async def test_a_process_that_slept_itself_listens_before_it_judges() -> None:
 
 async def test_each_side_beats_at_every_tick_whatever_else_it_says() -> None:
     kinds: list[int] = []
-    near, _ = pair(lambda kind: kinds.append(kind) is None)
+
+    def see(kind: int) -> bool:
+        kinds.append(kind)
+        return True
+
+    near, _ = pair(see)
     beat = wire.encode(wire.Beat())[wire.HEADER.size - 1]
     for tick in range(1, 11):
         near.tick()
@@ -135,7 +140,8 @@ async def test_no_sleep_of_one_side_is_taken_for_the_silence_of_the_other(seed: 
     due_s = {near: 0.0, far: chance.random()}
 
     async def until(end_s: float, beating: tuple[NodeLink, ...]) -> None:
-        while (link := min(beating, key=lambda each: due_s[each])) and due_s[link] < end_s:
+        while min(due_s[each] for each in beating) < end_s:
+            link = min(beating, key=lambda each: due_s[each])
             clock.advance_to(max(clock.now(), due_s[link]))
             link.tick()
             due_s[link] = clock.now() + (1 / 16 if link._in_doubt else 1.0)
@@ -147,7 +153,6 @@ async def test_no_sleep_of_one_side_is_taken_for_the_silence_of_the_other(seed: 
     for _ in range(25):
         await until(clock.now() + chance.uniform(0.0, 8.0), (near, far))
         sleeper = chance.choice((near, far))
-        other = far if sleeper is near else near
         # Nobody can tell a longer sleep of the other side from its death; of one's own one knows.
         slept_s = chance.uniform(0.0, 1.9)
         due_s[sleeper] = max(due_s[sleeper], clock.now() + slept_s)

@@ -10,11 +10,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from bench.sandbox import DiscardedOutput
 from manager.errors import ActionFailed, Reason, Unsupported
+from manager.executor import Call
 from manager.function import FunctionSpec
 from manager.lease import Lease
 from manager.outcome import State
 from runtimes.node import remote_call, wire
+from runtimes.node.message import Message
 from runtimes.node.remote import RemoteNode
 from tests.runtimes.node.machine import Machine, facts_of_trajectory
 from tests.runtimes.node.memory_stream import pair
@@ -83,6 +86,30 @@ async def test_a_lost_node_ends_what_runs_there_and_what_was_asked(session: Sess
     assert kept.task is not None
     await kept.task
     assert (kept.ends[0].state, kept.ends[0].reason) == (State.LOST, Reason.NODE_LOST)
+
+
+@pytest.mark.parametrize(("runtime", "told"), [("handler", True), ("exec", False)])
+async def test_what_runs_in_no_sandbox_is_let_go_before_it_asks(runtime: str, told: bool) -> None:
+    kinds: list[type[Message]] = []
+
+    def see(kind: int) -> bool:
+        kinds.append(wire.KINDS[kind])
+        return True
+
+    async def announce() -> bool:
+        return True
+
+    node, (near, _) = RemoteNode("n1"), pair(see)
+    node.attach(near, wire.Inventory(epoch="e", attempts=[], trajectories=[]))
+    function = FunctionSpec(name="instance", runtime=runtime)
+    call = Call(function=function, input={}, log=DiscardedOutput(), announce=announce)
+    execution = asyncio.create_task(node.execute(ACTION, LEASE, call))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert kinds == [wire.DefineFunction, wire.ExecuteAttempt, *([wire.AttemptGo] if told else [])]
+    await node.close()
+    with pytest.raises(asyncio.CancelledError):
+        await execution
 
 
 async def test_a_node_that_comes_back_from_another_life_has_lost_what_had_begun(session: Session) -> None:
