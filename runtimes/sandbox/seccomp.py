@@ -117,8 +117,15 @@ def call_rules(seccomp: Seccomp) -> Iterator[CallRule]:
 
 @cache
 def engine_profile(seccomp: Seccomp) -> str:
-    """Return the profile as a container engine takes it: ``security_opt: seccomp=...``."""
-    calls = [
+    """Return the profile as a container engine takes it: ``security_opt: seccomp=...``.
+
+    The engine keeps it with each container, tells it whenever it is asked for one, and hands it to what runs it: what
+    is simply allowed is one entry.
+    """
+    rules = list(call_rules(seccomp))
+    always = [rule.name for rule in rules if not rule.arguments and not rule.error]
+    calls: list[dict[str, object]] = [{"names": always, "action": "SCMP_ACT_ALLOW", "args": []}]
+    calls += [
         {
             "names": [rule.name],
             "action": "SCMP_ACT_ERRNO" if rule.error else "SCMP_ACT_ALLOW",
@@ -128,10 +135,12 @@ def engine_profile(seccomp: Seccomp) -> str:
                 for index, mask, value in rule.arguments
             ],
         }
-        for rule in call_rules(seccomp)
+        for rule in rules
+        if rule.arguments or rule.error
     ]
     machines = [{"architecture": f"SCMP_ARCH_{name}", "subArchitectures": []} for _, name in MACHINES.values()]
-    return json.dumps({"defaultAction": "SCMP_ACT_ERRNO", "archMap": machines, "syscalls": calls})
+    profile = {"defaultAction": "SCMP_ACT_ERRNO", "archMap": machines, "syscalls": calls}
+    return json.dumps(profile, separators=(",", ":"))
 
 
 @cache
