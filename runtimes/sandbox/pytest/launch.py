@@ -1,8 +1,9 @@
 """Begins pytest inside a sandbox, clear of the project's code. Standard library and pytest, Python 3.7 on.
 
 Run as ``python3 -I -S -c START SOURCE``; standard input holds one JSON object {"nonce", "modules", "paths", "given",
-"wanted", "prefixes", "done", "workers", "dist", "args", "test_timeout_s", "own_options"}, of which ``modules`` are the
-sources of `plugin` and of what it imports. Standard output becomes the report (`plugin`), to which this process adds
+"wanted", "prefixes", "done", "workers", "dist", "args", "test_timeout_s", "own_options", "compiled"}, of which
+``modules`` are the sources of `plugin` and of what it imports, by name, and ``compiled`` the same as files of some
+Python's bytecode, in base64. Standard output becomes the report (`plugin`), to which this process adds
 
     {"start": {"pytest", "xdist", "workers", "noticed"}}   {"absent": why}   {"blocked": why}   {"end": exit status}
 
@@ -13,7 +14,11 @@ theirs.
 
 from __future__ import annotations
 
+import ast
+import base64
+import gc
 import importlib
+import importlib.util
 import json
 import os
 import re
@@ -48,14 +53,17 @@ def main() -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
-    project = json.loads(os.environ.pop(PROJECT))
+    project = ast.literal_eval(os.environ.pop(PROJECT))
+    gc.disable()  # an import makes nothing but what stays
     try:
         pytest = _pytest_of(project)
     except ImportError:
         send(absent="no pytest")
         return
+    finally:
+        gc.enable()
     try:
-        directory = _own_directory(told["modules"])
+        directory = _own_directory(told["modules"], told["compiled"])
     except OSError as error:
         send(blocked=f"no temporary file can be made: {error}")
         return
@@ -81,11 +89,18 @@ def sender(fd: int, nonce: str) -> Send:
     return send
 
 
-def _own_directory(modules: dict[str, str]) -> str:
-    """Return a new directory with our modules, and without options; raises OSError."""
+def _own_directory(modules: dict[str, str], compiled: dict[str, str]) -> str:
+    """Return a new directory with our modules, compiled if that is for this Python, and no options; raises OSError."""
     directory = tempfile.mkdtemp(prefix="tangram-")
     for name, source in modules.items():
-        Path(directory, name + ".py").write_text(source, encoding="utf-8")
+        path = Path(directory, name + ".py")
+        path.write_text(source, encoding="utf-8")
+        bytecode = base64.b64decode(compiled.get(name, ""))
+        if bytecode.startswith(importlib.util.MAGIC_NUMBER) and not sys.flags.optimize:
+            place = Path(importlib.util.cache_from_source(str(path)))
+            if place.parent.parent == path.parent:  # else PYTHONPYCACHEPREFIX names a place that is not ours
+                place.parent.mkdir(exist_ok=True)
+                place.write_bytes(bytecode)
     Path(directory, "pytest.ini").write_text("[pytest]\n", encoding="ascii")
     return directory
 

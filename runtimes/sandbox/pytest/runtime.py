@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import posixpath
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,7 @@ from runtimes.sandbox.pytest import ends, kept, launch, marks, plugin, texts
 from runtimes.sandbox.pytest.fresh import ChangeTransfer
 from runtimes.sandbox.pytest.plan import COMPONENT, PytestSettings, SuitePlan, plan_of
 from runtimes.sandbox.pytest.report import SuiteReport, SuiteRequest, judge, notes, nothing_judged
+from runtimes.sandbox.runner.packing import compiled
 from runtimes.sandbox.runner.protocol import FILE_ERROR, unmade
 from runtimes.sandbox.sandbox import Sandbox
 
@@ -41,14 +43,16 @@ _MODULES = {
         (launch.MARKS, marks),
     )
 }
+#: The same, compiled by this Python, for one in a sandbox that reads its bytecode: the first bytes tell.
+_COMPILED = {name: base64.b64encode(compiled(source, name)).decode("ascii") for name, source in _MODULES.items()}
 #: The first process: it forgets what the user's files and the environment would put in the way of Python's own modules,
-#: and becomes the interpreter that it was given, which runs this source.
+#: and becomes the interpreter that it was given, which runs this source. What it would import costs every suite.
 START = """
-import json, os, sys
+import os, sys
 kept = {name: os.environ.pop(name, None) for name in ("PYTHONPATH", "PYTHONNOUSERSITE", "PYTHONSTARTUP")}
 os.environ["PYTHONNOUSERSITE"] = "1"
 paths = [os.getcwd(), *(os.path.abspath(place) for place in (kept["PYTHONPATH"] or "").split(":") if place)]
-os.environ["TANGRAM_PROJECT"] = json.dumps({"paths": paths, "environment": kept})
+os.environ["TANGRAM_PROJECT"] = ascii({"paths": paths, "environment": kept})
 clean = "import sys; sys.path[:] = [place for place in sys.path if place]; exec(sys.argv[1])"
 os.execvp(sys.argv[2], [sys.argv[2], "-c", clean, sys.argv[1]])
 """
@@ -310,6 +314,7 @@ class _Run:
         told = {
             "nonce": self._report.nonce,
             "modules": _MODULES,
+            "compiled": _COMPILED,
             "paths": request.paths,
             "given": list(plan.tests),
             # Without ids or prefixes everything collected is run.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import re
 import textwrap
 from dataclasses import replace
@@ -16,7 +17,7 @@ from manager.function import PytestSpec
 from manager.outcome import State
 from runtimes.local import LocalExecutor
 from runtimes.sandbox.pytest.plan import PytestSettings
-from runtimes.sandbox.pytest.runtime import PytestRuntime
+from runtimes.sandbox.pytest.runtime import _COMPILED, PytestRuntime
 from tests.runtimes.recorder import execution_of
 from tests.runtimes.sandbox.pytest.conftest import ARGS, FUNCTION, SPEC, SuiteBench
 
@@ -345,6 +346,25 @@ async def test_what_a_suite_prints_cannot_pass_for_a_verdict(bench: SuiteBench) 
         args=["-s"],
     )
     assert value["tests"] == {"test_forged.py::test_real": "failed"}
+
+
+@pytest.mark.parametrize("reads_bytecode", [True, False])
+async def test_what_judges_a_suite_is_compiled_beforehand_for_a_python_that_reads_it(
+    bench: SuiteBench, monkeypatch: pytest.MonkeyPatch, reads_bytecode: bool
+) -> None:
+    if not reads_bytecode:
+        foreign = dict.fromkeys(_COMPILED, base64.b64encode(b"another version's").decode())
+        monkeypatch.setattr("runtimes.sandbox.pytest.runtime._COMPILED", foreign)
+    source = """
+        import sys
+        from pathlib import Path
+
+        def test_compiled():
+            flags = {Path(sys.modules[name].__cached__).read_bytes()[4] for name in ("tangram_pytest", "tangram_ends")}
+            print(f"flags {flags}")
+    """
+    await bench.run({"test_compiled.py": source}, args=["-s"])
+    assert f"flags {{{int(reads_bytecode)}}}" in bench.log.text()  # 1: never compared with its source
 
 
 async def test_a_file_called_pytest_does_not_pass_for_pytest(bench: SuiteBench) -> None:
