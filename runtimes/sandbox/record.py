@@ -17,6 +17,8 @@ from manager.function import AUTO, SandboxSpec
 NAME = "record.json"
 #: Beside it: the id of its container and the directory that was bounded for it, once there are such.
 CONTAINER, BOUNDED = "container", "bounded"
+#: Beside it: what a container without a network has for /etc/hosts.
+HOSTS = "hosts"
 #: In a state directory: the sandboxes' directories.
 SANDBOXES = "sandboxes"
 #: Label: the task whose sandboxes ``network: internal`` joins.

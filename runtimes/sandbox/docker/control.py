@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
+import signal
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,7 +16,7 @@ from manager.errors import CapacityExceeded, CodedError, NotFound
 from manager.function import SandboxSpec
 from runtimes.sandbox.cgroup import Cgroup, CpuWeight, Freezer
 from runtimes.sandbox.disk.bound import DiskBound
-from runtimes.sandbox.docker.engine import DockerEngine
+from runtimes.sandbox.docker.engine import DockerEngine, known_here
 from runtimes.sandbox.docker.leftovers import LeftoverCleaner
 from runtimes.sandbox.record import noted_bounded
 from runtimes.sandbox.runner.protocol import cut_off, lost
@@ -51,6 +53,7 @@ class ContainerControl:
         self._cgroup = cgroup
         self._cleaner = cleaner
         self._bound = bound
+        self._runner = runner
         self._freezer = Freezer(cgroup, runner)
         self._removed = removed
 
@@ -104,6 +107,9 @@ class ContainerControl:
         await self.thaw()
         await asyncio.to_thread(release_noted, self._bound, self._directory)
         try:
+            if end_here(self._runner, self._container):
+                with suppress(CodedError):
+                    await self._engine.ended(self._container)
             await self._engine.remove(self._container)
         except CodedError:
             if self._cgroup is not None:  # what it holds of the machine is given back even so
@@ -119,6 +125,28 @@ class ContainerControl:
         if self._cgroup is not None:
             self._cgroup.remove_aside()
         shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def end_here(runner: int, container: str) -> bool:
+    """End a container by its first process, and with that all others in it; return whether that is on its way.
+
+    The engine would start a program for it. Return False if that process (0: unknown) is not, or no longer, its first.
+    """
+    if not runner:
+        return False
+    try:
+        held = os.pidfd_open(runner)
+    except OSError:
+        return False
+    try:
+        if known_here(runner, container):  # and as it is held, it cannot become another
+            signal.pidfd_send_signal(held, signal.SIGKILL)
+            return True
+    except OSError:
+        pass
+    finally:
+        os.close(held)
+    return False
 
 
 def release_noted(bound: DiskBound, directory: Path) -> None:

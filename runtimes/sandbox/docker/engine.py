@@ -6,7 +6,7 @@ import posixpath
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, ParamSpec, TypeVar
@@ -32,9 +32,13 @@ COMPONENT = "sandbox.container"
 RETRY_S = 5.0
 #: Seconds after which an engine that answers not even a ping is given up.
 SILENCE_S = 10.0
+#: Seconds in which it sees that the first process of a container was ended.
+ENDED_S = 10
 CHUNK_BYTES = 64 * 2**10
 #: Names of environment variables that a change of an image's configuration can say.
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+#: What takes IPv6 from a network namespace, and where a kernel that has it says so.
+NO_IPV6, IPV6 = "net.ipv6.conf.all.disable_ipv6", Path("/proc/sys/net/ipv6")
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -67,6 +71,8 @@ class Blueprint:
     runtime: str
     network: str
     hosts: Mapping[str, str]
+    #: Has a loopback and nothing else, made without the engine, which would run two programs for it; needs /etc/hosts.
+    offline: bool = False
     #: Name servers; empty takes the engine's.
     dns: tuple[str, ...] = ()
     #: Filter of system calls (`runtimes.sandbox.seccomp.engine_profile`); empty takes the engine's own.
@@ -244,6 +250,7 @@ class DockerEngine:
             shm_size=blueprint.shm_bytes,
             runtime=blueprint.runtime or None,
             network_mode=blueprint.network,
+            sysctls={NO_IPV6: "1"} if blueprint.offline and IPV6.exists() else None,  # as the engine does
             extra_hosts=dict(blueprint.hosts) or None,
             dns=list(blueprint.dns) or None,
             log_config=docker.types.LogConfig(type="none"),
@@ -262,6 +269,7 @@ class DockerEngine:
             hostname="sandbox",
             user=blueprint.user,
             working_dir=blueprint.workdir,
+            network_disabled=blueprint.offline,
             environment=dict(blueprint.env),
             labels=dict(blueprint.labels),
             host_config=host,
@@ -306,7 +314,7 @@ class DockerEngine:
             labels=state["Config"].get("Labels") or {},
             running=bool(state["State"]["Running"]),
             paused=bool(state["State"]["Paused"]),
-            pid=_known_here(int(state["State"]["Pid"]), state["Id"]),
+            pid=known_here(int(state["State"]["Pid"]), state["Id"]),
             out_of_memory=bool(state["State"]["OOMKilled"]),
             exit_code=int(state["State"]["ExitCode"]),
             layer=str(((state.get("GraphDriver") or {}).get("Data") or {}).get("UpperDir") or ""),
@@ -335,6 +343,11 @@ class DockerEngine:
             Found(id=item["Id"], labels=item.get("Labels") or {}, running=item.get("State") == "running")
             for item in items
         ]
+
+    async def ended(self, container: str) -> None:
+        """Return once the engine has seen its end; raises CodedError if it does not see that for a while."""
+        with suppress(NotFound):
+            await self.call(self._api.wait, container, timeout=ENDED_S)
 
     async def remove(self, container: str) -> None:
         """Kill and remove it; idempotent."""
@@ -459,7 +472,7 @@ def _remapped(info: Mapping[str, Any]) -> tuple[int, int] | None:
     return (int(user), int(group)) if user.isdigit() and group.isdigit() else None
 
 
-def _known_here(pid: int, container: str) -> int:
+def known_here(pid: int, container: str) -> int:
     """Return ``pid`` if it is the container's on this machine: that of an engine elsewhere may be anybody's here."""
     try:
         membership = Path(f"/proc/{pid}/cgroup").read_text(encoding="utf-8")

@@ -15,9 +15,11 @@ from typing import Protocol
 from runtimes.sandbox.docker.attach import AttachByteStream
 from runtimes.sandbox.docker.attach_client import AttachClient
 from runtimes.sandbox.docker.engine import Blueprint, DockerEngine, Found
+from runtimes.sandbox.docker.network import NO_NETWORK
 from runtimes.sandbox.parts import RunnerClient
-from runtimes.sandbox.record import SandboxRecord
+from runtimes.sandbox.record import HOSTS, SandboxRecord
 from runtimes.sandbox.runner.byte_stream import SocketStream
+from runtimes.sandbox.runner.packing import packed_beside
 from runtimes.sandbox.runner.protocol import INSIDE, ISOLATED, RUNNER
 from runtimes.sandbox.runner.stream_client import StreamClient
 
@@ -53,15 +55,22 @@ class SharedDirectoryInstaller:
 
     name = "socket"
 
+    def __init__(self, state_dir: Path) -> None:
+        """Blocks for a moment: ``state_dir``, which the engine sees, gets the file that starts in each container."""
+        self._runner = packed_beside(state_dir.absolute())
+
     def equip(self, blueprint: Blueprint, directory: Path, mounts: Mapping[str, str]) -> Blueprint:
+        offline = blueprint.network == NO_NETWORK
         return replace(
             blueprint,
+            offline=offline,
             argv=(*PYTHON, f"{INSIDE}/runner.py", f"{INSIDE}/run"),
             # The socket's directory is the gateway's: without privileges of its own it is no root.
             capabilities=(*blueprint.capabilities, *(() if os.geteuid() == 0 else ("DAC_OVERRIDE",))),
             binds={
-                str(RUNNER): (f"{INSIDE}/runner.py", "ro"),
+                str(self._runner): (f"{INSIDE}/runner.py", "ro"),
                 str(directory / "run"): (f"{INSIDE}/run", "rw"),
+                **({str(directory / HOSTS): ("/etc/hosts", "rw")} if offline else {}),
                 **{source: (target, "ro") for source, target in mounts.items()},
             },
         )

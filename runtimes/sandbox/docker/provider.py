@@ -36,6 +36,7 @@ from runtimes.sandbox.own_users import FIRST, OwnUsers
 from runtimes.sandbox.parts import RunnerClient
 from runtimes.sandbox.promises import PROMISES, ProviderInfo, require_user, require_workdir
 from runtimes.sandbox.record import (
+    HOSTS,
     SANDBOXES,
     TASK,
     SandboxRecord,
@@ -66,6 +67,8 @@ ATTACHED = "attach"
 IMAGES = "images.json"
 #: The range of sandboxes' own users in an engine with userns-remap, whose containers know so many ids in all.
 REMAPPED_FIRST, REMAPPED_COUNT = 10_000, 65_536
+#: What a container without a network finds in /etc/hosts: what the engine writes there.
+NAMES = "127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n"
 #: The runner, beside the commands' processes.
 PIDS_OF_OURS = 2
 
@@ -99,7 +102,7 @@ class ContainerProvider:
         self._transport = transport
         attach = AttachInstaller(engine, copy_limit_bytes)
         self._installers: Mapping[str, RunnerInstaller] = {
-            each.name: each for each in (SharedDirectoryInstaller(), attach)
+            each.name: each for each in (SharedDirectoryInstaller(state_dir), attach)
         }
         self._root = state_dir / SANDBOXES
         self._held = hold(state_dir)
@@ -410,7 +413,8 @@ class ContainerProvider:
         From here, or else by asking the engine.
         """
         disk_bytes, processes = sandbox.spec.disk_bytes, control.processes
-        shared = (self._root / sandbox.id / "run", *map(Path, found.etc))
+        directory = self._root / sandbox.id
+        shared = (directory / "run", directory / HOSTS, *map(Path, found.etc))
         bounded = self._engine.bounds_disk
         if found.pid and not isinstance(self._bound, WalkBound):
             bounded = bounded or is_bounded(Path(f"/proc/{found.pid}/root"), disk_bytes)
@@ -476,8 +480,11 @@ class ContainerProvider:
 def _lay_out(directory: Path, record: SandboxRecord, remapped: tuple[int, int] | None) -> None:
     """Make the directory with its record, and that of the socket, which only root may enter here and inside."""
     (directory / "run").mkdir(parents=True, mode=0o700)
+    (directory / HOSTS).write_text(NAMES, encoding="ascii")
+    (directory / HOSTS).chmod(0o644)
     if remapped is not None and os.geteuid() == 0:
-        os.chown(directory / "run", *remapped)
+        for name in ("run", HOSTS):
+            os.chown(directory / name, *remapped)
     record.write(directory)
 
 

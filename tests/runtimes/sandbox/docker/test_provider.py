@@ -37,6 +37,7 @@ from runtimes.sandbox.cgroup import Hierarchy
 from runtimes.sandbox.command import Command, CommandResult
 from runtimes.sandbox.creation_gate import CreationGate
 from runtimes.sandbox.docker.client import EngineConnection
+from runtimes.sandbox.docker.control import end_here
 from runtimes.sandbox.docker.engine import DockerEngine
 from runtimes.sandbox.docker.network import InternalNetworks, make_isolated
 from runtimes.sandbox.docker.provider import ContainerProvider
@@ -48,6 +49,7 @@ from tests.runtimes.sandbox.conftest import unique
 
 pytestmark = pytest.mark.docker
 DEADLINE_S = 60.0
+NETWORK_HERE = str(Path("/proc/self/ns/net").readlink())
 
 
 async def sh(sandbox: Sandbox, text: str, *, timeout_s: float = 20.0, user: str = "") -> CommandResult:
@@ -193,6 +195,55 @@ async def test_an_image_that_no_record_knows_goes(containers: Provider, spec: Sa
     await again.reap(())
     assert engine("images", "-q", taken.image) == ""
     await again.close()
+
+
+async def test_without_a_network_there_is_a_loopback_of_its_own_and_nothing_of_the_engines(
+    containers: Provider, spec: SandboxSpec
+) -> None:
+    one, other = [await containers.create(spec, name=unique(word), labels={}, mounts={}) for word in ("one", "other")]
+    look = (
+        "import os, socket\n"
+        "print(os.readlink('/proc/self/ns/net'), [name for _, name in socket.if_nameindex()])\n"
+        "served = socket.create_server(('127.0.0.1', 0))\n"
+        "socket.create_connection(('localhost', served.getsockname()[1]), 5)\n"
+        "for place in (('192.0.2.1', 80), ('10.0.0.1', 80)):\n"
+        "    try: socket.create_connection(place, 5)\n"
+        "    except OSError as error: print(error.strerror)\n"
+        "try: socket.getaddrinfo('example.org', 80)\n"
+        "except OSError: print('no names')"
+    )
+    told = []
+    for sandbox in (one, other):
+        for user in ("", "root"):
+            done = await sandbox.run(Command(argv=("python3", "-c", look), user=user))
+            told.append(done.stdout.decode().split("\n"))
+            assert told[-1][1:] == ["Network is unreachable", "Network is unreachable", "no names", ""], done
+    assert len({NETWORK_HERE, *(lines[0].partition(" ")[0] for lines in told)}) == 3
+    assert {lines[0].partition(" ")[2] for lines in told} == {"['lo']"}
+    seen = json.loads(engine("inspect", "--format", "{{json .NetworkSettings.SandboxKey}}", f"tangram-{one.id}"))
+    assert seen == ""  # it started no process of its own for it
+    written = await sh(one, "echo 127.0.0.1 mine >> /etc/hosts && getent hosts mine", user="root")
+    assert written.stdout.split() == [b"127.0.0.1", b"mine"]
+    assert (await sh(other, "getent hosts mine")).exit_code != 0
+    for sandbox in (one, other):
+        await sandbox.close()
+
+
+async def test_a_container_is_ended_by_its_own_first_process_and_by_no_other(
+    containers: Provider, spec: SandboxSpec
+) -> None:
+    sandbox = await containers.create(spec, name=unique("ended"), labels={}, mounts={})
+    name = f"tangram-{sandbox.id}"
+    container, runner = engine("inspect", "--format", "{{.Id}} {{.State.Pid}}", name).split()
+    assert not end_here(0, container)
+    assert not end_here(os.getpid(), container)
+    assert not end_here(int(runner), "0" * 64)
+    assert engine("inspect", "--format", "{{.State.Running}}", name) == "true"
+    assert end_here(int(runner), container)
+    assert engine("wait", name) == str(128 + signal.SIGKILL)
+    assert not end_here(int(runner), container)
+    await sandbox.close()
+    assert engine("ps", "-aq", "--filter", f"name={name}") == ""
 
 
 async def test_an_internal_network_joins_the_sandboxes_of_a_task(containers: Provider, spec: SandboxSpec) -> None:

@@ -20,7 +20,7 @@ import pytest
 from manager.errors import ActionFailed, InvalidConfig, InvalidInput, Reason, Unsupported
 from manager.function import Background, Network, SandboxSpec
 from runtimes.sandbox.command import Command, CommandResult
-from runtimes.sandbox.docker.engine import _known_here
+from runtimes.sandbox.docker.engine import known_here
 from runtimes.sandbox.docker.provider import ContainerProvider
 from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.provider import DockerSettings, ProviderSettings, make_provider
@@ -144,8 +144,8 @@ async def test_nothing_of_this_machine_is_in_the_container(
 def test_a_process_id_of_another_machine_is_nobodys_here() -> None:
     """To freeze or to confine by it would hit whoever has that number on this machine."""
     own = Path("/proc/self/cgroup").read_text(encoding="utf-8").split("\n", 1)[0]
-    assert _known_here(os.getpid(), "f" * 64) == 0
-    assert _known_here(os.getpid(), own) == os.getpid()
+    assert known_here(os.getpid(), "f" * 64) == 0
+    assert known_here(os.getpid(), own) == os.getpid()
 
 
 async def test_cores_are_the_engines_business_and_rest_is_the_runners(
