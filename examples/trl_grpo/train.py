@@ -59,20 +59,22 @@ class Ledger:
         """Judge the programs of one step by their tests; what the student wrote twice is tested once."""
         if self._kill and len(self.steps) == KILLED_AT:
             self._gateway.kill_soon()
-        asked = list(dict.fromkeys(zip(prompts, completions, strict=True)))
+        given = list(zip(prompts, completions, strict=True))
+        asked = list(dict.fromkeys(given))
         told = await self._passes(
             [prompt for prompt, _ in asked],
             [completion for _, completion in asked],
             task=[prompt.split()[1] for prompt, _ in asked],
         )
         scores = dict(zip(asked, told, strict=True))
-        given = list(zip(prompts, completions, strict=True))
         self.steps.append([(prompt, completion, scores[prompt, completion]) for prompt, completion in given])
         return [scores[each] for each in given]
 
     async def brief(self, prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> list[float | None]:
-        """Judge how short they are, in a warm process."""
-        return await self._brief(prompts, completions)
+        """Judge how short they are, in a warm process; a program is as short for one prompt as for another."""
+        asked = list(dict.fromkeys(completions))
+        scores = dict(zip(asked, await self._brief([""] * len(asked), asked), strict=True))
+        return [scores[completion] for completion in completions]
 
     def mean(self, begin: float, end: float) -> float:
         """Return the mean reward of a part of the run."""
