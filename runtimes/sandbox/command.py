@@ -28,6 +28,8 @@ class Command:
     shell: str = ""
     cwd: str = ""
     env: Mapping[str, str] = field(default_factory=dict)
+    #: Variables that it finds by other names (`runtimes.sandbox.runner.runner.HIDDEN`), so that its start ignores them.
+    hide: tuple[str, ...] = ()
     #: User name or id; empty takes the sandbox's.
     user: str = ""
     stdin: bytes = b""

@@ -33,6 +33,10 @@ class RunnerClient(Protocol):
     @property
     def started(self) -> frozenset[str] | None: ...
 
+    @property
+    def abilities(self) -> frozenset[str]:
+        """What its runner can do beyond the first runners (`runtimes.sandbox.runner.runner.CAN`)."""
+
     async def run(self, command: Command, on_output: OnOutput | None = None) -> CommandResult: ...
 
     def keep(self, claims: str, *, detached: bool) -> None: ...

@@ -113,6 +113,11 @@ class Sandbox:
         """The commands of an earlier gateway that can still be claimed, by claim."""
         return self._client.resumable
 
+    @property
+    def hides(self) -> bool:
+        """Whether commands may `Command.hide` variables from what starts them."""
+        return "hide" in self._client.abilities
+
     async def run(self, command: Command, on_output: OnOutput | None = None) -> CommandResult:
         """Execute to the end; cancelling kills the process tree, setsid children included.
 

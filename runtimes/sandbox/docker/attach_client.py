@@ -70,6 +70,10 @@ class AttachClient:
         return {} if self._client is None else self._client.resumable
 
     @property
+    def abilities(self) -> frozenset[str]:
+        return frozenset() if self._client is None else self._client.abilities
+
+    @property
     def started(self) -> frozenset[str] | None:
         return None if self._client is None else self._client.started
 

@@ -75,6 +75,7 @@ class ExecClient:
         #: Nothing can be claimed: only whoever started a ``docker exec`` gets its output.
         self.resumable: Mapping[str, ResumableCommand] = {}
         self.started: frozenset[str] | None = None
+        self.abilities: frozenset[str] = frozenset()
 
     async def end_left(self) -> None:
         """End the commands of an earlier gateway, whose output nobody gets any more."""

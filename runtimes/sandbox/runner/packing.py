@@ -18,7 +18,7 @@ from runtimes.sandbox.runner.protocol import RUNNER
 
 #: A program whose last two lines hold its bytecode, and its source for a Python that does not read that. The comments
 #: that they are cost it next to nothing; what ``__main__`` keeps of itself is the few lines before.
-LOADER = """import binascii, marshal, zlib
+LOADER = """import binascii, marshal
 from _frozen_importlib_external import MAGIC_NUMBER
 def _code():
     with open(__file__, "rb") as file:
@@ -26,6 +26,7 @@ def _code():
     compiled = binascii.a2b_base64(compiled)
     if compiled.startswith(MAGIC_NUMBER):
         return marshal.loads(memoryview(compiled)[16:])
+    import zlib
     return compile(zlib.decompress(binascii.a2b_base64(source)), "runner.py", "exec")
 exec(_code())
 """

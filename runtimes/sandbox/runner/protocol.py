@@ -61,6 +61,7 @@ def run_request(command: Command, *, marker: str, interactive: bool) -> dict[str
         "stdin": interactive or bool(command.stdin) or session is not None,
         "merge": command.merge,
         "python": command.python,
+        **({"hide": list(command.hide)} if command.hide else {}),
         "timeout_s": command.timeout_s if math.isfinite(command.timeout_s) else None,
         "grace_s": command.kill_grace_s,
         "limit": None if interactive or session is not None else command.shown_bytes,

@@ -17,31 +17,39 @@ in which the first process of a namespace starts a command; it ignores every sig
 calls it undumpable: nobody inside can end, trace or read it.
 """
 
-# pathlib, contextlib and typing would cost every sandbox their import.
+# pathlib, contextlib, typing, and enum, re and collections behind signal, socket, json and array, would cost every
+# sandbox their import.
 # ruff: noqa: PTH101, PTH102, PTH103, PTH108, PTH112, PTH117, PTH118, PTH120, PTH123, PTH208, SIM105
 from __future__ import annotations
 
-import array
 import errno
-import json
 import os
 import pwd
 import select
-import signal
-import socket
 import stat
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
 
 MYPY = False
-if MYPY:  # importing it would cost every sandbox a quarter of its start
+if MYPY:
+    import signal
+    import socket
+    from collections.abc import Callable, Iterator, Mapping
     from typing import Any
+else:
+    try:
+        import _signal as signal
+        import _socket as socket
+    except ImportError:  # another Python than CPython
+        import signal
+        import socket
 
 PROTOCOL = 1
 #: What a runner of today can do beyond the first ones, which sandboxes of an earlier gateway still have.
-CAN = ("merge", "python", "file_user", "session")
+CAN = ("merge", "python", "file_user", "session", "hide")
+#: What the name begins with by which a command finds a variable that is hidden from what starts it.
+HIDDEN = "TANGRAM_HIDDEN_"
 HEADER = struct.Struct("!IBI")
 FRAME_MAX_BYTES = 4 * 2**20
 CHUNK_BYTES = 64 * 2**10
@@ -75,6 +83,7 @@ UNAUTHENTICATED_MAX = 8
 MARK_BYTES, ANSWER_BYTES = 32, 16
 #: Room for the descriptors that may come with one message.
 LENT_BYTES = 64
+DESCRIPTOR_BYTES = struct.calcsize("i")
 ENTRIES_MAX = 10000
 #: What ends the input on a terminal, as somebody types it.
 END_OF_INPUT = b"\x04"
@@ -137,11 +146,51 @@ def encode(kind: int, number: int, payload: bytes = b"") -> bytes:
     return HEADER.pack(len(payload), kind, number) + payload
 
 
-_ENCODER = json.JSONEncoder(separators=(",", ":"))
+class _Plain:
+    """What is asked of Python's reader of JSON: plain values, and of names for no number what Python makes of them."""
+
+    strict, object_hook, object_pairs_hook = True, None, None
+    parse_float, parse_int, parse_constant = float, int, float
+
+
+def _unknown(value: object) -> None:
+    raise TypeError(f"{type(value).__name__} is no JSON")
+
+
+def _json_coders() -> tuple[Callable[[str], Any], Callable[[Any], str]]:
+    """Return what reads and writes JSON: the two functions inside Python's own module, without that module."""
+    try:
+        from _json import encode_basestring_ascii, make_encoder, make_scanner
+
+        scan = make_scanner(_Plain)  # type: ignore[arg-type]  # it takes whatever has these attributes
+        write = make_encoder({}, _unknown, encode_basestring_ascii, None, ":", ",", False, False, True)
+    except (ImportError, TypeError, AttributeError):  # another Python than those of today
+        import json
+
+        return json.loads, json.JSONEncoder(separators=(",", ":")).encode
+
+    def read(text: str) -> Any:
+        try:
+            value, end = scan(text, 0)
+        except StopIteration:
+            raise ValueError("no JSON") from None
+        if end != len(text):
+            raise ValueError("more than one value")
+        return value
+
+    return read, lambda value: "".join(write(value, 0))
+
+
+_read, _write = _json_coders()
 
 
 def as_json(value: Mapping[str, Any]) -> bytes:
-    return _ENCODER.encode(value).encode()
+    return _write(value).encode()
+
+
+def from_json(payload: bytes) -> Any:
+    """Return a value, written without spaces around it; raises ValueError or RecursionError."""
+    return _read(payload.decode("utf-8", "surrogatepass"))
 
 
 class RequestDenied(Exception):
@@ -663,11 +712,11 @@ class GatewayConnection:
     def receive(self) -> bytes:
         """Return what has arrived on a socket, and keep a descriptor that came with it; raises OSError."""
         assert self.sock is not None
-        fds = array.array("i")
+        fds: list[int] = []
         data, told, _, _ = self.sock.recvmsg(4 * CHUNK_BYTES, LENT_BYTES, socket.MSG_CMSG_CLOEXEC)
         for level, kind, said in told:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                fds.frombytes(said[: len(said) - len(said) % fds.itemsize])
+                fds += memoryview(said[: len(said) - len(said) % DESCRIPTOR_BYTES]).cast("i")
         for fd in fds:
             self.keep_lent(fd)
         return data
@@ -779,9 +828,10 @@ class GatewayLink:
 
     def on_connect(self, fd: int) -> None:
         try:
-            sock, _ = self.listener.accept()
+            accepted, _ = self.listener._accept()  # type: ignore[attr-defined]  # of both kinds of sockets
         except OSError:
             return  # it has gone again, or there is no descriptor for it now
+        sock = socket.socket(fileno=accepted)
         sock.setblocking(False)
         if len(self.unauthenticated) >= UNAUTHENTICATED_MAX:
             self.drop(self.unauthenticated[0])
@@ -845,7 +895,7 @@ class GatewayLink:
         """Take the first caller's token for the gateway's; hang up on everybody who does not know it."""
         if kind != HELLO:
             raise ProtocolError("no greeting")
-        hello = json.loads(payload)
+        hello = from_json(payload)
         known = self.token != ""
         if known and not _same(hello["token"], self.token):
             raise ProtocolError("not the gateway")
@@ -1081,6 +1131,9 @@ class Launcher:
         merged: bool = request.get("merge", False)
         identity = self.workplace.identity(request["user"])
         environment = self.environment_of(identity, request)
+        for name in request.get("hide", ()):
+            if name in environment:
+                environment[HIDDEN + name] = environment.pop(name)
         size = (request.get("session") or {}).get("terminal")
         if size is not None:
             return self.launch_on_terminal(identity, request["cwd"], argv, environment, size)
@@ -1905,7 +1958,7 @@ class Runner:
             if not self.files.feed(number, payload):
                 self.jobs.feed(number, payload)
             return
-        request = json.loads(payload) if payload else {}
+        request = from_json(payload) if payload else {}
         try:
             if kind == RUN:
                 self.taken = number

@@ -74,6 +74,11 @@ class StreamClient(asyncio.BufferedProtocol):
         self.distrusted = False
 
     @property
+    def abilities(self) -> frozenset[str]:
+        """What its runner can do beyond the first runners."""
+        return self.greeted.can
+
+    @property
     def started(self) -> frozenset[str] | None:
         """The claims of detached commands started earlier, of whose end there may be no record; None if unknown."""
         return self.greeted.begun
@@ -107,6 +112,7 @@ class StreamClient(asyncio.BufferedProtocol):
     async def run(self, command: Command, on_output: OnOutput | None = None) -> CommandResult:
         """Execute to the end, or claim it if it is resumable. Cancelling kills its processes before it lets go."""
         self._require("merge", needed=command.merge)
+        self._require("hide", needed=command.hide)
         self._require("session", needed=command.session)
         session = command.session
         exchange = CommandExchange(self, command, on_output) if session is None else SessionExchange(self, session)
