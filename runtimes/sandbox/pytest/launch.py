@@ -1,9 +1,10 @@
 """Begins pytest inside a sandbox, clear of the project's code. Standard library and pytest, Python 3.7 on.
 
-Run as ``python3 -I -S -c START SOURCE``; standard input holds one JSON object {"nonce", "modules", "paths", "given",
-"wanted", "prefixes", "done", "workers", "dist", "args", "test_timeout_s", "own_options", "compiled"}, of which
-``modules`` are the sources of `plugin` and of what it imports, by name, and ``compiled`` the same as files of some
-Python's bytecode, in base64. Standard output becomes the report (`plugin`), to which this process adds
+Run as ``python3 -s -c SOURCE``, with the variables of `HIDE` by other names; standard input holds one JSON object
+{"nonce", "modules", "compiled", "paths", "given", "wanted", "prefixes", "done", "workers", "dist", "args",
+"test_timeout_s", "own_options"}, of which ``modules`` are the sources of `plugin` and of what it imports, by name, and
+``compiled`` the same as files of some Python's bytecode, in base64. Standard output becomes the report (`plugin`), to
+which this process adds
 
     {"start": {"pytest", "xdist", "workers", "noticed"}}   {"absent": why}   {"blocked": why}   {"end": exit status}
 
@@ -14,7 +15,6 @@ theirs.
 
 from __future__ import annotations
 
-import ast
 import base64
 import gc
 import importlib
@@ -32,6 +32,8 @@ from typing import Any
 
 #: The modules that lie in a directory of their own.
 MODULE, ENDS, TEXTS, KEPT, MARKS = "tangram_pytest", "tangram_ends", "tangram_texts", "tangram_kept", "tangram_marks"
+#: Variables by which a project would have a part in Python's start, and what precedes the names that they have then.
+HIDE, HIDDEN = ("PYTHONPATH", "PYTHONNOUSERSITE", "PYTHONSTARTUP"), "TANGRAM_HIDDEN_"
 #: What tells the processes of a run where the project's modules are, and what their environment was.
 PROJECT = "TANGRAM_PROJECT"
 NOTICED_MAX = 10
@@ -53,7 +55,7 @@ def main() -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
-    project = ast.literal_eval(os.environ.pop(PROJECT))
+    project = _project()
     gc.disable()  # an import makes nothing but what stays
     try:
         pytest = _pytest_of(project)
@@ -75,6 +77,14 @@ def main() -> None:
     sys.stderr.flush()
     send(end=status)
     os._exit(status)  # a thread that a test left behind must not keep the answer waiting
+
+
+def _project() -> dict[str, Any]:
+    """Return where the project's modules are, and its part of the environment, which it gets back before its code."""
+    kept = {name: os.environ.pop(HIDDEN + name, None) for name in HIDE}
+    os.environ["PYTHONNOUSERSITE"] = "1"  # as we were started, and so that workers are
+    places = [os.path.abspath(place) for place in (kept["PYTHONPATH"] or "").split(":") if place]  # noqa: PTH100
+    return {"paths": [os.getcwd(), *places], "environment": kept}  # noqa: PTH109
 
 
 def sender(fd: int, nonce: str) -> Send:

@@ -45,16 +45,16 @@ _MODULES = {
 }
 #: The same, compiled by this Python, for one in a sandbox that reads its bytecode: the first bytes tell.
 _COMPILED = {name: base64.b64encode(compiled(source, name)).decode("ascii") for name, source in _MODULES.items()}
-#: The first process: it forgets what the user's files and the environment would put in the way of Python's own modules,
-#: and becomes the interpreter that it was given, which runs this source. What it would import costs every suite.
-START = """
+#: Runs the source that follows, with no module of the working directory.
+CLEAN = "import sys; sys.path[:] = [place for place in sys.path if place]; exec(sys.argv[1])"
+#: The first process where no runner hides variables for us, as that of an earlier gateway: it does so itself, clear of
+#: what they and the user's files would put in the way, and becomes the interpreter that it was given.
+START = f"""
 import os, sys
-kept = {name: os.environ.pop(name, None) for name in ("PYTHONPATH", "PYTHONNOUSERSITE", "PYTHONSTARTUP")}
-os.environ["PYTHONNOUSERSITE"] = "1"
-paths = [os.getcwd(), *(os.path.abspath(place) for place in (kept["PYTHONPATH"] or "").split(":") if place)]
-os.environ["TANGRAM_PROJECT"] = ascii({"paths": paths, "environment": kept})
-clean = "import sys; sys.path[:] = [place for place in sys.path if place]; exec(sys.argv[1])"
-os.execvp(sys.argv[2], [sys.argv[2], "-c", clean, sys.argv[1]])
+for name in {launch.HIDE!r}:
+    if name in os.environ:
+        os.environ[{launch.HIDDEN!r} + name] = os.environ.pop(name)
+os.execvp(sys.argv[2], [sys.argv[2], "-s", "-c", {CLEAN!r}, sys.argv[1]])
 """
 #: What mends a sandbox without pytest.
 INSTALL = "install it in the image, for process sandboxes for the host's python3, or name one by sandbox.path"
@@ -327,8 +327,11 @@ class _Run:
             "own_options": plan.spec.tree_options == "ignore" and not self._fresh,
             "test_timeout_s": plan.test_timeout_s,
         }
+        python, hides = self._settings.python, self._sandbox.hides
+        start = (python, "-I", "-S", "-c", START, _SOURCE, python)
         return Command(
-            argv=(self._settings.python, "-I", "-S", "-c", START, _SOURCE, self._settings.python),
+            argv=(python, "-s", "-c", CLEAN, _SOURCE) if hides else start,
+            hide=launch.HIDE if hides else (),
             cwd=plan.cwd,
             env=plan.env,
             stdin=json.dumps(told).encode(),

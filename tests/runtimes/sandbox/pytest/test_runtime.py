@@ -18,6 +18,7 @@ from manager.outcome import State
 from runtimes.local import LocalExecutor
 from runtimes.sandbox.pytest.plan import PytestSettings
 from runtimes.sandbox.pytest.runtime import _COMPILED, PytestRuntime
+from runtimes.sandbox.sandbox import Sandbox
 from tests.runtimes.recorder import execution_of
 from tests.runtimes.sandbox.pytest.conftest import ARGS, FUNCTION, SPEC, SuiteBench
 
@@ -365,6 +366,25 @@ async def test_what_judges_a_suite_is_compiled_beforehand_for_a_python_that_read
     """
     await bench.run({"test_compiled.py": source}, args=["-s"])
     assert f"flags {{{int(reads_bytecode)}}}" in bench.log.text()  # 1: never compared with its source
+
+
+@pytest.mark.parametrize("hides", [True, False])
+async def test_a_project_has_its_variables_back_whoever_kept_them_from_pythons_start(
+    bench: SuiteBench, monkeypatch: pytest.MonkeyPatch, hides: bool
+) -> None:
+    monkeypatch.setattr(Sandbox, "hides", hides)
+    source = """
+        import os, sys, library
+
+        def test_variables():
+            assert os.environ["PYTHONPATH"] == "libs:/nowhere"
+            assert not [name for name in os.environ if name.startswith(("TANGRAM_HIDDEN", "PYTHONNO", "TANGRAM_PROJ"))]
+            assert sys.flags.no_user_site and not sys.flags.isolated
+            assert sys.path[0] == os.getcwd() and sys.path[1] == os.path.abspath("libs")
+    """
+    files = {"test_variables.py": source, "libs/library.py": "", "libs/json.py": "raise SystemExit('not mine')"}
+    value = await bench.run(files, env={"PYTHONPATH": "libs:/nowhere"})
+    assert value["reward"] == 1.0, value
 
 
 async def test_a_file_called_pytest_does_not_pass_for_pytest(bench: SuiteBench) -> None:
