@@ -12,6 +12,9 @@ STREAMS = ("stdout", "stderr")
 _CODES = {name: code for code, name in enumerate(STREAMS)}
 #: Bytes from which on a block is full.
 BLOCK_BYTES = 16 * 2**10
+#: Most that is kept beyond what is asked for, of what its reader has not had: more is under way between a command
+#: that is told to wait and its reader than some are asked to keep, and sockets to other machines hold megabytes.
+UNDER_WAY_BYTES = 8 * 2**20
 #: Most pieces that are returned at once, however short they are.
 PAGE_PIECES = 1024
 
@@ -64,17 +67,24 @@ class OutputTail:
         self.start = self.end = start
         self._blocks: deque[_Block] = deque()
 
-    def add(self, stream: str, data: bytes) -> None:
-        """Append what was said; the oldest is forgotten for it."""
+    def add(self, stream: str, data: bytes, unread: int | None = None) -> None:
+        """Append what was said; the oldest is forgotten for it, but for what lies behind ``unread`` (see `forget`)."""
         if not data:
             return
         if not self._blocks or len(self._blocks[-1].data) >= BLOCK_BYTES or self._blocks[-1].end != self.end:
             self._blocks.append(_Block(self.end))
         self._blocks[-1].add(_CODES[stream], data)
         self.end += len(data)
-        while self.end - self._blocks[0].end >= self._keep_bytes:
+        self.forget(unread)
+
+    def forget(self, unread: int | None = None) -> None:
+        """Forget what is too much; what lies behind ``unread`` is too much only beyond `UNDER_WAY_BYTES` more."""
+        start = self.end - self._keep_bytes
+        if unread is not None:
+            start = max(min(start, unread), start - UNDER_WAY_BYTES)
+        while self._blocks and self._blocks[0].end <= start:
             self._blocks.popleft()
-        self.start = max(self.start, self._blocks[0].offset, self.end - self._keep_bytes)
+        self.start = max(self.start, start, self._blocks[0].offset if self._blocks else 0)
 
     def skip(self, end: int) -> None:
         """What comes next begins later: what is between was not heard."""

@@ -139,7 +139,7 @@ class InteractiveSession:
 
     def said(self, stream: str, data: bytes) -> None:
         """Keep what its command said."""
-        self._output.add(stream, data)
+        self._output.add(stream, data, self._unread)
         self._changed.set()
         if self._attached and not self._held and self.end - self._taken > self.settings.output_bytes // 4:
             self._hold(held=True)
@@ -167,6 +167,7 @@ class InteractiveSession:
                     yield pieces
                     offset = pieces[-1].offset + len(pieces[-1].data)
                     self._taken = offset
+                    self._output.forget(self._unread)
                     if self._held and self.end - offset < self.settings.output_bytes // 8:
                         self._hold(held=False)
                     continue
@@ -200,6 +201,7 @@ class InteractiveSession:
         if reader != self._readers or not self._attached:
             return
         self._attached = False
+        self._output.forget()
         if self._held:
             self._hold(held=False)
         if self._grip is not None:
@@ -286,6 +288,11 @@ class InteractiveSession:
         self._steer({"signal": SIGNALS[name]})
 
     # --- inside
+
+    @property
+    def _unread(self) -> int | None:
+        """Behind which offset somebody waits for its output."""
+        return self._taken if self._attached else None
 
     async def _require_begun(self) -> None:
         if not await self.opened(INPUT_PATIENCE_S):

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from runtimes.sandbox.output_tail import PAGE_PIECES, OutputTail, SessionPiece
+from runtimes.sandbox.output_tail import PAGE_PIECES, UNDER_WAY_BYTES, OutputTail, SessionPiece
 from runtimes.sandbox.session import InteractiveSession, SessionSettings
 
 KEEP_BYTES = 64 * 2**10
@@ -75,3 +75,36 @@ def test_what_was_not_heard_is_a_hole_and_the_rest_keeps_its_numbers() -> None:
     tail.add("stderr", bytes(60))
     assert tail.start == 50, "of what lies before the hole nothing is kept any more"
     assert told(tail, 0) == [SessionPiece(50, "stdout", b"after"), SessionPiece(55, "stderr", bytes(60))]
+
+
+def test_what_its_reader_has_not_had_is_kept_beyond_the_bound_and_that_has_a_bound_too() -> None:
+    tail = OutputTail(KEEP_BYTES)
+    for _ in range(10):
+        tail.add("stdout", bytes(KEEP_BYTES), 100)
+    assert (tail.start, tail.end) == (100, 10 * KEEP_BYTES)
+    tail.forget(5 * KEEP_BYTES)
+    assert tail.start == 5 * KEEP_BYTES, "that was read"
+    tail.forget()
+    assert tail.start == 9 * KEEP_BYTES, "nobody reads"
+    for _ in range(2 * UNDER_WAY_BYTES // KEEP_BYTES):
+        tail.add("stdout", bytes(KEEP_BYTES), 0)
+    assert tail.end - tail.start == KEEP_BYTES + UNDER_WAY_BYTES
+
+
+async def test_what_was_under_way_when_its_command_was_told_to_wait_is_not_lost_to_a_slow_reader() -> None:
+    """A loop that comes late to its sockets finds all in them at once, and its readers' turns come after."""
+    session = InteractiveSession(SessionSettings(output_bytes=KEEP_BYTES), None)
+    read, pages = 1, session.read(0, 60.0)
+    session.said("stdout", b"x")
+    assert len(await anext(pages)) == 1, "somebody is attached"
+    for _ in range(5):
+        for number in range(20):
+            session.said("stdout", bytes([number]) * (KEEP_BYTES // 4))
+        while read < session.end:
+            for piece in await anext(pages):
+                assert piece.offset == read
+                read += len(piece.data)
+    session.said("stdout", bytes(3 * KEEP_BYTES))
+    assert 3 * KEEP_BYTES <= session.end - session.start <= 4 * KEEP_BYTES + 1, "but for the page that is being read"
+    await pages.aclose()
+    assert session.end - session.start == KEEP_BYTES, "nobody reads any more"
