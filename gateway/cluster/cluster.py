@@ -336,7 +336,7 @@ class Cluster(ClusterState):
         def instance() -> str:
             return "" if machine is None else machine.instance
 
-        voice = Voice(spec.name, instance, self._step)
+        voice = Voice(spec.name, instance, self._step, self._is_empty)
         machine = ClusterNode(
             spec, RemoteNode(spec.name, on_event=voice, archives=self._archives, sessions=self._sessions, epoch=epoch)
         )
@@ -381,7 +381,8 @@ class Cluster(ClusterState):
         """Everything on the node is lost: first the scheduler decides what runs again, then whoever waits is told."""
         name = verdict.node
         machine = self._machines.pop(name, None)
-        self._log.error("a node is counted out", node=name, why=verdict.why, with_what_it_had=verdict.victims)
+        log = self._log.error if verdict.victims else self._log.info
+        log("a node is counted out", node=name, why=verdict.why, with_what_it_had=verdict.victims)
         known = self._records.get(name)
         if known is not None and known.state == "draining":
             for starter in (self.local, self.ray):
@@ -427,7 +428,7 @@ class Cluster(ClusterState):
     def _tick(self) -> None:
         self._timer = None
         for name in self._roster.draining:
-            if self.engine.held_on(name) == (0, 0):
+            if self._is_empty(name):
                 self._step(Emptied(name))
         self._step(Ticked())
 

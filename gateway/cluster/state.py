@@ -21,7 +21,7 @@ from runtimes.node.fitness.served import Trouble
 from runtimes.node.link import NodeLink
 from runtimes.node.node_state import HEARD, NodeState
 from runtimes.node.remote import RemoteNode
-from runtimes.node.roster import DrainAsked, RaySaid, Roster, RosterEvent
+from runtimes.node.roster import DrainAsked, Member, RaySaid, Roster, RosterEvent
 from runtimes.node.wire import NodeHello
 from runtimes.sandbox.files.files import SandboxFiles
 from tangram.types import LivingSandbox
@@ -78,6 +78,10 @@ class ClusterState(OneMachine):
         """Tell the roster what happened, and do what it decides."""
         return self._roster.step(self._clock.now(), event)
 
+    def _is_empty(self, name: str) -> bool:
+        """Return whether nothing of the scheduler's is on a node."""
+        return self.engine.held_on(name) == (0, 0)
+
     def _member(self, name: str) -> RemoteNode | None:
         machine = self._machines.get(name)
         return None if machine is None else machine.remote
@@ -102,7 +106,7 @@ class ClusterState(OneMachine):
         running, holders = self.engine.held_on(name)
         return NodeStatus(
             node=name,
-            state=member.state.value,
+            state="drained" if _is_drained(member) else member.state.value,
             why=member.why,
             since_s=max(0.0, now_s - member.since_s),
             local=name == self.here.name,
@@ -189,7 +193,8 @@ class ClusterState(OneMachine):
     def lost(self, within_s: float) -> list[str]:
         since_s = self._clock.now() - within_s
         members = self._roster.members()
-        return [each.name for each in members if each.state is NodeState.LOST and each.since_s > since_s]
+        lost = [each for each in members if each.state is NodeState.LOST and not _is_drained(each)]
+        return [each.name for each in lost if each.since_s > since_s]
 
     async def watch_for_ever(self, trouble: Trouble) -> None:
         if self._inline:  # else its sandboxes, if any, are its daemon's, which looks itself
@@ -237,3 +242,8 @@ class ClusterState(OneMachine):
     def ray_said(self, name: str, why: str, final: bool) -> None:
         """Ray says that a node's machine is there, or gone; ``final`` if it was ended on purpose."""
         self._step(RaySaid(name, why, final))
+
+
+def _is_drained(member: Member) -> bool:
+    """Return whether a node that is counted out has left empty: it has nothing that it must end first."""
+    return member.state is NodeState.LOST and not member.fenced

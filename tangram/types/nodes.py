@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 from tangram.types.resources import ChunkPair
 from tangram.types.values.scalars import Count, Name
 
-NodeCondition = Literal["joining", "ready", "unfit", "suspect", "draining", "lost"]
+NodeCondition = Literal["joining", "ready", "unfit", "suspect", "draining", "drained", "lost"]
 
 
 class NodeStatus(Struct, frozen=True, kw_only=True):

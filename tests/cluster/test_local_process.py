@@ -85,7 +85,7 @@ def test_a_daemon_that_was_drained_stays_away_until_the_next_start(gateway: Clus
     with gateway.client() as client:
         client.drain_node(HERE)
     until(lambda: not daemon(gateway), "the drained daemon has ended")
-    gateway.until_state(HERE, "lost")
+    gateway.until_state(HERE, "drained")
     gateway.stop()
     gateway.start()
     gateway.until_state(HERE, "ready")

@@ -92,7 +92,7 @@ def test_a_draining_node_takes_nothing_new_ends_what_it_has_and_leaves(
         assert client.drain_node("n1", "maintenance").state == "draining"
     late = gateway.submit("there", "echo late")
     succeeded(gateway, mine, TOLD)
-    gateway.until_state("n1", "lost")
+    gateway.until_state("n1", "drained")
     assert node.wait() == 0
     assert gateway.record(late)["state"] == "queued"
     with gateway.client() as client, pytest.raises(TangramError, match="no node"):

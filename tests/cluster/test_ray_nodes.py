@@ -154,7 +154,7 @@ def test_a_reservation_that_waits_is_told_and_a_machine_that_drains_is_given_bac
     ready = HTTP.get(f"{gateway.url}/readyz").json()
     assert [warning for warning in ready["warnings"] if warning.startswith("ray-m2: ")], ready
     machines.know("m1", draining=True)
-    gateway.until_state("ray-m1", "lost")
+    gateway.until_state("ray-m1", "drained")
     until(lambda: not machines.daemon("ray-m1"), "its daemon has gone")
     until(lambda: ray_states(gateway)["ray-m1"][0] == "released", "it is given back")
     machines.know("m2")

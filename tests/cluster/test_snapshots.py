@@ -250,7 +250,7 @@ def test_a_snapshot_of_a_lost_node_says_so_and_is_there_again_with_its_node(
         until(lambda: client.snapshots()[0].lost is None, "it is there again")
         assert reads(client, "h", snapshot) == "t\n"
         client.drain_node("n1", "maintenance")
-        gateway.until_state("n1", "lost")
+        gateway.until_state("n1", "drained")
         with pytest.raises(SnapshotLostError):
             reads(client, "i", snapshot)
         client.remove_snapshot(snapshot)

@@ -88,7 +88,7 @@ export function tasksView(view) {
   return {tick: () => { fillIfNew(rows, [store.d.tasks, store.d.steps, stepsTick()], () => taskRows(store.d.tasks || {}, store.d.steps)); again(); }};
 }
 
-const NODE_SIGNS = {ready: "✓", joining: "◌", unfit: "!", suspect: "?", draining: "–", lost: "✕"};
+const NODE_SIGNS = {ready: "✓", joining: "◌", unfit: "!", suspect: "?", draining: "–", drained: "○", lost: "✕"};
 
 export function nodesView(view) {
   const nodes = h("div"), pools = h("div"), sandboxes = h("div"), told = h("div"), storm = h("div");
@@ -109,7 +109,7 @@ export function nodesView(view) {
       h("td", {class: "mono"}, labels.map(([name, value]) => `${name}=${value}`).join(" ") || "–"),
       h("td", null, each.peer || (each.local ? "inline" : "–"), each.version ? h("span", {class: "dim"}, ` ${each.version}`) : null, each.losses ? h("div", {class: "dim"}, `lost ${count(each.losses)} times of late`) : null,
         unable.length ? h("div", {class: "dim", title: unable.map(([name, why]) => `${name}: ${why}`).join("\n")}, `cannot run ${unable.map(([name]) => name).join(", ")}`) : null),
-      h("td", null, each.local || each.state === "draining" || each.state === "lost" ? null : h("button", {onclick: () => drain(each.node)}, "Drain")));
+      h("td", null, each.local || ["draining", "drained", "lost"].includes(each.state) ? null : h("button", {onclick: () => drain(each.node)}, "Drain")));
   };
   const load = async () => {
     try {
