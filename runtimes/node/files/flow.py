@@ -11,9 +11,12 @@ from runtimes.node.files.messages import FilesPiece, FilesTaken
 from runtimes.node.link import NodeLink
 from runtimes.node.wire import ChannelError
 
-#: Bytes of one piece. An action's frame waits behind no more than one of them for each transfer.
-PIECE_BYTES = 64 * 2**10
-#: Bytes that may be under way, or wait at the other side, of one transfer.
+#: Bytes of one piece: others have a turn of both loops between two of them.
+PIECE_BYTES = 16 * 2**10
+#: Bytes that are sent ahead of the other side's word that it has taken some. An action's frame waits behind what of
+#: them is still to be taken, of each transfer: milliseconds.
+AHEAD_BYTES = 256 * 2**10
+#: Bytes that the other side may send ahead. Gateways and nodes of before sent so much.
 WINDOW_BYTES = 2**20
 
 
@@ -60,10 +63,10 @@ class Inflow:
             await self._changed.wait()
 
     def _tell_taken(self, size_bytes: int) -> None:
-        """Tell of what was taken, a quarter of the window at once."""
+        """Tell of what was taken, a quarter of what is sent ahead at once."""
         self._held_bytes -= size_bytes
         self._untold_bytes += size_bytes
-        if self._untold_bytes >= WINDOW_BYTES // 4:
+        if self._untold_bytes >= AHEAD_BYTES // 4:
             self._link.send(FilesTaken(self._transfer, self._untold_bytes))
             self._untold_bytes = 0
 
@@ -74,14 +77,15 @@ class Outflow:
     def __init__(self, transfer: int, link: NodeLink) -> None:
         self._transfer = transfer
         self._link = link
-        self._room_bytes = WINDOW_BYTES
+        #: Bytes that were sent, and not taken as far as is known.
+        self._ahead_bytes = 0
         self._piece_bytes = min(PIECE_BYTES, link.settings.frame_max_bytes // 2)
         self._changed = asyncio.Event()
 
     def taken(self, size_bytes: int) -> None:
         """The other side has room again; raises ChannelError for more than was ever sent."""
-        self._room_bytes += size_bytes
-        if not 0 < size_bytes <= WINDOW_BYTES or self._room_bytes > WINDOW_BYTES:
+        self._ahead_bytes -= size_bytes
+        if size_bytes <= 0 or self._ahead_bytes < 0:
             raise ChannelError("more bytes of a file were taken than were sent")
         self._changed.set()
 
@@ -93,10 +97,10 @@ class Outflow:
         self._link.send(FilesPiece(self._transfer, b""))
 
     async def _send(self, piece: bytes) -> None:
-        while self._room_bytes < len(piece):
+        while self._ahead_bytes >= AHEAD_BYTES:  # so that it is full: some only tell of so much at once
             self._changed.clear()
             await self._changed.wait()
-        self._room_bytes -= len(piece)
+        self._ahead_bytes += len(piece)
         self._link.send(FilesPiece(self._transfer, piece))
         await self._link.drained()
         await asyncio.sleep(0)  # where there is room, nothing above has waited: a window of pieces would be one turn

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from runtimes.node.files.flow import PIECE_BYTES, WINDOW_BYTES, Outflow
+import pytest
+
+from runtimes.node.files.flow import AHEAD_BYTES, PIECE_BYTES, WINDOW_BYTES, Outflow
+from runtimes.node.files.messages import FilesPiece
 from tests.runtimes.node.memory_stream import close_all, pair
 
 
@@ -20,10 +23,40 @@ async def test_others_have_a_turn_between_two_pieces_where_the_link_has_room_for
             await asyncio.sleep(0)
 
     async def chunks() -> AsyncIterator[bytes]:
-        yield bytes(WINDOW_BYTES)
+        yield bytes(AHEAD_BYTES)
 
     running = asyncio.create_task(others())
     await Outflow(1, near).send(chunks())
     running.cancel()
-    assert turns >= WINDOW_BYTES // PIECE_BYTES
+    assert turns >= AHEAD_BYTES // PIECE_BYTES
     await close_all()
+
+
+@pytest.mark.parametrize("chunk_bytes", [1000, 10_007, PIECE_BYTES, 100_003])
+async def test_one_that_tells_of_what_it_took_a_quarter_of_the_old_window_at_once_is_sent_all(chunk_bytes: int) -> None:
+    """So do gateways and nodes of before; what is under way stays within what every receiver allows."""
+    near, far = pair()
+    taken = untold = 0
+    outflow = Outflow(1, near)
+    size_bytes = 100 * chunk_bytes
+
+    async def chunks() -> AsyncIterator[bytes]:
+        for _ in range(100):
+            yield bytes(chunk_bytes)
+
+    def take(message: object) -> None:
+        nonlocal taken, untold
+        assert isinstance(message, FilesPiece)
+        taken, untold = taken + len(message.data), untold + len(message.data)
+        assert untold <= WINDOW_BYTES
+        if untold >= WINDOW_BYTES // 4:
+            outflow.taken(untold)
+            untold = 0
+
+    running = asyncio.create_task(far.run(take))
+    async with asyncio.timeout(60):
+        await outflow.send(chunks())
+        while taken < size_bytes:  # noqa: ASYNC110  # what is waited for has no event, and every turn may bring it
+            await asyncio.sleep(0)
+    await close_all()
+    await running

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from manager.errors import CapacityExceeded, InvalidInput, NotFound, TooLarge
-from runtimes.node.files.flow import PIECE_BYTES, WINDOW_BYTES
+from runtimes.node.files.flow import AHEAD_BYTES, PIECE_BYTES, WINDOW_BYTES
 from runtimes.node.files.messages import FilesAsk, FilesPiece, FilesTaken, FilesVerb
 from runtimes.node.link import LinkSettings
 from runtimes.node.wire import KINDS
@@ -93,7 +93,7 @@ async def test_a_sandbox_that_takes_nothing_holds_up_no_more_than_a_window(world
     writing = asyncio.create_task(world.files.write("/workspace/f", counted()))
     for _ in range(2000):
         await asyncio.sleep(0)
-    assert WINDOW_BYTES <= given_bytes <= WINDOW_BYTES + 2 * PIECE_BYTES
+    assert AHEAD_BYTES <= given_bytes <= AHEAD_BYTES + 2 * PIECE_BYTES
     assert await world.files.list("/") == [], "what else the channel carries goes on"
     world.there.takes.set()
     assert await writing == 200 * PIECE_BYTES
@@ -105,7 +105,7 @@ async def test_a_reader_that_takes_nothing_is_sent_no_more_than_a_window(world: 
     async with world.files.open("/workspace/f", limit_bytes=LIMIT_BYTES) as file:
         for _ in range(2000):
             await asyncio.sleep(0)
-        assert world.frames.count(piece) * PIECE_BYTES <= WINDOW_BYTES + 8 * PIECE_BYTES
+        assert world.frames.count(piece) * PIECE_BYTES <= AHEAD_BYTES + 8 * PIECE_BYTES
         assert b"".join([chunk async for chunk in file.chunks()]) == LARGE
 
 
