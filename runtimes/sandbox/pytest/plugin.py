@@ -13,6 +13,7 @@ the process of the test which judges it (docs/SANDBOXES.md).
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import json
 import os
@@ -153,6 +154,9 @@ _started_in = ""
 def pytest_load_initial_conftests(early_config: Any) -> None:
     """Let the project in: the plugins of the installation are loaded, and no conftest is yet."""
     global _ends
+    gc.freeze()
+    gc.unfreeze()  # with the old objects, which are looked through last
+    gc.enable()
     if not _project:
         _project.update(json.loads(os.environ.pop(PROJECT)))  # a worker
     _ends = importlib.import_module(ENDS).TestEnds(_project["paths"], early_config.pluginmanager.get_plugins())

@@ -45,8 +45,9 @@ _MODULES = {
 }
 #: The same, compiled by this Python, for one in a sandbox that reads its bytecode: the first bytes tell.
 _COMPILED = {name: base64.b64encode(compiled(source, name)).decode("ascii") for name, source in _MODULES.items()}
-#: Runs the source that follows, with no module of the working directory.
-CLEAN = "import sys; sys.path[:] = [place for place in sys.path if place]; exec(sys.argv[1])"
+#: Runs the source that follows, with no module of the working directory. What is imported until the project's code is
+#: stays: nothing is looked for in it that could go (`plugin` begins that again).
+CLEAN = "import gc, sys; gc.disable(); sys.path[:] = [place for place in sys.path if place]; exec(sys.argv[1])"
 #: The first process where no runner hides variables for us, as that of an earlier gateway: it does so itself, clear of
 #: what they and the user's files would put in the way, and becomes the interpreter that it was given.
 START = f"""
