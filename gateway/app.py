@@ -380,9 +380,9 @@ class App:
         """Take no new work, let what runs end within the grace, keep the rest for the next gateway.
 
         SIGTERM keeps the trajectories' sandboxes too, for an orchestrator starts the next gateway; SIGINT does not,
-        for a person has ended it. A sandbox that no gateway comes for ends itself.
+        for a person has ended it. A sandbox that no gateway comes for ends itself; of a lost record none comes.
         """
-        if keep_environments:
+        if keep_environments and not self._state_dir.is_gone():
             self.runtimes.environments.keep()
             self.machines.keep = True
         self.admission.draining = True

@@ -168,7 +168,7 @@ async def _killed_in_the_middle(
 
     async def kill() -> None:
         await third.wait()
-        while app.engine.held_on("n2")[0] == 0:  # noqa: ASYNC110  # it must have something to lose
+        while app.engine.held_on("n2")[0] == 0 and states.total() < actions:  # noqa: ASYNC110  # it has nothing to lose
             await asyncio.sleep(LOOK_S)
         victim.kill()
 

@@ -37,6 +37,8 @@ class StateDirectory:
         self.path = path
         #: Why what is written there is not kept; None while it is.
         self.lost: str | None = None
+        #: What tells the database from another; None before it is watched.
+        self._known: tuple[int, int] | None = None
         #: What became of the check of the database: empty where there was none.
         self.checked = ""
         self._log = structlog.get_logger("gateway.store")
@@ -69,16 +71,22 @@ class StateDirectory:
 
     async def watch_for_ever(self) -> None:
         """Notice that the directory or its database was removed or replaced, until cancelled."""
-        known = _identity(self.database)
+        self._known = _identity(self.database)
         while self.lost is None:
             await asyncio.sleep(LOOK_S)
-            self.look(known)
+            self.is_gone()
 
-    def look(self, known: tuple[int, int] | None) -> None:
-        """See whether the lock and the database are those that are held; ``known`` is the database's identity."""
+    def is_gone(self) -> bool:
+        """Look whether the lock and the database are those that are held; return whether they are not (any more)."""
+        if self.lost is None:
+            self._look()
+        return self.lost is not None
+
+    def _look(self) -> None:
         here = _identity(self.path / "lock")
         held = os.fstat(self._lock.fileno())
-        if here != (held.st_dev, held.st_ino) or _identity(self.database) != known:
+        replaced = self._known is not None and _identity(self.database) != self._known
+        if replaced or here != (held.st_dev, held.st_ino):
             self.lost = (
                 f"server.state_dir {self.path} was removed or replaced under the gateway: what it writes is not kept; "
                 "end it, put the directory back (tangram restore), and start it again"

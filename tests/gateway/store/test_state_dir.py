@@ -46,6 +46,15 @@ async def test_a_directory_that_goes_is_noticed_nothing_more_is_accepted_and_no_
         pass
 
 
+@pytest.mark.parametrize("gone", [False, True])
+async def test_a_gateway_whose_record_is_gone_keeps_nothing_for_the_next_one(tmp_path: Path, gone: bool) -> None:
+    async with serving(GatewayBench(tmp_path)) as gateway:
+        if gone:
+            (tmp_path / "state").rename(tmp_path / "elsewhere")
+        gateway.app.stop(keep_environments=True)  # as SIGTERM does, sooner than it is looked
+        assert gateway.app.machines.keep is not gone
+
+
 async def test_after_an_unclean_end_the_database_is_checked_beside_the_work(tmp_path: Path) -> None:
     bench = GatewayBench(tmp_path)
     async with serving(bench) as gateway:
