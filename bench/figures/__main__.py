@@ -180,9 +180,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags.add_argument("--seeds", default="", help="comma-separated, instead of the built-in ones")
     flags.add_argument("--only", default="", help=f"parts of the whole, joined by , or |: {', '.join(PARTS)}")
     flags.add_argument("--sample", type=int, default=SAMPLE, help="calls of each recording that `traces` plays")
+    flags.add_argument("--skip", type=int, default=0, help="requests to a model that `traces` passes over before")
+    flags.add_argument("--row", default="", help="what the names of the rows begin with that `traces` plays")
     options = flags.parse_args(argv)
     if options.sample < 1:
         flags.error(f"--sample: {options.sample} calls are none to play")
+    if options.skip < 0:
+        flags.error(f"--skip: {options.skip} requests cannot be passed over")
     seeds = tuple(int(seed) for seed in options.seeds.split(",") if seed) or SEEDS
     report = BenchReport("figures")
     if options.quick:
@@ -198,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown:
         flags.error(f"--only: no part is named {', '.join(unknown)}; known are {', '.join(PARTS)}")
     parts: dict[str, Callable[[BenchReport, Sequence[int]], None]] = {**PARTS}
-    parts["traces"] = partial(trace_figures, sample=options.sample)
+    parts["traces"] = partial(trace_figures, sample=options.sample, skip=options.skip, row=options.row)
     for name in chosen:
         parts[name](report, seeds)
     report.note(

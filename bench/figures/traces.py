@@ -14,6 +14,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from statistics import mean
 
@@ -67,14 +69,19 @@ class Recording:
     sized: bool = False
 
 
-def trace_figures(report: BenchReport, seeds: Sequence[int], sample: int = SAMPLE) -> None:
+def trace_figures(
+    report: BenchReport, seeds: Sequence[int], sample: int = SAMPLE, *, skip: int = 0, row: str = ""
+) -> None:
     """Our default policies on each recording against the best of constant DoPs, FCFS and both readings of the paper.
 
-    Of each the first ``sample`` calls are played, which the report says.
+    Of each the first ``sample`` calls are played, of requests to a model those after the first ``skip``, which the
+    report says; ``row`` is what the names of the rows begin with that are played.
     """
     rows: dict[str, Row] = {}
     ratios: dict[str, Row] = {}
-    for name, recording in recordings(report, sample).items():
+    for name, recording in recordings(report, sample, skip).items():
+        if not name.startswith(row):
+            continue
         of = table(
             seeds if recording.drawn else seeds[:1],
             recording.make,
@@ -113,16 +120,17 @@ def over_best_baseline(rows: Mapping[str, Row]) -> Row:
     return ratios
 
 
-def recordings(report: BenchReport, sample: int = SAMPLE) -> dict[str, Recording]:
+def recordings(report: BenchReport, sample: int = SAMPLE, skip: int = 0) -> dict[str, Recording]:
     """The first ``sample`` calls of every recording that this machine has, at each load.
 
-    What is missing is noted, and so is what is played of the others.
+    Of requests to a model they are those after the first ``skip``. What is missing is noted, and so is what is played
+    of the others.
     """
     found: dict[str, Recording] = {}
     for name, add in (
         (FUNCTIONS, _functions),
-        (CODE_REQUESTS, _code_requests),
-        (MOONCAKE, _mooncake),
+        (CODE_REQUESTS, partial(_code_requests, skip=skip)),
+        (MOONCAKE, partial(_mooncake, skip=skip)),
         (STEPS, _agent_steps),
     ):
         path = real_input(name)
@@ -250,43 +258,40 @@ class RecordedRequest:
         return PREFILL_S * self.prompt + DECODE_S * self.generated
 
 
-def read_code_requests(path: Path, sample: int = SAMPLE) -> list[RecordedRequest]:
-    """The first ``sample`` requests of the recording of a code model."""
+def read_code_requests(path: Path, sample: int = SAMPLE, skip: int = 0) -> list[RecordedRequest]:
+    """``sample`` requests of the recording of a code model, after the first ``skip``."""
     found: list[RecordedRequest] = []
     first: datetime | None = None
-    for row in _table(path):
+    for row in islice(_table(path), skip, skip + sample):
         instant = datetime.fromisoformat(row["TIMESTAMP"][:26])  # ten-millionths of a second are one digit too many
         first = first or instant
         arrival_s = (instant - first).total_seconds()
         found.append(RecordedRequest(arrival_s, int(row["ContextTokens"]), int(row["GeneratedTokens"])))
-        if len(found) == sample:
-            break
     return found
 
 
-def read_mooncake(path: Path, sample: int = SAMPLE) -> list[RecordedRequest]:
-    """The first ``sample`` requests of the Mooncake recording."""
+def read_mooncake(path: Path, sample: int = SAMPLE, skip: int = 0) -> list[RecordedRequest]:
+    """``sample`` requests of the Mooncake recording, after the first ``skip``."""
     found = []
+    first_s: float | None = None
     with gzip.open(path, "rt", encoding="utf-8") as file:
-        for line in file:
+        for line in islice(file, skip, skip + sample):
             request = json.loads(line)
-            found.append(
-                RecordedRequest(request["timestamp"] / 1000, request["input_length"], request["output_length"])
-            )
-            if len(found) == sample:
-                break
+            instant_s = request["timestamp"] / 1000
+            first_s = instant_s if first_s is None else first_s
+            found.append(RecordedRequest(instant_s - first_s, request["input_length"], request["output_length"]))
     return found
 
 
-def _code_requests(path: Path, sample: int) -> tuple[dict[str, Recording], str]:
-    return _request_recordings("code model", read_code_requests(path, sample))
+def _code_requests(path: Path, sample: int, skip: int) -> tuple[dict[str, Recording], str]:
+    return _request_recordings("code model", read_code_requests(path, sample, skip), skip)
 
 
-def _mooncake(path: Path, sample: int) -> tuple[dict[str, Recording], str]:
-    return _request_recordings("mooncake", read_mooncake(path, sample))
+def _mooncake(path: Path, sample: int, skip: int) -> tuple[dict[str, Recording], str]:
+    return _request_recordings("mooncake", read_mooncake(path, sample, skip), skip)
 
 
-def _request_recordings(name: str, recorded: Sequence[RecordedRequest]) -> tuple[dict[str, Recording], str]:
+def _request_recordings(name: str, recorded: Sequence[RecordedRequest], skip: int) -> tuple[dict[str, Recording], str]:
     found = {
         f"{name}, load {load}": Recording(
             make=lambda seed, load=load: requests(name, recorded, load),  # type: ignore[misc]
@@ -296,7 +301,7 @@ def _request_recordings(name: str, recorded: Sequence[RecordedRequest]) -> tuple
         )
         for load in LOADS
     }
-    return found, f"the first {len(recorded)} requests"
+    return found, f"{len(recorded)} requests after the first {skip}" if skip else f"the first {len(recorded)} requests"
 
 
 def requests(name: str, recorded: Sequence[RecordedRequest], load: float) -> Workload:

@@ -117,8 +117,19 @@ def test_the_report_says_what_was_played(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_mooncake_is_read(tmp_path: Path) -> None:
     path = tmp_path / "mooncake.jsonl.gz"
-    path.write_bytes(gzip.compress(b'{"timestamp": 2500, "input_length": 7, "output_length": 3, "hash_ids": [1]}\n'))
-    assert [(one.arrival_s, one.prompt, one.generated) for one in read_mooncake(path)] == [(2.5, 7, 3)]
+    lines = [
+        b'{"timestamp": %d, "input_length": 7, "output_length": 3, "hash_ids": [1]}\n' % at for at in (500, 3000, 4000)
+    ]
+    path.write_bytes(gzip.compress(b"".join(lines)))
+    assert [(one.arrival_s, one.prompt, one.generated) for one in read_mooncake(path, 2)] == [(0.0, 7, 3), (2.5, 7, 3)]
+
+
+def test_requests_that_are_passed_over_leave_the_rest_as_if_they_were_the_first(tmp_path: Path) -> None:
+    path = tmp_path / "code.csv"
+    rows = [f"2023-11-16 18:17:0{second}.5000000,{second},10" for second in range(5)]
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
+    found = read_code_requests(path, 2, skip=3)
+    assert [(one.arrival_s, one.prompt) for one in found] == [(0.0, 3), (1.0, 4)]
 
 
 def test_agents_think_between_what_they_saw_and_what_they_ask_for_next(tmp_path: Path) -> None:
