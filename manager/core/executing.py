@@ -192,11 +192,10 @@ class Executing:
             granted = [{pool.kind: pool.acquire(alike[0].id, request, now_s) for pool, request in requests}]
         else:
             granted = _acquire_each([waiting.id for waiting in alike], requests, now_s)
-        started = []
-        for waiting, grants in zip(alike, granted, strict=True):
-            if workers:
+        if workers:
+            for waiting, grants in zip(alike, granted, strict=True):
                 _staff(waiting.action, grants, workers)
-            started.append(self._lease(waiting, node, grants, now_s))
+        started = [self._lease(waiting, node, grants, now_s) for waiting, grants in zip(alike, granted, strict=True)]
         self._note(started, [pool for pool, _ in requests], now_s)
         return started
 

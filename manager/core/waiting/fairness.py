@@ -218,18 +218,14 @@ class FairShare:
 
         Each takes the first turn of its task.
         """
-        stamps = []
+        stamps = [stamp for action in alike if (stamp := self._waiting.pop(action.id, None)) is not None]
+        if not stamps:
+            return
         latest = 0.0
-        for action in alike:
-            stamp = self._waiting.pop(action.id, None)
-            if stamp is None:
-                continue
-            stamps.append(stamp)
+        for stamp in stamps:
             stamp.waits = False
             if stamp.at > latest:
                 latest = stamp.at
-        if not stamps:
-            return
         task, kinds = demand = _demand_of(alike[0])
         turns = self._turns[demand]
         turns.start(stamps)

@@ -333,9 +333,12 @@ class Queue:
 
     def leave(self, alike: Sequence[Waiting]) -> None:
         """Remove actions of one group, or one of none, that start on what they had reserved."""
+        functions: dict[str, int] = {}
         for waiting in alike:
             del self._waiting[waiting.id]
-            _decrement(self._by_function, waiting.action.function)
+            functions[waiting.action.function] = functions.get(waiting.action.function, 0) + 1
+        for function, count in functions.items():
+            _decrement(self._by_function, function, count)
         _decrement(self._by_task, alike[0].action.task, len(alike))
         group = alike[0].group
         if group is not None:
